@@ -1,0 +1,87 @@
+"""What the tests of the commands share: a small prepared text, and commands run as users do."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # threads only slow down tensors of this size
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "--n_layer",
+    "2",
+    "--n_head",
+    "2",
+    "--n_embd",
+    "32",
+    "--block_size",
+    "32",
+    "--batch_size",
+    "4",
+    "--max_iters",
+    "12",
+    "--eval_interval",
+    "6",
+    "--device",
+    "cpu",
+]
+
+
+def command(*args, cwd: Path, fails: bool = False) -> subprocess.CompletedProcess:
+    """Run `python args...` in a folder. A failure must be one line without a traceback."""
+    args = [str(ROOT / args[0]), *map(str, args[1:])]
+    done = subprocess.run([sys.executable, *args], cwd=cwd, capture_output=True, text=True)
+    if not fails:
+        assert done.returncode == 0, done.stderr
+        return done
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    return done
+
+
+@pytest.fixture(scope="session")
+def story(tmp_path_factory) -> Path:
+    """A .jsonl file of 300 made-up documents."""
+    rng = random.Random(0)
+    names, verbs = ["Anna", "Björn", "Chloë"], ["sees", "follows", "meets"]
+    path = tmp_path_factory.mktemp("story") / "story.jsonl"
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(300):
+            said = [
+                f"{rng.choice(names)} {rng.choice(verbs)} {rng.choice(names)} at the river."
+                for _ in range(rng.randint(3, 9))
+            ]
+            file.write(json.dumps({"text": " ".join(said)}, ensure_ascii=False) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def data(story) -> Path:
+    """The prepared story."""
+    out = story.parent / "data"
+    command(
+        *("prepare.py", "--input", story, "--out_dir", out, "--vocab_size", 300),
+        *("--val_fraction", 0.1),
+        cwd=story.parent,
+    )
+    return out
+
+
+@pytest.fixture(scope="session")
+def trained(data) -> dict[str, Path]:
+    """Output folders of small runs, by kind of FFN."""
+    runs = {}
+    for ffn in ("dense", "stem", "embformer"):
+        runs[ffn] = data.parent / ffn
+        command(
+            *("train.py", "--data_dir", data, "--out_dir", runs[ffn], "--ffn", ffn, *SMALL),
+            cwd=data.parent,
+        )
+    return runs

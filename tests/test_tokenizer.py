@@ -1,0 +1,413 @@
+"""Checks the tokenizer against a naive trainer and a naive encoder that are written out here."""
+
+import base64
+import json
+import random
+import unicodedata
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import regex
+import tiktoken
+
+import tokenizer
+from tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, SPECIALS, StreamDecoder
+
+# Public domain: Carroll, Austen, Melville, Dickens.
+CORPUS = [
+    (
+        "Alice was beginning to get very tired of sitting by her sister on the bank, and of "
+        "having nothing to do: once or twice she had peeped into the book her sister was "
+        "reading, but it had no pictures or conversations in it, “and what is the use of a "
+        "book,” thought Alice, “without pictures or conversations?”"
+    ),
+    (
+        "It is a truth universally acknowledged, that a single man in possession of a good "
+        "fortune, must be in want of a wife."
+    ),
+    (
+        "Call me Ishmael. Some years ago—never mind how long precisely—having little or no "
+        "money in my purse, and nothing particular to interest me on shore, I thought I would "
+        "sail about a little and see the watery part of the world.\n\n  It's the year 1851, "
+        "and it's\r\nnot 1852.  "
+    ),
+    (
+        "It was the best of times, it was the worst of times, it was the age of wisdom, it was "
+        "the age of foolishness, it was the epoch of belief, it was the epoch of incredulity…"
+    ),
+]
+
+TRICKY = [
+    "",
+    "\0",
+    "a\0b\x01\x1b[0m\x7f\x85\u2028",
+    "line\r\nline\r\n\r\n\tindented\n",
+    " " * 1000 + "x" + "\n" * 1000,
+    "trailing   ",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽",
+    "مرحبا بالعالم \u200fשלום\u200e עולם",
+    "e\u0301 vs \u00e9, \ufeffBOM, \ufffd, \U0010ffff",
+    "ᚠᛇᚻ 𓀀𓂀 日本語のテキスト",
+    "1234567890 3.14159 ½ Ⅷ ٣٤٥٦",
+    "'s 't 're 've 'm 'll 'd ''",
+]
+
+
+def random_text(rng: random.Random, length: int, assigned: bool = False) -> str:
+    """Any code points except surrogates; `assigned` leaves out what Unicode has not named yet."""
+    text = ""
+    while len(text) < length:
+        # Drawn from all planes alike, nearly all would be unassigned.
+        char = chr(rng.randrange(rng.choice([0x80, 0x3000, 0x20000, 0x110000])))
+        kind = unicodedata.category(char)
+        if kind != "Cs" and not (assigned and kind == "Cn"):
+            text += char
+    return text
+
+
+def merge_in_place(word: list[int], pair: tuple[int, int], new_id: int) -> None:
+    i = 0
+    while i < len(word) - 1:
+        if (word[i], word[i + 1]) == pair:
+            word[i : i + 2] = [new_id]
+        i += 1
+
+
+def split(text: str) -> list[list[int]]:
+    return [[FIRST_BYTE + b for b in word.encode()] for word in regex.findall(PATTERN, text)]
+
+
+def naive_train(texts: list[str], vocab_size: int, min_count: int = 2) -> list[tuple[int, int]]:
+    """Returns the merges in order; every round counts all pairs again from scratch."""
+    words = [word for text in texts for word in split(text)]
+    merges = []
+    while FIRST_MERGE + len(merges) < vocab_size:
+        counts = Counter(pair for word in words for pair in pairwise(word))
+        best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
+        if best is None or counts[best] < min_count:
+            break
+        for word in words:
+            merge_in_place(word, best, FIRST_MERGE + len(merges))
+        merges.append(best)
+    return merges
+
+
+def naive_encode(text: str, merges: list[tuple[int, int]]) -> list[int]:
+    words = split(text)
+    for word in words:
+        for i, pair in enumerate(merges):
+            merge_in_place(word, pair, FIRST_MERGE + i)
+    return [token for word in words for token in word]
+
+
+def tokens_of(encoding: tiktoken.Encoding) -> list[bytes]:
+    """The bytes of all ids that are not special, in id order."""
+    return [encoding.decode_single_token_bytes(i) for i in range(FIRST_BYTE, encoding.n_vocab)]
+
+
+def spelled(merges: list[tuple[int, int]]) -> list[bytes]:
+    table = [bytes([b]) for b in range(256)]
+    for first, second in merges:
+        table.append(table[first - FIRST_BYTE] + table[second - FIRST_BYTE])
+    return table
+
+
+@pytest.fixture(scope="module")
+def encoding() -> tiktoken.Encoding:
+    return tokenizer.train(CORPUS, 380, progress=False)
+
+
+@pytest.fixture(scope="module")
+def foreign() -> tiktoken.Encoding:
+    """Laid out like GPT-2's: ranks from 0, the special token last; here after a gap of ids."""
+    ranks = {bytes([b]): 255 - b for b in range(256)} | {b"th": 256, b"the": 257}
+    special = {"<|endoftext|>": 300}
+    return tiktoken.Encoding(
+        "foreign", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens=special
+    )
+
+
+# Training
+
+
+def test_hand_example():
+    # aaabdaaabac: "aa" is there 4 times. Then "aa"+"a" and "a"+"b" both twice: the smaller ids win.
+    # Then "aa"+"ab" twice, and after that no pair occurs twice.
+    encoding = tokenizer.train(["aaabdaaabac"], 1000, progress=False)
+    assert tokens_of(encoding)[256:] == [b"aa", b"ab", b"aaab"]
+    assert encoding.n_vocab == 262
+    a, c, d, aaab = 100, 102, 103, 261
+    assert encoding.encode("aaabdaaabac") == [aaab, d, aaab, a, c]
+
+
+@pytest.mark.parametrize("min_count", [1, 2, 5])
+def test_same_merges_as_naive_trainer(min_count):
+    encoding = tokenizer.train(CORPUS, 460, min_count, progress=False)
+    assert tokens_of(encoding) == spelled(naive_train(CORPUS, 460, min_count))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_same_merges_and_ids_on_overlapping_repeats(seed):
+    # Two or three letters make runs like "aaaa", many ties, and many ways to spell the same bytes.
+    rng = random.Random(seed)
+    letters = "abc"[: 2 + seed % 2]
+    texts = [" ".join("".join(rng.choices(letters, k=rng.randint(1, 14))) for _ in range(40))]
+    encoding = tokenizer.train(texts, 350, min_count=1, progress=False)
+    merges = naive_train(texts, 350, min_count=1)
+    assert tokens_of(encoding) == spelled(merges)
+    other = "".join(rng.choices(letters, k=300))
+    for text in [*texts, other]:
+        assert encoding.encode_ordinary(text) == naive_encode(text, merges)
+
+
+def test_encodes_by_merges_in_order(encoding):
+    merges = naive_train(CORPUS, 380)
+    rng = random.Random(0)
+    mixed = ["".join(rng.choices("aehst 'n19.,\n\r\té日½", k=200)) for _ in range(20)]
+    strange = [random_text(rng, 100, assigned=True) for _ in range(20)]
+    for text in CORPUS + TRICKY + mixed + strange:
+        assert encoding.encode_ordinary(text) == naive_encode(text, merges)
+
+
+def test_depends_only_on_word_counts(encoding):
+    texts = CORPUS[::-1]
+    again = tokenizer.train((text for text in texts), 380, progress=False)
+    assert tokenizer.dumps(again) == tokenizer.dumps(encoding)
+
+
+def test_min_count_stops_early():
+    sizes = [tokenizer.train(CORPUS, 10_000, n, progress=False).n_vocab for n in (1, 2, 10, 1000)]
+    assert 10_000 > sizes[0] > sizes[1] > sizes[2] > sizes[3] == FIRST_MERGE
+    exact = ["xy"] * 7  # the pair occurs exactly 7 times
+    assert tokenizer.train(exact, 300, 7, progress=False).n_vocab == FIRST_MERGE + 1
+    assert tokenizer.train(exact, 300, 8, progress=False).n_vocab == FIRST_MERGE
+
+
+def test_vocab_size_is_met_exactly(encoding):
+    assert encoding.n_vocab == 380
+    assert len(set(tokens_of(encoding))) == 380 - FIRST_BYTE
+    assert tokenizer.train(CORPUS, FIRST_MERGE, progress=False).n_vocab == FIRST_MERGE
+
+
+def test_train_refuses():
+    with pytest.raises(ValueError, match="vocab_size must be at least 259"):
+        tokenizer.train(CORPUS, 258, progress=False)
+    with pytest.raises(ValueError, match="min_count must be at least 1"):
+        tokenizer.train(CORPUS, 300, 0, progress=False)
+    for nothing in ([], ["", ""]):
+        with pytest.raises(ValueError, match="texts are empty"):
+            tokenizer.train(nothing, 300, progress=False)
+    with pytest.raises(TypeError, match="one string"):
+        tokenizer.train("text", 300, progress=False)
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.train(["lone \ud800 surrogate"], 300, progress=False)
+
+
+def test_progress_can_be_turned_off(capfd):
+    tokenizer.train(CORPUS, 300, progress=False)
+    assert capfd.readouterr() == ("", "")
+    tokenizer.train(CORPUS, 300, progress=True)
+    out, err = capfd.readouterr()
+    assert not out and "41/41" in err
+
+
+# Encoding and decoding
+
+
+def test_round_trip_of_any_text(encoding):
+    rng = random.Random(1)
+    for text in TRICKY + [random_text(rng, rng.randrange(200)) for _ in range(200)]:
+        ids = encoding.encode_ordinary(text)
+        assert encoding.decode(ids) == text
+        assert all(FIRST_BYTE <= i < encoding.n_vocab for i in ids)
+
+
+def test_unseen_script_is_its_bytes(encoding):
+    assert encoding.encode("ᚠᛇ") == [FIRST_BYTE + b for b in "ᚠᛇ".encode()]
+
+
+def test_digits_go_in_threes():
+    encoding = tokenizer.train(["1234567"] * 9, 1000, progress=False)
+    assert encoding.decode_tokens_bytes(encoding.encode("1234567")) == [b"123", b"456", b"7"]
+
+
+def test_special_ids(encoding):
+    assert SPECIALS == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+    assert encoding.special_tokens_set == set(SPECIALS)
+    assert encoding.eot_token == 0
+    assert encoding.encode_single_token(b"\x00") == 3
+    assert encoding.encode_single_token(b"\xff") == 258
+
+
+def test_special_tokens_only_when_allowed(encoding):
+    text = "a<|endoftext|><|im_start|><|im_end|>"
+    ordinary = encoding.encode_ordinary(text)
+    assert min(ordinary) >= FIRST_BYTE
+    assert encoding.decode(ordinary) == text
+    assert encoding.encode(text, disallowed_special=()) == ordinary
+    a = FIRST_BYTE + ord("a")
+    assert encoding.encode(text, allowed_special="all") == [a, 0, 1, 2]
+    with pytest.raises(ValueError, match="disallowed special token"):
+        encoding.encode(text)
+
+
+def test_special_names_in_the_texts_are_ordinary():
+    encoding = tokenizer.train(["<|endoftext|>"] * 9, 1000, progress=False)
+    assert encoding.encode_ordinary("<|endoftext|>") == [
+        encoding.encode_single_token(part) for part in ("<|", "endoftext", "|>")
+    ]
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize("which", ["encoding", "foreign"])
+def test_dumps_and_loads(which, request):
+    before = request.getfixturevalue(which)
+    text = tokenizer.dumps(before)
+    after = tokenizer.loads(text)
+    assert "\n" not in text
+    assert tokenizer.dumps(after) == text
+    assert tokenizer.fingerprint(after) == tokenizer.fingerprint(before)
+    assert (after.name, after.n_vocab) == (before.name, before.n_vocab)
+    assert after.special_tokens_set == before.special_tokens_set
+    for sample in CORPUS + TRICKY + ["the <|endoftext|>"]:
+        ids = before.encode(sample, allowed_special="all")
+        assert after.encode(sample, allowed_special="all") == ids
+        assert after.decode(ids) == sample
+
+
+def test_fingerprint(encoding, foreign):
+    mark = tokenizer.fingerprint(encoding)
+    assert regex.fullmatch("[0-9a-f]{16}", mark)
+    data = json.loads(tokenizer.dumps(encoding))
+
+    def changed(**parts) -> str:
+        return tokenizer.fingerprint(tokenizer.loads(json.dumps(data | parts)))
+
+    special, ranks = data["special_tokens"], data["ranks"]
+    assert changed(name="another") == mark
+    # The order in the file means nothing: only which token has which id.
+    assert changed(ranks=ranks[::-1], special_tokens=dict(reversed(special.items()))) == mark
+    swapped = [*ranks[:-2], [ranks[-1][0], ranks[-2][1]], [ranks[-2][0], ranks[-1][1]]]
+    marks = [
+        mark,
+        tokenizer.fingerprint(foreign),
+        changed(pattern=r"\S+|\s+"),
+        changed(special_tokens={"<|other|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}),
+        changed(ranks=ranks[:-1]),
+        changed(ranks=swapped),
+    ]
+    assert len(set(marks)) == len(marks)
+
+
+def damaged(encoding: tiktoken.Encoding) -> dict[str, tuple[str, str]]:
+    """Returns name -> (text that is no tokenizer, what the message has to say)."""
+    text = tokenizer.dumps(encoding)
+    data = json.loads(text)
+    ranks, special = data["ranks"], data["special_tokens"]
+    first, last = ranks[0], ranks[-1]
+
+    def with_ranks(*entries) -> str:
+        return json.dumps(data | {"ranks": [*ranks, *entries]})
+
+    new = base64.b64encode(b"a new token").decode()
+    cases = {
+        "empty": ("", "not JSON"),
+        "prose": (CORPUS[0], "not JSON"),
+        "truncated": (text[:-100], "not JSON"),
+        "deep": ("[" * 1_000_000, "not JSON"),
+        "list": ("[]", "expected a JSON object"),
+        "other format": (json.dumps(data | {"format": "wordpiece"}), '"format": "byte-bpe"'),
+        "no format": ('{"version": 1}', '"format": "byte-bpe"'),
+        "version": (json.dumps(data | {"version": 2}), "version must be 1, got 2"),
+        "no version": (json.dumps({"format": "byte-bpe"}), "version must be 1, got None"),
+        "ranks as object": (json.dumps(data | {"ranks": {}}), '"ranks" is missing or no list'),
+        "bad base64": (with_ranks(["no base64!", 400]), "'no base64!', 400"),
+        "base64 is a number": (with_ranks([7, 400]), r"\[7, 400\] is not \[base64, id\]"),
+        "bare string": (with_ranks("YQ=="), "'YQ==' is not"),
+        "bare number": (with_ranks(7), "7 is not"),
+        "no id": (with_ranks([new]), r"is not \[base64, id\]"),
+        "empty token": (with_ranks(["", 400]), "is empty or there twice"),
+        "token twice": (with_ranks([last[0], 400]), "is empty or there twice"),
+        "id twice": (with_ranks([new, last[1]]), f"id {last[1]} is there twice"),
+        "id of special": (with_ranks([new, 0]), "id 0 is there twice"),
+        "special twice": (
+            json.dumps(data | {"special_tokens": special | {"<|x|>": 1}}),
+            "id 1 is there twice",
+        ),
+        "negative id": (with_ranks([new, -1]), "-1 is not a token id"),
+        "huge id": (with_ranks([new, 2**32]), "4294967296 is not a token id"),
+        "fraction": (with_ranks([new, 400.0]), "400.0 is not a token id"),
+        "true": (with_ranks([new, True]), "True is not a token id"),
+        "id as text": (
+            json.dumps(data | {"special_tokens": special | {"<|x|>": "9"}}),
+            "'9' is not a token id",
+        ),
+        "unnamed special": (
+            json.dumps(data | {"special_tokens": special | {"": 400}}),
+            "empty name",
+        ),
+        "byte missing": (
+            json.dumps(data | {"ranks": [r for r in ranks if r != first]}),
+            "1 of the 256 single bytes are missing",
+        ),
+        "no ranks": (json.dumps(data | {"ranks": []}), "256 of the 256 single bytes"),
+        "bad pattern": (json.dumps(data | {"pattern": "(" * 3}), "cannot use its pattern"),
+        "surrogate": (json.dumps(data | {"pattern": "\ud800"}), "cannot use its pattern"),
+    }
+    for key in ("name", "pattern", "special_tokens", "ranks"):
+        without = {k: v for k, v in data.items() if k != key}
+        cases[f"no {key}"] = (json.dumps(without), f'"{key}" is missing')
+    return cases
+
+
+def test_loads_refuses_what_is_damaged(encoding):
+    for name, (text, message) in damaged(encoding).items():
+        with pytest.raises(ValueError, match=message) as caught:
+            pytest.fail(f"{name}: loaded {tokenizer.loads(text)}")
+        said = str(caught.value)
+        assert "tokenizer" in said and "\n" not in said and len(said) < 300, name
+
+
+# Streaming
+
+
+def stream(encoding: tiktoken.Encoding, ids: list[int]) -> list[str]:
+    decoder = StreamDecoder(encoding)
+    return [decoder.feed(i) for i in ids] + [decoder.flush()]
+
+
+def test_stream_gives_whole_characters():
+    # Without merges every byte is a token, so every character is cut wherever it can be.
+    encoding = tokenizer.train(["x"], FIRST_MERGE, progress=False)
+    text = "né 日本 👩‍👩‍👧 \U0010ffff"
+    pieces = stream(encoding, encoding.encode(text))
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces) and pieces[-1] == ""
+    assert [piece for piece in pieces if piece] == list(text)  # none waits for a later one
+
+
+def test_stream_of_text_that_was_trained_on(encoding):
+    for text in CORPUS:
+        assert "".join(stream(encoding, encoding.encode(text))) == text
+
+
+def test_stream_equals_decode_on_any_ids(encoding):
+    rng = random.Random(2)
+    for _ in range(300):
+        ids = rng.choices(range(encoding.n_vocab), k=50)
+        assert "".join(stream(encoding, ids)) == encoding.decode(ids)
+
+
+def test_stream_flush(encoding):
+    decoder = StreamDecoder(encoding)
+    start, *rest = encoding.encode("ᚠ")
+    assert decoder.feed(start) == ""
+    assert decoder.flush() == "\ufffd"
+    assert decoder.flush() == ""
+    assert "".join(decoder.feed(i) for i in [start, *rest]) == "ᚠ"  # the next text starts clean
+    assert decoder.feed(SPECIALS["<|im_end|>"]) == "<|im_end|>"
+    with pytest.raises(KeyError):
+        decoder.feed(encoding.n_vocab)

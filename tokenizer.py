@@ -1,0 +1,264 @@
+"""Byte-level BPE: trained here, saved as JSON text, and run by tiktoken.
+
+Training is plain Python and happens once per data set. Encoding happens all the time, so the
+trained table is put into a `tiktoken.Encoding`, whose merge loop is compiled. The table is one JSON
+text (`dumps`, `loads`) that is kept with the data and inside the checkpoint, so neither can be read
+with the wrong tokenizer; `fingerprint` is the short form that is compared.
+"""
+
+import base64
+import codecs
+import hashlib
+import heapq
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import regex
+import tiktoken
+from tqdm import tqdm
+
+# Ids 0..2 are special, 3..258 are the 256 single bytes, and from 259 on every id is a merge.
+SPECIALS = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+FIRST_BYTE = len(SPECIALS)
+FIRST_MERGE = FIRST_BYTE + 256
+
+# GPT-2's split into words. Possessive quantifiers (`++`) keep it fast on long runs, and digits come
+# in groups of at most 3, so that no vocabulary is spent on long numbers. (No `{1,3}+`: some regex
+# engines read it as one or more groups, and here it would gain nothing.)
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+FORMAT = "byte-bpe"
+VERSION = 1
+
+Pair = tuple[int, int]
+
+
+def train(
+    texts: Iterable[str], vocab_size: int, min_count: int = 2, progress: bool = True
+) -> tiktoken.Encoding:
+    """Trains a byte-level BPE vocabulary.
+
+    Each step merges the most frequent pair of neighbouring tokens into a new token; among equally
+    frequent pairs, the one with the smallest first id, then the smallest second id. The result
+    depends only on the word counts, not on the order of the texts.
+
+    Args:
+        texts: Documents, read once as a stream. Only the distinct words are held in memory. The
+            names of special tokens get no special treatment here: they are ordinary text.
+        vocab_size: Number of ids wanted, counting the special tokens and the 256 bytes.
+        min_count: A pair seen fewer times than this is not merged. A small corpus can run out of
+            pairs, and then the vocabulary has what fits: `encoding.n_vocab` < `vocab_size`.
+        progress: Whether to show progress bars on stderr.
+
+    Returns:
+        The encoding, with the ids 0..n_vocab-1 all in use.
+
+    Raises:
+        TypeError: If `texts` is one string instead of an iterable of strings.
+        ValueError: If `vocab_size` has no room for the bytes, `min_count` is below 1 or there is no
+            text. A lone surrogate, which has no UTF-8 form, raises its subclass UnicodeEncodeError.
+    """
+    if isinstance(texts, str):
+        raise TypeError("texts must be an iterable of strings, not one string")
+    if vocab_size < FIRST_MERGE:
+        raise ValueError(
+            f"vocab_size must be at least {FIRST_MERGE} "
+            f"({len(SPECIALS)} special tokens and 256 bytes), got {vocab_size}"
+        )
+    if min_count < 1:
+        raise ValueError(f"min_count must be at least 1, got {min_count}")
+
+    word_counts: Counter[str] = Counter()
+    split = regex.compile(PATTERN)
+    for text in tqdm(texts, desc="counting words", unit=" texts", disable=not progress):
+        word_counts.update(split.findall(text))
+    if not word_counts:
+        raise ValueError("cannot train a tokenizer on no text: texts are empty")
+
+    table = [bytes([b]) for b in range(256)]  # table[i] is the token with id FIRST_BYTE + i
+    merges = vocab_size - FIRST_MERGE
+    with tqdm(total=merges, desc="merging pairs", unit=" merges", disable=not progress) as bar:
+        for first, second in _merges(word_counts, merges, min_count):
+            # tiktoken merges neighbours whose joined bytes are in the table, whichever pair the
+            # bytes were learned from. That is the same thing: where the edges of a stretch of text
+            # are token edges, no merge has crossed them, so the merges inside went as they would
+            # for that stretch alone. Equal bytes therefore always split into the same pair, and no
+            # second pair can spell a token that exists.
+            table.append(table[first - FIRST_BYTE] + table[second - FIRST_BYTE])
+            bar.update()
+
+    ranks = {token: FIRST_BYTE + i for i, token in enumerate(table)}
+    return tiktoken.Encoding(
+        name=FORMAT,
+        pat_str=PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens=SPECIALS,
+        explicit_n_vocab=FIRST_BYTE + len(table),  # tiktoken checks that no token is there twice
+    )
+
+
+def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[Pair]:
+    """Yields up to `limit` pairs in the order of merging; the i-th makes the id FIRST_MERGE + i."""
+    words = [[FIRST_BYTE + b for b in word.encode()] for word in word_counts]
+    counts = list(word_counts.values())
+
+    pair_counts: Counter[Pair] = Counter()
+    pair_words: defaultdict[Pair, set[int]] = defaultdict(set)  # may name words that lost the pair
+    for i, word in enumerate(words):
+        for pair in pairwise(word):
+            pair_counts[pair] += counts[i]
+            pair_words[pair].add(i)
+
+    # One entry per pair. After the step that makes a pair's newer token, the pair's count can only
+    # fall, so an entry never promises too little: it is enough to correct it when it is at the top.
+    heap = [(-count, pair) for pair, count in pair_counts.items() if count >= min_count]
+    heapq.heapify(heap)
+
+    new_id = FIRST_MERGE
+    while heap and new_id < FIRST_MERGE + limit:
+        negative, pair = heapq.heappop(heap)
+        count = pair_counts[pair]
+        if count != -negative:
+            if count >= min_count:
+                heapq.heappush(heap, (-count, pair))
+            continue
+
+        new_pairs = set()
+        for i in pair_words.pop(pair):
+            old = words[i]
+            new = words[i] = _merge(old, pair, new_id)
+            if len(new) == len(old):
+                continue  # an earlier merge took the pair out of this word
+            for neighbours in pairwise(old):
+                pair_counts[neighbours] -= counts[i]
+            for neighbours in pairwise(new):
+                pair_counts[neighbours] += counts[i]
+                if new_id in neighbours:
+                    pair_words[neighbours].add(i)
+                    new_pairs.add(neighbours)
+        for neighbours in new_pairs:
+            if pair_counts[neighbours] >= min_count:
+                heapq.heappush(heap, (-pair_counts[neighbours], neighbours))
+        yield pair
+        new_id += 1
+
+
+def _merge(word: list[int], pair: Pair, new_id: int) -> list[int]:
+    """Returns `word` with each `pair` replaced by `new_id`, from left to right."""
+    first, second = pair
+    merged = []
+    i, last = 0, len(word) - 1
+    while i <= last:
+        if word[i] == first and i < last and word[i + 1] == second:
+            merged.append(new_id)
+            i += 2
+        else:
+            merged.append(word[i])
+            i += 1
+    return merged
+
+
+def dumps(encoding: tiktoken.Encoding) -> str:
+    """Returns any tiktoken encoding, trained here or not, as one line of JSON for `loads`."""
+    # tiktoken has no public access to these; its own guide to extending an encoding reads them too.
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": encoding.name,
+            "pattern": encoding._pat_str,
+            "special_tokens": dict(sorted(encoding._special_tokens.items(), key=lambda x: x[1])),
+            "ranks": [
+                [base64.b64encode(token).decode(), i]
+                for token, i in sorted(encoding._mergeable_ranks.items(), key=lambda x: x[1])
+            ],
+        }
+    )
+
+
+def loads(text: str) -> tiktoken.Encoding:
+    """Returns the encoding that `dumps` wrote.
+
+    Raises:
+        ValueError: If the text is damaged or something else; the message is one line.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a tokenizer: not JSON ({error})") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f'not a tokenizer: expected a JSON object with "format": "{FORMAT}"')
+    if data.get("version") != VERSION:
+        raise ValueError(f"tokenizer version must be {VERSION}, got {data.get('version')!r:.80}")
+    kinds = {"name": str, "pattern": str, "special_tokens": dict, "ranks": list}
+    wrong = [key for key, kind in kinds.items() if not isinstance(data.get(key), kind)]
+    if wrong:
+        key = wrong[0]
+        raise ValueError(f'tokenizer is damaged: "{key}" is missing or no {kinds[key].__name__}')
+
+    ranks: dict[bytes, int] = {}
+    for entry in data["ranks"]:
+        try:
+            encoded, i = entry
+            token = base64.b64decode(encoded, validate=True)
+        except (TypeError, ValueError):
+            raise ValueError(f"tokenizer is damaged: {entry!r:.80} is not [base64, id]") from None
+        if not token or token in ranks:
+            raise ValueError(f"tokenizer is damaged: token {token!r:.80} is empty or there twice")
+        ranks[token] = i
+
+    seen = set()
+    for i in [*ranks.values(), *data["special_tokens"].values()]:
+        if type(i) is not int or not 0 <= i < 2**32 - 1:  # tiktoken's ids are u32, the last is used
+            raise ValueError(f"tokenizer is damaged: {i!r:.80} is not a token id")
+        if i in seen:
+            raise ValueError(f"tokenizer is damaged: id {i} is there twice")
+        seen.add(i)
+    if "" in data["special_tokens"]:
+        raise ValueError("tokenizer is damaged: a special token has an empty name")
+    missing = sum(bytes([b]) not in ranks for b in range(256))
+    if missing:
+        raise ValueError(f"tokenizer is damaged: {missing} of the 256 single bytes are missing")
+
+    try:
+        return tiktoken.Encoding(
+            name=data["name"],
+            pat_str=data["pattern"],
+            mergeable_ranks=ranks,
+            special_tokens=data["special_tokens"],
+        )
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"tokenizer is damaged: cannot use its pattern ({reason})") from None
+
+
+def fingerprint(encoding: tiktoken.Encoding) -> str:
+    """Returns 16 hex digits that are equal for encodings that encode and decode alike.
+
+    It covers all that `dumps` writes except the name.
+    """
+    data = json.loads(dumps(encoding))
+    del data["name"]
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+
+
+class StreamDecoder:
+    """Turns token ids into text one by one.
+
+    A character can be spread over several tokens; it comes out with the last of them. All that
+    `feed` and `flush` return, joined, is what `encoding.decode` returns for all ids at once.
+    """
+
+    def __init__(self, encoding: tiktoken.Encoding) -> None:
+        self.encoding = encoding
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_id: int) -> str:
+        """Returns the text that `token_id` completes, maybe "". KeyError if there is no such id."""
+        return self.utf8.decode(self.encoding.decode_single_token_bytes(token_id))
+
+    def flush(self) -> str:
+        """Ends the text; an incomplete character comes out as U+FFFD. Then a new text can start."""
+        return self.utf8.decode(b"", final=True)
