@@ -1,0 +1,163 @@
+"""Token tables: where they live, how rows are read, and the row-wise Adam that trains them.
+
+A token table is a V x W matrix owned by one layer. A forward pass reads only the rows of the
+tokens in its input, and it knows which ones before the first layer runs. Everything in this file
+follows from that: rows are fetched each once (deduplicated), only they get a gradient, and an
+optimizer step costs what the batch costs, not what the vocabulary costs.
+
+The decoder sees one interface, whatever is behind it:
+
+    for rows in tables.lookup(ids): ...        # rows of table 0, 1, ... [B, T, W], in layer order
+
+This file knows rows, ids and devices, nothing about transformers.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ResidentTables(nn.Module):
+    """All tables of a model in the memory of the compute device.
+
+    Args:
+        n_table: number of tables, one per layer that has one.
+        vocab_size: rows of each table, V.
+        width: numbers in a row, W.
+    """
+
+    def __init__(self, n_table: int, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.vocab_size, self.width = vocab_size, width
+        # No requires_grad: autograd would fill a V x W gradient, nearly all of it zeros, each step.
+        # Setting it (train.py --table_optimizer adamw) makes them ordinary parameters again.
+        self.weight = nn.ParameterList(
+            nn.Parameter(torch.zeros(vocab_size, width), requires_grad=False)
+            for _ in range(n_table)
+        )
+        # What training lookups read since the last optimizer step: (distinct ids [n], leaves), a
+        # leaf [n, W] per table, whose .grad autograd fills.
+        self.reads: list[tuple[Tensor, list[Tensor]]] = []
+
+    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
+        """Yield the rows of each table in turn, [B, T, W] on the tables' device.
+
+        In training the rows are remembered for `gradients`. `ids` [B, T] may stay on the CPU
+        while the tables are on a GPU: finding the distinct ids there would make the host wait.
+        """
+        if not self.weight:
+            return
+        device = self.weight[0].device
+        whole = self.weight[0].requires_grad
+        if whole or not (self.training and torch.is_grad_enabled()):
+            ids = ids.to(device, non_blocking=True)
+            for weight in self.weight:
+                yield F.embedding(ids, weight)
+            return
+        distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
+        distinct = distinct.to(device, non_blocking=True)
+        position = position.to(device, non_blocking=True)
+        leaves = [
+            weight.detach().index_select(0, distinct).requires_grad_()  # [n, W]
+            for weight in self.weight
+        ]
+        self.reads.append((distinct, leaves))
+        for leaf in leaves:
+            # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back.
+            yield F.embedding(position, leaf)
+
+    def gradients(self) -> tuple[Tensor, list[Tensor]]:
+        """The gradients of all rows read since the last call, micro-batches merged.
+
+        Returns:
+            ids [n] distinct and sorted, and for each table the summed gradient [n, W].
+        """
+        reads = [read for read in self.reads if read[1][0].grad is not None]
+        self.reads = []
+        if not reads:
+            raise ValueError("no rows were read and differentiated since the last step")
+        if len(reads) == 1:
+            ids, leaves = reads[0]
+            return ids, [leaf.grad for leaf in leaves]
+        ids, position = torch.unique(torch.cat([ids for ids, _ in reads]), return_inverse=True)
+        merged = []
+        for parts in zip(*(leaves for _, leaves in reads), strict=True):
+            grad = torch.cat([leaf.grad for leaf in parts])  # [sum n, W]
+            merged.append(grad.new_zeros(len(ids), self.width).index_add_(0, position, grad))
+        return ids, merged
+
+
+def adamw_travel(betas: tuple[float, float]) -> float:
+    """How far AdamW over a whole table moves a row after one isolated gradient, in learning rates.
+
+    The moments decay on while the row is not read, m = (1 - b1) b1^k g and v = (1 - b2) b2^k g^2,
+    so the steps m / sqrt(v) sum up to
+
+        (1 - b1) / sqrt(1 - b2) * sum_k (b1 / sqrt(b2))^k
+
+    which is 5.8 for (0.9, 0.95). A row-wise step moves a row only when it is read, by one learning
+    rate in the same case. Training tables with this multiple of the backbone's learning rate
+    therefore restores the travel of AdamW; it is the default of `train.py --table_lr_scale`.
+    """
+    b1, b2 = betas
+    return (1 - b1) / math.sqrt(1 - b2) / (1 - b1 / math.sqrt(b2))
+
+
+class RowAdam:
+    """Adam on the rows that the batch read, and only on them (design: SparseAdam, with a step count
+    per row).
+
+    - Moments are float32 and belong to a row, as does the step count: with one global count, bias
+      correction would let a row first seen at step 1000 move 2.5 times too far.
+    - A row that is not in the batch stays bit-identical, moments and all.
+    - If every row is in every batch this is AdamW.
+
+    Args:
+        tables: the tables to train.
+        betas, eps: as in Adam.
+        weight_decay: decoupled decay of the rows that are read, off by default.
+    """
+
+    def __init__(
+        self,
+        tables: ResidentTables,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.tables, self.betas, self.eps, self.weight_decay = tables, betas, eps, weight_decay
+        self.m = [torch.zeros_like(w, dtype=torch.float32) for w in tables.weight]
+        self.v = [torch.zeros_like(w, dtype=torch.float32) for w in tables.weight]
+        # One count per token: all tables are read under the same ids.
+        device = tables.weight[0].device if self.m else None
+        self.count = torch.zeros(tables.vocab_size, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, grads: list[Tensor], lr: float) -> None:
+        """Update rows `ids` [n] (distinct) of each table with its gradient [n, W]."""
+        b1, b2 = self.betas
+        self.count[ids] += 1
+        count = self.count[ids].double()[:, None]  # [n, 1]; double, or 0.95^n loses digits
+        step_size = (lr / (1 - b1**count)).float()
+        scale_v = (1 / (1 - b2**count)).float()
+        for weight, m, v, grad in zip(self.tables.weight, self.m, self.v, grads, strict=True):
+            grad = grad.float()
+            m_rows = m[ids].lerp_(grad, 1 - b1)
+            v_rows = v[ids].mul_(b2).addcmul_(grad, grad, value=1 - b2)
+            rows = weight[ids].mul_(1 - lr * self.weight_decay)
+            rows -= step_size * m_rows / (v_rows * scale_v).sqrt_().add_(self.eps)
+            m[ids], v[ids], weight[ids] = m_rows, v_rows, rows
+
+    def state_dict(self) -> dict:
+        """Moments and counts, for the checkpoint."""
+        return {"m": self.m, "v": self.v, "count": self.count}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Copy in what `state_dict` gave; the tables' device and shapes stay."""
+        for mine, saved in zip(
+            [*self.m, *self.v, self.count], [*state["m"], *state["v"], state["count"]], strict=True
+        ):
+            mine.copy_(saved)

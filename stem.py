@@ -1,0 +1,97 @@
+"""STEM: the FFN whose up-projection is a token table (Sadhukhan et al., arXiv 2601.10639).
+
+    dense   y = W_d (SiLU(W_g x) * (W_u x))
+    STEM    y = W_d (SiLU(W_g x) * U_l[t])        t: the token id at this position
+
+`U_l` is layer l's own table, V x d_ff. Replacing `W_u x` by a row removes a third of the FFN's
+weights from the compute path, and since the row depends on nothing but the token id it can be
+fetched before the first layer runs (offload.py), or swapped for another token's row: editing.
+
+The layer below never sees the table. It is a plain function of (x, rows).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class StemFFN(nn.Module):
+    """Gated FFN with looked-up up-projection (STEM paper, section 3).
+
+    `row_width` tells the decoder how many numbers of the token's row this module reads.
+    """
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.row_width = config.d_ff
+        self.gate = nn.Linear(config.n_embd, config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x [B, T, n_embd], rows U_l[t] [B, T, d_ff] -> [B, T, n_embd]."""
+        gate = F.silu(self.gate(x))
+        return self.down(gate * rows.to(gate.dtype))  # rows stay float32, bf16 under autocast
+
+
+def stem_layers(spec: str, n_layer: int) -> list[int]:
+    """Which layers of a STEM model have a table.
+
+    Args:
+        spec: `third` (every third layer: 1, 4, 7, ...), `half` (1, 3, 5, ...), `all` (every layer
+            but the first, as in the authors' code), or layer numbers such as `0,2,5`.
+        n_layer: layers of the model.
+
+    Raises:
+        ValueError: the text is none of these, or names a layer that does not exist.
+    """
+    named = {"third": range(1, n_layer, 3), "half": range(1, n_layer, 2), "all": range(1, n_layer)}
+    if spec in named:
+        layers = list(named[spec])
+        if not layers:
+            raise ValueError(
+                f"stem_layers={spec!r} selects no layer of {n_layer}: use stem_layers=0"
+            )
+        return layers
+    try:
+        layers = sorted({int(part) for part in spec.split(",")})
+    except ValueError:
+        raise ValueError(
+            f"stem_layers={spec!r} is not third, half, all or layer numbers such as 0,2,5"
+        ) from None
+    if layers[0] < 0 or layers[-1] >= n_layer:
+        raise ValueError(f"stem_layers={spec!r}: the model has layers 0 to {n_layer - 1}")
+    return layers
+
+
+def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
+    """Knowledge editing: the ids under which to look up tables, so that every occurrence of the
+    tokens `source` reads the rows of `target` (STEM paper, section on knowledge editing).
+
+    The result goes to the decoder as `table_ids`. Embeddings and positions stay those of `ids`, and
+    where `source` does not occur nothing changes. Names of different length are aligned at their
+    ends: a longer source repeats the target's first row in front (the paper's copying), a longer
+    target gives its last rows (subset selection).
+
+    Args:
+        ids: [..., T] token ids.
+        source, target: non-empty lists of token ids.
+
+    Returns:
+        [..., T] ids; equal to `ids` where nothing matched.
+
+    Raises:
+        ValueError: source or target is empty.
+    """
+    if not source or not target:
+        raise ValueError(f"nothing to substitute: source={source}, target={target}")
+    n = len(source)
+    aligned = ([target[0]] * n + target)[-n:]
+    table_ids = ids.clone()
+    if n > ids.shape[-1]:
+        return table_ids
+    windows = ids.unfold(-1, n, 1)  # [..., T - n + 1, n]
+    found = (windows == torch.tensor(source, device=ids.device)).all(-1)
+    for i, token in enumerate(aligned):
+        here = table_ids[..., i : i + found.shape[-1]]  # a view: position i of each window
+        here[found] = token
+    return table_ids

@@ -1,0 +1,205 @@
+"""Checks Embformer against loops over its formulas, and the note's claim about linear layers."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from embformer import EmbformerFFN, RowQKV, linear_as_attention, mix
+from model import Decoder, ModelConfig
+
+TINY = dict(ffn="embformer", vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32)
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+ACTIVATIONS = {"silu": silu, "identity": lambda x: x}
+
+
+def naive_norm(x, eps=1e-6):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def naive_mix(x, n_head):
+    """x [n_embd]: output [i, j] takes input [(i + j) mod n_head, j]."""
+    x = x.view(n_head, -1)
+    y = torch.empty_like(x)
+    for i in range(n_head):
+        for j in range(x.shape[1]):
+            y[i, j] = x[(i + j) % n_head, j]
+    return y.flatten()
+
+
+# --- the layers ---
+
+
+def test_keys_and_values_are_the_two_parts_of_a_row():
+    torch.manual_seed(0)
+    config = ModelConfig(**TINY, n_kv_head=2)
+    qkv, x = RowQKV(config), torch.randn(2, 5, 32)
+    assert qkv.row_width == 32
+    k_row, v_row = 3 * torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    q, k, v = qkv(x, torch.cat((k_row, v_row), dim=-1))
+    assert q.shape == (2, 5, 4, 8)
+    assert k.shape == v.shape == (2, 5, 2, 8)
+    torch.testing.assert_close(q, naive_norm(x.view(2, 5, 4, 8)))
+    torch.testing.assert_close(k, naive_norm(k_row.view(2, 5, 2, 8)))
+    assert torch.equal(v, v_row.view(2, 5, 2, 8))
+
+
+def test_queries_and_keys_have_unit_mean_square_per_head():
+    torch.manual_seed(0)
+    q, k, v = RowQKV(ModelConfig(**TINY))(5 * torch.randn(2, 5, 32), 3 * torch.randn(2, 5, 64))
+    for normed in (q, k):
+        torch.testing.assert_close(normed.pow(2).mean(-1), torch.ones(2, 5, 4))
+    assert v.pow(2).mean() > 4
+
+
+@pytest.mark.parametrize(("n_head", "head_dim"), [(4, 8), (3, 2), (2, 7), (6, 6)])
+def test_mix_equals_the_double_loop_and_is_a_permutation(n_head, head_dim):
+    x = torch.arange(n_head * head_dim)
+    mixed = mix(x, n_head)
+    assert torch.equal(mixed, naive_mix(x, n_head))
+    assert torch.equal(mixed.sort().values, x)
+    batch = torch.stack((x, x + 100)).unsqueeze(1)  # [2, 1, n_embd]
+    assert torch.equal(mix(batch, n_head), torch.stack((mixed, mixed + 100)).unsqueeze(1))
+
+
+def test_each_head_draws_on_every_head():
+    came_from = mix(torch.arange(4).repeat_interleave(8), 4).view(4, 8)  # 4 heads of 8 channels
+    assert all(set(head.tolist()) == {0, 1, 2, 3} for head in came_from)
+
+
+def test_mix_with_one_head_is_the_identity():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 10)
+    assert torch.equal(mix(x, 1), x)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_ffn_equals_its_formula_per_token(act):
+    torch.manual_seed(0)
+    ffn = EmbformerFFN(ModelConfig(**TINY, embformer_act=act))
+    x, rows = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
+    y = ffn(x, rows)
+    for b in range(2):
+        for t in range(5):
+            expected = naive_mix(ACTIVATIONS[act](x[b, t]) * rows[b, t], 4)
+            torch.testing.assert_close(y[b, t], expected)
+
+
+# --- the model ---
+
+
+def test_every_parameter_is_the_input_embedding_or_a_table():
+    model = Decoder(ModelConfig(**TINY))
+    parameters = dict(model.named_parameters())
+    assert set(parameters) == {"wte.weight", *(f"tables.weight.{layer}" for layer in range(3))}
+    assert parameters["wte.weight"].shape == (23, 32)
+    assert parameters["tables.weight.0"].shape == (23, 3 * 32)  # K | V | F
+    assert not any(isinstance(module, nn.Linear) for module in model.modules())
+    assert list(model.buffers()) == []
+
+
+@pytest.mark.parametrize(("n_kv_head", "act"), [(4, "silu"), (2, "identity"), (1, "silu")])
+def test_logits_equal_a_naive_embformer(n_kv_head, act):
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(**TINY, n_kv_head=n_kv_head, embformer_act=act, rope_base=50.0))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    ids = torch.randint(23, (9,))
+    w = {name: value.double() for name, value in model.state_dict().items()}
+
+    def turn(x, position):  # channels c and c + 4 of a head are one complex number
+        angles = position / 50.0 ** (torch.arange(4) / 4).double()
+        z = torch.complex(x[:4], x[4:]) * torch.exp(1j * angles)
+        return torch.cat((z.real, z.imag))
+
+    x = w["wte.weight"][ids]  # [9, 32]
+    for layer in range(3):
+        k, v, f = w[f"tables.weight.{layer}"][ids].split([8 * n_kv_head, 8 * n_kv_head, 32], -1)
+        k, v = naive_norm(k.reshape(9, -1, 8)), v.reshape(9, -1, 8)
+        q = naive_norm(naive_norm(x).reshape(9, 4, 8))
+        y = torch.zeros_like(q)
+        for h in range(4):
+            g = h * n_kv_head // 4  # the key and value head that this query head shares
+            for t in range(9):
+                query = turn(q[t, h], t)
+                weight = [math.exp(query @ turn(k[s, g], s) / 8**0.5) for s in range(t + 1)]
+                for s in range(t + 1):
+                    y[t, h] += weight[s] / sum(weight) * v[s, g]
+        x = x + y.reshape(9, 32)
+        hidden = ACTIVATIONS[act](naive_norm(x)) * f
+        x = x + torch.stack([naive_mix(token, 4) for token in hidden])
+    expected = (naive_norm(x) @ w["wte.weight"].T).float()
+    torch.testing.assert_close(model(ids[None])[0][0], expected, rtol=1e-4, atol=1e-4)
+
+
+# --- a linear layer as attention, in the note's four steps ---
+
+WEIGHT = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+INPUTS = {
+    "mixed": torch.randn(4, 5, generator=torch.Generator().manual_seed(1)),
+    "positive": torch.tensor([[0.1, 2.0, 3.0, 0.5, 1.0]]),
+    "negative": torch.tensor([[-0.1, -2.0, -3.0, -0.5, -1.0]]),
+    "zeros": torch.tensor([[0.0, -2.0, 0.0, 0.5, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]]),
+}
+
+
+def linear(x):
+    """Step 1, what is to be reproduced: the linear layer, written out."""
+    return torch.stack([sum(row[i] * WEIGHT[:, i] for i in range(5)) for row in x])
+
+
+def attention_weights(x):
+    """Step 2: |x| / sum|x|; a row of zeros, whose values are all zero, may spread evenly."""
+    total = x.abs().sum(-1, keepdim=True)
+    return torch.where(total > 0, x.abs() / total, torch.full_like(x, 1 / x.shape[-1]))
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_step_2_weights_are_a_distribution_and_times_v_give_the_linear_layer(name):
+    x = INPUTS[name]
+    attention = attention_weights(x)
+    assert (attention >= 0).all()
+    torch.testing.assert_close(attention.sum(-1), torch.ones(len(x)))
+    _, _, v = linear_as_attention(x, WEIGHT)
+    torch.testing.assert_close((attention[:, None] @ v)[:, 0], linear(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_step_3_the_softmax_of_scores_recovers_the_weights(name):
+    x = INPUTS[name]
+    q, k, _ = linear_as_attention(x, WEIGHT)
+    logits = (q @ k.transpose(1, 2))[:, 0] / 5**0.5
+    torch.testing.assert_close(logits.softmax(-1), attention_weights(x))
+    torch.testing.assert_close((logits + 3.5).softmax(-1), attention_weights(x))  # any shift
+
+
+def test_step_3_any_invertible_k_has_a_q():
+    x = INPUTS["mixed"]
+    q, k, v = linear_as_attention(x, WEIGHT)
+    own = torch.eye(5) + 0.3 * torch.randn(5, 5, generator=torch.Generator().manual_seed(2))
+    own_q = q @ k.transpose(1, 2) @ torch.linalg.inv(own).T
+    y = F.scaled_dot_product_attention(own_q, own.expand(4, 5, 5), v)[:, 0]
+    torch.testing.assert_close(y, linear(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_step_4_attention_equals_the_linear_layer(name):
+    x = INPUTS[name]
+    q, k, v = linear_as_attention(x, WEIGHT)
+    assert (q.shape, k.shape, v.shape) == ((len(x), 1, 5), (len(x), 5, 5), (len(x), 5, 3))
+    y = F.scaled_dot_product_attention(q, k, v)[:, 0]
+    torch.testing.assert_close(y, linear(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, F.linear(x, WEIGHT), rtol=1e-5, atol=1e-5)
+
+
+def test_linear_as_attention_bears_a_zero_beside_huge_numbers():
+    x, weight = torch.tensor([[0.0, 1e9, -2.0], [0.0, 0.0, 0.0]]), torch.randn(4, 3)
+    y = F.scaled_dot_product_attention(*linear_as_attention(x, weight))[:, 0]
+    torch.testing.assert_close(y, x @ weight.T)

@@ -1,0 +1,185 @@
+"""Checks the STEM layer against its formula, and editing against a model with edited tables."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from model import Decoder, ModelConfig, SwiGLU
+from stem import StemFFN, stem_layers, substitute
+
+TINY = dict(vocab_size=23, block_size=16, n_layer=4, n_head=4, n_embd=32, d_ff=48)
+PARIS, ROME = 7, 9
+
+
+def decoder(**options) -> Decoder:
+    """A tiny decoder with weights so large, norm scales included, that each of them matters."""
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(**TINY, ffn="stem", **options))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+# --- the layer ---
+
+
+def test_stem_ffn_equals_its_formula_per_token():
+    torch.manual_seed(0)
+    ffn, table = StemFFN(ModelConfig(**TINY)), torch.randn(23, 48)
+    ids, x = torch.randint(23, (2, 5)), torch.randn(2, 5, 32)
+    y = ffn(x, table[ids])
+    for b in range(2):
+        for t in range(5):
+            g = ffn.gate.weight @ x[b, t]
+            expected = ffn.down.weight @ (g * torch.sigmoid(g) * table[ids[b, t]])
+            torch.testing.assert_close(y[b, t], expected)
+
+
+def test_stem_ffn_has_two_thirds_of_the_dense_weights():
+    config = ModelConfig(**TINY)
+    dense, stem = (sum(p.numel() for p in ffn(config).parameters()) for ffn in (SwiGLU, StemFFN))
+    assert 3 * stem == 2 * dense
+    assert StemFFN(config).row_width == config.d_ff  # what is missing is looked up
+
+
+@pytest.mark.parametrize(
+    ("spec", "n_layer", "layers"),
+    [
+        ("third", 8, [1, 4, 7]),
+        ("third", 6, [1, 4]),
+        ("half", 6, [1, 3, 5]),
+        ("half", 5, [1, 3]),
+        ("all", 4, [1, 2, 3]),
+        ("0", 1, [0]),
+        ("0,2,5", 6, [0, 2, 5]),
+        ("5, 0,5", 6, [0, 5]),
+    ],
+)
+def test_stem_layers_reads_names_and_numbers(spec, n_layer, layers):
+    assert stem_layers(spec, n_layer) == layers
+
+
+@pytest.mark.parametrize(
+    ("spec", "n_layer", "message"),
+    [
+        ("most", 6, "'most' is not third, half, all or layer numbers"),
+        ("", 6, "'' is not third, half, all or layer numbers"),
+        ("1,x", 6, "'1,x' is not third, half, all or layer numbers"),
+        ("0,6", 6, "'0,6': the model has layers 0 to 5"),
+        ("-1", 6, "'-1': the model has layers 0 to 5"),
+        ("all", 1, "'all' selects no layer of 1"),
+    ],
+)
+def test_stem_layers_rejects_what_names_no_layer(spec, n_layer, message):
+    with pytest.raises(ValueError) as error:
+        stem_layers(spec, n_layer)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("spec", ["third", "half", "all", "0,3"])
+def test_only_the_chosen_layers_have_a_table(spec):
+    model, chosen = decoder(stem_layers=spec), stem_layers(spec, 4)
+    for layer, block in enumerate(model.blocks):
+        assert type(block.ffn) is (StemFFN if layer in chosen else SwiGLU)
+    assert [tuple(weight.shape) for weight in model.tables.weight] == [(23, 48)] * len(chosen)
+
+
+def test_each_layer_reads_its_own_table():
+    model, ids = decoder(stem_layers="0,2"), torch.tensor([[3, 1, 4]])
+    for table, layer in enumerate((0, 2)):
+        read = []
+        hook = model.blocks[layer].ffn.register_forward_pre_hook(
+            lambda _, args, read=read: read.append(args[1])
+        )
+        model(ids)
+        hook.remove()
+        assert torch.equal(read[0], model.tables.weight[table][ids])
+
+
+# --- substitution of ids ---
+
+
+@pytest.mark.parametrize(
+    ("ids", "source", "target", "expected"),
+    [
+        ([1, 2, 3, 4], [2], [9], [1, 9, 3, 4]),
+        ([2, 1, 2, 2], [2], [9], [9, 1, 9, 9]),  # every occurrence, both borders
+        ([1, 2, 3, 4], [2, 3], [8, 9], [1, 8, 9, 4]),
+        ([2, 3, 1, 2, 3], [2, 3], [8, 9], [8, 9, 1, 8, 9]),
+        ([1, 2, 3, 4, 5], [2, 3, 4], [8, 9], [1, 8, 8, 9, 5]),  # longer source: first row repeats
+        ([1, 2, 3, 4, 5], [2, 3, 4], [9], [1, 9, 9, 9, 5]),
+        ([1, 2, 3, 4], [2, 3], [7, 8, 9], [1, 8, 9, 4]),  # longer target: its last rows
+        ([1, 2, 3, 4], [2], [7, 8, 9], [1, 9, 3, 4]),
+        ([1, 2, 3], [1, 2, 3], [7, 8, 9], [7, 8, 9]),  # the whole text
+        ([1, 2, 3, 4], [5], [9], [1, 2, 3, 4]),
+        ([1, 2, 3, 2], [2, 4], [8, 9], [1, 2, 3, 2]),  # half a match is none
+        ([1, 2], [1, 2, 3], [7, 8, 9], [1, 2]),  # a source longer than the text
+        ([7, 2, 9], [2], [7], [7, 7, 9]),  # what is put in is not matched again
+        ([1, 2, 1], [1, 2], [2, 1], [2, 1, 1]),
+    ],
+)
+def test_substitute_by_hand(ids, source, target, expected):
+    ids = torch.tensor(ids)
+    before = ids.clone()
+    assert substitute(ids, source, target).tolist() == expected
+    assert substitute(ids[None], source, target).tolist() == [expected]
+    assert torch.equal(ids, before)  # the caller's ids stay
+
+
+def test_substitute_treats_rows_of_a_batch_separately():
+    ids = torch.tensor([[1, 2, 3], [2, 3, 1], [3, 1, 2]])  # the last row's 2 is no match
+    expected = [[1, 8, 9], [8, 9, 1], [3, 1, 2]]
+    assert substitute(ids, [2, 3], [8, 9]).tolist() == expected
+
+
+# --- editing: a decoder that reads other tokens' rows ---
+
+
+def test_own_ids_as_table_ids_change_nothing():
+    model, ids = decoder(), torch.randint(23, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(model(ids, table_ids=ids.clone())[0], model(ids)[0])
+
+
+def test_substituted_ids_change_logits_from_their_position_on():
+    model, ids = decoder(), torch.tensor([[1, 2, 3, PARIS, 4, 5]])
+    plain, edited = model(ids)[0], model(ids, table_ids=substitute(ids, [PARIS], [ROME]))[0]
+    assert torch.equal(edited[:, :3], plain[:, :3])
+    assert not torch.isclose(edited[:, 3:], plain[:, 3:]).all(-1).any()
+
+
+def test_prompts_without_the_source_are_bit_identical():
+    model, ids = decoder(), torch.tensor([[1, 2, 3, ROME, 4, 5]])
+    assert torch.equal(model(ids, table_ids=substitute(ids, [PARIS], [ROME]))[0], model(ids)[0])
+
+
+def test_substitution_equals_copying_the_rows_in_the_tables():
+    model, ids = decoder(stem_layers="half"), torch.tensor([[1, PARIS, 3, PARIS, 4, ROME]])
+    overwritten = copy.deepcopy(model)
+    for weight in overwritten.tables.weight:
+        weight[PARIS] = weight[ROME]
+    edited = model(ids, table_ids=substitute(ids, [PARIS], [ROME]))[0]
+    assert torch.equal(edited, overwritten(ids)[0])
+    assert not torch.equal(edited, model(ids)[0])
+
+
+@torch.no_grad()
+def test_generation_reads_the_prompt_under_table_ids_and_new_tokens_under_their_own():
+    model, ids = decoder(), torch.tensor([[1, 2, PARIS], [PARIS, 5, 1]])
+    table_ids = substitute(ids, [PARIS], [ROME])
+    new = model.generate(ids, 25, temperature=0, table_ids=table_ids)
+    context, tables = ids, table_ids
+    for step in range(25):
+        if context.shape[1] > 16:  # a full context goes on with its last half
+            context, tables = context[:, -8:], tables[:, -8:]
+        token = model(context, table_ids=tables)[0][:, -1].argmax(-1, keepdim=True)
+        assert torch.equal(token[:, 0], new[:, 3 + step])
+        context, tables = torch.cat((context, token), 1), torch.cat((tables, token), 1)
+    assert not torch.equal(new, model.generate(ids, 25, temperature=0))
+
+
+def test_substituting_nothing_is_an_error():
+    for source, target in (([], [1]), ([1], [])):
+        with pytest.raises(ValueError, match="nothing to substitute"):
+            substitute(torch.tensor([1, 2]), source, target)
