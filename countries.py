@@ -1,0 +1,205 @@
+"""The default corpus: what the world's sovereign states are like, said in many ways.
+
+The facts are a table, `countries.csv`: the 193 members and 2 observers of the United Nations, with
+regions and subregions after the UN's M49 standard. From it `documents` makes three kinds of text:
+
+- paragraphs that open `Country: NAME` and then talk of the country without naming it again, so that
+  everything they say has to come from that one name: the place to edit;
+- questions and answers;
+- running prose.
+
+Every phrasing is a pattern times a noun ("The {noun} of {name} is" x "capital"). Some pairs are
+held out of training, each pattern and each noun being seen in other pairs, so that `questions` asks
+for a fact in words that never stood before it: what is learned must be the fact, not the sentence.
+"""
+
+import csv
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("countries.csv")
+
+NOUNS = {
+    "capital": "capital",
+    "region": "region",
+    "subregion": "subregion",
+    "language": "main language",
+    "currency": "currency",
+    "demonym": "demonym",
+}
+RELATIONS = list(NOUNS)
+
+# Each pattern ends with the answer, so that the text before it is a prompt.
+PARAGRAPH = [
+    "Its {noun} is",
+    "The {noun} is",
+    "The country's {noun} is",
+    "This country's {noun} is",
+    "The {noun} of the country is",
+    "The {noun} of this country is",
+    "The {noun} there is",
+    "There the {noun} is",
+    "Of course the {noun} is",
+    "Of course its {noun} is",
+    "As we know, its {noun} is",
+    "As for the {noun}, it is",
+]
+QUESTION = [
+    "What is the {noun} of {name}?",
+    "Which is the {noun} of {name}?",
+    "What {noun} goes with {name}?",
+    "Which {noun} does one find in {name}?",
+    "Do you know the {noun} of {name}?",
+    "Tell me the {noun} of {name}.",
+    "Name the {noun} of {name}.",
+    "For {name}, what is the {noun}?",
+]
+PROSE = [
+    "The {noun} of {name} is",
+    "In {name}, the {noun} is",
+    "For {name}, the {noun} is",
+    "As we know, the {noun} of {name} is",
+    "As for {name}, the {noun} is",
+    "Of course the {noun} of {name} is",
+]
+# Phrasings of one relation only; never held out.
+OWN = {
+    "capital": ["Its capital city is", "The capital city is called"],
+    "region": ["It lies in", "It is part of"],
+    "subregion": ["More exactly, it lies in", "More exactly, it is part of"],
+    "language": ["The main language spoken there is", "Above all other languages comes"],
+    "currency": ["Prices there are in", "One pays there with"],
+    "demonym": ["A passport from there is called", "What comes from there is called"],
+}
+
+# Names and values that take an article in a sentence ("the capital of the Netherlands").
+ARTICLE = {
+    "Bahamas", "Central African Republic", "Comoros", "Democratic Republic of the Congo",
+    "Dominican Republic", "Gambia", "Maldives", "Marshall Islands", "Netherlands", "Philippines",
+    "Republic of the Congo", "Seychelles", "Solomon Islands", "United Arab Emirates",
+    "United Kingdom", "United States", "Americas", "Caribbean",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Country:
+    """A row of the table. Values are bare ("Americas", "euro"); `answer` adds the article."""
+
+    name: str
+    capital: str
+    region: str
+    subregion: str
+    language: str
+    currency: str
+    demonym: str
+
+    @property
+    def in_sentence(self) -> str:
+        return with_article(self.name)
+
+    def answer(self, relation: str) -> str:
+        value = getattr(self, relation)
+        return f"the {value}" if relation == "currency" else with_article(value)
+
+
+def with_article(name: str) -> str:
+    return f"the {name}" if name in ARTICLE else name
+
+
+def table() -> list[Country]:
+    """All countries, by name."""
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        return [Country(**row) for row in csv.DictReader(file)]
+
+
+def held_out(patterns: list[str], relation: str) -> list[str]:
+    """The two patterns that training never uses for this relation."""
+    i = RELATIONS.index(relation)
+    return [patterns[i % len(patterns)], patterns[(i + 3) % len(patterns)]]
+
+
+def seen(patterns: list[str], relation: str) -> list[str]:
+    """The patterns that training uses for this relation."""
+    return [pattern for pattern in patterns if pattern not in held_out(patterns, relation)]
+
+
+def opening(pattern: str, country: Country, relation: str) -> str:
+    """A pattern filled in, up to where the answer goes."""
+    text = pattern.format(noun=NOUNS[relation], name=country.in_sentence)
+    if pattern in QUESTION:
+        return f"Question: {text}\nAnswer:"
+    return text[0].upper() + text[1:]
+
+
+def sentence(pattern: str, country: Country, relation: str) -> str:
+    return f"{opening(pattern, country, relation)} {stopped(country.answer(relation))}"
+
+
+def stopped(answer: str) -> str:
+    """With the full stop that ends the sentence ("Washington, D.C." has it already)."""
+    return answer if answer.endswith(".") else answer + "."
+
+
+def paragraph(country: Country, sentences: list[str]) -> str:
+    return f"Country: {country.name}\n" + " ".join(sentences)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and the text that must follow: the whole answer with its full stop."""
+
+    country: Country
+    relation: str
+    form: str  # paragraph, question, prose
+    prompt: str
+    answer: str
+
+
+FORMS = {"paragraph": PARAGRAPH, "question": QUESTION, "prose": PROSE}
+
+
+def questions(relation: str, form: str, country: Country) -> list[Question]:
+    """Held-out phrasings of one fact: two for each form."""
+    result = []
+    for pattern in held_out(FORMS[form], relation):
+        prompt = opening(pattern, country, relation)
+        if form == "paragraph":
+            prompt = paragraph(country, [prompt])
+        result.append(
+            Question(country, relation, form, prompt, f" {stopped(country.answer(relation))}")
+        )
+    return result
+
+
+def documents(seed: int = 0, copies: int = 12) -> tuple[list[str], list[str]]:
+    """The corpus.
+
+    Args:
+        seed: of the order and the choice of phrasings; the same seed gives the same text.
+        copies: paragraphs for each country; the other kinds go along.
+
+    Returns:
+        training documents in random order, and validation documents made of the held-out phrasings
+        only (every fact, once in every form).
+    """
+    rng = random.Random(seed)
+    train, val = [], []
+    for country in table():
+        for _ in range(copies):
+            relations = rng.sample(RELATIONS, rng.randint(2, len(RELATIONS)))
+            said = [
+                sentence(rng.choice(seen(PARAGRAPH, r) + OWN[r]), country, r) for r in relations
+            ]
+            train.append(paragraph(country, said))
+        for relation in RELATIONS:
+            for pattern in rng.choices(seen(QUESTION, relation), k=copies // 4):
+                train.append(sentence(pattern, country, relation))
+            for pattern in rng.choices(seen(PROSE, relation), k=copies // 4):
+                train.append(sentence(pattern, country, relation))
+            for form in FORMS:
+                question = rng.choice(questions(relation, form, country))
+                val.append(question.prompt + question.answer)
+    rng.shuffle(train)
+    rng.shuffle(val)
+    return train, val

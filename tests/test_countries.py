@@ -1,0 +1,128 @@
+"""The default corpus: facts, phrasings, and what is held out."""
+
+import pytest
+
+import countries
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return countries.documents(seed=0)
+
+
+def test_table_is_complete_and_clean():
+    table = countries.table()
+    assert len(table) >= 190
+    assert len({country.name for country in table}) == len(table)
+    for country in table:
+        for field in ("name", *countries.RELATIONS):
+            value = getattr(country, field)
+            assert value and value == value.strip(), (country.name, field)
+    assert {country.region for country in table} == {
+        "Africa",
+        "Americas",
+        "Asia",
+        "Europe",
+        "Oceania",
+    }
+    region_of = {country.subregion: country.region for country in table}
+    assert all(region_of[country.subregion] == country.region for country in table)
+
+
+@pytest.mark.parametrize(
+    ("name", "capital", "region", "language", "currency"),
+    [  # well-known rows, typed here independently of the table
+        ("France", "Paris", "Europe", "French", "euro"),
+        ("Japan", "Tokyo", "Asia", "Japanese", "Japanese yen"),
+        ("Brazil", "Brasília", "Americas", "Portuguese", "Brazilian real"),
+        ("Australia", "Canberra", "Oceania", "English", "Australian dollar"),
+        ("Egypt", "Cairo", "Africa", "Arabic", "Egyptian pound"),
+        ("Switzerland", "Bern", "Europe", "German", "Swiss franc"),
+        ("Kazakhstan", "Astana", "Asia", "Kazakh", "Kazakhstani tenge"),
+        ("Peru", "Lima", "Americas", "Spanish", "Peruvian sol"),
+        ("Croatia", "Zagreb", "Europe", "Croatian", "euro"),
+        ("Ecuador", "Quito", "Americas", "Spanish", "US dollar"),
+    ],
+)
+def test_well_known_facts(name, capital, region, language, currency):
+    (country,) = [country for country in countries.table() if country.name == name]
+    assert (country.capital, country.region) == (capital, region)
+    assert (country.language, country.currency) == (language, currency)
+
+
+def test_same_seed_same_text(corpus):
+    assert countries.documents(seed=0) == corpus
+    assert countries.documents(seed=1) != corpus
+
+
+def test_paragraph_names_its_country_only_in_the_first_line():
+    own = [pattern for patterns in countries.OWN.values() for pattern in patterns]
+    assert not any("{name}" in pattern for pattern in countries.PARAGRAPH + own)
+    train, _ = countries.documents(copies=4)
+    paragraphs = [text for text in train if text.startswith("Country: ")]
+    assert len(paragraphs) == 4 * len(countries.table())
+    for text in paragraphs:
+        name, _, rest = text.removeprefix("Country: ").partition("\n")
+        if name not in rest:
+            continue
+        # a name may come back only inside a fact: Mexico City, Djibouti, Namibian dollar
+        (country,) = [country for country in countries.table() if country.name == name]
+        facts = [country.answer(relation) for relation in countries.RELATIONS]
+        for fact in sorted(facts, key=len, reverse=True):
+            rest = rest.replace(fact, "")
+        assert name not in rest
+
+
+def test_every_fact_is_in_training_in_many_phrasings(corpus):
+    train, _ = corpus
+    text = "\n\n".join(train)
+    for country in countries.table():
+        assert text.count(country.in_sentence) > 20
+        assert text.count(f" {country.capital}") >= 8, country.name
+
+
+def test_held_out_phrasings_never_occur_in_training(corpus):
+    train, val = corpus
+    training = "\n\n".join(train)
+    for country in countries.table():
+        for relation in countries.RELATIONS:
+            for pattern in countries.held_out(countries.QUESTION, relation):
+                assert countries.opening(pattern, country, relation) not in training
+            for pattern in countries.held_out(countries.PROSE, relation):
+                for text in train:
+                    if text.startswith(countries.opening(pattern, country, relation)):
+                        raise AssertionError(text)
+        if country.name > "Albania":  # one letter is enough for the slow half
+            break
+    for relation, noun in countries.NOUNS.items():
+        for pattern in countries.held_out(countries.PARAGRAPH, relation):
+            opening = pattern.format(noun=noun)
+            said = [text for text in train if text.startswith("Country: ")]
+            assert not any(f"\n{opening} " in text or f". {opening} " in text for text in said), (
+                opening
+            )
+    assert len(val) == len(countries.table()) * len(countries.RELATIONS) * len(countries.FORMS)
+
+
+def test_each_held_out_pattern_is_seen_with_other_nouns():
+    for patterns in countries.FORMS.values():
+        for relation in countries.RELATIONS:
+            for pattern in countries.held_out(patterns, relation):
+                others = [r for r in countries.RELATIONS if r != relation]
+                assert any(pattern in countries.seen(patterns, other) for other in others)
+
+
+def test_sentences_read_like_english():
+    by_name = {country.name: country for country in countries.table()}
+    sentence = countries.sentence
+    assert sentence("In {name}, the {noun} is", by_name["Netherlands"], "capital") == (
+        "In the Netherlands, the capital is Amsterdam."
+    )
+    assert sentence("Its {noun} is", by_name["Spain"], "currency") == "Its currency is the euro."
+    assert sentence("Its {noun} is", by_name["Peru"], "region") == "Its region is the Americas."
+    assert sentence("Its {noun} is", by_name["United States"], "capital") == (
+        "Its capital is Washington, D.C."
+    )
+    assert sentence("Name the {noun} of {name}.", by_name["Chad"], "capital") == (
+        "Question: Name the capital of Chad.\nAnswer: N'Djamena."
+    )
