@@ -1,0 +1,129 @@
+"""What the commands share: errors a user can act on, devices, atomic files, checkpoints."""
+
+import contextlib
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import tiktoken
+import torch
+
+import tokenizer
+from model import Decoder, ModelConfig
+
+CHECKPOINT_FORMAT = 1
+
+
+class UserError(Exception):
+    """Something the user can put right: the message names the file or flag, the value, the fix."""
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a command: a UserError becomes one line on stderr and exit code 1."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell reports Ctrl-C
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA, then MPS, then the CPU.
+
+    Raises:
+        UserError: the device is unknown or not there.
+    """
+    has = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        name = next(kind for kind in has if has[kind])
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device {name}: unknown, use auto, cuda, mps or cpu") from None
+    if not has.get(device.type, False):
+        here = ", ".join(kind for kind in has if has[kind])
+        raise UserError(f"--device {name}: not available here, use one of: {here}")
+    return device
+
+
+@contextlib.contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path, renamed to `path` on success: readers never see half a file.
+
+    Raises:
+        UserError: the file cannot be written (no room, no permission).
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
+    """Write a checkpoint, alone enough to sample: config, weights, tokenizer, and `state`."""
+    checkpoint = {
+        "format": CHECKPOINT_FORMAT,
+        "config": asdict(model.config),
+        "model": model.state_dict(),
+        "tokenizer": tokenizer.dumps(encoding),
+        **state,
+    }
+    with atomic(path) as temporary:
+        try:
+            torch.save(checkpoint, temporary)
+        except RuntimeError as error:  # how torch.save reports a full disk
+            raise OSError(str(error).splitlines()[0]) from error
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Read what `save_checkpoint` wrote, onto the CPU.
+
+    Raises:
+        UserError: there is no such file, or it is damaged or something else.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"no checkpoint at {path}: train one with `python train.py`") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
+        raise UserError(f"{path} is damaged or not a checkpoint: train it again") from None
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != CHECKPOINT_FORMAT:
+        raise UserError(f"{path} is not a checkpoint of this program (format {CHECKPOINT_FORMAT})")
+    return checkpoint
+
+
+def load_model(path: str | Path, device: torch.device) -> tuple[Decoder, tiktoken.Encoding, dict]:
+    """The model of a checkpoint in evaluation mode on `device`, its tokenizer, and the checkpoint.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
+    checkpoint = load_checkpoint(path)
+    try:
+        model = Decoder(ModelConfig(**checkpoint["config"]))
+        model.load_state_dict(checkpoint["model"])
+        encoding = tokenizer.loads(checkpoint["tokenizer"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path} does not hold a whole model: {error}") from error
+    return model.to(device).eval(), encoding, checkpoint
+
+
+def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
+    """Token ids of a document's text, after the <|endoftext|> that precedes every document."""
+    return [encoding.eot_token, *encoding.encode_ordinary(text)]

@@ -1,0 +1,167 @@
+"""prepare.py and data.py: from text to batches, and everything that can be wrong with a file."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import command
+
+import countries
+import data as data_module
+import prepare
+import tokenizer
+from common import UserError
+
+
+def test_files_hold_every_document_behind_an_endoftext(story, data):
+    meta = json.loads((data / "meta.json").read_text())
+    encoding = tokenizer.loads((data / "tokenizer.json").read_text(encoding="utf-8"))
+    texts = [json.loads(line)["text"] for line in story.read_text(encoding="utf-8").splitlines()]
+    found = []
+    for split in ("train", "val"):
+        ids = np.fromfile(data / f"{split}.bin", dtype=meta["dtype"])
+        assert len(ids) == meta[split]["tokens"]
+        parts = np.split(ids, np.flatnonzero(ids == encoding.eot_token))
+        assert len(parts[0]) == 0  # the file begins with <|endoftext|>
+        documents = [encoding.decode(part[1:].tolist()) for part in parts[1:]]
+        assert len(documents) == meta[split]["documents"]
+        assert sum(len(text.encode()) for text in documents) == meta[split]["bytes"]
+        found += documents
+    assert sorted(found) == sorted(texts)
+
+
+def test_adding_a_file_moves_no_document(tmp_path):
+    texts = [f"document number {i}" for i in range(500)]
+    chosen = {text for text in texts if prepare.is_validation(text, 0.1)}
+    assert 20 < len(chosen) < 80
+    more = [f"another {i}" for i in range(500)]
+    assert {text for text in texts + more if prepare.is_validation(text, 0.1)} >= chosen
+
+
+def test_txt_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
+    paragraphs = [("word " * 80).strip() + f" {i}." for i in range(40)]
+    path = tmp_path / "book.txt"
+    path.write_text("\n\n".join(paragraphs), encoding="utf-8")
+    documents = list(prepare.read_documents(path))
+    assert len(documents) > 5
+    assert "".join(documents) == path.read_text(encoding="utf-8")
+    assert all(document.endswith("\n\n") for document in documents[:-1])
+
+
+def test_literal_special_tokens_in_text_stay_text(tmp_path):
+    path = tmp_path / "odd.jsonl"
+    lines = [json.dumps({"text": f"{i} <|endoftext|> is written out"}) for i in range(100)]
+    path.write_text("\n".join(lines))
+    meta = prepare.prepare_files(tmp_path / "out", [path], 300, 0.1)
+    ids = np.fromfile(tmp_path / "out" / "train.bin", dtype="uint16")
+    assert (ids == 0).sum() == meta["train"]["documents"]
+
+
+def test_large_vocabularies_get_uint32(tmp_path):
+    class Large:  # what write_tokens needs of an encoding, with ids beyond 65,535
+        eot_token = 0
+
+        def encode_ordinary_batch(self, texts, num_threads):
+            return [[70000, 1] for _ in texts]
+
+    counts = prepare.write_tokens(tmp_path / "x.bin", ["a"], Large(), "uint32")
+    assert counts["tokens"] == 3
+    assert np.fromfile(tmp_path / "x.bin", dtype="uint32").tolist() == [0, 70000, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", b"x", "only .txt and .jsonl"),
+        ("a.txt", b"caf\xe9 " * 100, "not UTF-8"),
+        ("a.jsonl", b'{"text": "fine"}\n{"txt": "x"}\n', r"a\.jsonl:2"),
+        ("a.jsonl", b'{"text": "fine"}\nnot json\n', r"a\.jsonl:2"),
+        ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1"),
+        ("a.jsonl", b"[1]\n", r"a\.jsonl:1"),
+        ("a.txt", b"", "no document for training"),
+        ("a.jsonl", b'{"text": "just one"}\n', "no document for"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, says):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        prepare.prepare_files(tmp_path / "out", [path], 300, 0.1)
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_command_reports_bad_flags(tmp_path, story):
+    def error(*args):
+        return command("prepare.py", *args, cwd=tmp_path, fails=True).stderr
+
+    assert "no such" in error("--input", "gone.txt", "--out_dir", "x").lower()
+    assert "--out_dir" in error("--input", story)
+    assert "--vocab_size 100" in error("--input", story, "--out_dir", "x", "--vocab_size", 100)
+    assert "--val_fraction" in error("--input", story, "--out_dir", "x", "--val_fraction", 2)
+    (tmp_path / "file").write_text("in the way")
+    assert "cannot write" in error("--input", story, "--out_dir", "file/x")
+
+
+def test_default_corpus_by_command(tmp_path):
+    done = command("prepare.py", cwd=tmp_path)
+    assert "train.py --data_dir data/countries" in done.stdout
+    folder = tmp_path / "data/countries"
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["corpus"] == "countries"
+    encoding = tokenizer.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    train, _ = countries.documents(0)
+    ids = np.fromfile(folder / "train.bin", dtype=meta["dtype"])
+    first = encoding.decode(ids[1 : np.flatnonzero(ids == 0)[1]].tolist())
+    assert first == train[0]
+    single = [
+        country.name
+        for country in countries.table()
+        if len(encoding.encode_ordinary(" " + country.name)) == 1
+    ]
+    assert len(single) > 140 and {"Spain", "Germany", "Peru"} <= set(single)
+
+
+def test_batches_are_a_function_of_the_step_and_cover_an_epoch(data):
+    meta = data_module.read_meta(data)
+    tokens = data_module.Tokens(data, "train", meta, block_size=16, seed=1)
+    n = tokens.n_window // 4
+    inputs = torch.cat([tokens.batch(step, 4)[0] for step in range(n)])
+    again = data_module.Tokens(data, "train", meta, block_size=16, seed=1)
+    late = again.batch(n - 1, 4)  # without having read the earlier ones
+    assert torch.equal(inputs[-4:], late[0])
+    text = np.fromfile(data / "train.bin", dtype=meta["dtype"]).astype(np.int64)
+    windows = {tuple(row) for row in inputs.tolist()}
+    places = [
+        start for start in range(len(text) - 16) if tuple(text[start : start + 16]) in windows
+    ]
+    assert len(places) >= 4 * n  # no window twice
+    other = data_module.Tokens(data, "train", meta, block_size=16, seed=2).batch(0, 4)
+    assert not torch.equal(inputs[:4], other[0])
+
+
+def test_targets_are_the_next_tokens(data):
+    meta = data_module.read_meta(data)
+    ids, targets = data_module.Tokens(data, "val", meta, 16, 0).batch(3, 5)
+    assert ids.shape == targets.shape == (5, 16)
+    assert torch.equal(ids[:, 1:], targets[:, :-1])
+
+
+def test_damaged_data_folders_are_refused(data, tmp_path):
+    with pytest.raises(UserError, match=re.escape(f"no data in {tmp_path}")):
+        data_module.read_meta(tmp_path)
+    (tmp_path / "meta.json").write_text('{"format": 1')
+    with pytest.raises(UserError, match="damaged"):
+        data_module.read_meta(tmp_path)
+    meta = data_module.read_meta(data)
+    (tmp_path / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"run prepare\.py again"):
+        data_module.Tokens(tmp_path, "train", meta, 16, 0)
+    with pytest.raises(UserError, match="cannot read"):
+        data_module.Tokens(tmp_path, "val", meta, 16, 0)
+    with pytest.raises(UserError, match="--block_size 100000"):
+        data_module.Tokens(data, "train", meta, 100_000, 0)
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        data_module.read_tokenizer(tmp_path)
