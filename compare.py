@@ -1,0 +1,105 @@
+"""Put training runs side by side: loss curves in one picture, results in one table.
+
+    python compare.py out/dense out/stem out/embformer --out loss.png
+
+Reads the metrics.jsonl that train.py writes and prints a Markdown table.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only; must come before pyplot
+from matplotlib import pyplot as plt
+
+from common import UserError, atomic, run
+
+
+def read_run(folder: Path) -> dict[str, list[dict]]:
+    """The records of a run's metrics.jsonl by type.
+
+    Raises:
+        UserError: the file is missing or a line of it is damaged.
+    """
+    path = folder / "metrics.jsonl"
+    records: dict[str, list[dict]] = {"run": [], "step": [], "eval": [], "recall": []}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            records[record["type"]].append(record)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    if not records["run"] or not records["eval"]:
+        raise UserError(f"{path} has no run with an evaluation in it")
+    return records
+
+
+def plot(folders: list[Path], out: Path) -> None:
+    """Draw the training loss (thin) and validation loss (thick) of runs over their tokens."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for number, folder in enumerate(folders):
+        records = read_run(folder)
+        settings = records["run"][0]["args"]
+        tokens = settings["batch_size"] * settings["block_size"] / 1e6  # millions in a step
+        color = f"C{number}"
+        axes.plot(
+            [record["step"] * tokens for record in records["step"]],
+            [record["train_loss"] for record in records["step"]],
+            color=color,
+            alpha=0.3,
+            linewidth=0.8,
+        )
+        axes.plot(
+            [record["step"] * tokens for record in records["eval"]],
+            [record["val_loss"] for record in records["eval"]],
+            color=color,
+            marker=".",
+            label=f"{folder.name}: {settings['ffn']}",
+        )
+    axes.set_xlabel("million tokens")
+    axes.set_ylabel("loss (nats per token); thin: training, thick: validation")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with atomic(out) as temporary:
+        figure.savefig(temporary, dpi=130, format=out.suffix.lstrip(".") or "png")
+    plt.close(figure)
+
+
+def table(folders: list[Path]) -> str:
+    """The results as a Markdown table; tok/s is the median over a run's steps."""
+    lines = [
+        "| run | FFN | val loss | per byte | capitals recalled | parameters | active | tok/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for folder in folders:
+        records = read_run(folder)
+        last, sizes = records["eval"][-1], records["run"][0]["sizes"]
+        recall = f"{records['recall'][-1]['recall']:.1%}" if records["recall"] else ""
+        speed = statistics.median(record["tok_per_s"] for record in records["step"])
+        lines.append(
+            f"| {folder.name} | {records['run'][0]['args']['ffn']} | {last['val_loss']:.3f} "
+            f"| {last['val_loss_per_byte']:.3f} | {recall} | {sizes['total'] / 1e6:.2f} M "
+            f"| {sizes['active'] / 1e6:.2f} M | {speed:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="output folders of train.py")
+    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="picture (%(default)s)")
+    args = parser.parse_args()
+    print(table(args.runs))
+    plot(args.runs, args.out)
+    print(f"\nwrote {args.out}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,251 @@
+"""train.py, settings.py and compare.py, inside the process and as a user runs them."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, command
+
+import train as train_module
+from common import run
+from compare import read_run
+from model import Decoder, ModelConfig
+from settings import PRESETS, complete, parse_args
+
+
+def arguments(monkeypatch, data, out, *more):
+    argv = ["train.py", "--data_dir", data, "--out_dir", out, *SMALL, *more]
+    monkeypatch.setattr(sys, "argv", [str(part) for part in argv])
+    return parse_args("")
+
+
+def losses(folder):
+    return [record["train_loss"] for record in read_run(folder)["step"]]
+
+
+def checkpoint(folder):
+    return torch.load(folder / "ckpt.pt", weights_only=True)
+
+
+def assert_same(a, b):
+    """Nested checkpoints are equal to the bit."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+def test_a_run_leaves_what_it_promises(trained):
+    for ffn, folder in trained.items():
+        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+        records = read_run(folder)
+        assert [record["step"] for record in records["step"]] == list(range(1, 13))
+        assert [record["step"] for record in records["eval"]] == [0, 6, 12]
+        assert records["eval"][-1]["val_loss"] < records["eval"][0]["val_loss"]
+        assert checkpoint(folder)["config"]["ffn"] == ffn
+        assert not list(folder.glob("*.tmp"))
+
+
+def test_validation_loss_per_byte_is_the_total_over_the_bytes(trained, data):
+    meta = json.loads((data / "meta.json").read_text())
+    last = read_run(trained["stem"])["eval"][-1]
+    ratio = last["val_loss_per_byte"] / last["val_loss"]
+    assert ratio == pytest.approx(meta["val"]["tokens"] / meta["val"]["bytes"])
+
+
+@pytest.mark.parametrize("table_optimizer", ["rowwise", "adamw"])
+def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatch, table_optimizer):
+    more = ("--table_optimizer", table_optimizer)
+    train_module.train(arguments(monkeypatch, data, tmp_path / "whole", *more))
+
+    calls, forward = [], Decoder.forward
+
+    def crash(self, *args, **kwargs):
+        calls.append(self.training)
+        if sum(calls) == 9:  # power cut in step 9; the last checkpoint is of step 6
+            raise RuntimeError("power cut")
+        return forward(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        patch.setattr(Decoder, "forward", crash)
+        train_module.train(arguments(monkeypatch, data, tmp_path / "cut", *more))
+    assert checkpoint(tmp_path / "cut")["step"] == 6
+    command("train.py", "--resume", "--out_dir", tmp_path / "cut", cwd=tmp_path)
+
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    whole, cut = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "cut")
+    for part in ("model", "optimizer", "step", "config", "tokenizer"):
+        assert_same(whole[part], cut[part])
+
+
+def test_ctrl_c_saves_a_whole_step_and_says_how_to_go_on(data, tmp_path):
+    args = [*SMALL, "--max_iters", "100000", "--data_dir", str(data), "--out_dir", "out"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *args],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_text().count('"step", "step"') > 3:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "--resume --out_dir out" in stderr and "Traceback" not in stderr
+    assert checkpoint(tmp_path / "out")["step"] == len(losses(tmp_path / "out"))
+
+
+def test_seeds_reproduce(trained, data, tmp_path, monkeypatch):
+    train_module.train(arguments(monkeypatch, data, tmp_path / "again", "--ffn", "stem"))
+    assert losses(tmp_path / "again") == losses(trained["stem"])
+    train_module.train(arguments(monkeypatch, data, tmp_path / "other", "--seed", "1"))
+    assert losses(tmp_path / "other") != losses(trained["stem"])
+
+
+def test_accumulation_equals_the_whole_batch(trained, data, tmp_path, monkeypatch):
+    more = ("--device_batch_size", "1")
+    train_module.train(arguments(monkeypatch, data, tmp_path / "parts", *more))
+    assert losses(tmp_path / "parts") == pytest.approx(losses(trained["stem"]), rel=2e-3)
+
+
+def test_a_second_run_keeps_the_first(data, tmp_path, monkeypatch, capsys):
+    for _ in range(2):
+        train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2"))
+    assert {"previous_ckpt.pt", "previous_metrics.jsonl"} <= {p.name for p in tmp_path.iterdir()}
+    assert "kept the run" in capsys.readouterr().out
+
+
+def test_compile_and_bfloat16_run(data, tmp_path, monkeypatch):
+    more = ("--max_iters", "2", "--dtype", "bfloat16")
+    train_module.train(arguments(monkeypatch, data, tmp_path / "bf16", *more))
+    assert math.isfinite(losses(tmp_path / "bf16")[-1])
+    weights = checkpoint(tmp_path / "bf16")["model"].values()
+    assert {weight.dtype for weight in weights} == {torch.float32}
+
+
+def test_learning_rate_warms_up_and_decays():
+    args = Namespace(max_iters=100, warmup=0.1, min_lr=0.1, schedule="cosine")
+    rate = [train_module.schedule(step, args) for step in range(100)]
+    assert rate[0] == pytest.approx(0.1) and rate[9] == pytest.approx(1.0)
+    assert rate[55] == pytest.approx(0.1 + 0.9 * 0.5)  # half-way down
+    assert rate[99] == pytest.approx(0.1, abs=1e-3)
+    args.schedule = "linear"
+    line = [train_module.schedule(step, args) for step in range(10, 100)]
+    assert line[45] == pytest.approx(0.1 + 0.9 * 0.5)
+    steps = [a - b for a, b in pairwise(line)]
+    assert steps == pytest.approx([0.01] * 89)
+
+
+@pytest.mark.parametrize(
+    ("preset", "ffn", "millions"),
+    [  # MiniMind's published sizes, and Embformer's "0.1B"
+        ("minimind-26m", "dense", 26),
+        ("minimind-64m", "dense", 64),
+        ("minimind-104m", "dense", 104),
+        ("embformer-104m", "embformer", 123),
+    ],
+)
+def test_presets_have_their_size(preset, ffn, millions):
+    names = ModelConfig.__dataclass_fields__
+    shape = {name: value for name, value in PRESETS[preset].items() if name in names}
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(**{**shape, "ffn": ffn}))
+    assert model.sizes()["total"] / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_table_learning_rate_defaults_to_the_derived_scale(data, tmp_path, monkeypatch):
+    args = complete(arguments(monkeypatch, data, tmp_path))
+    travel = 0.1 / math.sqrt(0.05) * sum((0.9 / math.sqrt(0.95)) ** k for k in range(1000))
+    assert args.table_lr_scale == pytest.approx(travel)
+    args = complete(arguments(monkeypatch, data, tmp_path, "--table_optimizer", "adamw"))
+    assert args.table_lr_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--data_dir gone", "prepare.py --out_dir gone"),
+        ("--n_embd 33", "n_embd=33"),
+        ("--stem_layers 7", "stem_layers='7'"),
+        ("--block_size 100000", "--block_size 100000"),
+        ("--device_batch_size 3", "--device_batch_size 3"),
+        ("--device_batch_size 0", "--device_batch_size 0"),
+        ("--max_iters 0", "--max_iters 0"),
+        ("--learning_rate -1", "--learning_rate -1"),
+        ("--warmup 2", "--warmup 2"),
+        ("--beta1 0.99", "--beta1 0.99"),
+        ("--ffn embformer --no-tie_head", "tie_head"),
+        ("--resume", "no checkpoint at"),
+        ("--device warp", "--device warp"),
+    ],
+)
+def test_bad_flags_are_one_clear_line(data, tmp_path, monkeypatch, capsys, flags, says):
+    args = arguments(monkeypatch, data, tmp_path / "out", *flags.split())
+    if flags == "--resume":
+        args.given = ["resume"]
+    with pytest.raises(SystemExit) as stopped:
+        run(lambda: train_module.train(args))
+    assert str(stopped.value).startswith("error: ") and says in str(stopped.value)
+    assert "\n" not in str(stopped.value)
+    assert not (tmp_path / "out" / "ckpt.pt").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there(data, tmp_path):
+    error = command(
+        *("train.py", "--data_dir", data, *SMALL, "--device", "cuda"), cwd=tmp_path, fails=True
+    )
+    assert "--device cuda: not available here" in error.stderr
+
+
+def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, story):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "ckpt.pt").write_bytes((trained["stem"] / "ckpt.pt").read_bytes())
+    error = command(
+        *("train.py", "--resume", "--out_dir", folder, "--n_layer", 4), cwd=tmp_path, fails=True
+    )
+    assert "leave out --n_layer" in error.stderr
+    saved = torch.load(folder / "ckpt.pt", weights_only=True)
+    saved["args"]["data_dir"] = str(tmp_path / "new")
+    torch.save(saved, folder / "ckpt.pt")
+    command(
+        *("prepare.py", "--input", story, "--out_dir", tmp_path / "new", "--vocab_size", 280),
+        *("--val_fraction", 0.1),
+        cwd=tmp_path,
+    )
+    error = command("train.py", "--resume", "--out_dir", folder, cwd=tmp_path, fails=True)
+    assert "prepared anew" in error.stderr
+
+
+def test_compare_prints_a_table_and_draws_a_picture(trained, tmp_path):
+    done = command("compare.py", *trained.values(), "--out", "all.png", cwd=tmp_path)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[1] for row in rows[1:]] == ["dense", "stem", "embformer"]
+    final = read_run(trained["stem"])["eval"][-1]["val_loss"]
+    assert f"| {final:.3f} |" in rows[2]
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert "cannot read" in command("compare.py", "nothing", cwd=tmp_path, fails=True).stderr
+    (tmp_path / "metrics.jsonl").write_text('{"type": "st')
+    assert "damaged" in command("compare.py", ".", cwd=tmp_path, fails=True).stderr

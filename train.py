@@ -1,0 +1,337 @@
+"""Train a decoder with dense, STEM or Embformer layers on one device.
+
+    python train.py                                         # STEM on the countries corpus, minutes
+    python train.py --ffn dense --out_dir out/dense         # the same with another FFN
+    python train.py --data_dir data/book --out_dir out/book # text of your own (prepare.py)
+    python train.py --preset minimind-26m --data_dir data/big --device_batch_size 8
+    python train.py --resume                                # go on where out/ckpt.pt stopped
+
+Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.jsonl, loss.png.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import prepare
+import tokenizer
+from common import UserError, load_checkpoint, pick_device, run, save_checkpoint
+from compare import plot
+from data import Tokens, read_meta, read_tokenizer
+from edit import recall
+from model import Decoder, ModelConfig
+from offload import RowAdam
+from sample import sample_text
+from settings import DEFAULT_DATA, MODEL_FLAGS, complete, parse_args, resumed
+
+
+def schedule(step: int, args: argparse.Namespace) -> float:
+    """Learning rate of a step as a fraction of the peak: linear warm-up, then cosine or linear
+    decay to --min_lr (STEM paper: cosine, warm-up 0.1, floor 0.1)."""
+    warmup = max(1, round(args.warmup * args.max_iters))
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, args.max_iters - warmup)
+    fall = 0.5 * (1 + math.cos(math.pi * done)) if args.schedule == "cosine" else 1 - done
+    return args.min_lr + (1 - args.min_lr) * fall
+
+
+class Optimizer:
+    """AdamW for the backbone and row-wise Adam for the tables, clipped together."""
+
+    def __init__(self, model: Decoder, args: argparse.Namespace) -> None:
+        self.tables, self.grad_clip = model.tables, args.grad_clip
+        self.peak, self.table_peak = args.learning_rate, args.learning_rate * args.table_lr_scale
+        whole = args.table_optimizer == "adamw"
+        model.tables.requires_grad_(whole)
+        decayed, plain, tables = [], [], []
+        for name, parameter in model.named_parameters():
+            if name.startswith("tables."):
+                tables.append(parameter)
+            elif parameter.dim() == 2 and name != "wte.weight":
+                decayed.append(parameter)
+            else:
+                plain.append(parameter)
+        betas = (args.beta1, args.beta2)
+        groups = [
+            {"params": decayed, "weight_decay": args.weight_decay, "peak": self.peak},
+            {"params": plain, "weight_decay": 0.0, "peak": self.peak},
+        ]
+        if whole:
+            groups.append({"params": tables, "weight_decay": 0.0, "peak": self.table_peak})
+        groups = [group for group in groups if group["params"]]
+        fused = next(model.parameters()).device.type == "cuda"
+        self.adamw = torch.optim.AdamW(groups, lr=self.peak, betas=betas, fused=fused or None)
+        self.rows = RowAdam(model.tables, betas) if tables and not whole else None
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One update with learning rate `lr`, a fraction of the peaks."""
+        grads = [
+            p.grad
+            for group in self.adamw.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        row_ids, row_grads = self.tables.gradients() if self.rows else (None, [])
+        if self.grad_clip:
+            norm = torch.nn.utils.get_total_norm(grads + row_grads)
+            scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
+            torch._foreach_mul_(grads + row_grads, scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr * group["peak"]
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        if self.rows:
+            self.rows.step(row_ids, row_grads, lr * self.table_peak)
+
+    def state_dict(self) -> dict:
+        rows = self.rows.state_dict() if self.rows else None
+        return {"adamw": self.adamw.state_dict(), "rows": rows}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        if self.rows:
+            self.rows.load_state_dict(state["rows"])
+
+
+class Loss:
+    """The loss of a batch that comes from the CPU, in the run's precision and attention."""
+
+    def __init__(self, model: Decoder, device: torch.device, dtype: str, document: int | None):
+        """document: the token that begins documents, which attention then does not cross."""
+        self.model, self.device, self.document = model, device, document
+        self.bfloat16 = dtype == "bfloat16"
+
+    def __call__(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """ids, targets [B, T] -> scalar, on the device."""
+        x, y = (t.to(self.device, non_blocking=True) for t in (ids, targets))
+        documents = None if self.document is None else (x == self.document).cumsum(1)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
+            return self.model(x, y, table_ids=ids, documents=documents)[1]
+
+
+@torch.no_grad()
+def evaluate(loss: Loss, val: Tokens, args: argparse.Namespace) -> float:
+    """Mean validation loss in nats per token over the first --eval_tokens tokens."""
+    n_window = max(1, min(val.n_window, args.eval_tokens // val.block_size))
+    starts = np.arange(n_window) * val.block_size
+    loss.model.eval()
+    total = 0.0
+    for part in np.array_split(starts, -(-n_window // args.device_batch_size)):
+        total += loss(*val.windows(part)).item() * len(part)
+    loss.model.train()
+    return total / n_window
+
+
+class Log:
+    """metrics.jsonl: a line for the run, one for each step, one for each evaluation."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """A resumed run keeps the lines of the steps before `resume_step`."""
+        kept = []
+        if resume_step and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                with contextlib.suppress(ValueError):  # a line cut off by a crash
+                    if json.loads(line).get("step", 0) <= resume_step:
+                        kept.append(line)
+        self.file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self.file.writelines(kept)
+
+    def write(self, **record) -> None:
+        self.file.write(json.dumps(record) + "\n")
+
+
+def train(args: argparse.Namespace) -> None:
+    checkpoint = None
+    if args.resume:
+        checkpoint = load_checkpoint(args.out_dir / "ckpt.pt")
+        args = resumed(args, checkpoint)
+    elif args.data_dir == DEFAULT_DATA and not (DEFAULT_DATA / "meta.json").exists():
+        print(f"no data in {DEFAULT_DATA} yet: preparing the default corpus")
+        prepare.prepare_countries(DEFAULT_DATA)
+    args = complete(args)
+
+    meta = read_meta(args.data_dir)
+    encoding = read_tokenizer(args.data_dir)
+    data = Tokens(args.data_dir, "train", meta, args.block_size, args.seed)
+    val = Tokens(args.data_dir, "val", meta, args.block_size, args.seed)
+
+    device = pick_device(args.device)
+    if args.dtype == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        args.dtype = "bfloat16" if has_bf16 else "float32"
+
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
+    flags = {name: getattr(args, name) for name in MODEL_FLAGS}
+    try:
+        config = ModelConfig(
+            vocab_size=meta["vocab_size"],
+            **{name: value for name, value in flags.items() if value is not None},
+        )
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+    vars(args).update(asdict(config))  # what was left to default is on record, too
+    model = Decoder(config).to(device)
+    optimizer = Optimizer(model, args)
+    step = 0
+    if checkpoint:
+        if checkpoint["config"] != asdict(config) or checkpoint["tokenizer"] != tokenizer.dumps(
+            encoding
+        ):
+            raise UserError(f"{args.data_dir} was prepared anew since {args.out_dir} was trained")
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        step = checkpoint["step"]
+    if args.compile:
+        for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
+            block.compile()
+    batch_loss = Loss(model, device, args.dtype, encoding.eot_token if args.doc_mask else None)
+
+    sizes = model.sizes()
+    tokens_per_step = args.batch_size * args.block_size
+    print(
+        f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
+        f"vocabulary {config.vocab_size:,}: {sizes['total'] / 1e6:.2f} M parameters, "
+        f"{sizes['table'] / 1e6:.2f} M of them in tables; a token touches "
+        f"{sizes['active'] / 1e6:.2f} M and costs {sizes['flops_per_token'] / 1e6:.1f} MFLOP"
+    )
+    print(
+        f"{args.max_iters} steps of {tokens_per_step:,} tokens "
+        f"({args.batch_size} x {args.block_size}) on {device.type} in {args.dtype}; "
+        f"{args.data_dir} has {meta['train']['tokens']:,}"
+    )
+
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    saved = args.out_dir / "ckpt.pt"
+    if saved.exists() and not args.resume:
+        for name in ("ckpt.pt", "metrics.jsonl"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(args.out_dir / name, args.out_dir / f"previous_{name}")
+        print(f"kept the run that was in {args.out_dir} as previous_ckpt.pt")
+    plain_args = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    log = Log(args.out_dir / "metrics.jsonl", step)
+    if not args.resume:
+        log.write(type="run", args=plain_args, sizes=sizes, train=meta["train"], val=meta["val"])
+
+    def save() -> None:
+        save_checkpoint(
+            saved,
+            model,
+            encoding,
+            optimizer=optimizer.state_dict(),
+            step=step,  # the loop's position and the data's
+            args=plain_args,
+        )
+
+    accumulate = args.batch_size // args.device_batch_size
+    bytes_per_token = meta["val"]["bytes"] / meta["val"]["tokens"]
+    model.train()
+    bar = tqdm(total=args.max_iters, initial=step, unit="step", dynamic_ncols=True)
+    val_loss = None
+    # Ctrl-C lets the step end, so that what is saved is a whole one; a second one stops at once.
+    interrupted = []
+
+    def interrupt(*_) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupted.append(True)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        while True:
+            if interrupted:
+                save()
+                raise UserError(
+                    f"stopped at step {step}; go on with: "
+                    f"python train.py --resume --out_dir {args.out_dir}"
+                )
+            if step % args.eval_interval == 0 or step == args.max_iters:
+                val_loss = evaluate(batch_loss, val, args)
+                log.write(
+                    type="eval",
+                    step=step,
+                    val_loss=val_loss,
+                    val_loss_per_byte=val_loss / bytes_per_token,
+                )
+                if step:
+                    save()
+            if step == args.max_iters:
+                break
+            start = time.perf_counter()
+            ids, targets = data.batch(step, args.batch_size)
+            loss = torch.zeros((), device=device)
+            for part in zip(ids.chunk(accumulate), targets.chunk(accumulate), strict=True):
+                micro = batch_loss(*part) / accumulate
+                micro.backward()
+                loss += micro.detach()
+            lr = schedule(step, args)
+            optimizer.step(lr)
+            train_loss = loss.item()  # the one host-device sync of a step
+            if not math.isfinite(train_loss):
+                raise UserError(
+                    f"the loss became {train_loss} at step {step}: lower --learning_rate "
+                    f"{args.learning_rate}; the last good checkpoint is {saved}"
+                )
+            seconds = time.perf_counter() - start
+            step += 1
+            log.write(
+                type="step",
+                step=step,
+                train_loss=train_loss,
+                lr=lr * args.learning_rate,
+                tok_per_s=tokens_per_step / seconds,
+            )
+            bar.update()
+            bar.set_postfix_str(
+                f"train {train_loss:.3f}, val {val_loss:.3f}, "
+                f"{tokens_per_step / seconds:,.0f} tok/s"
+            )
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"out of memory on {device}: lower --device_batch_size {args.device_batch_size}"
+        ) from None
+    finally:
+        bar.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    finish(model, encoding, args, meta, log, val_loss, val_loss / bytes_per_token)
+
+
+def finish(model, encoding, args, meta, log: Log, val_loss: float, per_byte: float) -> None:
+    """Report what was learned, draw the curve, and say what to try next."""
+    print(f"validation loss {val_loss:.4f} per token, {per_byte:.4f} per byte (nats)")
+    model.eval()
+    prompt = None
+    if meta["corpus"] == "countries":
+        prompt = "Country: Spain\nThe capital city is called"
+        share = recall(model, encoding, "capital")
+        log.write(type="recall", step=args.max_iters, relation="capital", recall=share)
+        print(f"capitals recalled on phrasings it never saw: {share:.1%}")
+    plot([args.out_dir], args.out_dir / "loss.png")
+    print(f"wrote {args.out_dir}/ckpt.pt, metrics.jsonl, loss.png\n")
+
+    print("".join(sample_text(model, encoding, prompt or "", max_new_tokens=60, seed=args.seed)))
+    ckpt = args.out_dir / "ckpt.pt"
+    print("\nnext:")
+    print(f"  python sample.py --ckpt {ckpt}" + (' --prompt "Country: Peru"' if prompt else ""))
+    if prompt and args.ffn != "dense":
+        print(f"  python edit.py --ckpt {ckpt} --source Spain --target Germany")
+
+
+def main() -> None:
+    train(parse_args(__doc__))
+
+
+if __name__ == "__main__":
+    run(main)
