@@ -1,0 +1,285 @@
+"""Change what a model knows by letting one token read another token's rows.
+
+    python edit.py --source Spain --target Germany
+    python edit.py --source Peru --target Japan --prompt "Country: Peru
+    The main language is"
+    python edit.py --report                          # all country pairs; writes edit_report.json
+
+An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
+(`stem.substitute`). Embedding, attention and everything dense still see Spain.
+"""
+
+import argparse
+import json
+import textwrap
+from pathlib import Path
+
+import tiktoken
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import countries
+from common import UserError, atomic, encode, load_model, pick_device, run
+from model import Decoder
+from stem import substitute
+
+WIDTH = 38  # of a column of text
+
+
+def edited_ids(encoding: tiktoken.Encoding, ids: Tensor, source: str, target: str) -> Tensor:
+    """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
+    space before it. Equal to `ids` if they don't."""
+    for space in (" ", ""):
+        ids = substitute(
+            ids, encoding.encode_ordinary(space + source), encoding.encode_ordinary(space + target)
+        )
+    return ids
+
+
+@torch.inference_mode()
+def score(
+    model: Decoder,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    table_prompts: list[list[int]] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How a model continues prompts, in one forward pass.
+
+    Every answer token is compared with the most probable one after the prompt and the answer so
+    far: all equal means that greedy decoding writes exactly this answer.
+
+    Args:
+        prompts, answers: token ids.
+        table_prompts: the ids under which the prompts' rows are looked up; None: their own.
+
+    Returns:
+        greedy [N] bool, probability of the whole answer [N], and the logits [N, T, V].
+    """
+    device = next(model.parameters()).device
+    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+
+    def padded(starts: list[list[int]]) -> Tensor:  # on the right: causal, so nothing sees it
+        rows = [s + a for s, a in zip(starts, answers, strict=True)]
+        return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+
+    ids = padded(prompts)  # [N, T]
+    table_ids = ids if table_prompts is None else padded(table_prompts)
+    logits, _ = model(ids.to(device), table_ids=table_ids.to(device))  # [N, T, V]
+    row, position, wanted = [], [], []  # of each answer token
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        row += [i] * len(answer)
+        position += range(len(prompt) - 1, len(prompt) + len(answer) - 1)  # one before the token
+        wanted += answer
+    row, position, wanted = (
+        torch.tensor(values, dtype=torch.long, device=device) for values in (row, position, wanted)
+    )
+    predicted = logits[row, position].float()  # [answer tokens, V]
+    wrong = torch.zeros(len(prompts), device=device)
+    wrong.index_add_(0, row, (predicted.argmax(-1) != wanted).float())
+    log_p = F.cross_entropy(predicted, wanted, reduction="none").neg()
+    return wrong == 0, torch.zeros_like(wrong).index_add_(0, row, log_p).exp(), logits
+
+
+def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
+    """Share of held-out questions about `relation` that greedy decoding answers in full: every
+    country, two phrasings in each of three forms."""
+    asked = [
+        question
+        for country in countries.table()
+        for form in countries.FORMS
+        for question in countries.questions(relation, form, country)
+    ]
+    right = 0
+    for at in range(0, len(asked), 256):
+        part = asked[at : at + 256]
+        greedy, _, _ = score(
+            model,
+            [encode(encoding, question.prompt) for question in part],
+            [encoding.encode_ordinary(question.answer) for question in part],
+        )
+        right += int(greedy.sum())
+    return right / len(asked)
+
+
+# --------------------------------------------------------------------------------------------------
+# one edit, shown
+
+
+def show(args: argparse.Namespace, model: Decoder, encoding: tiktoken.Encoding) -> None:
+    prompt = args.prompt or f"Country: {args.source}\nThe capital city is called"
+    prompt = prompt.replace("\\n", "\n")  # so that a shell user can write the line break
+    device = next(model.parameters()).device
+    ids = torch.tensor([encode(encoding, prompt)], device=device)  # [1, T]
+    if ids.shape[1] >= model.config.block_size:
+        raise UserError(
+            f"--prompt has {ids.shape[1]} tokens, room is {model.config.block_size - 1}"
+        )
+    table_ids = edited_ids(encoding, ids, args.source, args.target)
+    if torch.equal(ids, table_ids):
+        raise UserError(f"--prompt {prompt!r} does not contain --source {args.source!r}")
+
+    def write(table_ids: Tensor) -> str:
+        new = model.generate(
+            ids,
+            args.max_new_tokens,
+            temperature=0,
+            stop=encoding.eot_token,
+            table_ids=table_ids,
+        )[0, ids.shape[1] :].tolist()
+        return encoding.decode([token for token in new if token != encoding.eot_token])
+
+    with torch.inference_mode():
+        logits = model(ids)[0]
+        before, after = write(ids), write(table_ids)
+        undone = torch.equal(logits, model(ids)[0])
+
+    # The answer is what is written up to the end of the sentence.
+    answers = [text.partition(".")[0].partition("\n")[0] for text in (before, after)]
+    tokens = [encoding.encode_ordinary(answer) or [encoding.eot_token] for answer in answers]
+    prompts = [ids[0].tolist()] * 2
+    _, p_before, _ = score(model, prompts, tokens)
+    _, p_after, _ = score(model, prompts, tokens, [table_ids[0].tolist()] * 2)
+
+    print(f"prompt  {prompt!r}\n")
+    left = ["before", "-" * WIDTH, *columns(before)]
+    right = [f"after: {args.source} reads {args.target}'s rows", "-" * WIDTH, *columns(after)]
+    for i in range(max(len(left), len(right))):
+        a, b = (side[i] if i < len(side) else "" for side in (left, right))
+        print(f"{a:<{WIDTH}}   {b}".rstrip())
+    print()
+    for answer, p, q in zip(answers, p_before.tolist(), p_after.tolist(), strict=True):
+        print(f"probability of {answer.strip()!r:<28} before {p:6.1%}   after {q:6.1%}")
+    print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
+
+
+def columns(text: str) -> list[str]:
+    return [
+        part for line in text.strip().splitlines() for part in textwrap.wrap(line, WIDTH) or [""]
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# all pairs, measured
+
+
+def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
+    """Edit every country into every other, for countries whose name is a single token.
+
+    Prompts are held-out paragraph openings ("Country: Spain\\nIts capital is").
+    Pairs that share the fact (Spanish for Peru and Chile) could not fail and are left out.
+
+    Returns:
+        counts, and for each relation and overall:
+        recall: share of the countries whose fact is the greedy answer before any edit.
+        success: share of the pairs where the target's fact is the greedy answer after the edit.
+        unchanged: share of the pairs whose edit leaves the logits of the prompt about the target,
+            which does not name the source, equal to the bit.
+    """
+    single = [
+        country
+        for country in countries.table()
+        if len(encoding.encode_ordinary(" " + country.name)) == 1
+    ]
+    if len(single) < 2:
+        raise UserError(
+            "--report needs a model of the countries corpus: this tokenizer has "
+            f"{len(single)} country names that are one token"
+        )
+    relations = ("capital", "language", "region")
+    totals = {
+        relation: dict.fromkeys(("recall", "success", "unchanged"), (0, 0))
+        for relation in relations
+    }
+
+    def count(relation: str, name: str, outcome: Tensor) -> None:
+        hit, n = totals[relation][name]
+        totals[relation][name] = (hit + int(outcome.sum()), n + len(outcome))
+
+    bar = tqdm(total=len(relations) * len(single), unit="source", desc="editing")
+    for relation in relations:
+        asked = [countries.questions(relation, "paragraph", country)[0] for country in single]
+        prompts = [encode(encoding, question.prompt) for question in asked]
+        answers = [encoding.encode_ordinary(question.answer) for question in asked]
+        count(relation, "recall", score(model, prompts, answers)[0])
+        nothing = [[] for _ in single]
+        _, _, logits = score(model, prompts, nothing)
+        for source, prompt in zip(single, prompts, strict=True):
+            others = [
+                i
+                for i, target in enumerate(single)
+                if target.answer(relation) != source.answer(relation)
+            ]
+
+            def edited(ids: list[int], target: int, source: str = source.name) -> list[int]:
+                return edited_ids(encoding, torch.tensor(ids), source, single[target].name).tolist()
+
+            greedy, _, _ = score(
+                model,
+                [prompt] * len(others),
+                [answers[i] for i in others],
+                [edited(prompt, i) for i in others],
+            )
+            count(relation, "success", greedy)
+            # The same batch as without edit; row i under the edit of the source into country i.
+            _, _, after = score(
+                model, prompts, nothing, [edited(ids, i) for i, ids in enumerate(prompts)]
+            )
+            count(relation, "unchanged", (after == logits).flatten(1).all(1)[others])
+            bar.update()
+    bar.close()
+
+    def shares(parts: list[dict]) -> dict[str, float]:
+        return {
+            name: sum(p[name][0] for p in parts) / sum(p[name][1] for p in parts)
+            for name in ("recall", "success", "unchanged")
+        }
+
+    return {
+        "countries": len(single),
+        "pairs": {relation: totals[relation]["success"][1] for relation in relations},
+        **shares(list(totals.values())),
+        "relations": {relation: shares([totals[relation]]) for relation in relations},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--ckpt",
+        type=Path,
+        default=Path("out/ckpt.pt"),
+        help="checkpoint of train.py (%(default)s)",
+    )
+    add("--source", help="the name whose knowledge to replace: Spain")
+    add("--target", help="the name whose rows to read instead: Germany")
+    add("--prompt", help='text that contains the source; "\\n" is a line break')
+    add("--max_new_tokens", type=int, default=40, help="%(default)s")
+    add("--report", action="store_true", help="measure all pairs of countries")
+    add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
+    args = parser.parse_args()
+    if not args.report and not (args.source and args.target):
+        raise UserError("give --source and --target, or --report")
+    model, encoding, _ = load_model(args.ckpt, pick_device(args.device))
+    if not len(model.tables.weight):
+        raise UserError(f"{args.ckpt} is a {model.config.ffn} model: it has no tables to edit")
+    if not args.report:
+        show(args, model, encoding)
+        return
+    result = report(model, encoding)
+    print(f"{result['countries']} countries, pairs {result['pairs']}\n")
+    print(f"{'relation':<12}{'recall':>10}{'success':>10}{'unchanged':>12}")
+    for name, row in [*result["relations"].items(), ("overall", result)]:
+        print(f"{name:<12}{row['recall']:>10.1%}{row['success']:>10.1%}{row['unchanged']:>12.1%}")
+    path = args.ckpt.with_name("edit_report.json")
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwrote {path}")
+
+
+if __name__ == "__main__":
+    run(main)

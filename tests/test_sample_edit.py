@@ -1,0 +1,227 @@
+"""sample.py and edit.py as a user runs them, and what edit.py measures."""
+
+import json
+
+import pytest
+import torch
+from conftest import command
+
+import countries
+import edit
+import tokenizer
+from common import encode, load_model
+from model import Decoder, ModelConfig
+
+
+def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
+    for ffn, folder in trained.items():
+        ckpt = tmp_path / f"{ffn}.pt"
+        ckpt.write_bytes((folder / "ckpt.pt").read_bytes())
+        done = command(
+            *("sample.py", "--ckpt", ckpt, "--prompt", "Anna", "--max_new_tokens", 60),
+            cwd=tmp_path,
+        )
+        assert done.stdout.startswith("Anna")
+        assert "tok/s" in done.stderr
+
+
+def test_samples_depend_on_the_seed_alone(trained, tmp_path):
+    def text(*flags):
+        flags = ("--ckpt", trained["stem"] / "ckpt.pt", "--max_new_tokens", 40, *flags)
+        return command("sample.py", *flags, cwd=tmp_path).stdout
+
+    one = text("--seed", 5, "--top_k", 50, "--top_p", 0.95)
+    assert text("--seed", 5, "--top_k", 50, "--top_p", 0.95) == one
+    assert text("--seed", 6, "--top_k", 50, "--top_p", 0.95) != one
+    greedy = text("--temperature", 0)
+    assert text("--temperature", 0, "--seed", 9) == greedy
+    assert text("--num_samples", 2).count("-" * 40) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--temperature -1", "--temperature -1"),
+        ("--top_k 0", "--top_k 0"),
+        ("--top_p 1.5", "--top_p 1.5"),
+        ("--max_new_tokens 0", "--max_new_tokens 0"),
+        ("--ckpt gone.pt", "no checkpoint at gone.pt"),
+        ("--ckpt text.pt", "damaged or not a checkpoint"),
+        ("--ckpt half.pt", "damaged or not a checkpoint"),
+        ("--ckpt foreign.pt", "not a checkpoint of this program"),
+        ("--ckpt hollow.pt", "does not hold a whole model"),
+        ("--ckpt .", "cannot read"),
+    ],
+)
+def test_sample_refuses_in_one_line(trained, tmp_path, flags, says):
+    good = (trained["stem"] / "ckpt.pt").read_bytes()
+    (tmp_path / "text.pt").write_text("hello")
+    (tmp_path / "half.pt").write_bytes(good[: len(good) // 2])
+    torch.save({"weights": 1}, tmp_path / "foreign.pt")
+    saved = torch.load(trained["stem"] / "ckpt.pt", weights_only=True)
+    saved["model"].pop("wte.weight")
+    torch.save(saved, tmp_path / "hollow.pt")
+    flags = flags.split()
+    if "--ckpt" not in flags:
+        flags += ["--ckpt", trained["stem"] / "ckpt.pt"]
+    assert says in command("sample.py", *flags, cwd=tmp_path, fails=True).stderr
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
+    class Malicious:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    torch.save({"format": 1, "x": Malicious()}, tmp_path / "bad.pt")
+    command("sample.py", "--ckpt", "bad.pt", cwd=tmp_path, fails=True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_edit_shows_both_sides(trained, tmp_path):
+    flags = ("--source", "Anna", "--target", "Chloë", "--prompt", "Anna sees Björn. Anna meets")
+    done = command("edit.py", "--ckpt", trained["stem"] / "ckpt.pt", *flags, cwd=tmp_path)
+    assert "after: Anna reads Chloë's rows" in done.stdout
+    assert done.stdout.count("probability of") == 2
+    assert "undone: logits equal the first ones bit for bit" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "says"),
+    [
+        ("stem", "", "--source and --target, or --report"),
+        ("stem", "--source Anna", "--source and --target, or --report"),
+        ("stem", "--source Emil --target Anna --prompt Nobody", "does not contain --source"),
+        ("dense", "--source Anna --target Chloë", "no tables to edit"),
+        ("stem", "--report", "needs a model of the countries corpus"),
+    ],
+)
+def test_edit_refuses_in_one_line(trained, tmp_path, kind, flags, says):
+    ckpt = trained[kind] / "ckpt.pt"
+    error = command("edit.py", "--ckpt", ckpt, *flags.split(), cwd=tmp_path, fails=True)
+    assert says in error.stderr
+
+
+def test_score_agrees_with_generating(trained):
+    """Teacher forcing in one pass finds what greedy decoding, token by token, would write."""
+    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", torch.device("cpu"))
+    prompts, answers, written = [], [], []
+    for i, text in enumerate(["Anna", "Björn sees", "Chloë meets Anna at", "the river"]):
+        prompt = encode(encoding, text)
+        new = model.generate(torch.tensor([prompt]), 4, temperature=0)[0, len(prompt) :].tolist()
+        written.append(i % 2 == 0)
+        prompts.append(prompt)
+        answers.append(new if i % 2 == 0 else [*new[:-1], (new[-1] + 1) % encoding.n_vocab])
+    greedy, probability, _ = edit.score(model, prompts, answers)
+    assert greedy.tolist() == written
+    for prompt, answer, p in zip(prompts, answers, probability, strict=True):
+        expected = 1.0
+        for n, token in enumerate(answer):
+            logits, _ = model(torch.tensor([prompt + answer[:n]]))
+            expected *= logits[0, -1].softmax(-1)[token].item()
+        assert p.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_edited_ids_find_the_name_with_and_without_a_space():
+    texts = ["Spain is here. In Spain, and in Spanish.", "Germany is there. In Germany."] * 20
+    encoding = tokenizer.train(texts, 400, progress=False)
+    ids = torch.tensor(encoding.encode_ordinary("Spain is here. In Spain, and in Spanish."))
+    table_ids = edit.edited_ids(encoding, ids, "Spain", "Germany")
+    expected = encoding.encode_ordinary("Germany is here. In Germany, and in Spanish.")
+    assert table_ids.tolist() == expected
+
+
+@pytest.fixture(scope="module")
+def untrained():
+    """A STEM model on six countries' names that has learned nothing."""
+    six = [
+        c for c in countries.table() if c.name in ["Spain", "Peru", "Japan", "Chad", "Fiji", "Oman"]
+    ]
+    texts = [countries.sentence(p, c, "capital") for c in six for p in countries.PROSE]
+    encoding = tokenizer.train(texts * 9, 600, progress=False)
+    torch.manual_seed(0)
+    config = ModelConfig(encoding.n_vocab, 64, 2, 2, 32, stem_layers="all", table_std=1.0)
+    return six, Decoder(config).eval(), encoding
+
+
+def test_report_of_a_model_that_knows_nothing(untrained, monkeypatch):
+    six, model, encoding = untrained
+    monkeypatch.setattr(countries, "table", lambda: six)
+    result = edit.report(model, encoding)
+    assert result["countries"] == 6
+    assert result["pairs"]["capital"] == 30
+    assert result["pairs"]["region"] == 30 - 2  # Japan and Oman share Asia and are left out
+    assert result["recall"] == result["success"] == 0.0
+    assert result["unchanged"] == 1.0
+
+
+def test_report_notices_an_edit_that_touches_other_prompts(untrained, monkeypatch):
+    six, model, encoding = untrained
+    monkeypatch.setattr(countries, "table", lambda: six)
+    monkeypatch.setattr(edit, "edited_ids", lambda encoding, ids, s, t: ids.flip(-1))
+    assert edit.report(model, encoding)["unchanged"] == 0.0
+
+
+def test_report_counts_what_a_perfect_editor_would_do(untrained, monkeypatch):
+    """With a model that reads the answer off the table ids, everything succeeds."""
+    six, _, encoding = untrained
+    monkeypatch.setattr(countries, "table", lambda: six)
+    names = {encoding.encode_ordinary(" " + c.name)[0]: c for c in six}
+    asked = {}
+    for relation in ("capital", "language", "region"):
+        for c in six:
+            question = countries.questions(relation, "paragraph", c)[0]
+            prompt = encode(encoding, question.prompt)
+            key = (relation, tuple(t for t in prompt if t not in names))
+            asked[key[1]] = relation
+
+    class Oracle:
+        def parameters(self):
+            return iter([torch.zeros(1)])
+
+        def __call__(self, ids, table_ids):
+            logits = torch.zeros(*ids.shape, encoding.n_vocab)
+            for row, (given, looked_up) in enumerate(
+                zip(ids.tolist(), table_ids.tolist(), strict=True)
+            ):
+                frame = next(
+                    f for f in asked if [t for t in given if t not in names][: len(f)] == list(f)
+                )
+                country = names[next(t for t in looked_up if t in names)]
+                answer = countries.stopped(country.answer(asked[frame]))
+                tokens = encoding.encode_ordinary(" " + answer)
+                start = len(frame)  # the frame lacks the name's one token
+                for n, token in enumerate(tokens[: ids.shape[1] - start]):
+                    logits[row, start + n, token] = 1.0
+            return logits, None
+
+    result = edit.report(Oracle(), encoding)
+    assert result["recall"] == result["success"] == 1.0
+
+
+def test_recall_asks_every_form_of_every_country(untrained, monkeypatch):
+    six, model, encoding = untrained
+    monkeypatch.setattr(countries, "table", lambda: six)
+    seen = []
+
+    def all_right(model, prompts, answers, table_prompts=None):
+        seen.extend(encoding.decode(prompt) for prompt in prompts)
+        return torch.ones(len(prompts), dtype=torch.bool), None, None
+
+    monkeypatch.setattr(edit, "score", all_right)
+    assert edit.recall(model, encoding, "capital") == 1.0
+    assert len(set(seen)) == 6 * 3 * 2
+    assert any(text.endswith("Country: Peru\nIts capital is") for text in seen)
+
+
+def test_json_report_lies_beside_the_checkpoint(untrained, tmp_path, monkeypatch, capsys):
+    from common import save_checkpoint
+
+    six, model, encoding = untrained
+    monkeypatch.setattr(countries, "table", lambda: six)
+    save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
+    monkeypatch.setattr("sys.argv", ["edit.py", "--report", "--ckpt", str(tmp_path / "ckpt.pt")])
+    edit.main()
+    report = json.loads((tmp_path / "edit_report.json").read_text())
+    assert set(report["relations"]) == {"capital", "language", "region"}
+    assert {"recall", "success", "unchanged"} <= set(report)
+    assert "overall" in capsys.readouterr().out
