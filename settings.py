@@ -20,8 +20,8 @@ MINIMIND = dict(
 )  # fmt: skip
 PRESETS = {
     "countries": dict(
-        n_layer=6, n_head=6, n_embd=192, block_size=128, batch_size=8, max_iters=600,
-        learning_rate=3e-3, eval_interval=150, doc_mask=True,
+        n_layer=6, n_head=6, n_embd=192, block_size=128, batch_size=8, max_iters=700,
+        learning_rate=3e-3, eval_interval=175, doc_mask=True,
     ),
     "prose": dict(
         n_layer=6, n_head=6, n_embd=192, block_size=256, batch_size=16, max_iters=250,
@@ -61,6 +61,7 @@ def parse_args(description: str) -> argparse.Namespace:
     add("--tie_head", action=argparse.BooleanOptionalAction, help="head = input embedding")
     add("--rope_base", type=float, help="base of the rotary positions (10000)")
     add("--norm_eps", type=float, help="epsilon of the norms (1e-6)")
+    add("--init_std", type=float, help="standard deviation of new dense weights (0.02)")
     add("--table_std", type=float, help="standard deviation of new table rows (0.02)")
 
     group = parser.add_argument_group("training (defaults from the preset)")

@@ -1,0 +1,554 @@
+"""Checks the decoder against a naive one: loops over heads and positions, and no cache."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model import (
+    LAYERS,
+    Attention,
+    Decoder,
+    KVCache,
+    LinearQKV,
+    ModelConfig,
+    SwiGLU,
+    rotary,
+    rotate,
+    sample,
+)
+from offload import RowAdam
+
+TINY = dict(vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32, d_ff=48)
+
+
+def decoder(**options) -> Decoder:
+    """A tiny decoder with weights so large, norm scales included, that each of them matters."""
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(**{**TINY, **options}))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def naive_norm(x, weight, eps=1e-6):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def naive_rotate(x, position, base):
+    """x [head_dim]: channels i and i + head_dim/2 are one complex number, turned by an angle."""
+    half = len(x) // 2
+    angles = torch.tensor([position / base ** (i / half) for i in range(half)]).double()
+    turned = torch.complex(*x.double().split(half)) * torch.exp(1j * angles)
+    return torch.cat((turned.real, turned.imag))
+
+
+@torch.no_grad()
+def naive_attention(q, k, v, base):
+    """q [T, n_head, head_dim], k and v [T, n_kv_head, head_dim], not rotated -> [T, n_embd]."""
+    n_token, n_head, head_dim = q.shape
+    y = torch.zeros(q.shape, dtype=torch.float64)
+    for head in range(n_head):
+        shared = head // (n_head // k.shape[1])  # the key and value head of this query head
+        for t in range(n_token):
+            query = naive_rotate(q[t, head], t, base)
+            keys = [naive_rotate(k[s, shared], s, base) for s in range(t + 1)]
+            weights = [math.exp(query @ key / math.sqrt(head_dim)) for key in keys]
+            for s, weight in enumerate(weights):
+                y[t, head] += weight / sum(weights) * v[s, shared]
+    return y.reshape(n_token, -1)
+
+
+def naive_qkv(x, weight, config):
+    q, k, v = (x @ weight.T).split(
+        [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)],
+        dim=-1,
+    )
+    return [part.reshape(len(x), -1, config.head_dim) for part in (q, k, v)]
+
+
+def naive_dense(model, ids):
+    """Logits [T, V] of a dense decoder for ids [T], in double precision."""
+    w = {name: value.double() for name, value in model.state_dict().items()}
+    x = w["wte.weight"][ids]
+    for n in range(model.config.n_layer):
+        b = f"blocks.{n}."
+        normed = naive_norm(x, w[b + "attn_norm.weight"])
+        q, k, v = naive_qkv(normed, w[b + "attn.qkv.qkv.weight"], model.config)
+        x = x + naive_attention(q, k, v, model.config.rope_base) @ w[b + "attn.out.weight"].T
+        normed = naive_norm(x, w[b + "ffn_norm.weight"])
+        gate = normed @ w[b + "ffn.gate.weight"].T
+        hidden = gate / (1 + torch.exp(-gate)) * (normed @ w[b + "ffn.up.weight"].T)
+        x = x + hidden @ w[b + "ffn.down.weight"].T
+    head = w["wte.weight"] if model.config.tie_head else w["head.weight"]
+    return naive_norm(x, w["norm.weight"]) @ head.T
+
+
+# --- ModelConfig ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(vocab_size=0), "vocab_size=0"),
+        (dict(block_size=-1), "block_size=-1"),
+        (dict(n_layer=0), "n_layer=0"),
+        (dict(n_head=0), "n_head=0"),
+        (dict(n_embd=0), "n_embd=0"),
+        (dict(n_kv_head=0), "n_kv_head=0"),
+        (dict(d_ff=0), "d_ff=0"),
+        (dict(n_embd=50, n_head=4), "n_embd=50 must be a multiple of 2 * n_head=8"),
+        (dict(n_embd=60, n_head=4), "n_embd=60 must be a multiple of 2 * n_head=8"),  # odd head
+        (dict(n_head=6, n_kv_head=4), "n_head=6 must be a multiple of n_kv_head=4"),
+        (dict(ffn="lstm"), "ffn='lstm' is not one of dense, stem, embformer"),
+        (dict(ffn="embformer", tie_head=False), "tie_head=False"),
+        (dict(embformer_act="relu"), "embformer_act='relu' is not silu or identity"),
+        (dict(rope_base=0.0), "rope_base=0.0"),
+        (dict(norm_eps=-1e-6), "norm_eps=-1e-06"),
+        (dict(table_std=math.nan), "table_std=nan"),
+        (dict(stem_layers="most"), "stem_layers='most'"),
+        (dict(stem_layers="0,6"), "stem_layers='0,6': the model has layers 0 to 5"),
+    ],
+)
+def test_config_error_names_field_and_value(options, message):
+    with pytest.raises(ValueError) as error:
+        ModelConfig(**options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("n_embd", [24, 26, 48, 100, 192, 200, 768])
+def test_default_d_ff_is_the_first_multiple_of_64_from_8_thirds_n_embd(n_embd):
+    expected = next(d for d in range(64, 10_000, 64) if 3 * d >= 8 * n_embd)
+    assert ModelConfig(n_embd=n_embd, n_head=1).d_ff == expected
+
+
+def test_defaults_left_open_follow_the_other_fields():
+    assert ModelConfig(n_head=3).n_kv_head == 3
+    assert [ModelConfig(ffn=ffn).tie_head for ffn in ("dense", "stem", "embformer")] == [0, 0, 1]
+    given = ModelConfig(n_kv_head=2, d_ff=100, tie_head=True)
+    assert (given.n_kv_head, given.d_ff, given.tie_head) == (2, 100, True)
+
+
+# --- layers ---
+
+
+def test_swiglu_equals_its_formula():
+    torch.manual_seed(0)
+    ffn = SwiGLU(ModelConfig(**TINY))
+    x = torch.randn(2, 5, 32)
+    gate, up, down = ffn.gate.weight, ffn.up.weight, ffn.down.weight
+    for b in range(2):
+        for t in range(5):
+            g = gate @ x[b, t]
+            y = down @ (g * torch.sigmoid(g) * (up @ x[b, t]))
+            torch.testing.assert_close(ffn(x, None)[b, t], y)
+
+
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+def test_attention_equals_loops_over_heads_and_positions(n_kv_head):
+    torch.manual_seed(0)
+    config = ModelConfig(**TINY, n_kv_head=n_kv_head, rope_base=50.0)
+    attention = Attention(config, 0, LinearQKV(config))
+    x = torch.randn(2, 7, 32)
+    y = attention(x, None, *rotary(torch.arange(7), config.head_dim, config.rope_base), None, None)
+    for b in range(2):
+        q, k, v = naive_qkv(x[b], attention.qkv.qkv.weight, config)
+        expected = naive_attention(q, k, v, 50.0).float() @ attention.out.weight.T
+        torch.testing.assert_close(y[b], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("base", [10000.0, 30.0])
+def test_rotation_equals_complex_multiplication(base):
+    torch.manual_seed(0)
+    x = torch.randn(1, 40, 2, 8)
+    turned = rotate(x, *rotary(torch.arange(40), 8, base))
+    for t in (0, 1, 17, 39):
+        for head in range(2):
+            expected = naive_rotate(x[0, t, head], t, base).float()
+            torch.testing.assert_close(turned[0, t, head], expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(turned[:, 0], x[:, 0])  # position 0 is not turned
+
+
+def test_rotary_scores_depend_on_relative_distance_only():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 8)
+    cos, sin = rotary(torch.arange(50), 8, 100.0)
+    turned = [rotate(z.expand(1, 50, 1, 8), cos, sin)[0, :, 0] for z in (q, k)]
+    scores = turned[0] @ turned[1].T  # [m, n]
+    for distance in (-7, 0, 3):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
+    assert scores[:, 0].std() > 0.1  # other distances give other scores
+
+
+# --- the whole forward pass ---
+
+
+@pytest.mark.parametrize(
+    ("n_kv_head", "tie_head", "rope_base"), [(4, False, 10000.0), (2, True, 50.0), (1, False, 50.0)]
+)
+def test_dense_logits_equal_a_naive_pre_norm_decoder(n_kv_head, tie_head, rope_base):
+    model = decoder(ffn="dense", n_kv_head=n_kv_head, tie_head=tie_head, rope_base=rope_base)
+    ids = tokens(2, 9)
+    logits, _ = model(ids)
+    for b in range(2):
+        expected = naive_dense(model, ids[b]).float()
+        torch.testing.assert_close(logits[b], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ffn", LAYERS)
+def test_a_token_changes_no_logits_before_it(ffn):
+    model, ids = decoder(ffn=ffn), tokens(2, 12)
+    before, _ = model(ids)
+    for t in (0, 5, 11):
+        changed = ids.clone()
+        changed[:, t] = (ids[:, t] + 1) % TINY["vocab_size"]
+        after, _ = model(changed)
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert not torch.isclose(after[:, t:], before[:, t:]).all(-1).any()  # each one from t on
+
+
+@pytest.mark.parametrize("ffn", LAYERS)
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 4, 2], [12]], ids=str)
+@pytest.mark.parametrize("n_kv_head", [4, 2])
+def test_cached_logits_equal_uncached(ffn, chunks, n_kv_head):
+    model, ids = decoder(ffn=ffn, n_kv_head=n_kv_head), tokens(2, 12)
+    cache = KVCache(model.config, 2, "cpu", torch.float32)
+    parts = [model(part, cache=cache)[0] for part in ids.split(chunks, dim=1)]
+    assert cache.length == 12
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(ids)[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_cache_buffers_are_allocated_once_and_read_in_place():
+    model = decoder(ffn="dense", n_kv_head=2)
+    cache = KVCache(model.config, 1, "cpu", torch.float32)
+    addresses = cache.k.data_ptr(), cache.v.data_ptr()
+    assert cache.k.shape == cache.v.shape == (3, 1, 2, 16, 8)
+    for token in tokens(1, 15).split(1, dim=1):
+        model(token, cache=cache)
+        assert (cache.k.data_ptr(), cache.v.data_ptr()) == addresses
+    new = torch.zeros(1, 2, 1, 8)
+    assert [x.data_ptr() for x in cache.append(0, new, new)] == list(addresses)  # no copies
+
+
+def test_last_only_gives_the_logits_of_the_last_position():
+    model, ids = decoder(ffn="dense"), tokens(2, 9)
+    last, _ = model(ids, last_only=True)
+    assert last.shape == (2, 1, 23)
+    torch.testing.assert_close(last, model(ids)[0][:, -1:])
+
+
+def test_loss_is_the_mean_over_targets_that_are_not_minus_one():
+    model, ids, targets = decoder(ffn="dense"), tokens(2, 6), tokens(2, 6, seed=2)
+    targets[0, :4] = targets[1, 2] = -1
+    logits, loss = model(ids, targets)
+    logits = logits.detach()
+    probability = logits.double().exp() / logits.double().exp().sum(-1, keepdim=True)
+    nats = [
+        -math.log(probability[b, t, targets[b, t]])
+        for b in range(2)
+        for t in range(6)
+        if targets[b, t] != -1
+    ]
+    assert len(nats) == 7
+    assert loss.item() == pytest.approx(sum(nats) / 7, rel=1e-5)
+    kept = targets != -1
+    torch.testing.assert_close(loss.detach(), F.cross_entropy(logits[kept], targets[kept]))
+    assert model(ids)[1] is None
+
+
+def test_tied_head_is_the_input_embedding():
+    ids, unseen = torch.tensor([[1, 2, 3]]), 7
+    tied, separate = (decoder(ffn="dense", tie_head=tie_head) for tie_head in (True, False))
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (tied, separate)]
+    assert sizes[1] - sizes[0] == 23 * 32
+    for model in (tied, separate):
+        model(ids, ids)[1].backward()
+    # Through the head, a token that was not in the input pulls on the embedding too.
+    assert tied.wte.weight.grad[unseen].abs().sum() > 0
+    assert separate.wte.weight.grad[unseen].abs().sum() == 0
+
+
+def test_more_tokens_than_block_size_raise():
+    model = decoder(ffn="dense")
+    model(tokens(1, 16))
+    with pytest.raises(ValueError, match="17 tokens do not fit into block_size=16"):
+        model(tokens(1, 17))
+    cache = KVCache(model.config, 1, "cpu", torch.float32)
+    model(tokens(1, 10), cache=cache)
+    with pytest.raises(ValueError, match="17 tokens do not fit into block_size=16"):
+        model(tokens(1, 7), cache=cache)
+
+
+# --- decoding ---
+
+
+@torch.no_grad()
+def naive_greedy(model, ids, n):
+    """Without a cache; a context that has outgrown block_size is cut to its last half."""
+    context = ids[:, -model.config.block_size :]
+    for _ in range(n):
+        if context.shape[1] > model.config.block_size:
+            context = context[:, -(model.config.block_size // 2) :]
+        token = model(context)[0][:, -1].argmax(-1, keepdim=True)
+        context, ids = torch.cat((context, token), 1), torch.cat((ids, token), 1)
+    return ids
+
+
+@pytest.mark.parametrize("ffn", LAYERS)
+def test_greedy_generation_equals_an_argmax_loop_without_cache(ffn):
+    model, ids = decoder(ffn=ffn), tokens(2, 4)
+    assert torch.equal(model.generate(ids, 10, temperature=0), naive_greedy(model, ids, 10))
+
+
+@pytest.mark.parametrize("prompt", [4, 16, 21])
+def test_generation_goes_on_past_block_size_with_the_last_half(prompt):
+    model, ids = decoder(ffn="dense"), tokens(2, prompt)
+    new = model.generate(ids, 40, temperature=0)
+    assert new.shape == (2, prompt + 40)
+    assert torch.equal(new, naive_greedy(model, ids, 40))
+
+
+def test_batch_rows_equal_single_rows_under_greedy():
+    model, ids = decoder(ffn="stem"), tokens(4, 5)
+    together = model.generate(ids, 10, temperature=0)
+    for row, expected in zip(ids, together, strict=True):
+        assert torch.equal(model.generate(row[None], 10, temperature=0)[0], expected)
+
+
+def test_seed_reproduces_and_another_seed_differs():
+    model, ids = decoder(ffn="dense"), tokens(2, 4)
+    torch.manual_seed(1)
+    first = model.generate(ids, 12, seed=5)
+    torch.manual_seed(2)  # the global generator plays no part
+    assert torch.equal(model.generate(ids, 12, seed=5), first)
+    assert not torch.equal(model.generate(ids, 12, seed=6), first)
+
+
+def test_top_k_1_is_greedy():
+    model, ids = decoder(ffn="dense"), tokens(2, 4)
+    greedy = model.generate(ids, 10, temperature=0)
+    assert torch.equal(model.generate(ids, 10, temperature=3.0, top_k=1, seed=0), greedy)
+
+
+def test_stop_token_ends_the_batch_and_pads_rows_that_finished_earlier():
+    model, ids, stop = decoder(ffn="dense"), tokens(3, 4), 5
+    options = dict(temperature=20.0, seed=3)  # nearly uniform: every row meets every token
+    free = model.generate(ids, 120, **options)[:, 4:].tolist()
+    lengths = [row.index(stop) + 1 for row in free]
+    assert len(set(lengths)) == 3
+    expected = [row[:n] + [stop] * (max(lengths) - n) for row, n in zip(free, lengths, strict=True)]
+    assert model.generate(ids, 120, stop=stop, **options)[:, 4:].tolist() == expected
+
+
+PROBABILITIES = [[0.05, 0.4, 0.3, 0.15, 0.1], [0.6, 0.02, 0.08, 0.1, 0.2]]
+
+
+def naive_support(probabilities, top_k, top_p):
+    """Tokens from the most probable down, until there are k or they have reached p."""
+    kept, total = [], 0.0
+    for token in sorted(range(len(probabilities)), key=lambda t: -probabilities[t]):
+        if len(kept) == top_k or (top_p and total >= top_p):
+            break
+        kept.append(token)
+        total += probabilities[token]
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(None, None), (1, None), (2, None), (9, None), (None, 0.1), (None, 0.65), (None, 0.95)],
+)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_sample_draws_from_the_renormalized_support(top_k, top_p, temperature):
+    generator, n = torch.Generator().manual_seed(0), 20_000
+    logits = torch.tensor(PROBABILITIES).log() + 3.0  # any shift is the same distribution
+    drawn = sample(logits.repeat(n, 1), temperature, top_k, top_p, generator).view(n, 2)
+    for row, probabilities in enumerate(PROBABILITIES):
+        powers = [p ** (1 / temperature) for p in probabilities]
+        tempered = [p / sum(powers) for p in powers]
+        support = naive_support(tempered, top_k, top_p)
+        counts = Counter(drawn[:, row].tolist())
+        assert set(counts) == set(support)
+        for token in support:
+            expected = tempered[token] / sum(tempered[t] for t in support)
+            assert counts[token] / n == pytest.approx(expected, abs=0.02)
+
+
+def test_sample_at_temperature_0_takes_the_most_probable_token():
+    assert sample(torch.tensor(PROBABILITIES).log(), 0, None, None).tolist() == [1, 0]
+
+
+# --- sizes ---
+
+V, CONTEXT, L, D, KV, FF = 23, 16, 6, 32, 16, 48  # KV: channels of two of the four heads
+SIZED = dict(TINY, n_layer=L, n_kv_head=2)
+
+
+def test_total_size_is_the_sum_of_all_parameters():
+    for ffn in LAYERS:
+        model = Decoder(ModelConfig(**SIZED, ffn=ffn))
+        sizes = model.sizes()
+        assert sizes["total"] == sum(p.numel() for p in model.parameters())
+        assert sizes["backbone"] == sizes["total"] - sizes["table"]
+
+
+@pytest.mark.parametrize(
+    ("options", "n_table", "width", "linear", "norms", "tied"),
+    [
+        (dict(ffn="dense"), 0, 0, L * (D * (D + 2 * KV) + D * D + 3 * D * FF), 2 * L + 1, False),
+        (
+            dict(ffn="stem", stem_layers="third"),  # layers 1 and 4
+            2,
+            FF,
+            L * (D * (D + 2 * KV) + D * D + 2 * D * FF) + 4 * D * FF,
+            2 * L + 1,
+            False,
+        ),
+        (dict(ffn="embformer"), L, 2 * KV + D, 0, 0, True),
+    ],
+    ids=["dense", "stem", "embformer"],
+)
+def test_sizes_equal_the_formulas(options, n_table, width, linear, norms, tied):
+    embeddings = V * D if tied else 2 * V * D
+    backbone = embeddings + linear + norms * D
+    attention = L * 4 * D * CONTEXT // 2  # q k^T and its product with v, half of it masked
+    assert Decoder(ModelConfig(**SIZED, **options)).sizes() == {
+        "table": n_table * V * width,
+        "backbone": backbone,
+        "total": backbone + n_table * V * width,
+        "active": backbone + n_table * width - (0 if tied else (V - 1) * D),
+        "flops_per_token": 2 * (linear + V * D) + attention,
+    }
+
+
+def test_stem_saves_the_flops_of_its_up_projections():
+    dense, stem = (
+        Decoder(ModelConfig(**SIZED, ffn=ffn, stem_layers="half")).sizes()["flops_per_token"]
+        for ffn in ("dense", "stem")
+    )
+    assert dense - stem == 3 * 2 * D * FF
+
+
+# --- initial weights and training ---
+
+
+def test_same_seed_gives_identical_initial_weights():
+    for ffn in LAYERS:
+        states = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            states.append(Decoder(ModelConfig(**TINY, ffn=ffn)).state_dict())
+        for name, weight in states[0].items():
+            assert torch.equal(weight, states[1][name]), name
+            drawn = weight.dim() == 2
+            assert torch.equal(weight, states[2][name]) is not drawn, name
+
+
+def test_initial_weights_have_the_documented_spread():
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(vocab_size=200, n_layer=8, n_embd=96, init_std=0.03, table_std=0.5))
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            assert (weight == 1).all(), name
+            continue
+        writes = name.endswith(("attn.out.weight", "ffn.down.weight"))
+        expected = 0.5 if name.startswith("tables.") else 0.03 / 4 if writes else 0.03
+        assert weight.std().item() == pytest.approx(expected, rel=0.05), name
+
+
+@pytest.mark.parametrize("ffn", LAYERS)
+def test_a_batch_can_be_overfitted(ffn):
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(**TINY, ffn=ffn))
+    ids, targets = tokens(4, 12), tokens(4, 12, seed=2)
+    backbone = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
+    optimizer = torch.optim.AdamW(backbone, lr=0.02, betas=(0.9, 0.95))
+    rows = RowAdam(model.tables)
+    for _ in range(60):
+        _, loss = model(ids, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if model.tables.weight:
+            rows.step(*model.tables.gradients(), lr=0.05)
+    assert loss.item() < 0.1
+
+
+# --- layers of one's own ---
+
+
+class Scale(nn.Module):
+    """As small as an FFN with a table gets: a row per token scales the channels."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.row_width = config.n_embd
+
+    def forward(self, x, rows):
+        return x * rows
+
+
+def test_an_ffn_of_ones_own_needs_one_line_in_layers(monkeypatch):
+    monkeypatch.setitem(LAYERS, "scale", (LinearQKV, Scale))
+    model = decoder(ffn="scale").train()
+    assert [tuple(weight.shape) for weight in model.tables.weight] == [(23, 32)] * 3
+    _, loss = model(tokens(2, 9), tokens(2, 9, seed=2))
+    loss.backward()
+    ids, grads = model.tables.gradients()
+    assert ids.tolist() == sorted(set(tokens(2, 9).flatten().tolist()))
+    assert all(grad.abs().sum(-1).min() > 0 for grad in grads)
+    assert torch.equal(
+        model.eval().generate(tokens(2, 4), 8, temperature=0), naive_greedy(model, tokens(2, 4), 8)
+    )
+
+
+def test_tables_of_different_width_raise(monkeypatch):
+    monkeypatch.setitem(LAYERS, "dense", (LinearQKV, Scale))  # 32 wide, a STEM layer's is 48
+    with pytest.raises(ValueError, match=r"rows of one width, got \[32, 48, 32\]"):
+        Decoder(ModelConfig(**TINY, ffn="stem", stem_layers="1"))
+
+
+@pytest.mark.parametrize("ffn", LAYERS)
+def test_documents_in_one_sequence_equal_documents_run_alone(ffn):
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(40, 24, 2, 2, 32, ffn=ffn, n_kv_head=1)).eval()
+    parts = [torch.randint(40, (1, n)) for n in (5, 1, 11, 7)]
+    ids = torch.cat(parts, dim=1)
+    documents = torch.cat([torch.full_like(part, i) for i, part in enumerate(parts)], dim=1)
+    packed, _ = model(ids, documents=documents)
+    alone = torch.cat([model(part)[0] for part in parts], dim=1)
+    torch.testing.assert_close(packed, alone, atol=2e-6, rtol=1e-5)
+    assert not torch.allclose(model(ids)[0], alone, atol=1e-3)  # without it they do see each other
+
+
+@pytest.mark.parametrize("ffn", LAYERS)
+def test_one_layer_is_enough_unless_stem_asks_for_a_second(ffn):
+    if ffn == "stem":
+        with pytest.raises(ValueError, match="stem_layers"):
+            ModelConfig(ffn=ffn, n_layer=1)
+    else:
+        ModelConfig(ffn=ffn, n_layer=1)
+
+
+@pytest.mark.parametrize("option", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}])
+def test_generation_options_out_of_range_are_refused(option):
+    model = Decoder(ModelConfig(20, 8, 2, 2, 16))
+    (name,) = option
+    with pytest.raises(ValueError, match=name):
+        model.generate(torch.tensor([[1]]), 1, **option)
+    with pytest.raises(ValueError, match="prompt is empty"):
+        model.generate(torch.empty(1, 0, dtype=torch.long), 1)
+
+
+def test_top_k_keeps_k_tokens_even_among_equals():
+    drawn = {int(sample(torch.zeros(1, 9), 1.0, 1, None)) for _ in range(50)}
+    assert len(drawn) == 1
