@@ -109,13 +109,15 @@ def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
 
 def show(args: argparse.Namespace, model: Decoder, encoding: tiktoken.Encoding) -> None:
     prompt = args.prompt or f"Country: {args.source}\nThe capital city is called"
-    prompt = prompt.replace("\\n", "\n")  # so that a shell user can write the line break
+    prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
     device = next(model.parameters()).device
     ids = torch.tensor([encode(encoding, prompt)], device=device)  # [1, T]
     if ids.shape[1] >= model.config.block_size:
         raise UserError(
             f"--prompt has {ids.shape[1]} tokens, room is {model.config.block_size - 1}"
         )
+    if args.source == args.target:
+        raise UserError(f"--source and --target are both {args.source!r}: nothing would change")
     table_ids = edited_ids(encoding, ids, args.source, args.target)
     if torch.equal(ids, table_ids):
         raise UserError(f"--prompt {prompt!r} does not contain --source {args.source!r}")

@@ -40,7 +40,9 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--ckpt", default="out/ckpt.pt", help="checkpoint of train.py (%(default)s)")
-    add("--prompt", default="", help="text to continue; none: a new document")
+    add(
+        "--prompt", default="", help='text to continue, "\\n" is a line break; none: a new document'
+    )
     add("--max_new_tokens", type=int, default=200, help="per sample (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: always the most probable (%(default)s)")
     add("--top_k", type=int, help="draw from the k most probable tokens only")
@@ -59,7 +61,9 @@ def main() -> None:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
 
-    model, encoding, _ = load_model(args.ckpt, pick_device(args.device))
+    device = pick_device(args.device)
+    model, encoding, _ = load_model(args.ckpt, device)
+    args.prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
     n_prompt, block_size = len(encode(encoding, args.prompt)), model.config.block_size
     if n_prompt > block_size:
         print(
@@ -86,7 +90,7 @@ def main() -> None:
         print()
         tokens -= 2  # the prompt and the flush
     seconds = time.perf_counter() - start
-    print(f"\n{tokens} tokens, {tokens / seconds:,.0f} tok/s on {args.device}", file=sys.stderr)
+    print(f"\n{tokens} tokens, {tokens / seconds:,.0f} tok/s on {device.type}", file=sys.stderr)
 
 
 if __name__ == "__main__":

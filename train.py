@@ -139,14 +139,20 @@ class Log:
     """metrics.jsonl: a line for the run, one for each step, one for each evaluation."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        """A resumed run keeps the lines of the steps before `resume_step`."""
+        """A resumed run keeps the lines up to `resume_step`, at which it evaluates anew."""
         kept = []
         if resume_step and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
                 with contextlib.suppress(ValueError):  # a line cut off by a crash
-                    if json.loads(line).get("step", 0) <= resume_step:
+                    record = json.loads(line)
+                    last = resume_step if record["type"] == "step" else resume_step - 1
+                    if record.get("step", 0) <= last:
                         kept.append(line)
-        self.file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from None
         self.file.writelines(kept)
 
     def write(self, **record) -> None:
@@ -163,11 +169,13 @@ def train(args: argparse.Namespace) -> None:
         prepare.prepare_countries(DEFAULT_DATA)
     args = complete(args)
 
+    # data
     meta = read_meta(args.data_dir)
     encoding = read_tokenizer(args.data_dir)
     data = Tokens(args.data_dir, "train", meta, args.block_size, args.seed)
     val = Tokens(args.data_dir, "val", meta, args.block_size, args.seed)
 
+    # model
     device = pick_device(args.device)
     if args.dtype == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
@@ -188,9 +196,8 @@ def train(args: argparse.Namespace) -> None:
     optimizer = Optimizer(model, args)
     step = 0
     if checkpoint:
-        if checkpoint["config"] != asdict(config) or checkpoint["tokenizer"] != tokenizer.dumps(
-            encoding
-        ):
+        same_tokenizer = checkpoint["tokenizer"] == tokenizer.dumps(encoding)
+        if checkpoint["config"] != asdict(config) or not same_tokenizer:
             raise UserError(f"{args.data_dir} was prepared anew since {args.out_dir} was trained")
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -214,7 +221,7 @@ def train(args: argparse.Namespace) -> None:
         f"{args.data_dir} has {meta['train']['tokens']:,}"
     )
 
-    args.out_dir.mkdir(parents=True, exist_ok=True)
+    # records
     saved = args.out_dir / "ckpt.pt"
     if saved.exists() and not args.resume:
         for name in ("ckpt.pt", "metrics.jsonl"):
@@ -236,6 +243,7 @@ def train(args: argparse.Namespace) -> None:
             args=plain_args,
         )
 
+    # the loop
     accumulate = args.batch_size // args.device_batch_size
     bytes_per_token = meta["val"]["bytes"] / meta["val"]["tokens"]
     model.train()
@@ -257,7 +265,7 @@ def train(args: argparse.Namespace) -> None:
                     f"stopped at step {step}; go on with: "
                     f"python train.py --resume --out_dir {args.out_dir}"
                 )
-            if step % args.eval_interval == 0 or step == args.max_iters:
+            if val_loss is None or step % args.eval_interval == 0 or step == args.max_iters:
                 val_loss = evaluate(batch_loss, val, args)
                 log.write(
                     type="eval",

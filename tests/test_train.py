@@ -89,6 +89,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatc
     command("train.py", "--resume", "--out_dir", tmp_path / "cut", cwd=tmp_path)
 
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    evals = [read_run(tmp_path / name)["eval"] for name in ("cut", "whole")]
+    assert evals[0] == evals[1]
     whole, cut = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "cut")
     for part in ("model", "optimizer", "step", "config", "tokenizer"):
         assert_same(whole[part], cut[part])
@@ -113,7 +115,14 @@ def test_ctrl_c_saves_a_whole_step_and_says_how_to_go_on(data, tmp_path):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "--resume --out_dir out" in stderr and "Traceback" not in stderr
-    assert checkpoint(tmp_path / "out")["step"] == len(losses(tmp_path / "out"))
+    stopped = checkpoint(tmp_path / "out")
+    assert stopped["step"] == len(losses(tmp_path / "out"))
+
+    # and the advice works, from a step at which there was no evaluation
+    stopped["args"]["max_iters"] = stopped["step"] + 3
+    torch.save(stopped, tmp_path / "out" / "ckpt.pt")
+    command("train.py", "--resume", "--out_dir", "out", cwd=tmp_path)
+    assert len(losses(tmp_path / "out")) == stopped["step"] + 3
 
 
 def test_seeds_reproduce(trained, data, tmp_path, monkeypatch):
@@ -136,7 +145,7 @@ def test_a_second_run_keeps_the_first(data, tmp_path, monkeypatch, capsys):
     assert "kept the run" in capsys.readouterr().out
 
 
-def test_compile_and_bfloat16_run(data, tmp_path, monkeypatch):
+def test_bfloat16_trains_float32_weights(data, tmp_path, monkeypatch):
     more = ("--max_iters", "2", "--dtype", "bfloat16")
     train_module.train(arguments(monkeypatch, data, tmp_path / "bf16", *more))
     assert math.isfinite(losses(tmp_path / "bf16")[-1])
@@ -237,6 +246,14 @@ def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, s
     )
     error = command("train.py", "--resume", "--out_dir", folder, cwd=tmp_path, fails=True)
     assert "prepared anew" in error.stderr
+
+
+def test_an_output_folder_that_cannot_be_is_one_clear_line(data, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    error = command(
+        *("train.py", "--data_dir", data, *SMALL, "--out_dir", "file/x"), cwd=tmp_path, fails=True
+    )
+    assert "cannot write file/x" in error.stderr
 
 
 def test_compare_prints_a_table_and_draws_a_picture(trained, tmp_path):
