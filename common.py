@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -22,11 +21,18 @@ class UserError(Exception):
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a command: a UserError becomes one line on stderr and exit code 1."""
+    """Run a command: an error the user can act on becomes one line on stderr and exit code 1."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
     try:
         main()
+        sys.stdout.flush()
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit("error: " + " ".join(str(error).split()))
+    except torch.OutOfMemoryError:
+        sys.exit("error: out of GPU memory: lower --device_batch_size (training) or --device cpu")
+    except BrokenPipeError:  # the reader of our output has gone: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports Ctrl-C
 
@@ -48,7 +54,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"--device {name}: unknown, use auto, cuda, mps or cpu") from None
-    if not has.get(device.type, False):
+    beyond = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    if not has.get(device.type, False) or beyond:
         here = ", ".join(kind for kind in has if has[kind])
         raise UserError(f"--device {name}: not available here, use one of: {here}")
     return device
@@ -70,7 +77,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
@@ -86,7 +94,7 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
         try:
             torch.save(checkpoint, temporary)
         except RuntimeError as error:  # how torch.save reports a full disk
-            raise OSError(str(error).splitlines()[0]) from error
+            raise OSError(f"no room, or the disk failed ({error})") from error
 
 
 def load_checkpoint(path: str | Path) -> dict:
@@ -101,7 +109,7 @@ def load_checkpoint(path: str | Path) -> dict:
         raise UserError(f"no checkpoint at {path}: train one with `python train.py`") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
+    except Exception:  # damaged pickles raise nearly anything
         raise UserError(f"{path} is damaged or not a checkpoint: train it again") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != CHECKPOINT_FORMAT:
         raise UserError(f"{path} is not a checkpoint of this program (format {CHECKPOINT_FORMAT})")

@@ -32,10 +32,10 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
             records[record["type"]].append(record)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: {error}") from None
-    if not records["run"] or not records["eval"]:
-        raise UserError(f"{path} has no run with an evaluation in it")
+    if not all(records[kind] for kind in ("run", "step", "eval")):
+        raise UserError(f"{path} has no run with a step and an evaluation in it")
     return records
 
 
@@ -66,7 +66,7 @@ def plot(folders: list[Path], out: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     with atomic(out) as temporary:
-        figure.savefig(temporary, dpi=130, format=out.suffix.lstrip(".") or "png")
+        figure.savefig(temporary, dpi=130, format=out.suffix.lstrip("."))
     plt.close(figure)
 
 
@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="output folders of train.py")
     parser.add_argument("--out", type=Path, default=Path("loss.png"), help="picture (%(default)s)")
     args = parser.parse_args()
+    if args.out.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--out {args.out}: name a .png, .svg or .pdf file")
     print(table(args.runs))
     plot(args.runs, args.out)
     print(f"\nwrote {args.out}")

@@ -30,47 +30,47 @@ NOUNS = {
 }
 RELATIONS = list(NOUNS)
 
-# Each pattern ends with the answer, so that the text before it is a prompt.
+# Each pattern ends with the answer, so that the text before it is a prompt. None is the end of
+# another: else holding one out would not keep its words out of training.
 PARAGRAPH = [
     "Its {noun} is",
-    "The {noun} is",
     "The country's {noun} is",
     "This country's {noun} is",
     "The {noun} of the country is",
     "The {noun} of this country is",
     "The {noun} there is",
-    "There the {noun} is",
-    "Of course the {noun} is",
-    "Of course its {noun} is",
-    "As we know, its {noun} is",
-    "As for the {noun}, it is",
+    "The {noun} here is",
+    "The {noun} it has is",
+    "The {noun} in the country is",
+    "The name of the {noun} is",
+    "As {noun} it has",
 ]
 QUESTION = [
     "What is the {noun} of {name}?",
     "Which is the {noun} of {name}?",
-    "What {noun} goes with {name}?",
-    "Which {noun} does one find in {name}?",
+    "What {noun} does {name} have?",
     "Do you know the {noun} of {name}?",
     "Tell me the {noun} of {name}.",
     "Name the {noun} of {name}.",
     "For {name}, what is the {noun}?",
+    "In {name}, what is the {noun}?",
 ]
 PROSE = [
     "The {noun} of {name} is",
     "In {name}, the {noun} is",
     "For {name}, the {noun} is",
-    "As we know, the {noun} of {name} is",
-    "As for {name}, the {noun} is",
-    "Of course the {noun} of {name} is",
+    "Speaking of {name}, the {noun} is",
+    "The {noun} that {name} has is",
+    "The {noun} in {name} is",
 ]
 # Phrasings of one relation only; never held out.
 OWN = {
     "capital": ["Its capital city is", "The capital city is called"],
     "region": ["It lies in", "It is part of"],
     "subregion": ["More exactly, it lies in", "More exactly, it is part of"],
-    "language": ["The main language spoken there is", "Above all other languages comes"],
-    "currency": ["Prices there are in", "One pays there with"],
-    "demonym": ["A passport from there is called", "What comes from there is called"],
+    "language": ["The main language spoken there is", "The language to learn first is"],
+    "currency": ["One pays there with", "The money used there is"],
+    "demonym": ["Someone from there is", "People there call themselves"],
 }
 
 # Names and values that take an article in a sentence ("the capital of the Netherlands").
@@ -193,10 +193,9 @@ def documents(seed: int = 0, copies: int = 12) -> tuple[list[str], list[str]]:
             ]
             train.append(paragraph(country, said))
         for relation in RELATIONS:
-            for pattern in rng.choices(seen(QUESTION, relation), k=copies // 4):
-                train.append(sentence(pattern, country, relation))
-            for pattern in rng.choices(seen(PROSE, relation), k=copies // 4):
-                train.append(sentence(pattern, country, relation))
+            for patterns in (QUESTION, PROSE):
+                for pattern in rng.choices(seen(patterns, relation), k=copies // 4):
+                    train.append(sentence(pattern, country, relation))
             for form in FORMS:
                 question = rng.choice(questions(relation, form, country))
                 val.append(question.prompt + question.answer)

@@ -46,8 +46,8 @@ class Tokens:
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def batch(self, number: int, size: int) -> tuple[Tensor, Tensor]:
-        """Training batch `number` of `size` windows: every epoch shuffles the windows anew and cuts
-        the text at other places."""
+        """Training batch `number` of `size` windows: every epoch shuffles them anew, and moves the
+        cuts as far as the text that no window holds leaves room."""
         starts = [self.start(index) for index in range(number * size, (number + 1) * size)]
         return self.windows(np.array(starts))
 
@@ -66,6 +66,10 @@ def read_meta(folder: Path) -> dict:
         meta = json.loads(path.read_text(encoding="utf-8"))
         if meta["format"] != 1:
             raise ValueError(f"format {meta['format']} instead of 1")
+        for key in ("corpus", "vocab_size", "dtype", "tokenizer", "train", "val"):
+            meta[key]
+        for split in ("train", "val"):
+            meta[split]["tokens"] + meta[split]["bytes"]
         return meta
     except FileNotFoundError:
         raise UserError(
@@ -75,14 +79,17 @@ def read_meta(folder: Path) -> dict:
         raise UserError(f"{path} is damaged ({error}): run prepare.py again") from None
 
 
-def read_tokenizer(folder: Path) -> tiktoken.Encoding:
+def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
     """The tokenizer that the folder's token files were made with.
 
     Raises:
-        UserError: it is missing or damaged.
+        UserError: it is missing, damaged or another one.
     """
     path = folder / "tokenizer.json"
     try:
-        return tokenizer.loads(path.read_text(encoding="utf-8"))
+        encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
+        if tokenizer.fingerprint(encoding) != meta["tokenizer"]:
+            raise ValueError("not the tokenizer that the token files were made with")
+        return encoding
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({error}): run prepare.py again") from None

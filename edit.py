@@ -31,11 +31,12 @@ WIDTH = 38  # of a column of text
 def edited_ids(encoding: tiktoken.Encoding, ids: Tensor, source: str, target: str) -> Tensor:
     """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
     space before it. Equal to `ids` if they don't."""
+    edited = ids
     for space in (" ", ""):
-        ids = substitute(
-            ids, encoding.encode_ordinary(space + source), encoding.encode_ordinary(space + target)
-        )
-    return ids
+        names = [encoding.encode_ordinary(space + name) for name in (source, target)]
+        changed = substitute(ids, *names)
+        edited = torch.where(changed != ids, changed, edited)
+    return edited
 
 
 @torch.inference_mode()
@@ -59,6 +60,11 @@ def score(
     """
     device = next(model.parameters()).device
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    if longest > model.config.block_size:
+        raise UserError(
+            f"a prompt with its answer has {longest} tokens, the model's block_size is "
+            f"{model.config.block_size}"
+        )
 
     def padded(starts: list[list[int]]) -> Tensor:  # on the right: causal, so nothing sees it
         rows = [s + a for s, a in zip(starts, answers, strict=True)]
@@ -82,23 +88,23 @@ def score(
     return wrong == 0, torch.zeros_like(wrong).index_add_(0, row, log_p).exp(), logits
 
 
-def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
-    """Share of held-out questions about `relation` that greedy decoding answers in full: every
-    country, two phrasings in each of three forms."""
-    asked = [
-        question
+def exam(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], list[int]]]:
+    """Held-out questions about `relation`, every country, two phrasings in each of three forms, as
+    token ids of prompt and answer."""
+    return [
+        (encode(encoding, question.prompt), encoding.encode_ordinary(question.answer))
         for country in countries.table()
         for form in countries.FORMS
         for question in countries.questions(relation, form, country)
     ]
+
+
+def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
+    """Share of the questions of `exam` that greedy decoding answers in full."""
+    asked = exam(encoding, relation)
     right = 0
     for at in range(0, len(asked), 256):
-        part = asked[at : at + 256]
-        greedy, _, _ = score(
-            model,
-            [encode(encoding, question.prompt) for question in part],
-            [encoding.encode_ordinary(question.answer) for question in part],
-        )
+        greedy, _, _ = score(model, *map(list, zip(*asked[at : at + 256], strict=True)))
         right += int(greedy.sum())
     return right / len(asked)
 
@@ -119,18 +125,19 @@ def show(args: argparse.Namespace, model: Decoder, encoding: tiktoken.Encoding) 
     if args.source == args.target:
         raise UserError(f"--source and --target are both {args.source!r}: nothing would change")
     table_ids = edited_ids(encoding, ids, args.source, args.target)
-    if torch.equal(ids, table_ids):
+    if args.source not in prompt:
         raise UserError(f"--prompt {prompt!r} does not contain --source {args.source!r}")
+    if torch.equal(ids, table_ids):
+        raise UserError(
+            f"{args.source!r} reads the same rows as before: as tokens it is not a word of its own "
+            f"in this prompt, or the end of {args.target!r}"
+        )
 
-    def write(table_ids: Tensor) -> str:
-        new = model.generate(
-            ids,
-            args.max_new_tokens,
-            temperature=0,
-            stop=encoding.eot_token,
-            table_ids=table_ids,
-        )[0, ids.shape[1] :].tolist()
-        return encoding.decode([token for token in new if token != encoding.eot_token])
+    room = min(args.max_new_tokens, model.config.block_size - ids.shape[1])
+
+    def write(table_ids: Tensor) -> list[int]:
+        options = dict(temperature=0, stop=encoding.eot_token, table_ids=table_ids)
+        return model.generate(ids, room, **options)[0, ids.shape[1] :].tolist()
 
     with torch.inference_mode():
         logits = model(ids)[0]
@@ -138,8 +145,12 @@ def show(args: argparse.Namespace, model: Decoder, encoding: tiktoken.Encoding) 
         undone = torch.equal(logits, model(ids)[0])
 
     # The answer is what is written up to the end of the sentence.
-    answers = [text.partition(".")[0].partition("\n")[0] for text in (before, after)]
-    tokens = [encoding.encode_ordinary(answer) or [encoding.eot_token] for answer in answers]
+    tokens = [first_sentence(encoding, written) for written in (before, after)]
+    answers = [encoding.decode(answer) for answer in tokens]
+    before, after = (
+        encoding.decode([token for token in written if token != encoding.eot_token])
+        for written in (before, after)
+    )
     prompts = [ids[0].tolist()] * 2
     _, p_before, _ = score(model, prompts, tokens)
     _, p_after, _ = score(model, prompts, tokens, [table_ids[0].tolist()] * 2)
@@ -154,6 +165,15 @@ def show(args: argparse.Namespace, model: Decoder, encoding: tiktoken.Encoding) 
     for answer, p, q in zip(answers, p_before.tolist(), p_after.tolist(), strict=True):
         print(f"probability of {answer.strip()!r:<28} before {p:6.1%}   after {q:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
+
+
+def first_sentence(encoding: tiktoken.Encoding, written: list[int]) -> list[int]:
+    """The tokens before the first with a full stop or a line break, at least one."""
+    for n, token in enumerate(written):
+        text = encoding.decode([token])
+        if n and (token == encoding.eot_token or "." in text or "\n" in text):
+            return written[:n]
+    return written
 
 
 def columns(text: str) -> list[str]:
@@ -264,6 +284,8 @@ def main() -> None:
     add("--report", action="store_true", help="measure all pairs of countries")
     add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
     args = parser.parse_args()
+    if args.max_new_tokens < 1:
+        raise UserError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
     if not args.report and not (args.source and args.target):
         raise UserError("give --source and --target, or --report")
     model, encoding, _ = load_model(args.ckpt, pick_device(args.device))

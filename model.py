@@ -219,9 +219,14 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, head_dim]
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # [B, n_kv_head, S, head_dim]
+        grouped = self.grouped
+        if grouped and q.device.type == "mps":  # whose kernels do not know grouped queries
+            groups = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            grouped = False
         causal = mask is None and q.shape[2] > 1
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
         )
         return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, n_head * head_dim] = [B, T, n_embd]
 
@@ -321,8 +326,12 @@ class Decoder(nn.Module):
             logits [B, T, V] (or [B, 1, V]) and the mean cross-entropy in nats, or None.
 
         Raises:
-            ValueError: more tokens than `block_size`.
+            ValueError: more tokens than `block_size`, or `documents` with a cache.
         """
+        if documents is not None and cache is not None:
+            raise ValueError(
+                "documents mark parts of one packed sequence: not for use with a cache"
+            )
         start = cache.length if cache is not None else 0
         end = start + ids.shape[1]
         if end > self.config.block_size:
@@ -389,7 +398,7 @@ class Decoder(nn.Module):
             raise ValueError("the prompt is empty: begin with the end-of-text token")
         block_size = self.config.block_size
         generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
-        table_ids = ids if table_ids is None else table_ids
+        table_ids = ids if table_ids is None else table_ids.to(ids.device)
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         cache = None
         for _ in range(max_new_tokens):
@@ -451,7 +460,8 @@ def sample(
     """Draw a token from logits [B, V] -> [B]; see `Decoder.stream`."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    # The largest logit becomes 0, so that no temperature, however low, makes an infinity of it.
+    logits = (logits.float() - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         best, token = logits.topk(top_k)  # [B, k]
         logits = torch.full_like(logits, -torch.inf).scatter_(-1, token, best)

@@ -38,8 +38,8 @@ class ResidentTables(nn.Module):
             nn.Parameter(torch.zeros(vocab_size, width), requires_grad=False)
             for _ in range(n_table)
         )
-        # What training lookups read since the last optimizer step: (distinct ids [n], leaves), a
-        # leaf [n, W] per table, whose .grad autograd fills.
+        # What training lookups read since the last optimizer step: (distinct ids [n], where they
+        # were found), and a leaf [n, W] per table, whose .grad autograd fills.
         self.reads: list[tuple[Tensor, list[Tensor]]] = []
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
@@ -58,10 +58,10 @@ class ResidentTables(nn.Module):
                 yield F.embedding(ids, weight)
             return
         distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
-        distinct = distinct.to(device, non_blocking=True)
         position = position.to(device, non_blocking=True)
+        on_device = distinct.to(device, non_blocking=True)
         leaves = [
-            weight.detach().index_select(0, distinct).requires_grad_()  # [n, W]
+            weight.detach().index_select(0, on_device).requires_grad_()  # [n, W]
             for weight in self.weight
         ]
         self.reads.append((distinct, leaves))
@@ -79,10 +79,12 @@ class ResidentTables(nn.Module):
         self.reads = []
         if not reads:
             raise ValueError("no rows were read and differentiated since the last step")
+        device = self.weight[0].device
         if len(reads) == 1:
             ids, leaves = reads[0]
-            return ids, [leaf.grad for leaf in leaves]
+            return ids.to(device, non_blocking=True), [leaf.grad for leaf in leaves]
         ids, position = torch.unique(torch.cat([ids for ids, _ in reads]), return_inverse=True)
+        ids, position = (t.to(device, non_blocking=True) for t in (ids, position))
         merged = []
         for parts in zip(*(leaves for _, leaves in reads), strict=True):
             grad = torch.cat([leaf.grad for leaf in parts])  # [sum n, W]
@@ -104,6 +106,11 @@ def adamw_travel(betas: tuple[float, float]) -> float:
     """
     b1, b2 = betas
     return (1 - b1) / math.sqrt(1 - b2) / (1 - b1 / math.sqrt(b2))
+
+
+def warmed_up(beta: float, count: Tensor) -> Tensor:
+    """1 - beta^count, Adam's bias correction, without the digits that cancel in float32."""
+    return -torch.expm1(count * math.log(beta)) if beta else torch.ones_like(count)
 
 
 class RowAdam:
@@ -140,9 +147,9 @@ class RowAdam:
         """Update rows `ids` [n] (distinct) of each table with its gradient [n, W]."""
         b1, b2 = self.betas
         self.count[ids] += 1
-        count = self.count[ids].double()[:, None]  # [n, 1]; double, or 0.95^n loses digits
-        step_size = (lr / (1 - b1**count)).float()
-        scale_v = (1 / (1 - b2**count)).float()
+        count = self.count[ids].float()[:, None]  # [n, 1]
+        step_size = lr / warmed_up(b1, count)
+        scale_v = 1 / warmed_up(b2, count)
         for weight, m, v, grad in zip(self.tables.weight, self.m, self.v, grads, strict=True):
             grad = grad.float()
             m_rows = m[ids].lerp_(grad, 1 - b1)

@@ -40,7 +40,7 @@ def read_documents(path: Path) -> Iterator[str]:
     if path.suffix not in (".txt", ".jsonl"):
         raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
             yield from (
                 jsonl_documents(path, file) if path.suffix == ".jsonl" else txt_documents(file)
             )
@@ -88,21 +88,25 @@ def write_tokens(
     """Encode documents into a file of token ids.
 
     Returns:
-        documents, tokens (with one <|endoftext|> a document) and bytes (of the text).
+        documents, tokens (with one <|endoftext|> a document), bytes (of the text), and the file's
+        sha256.
     """
     counts = {"documents": 0, "tokens": 0, "bytes": 0}
+    digest = hashlib.sha256()
     progress = tqdm(desc=f"encoding {path.name}", unit="B", unit_scale=True, delay=3)
     documents = iter(documents)
     with atomic(path) as temporary, open(temporary, "wb") as file, progress:
         while batch := list(islice(documents, 512)):
             size = sum(len(text.encode()) for text in batch)
             for ids in encoding.encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1):
-                np.array([encoding.eot_token, *ids], dtype=dtype).tofile(file)
+                tokens = np.array([encoding.eot_token, *ids], dtype=dtype).tobytes()
+                file.write(tokens)
+                digest.update(tokens)
                 counts["tokens"] += 1 + len(ids)
             counts["documents"] += len(batch)
             counts["bytes"] += size
             progress.update(size)
-    return counts
+    return {**counts, "sha256": digest.hexdigest()}
 
 
 def write_dataset(
@@ -113,7 +117,11 @@ def write_dataset(
     **origin,
 ) -> dict:
     """Write train.bin, val.bin, tokenizer.json and, when all is there, meta.json."""
-    (out_dir / "meta.json").unlink(missing_ok=True)
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        (out_dir / "meta.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {out_dir}: {error.strerror}") from None
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 1, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
@@ -126,11 +134,18 @@ def write_dataset(
     return meta
 
 
+def train_tokenizer(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
+    try:
+        return tokenizer.train(texts, vocab_size, min_count)
+    except ValueError as error:
+        raise UserError(f"--vocab_size {vocab_size}: {error}") from error
+
+
 def prepare_countries(out_dir: Path, vocab_size: int = 4096, seed: int = 0) -> dict:
     """The default corpus. A pair must occur 8 times to become a token, so the vocabulary is what
     fits: common names are one token, rare ones several."""
     train, val = countries.documents(seed)
-    encoding = tokenizer.train(train, vocab_size, min_count=8)
+    encoding = train_tokenizer(train, vocab_size, min_count=8)
     return write_dataset(out_dir, train, val, encoding, corpus="countries", seed=seed)
 
 
@@ -149,10 +164,7 @@ def prepare_files(out_dir: Path, paths: list[Path], vocab_size: int, val_fractio
                 f"--input {' '.join(map(str, paths))}: no document for {split} at --val_fraction "
                 f"{val_fraction}: give more text (a .txt needs blank lines) or change the fraction"
             )
-    try:
-        encoding = tokenizer.train(documents(False), vocab_size)
-    except ValueError as error:
-        raise UserError(f"--vocab_size {vocab_size}: {error}") from error
+    encoding = train_tokenizer(documents(False), vocab_size)
     return write_dataset(
         out_dir,
         documents(False),
@@ -178,20 +190,27 @@ def main() -> None:
         help="most tokens to have, from 259; default 6400 for --input, 4096 for countries",
     )
     parser.add_argument(
-        "--val_fraction", type=float, default=0.02, help="share of documents held out (0.02)"
+        "--val_fraction", type=float, help="share of documents of --input held out (0.02)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the countries corpus (0)")
+    parser.add_argument("--seed", type=int, help="of the countries corpus (0)")
     args = parser.parse_args()
+    if args.vocab_size is None:
+        args.vocab_size = 4096 if args.input is None else 6400
     if args.input is None:
+        if args.val_fraction is not None:
+            raise UserError("--val_fraction goes with --input: countries holds out phrasings")
         out_dir = args.out_dir or Path("data/countries")
-        meta = prepare_countries(out_dir, args.vocab_size or 4096, args.seed)
+        meta = prepare_countries(out_dir, args.vocab_size, args.seed or 0)
     else:
         out_dir = args.out_dir
         if out_dir is None:
             raise UserError("--input needs --out_dir: say where the token files go")
-        if not 0 < args.val_fraction < 1:
-            raise UserError(f"--val_fraction {args.val_fraction} must be between 0 and 1")
-        meta = prepare_files(out_dir, args.input, args.vocab_size or 6400, args.val_fraction)
+        if args.seed is not None:
+            raise UserError("--seed goes with the countries corpus: with --input nothing is random")
+        fraction = 0.02 if args.val_fraction is None else args.val_fraction
+        if not 0 < fraction < 1:
+            raise UserError(f"--val_fraction {fraction} must be between 0 and 1")
+        meta = prepare_files(out_dir, args.input, args.vocab_size, fraction)
     for split in ("train", "val"):
         counts = meta[split]
         print(

@@ -51,12 +51,14 @@ def main() -> None:
     add("--seed", type=int, default=1337, help="of the first sample, then one more each (1337)")
     add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
     args = parser.parse_args()
-    if args.temperature < 0:
+    if not args.temperature >= 0:
         raise UserError(f"--temperature {args.temperature} must be 0 or more")
     if args.top_k is not None and args.top_k < 1:
         raise UserError(f"--top_k {args.top_k} must be at least 1")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top_p {args.top_p} must be above 0 and at most 1")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed} must be 0 or more, and fit 63 bits")
     for name in ("max_new_tokens", "num_samples"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")

@@ -114,7 +114,10 @@ def parse_args(description: str) -> argparse.Namespace:
     add("--compile", action="store_true", help="torch.compile each block: slow start, faster steps")
     add("--seed", type=int, default=1337, help="of weights and data order (%(default)s)")
     args = parser.parse_args()
-    args.given = [name for name in vars(args) if getattr(args, name) != parser.get_default(name)]
+    # Which flags were given: a second parse leaves the marks of those that were not.
+    absent = object()
+    marked = parser.parse_args(namespace=argparse.Namespace(**dict.fromkeys(vars(args), absent)))
+    args.given = [name for name, value in vars(marked).items() if value is not absent]
     return args
 
 
@@ -130,6 +133,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     for name in ("batch_size", "device_batch_size", "max_iters", "eval_interval", "eval_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed} must be 0 or more, and fit 63 bits")
     if not args.learning_rate > 0:
         raise UserError(f"--learning_rate {args.learning_rate} must be positive")
     for name in ("weight_decay", "grad_clip"):
@@ -155,7 +160,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
     """The settings of the run in a checkpoint; of the command line's only where it may run."""
-    may_change = ("resume", "out_dir", "device", "dtype", "compile")
+    may_change = ("resume", "out_dir", "data_dir", "device", "dtype", "compile")
     other = [f"--{name}" for name in args.given if name not in may_change]
     if other:
         raise UserError(
@@ -164,5 +169,5 @@ def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
         )
     given = {name: getattr(args, name) for name in args.given}
     merged = argparse.Namespace(**{**checkpoint["args"], **given, "out_dir": args.out_dir})
-    merged.data_dir = Path(merged.data_dir)
+    merged.data_dir = Path(merged.data_dir)  # whether it is the same text is checked later
     return merged

@@ -11,6 +11,7 @@ Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -25,11 +26,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 import prepare
-import tokenizer
-from common import UserError, load_checkpoint, pick_device, run, save_checkpoint
+from common import UserError, atomic, load_checkpoint, pick_device, run, save_checkpoint
 from compare import plot
+from countries import RELATIONS
 from data import Tokens, read_meta, read_tokenizer
-from edit import recall
+from edit import exam, recall
 from model import Decoder, ModelConfig
 from offload import RowAdam
 from sample import sample_text
@@ -130,9 +131,34 @@ def evaluate(loss: Loss, val: Tokens, args: argparse.Namespace) -> float:
     loss.model.eval()
     total = 0.0
     for part in np.array_split(starts, -(-n_window // args.device_batch_size)):
-        total += loss(*val.windows(part)).item() * len(part)
+        total += loss(*val.windows(part)).item() * len(part)  # a host-device sync
     loss.model.train()
     return total / n_window
+
+
+def check_finite(loss: float, kind: str, step: int, args: argparse.Namespace) -> None:
+    """Stop before weights that are not numbers get into a checkpoint."""
+    if not math.isfinite(loss):
+        saved = args.out_dir / "ckpt.pt"
+        last = f"; the last good checkpoint is {saved}" if saved.exists() else ""
+        raise UserError(
+            f"the {kind} loss became {loss} at step {step}: lower --learning_rate "
+            f"{args.learning_rate}{last}"
+        )
+
+
+def put_aside(out_dir: Path) -> Path:
+    """Move the files of an earlier run into the first free folder run1, run2, ... beside them."""
+    number = next(n for n in itertools.count(1) if not (out_dir / f"run{n}").exists())
+    folder = out_dir / f"run{number}"
+    try:
+        folder.mkdir()
+        for name in ("ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json"):
+            if (out_dir / name).exists():
+                os.replace(out_dir / name, folder / name)
+    except OSError as error:
+        raise UserError(f"cannot move the run in {out_dir} to {folder}: {error.strerror}") from None
+    return folder
 
 
 class Log:
@@ -140,23 +166,26 @@ class Log:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """A resumed run keeps the lines up to `resume_step`, at which it evaluates anew."""
+        self.path = path
+        self.has_run = False
         kept = []
         if resume_step and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                with contextlib.suppress(ValueError):  # a line cut off by a crash
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
                     record = json.loads(line)
                     last = resume_step if record["type"] == "step" else resume_step - 1
                     if record.get("step", 0) <= last:
                         kept.append(line)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from None
-        self.file.writelines(kept)
+                        self.has_run |= record["type"] == "run"
+        with atomic(path) as temporary:
+            temporary.write_text("".join(kept), encoding="utf-8")
 
     def write(self, **record) -> None:
-        self.file.write(json.dumps(record) + "\n")
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
 
 
 def train(args: argparse.Namespace) -> None:
@@ -171,7 +200,13 @@ def train(args: argparse.Namespace) -> None:
 
     # data
     meta = read_meta(args.data_dir)
-    encoding = read_tokenizer(args.data_dir)
+    encoding = read_tokenizer(args.data_dir, meta)
+    if meta["corpus"] == "countries":
+        longest = max(len(p) + len(a) for r in RELATIONS for p, a in exam(encoding, r))
+        if args.block_size < longest:
+            raise UserError(
+                f"--block_size {args.block_size}: countries asks questions of {longest} tokens"
+            )
     data = Tokens(args.data_dir, "train", meta, args.block_size, args.seed)
     val = Tokens(args.data_dir, "val", meta, args.block_size, args.seed)
 
@@ -196,12 +231,17 @@ def train(args: argparse.Namespace) -> None:
     optimizer = Optimizer(model, args)
     step = 0
     if checkpoint:
-        same_tokenizer = checkpoint["tokenizer"] == tokenizer.dumps(encoding)
-        if checkpoint["config"] != asdict(config) or not same_tokenizer:
-            raise UserError(f"{args.data_dir} was prepared anew since {args.out_dir} was trained")
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        step = checkpoint["step"]
+        if checkpoint.get("data") != meta:
+            raise UserError(
+                f"{args.data_dir} does not hold the text that {args.out_dir} was trained on: "
+                "prepare it as it was, or start a new run with another --out_dir"
+            )
+        try:
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            step = checkpoint["step"]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{args.out_dir}/ckpt.pt does not hold a whole run: {error}") from None
     if args.compile:
         for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
             block.compile()
@@ -224,13 +264,10 @@ def train(args: argparse.Namespace) -> None:
     # records
     saved = args.out_dir / "ckpt.pt"
     if saved.exists() and not args.resume:
-        for name in ("ckpt.pt", "metrics.jsonl"):
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(args.out_dir / name, args.out_dir / f"previous_{name}")
-        print(f"kept the run that was in {args.out_dir} as previous_ckpt.pt")
+        print(f"kept the run that was in {args.out_dir} as {put_aside(args.out_dir)}")
     plain_args = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     log = Log(args.out_dir / "metrics.jsonl", step)
-    if not args.resume:
+    if not log.has_run:
         log.write(type="run", args=plain_args, sizes=sizes, train=meta["train"], val=meta["val"])
 
     def save() -> None:
@@ -240,6 +277,7 @@ def train(args: argparse.Namespace) -> None:
             encoding,
             optimizer=optimizer.state_dict(),
             step=step,  # the loop's position and the data's
+            data=meta,
             args=plain_args,
         )
 
@@ -255,18 +293,14 @@ def train(args: argparse.Namespace) -> None:
     def interrupt(*_) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupted.append(True)
+        bar.write("stopping after this step (Ctrl-C again: at once, nothing saved)")
 
     signal.signal(signal.SIGINT, interrupt)
     try:
         while True:
-            if interrupted:
-                save()
-                raise UserError(
-                    f"stopped at step {step}; go on with: "
-                    f"python train.py --resume --out_dir {args.out_dir}"
-                )
             if val_loss is None or step % args.eval_interval == 0 or step == args.max_iters:
                 val_loss = evaluate(batch_loss, val, args)
+                check_finite(val_loss, "validation", step, args)
                 log.write(
                     type="eval",
                     step=step,
@@ -277,6 +311,12 @@ def train(args: argparse.Namespace) -> None:
                     save()
             if step == args.max_iters:
                 break
+            if interrupted:
+                save()
+                raise UserError(
+                    f"stopped at step {step}; go on with: "
+                    f"python train.py --resume --out_dir {args.out_dir}"
+                )
             start = time.perf_counter()
             ids, targets = data.batch(step, args.batch_size)
             loss = torch.zeros((), device=device)
@@ -286,12 +326,8 @@ def train(args: argparse.Namespace) -> None:
                 loss += micro.detach()
             lr = schedule(step, args)
             optimizer.step(lr)
-            train_loss = loss.item()  # the one host-device sync of a step
-            if not math.isfinite(train_loss):
-                raise UserError(
-                    f"the loss became {train_loss} at step {step}: lower --learning_rate "
-                    f"{args.learning_rate}; the last good checkpoint is {saved}"
-                )
+            train_loss = loss.item()  # a host-device sync: the host waits for the step here
+            check_finite(train_loss, "training", step, args)
             seconds = time.perf_counter() - start
             step += 1
             log.write(
@@ -306,10 +342,6 @@ def train(args: argparse.Namespace) -> None:
                 f"train {train_loss:.3f}, val {val_loss:.3f}, "
                 f"{tokens_per_step / seconds:,.0f} tok/s"
             )
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"out of memory on {device}: lower --device_batch_size {args.device_batch_size}"
-        ) from None
     finally:
         bar.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -320,7 +352,8 @@ def finish(model, encoding, args, meta, log: Log, val_loss: float, per_byte: flo
     """Report what was learned, draw the curve, and say what to try next."""
     print(f"validation loss {val_loss:.4f} per token, {per_byte:.4f} per byte (nats)")
     model.eval()
-    prompt = None
+    torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
+    prompt = ""
     if meta["corpus"] == "countries":
         prompt = "Country: Spain\nThe capital city is called"
         share = recall(model, encoding, "capital")
@@ -329,7 +362,8 @@ def finish(model, encoding, args, meta, log: Log, val_loss: float, per_byte: flo
     plot([args.out_dir], args.out_dir / "loss.png")
     print(f"wrote {args.out_dir}/ckpt.pt, metrics.jsonl, loss.png\n")
 
-    print("".join(sample_text(model, encoding, prompt or "", max_new_tokens=60, seed=args.seed)))
+    options = dict(max_new_tokens=60, temperature=0.8, seed=args.seed)
+    print("".join(sample_text(model, encoding, prompt, **options)))
     ckpt = args.out_dir / "ckpt.pt"
     print("\nnext:")
     print(f"  python sample.py --ckpt {ckpt}" + (' --prompt "Country: Peru"' if prompt else ""))

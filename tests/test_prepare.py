@@ -101,6 +101,8 @@ def test_command_reports_bad_flags(tmp_path, story):
     assert "--out_dir" in error("--input", story)
     assert "--vocab_size 100" in error("--input", story, "--out_dir", "x", "--vocab_size", 100)
     assert "--val_fraction" in error("--input", story, "--out_dir", "x", "--val_fraction", 2)
+    assert "--vocab_size 100" in error("--vocab_size", 100)
+    assert "--seed" in error("--input", story, "--out_dir", "x", "--seed", 1)
     (tmp_path / "file").write_text("in the way")
     assert "cannot write" in error("--input", story, "--out_dir", "file/x")
 
@@ -116,6 +118,7 @@ def test_default_corpus_by_command(tmp_path):
     ids = np.fromfile(folder / "train.bin", dtype=meta["dtype"])
     first = encoding.decode(ids[1 : np.flatnonzero(ids == 0)[1]].tolist())
     assert first == train[0]
+    assert meta["train"]["documents"] == len(train)
     single = [
         country.name
         for country in countries.table()
@@ -164,4 +167,11 @@ def test_damaged_data_folders_are_refused(data, tmp_path):
     with pytest.raises(UserError, match="--block_size 100000"):
         data_module.Tokens(data, "train", meta, 100_000, 0)
     with pytest.raises(UserError, match=r"tokenizer\.json"):
-        data_module.read_tokenizer(tmp_path)
+        data_module.read_tokenizer(tmp_path, meta)
+    (tmp_path / "tokenizer.json").write_text((data / "tokenizer.json").read_text())
+    data_module.read_tokenizer(tmp_path, meta)
+    with pytest.raises(UserError, match="not the tokenizer"):
+        data_module.read_tokenizer(tmp_path, {**meta, "tokenizer": "another"})
+    (tmp_path / "meta.json").write_text('{"format": 1}')
+    with pytest.raises(UserError, match=r"damaged.*corpus"):
+        data_module.read_meta(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from conftest import ROOT, SMALL, command
 
 import train as train_module
-from common import run
+from common import UserError, run
 from compare import read_run
 from model import Decoder, ModelConfig
 from settings import PRESETS, complete, parse_args
@@ -139,9 +140,12 @@ def test_accumulation_equals_the_whole_batch(trained, data, tmp_path, monkeypatc
 
 
 def test_a_second_run_keeps_the_first(data, tmp_path, monkeypatch, capsys):
-    for _ in range(2):
+    for _ in range(3):
         train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2"))
-    assert {"previous_ckpt.pt", "previous_metrics.jsonl"} <= {p.name for p in tmp_path.iterdir()}
+    assert {"ckpt.pt", "metrics.jsonl", "loss.png"} <= {
+        p.name for p in (tmp_path / "run2").iterdir()
+    }
+    assert len(losses(tmp_path)) == len(losses(tmp_path / "run1")) == 2
     assert "kept the run" in capsys.readouterr().out
 
 
@@ -245,7 +249,111 @@ def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, s
         cwd=tmp_path,
     )
     error = command("train.py", "--resume", "--out_dir", folder, cwd=tmp_path, fails=True)
-    assert "prepared anew" in error.stderr
+    assert "does not hold the text" in error.stderr
+
+
+def test_data_may_move(trained, data, tmp_path):
+    for name in ("ckpt.pt", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((trained["stem"] / name).read_bytes())
+    shutil.copytree(data, tmp_path / "moved")
+    command("train.py", "--resume", "--out_dir", ".", "--data_dir", "moved", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("rotten", ["not json", '{"step": 3}', "5", ""])
+def test_resuming_mends_a_damaged_record(trained, tmp_path, rotten):
+    (tmp_path / "ckpt.pt").write_bytes((trained["stem"] / "ckpt.pt").read_bytes())
+    lines = (trained["stem"] / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines[1:9] + [rotten]) + "\n")
+    command("train.py", "--resume", "--out_dir", ".", cwd=tmp_path)
+    assert read_run(tmp_path)["eval"][-1]["step"] == 12
+
+
+def test_weights_that_are_not_numbers_never_reach_a_checkpoint(data, tmp_path, monkeypatch):
+    step, calls = train_module.Optimizer.step, []
+
+    def poisoned(self, lr):
+        calls.append(lr)
+        if len(calls) == 12:  # the last step before the last evaluation: its own loss is fine
+            self.adamw.param_groups[0]["params"][0].grad[0, 0] = math.inf
+        step(self, lr)
+
+    monkeypatch.setattr(train_module.Optimizer, "step", poisoned)
+    with pytest.raises(UserError, match="validation loss became nan at step 12"):
+        train_module.train(arguments(monkeypatch, data, tmp_path))
+    saved = checkpoint(tmp_path)
+    assert saved["step"] == 6
+    assert all(weight.isfinite().all() for weight in saved["model"].values())
+
+
+def optimizer_settings(**other):
+    values = dict(
+        learning_rate=0.1, table_lr_scale=3.0, table_optimizer="rowwise", beta1=0.9, beta2=0.95,
+        weight_decay=0.0, grad_clip=0.0,
+    )  # fmt: skip
+    return Namespace(**{**values, **other})
+
+
+def one_step(settings, lr):
+    """A decoder before and after one optimizer step, and its gradients."""
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(20, 8, 2, 2, 16))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = train_module.Optimizer(model, settings)
+    ids = torch.tensor([[1, 2, 3, 2]])
+    model(ids, ids)[1].backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    rows = [leaf.grad.clone() for leaf in model.tables.reads[0][1]]
+    optimizer.step(lr)
+    moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    return before, moved, grads, rows, optimizer
+
+
+def test_first_step_moves_backbone_and_rows_by_their_own_rates():
+    _, moved, grads, rows, _ = one_step(optimizer_settings(), lr=0.5)
+    for name in ("head.weight", "blocks.0.ffn.up.weight", "norm.weight"):
+        where = grads[name].abs() > 1e-6  # Adam's first step is lr * sign(gradient)
+        expected = -0.5 * 0.1 * grads[name].sign()
+        torch.testing.assert_close(moved[name][where], expected[where], rtol=2e-2, atol=0.0)
+    table = moved["tables.weight.0"]
+    where = rows[0].abs() > 1e-6
+    expected = -0.5 * 0.1 * 3.0 * rows[0].sign()
+    torch.testing.assert_close(table[1:4][where], expected[where], rtol=2e-2, atol=0.0)
+    assert table[4:].abs().max() == 0
+
+
+def test_gradients_of_backbone_and_rows_are_clipped_together():
+    _, _, grads, rows, optimizer = one_step(optimizer_settings(grad_clip=1e-3), lr=0.5)
+    norm = torch.cat([g.flatten() for g in [*grads.values(), *rows]]).norm()
+    assert norm > 1e-3
+    m = optimizer.rows.m[0][1:4]  # first moment after one step: 0.1 * clipped gradient
+    torch.testing.assert_close(m, 0.1 * rows[0] * 1e-3 / norm, rtol=1e-3, atol=1e-12)
+    for group in optimizer.adamw.param_groups:
+        for p in group["params"]:
+            m = optimizer.adamw.state[p]["exp_avg"]
+            assert m.norm() <= 0.1 * 1e-3 * (1 + 1e-5)
+
+
+def test_weight_decay_shrinks_linear_layers_only():
+    before, plain, *_ = one_step(optimizer_settings(), lr=0.5)
+    _, decayed, *_ = one_step(optimizer_settings(weight_decay=0.2), lr=0.5)
+    for name, start in before.items():
+        linear = start.dim() == 2 and name != "wte.weight" and not name.startswith("tables.")
+        shrunk = decayed[name] - plain[name]
+        expected = -0.5 * 0.1 * 0.2 * start if linear else torch.zeros_like(start)
+        torch.testing.assert_close(shrunk, expected, rtol=1e-3, atol=1e-7)
+
+
+def test_loss_with_document_mask_is_that_of_the_documents_alone():
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(20, 16, 2, 2, 16)).eval()
+    first, second = torch.tensor([[0, 5, 6, 7]]), torch.tensor([[0, 8, 9, 5, 6, 3]])
+    masked = train_module.Loss(model, torch.device("cpu"), "float32", document=0)
+    plain = train_module.Loss(model, torch.device("cpu"), "float32", document=None)
+    both = torch.cat([first, second], dim=1)
+    quiet = torch.full_like(first, -1)  # no targets in the first document
+    targets = torch.cat([quiet, second], dim=1)
+    torch.testing.assert_close(masked(both, targets), plain(second, second))
+    assert not torch.isclose(plain(both, targets), plain(second, second), atol=1e-4)
 
 
 def test_an_output_folder_that_cannot_be_is_one_clear_line(data, tmp_path):
