@@ -46,7 +46,7 @@ class ModelConfig:
     n_kv_head: int | None = None  # n_head; fewer: grouped-query attention
     d_ff: int | None = None  # 8/3 n_embd, rounded up to a multiple of 64
     ffn: str = "stem"  # dense, stem, embformer: a key of LAYERS
-    stem_layers: str = "all"  # third, half, all or 0,2,5
+    stem_layers: str = "third"  # third, half, all or 0,2,5
     embformer_act: str = "silu"  # silu (the authors' code) or identity (the note)
     tie_head: bool | None = None  # True for embformer, False otherwise
     rope_base: float = 10000.0

@@ -175,6 +175,8 @@ def test_report_counts_what_a_perfect_editor_would_do(untrained, monkeypatch):
             asked[key[1]] = relation
 
     class Oracle:
+        config = ModelConfig()
+
         def parameters(self):
             return iter([torch.zeros(1)])
 

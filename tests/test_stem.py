@@ -166,7 +166,8 @@ def test_substitution_equals_copying_the_rows_in_the_tables():
 
 @torch.no_grad()
 def test_generation_reads_the_prompt_under_table_ids_and_new_tokens_under_their_own():
-    model, ids = decoder(), torch.tensor([[1, 2, PARIS], [PARIS, 5, 1]])
+    model = decoder(stem_layers="all")
+    ids = torch.tensor([[1, 2, PARIS], [PARIS, 5, 1]])
     table_ids = substitute(ids, [PARIS], [ROME])
     new = model.generate(ids, 25, temperature=0, table_ids=table_ids)
     context, tables = ids, table_ids
