@@ -3,9 +3,11 @@
     python prepare.py                                           # the default corpus, countries
     python prepare.py --input book.txt --out_dir data/book      # text of your own
     python prepare.py --input a.jsonl b.jsonl --out_dir data/mine --vocab_size 6400
+    python prepare.py --dataset tinystories                     # a public data set (download.py)
 
-`.jsonl` files hold one document a line, {"text": "..."}. A `.txt` file is cut at blank lines into
-documents of about 2,000 characters. Written to the output folder:
+`.jsonl` files hold one document a line, {"text": "..."}. A `.txt` file is cut into documents at
+lines that say <|endoftext|>, and at blank lines after 2,000 characters. Written to the output
+folder:
 
     tokenizer.json          the byte-level BPE trained on the training documents (tokenizer.py)
     train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>
@@ -27,6 +29,7 @@ from tqdm import tqdm
 import countries
 import tokenizer
 from common import UserError, atomic, run
+from download import DATASETS, fetch
 
 TXT_DOCUMENT = 2000  # characters
 
@@ -67,10 +70,13 @@ def txt_documents(lines: Iterable[str]) -> Iterator[str]:
     document: list[str] = []
     size = 0
     for line in lines:
-        document.append(line)
-        size += len(line)
-        if size >= TXT_DOCUMENT and not line.strip():
-            yield "".join(document)
+        ends = line.strip() == "<|endoftext|>"
+        if not ends:
+            document.append(line)
+            size += len(line)
+        if ends or (size >= TXT_DOCUMENT and not line.strip()):
+            if any(line.strip() for line in document):
+                yield "".join(document)
             document, size = [], 0
     if any(line.strip() for line in document):
         yield "".join(document)
@@ -183,7 +189,16 @@ def main() -> None:
     parser.add_argument(
         "--input", nargs="+", type=Path, metavar="FILE", help=".txt or .jsonl files of your own"
     )
-    parser.add_argument("--out_dir", type=Path, help="default: data/countries; needed with --input")
+    parser.add_argument(
+        "--dataset",
+        choices=("countries", *DATASETS),
+        default="countries",
+        help="; ".join(f"{name}: {data.about}, {data.licence}" for name, data in DATASETS.items()),
+    )
+    parser.add_argument("--base_url", help="a mirror to download --dataset from")
+    parser.add_argument(
+        "--out_dir", type=Path, help="default: data/ and the data set's name; needed with --input"
+    )
     parser.add_argument(
         "--vocab_size",
         type=int,
@@ -195,7 +210,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of the countries corpus (0)")
     args = parser.parse_args()
     if args.vocab_size is None:
-        args.vocab_size = 4096 if args.input is None else 6400
+        made = args.input is None and args.dataset == "countries"
+        args.vocab_size = 4096 if made else 6400
+    if args.input is None and args.dataset != "countries":
+        args.out_dir = args.out_dir or Path("data") / args.dataset
+        args.input = [fetch(args.dataset, Path("data/raw"), args.base_url)]
     if args.input is None:
         if args.val_fraction is not None:
             raise UserError("--val_fraction goes with --input: countries holds out phrasings")

@@ -1,7 +1,12 @@
 """prepare.py and data.py: from text to batches, and everything that can be wrong with a file."""
 
+import hashlib
 import json
 import re
+import threading
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -10,6 +15,7 @@ from conftest import command
 
 import countries
 import data as data_module
+import download
 import prepare
 import tokenizer
 from common import UserError
@@ -48,6 +54,34 @@ def test_txt_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
     assert len(documents) > 5
     assert "".join(documents) == path.read_text(encoding="utf-8")
     assert all(document.endswith("\n\n") for document in documents[:-1])
+
+
+def test_txt_is_cut_at_endoftext_lines(tmp_path):
+    path = tmp_path / "stories.txt"
+    path.write_text("One.\nstill one.\n<|endoftext|>\nTwo.\n<|endoftext|>\n\n<|endoftext|>\nThree.")
+    assert list(prepare.read_documents(path)) == ["One.\nstill one.\n", "Two.\n", "Three."]
+
+
+def test_a_public_data_set_by_name(tmp_path, monkeypatch):
+    """Downloaded from a mirror on this machine, then prepared like a file of one's own."""
+    scenes = "\n\n".join(f"{name}:\n" + "Speak, speak. " * 200 for name in "ABCDEFGH").encode()
+    (tmp_path / "mirror").mkdir()
+    (tmp_path / "mirror" / "input.txt").write_bytes(scenes)
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path / "mirror")
+    entry = download.DATASETS["shakespeare"]
+    entry = replace(entry, size=len(scenes), sha256=hashlib.sha256(scenes).hexdigest())
+    monkeypatch.setitem(download.DATASETS, "shakespeare", entry)
+    monkeypatch.chdir(tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        flags = ["--dataset", "shakespeare", "--base_url", url, "--val_fraction", "0.3"]
+        monkeypatch.setattr("sys.argv", ["prepare.py", *flags])
+        prepare.main()
+        server.shutdown()
+    assert (tmp_path / "data/raw/input.txt").read_bytes() == scenes
+    meta = data_module.read_meta(tmp_path / "data/shakespeare")
+    assert meta["train"]["bytes"] + meta["val"]["bytes"] == len(scenes)
 
 
 def test_literal_special_tokens_in_text_stay_text(tmp_path):
