@@ -20,8 +20,8 @@ MINIMIND = dict(
 )  # fmt: skip
 PRESETS = {
     "countries": dict(
-        n_layer=6, n_head=6, n_embd=192, block_size=128, batch_size=8, max_iters=800,
-        learning_rate=3e-3, eval_interval=200, stem_layers="third",
+        n_layer=6, n_head=6, n_embd=192, block_size=128, batch_size=8, max_iters=1000,
+        learning_rate=3e-3, eval_interval=250, stem_layers="all",
     ),
     "prose": dict(
         n_layer=6, n_head=6, n_embd=192, block_size=256, batch_size=16, max_iters=250,
@@ -68,8 +68,8 @@ def parse_args(description: str) -> argparse.Namespace:
     add = group.add_argument
     add(
         "--doc_mask",
-        action=argparse.BooleanOptionalAction,
-        help="attention does not cross documents (countries: yes unless stem_layers=all; else no)",
+        action="store_true",
+        help="attention does not cross documents",
     )
     add("--batch_size", type=int, help="sequences in a step, in all")
     add(
@@ -128,11 +128,6 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.doc_mask is None:
-        # Seeing one document at a time, a model soon learns to fetch the country's name; else it
-        # takes twice as long. But with tables in all layers the early start lets dense weights
-        # learn the facts before the tables do, and edits fail: see the README.
-        args.doc_mask = countries and not (args.ffn in (None, "stem") and args.stem_layers == "all")
     if args.device_batch_size is None:
         args.device_batch_size = args.batch_size
     for name in ("batch_size", "device_batch_size", "max_iters", "eval_interval", "eval_tokens"):

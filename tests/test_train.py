@@ -187,17 +187,6 @@ def test_presets_have_their_size(preset, ffn, millions):
     assert model.sizes()["total"] / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-def test_countries_mask_documents_unless_all_layers_have_tables(data, tmp_path, monkeypatch):
-    def masks(*flags, corpus):
-        monkeypatch.setattr("settings.read_meta", lambda folder: {"corpus": corpus})
-        return complete(arguments(monkeypatch, data, tmp_path, *flags)).doc_mask
-
-    assert masks(corpus="countries") and masks("--ffn", "dense", corpus="countries")
-    assert not masks("--stem_layers", "all", corpus="countries")
-    assert masks("--stem_layers", "all", "--doc_mask", corpus="countries")
-    assert not masks(corpus="files")
-
-
 def test_table_learning_rate_defaults_to_the_derived_scale(data, tmp_path, monkeypatch):
     args = complete(arguments(monkeypatch, data, tmp_path))
     travel = 0.1 / math.sqrt(0.05) * sum((0.9 / math.sqrt(0.95)) ** k for k in range(1000))
