@@ -50,10 +50,10 @@ def parse_args(description: str) -> argparse.Namespace:
     group = parser.add_argument_group("model (defaults from the preset)")
     add = group.add_argument
     add("--ffn", choices=LAYERS, help="what the layers are made of (stem)")
-    add("--stem_layers", help="third, half, all (but the first) or numbers such as 0,2,5")
+    add("--stem_layers", help="third, half, all (but layer 0) or 0,2,5 (all; third for prose)")
     add("--embformer_act", choices=("silu", "identity"), help="activation of its FFN (silu)")
-    add("--n_layer", type=int)
-    add("--n_head", type=int)
+    add("--n_layer", type=int, help="number of layers")
+    add("--n_head", type=int, help="number of attention heads")
     add("--n_kv_head", type=int, help="key-value heads; fewer than n_head groups queries (n_head)")
     add("--n_embd", type=int, help="width of the residual stream")
     add("--d_ff", type=int, help="width of the FFN (8/3 n_embd, rounded up to 64s)")
@@ -66,11 +66,7 @@ def parse_args(description: str) -> argparse.Namespace:
 
     group = parser.add_argument_group("training (defaults from the preset)")
     add = group.add_argument
-    add(
-        "--doc_mask",
-        action="store_true",
-        help="attention does not cross documents",
-    )
+    add("--doc_mask", action="store_true", help="attention does not cross documents")
     add("--batch_size", type=int, help="sequences in a step, in all")
     add(
         "--device_batch_size",
