@@ -63,7 +63,8 @@ def plot(folders: list[Path], out: Path) -> None:
         )
     axes.set_xlabel("million tokens")
     axes.set_ylabel("loss (nats per token); thin: training, thick: validation")
-    axes.grid(alpha=0.3)
+    axes.set_yscale("log")  # the first steps fall by as much as all others
+    axes.grid(alpha=0.3, which="both")
     axes.legend()
     with atomic(out) as temporary:
         figure.savefig(temporary, dpi=130, format=out.suffix.lstrip("."))
