@@ -37,6 +37,12 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(130)  # as a shell reports Ctrl-C
 
 
+def check_seed(seed: int) -> None:
+    """Refuse what the random generators do not take."""
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed {seed} must be 0 or more, and fit 63 bits")
+
+
 def pick_device(name: str) -> torch.device:
     """`auto` is CUDA, then MPS, then the CPU.
 

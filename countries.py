@@ -149,9 +149,6 @@ def paragraph(country: Country, sentences: list[str]) -> str:
 class Question:
     """A prompt, and the text that must follow: the whole answer with its full stop."""
 
-    country: Country
-    relation: str
-    form: str  # paragraph, question, prose
     prompt: str
     answer: str
 
@@ -160,15 +157,13 @@ FORMS = {"paragraph": PARAGRAPH, "question": QUESTION, "prose": PROSE}
 
 
 def questions(relation: str, form: str, country: Country) -> list[Question]:
-    """Held-out phrasings of one fact: two for each form."""
+    """Held-out phrasings of one fact: the two of a form (a key of FORMS)."""
     result = []
     for pattern in held_out(FORMS[form], relation):
         prompt = opening(pattern, country, relation)
         if form == "paragraph":
             prompt = paragraph(country, [prompt])
-        result.append(
-            Question(country, relation, form, prompt, f" {stopped(country.answer(relation))}")
-        )
+        result.append(Question(prompt, f" {stopped(country.answer(relation))}"))
     return result
 
 

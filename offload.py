@@ -38,8 +38,8 @@ class ResidentTables(nn.Module):
             nn.Parameter(torch.zeros(vocab_size, width), requires_grad=False)
             for _ in range(n_table)
         )
-        # What training lookups read since the last optimizer step: (distinct ids [n], where they
-        # were found), and a leaf [n, W] per table, whose .grad autograd fills.
+        # What training lookups read since the last optimizer step: the distinct ids [n], still on
+        # the device they came from, and a leaf [n, W] per table, whose .grad autograd fills.
         self.reads: list[tuple[Tensor, list[Tensor]]] = []
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
@@ -74,6 +74,9 @@ class ResidentTables(nn.Module):
 
         Returns:
             ids [n] distinct and sorted, and for each table the summed gradient [n, W].
+
+        Raises:
+            ValueError: nothing was read and differentiated.
         """
         reads = [read for read in self.reads if read[1][0].grad is not None]
         self.reads = []
@@ -114,8 +117,8 @@ def warmed_up(beta: float, count: Tensor) -> Tensor:
 
 
 class RowAdam:
-    """Adam on the rows that the batch read, and only on them (design: SparseAdam, with a step count
-    per row).
+    """Adam on the rows that the batch read, and only on them (PyTorch's SparseAdam, but with a step
+    count per row).
 
     - Moments are float32 and belong to a row, as does the step count: with one global count, bias
       correction would let a row first seen at step 1000 move 2.5 times too far.

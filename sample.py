@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import tiktoken
 import torch
 
-from common import UserError, encode, load_model, pick_device, run
+from common import UserError, check_seed, encode, load_model, pick_device, run
 from model import Decoder
 from tokenizer import StreamDecoder
 
@@ -57,8 +57,7 @@ def main() -> None:
         raise UserError(f"--top_k {args.top_k} must be at least 1")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top_p {args.top_p} must be above 0 and at most 1")
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed} must be 0 or more, and fit 63 bits")
+    check_seed(args.seed)
     for name in ("max_new_tokens", "num_samples"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from common import UserError
+from common import UserError, check_seed
 from data import read_meta
 from model import LAYERS, ModelConfig
 from offload import adamw_travel
@@ -129,8 +129,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     for name in ("batch_size", "device_batch_size", "max_iters", "eval_interval", "eval_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed} must be 0 or more, and fit 63 bits")
+    check_seed(args.seed)
     if not args.learning_rate > 0:
         raise UserError(f"--learning_rate {args.learning_rate} must be positive")
     for name in ("weight_decay", "grad_clip"):
