@@ -1,0 +1,67 @@
+"""The chat template: conversations as tokens, and which of those tokens are the assistant's.
+
+    <|endoftext|><|im_start|>user\\nWhat is the capital of Peru?<|im_end|>\\n
+    <|im_start|>assistant\\nLima.<|im_end|>\\n
+
+A conversation is a list of messages, {"role": ..., "content": ...}. The markers are special tokens,
+which no text encodes to: nobody can end his message and go on in another role.
+"""
+
+from collections.abc import Sequence
+
+import tiktoken
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+def special(encoding: tiktoken.Encoding, marker: str) -> int:
+    """The id of a marker.
+
+    Raises:
+        ValueError: this tokenizer has no such token, so it cannot write conversations.
+    """
+    try:
+        return encoding.encode_single_token(marker)
+    except KeyError:
+        raise ValueError(f"the tokenizer {encoding.name} has no {marker}") from None
+
+
+def check(messages: object) -> None:
+    """Refuse what is not a conversation.
+
+    Raises:
+        ValueError: saying what is wrong.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("a conversation is a list of messages, at least one")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ValueError(f"a message is an object, not {type(message).__name__}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f'a message needs "{key}", a text')
+        if not message["role"].isidentifier():
+            raise ValueError(f"role {message['role'][:40]!r} is not a word")
+
+
+def parts(messages: Sequence[dict]) -> list[str]:
+    """The texts between the markers of a conversation: a heading and a content for each message.
+
+    They are encoded apart, so that a heading is always the same tokens, in training as in a chat.
+    """
+    return [text for message in messages for text in (f"{message['role']}\n", message["content"])]
+
+
+def join(encoding: tiktoken.Encoding, encoded: Sequence[list[int]]) -> list[int]:
+    """Token ids of a conversation from those of its `parts`."""
+    start, end = special(encoding, START), special(encoding, END)
+    newline = encoding.encode_ordinary("\n")
+    ids = []
+    for heading, content in zip(encoded[::2], encoded[1::2], strict=True):
+        ids += [start, *heading, *content, end, *newline]
+    return ids
+
+
+def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
+    """Token ids of a conversation, without the <|endoftext|> that precedes a document."""
+    return join(encoding, [encoding.encode_ordinary(text) for text in parts(messages)])
