@@ -95,40 +95,41 @@ class ResidentTables(nn.Module):
         return ids, merged
 
 
-def adamw_travel(betas: tuple[float, float]) -> float:
-    """How far AdamW over a whole table moves a row after one isolated gradient, in learning rates.
+def expected_travel(betas: tuple[float, float], p: Tensor | float) -> Tensor | float:
+    """How far AdamW over a whole table moves a row, in units of its step at a gradient, until the
+    row is read again, if every later step reads it with probability `p`.
 
-    The moments decay on while the row is not read, m = (1 - b1) b1^k g and v = (1 - b2) b2^k g^2,
-    so the steps m / sqrt(v) sum up to
+    Without a gradient the moments decay, m by b1 and sqrt(v) by sqrt(b2), so step number k after
+    the gradient is r^k times the first one, r = b1 / sqrt(b2). It happens before the next reading
+    with probability (1 - p)^k. Altogether
 
-        (1 - b1) / sqrt(1 - b2) * sum_k (b1 / sqrt(b2))^k
+        sum_k (r (1 - p))^k = 1 / (1 - r (1 - p))
 
-    which is 5.8 for (0.9, 0.95). A row-wise step moves a row only when it is read, by one learning
-    rate in the same case. Training tables with this multiple of the backbone's learning rate
-    therefore restores the travel of AdamW; it is the default of `train.py --table_lr_scale`.
+    which is 1 for a row that is in every batch, and 13 for a rare one with betas (0.9, 0.95): whose
+    first step, (1 - b1) / sqrt(1 - b2) = 0.45 learning rates, thus grows to 5.8.
     """
     b1, b2 = betas
-    return (1 - b1) / math.sqrt(1 - b2) / (1 - b1 / math.sqrt(b2))
-
-
-def warmed_up(beta: float, count: Tensor) -> Tensor:
-    """1 - beta^count, Adam's bias correction, without the digits that cancel in float32."""
-    return -torch.expm1(count * math.log(beta)) if beta else torch.ones_like(count)
+    return 1 / (1 - b1 / math.sqrt(b2) * (1 - p))
 
 
 class RowAdam:
-    """Adam on the rows that the batch read, and only on them (PyTorch's SparseAdam, but with a step
-    count per row).
+    """Adam on the rows that the batch read, and only on them, that takes a row where AdamW over the
+    whole table would have it by the time it is read again.
 
-    - Moments are float32 and belong to a row, as does the step count: with one global count, bias
-      correction would let a row first seen at step 1000 move 2.5 times too far.
-    - A row that is not in the batch stays bit-identical, moments and all.
-    - If every row is in every batch this is AdamW.
+    AdamW goes on moving and decaying every row in every step, at a cost of V x W. Between two
+    readings of a row nobody sees where it is, so all of that can be done when it is read:
+
+    - The moments decay by the steps since the last reading: they equal AdamW's.
+    - The steps that AdamW would take until the next reading are taken at once, as many as are to be
+      expected at the rate at which the token came so far (`expected_travel`).
+
+    A row that is not in the batch stays bit-identical, moments and all; if every row is in every
+    batch this is AdamW. Moments are float32.
 
     Args:
         tables: the tables to train.
         betas, eps: as in Adam.
-        weight_decay: decoupled decay of the rows that are read, off by default.
+        weight_decay: decoupled decay, off by default.
     """
 
     def __init__(
@@ -141,33 +142,41 @@ class RowAdam:
         self.tables, self.betas, self.eps, self.weight_decay = tables, betas, eps, weight_decay
         self.m = [torch.zeros_like(w, dtype=torch.float32) for w in tables.weight]
         self.v = [torch.zeros_like(w, dtype=torch.float32) for w in tables.weight]
-        # One count per token: all tables are read under the same ids.
+        # One number per token, not per row: all tables are read under the same ids.
         device = tables.weight[0].device if self.m else None
-        self.count = torch.zeros(tables.vocab_size, dtype=torch.int64, device=device)
+        self.count = torch.zeros(tables.vocab_size, dtype=torch.int64, device=device)  # readings
+        self.last = torch.zeros_like(self.count)  # the step of the last one
+        self.steps = 0
 
     @torch.no_grad()
     def step(self, ids: Tensor, grads: list[Tensor], lr: float) -> None:
         """Update rows `ids` [n] (distinct) of each table with its gradient [n, W]."""
-        b1, b2 = self.betas
-        self.count[ids] += 1
-        count = self.count[ids].float()[:, None]  # [n, 1]
-        step_size = lr / warmed_up(b1, count)
-        scale_v = 1 / warmed_up(b2, count)
+        (b1, b2), before = self.betas, self.steps
+        self.steps += 1
+        count = self.count[ids]  # before this reading, which would bias the rate
+        gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]
+        self.count[ids], self.last[ids] = count + 1, self.steps
+        rate = (count.float() / before)[:, None] if before else 1.0  # [n, 1]
+        step_size = lr * expected_travel(self.betas, rate) / (1 - b1**self.steps)
+        scale_v = 1 / (1 - b2**self.steps)
+        decay = (1 - lr * self.weight_decay) ** gap
         for weight, m, v, grad in zip(self.tables.weight, self.m, self.v, grads, strict=True):
             grad = grad.float()
-            m_rows = m[ids].lerp_(grad, 1 - b1)
-            v_rows = v[ids].mul_(b2).addcmul_(grad, grad, value=1 - b2)
-            rows = weight[ids].mul_(1 - lr * self.weight_decay)
+            m_rows = m[ids].mul_(b1**gap).add_(grad, alpha=1 - b1)
+            v_rows = v[ids].mul_(b2**gap).addcmul_(grad, grad, value=1 - b2)
+            rows = weight[ids].mul_(decay)
             rows -= step_size * m_rows / (v_rows * scale_v).sqrt_().add_(self.eps)
             m[ids], v[ids], weight[ids] = m_rows, v_rows, rows
 
     def state_dict(self) -> dict:
-        """Moments and counts, for the checkpoint."""
-        return {"m": self.m, "v": self.v, "count": self.count}
+        """Moments, counts and steps, for the checkpoint."""
+        state = {"m": self.m, "v": self.v, "count": self.count, "last": self.last}
+        return {**state, "steps": self.steps}
 
     def load_state_dict(self, state: dict) -> None:
         """Copy in what `state_dict` gave; the tables' device and shapes stay."""
-        for mine, saved in zip(
-            [*self.m, *self.v, self.count], [*state["m"], *state["v"], state["count"]], strict=True
-        ):
-            mine.copy_(saved)
+        mine = [*self.m, *self.v, self.count, self.last]
+        saved = [*state["m"], *state["v"], state["count"], state["last"]]
+        for own, other in zip(mine, saved, strict=True):
+            own.copy_(other)
+        self.steps = state["steps"]

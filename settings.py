@@ -7,7 +7,6 @@ from pathlib import Path
 from common import UserError, check_seed
 from data import read_meta
 from model import LAYERS, ModelConfig
-from offload import adamw_travel
 
 DEFAULT_DATA = Path("data/countries")
 
@@ -92,8 +91,9 @@ def parse_args(description: str) -> argparse.Namespace:
     add(
         "--table_lr_scale",
         type=float,
-        help="learning rate of tables over the backbone's; default: 1 for adamw, for rowwise what "
-        "lets a row move as far as adamw would (5.8, derived in offload.adamw_travel)",
+        default=1.0,
+        help="learning rate of tables over the backbone's (%(default)s: rowwise derives for each "
+        "row by itself how far adamw would move it, see offload.expected_travel)",
     )
     add("--eval_interval", type=int, help="steps between evaluations and checkpoints")
     add("--eval_tokens", type=int, default=65536, help="validation tokens to look at (%(default)s)")
@@ -138,11 +138,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     for name in ("warmup", "min_lr", "beta1", "beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be 0 or more and below 1")
-    if args.beta1**2 >= args.beta2:  # else a row would travel without bound, see adamw_travel
+    if args.beta1**2 >= args.beta2:  # else a row would travel without bound, see expected_travel
         raise UserError(f"--beta1 {args.beta1} squared must be below --beta2 {args.beta2}")
-    if args.table_lr_scale is None:
-        rowwise = args.table_optimizer == "rowwise"
-        args.table_lr_scale = adamw_travel((args.beta1, args.beta2)) if rowwise else 1.0
     if not args.table_lr_scale > 0:
         raise UserError(f"--table_lr_scale {args.table_lr_scale} must be positive")
     if args.batch_size % args.device_batch_size:

@@ -18,7 +18,7 @@ import train as train_module
 from common import UserError, run
 from compare import read_run
 from model import Decoder, ModelConfig
-from settings import PRESETS, complete, parse_args
+from settings import PRESETS, parse_args
 
 
 def arguments(monkeypatch, data, out, *more):
@@ -185,14 +185,6 @@ def test_presets_have_their_size(preset, ffn, millions):
     with torch.device("meta"):
         model = Decoder(ModelConfig(**{**shape, "ffn": ffn}))
     assert model.sizes()["total"] / 1e6 == pytest.approx(millions, rel=0.01)
-
-
-def test_table_learning_rate_defaults_to_the_derived_scale(data, tmp_path, monkeypatch):
-    args = complete(arguments(monkeypatch, data, tmp_path))
-    travel = 0.1 / math.sqrt(0.05) * sum((0.9 / math.sqrt(0.95)) ** k for k in range(1000))
-    assert args.table_lr_scale == pytest.approx(travel)
-    args = complete(arguments(monkeypatch, data, tmp_path, "--table_optimizer", "adamw"))
-    assert args.table_lr_scale == 1.0
 
 
 @pytest.mark.parametrize(
