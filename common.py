@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tiktoken
 import torch
+from torch import Tensor
 
 import tokenizer
 from model import Decoder, ModelConfig
@@ -141,3 +142,11 @@ def load_model(path: str | Path, device: torch.device) -> tuple[Decoder, tiktoke
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
     """Token ids of a document's text, after the <|endoftext|> that precedes every document."""
     return [encoding.eot_token, *encoding.encode_ordinary(text)]
+
+
+def token_lengths(encoding: tiktoken.Encoding) -> Tensor:
+    """Bytes of text in each token [V]; special tokens, and ids that no token has, hold none."""
+    lengths = torch.zeros(encoding.n_vocab, dtype=torch.int64)
+    for text in encoding.token_byte_values():
+        lengths[encoding.encode_single_token(text)] = len(text)
+    return lengths
