@@ -64,9 +64,9 @@ def read_meta(folder: Path) -> dict:
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        if meta["format"] != 1:
-            raise ValueError(f"format {meta['format']} instead of 1")
-        for key in ("corpus", "vocab_size", "dtype", "tokenizer", "train", "val"):
+        if meta["format"] != 2:
+            raise ValueError(f"format {meta['format']} instead of 2")
+        for key in ("kind", "corpus", "vocab_size", "dtype", "tokenizer", "train", "val"):
             meta[key]
         for split in ("train", "val"):
             meta[split]["tokens"] + meta[split]["bytes"]

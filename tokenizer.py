@@ -32,8 +32,8 @@ FIRST_MERGE = FIRST_BYTE + 256
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 # Training cuts longer words into pieces of so many characters. A merge rewrites every word that has
-# the pair, so words without an end (a line of base64, a book without spaces) would cost their length
-# squared. What is learned is the same, but for pairs that would lie across the cuts.
+# the pair, so words without an end (a line of base64, a book without spaces) would cost their
+# length squared. What is learned is the same, but for pairs that would lie across the cuts.
 PIECE = 256
 
 FORMAT = "byte-bpe"
@@ -64,8 +64,9 @@ def train(
 
     Raises:
         TypeError: If `texts` is one string instead of an iterable of strings.
-        ValueError: If `vocab_size` has no room for the bytes or is beyond what is stored as a
-            character, `min_count` is below 1 or there is no text. A lone surrogate, which has no UTF-8 form, raises its subclass UnicodeEncodeError.
+        ValueError: If `vocab_size` has no room for the bytes or more than there are code points,
+            `min_count` is below 1 or there is no text. A lone surrogate, which has no UTF-8 form,
+            raises its subclass UnicodeEncodeError.
     """
     if isinstance(texts, str):
         raise TypeError("texts must be an iterable of strings, not one string")
@@ -172,6 +173,29 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[P
                 heapq.heappush(heap, (-pair_counts[pair], pair))
                 pair_words[pair] = numbers
         yield ord(first), ord(second)
+
+
+def pretrained(name: str) -> tiktoken.Encoding:
+    """Returns tiktoken's encoding of this name with our special tokens after its own.
+
+    Ids that it leaves unused get names, so that whatever a model samples can be decoded. The
+    vocabulary is downloaded once and kept in TIKTOKEN_CACHE_DIR.
+
+    Raises:
+        OSError, ValueError: If it cannot be downloaded, or is damaged.
+    """
+    base = tiktoken.get_encoding(name)
+    specials = dict(base._special_tokens)
+    used = {*base._mergeable_ranks.values(), *specials.values()}
+    specials |= {f"<|unused_{i}|>": i for i in range(base.n_vocab) if i not in used}
+    for marker in SPECIALS:
+        specials.setdefault(marker, len(used | set(specials.values())))
+    return tiktoken.Encoding(
+        name=f"{name}_im",
+        pat_str=base._pat_str,
+        mergeable_ranks=base._mergeable_ranks,
+        special_tokens=specials,
+    )
 
 
 def dumps(encoding: tiktoken.Encoding) -> str:

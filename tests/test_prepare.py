@@ -10,15 +10,21 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from conftest import command
 
 import countries
 import data as data_module
+import documents
 import download
 import prepare
 import tokenizer
 from common import UserError
+
+
+def texts_in(path):
+    return [document for _, document in documents.read([path], documents.Report(0))]
 
 
 def test_files_hold_every_document_behind_an_endoftext(story, data):
@@ -31,35 +37,35 @@ def test_files_hold_every_document_behind_an_endoftext(story, data):
         assert len(ids) == meta[split]["tokens"]
         parts = np.split(ids, np.flatnonzero(ids == encoding.eot_token))
         assert len(parts[0]) == 0  # the file begins with <|endoftext|>
-        documents = [encoding.decode(part[1:].tolist()) for part in parts[1:]]
-        assert len(documents) == meta[split]["documents"]
-        assert sum(len(text.encode()) for text in documents) == meta[split]["bytes"]
-        found += documents
+        decoded = [encoding.decode(part[1:].tolist()) for part in parts[1:]]
+        assert len(decoded) == meta[split]["documents"]
+        assert sum(len(text.encode()) for text in decoded) == meta[split]["bytes"]
+        found += decoded
     assert sorted(found) == sorted(texts)
 
 
 def test_adding_a_file_moves_no_document(tmp_path):
     texts = [f"document number {i}" for i in range(500)]
-    chosen = {text for text in texts if prepare.is_validation(text, 0.1)}
+    chosen = {text for text in texts if documents.is_validation(text, 0.1)}
     assert 20 < len(chosen) < 80
     more = [f"another {i}" for i in range(500)]
-    assert {text for text in texts + more if prepare.is_validation(text, 0.1)} >= chosen
+    assert {text for text in texts + more if documents.is_validation(text, 0.1)} >= chosen
 
 
 def test_txt_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
     paragraphs = [("word " * 80).strip() + f" {i}." for i in range(40)]
     path = tmp_path / "book.txt"
     path.write_text("\n\n".join(paragraphs), encoding="utf-8")
-    documents = list(prepare.read_documents(path))
-    assert len(documents) > 5
-    assert "".join(documents) == path.read_text(encoding="utf-8")
-    assert all(document.endswith("\n\n") for document in documents[:-1])
+    texts = texts_in(path)
+    assert len(texts) > 5
+    assert "".join(texts) == path.read_text(encoding="utf-8")
+    assert all(text.endswith("\n\n") for text in texts[:-1])
 
 
 def test_txt_is_cut_at_endoftext_lines(tmp_path):
     path = tmp_path / "stories.txt"
     path.write_text("One.\nstill one.\n<|endoftext|>\nTwo.\n<|endoftext|>\n\n<|endoftext|>\nThree.")
-    assert list(prepare.read_documents(path)) == ["One.\nstill one.\n", "Two.\n", "Three."]
+    assert texts_in(path) == ["One.\nstill one.\n", "Two.\n", "Three."]
 
 
 def test_a_public_data_set_by_name(tmp_path, monkeypatch):
@@ -88,43 +94,19 @@ def test_literal_special_tokens_in_text_stay_text(tmp_path):
     path = tmp_path / "odd.jsonl"
     lines = [json.dumps({"text": f"{i} <|endoftext|> is written out"}) for i in range(100)]
     path.write_text("\n".join(lines))
-    meta = prepare.prepare_files(tmp_path / "out", [path], 300, 0.1)
+    meta = prepare.prepare_files(tmp_path / "out", [path], "text", None, 300, 0.1)
     ids = np.fromfile(tmp_path / "out" / "train.bin", dtype="uint16")
     assert (ids == 0).sum() == meta["train"]["documents"]
 
 
 def test_large_vocabularies_get_uint32(tmp_path):
-    class Large:  # what write_tokens needs of an encoding, with ids beyond 65,535
-        eot_token = 0
-
-        def encode_ordinary_batch(self, texts, num_threads):
-            return [[70000, 1] for _ in texts]
-
-    counts = prepare.write_tokens(tmp_path / "x.bin", ["a"], Large(), "uint32")
-    assert counts["tokens"] == 3
-    assert np.fromfile(tmp_path / "x.bin", dtype="uint32").tolist() == [0, 70000, 1]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.csv", b"x", "only .txt and .jsonl"),
-        ("a.txt", b"caf\xe9 " * 100, "not UTF-8"),
-        ("a.jsonl", b'{"text": "fine"}\n{"txt": "x"}\n', r"a\.jsonl:2"),
-        ("a.jsonl", b'{"text": "fine"}\nnot json\n', r"a\.jsonl:2"),
-        ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1"),
-        ("a.jsonl", b"[1]\n", r"a\.jsonl:1"),
-        ("a.txt", b"", "no document for training"),
-        ("a.jsonl", b'{"text": "just one"}\n', "no document for"),
-    ],
-)
-def test_bad_files_are_named(tmp_path, name, content, says):
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=says):
-        prepare.prepare_files(tmp_path / "out", [path], 300, 0.1)
-    assert not (tmp_path / "out" / "meta.json").exists()
+    ranks = {bytes([b]): 70_000 + b for b in range(256)}
+    large = tiktoken.Encoding(
+        "large", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 0}
+    )
+    meta = prepare.write_dataset(tmp_path, [("train", "a"), ("val", "b")], large)
+    assert meta["dtype"] == "uint32" and meta["train"]["tokens"] == 2
+    assert np.fromfile(tmp_path / "train.bin", dtype="uint32").tolist() == [0, 70_000 + ord("a")]
 
 
 def test_command_reports_bad_flags(tmp_path, story):
@@ -206,6 +188,6 @@ def test_damaged_data_folders_are_refused(data, tmp_path):
     data_module.read_tokenizer(tmp_path, meta)
     with pytest.raises(UserError, match="not the tokenizer"):
         data_module.read_tokenizer(tmp_path, {**meta, "tokenizer": "another"})
-    (tmp_path / "meta.json").write_text('{"format": 1}')
+    (tmp_path / "meta.json").write_text('{"format": 2, "kind": "text"}')
     with pytest.raises(UserError, match=r"damaged.*corpus"):
         data_module.read_meta(tmp_path)
