@@ -136,7 +136,7 @@ def read(
                     except UsesTools:
                         report.tools += 1
     except OSError as error:
-        raise UserError(f"--input {path}: {error.strerror}") from None
+        raise UserError(f"--input {error.filename or path}: {error.strerror}") from None
 
 
 def kind_of(paths: list[Path]) -> str:

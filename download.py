@@ -41,6 +41,7 @@ class Dataset:
     sha256: str | None
     licence: str
     about: str
+    kind: str = "text"  # of documents (documents.py)
 
     @property
     def url(self) -> str:
@@ -88,6 +89,7 @@ DATASETS: dict[str, Dataset] = {
         "abb1e76b2056e14728beb78db96b7b3c491a0bef1ed3e34a9b381b28f29fa518",
         MINIMIND_LICENCE,
         'conversations, mostly Chinese: {"conversations": ...}',
+        "chat",
     ),
     "minimind-dpo": Dataset(
         MINIMIND,
@@ -96,6 +98,7 @@ DATASETS: dict[str, Dataset] = {
         "ee934a8a455ccc99d1334d63e1254dd1d64f497fd067cfcbb71e3043f5b46768",
         MINIMIND_LICENCE,
         'preferred and rejected answers: {"chosen": ..., "rejected": ...}',
+        "preference",
     ),
 }
 

@@ -70,10 +70,13 @@ def encoded(
     for split, document in batch:
         for part in document if kind == "preference" else [document]:
             texts = [part] if kind == "text" else chat.parts(part)
-            ids = [encoding.encode_ordinary(text) for text in texts]
-            ids = ids[0] if kind == "text" else chat.join(encoding, ids)
-            array = np.array([encoding.eot_token, *ids], dtype=dtype)
-            result.append((split, array.tobytes(), sum(len(text.encode()) for text in texts)))
+            if kind == "text":  # as `encode_ordinary`, without a list of Python's numbers
+                ids = encoding.encode_to_numpy(part, disallowed_special=())
+            else:
+                ids = chat.join(encoding, [encoding.encode_ordinary(text) for text in texts])
+            tokens = np.empty(1 + len(ids), dtype)
+            tokens[0], tokens[1:] = encoding.eot_token, ids
+            result.append((split, tokens.tobytes(), sum(len(text.encode()) for text in texts)))
     return result
 
 
@@ -93,7 +96,7 @@ def batches(documents: Iterable[Labelled]) -> Iterator[tuple[list[Labelled], int
 def in_order(function: Callable, sized: Iterable[tuple[list, int]]) -> Iterator:
     """`function` of each list, on all cores, in their order. Few lists are in memory at a time.
 
-    Threads are enough: tiktoken encodes outside of Python's lock, and the rest is a tenth of it.
+    Threads do for that: tiktoken encodes outside of Python's lock, which takes most of the time.
     """
     workers = os.cpu_count() or 1
     waiting, size = deque(), 0
@@ -325,6 +328,8 @@ def main() -> None:
                 f"files, not {args.dataset}" if made else "corpora that are made here, not files"
             )
             raise UserError(f"--{flag} goes with {where}")
+    if args.base_url and (made or args.input):
+        raise UserError("--base_url goes with a --dataset that is downloaded")
     if args.input and not args.out_dir:
         raise UserError("--input needs --out_dir: say where the token files go")
     out_dir = args.out_dir or Path("data") / args.dataset
@@ -343,9 +348,10 @@ def main() -> None:
             )
         encoding = ready_tokenizer(args.tokenizer)
 
-    if not made and not args.input:
-        args.input = [fetch(args.dataset, Path("data/raw"), args.base_url)]
-    kind = CORPORA[args.dataset][0] if made else kind_of(args.input)
+    if args.input:
+        kind = kind_of(args.input)
+    else:
+        kind = CORPORA[args.dataset][0] if made else DATASETS[args.dataset].kind
     if kind != "text" and encoding is None:
         raise UserError(
             f"--tokenizer is needed: {kind} data continue a model, so name the data or the "
@@ -357,7 +363,8 @@ def main() -> None:
     if made:
         meta = prepare_corpus(args.dataset, out_dir, encoding, vocab_size, args.seed or 0)
     else:
-        meta = prepare_files(out_dir, args.input, kind, encoding, vocab_size, fraction, max_bad)
+        paths = args.input or [fetch(args.dataset, Path("data/raw"), args.base_url)]
+        meta = prepare_files(out_dir, paths, kind, encoding, vocab_size, fraction, max_bad)
     for split in ("train", "val"):
         counts = meta[split]
         print(
