@@ -26,8 +26,8 @@ def folders(data, trained, tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("stages"), random.Random(0)
     names = ("Anna", "Björn", "Chloë")
     lines = {"chat": [], "preference": []}
-    for _ in range(60):
-        who = rng.choice(names)
+    for number in range(60):
+        who = f"{rng.choice(names)} {number}"
         ask = {"role": "user", "content": f"Who sees {who}?"}
         yes, no = ({"role": "assistant", "content": c} for c in (f"{who}.", f"No {who} " * 2))
         more = [ask, yes] if rng.random() < 0.3 else []
@@ -62,11 +62,16 @@ def stage(folders, trained, tmp_path, monkeypatch):
 
 
 def test_the_whole_chain(stage, folders, trained, tmp_path):
-    sft = stage("sft", "sft", more=("--max_iters", 60, "--learning_rate", "3e-3"))
+    sft = stage(
+        "sft", "sft", more=("--block_size", 64, "--max_iters", 60, "--learning_rate", "3e-3")
+    )
     evals = [record["val_loss"] for record in read_run(sft)["eval"]]
     assert evals[-1] < 0.5 * evals[0]
     dpo = stage(
-        "dpo", "dpo", init=sft / "ckpt.pt", more=("--max_iters", 30, "--learning_rate", "1e-3")
+        "dpo",
+        "dpo",
+        init=sft / "ckpt.pt",
+        more=("--block_size", 64, "--max_iters", 30, "--learning_rate", "1e-3"),
     )
     first, *_, last = read_run(dpo)["eval"]
     assert first["val_margin"] == pytest.approx(0, abs=1e-4)  # it is the reference itself
@@ -79,8 +84,9 @@ def test_the_whole_chain(stage, folders, trained, tmp_path):
     answers = talk.stdout.splitlines()
     assert len(answers) == 3 and answers[0] == answers[2] != ""
     assert "tok/s" in talk.stderr and "has not learned to talk" not in talk.stderr
-    for name in ("config", "tokenizer"):
-        assert checkpoint(dpo)[name] == checkpoint(trained["stem"])[name]
+    first, last = checkpoint(trained["stem"]), checkpoint(dpo)
+    assert last["config"] == {**first["config"], "block_size": 64}
+    assert last["tokenizer"] == first["tokenizer"]
 
 
 def crash_in_step(monkeypatch, number):
