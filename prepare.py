@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +43,7 @@ from download import DATASETS, fetch
 # cores busy, at some 20 bytes of memory each.
 BATCH, UNDER_WAY = 1 << 19, 2 * HUGE
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
-# few merges, but takes memory and time without bound (in Chinese, 40 bytes for each).
+# few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
 
 PRETRAINED = ("gpt2", "cl100k_base")
@@ -252,17 +251,21 @@ def prepare_files(
         for _, document in read(paths, report, kind, desc):
             yield "val" if is_validation(document, val_fraction) else "train", document
 
+    def sample(share: float) -> Iterator[str]:
+        report, none = Report(max_bad), True
+        for split, document in documents(report, "counting words"):
+            if split == "train" and in_sample(document, share):
+                none = False
+                yield document
+        report.judge()  # before a tokenizer is trained on what is left
+        if none:
+            raise UserError(NO_DOCUMENT.format("training"))
+
     if encoding is None:
-        report = Report(max_bad)
         share = min(1.0, SAMPLE / max(1, sum(path.stat().st_size for path in paths)))
         if share < 1:
             print(f"training the tokenizer on {share:.1%} of the text, chosen by hash")
-        sample = (
-            document
-            for split, document in documents(report, "counting words")
-            if split == "train" and in_sample(document, share)
-        )
-        encoding = train_tokenizer(chain(sample, judged(report)), vocab_size)
+        encoding = train_tokenizer(sample(share), vocab_size)
     report = Report(max_bad)
     meta = write_dataset(
         out_dir,
@@ -277,14 +280,6 @@ def prepare_files(
     for line in report.lines():
         print(line)
     return meta
-
-
-def judged(report: Report) -> Iterator[str]:
-    """No document: what is read after the last one, to judge before a tokenizer is trained."""
-    report.judge()
-    if report.documents == report.bad.total():
-        raise UserError(NO_DOCUMENT.format("training"))
-    yield from ()
 
 
 def main() -> None:

@@ -272,6 +272,17 @@ def test_nothing_is_left_out_silently(tmp_path):
     assert "6 of 66" in command("prepare.py", *flags, cwd=tmp_path, fails=True).stderr
 
 
+def test_bad_files_are_refused_before_training_a_tokenizer_and_without_one(
+    tmp_path, encoding, monkeypatch
+):
+    path = jsonl(tmp_path / "a.jsonl", [*TEXTS, b"oops"])
+    with pytest.raises(UserError, match="1 of 61"):
+        prepare.prepare_files(tmp_path / "out", [path], "text", encoding)
+    monkeypatch.setattr(tokenizer, "_merges", lambda *_: pytest.fail("trained in vain"))
+    with pytest.raises(UserError, match="1 of 61"):
+        prepare.prepare_files(tmp_path / "out", [path], "text")
+
+
 def test_a_file_of_rubbish_is_given_up_early(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [*TEXTS, *[b"oops"] * 10_000])
     report = documents.Report(0.001)
@@ -287,7 +298,8 @@ def test_a_file_of_rubbish_is_given_up_early(tmp_path):
         ("a.txt", b"caf\xe9 " * 100, "not UTF-8"),
         ("a.jsonl", b'{"txt": "x"}\n' * 3, r"a\.jsonl:1"),
         ("a.txt", b"", "no document for training"),
-        ("a.jsonl", b'{"text": "just one"}\n', "no document for"),
+        ("a.jsonl", b'{"text": "just one"}\n', "no document for validation"),
+        ("a.jsonl", b'{"text": "number 120"}\n', "no document for training"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"}\n[]\n', r"a\.jsonl:3"),
     ],
 )
