@@ -7,7 +7,7 @@ from pathlib import Path
 from common import UserError, check_seed
 from data import read_meta
 from model import LAYERS, ModelConfig
-from offload import adamw_travel
+from rowadam import adamw_travel
 
 DEFAULT_DATA = Path("data/countries")
 
@@ -93,7 +93,7 @@ def parse_args(description: str) -> argparse.Namespace:
         "--table_lr_scale",
         type=float,
         help="learning rate of tables over the backbone's; default: 1 for adamw, for rowwise what "
-        "lets a row move as far as adamw would (5.8, derived in offload.adamw_travel)",
+        "lets a row move as far as adamw would (5.8, derived in rowadam.adamw_travel)",
     )
     add("--eval_interval", type=int, help="steps between evaluations and checkpoints")
     add("--eval_tokens", type=int, default=65536, help="validation tokens to look at (%(default)s)")

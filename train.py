@@ -32,7 +32,7 @@ from countries import RELATIONS
 from data import Tokens, read_meta, read_tokenizer
 from edit import exam, recall
 from model import Decoder, ModelConfig
-from offload import RowAdam
+from rowadam import RowAdam
 from sample import sample_text
 from settings import DEFAULT_DATA, MODEL_FLAGS, complete, parse_args, resumed
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model import LAYERS, Decoder, ModelConfig
-from offload import RowAdam
+from rowadam import RowAdam
 
 pytestmark = [
     pytest.mark.gpu,

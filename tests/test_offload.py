@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload import ResidentTables, RowAdam, adamw_travel
+from offload import ResidentTables
+from rowadam import RowAdam, adamw_travel
 
 V, W = 11, 6
 
