@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import tiktoken
 import torch
 
+import homes
 from common import UserError, check_seed, encode, load_model, pick_device, run
 from model import Decoder
 from tokenizer import StreamDecoder
@@ -50,7 +51,9 @@ def main() -> None:
     add("--num_samples", type=int, default=1, help="%(default)s")
     add("--seed", type=int, default=1337, help="of the first sample, then one more each (1337)")
     add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
+    homes.add_flags(parser)
     args = parser.parse_args()
+    homes.check_flags(args)
     if not args.temperature >= 0:
         raise UserError(f"--temperature {args.temperature} must be 0 or more")
     if args.top_k is not None and args.top_k < 1:
@@ -63,7 +66,7 @@ def main() -> None:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
 
     device = pick_device(args.device)
-    model, encoding, _ = load_model(args.ckpt, device)
+    model, encoding, _ = load_model(args.ckpt, device, args)
     args.prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
     n_prompt, block_size = len(encode(encoding, args.prompt)), model.config.block_size
     if n_prompt > block_size:
@@ -91,7 +94,11 @@ def main() -> None:
         print()
         tokens -= 2  # the prompt and the flush
     seconds = time.perf_counter() - start
-    print(f"\n{tokens} tokens, {tokens / seconds:,.0f} tok/s on {device.type}", file=sys.stderr)
+    cache = getattr(model.tables, "cache", None)
+    hits = f", {cache.hits / cache.tokens:.1%} of rows from the cache" if cache else ""
+    print(
+        f"\n{tokens} tokens, {tokens / seconds:,.0f} tok/s on {device.type}{hits}", file=sys.stderr
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
+import homes
 from common import UserError, check_seed
 from data import read_meta
 from model import LAYERS, ModelConfig
@@ -109,6 +110,7 @@ def parse_args(description: str) -> argparse.Namespace:
     )
     add("--compile", action="store_true", help="torch.compile each block: slow start, faster steps")
     add("--seed", type=int, default=1337, help="of weights and data order (%(default)s)")
+    homes.add_flags(parser, training=True)
     args = parser.parse_args()
     # Which flags were given: a second parse leaves the marks of those that were not.
     absent = object()
@@ -130,6 +132,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
     check_seed(args.seed)
+    homes.check_flags(args)
     if not args.learning_rate > 0:
         raise UserError(f"--learning_rate {args.learning_rate} must be positive")
     for name in ("weight_decay", "grad_clip"):
@@ -156,6 +159,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
     """The settings of the run in a checkpoint; of the command line's only where it may run."""
     may_change = ("resume", "out_dir", "data_dir", "device", "dtype", "compile")
+    may_change += ("offload", "ring_slots", "gather", "cache_rows")
     other = [f"--{name}" for name in args.given if name not in may_change]
     if other:
         raise UserError(
@@ -163,6 +167,9 @@ def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
             f"{', '.join(other)}, or start a new run with another --out_dir"
         )
     given = {name: getattr(args, name) for name in args.given}
-    merged = argparse.Namespace(**{**checkpoint["args"], **given, "out_dir": args.out_dir})
+    # Flags that are younger than the checkpoint have their defaults.
+    merged = argparse.Namespace(
+        **{**vars(args), **checkpoint["args"], **given, "out_dir": args.out_dir}
+    )
     merged.data_dir = Path(merged.data_dir)  # whether it is the same text is checked later
     return merged

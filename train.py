@@ -11,6 +11,7 @@ Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.
 
 import argparse
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import homes
 import prepare
 from common import UserError, atomic, load_checkpoint, pick_device, run, save_checkpoint
 from compare import plot
@@ -35,6 +37,7 @@ from model import Decoder, ModelConfig
 from rowadam import RowAdam
 from sample import sample_text
 from settings import DEFAULT_DATA, MODEL_FLAGS, complete, parse_args, resumed
+from tablefile import LIVE, snapshots
 
 
 def schedule(step: int, args: argparse.Namespace) -> float:
@@ -69,12 +72,13 @@ class Optimizer:
             {"params": decayed, "weight_decay": args.weight_decay, "peak": self.peak},
             {"params": plain, "weight_decay": 0.0, "peak": self.peak},
         ]
+        rowwise = len(model.tables.weight) and not whole
         if whole:
             groups.append({"params": tables, "weight_decay": 0.0, "peak": self.table_peak})
         groups = [group for group in groups if group["params"]]
         fused = next(model.parameters()).device.type == "cuda"
         self.adamw = torch.optim.AdamW(groups, lr=self.peak, betas=betas, fused=fused or None)
-        self.rows = RowAdam(model.tables, betas) if tables and not whole else None
+        self.rows = RowAdam(model.tables, betas, seed=args.seed) if rowwise else None
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -102,7 +106,7 @@ class Optimizer:
         return {"adamw": self.adamw.state_dict(), "rows": rows}
 
     def load_state_dict(self, state: dict) -> None:
-        self.adamw.load_state_dict(state["adamw"])
+        self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
         if self.rows:
             self.rows.load_state_dict(state["rows"])
 
@@ -153,7 +157,8 @@ def put_aside(out_dir: Path) -> Path:
     folder = out_dir / f"run{number}"
     try:
         folder.mkdir()
-        for name in ("ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json"):
+        tables = [path.name for path in snapshots(out_dir)]
+        for name in ("ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables):
             if (out_dir / name).exists():
                 os.replace(out_dir / name, folder / name)
     except OSError as error:
@@ -227,7 +232,8 @@ def train(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UserError(f"--{error}") from None
     vars(args).update(asdict(config))  # what was left to default is on record, too
-    model = Decoder(config).to(device)
+    tables = homes.placed(args, device, checkpoint=checkpoint, out_dir=args.out_dir)
+    model = Decoder(config, tables=tables).to(device)
     optimizer = Optimizer(model, args)
     step = 0
     if checkpoint:
@@ -242,6 +248,7 @@ def train(args: argparse.Namespace) -> None:
             step = checkpoint["step"]
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{args.out_dir}/ckpt.pt does not hold a whole run: {error}") from None
+        checkpoint = None  # unmaps its files: deleted ones would go on taking up room
     if args.compile:
         for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
             block.compile()
@@ -345,6 +352,7 @@ def train(args: argparse.Namespace) -> None:
     finally:
         bar.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        (args.out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it; what is open stays so
     finish(model, encoding, args, meta, log, val_loss, val_loss / bytes_per_token)
 
 

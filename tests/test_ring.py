@@ -1,17 +1,11 @@
 """Checks offloaded tables against resident ones, bit for bit, and the ring against what can go
 wrong in it: hazards, errors, lookups left half-way."""
 
-import time
-from functools import partial
-
 import pytest
 import torch
-from torch import nn
 
-import ring
 from model import Decoder, ModelConfig
 from offload import OffloadedTables, RamHome, ResidentTables
-from ring import Slot
 from rowadam import RowAdam
 from tablefile import TableFile
 
