@@ -405,8 +405,7 @@ class OffloadedTables(Tables):
 
     def settle(self, table: int) -> None:
         """Run the update that waits for a table, if one does (H3)."""
-        if self.failure:
-            raise RuntimeError("an update failed: go on from a checkpoint") from self.failure
+        self.check()
         if table in self.pending:
             update, grad = self.pending.pop(table)
             try:
@@ -415,8 +414,14 @@ class OffloadedTables(Tables):
                 self.failure = error
                 raise
 
+    def check(self) -> None:
+        """Rows of which only some took a step are never read or saved."""
+        if self.failure:
+            raise RuntimeError("an update failed: go on from a checkpoint") from self.failure
+
     def flush(self) -> None:
         self.abandon()
+        self.check()
         for table in sorted(self.pending):
             self.settle(table)
 
