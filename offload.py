@@ -23,6 +23,7 @@ This file knows rows, ids and devices, nothing about transformers.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -166,7 +167,7 @@ class RamHome:
         m, v = (list(torch.zeros(self.shape).unbind(1)) for _ in range(2))
         return m, v, torch.zeros(self.shape[0], dtype=torch.int64)
 
-    def read_ahead(self, ids: Tensor, training: bool) -> None:
+    def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
         """Nothing to do."""
 
 
@@ -295,14 +296,16 @@ class OffloadedTables(Tables):
                 job = None if alone else self.worker.submit(self.fetch, slot, distinct, tables)
                 self.flight.append((slot, job))
 
-        if alone:
-            self.home.read_ahead(distinct, training)
-        else:
-            self.worker.submit(self.home.read_ahead, distinct, training)
+        ahead = self.home.read_ahead if alone else partial(self.worker.submit, self.home.read_ahead)
+        ahead(distinct, ("rows",))
         for slot in self.slots:
             order(slot)
+        if training:
+            ahead(distinct, ("m", "v"))  # the update will want them
         self.moved += n_table * n * self.width * self.weight[0].element_size()
         flight = self.flight
+        if self.cuda:
+            position = position.pin_memory()  # else the host would wait until the GPU gets there
         position = position.to(self.device, non_blocking=True)
         leaves: list[Tensor] = []
         if training:

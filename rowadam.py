@@ -127,7 +127,7 @@ class RowAdam:
         weight = self.tables.weight[table]
         m, v = self.m[table].index_select(0, ids), self.v[table].index_select(0, ids)  # [n, W]
         rows = weight.index_select(0, ids).float()
-        adam_rows(rows, m, v, count, grad.float(), lr, self.betas, self.eps, self.weight_decay)
+        adam_rows(rows, m, v, count, grad.to(m), lr, self.betas, self.eps, self.weight_decay)
         if weight.dtype == torch.bfloat16:
             generator = torch.Generator(rows.device)
             # Steps of a run and tables of a model number less than these, so no seed comes twice.
