@@ -37,9 +37,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError, atomic, pick_device, run
-from homes import check_disk, check_ram, default_gather
+from homes import RamHome, check_disk, check_ram, default_gather
 from model import Decoder, KVCache, ModelConfig
-from offload import OffloadedTables, RamHome, ResidentTables, Tables
+from offload import OffloadedTables, ResidentTables, Tables
 from rowadam import adamw_travel
 from tablefile import TableFile, gib
 from train import Optimizer

@@ -7,9 +7,36 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from offload import CheckpointHome, OffloadedTables, RamHome, ResidentTables, Tables
+from offload import OffloadedTables, ResidentTables, Tables
 from tablefile import DTYPES, LIVE, TableError, TableFile, gib, regions, snapshots
+
+
+class RamHome:
+    """Rows in ordinary memory, laid out as in a file: [V, n_table, W]."""
+
+    fresh = True  # rows are to be drawn; False: they will be loaded
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        self.shape, self.rows = shape, torch.zeros(shape, dtype=dtype)
+        self.weight = list(self.rows.unbind(1))  # [V, W] each
+
+    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        m, v = (list(torch.zeros(self.shape).unbind(1)) for _ in range(2))
+        return m, v, torch.zeros(self.shape[0], dtype=torch.int64)
+
+    def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
+        """Nothing to do."""
+
+
+class CheckpointHome(RamHome):
+    """Rows of a ckpt.pt that is mapped into memory, read in place."""
+
+    fresh = False
+
+    def __init__(self, weight: list[Tensor]) -> None:
+        self.weight = weight
 
 
 def add_flags(parser: argparse.ArgumentParser, *, training: bool = False) -> None:

@@ -154,32 +154,6 @@ class ResidentTables(Tables):
         )
 
 
-class RamHome:
-    """Rows in ordinary memory, laid out as in a file: [V, n_table, W]."""
-
-    fresh = True  # rows are to be drawn; False: they will be loaded
-
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-        self.shape, self.rows = shape, torch.zeros(shape, dtype=dtype)
-        self.weight = list(self.rows.unbind(1))  # [V, W] each
-
-    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        m, v = (list(torch.zeros(self.shape).unbind(1)) for _ in range(2))
-        return m, v, torch.zeros(self.shape[0], dtype=torch.int64)
-
-    def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
-        """Nothing to do."""
-
-
-class CheckpointHome(RamHome):
-    """Rows of a ckpt.pt that is mapped into memory, read in place."""
-
-    fresh = False
-
-    def __init__(self, weight: list[Tensor]) -> None:
-        self.weight = weight
-
-
 class OffloadedTables(Tables):
     """All tables of a model outside the memory of the compute device.
 
@@ -190,11 +164,11 @@ class OffloadedTables(Tables):
     construction. `flush` runs what still waits.
 
     Args:
-        home: a RamHome or TableFile.
+        home: where rows are: a TableFile, or homes.RamHome.
         device: where layers compute.
         ring_slots: tables that can be on their way at once.
         gather: `ring`, or `inplace`: rows are read where they lie, by the CPU, or by GPU kernels
-            from a RamHome, which is then pinned; training on a GPU uses the ring either way.
+            from RAM, which is then pinned; training on a GPU uses the ring either way.
         max_rows: distinct tokens that a slot can hold; None: as many as the largest batch has.
         cache_rows: tokens whose rows are kept on the device in evaluation, see `HotRows`.
         group_bytes: see GROUP_BYTES.
@@ -202,7 +176,7 @@ class OffloadedTables(Tables):
 
     def __init__(
         self,
-        home: RamHome | TableFile,
+        home,
         device: torch.device | str = "cpu",
         *,
         ring_slots: int = 3,
@@ -262,11 +236,12 @@ class OffloadedTables(Tables):
             hit = place >= 0
             # What has to be fetched comes first, then what is here.
             order = torch.cat([(~hit).nonzero()[:, 0], hit.nonzero()[:, 0]])
-            position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))[
-                position
-            ]
+            rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+            position = rank[position]
             distinct, hot = distinct[~hit], place[hit]
-        return self.read_ring(distinct, position, hot, training, ids.numel())
+        rows = self.read_ring(distinct, position, hot, training, ids.numel())
+        next(rows)  # up to where everything that has room is ordered
+        return rows
 
     def read_in_place(self, ids: Tensor) -> Iterator[Tensor]:
         ids = ids.to(self.device, non_blocking=True)
@@ -276,8 +251,8 @@ class OffloadedTables(Tables):
     def read_ring(
         self, distinct: Tensor, position: Tensor, hot: Tensor | None, training: bool, most: int
     ) -> Iterator[Tensor]:
-        """Order the rows of tokens `distinct` [n], and yield all tables' at `position` [B, T] of
-        these and the tokens at places `hot` [h] of the cache. `most`: a bound for n + h."""
+        """Order the rows of tokens `distinct` [n], yield once, then all tables' rows at `position`
+        [B, T] of these and of the tokens at places `hot` [h] of the cache. `most`: limits n + h."""
         n, n_table = len(distinct), len(self.weight)
         if self.max_rows and n > self.max_rows:
             raise ValueError(f"{n} distinct tokens do not fit into slots of {self.max_rows} rows")
@@ -289,6 +264,7 @@ class OffloadedTables(Tables):
         alone = len(groups) == 1  # no later group could be fetched meanwhile
 
         def order(slot: Slot) -> None:
+            """Have the next group of tables brought into a slot that is free."""
             if waiting:
                 tables = waiting.popleft()
                 if alone:
@@ -296,54 +272,50 @@ class OffloadedTables(Tables):
                 job = None if alone else self.worker.submit(self.fetch, slot, distinct, tables)
                 self.flight.append((slot, job))
 
+        flight = self.flight
         ahead = self.home.read_ahead if alone else partial(self.worker.submit, self.home.read_ahead)
         ahead(distinct, ("rows",))
         for slot in self.slots:
             order(slot)
-        if training:
-            ahead(distinct, ("m", "v"))  # the update will want them
-        self.moved += n_table * n * self.width * self.weight[0].element_size()
-        flight = self.flight
-        if self.cuda:
-            position = position.pin_memory()  # else the host would wait until the GPU gets there
-        position = position.to(self.device, non_blocking=True)
         leaves: list[Tensor] = []
         if training:
             self.reads.append((distinct, leaves))
+            ahead(distinct, ("m", "v"))  # the update will want them
+        self.moved += n_table * n * self.width * self.weight[0].element_size()
+        if self.cuda:
+            position = position.pin_memory()  # else the host would wait until the GPU gets there
+        position = position.to(self.device, non_blocking=True)
+        if hot is not None:
+            hot = hot.to(self.device, non_blocking=True)
+            best, places = self.cache.admit(distinct)
+            best_there, places_there = (t.to(self.device) for t in (best, places))
+        yield  # to `lookup`
 
-        def rows_of_all() -> Iterator[Tensor]:
-            if hot is not None:
-                hot_there = hot.to(self.device, non_blocking=True)
-                best, places = self.cache.admit(distinct)
-                best_there, places_there = (t.to(self.device) for t in (best, places))
-            for tables in groups:
-                if self.flight is not flight:
-                    raise RuntimeError("this lookup lost its slots: another one has begun")
-                slot, job = flight[0]
-                if job:
-                    outcome(job, f"reading tables {tables[0]} to {tables[-1]}")
-                flight.popleft()
-                fetched = slot.receive(len(tables) * n * self.width)
-                expanded = []
-                for table, rows in zip(
-                    tables, fetched.view(len(tables), n, self.width), strict=True
-                ):
-                    if hot is not None:
-                        kept = self.cache.rows[table]
-                        rows = torch.cat([rows, kept.index_select(0, hot_there)])
-                        kept[places_there] = rows[best_there]
-                    if training:
-                        # The slot itself is the leaf: nothing of it is needed on the way back.
-                        rows = rows.detach().float().requires_grad_()
-                        leaves.append(rows)
-                    expanded.append(F.embedding(position, rows))  # [n, W] -> [B, T, W]
-                slot.release()
-                order(slot)
-                yield from expanded
-            if hot is not None:
-                self.cache.enter(distinct[best], places)
-
-        return rows_of_all()
+        for tables in groups:
+            if self.flight is not flight:
+                raise RuntimeError("this lookup lost its slots: another one has begun")
+            slot, job = flight[0]
+            if job:
+                outcome(job, f"reading tables {tables[0]} to {tables[-1]}")
+            flight.popleft()
+            fetched = slot.receive(len(tables) * n * self.width)
+            expanded = []
+            for i, table in enumerate(tables):
+                rows = fetched.view(len(tables), n, self.width)[i]
+                if hot is not None:
+                    kept = self.cache.rows[table]
+                    rows = torch.cat([rows, kept.index_select(0, hot)])  # [n + h, W]
+                    kept[places_there] = rows[best_there]
+                if training:
+                    # The slot itself is the leaf: nothing of it is needed on the way back.
+                    rows = rows.detach().float().requires_grad_()
+                    leaves.append(rows)
+                expanded.append(F.embedding(position, rows))  # [B, T, W]
+            slot.release()
+            order(slot)
+            yield from expanded
+        if hot is not None:
+            self.cache.enter(distinct[best], places)
 
     @torch.no_grad()
     def fetch(self, slot: Slot, ids: Tensor, tables: range) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from homes import RamHome
 from model import LAYERS, Decoder, ModelConfig
-from offload import OffloadedTables, RamHome, ResidentTables
+from offload import OffloadedTables, ResidentTables
 from ring import CudaSlot
 from rowadam import RowAdam
 

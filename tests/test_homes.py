@@ -15,7 +15,7 @@ import sample
 import tablefile
 import train as train_module
 from common import UserError, encode, load_checkpoint, load_model, run
-from offload import CheckpointHome, RamHome
+from homes import CheckpointHome, RamHome
 from tablefile import TableError, TableFile, snapshots
 
 KINDS = ("none", "cpu", "disk")

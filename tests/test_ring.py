@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ring
+from homes import RamHome
 from hotrows import HotRows
 from model import Decoder, ModelConfig
-from offload import OffloadedTables, RamHome, ResidentTables
+from offload import OffloadedTables, ResidentTables
 from rowadam import RowAdam, round_stochastically
 from tablefile import TableFile
 
