@@ -175,22 +175,27 @@ def device_bytes(home: Home) -> int:
 
 
 def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, Home]:
-    config = ModelConfig(
-        vocab_size=args.vocab_size, block_size=args.block_size, n_layer=args.n_layer,
-        n_head=args.n_head, n_embd=args.n_embd, stem_layers="all",
-    )  # fmt: skip
+    shape = {name: getattr(args, name) for name in SMALL if name != "batch_size"}
+    try:
+        config = ModelConfig(**shape, stem_layers="all")
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
     settings = Namespace(
         learning_rate=1e-3, table_lr_scale=adamw_travel((0.9, 0.95)), table_optimizer="rowwise",
         beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0, seed=0,
     )  # fmt: skip
+
+    in_ram = []
 
     def offloaded(
         where: str, n_table: int, vocab_size: int, width: int, gather: str = "", cache_rows: int = 0
     ) -> Tables:
         shape = (vocab_size, n_table, width)
         if where == "cpu":
-            check_ram(shape, torch.float32, training=True)
-            home = RamHome(shape, torch.float32)
+            if not in_ram:  # all homes in RAM share their rows: there may not be room for more
+                check_ram(shape, torch.float32, training=True)
+                in_ram.append(RamHome(shape, torch.float32))
+            home = in_ram[0]
         elif args.table_gib:
             shape = (int(args.table_gib * 2**30) // (n_table * width * 4), n_table, width)
             home = TableFile.create(folder / "sparse.bin", shape, torch.float32, sparse=True)
@@ -368,10 +373,7 @@ def main() -> None:
     except OSError as error:
         raise UserError(f"--dir {args.dir}: {error.strerror}") from None
     with folder as path:
-        try:
-            result = measure(args, device, Path(path))
-        except ValueError as error:
-            raise UserError(f"--{error}") from None
+        result = measure(args, device, Path(path))
     print(report(result))
     if args.json:
         with atomic(args.json) as temporary:

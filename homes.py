@@ -19,12 +19,14 @@ class RamHome:
     fresh = True  # rows are to be drawn; False: they will be loaded
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-        self.shape, self.rows = shape, torch.zeros(shape, dtype=dtype)
+        self.shape, self.rows, self.states = shape, torch.zeros(shape, dtype=dtype), None
         self.weight = list(self.rows.unbind(1))  # [V, W] each
 
     def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        m, v = (list(torch.zeros(self.shape).unbind(1)) for _ in range(2))
-        return m, v, torch.zeros(self.shape[0], dtype=torch.int64)
+        if self.states is None:  # sampling never asks
+            m, v = (list(torch.zeros(self.shape).unbind(1)) for _ in range(2))
+            self.states = (m, v, torch.zeros(self.shape[0], dtype=torch.int64))
+        return self.states
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
         """Nothing to do."""
@@ -124,7 +126,7 @@ def placed(
         if not n_table:
             return ResidentTables(n_table, vocab_size, width)
         shape = (vocab_size, n_table, width)
-        gather = args.gather or default_gather(args.offload, device)
+        gather = args.gather or default_gather(args.offload, device, args.cache_rows)
         if (
             gather == "inplace"
             and device.type != "cpu"
@@ -160,8 +162,9 @@ def placed(
     return make
 
 
-def default_gather(offload: str, device: torch.device) -> str:
-    return "inplace" if (offload, device.type) == ("cpu", "cpu") else "ring"
+def default_gather(offload: str, device: torch.device, cache_rows: int = 0) -> str:
+    """In place where nothing would be hidden: no bus to cross, no disk to wait for."""
+    return "inplace" if (offload, device.type, cache_rows) == ("cpu", "cpu", 0) else "ring"
 
 
 def check_ram(shape: tuple[int, int, int], dtype: torch.dtype, training: bool) -> None:

@@ -63,6 +63,15 @@ def test_any_home_opens_any_checkpoint(runs, saved_as):
     assert kinds == {type(None), RamHome, on_disk}
 
 
+def test_a_cache_needs_rows_that_are_fetched():
+    """On a CPU rows in RAM are read in place, unless a cache is asked for."""
+    for cache_rows, gather in ((0, "inplace"), (4, "ring")):
+        tables = homes.placed(place("cpu", cache_rows=cache_rows), CPU)(2, 10, 4).eval()
+        list(tables.lookup(torch.tensor([[1, 1, 2]])))
+        assert tables.gather == gather
+    assert (tables.cache.tokens, tables.cache.hits) == (3, 0)
+
+
 def called(monkeypatch, module, *argv) -> None:
     """A command, in this process."""
     monkeypatch.setattr("sys.argv", [module.__file__, *map(str, argv)])
