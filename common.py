@@ -32,7 +32,9 @@ def run(main: Callable[[], None]) -> None:
     except (UserError, TableError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     except torch.OutOfMemoryError:
-        sys.exit("error: out of GPU memory: lower --device_batch_size (training) or --device cpu")
+        sys.exit(
+            "error: out of GPU memory: lower --device_batch_size, --offload cpu or --device cpu"
+        )
     except BrokenPipeError:  # the reader of our output has gone: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -411,6 +411,8 @@ class OffloadedTables(Tables):
     def _load_from_state_dict(
         self, state_dict, prefix, metadata, strict, missing, _, errors
     ) -> None:
+        if self.cache:
+            self.cache.clear()
         for table, weight in enumerate(self.weight):
             saved = state_dict.get(f"{prefix}weight.{table}")
             if saved is None:

@@ -6,8 +6,8 @@
     python train.py --preset minimind-26m --data_dir data/big --device_batch_size 8
     python train.py --resume                                # go on where out/ckpt.pt stopped
 
-Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.jsonl, loss.png; with
---offload disk also the tables-ID.bin that ckpt.pt names.
+Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.jsonl, loss.png;
+with --offload disk also the tables-ID.bin that ckpt.pt names.
 """
 
 import argparse
