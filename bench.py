@@ -41,7 +41,6 @@ from common import UserError, atomic, pick_device, run
 from homes import RamHome, check_disk, check_ram, default_gather
 from model import Decoder, KVCache, ModelConfig
 from offload import OffloadedTables, ResidentTables, Tables
-from rowadam import adamw_travel
 from tablefile import TableFile, gib
 from train import Optimizer
 
@@ -183,7 +182,7 @@ def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
     except ValueError as error:
         raise UserError(f"--{error}") from None
     settings = Namespace(
-        learning_rate=1e-3, table_lr_scale=adamw_travel((0.9, 0.95)), table_optimizer="rowwise",
+        learning_rate=1e-3, table_lr_scale=1.0, table_optimizer="rowwise",
         beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0, seed=0,
     )  # fmt: skip
 

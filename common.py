@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tiktoken
 import torch
+from torch import Tensor
 
 import homes
 import tokenizer
@@ -139,8 +140,8 @@ def load_checkpoint(path: str | Path) -> dict:
         checkpoint["table_file"] = file
         checkpoint["model"] |= {f"tables.weight.{i}": rows for i, rows in enumerate(file.weight)}
         if checkpoint.get("optimizer"):
-            m, v, count = file.moments()
-            checkpoint["optimizer"]["rows"] |= {"m": m, "v": v, "count": count}
+            states = zip(("m", "v", "count", "last"), file.moments(), strict=True)
+            checkpoint["optimizer"]["rows"] |= dict(states)
     return checkpoint
 
 
@@ -168,3 +169,11 @@ def load_model(
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
     """Token ids of a document's text, after the <|endoftext|> that precedes every document."""
     return [encoding.eot_token, *encoding.encode_ordinary(text)]
+
+
+def token_lengths(encoding: tiktoken.Encoding) -> Tensor:
+    """Bytes of text in each token [V]; special tokens, and ids that no token has, hold none."""
+    lengths = torch.zeros(encoding.n_vocab, dtype=torch.int64)
+    for text in encoding.token_byte_values():
+        lengths[encoding.encode_single_token(text)] = len(text)
+    return lengths

@@ -40,29 +40,32 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
 
 
 def plot(folders: list[Path], out: Path) -> None:
-    """Draw the training loss (thin) and validation loss (thick) of runs over their tokens."""
+    """Draw the training loss (thin) and validation loss (thick) of runs over their tokens, or over
+    their steps, if one of them read conversations, which are not equally long."""
+    runs = {folder: read_run(folder) for folder in folders}
+    stages = [records["run"][0]["args"].get("stage", "pretrain") for records in runs.values()]
+    by_step = any(stage in ("sft", "dpo") for stage in stages)
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for number, folder in enumerate(folders):
-        records = read_run(folder)
+    for number, (folder, records) in enumerate(runs.items()):
         settings = records["run"][0]["args"]
-        tokens = settings["batch_size"] * settings["block_size"] / 1e6  # millions in a step
+        step = 1 if by_step else settings["batch_size"] * settings["block_size"] / 1e6
         color = f"C{number}"
         axes.plot(
-            [record["step"] * tokens for record in records["step"]],
+            [record["step"] * step for record in records["step"]],
             [record["train_loss"] for record in records["step"]],
             color=color,
             alpha=0.3,
             linewidth=0.8,
         )
         axes.plot(
-            [record["step"] * tokens for record in records["eval"]],
+            [record["step"] * step for record in records["eval"]],
             [record["val_loss"] for record in records["eval"]],
             color=color,
             marker=".",
             label=f"{folder.name}: {settings['ffn']}",
         )
-    axes.set_xlabel("million tokens")
-    axes.set_ylabel("loss (nats per token); thin: training, thick: validation")
+    axes.set_xlabel("steps" if by_step else "million tokens")
+    axes.set_ylabel("loss (nats); thin: training, thick: validation")
     axes.set_yscale("log")  # the first steps fall by as much as all others
     axes.grid(alpha=0.3, which="both")
     axes.legend()

@@ -126,9 +126,17 @@ def seen(patterns: list[str], relation: str) -> list[str]:
 
 def opening(pattern: str, country: Country, relation: str) -> str:
     """A pattern filled in, up to where the answer goes."""
-    text = pattern.format(noun=NOUNS[relation], name=country.in_sentence)
+    text = ask(pattern, country, relation)
     if pattern in QUESTION:
         return f"Question: {text}\nAnswer:"
+    return capitalized(text)
+
+
+def ask(pattern: str, country: Country, relation: str) -> str:
+    return pattern.format(noun=NOUNS[relation], name=country.in_sentence)
+
+
+def capitalized(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
@@ -194,6 +202,71 @@ def documents(seed: int = 0, copies: int = 12) -> tuple[list[str], list[str]]:
             for form in FORMS:
                 question = rng.choice(questions(relation, form, country))
                 val.append(question.prompt + question.answer)
+    rng.shuffle(train)
+    rng.shuffle(val)
+    return train, val
+
+
+# --------------------------------------------------------------------------------------------------
+# conversations, for the stages sft and dpo
+
+# Questions after the first, about the same country; only what was said before tells which.
+FOLLOW_UP = ["And its {noun}?", "And the {noun}?", "What about the {noun}?", "Its {noun}, too?"]
+
+
+def reply(country: Country, relation: str, brief: bool) -> str:
+    """The answer in a conversation: "Lima." or "The answer is Lima." """
+    answer = stopped(country.answer(relation))
+    return capitalized(answer) if brief else f"The answer is {answer}"
+
+
+def exchange(pattern: str, country: Country, relation: str, brief: bool) -> list[dict]:
+    """A question and its answer, as messages."""
+    return [
+        {"role": "user", "content": ask(pattern, country, relation)},
+        {"role": "assistant", "content": reply(country, relation, brief)},
+    ]
+
+
+def conversations(seed: int = 0, copies: int = 24) -> tuple[list[list[dict]], list[list[dict]]]:
+    """Conversations in which half of the answers are brief, half are sentences.
+
+    Returns:
+        for training, `copies` about each country, with one to three questions; for validation,
+        every fact asked for once in a held-out phrasing.
+    """
+    rng = random.Random(seed)
+    train, val = [], []
+    for country in table():
+        for _ in range(copies):
+            first, *more = rng.sample(RELATIONS, rng.randint(1, 3))
+            asked = [(rng.choice(seen(QUESTION, first)), first)]
+            asked += [(rng.choice(FOLLOW_UP), relation) for relation in more]
+            said = [exchange(p, country, r, brief=rng.random() < 0.5) for p, r in asked]
+            train.append([message for part in said for message in part])
+        for relation in RELATIONS:
+            pattern = rng.choice(held_out(QUESTION, relation))
+            val.append(exchange(pattern, country, relation, brief=rng.random() < 0.5))
+    rng.shuffle(train)
+    rng.shuffle(val)
+    return train, val
+
+
+def preferences(seed: int = 0, copies: int = 2) -> tuple[list[dict], list[dict]]:
+    """Pairs of conversations that are both right: the sentence is chosen, the brief answer
+    rejected. For each fact, `copies` pairs for training and one in held-out words."""
+    rng = random.Random(seed)
+
+    def pair(pattern: str, country: Country, relation: str) -> dict:
+        styles = (("chosen", False), ("rejected", True))
+        return {name: exchange(pattern, country, relation, brief) for name, brief in styles}
+
+    train, val = [], []
+    for country in table():
+        for relation in RELATIONS:
+            patterns = rng.choices(seen(QUESTION, relation), k=copies)
+            train += [pair(pattern, country, relation) for pattern in patterns]
+            val.append(pair(rng.choice(held_out(QUESTION, relation)), country, relation))
     rng.shuffle(train)
     rng.shuffle(val)
     return train, val

@@ -1,6 +1,13 @@
-"""Prepared text as batches of token windows (made by prepare.py, read by train.py)."""
+"""Prepared folders (prepare.py) as batches: windows of text, conversations, preference pairs.
+
+Which rows are in batch number n is a function of (seed, n) alone: a resumed run reads what an
+uninterrupted one would have read, and the step is all that a checkpoint needs to know about data.
+"""
 
 import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -8,65 +15,278 @@ import tiktoken
 import torch
 from torch import Tensor
 
+import chat
 import tokenizer
 from common import UserError
 
 
-class Tokens:
-    """A split of a prepared folder as windows of `block_size` + 1 tokens, one epoch after another.
+class Source:
+    """Rows of token ids, each a pair of inputs and targets [.., T], in the order of the file or,
+    with a seed, shuffled anew every epoch."""
 
-    Batch number n is a function of (seed, n) alone: a resumed run reads what an uninterrupted one
-    would have read, and the step is all that a checkpoint needs to know about the data.
-    """
-
-    def __init__(self, folder: Path, split: str, meta: dict, block_size: int, seed: int) -> None:
-        path = folder / f"{split}.bin"
-        try:
-            self.ids = np.memmap(path, dtype=meta["dtype"], mode="r")
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {path} ({error}): run prepare.py again") from None
-        if len(self.ids) != meta[split]["tokens"]:
-            raise UserError(
-                f"{path} has {len(self.ids)} tokens where meta.json says {meta[split]['tokens']}: "
-                "run prepare.py again"
-            )
-        self.block_size, self.seed = block_size, seed
-        self.n_window = (len(self.ids) - 1) // block_size
-        if self.n_window < 1:
-            raise UserError(
-                f"{path} has {len(self.ids)} tokens, too few for --block_size {block_size}: "
-                "use a smaller one or more text"
-            )
+    def __init__(self, n_row: int, seed: int | None) -> None:
+        self.n_row, self.seed = n_row, seed
         self.epoch, self.order = -1, np.empty(0, dtype=np.int64)
 
-    def windows(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, block_size] for windows that begin at these tokens, on the CPU."""
-        span = np.arange(self.block_size + 1)
-        ids = torch.from_numpy(self.ids[starts[:, None] + span].astype(np.int64))  # [B, T + 1]
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-    def batch(self, number: int, size: int) -> tuple[Tensor, Tensor]:
-        """Training batch `number` of `size` windows: every epoch shuffles them anew, and moves the
-        cuts as far as the text that no window holds leaves room."""
-        starts = [self.start(index) for index in range(number * size, (number + 1) * size)]
-        return self.windows(np.array(starts))
-
-    def start(self, index: int) -> int:
-        epoch, window = divmod(index, self.n_window)
+    def place(self, index: int) -> int:
+        """Which of the n_row rows comes as number `index`, counted over all epochs."""
+        if self.seed is None:
+            return index % self.n_row
+        epoch, at = divmod(index, self.n_row)
         if epoch != self.epoch:
             rng = np.random.default_rng((self.seed, epoch))
-            self.offset = int(rng.integers(len(self.ids) - self.n_window * self.block_size))
-            self.order, self.epoch = rng.permutation(self.n_window), epoch
-        return int(self.order[window]) * self.block_size + self.offset
+            self.begin_epoch(rng)
+            self.order, self.epoch = rng.permutation(self.n_row), epoch
+        return int(self.order[at])
+
+    def begin_epoch(self, rng: np.random.Generator) -> None:
+        """What else is drawn anew in an epoch."""
+
+    def row(self, index: int) -> tuple[np.ndarray, ...]:
+        """Inputs [.., T], targets [.., T] (-1: not to be predicted) and what else belongs to it."""
+        raise NotImplementedError
+
+    def rows(self, indices: Iterable[int]) -> tuple[Tensor, ...]:
+        """Rows as tensors [B, .., T] on the CPU, the short ones padded on the right.
+
+        The model being causal, nothing sees the padding, and its targets are -1."""
+        parts = list(zip(*(self.row(index) for index in indices), strict=True))
+        longest = max(row.shape[-1] for row in parts[0])
+        if any(row.shape[-1] < longest for row in parts[0]):
+            longest = -(-longest // 32) * 32  # few distinct shapes: a compiled block likes that
+        fill = (0, -1)
+
+        def padded(row: np.ndarray, value: int) -> np.ndarray:
+            room = [(0, 0)] * (row.ndim - 1) + [(0, longest - row.shape[-1])]
+            return np.pad(row, room, constant_values=value)
+
+        made = [np.stack([padded(row, fill[n]) for row in parts[n]]) for n in (0, 1)]
+        made += [np.stack(part) for part in parts[2:]]
+        return tuple(torch.from_numpy(array) for array in made)
+
+    def batch(self, number: int, size: int) -> tuple[Tensor, ...]:
+        """Training batch `number` of `size` rows."""
+        return self.rows(range(number * size, (number + 1) * size))
+
+
+class Windows(Source):
+    """Text as windows of `block_size` + 1 tokens. Every epoch moves the cuts, as far as the text
+    that no window holds leaves room."""
+
+    def __init__(self, ids: np.ndarray, block_size: int, seed: int | None) -> None:
+        super().__init__((len(ids) - 1) // block_size, seed)
+        self.ids, self.block_size, self.offset = ids, block_size, 0
+
+    def begin_epoch(self, rng: np.random.Generator) -> None:
+        self.offset = int(rng.integers(len(self.ids) - self.n_row * self.block_size))
+
+    def row(self, index: int) -> tuple[np.ndarray, ...]:
+        start = self.place(index) * self.block_size  # draws the offset of a new epoch
+        start += self.offset
+        ids = self.ids[start : start + self.block_size + 1].astype(np.int64)
+        return ids[:-1], ids[1:]
+
+
+class Conversations(Source):
+    """A conversation in a row, its targets the assistant's tokens (chat.answers). Of one that is
+    too long, the head is kept, or if no answer begins there, the end."""
+
+    def __init__(
+        self, ids: np.ndarray, encoding: tiktoken.Encoding, block_size: int, seed: int | None
+    ) -> None:
+        self.ids, self.encoding, self.block_size = ids, encoding, block_size
+        self.starts = document_starts(ids, encoding.eot_token)
+        super().__init__(len(self.starts) - 1, seed)
+
+    def conversation(self, number: int) -> tuple[np.ndarray, ...]:
+        ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
+        answer = chat.answers(self.encoding, ids)
+        answer[0] = False  # nothing predicts the first token
+        end = self.block_size + 1
+        if not answer[:end].any() and answer.any():
+            end = max(end, np.flatnonzero(answer)[-1] + 1)
+        ids, answer = (array[max(0, end - self.block_size - 1) : end] for array in (ids, answer))
+        return ids[:-1], np.where(answer, ids, -1)[1:]
+
+    def row(self, index: int) -> tuple[np.ndarray, ...]:
+        return self.conversation(self.place(index))
+
+
+class Pairs(Conversations):
+    """Two conversations in a row, the chosen and the rejected: [2, T]. With them comes what
+    `reference` [n_row, 2] holds for the pair, the reference model's log-probabilities."""
+
+    def __init__(
+        self, ids: np.ndarray, encoding: tiktoken.Encoding, block_size: int, seed: int | None
+    ) -> None:
+        super().__init__(ids, encoding, block_size, seed)
+        self.n_row //= 2
+        self.reference = np.full((self.n_row, 2), np.nan, dtype=np.float32)
+
+    def row(self, index: int) -> tuple[np.ndarray, ...]:
+        pair = self.place(index)
+        two = [self.conversation(2 * pair + n) for n in (0, 1)]
+        longest = max(len(ids) for ids, _ in two)
+        inputs, targets = np.zeros((2, longest), np.int64), np.full((2, longest), -1)
+        for n, (ids, wanted) in enumerate(two):
+            inputs[n, : len(ids)], targets[n, : len(ids)] = ids, wanted
+        return inputs, targets, self.reference[pair]
+
+
+class Mixture(Source):
+    """Rows of several sources, each drawn with the probability of its source.
+
+    Args:
+        total: rows of the whole run, so that row n's source is fixed beforehand.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], weights: Sequence[float], total: int, seed: int
+    ) -> None:
+        super().__init__(sum(source.n_row for source in sources), seed)
+        self.sources = sources
+        share = np.array(weights) / sum(weights)
+        self.which = np.random.default_rng(seed).choice(len(sources), size=total, p=share)
+        self.nth = np.zeros(total, dtype=np.int64)  # the source's how manieth row this is
+        for n in range(len(sources)):
+            mine = self.which == n
+            self.nth[mine] = np.arange(mine.sum())
+
+    def row(self, index: int) -> tuple[np.ndarray, ...]:
+        return self.sources[self.which[index]].row(int(self.nth[index]))
+
+
+def document_starts(ids: np.ndarray, eot: int, chunk: int = 1 << 24) -> np.ndarray:
+    """Where documents begin, and at last where the tokens end; a memory-mapped file is read in
+    parts."""
+    found = [at + np.flatnonzero(ids[at : at + chunk] == eot) for at in range(0, len(ids), chunk)]
+    return np.concatenate([*found, [len(ids)]])
+
+
+def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
+    """The token ids of a split, memory-mapped.
+
+    Raises:
+        UserError: the file is missing or not the one that meta.json describes.
+    """
+    path = folder / f"{split}.bin"
+    try:
+        ids = np.memmap(path, dtype=meta["dtype"], mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({error}): run prepare.py again") from None
+    if len(ids) != meta[split]["tokens"]:
+        raise UserError(
+            f"{path} has {len(ids)} tokens where meta.json says {meta[split]['tokens']}: "
+            "run prepare.py again"
+        )
+    return ids
+
+
+def open_source(
+    folder: Path,
+    split: str,
+    meta: dict,
+    kind: str,
+    encoding: tiktoken.Encoding,
+    block_size: int,
+    seed: int | None,
+) -> Source:
+    """A split of a prepared folder as rows of a kind: text, chat or preference.
+
+    Raises:
+        UserError: the file is damaged, or has too little in it.
+    """
+    ids = open_tokens(folder, split, meta)
+    if kind == "text":
+        source = Windows(ids, block_size, seed)
+        if source.n_row < 1:
+            raise UserError(
+                f"{folder}/{split}.bin has {len(ids)} tokens, too few for --block_size "
+                f"{block_size}: use a smaller one or more text"
+            )
+    else:
+        source = {"chat": Conversations, "preference": Pairs}[kind](ids, encoding, block_size, seed)
+        if source.n_row < 1:
+            raise UserError(f"{folder}/{split}.bin has no {kind} data in it: give more")
+    return source
+
+
+@dataclass
+class Data:
+    """What a run reads: folders, the tokenizer they share, and their rows."""
+
+    metas: list[dict]  # as prepare.py wrote them
+    weights: list[float]  # of the folders, summing up to one
+    encoding: tiktoken.Encoding
+    train: Source
+    val: dict[str, Source]  # by folder
+
+    @classmethod
+    def open(cls, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> "Data":
+        """`total` rows will be read from `data_dir`, a folder or a mixture of such.
+
+        Raises:
+            UserError: a file is missing, damaged or too small, or tokenizers differ.
+        """
+        folders, weights = zip(*parse_mixture(data_dir), strict=True)
+        metas = [read_meta(folder) for folder in folders]
+        for folder, meta in zip(folders, metas, strict=True):
+            check_tokenizer(meta["tokenizer"], folder, metas[0]["tokenizer"], folders[0])
+        encoding = read_tokenizer(folders[0], metas[0])
+
+        def sources(split: str, seed: int | None) -> list[Source]:
+            return [
+                open_source(folder, split, meta, kind, encoding, block_size, seed)
+                for folder, meta in zip(folders, metas, strict=True)
+            ]
+
+        train = sources("train", seed)
+        mixed = train[0] if len(train) == 1 else Mixture(train, weights, total, seed)
+        val = dict(zip(map(str, folders), sources("val", None), strict=True))
+        return cls(metas, [w / sum(weights) for w in weights], encoding, mixed, val)
+
+    @property
+    def pairs(self) -> list[Pairs]:
+        """The sources that need a reference model's opinion."""
+        return [s for s in (self.train, *self.val.values()) if isinstance(s, Pairs)]
+
+
+def check_tokenizer(mine: str, folder: object, other: str, of: object) -> None:
+    """Refuse data whose token ids mean something else; tokenizers by their fingerprints."""
+    if mine != other:
+        raise UserError(
+            f"--data_dir {folder} was made with another tokenizer ({mine}) than {of} ({other}): "
+            f"make it again with prepare.py --tokenizer {of}"
+        )
+
+
+def parse_mixture(data_dir: str) -> list[tuple[Path, float]]:
+    """Folders and their weights: `data/a` or `data/a=0.65,data/b=0.35`.
+
+    Raises:
+        UserError: a part is no folder=weight.
+    """
+    if "=" not in data_dir:
+        return [(Path(data_dir), 1.0)]
+    parts = []
+    for part in data_dir.split(","):
+        match = re.fullmatch(r"(.+)=([0-9.]+(?:e-?\d+)?)", part)
+        weight = float(match[2]) if match and match[2].count(".") < 2 else 0.0
+        if not weight > 0:
+            raise UserError(
+                f"--data_dir {data_dir}: {part!r} is not folder=weight with a weight above 0"
+            )
+        parts.append((Path(match[1]), weight))
+    return parts
 
 
 def read_meta(folder: Path) -> dict:
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        if meta["format"] != 1:
-            raise ValueError(f"format {meta['format']} instead of 1")
-        for key in ("corpus", "vocab_size", "dtype", "tokenizer", "train", "val"):
+        if meta["format"] != 2:
+            raise ValueError(f"format {meta['format']} instead of 2")
+        for key in ("corpus", "kind", "vocab_size", "dtype", "tokenizer", "train", "val"):
             meta[key]
         for split in ("train", "val"):
             meta[split]["tokens"] + meta[split]["bytes"]

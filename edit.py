@@ -16,13 +16,13 @@ from pathlib import Path
 
 import tiktoken
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 import countries
 import homes
 from common import UserError, atomic, encode, load_model, pick_device, run
+from exam import score
 from model import Decoder
 from stem import substitute
 
@@ -38,76 +38,6 @@ def edited_ids(encoding: tiktoken.Encoding, ids: Tensor, source: str, target: st
         changed = substitute(ids, *names)
         edited = torch.where(changed != ids, changed, edited)
     return edited
-
-
-@torch.inference_mode()
-def score(
-    model: Decoder,
-    prompts: list[list[int]],
-    answers: list[list[int]],
-    table_prompts: list[list[int]] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """How a model continues prompts, in one forward pass.
-
-    Every answer token is compared with the most probable one after the prompt and the answer so
-    far: all equal means that greedy decoding writes exactly this answer.
-
-    Args:
-        prompts, answers: token ids.
-        table_prompts: the ids under which the prompts' rows are looked up; None: their own.
-
-    Returns:
-        greedy [N] bool, probability of the whole answer [N], and the logits [N, T, V].
-    """
-    device = next(model.parameters()).device
-    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    if longest > model.config.block_size:
-        raise UserError(
-            f"a prompt with its answer has {longest} tokens, the model's block_size is "
-            f"{model.config.block_size}"
-        )
-
-    def padded(starts: list[list[int]]) -> Tensor:  # on the right: causal, so nothing sees it
-        rows = [s + a for s, a in zip(starts, answers, strict=True)]
-        return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-
-    ids = padded(prompts)  # [N, T]
-    table_ids = ids if table_prompts is None else padded(table_prompts)
-    logits, _ = model(ids.to(device), table_ids=table_ids.to(device))  # [N, T, V]
-    row, position, wanted = [], [], []  # of each answer token
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        row += [i] * len(answer)
-        position += range(len(prompt) - 1, len(prompt) + len(answer) - 1)  # one before the token
-        wanted += answer
-    row, position, wanted = (
-        torch.tensor(values, dtype=torch.long, device=device) for values in (row, position, wanted)
-    )
-    predicted = logits[row, position].float()  # [answer tokens, V]
-    wrong = torch.zeros(len(prompts), device=device)
-    wrong.index_add_(0, row, (predicted.argmax(-1) != wanted).float())
-    log_p = F.cross_entropy(predicted, wanted, reduction="none").neg()
-    return wrong == 0, torch.zeros_like(wrong).index_add_(0, row, log_p).exp(), logits
-
-
-def exam(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], list[int]]]:
-    """Held-out questions about `relation`, every country, two phrasings in each of three forms, as
-    token ids of prompt and answer."""
-    return [
-        (encode(encoding, question.prompt), encoding.encode_ordinary(question.answer))
-        for country in countries.table()
-        for form in countries.FORMS
-        for question in countries.questions(relation, form, country)
-    ]
-
-
-def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
-    """Share of the questions of `exam` that greedy decoding answers in full."""
-    asked = exam(encoding, relation)
-    right = 0
-    for at in range(0, len(asked), 256):
-        greedy, _, _ = score(model, *map(list, zip(*asked[at : at + 256], strict=True)))
-        right += int(greedy.sum())
-    return right / len(asked)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,10 +22,11 @@ class RamHome:
         self.shape, self.rows, self.states = shape, torch.zeros(shape, dtype=dtype), None
         self.weight = list(self.rows.unbind(1))  # [V, W] each
 
-    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         if self.states is None:  # sampling never asks
             m, v = (list(torch.zeros(self.shape).unbind(1)) for _ in range(2))
-            self.states = (m, v, torch.zeros(self.shape[0], dtype=torch.int64))
+            count, last = torch.zeros(2, self.shape[0], dtype=torch.int64)
+            self.states = (m, v, count, last)
         return self.states
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
@@ -117,7 +118,7 @@ def placed(
         a function of (n_table, V, W), which raises TableError where there is no room.
     """
     dtype = DTYPES[getattr(args, "table_dtype", "float32")]
-    if checkpoint and "tables.weight.0" in checkpoint["model"]:
+    if out_dir is None and checkpoint and "tables.weight.0" in checkpoint["model"]:
         dtype = checkpoint["model"]["tables.weight.0"].dtype
     if args is None or args.offload == "none":
         return partial(ResidentTables, dtype=dtype)

@@ -285,9 +285,9 @@ class Decoder(nn.Module):
         """Normal(0, init_std), GPT-2's 0.02, with the layers that write to the residual stream
         scaled down by sqrt(2 n_layer); table rows Normal(0, table_std).
 
-        Small dense weights pass little on at first, while rows move 5.8 times faster
-        (rowadam.adamw_travel): so facts settle in the tables, where swapping rows moves them. In
-        trials 1 / sqrt(fan-in) reached the same loss, but left the facts in the dense weights."""
+        Small dense weights pass little on at first: so facts settle in the tables, where swapping
+        rows moves them. In trials 1 / sqrt(fan-in) reached the same loss, but left the facts in
+        the dense weights."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or name.startswith("tables."):
                 continue  # norms stay at one
@@ -370,6 +370,7 @@ class Decoder(nn.Module):
         stop: int | None = None,
         seed: int | None = None,
         table_ids: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> Iterator[Tensor]:
         """Yield one new token [B] per step, for prompts `ids` [B, T] of equal length.
 
@@ -381,6 +382,8 @@ class Decoder(nn.Module):
                 iteration ends.
             seed: makes sampling reproducible; None draws from PyTorch's global generator.
             table_ids: [B, T], see `forward`. New tokens are looked up under their own ids.
+            cache: one that holds the first tokens of `ids` already; only the others are read. The
+                new tokens are added to it, except the last.
 
         When the context is full it goes on with its last half.
 
@@ -399,7 +402,6 @@ class Decoder(nn.Module):
         generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
         table_ids = ids if table_ids is None else table_ids.to(ids.device)
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        cache = None
         for _ in range(max_new_tokens):
             if cache is None or cache.length == block_size:
                 keep = block_size if cache is None else max(1, block_size // 2)

@@ -115,14 +115,15 @@ class Tables(nn.Module):
             merged.append(grad.new_zeros(len(ids), self.width).index_add_(0, position, grad))
         return ids.to(home, non_blocking=True), merged
 
-    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """What Adam remembers of the rows, beside them: m and v [V, W] per table, count [V]."""
+    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+        """What Adam remembers, beside the rows: m and v [V, W] per table, count and last [V]."""
         m, v = (
             [torch.zeros_like(w, dtype=torch.float32, requires_grad=False) for w in self.weight]
             for _ in range(2)
         )
         device = self.weight[0].device if m else None
-        return m, v, torch.zeros(self.vocab_size, dtype=torch.int64, device=device)
+        count = torch.zeros(self.vocab_size, dtype=torch.int64, device=device)
+        return m, v, count, torch.zeros_like(count)
 
     def write(self, updates: list[Callable[[Tensor], None]], grads: list[Tensor]) -> None:
         """Run the update of each table on its gradient."""
@@ -363,7 +364,7 @@ class OffloadedTables(Tables):
 
     # --- writing ---
 
-    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         return self.home.moments()
 
     def write(self, updates: list[Callable[[Tensor], None]], grads: list[Tensor]) -> None:

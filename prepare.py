@@ -129,7 +129,7 @@ def write_dataset(
     except OSError as error:
         raise UserError(f"cannot write to {out_dir}: {error.strerror}") from None
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
-    meta = {"format": 1, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
+    meta = {"format": 2, "kind": "text", "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
     with atomic(out_dir / "tokenizer.json") as temporary:
         temporary.write_text(tokenizer.dumps(encoding), encoding="utf-8")

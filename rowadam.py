@@ -10,57 +10,50 @@ so that one piece of arithmetic, `adam_rows`, serves every home, and results are
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 
-def adamw_travel(betas: tuple[float, float]) -> float:
-    """How far AdamW over a whole table moves a row after one isolated gradient, in learning rates.
+def expected_travel(betas: tuple[float, float], p: Tensor | float) -> Tensor | float:
+    """How far AdamW over a whole table moves a row, in units of its step at a gradient, until the
+    row is read again, if every later step reads it with probability `p`.
 
-    The moments decay on while the row is not read, m = (1 - b1) b1^k g and v = (1 - b2) b2^k g^2,
-    so the steps m / sqrt(v) sum up to
+    Without a gradient the moments decay, m by b1 and sqrt(v) by sqrt(b2), so step number k after
+    the gradient is r^k times the first one, r = b1 / sqrt(b2). It happens before the next reading
+    with probability (1 - p)^k. Altogether
 
-        (1 - b1) / sqrt(1 - b2) * sum_k (b1 / sqrt(b2))^k
+        sum_k (r (1 - p))^k = 1 / (1 - r (1 - p))
 
-    which is 5.8 for (0.9, 0.95). A row-wise step moves a row only when it is read, by one learning
-    rate in the same case. Training tables with this multiple of the backbone's learning rate
-    therefore restores the travel of AdamW; it is the default of `train.py --table_lr_scale`.
+    which is 1 for a row that is in every batch, and 13 for a rare one with betas (0.9, 0.95): whose
+    first step, (1 - b1) / sqrt(1 - b2) = 0.45 learning rates, thus grows to 5.8.
     """
     b1, b2 = betas
-    return (1 - b1) / math.sqrt(1 - b2) / (1 - b1 / math.sqrt(b2))
+    return 1 / (1 - b1 / math.sqrt(b2) * (1 - p))
 
 
-def warmed_up(beta: float, count: Tensor) -> Tensor:
-    """1 - beta^count, Adam's bias correction, without the digits that cancel in float32."""
-    return -torch.expm1(count * math.log(beta)) if beta else torch.ones_like(count)
+@dataclass(frozen=True)
+class RowStep:
+    """What one step does to each of n rows, the same in all tables: columns [n, 1] or numbers."""
+
+    beta1: float
+    beta2: float
+    keep_m: Tensor  # what is left of m and v since the row was read last
+    keep_v: Tensor
+    keep_row: Tensor  # and of the row, after weight decay
+    step_size: Tensor | float
+    scale_v: float  # bias correction
+    eps: float
 
 
-def adam_rows(
-    rows: Tensor,
-    m: Tensor,
-    v: Tensor,
-    count: Tensor,
-    grad: Tensor,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """One step of Adam on rows of a table, in place (Kingma and Ba, 2015; decay as in AdamW).
-
-    Args:
-        rows, m, v, grad: [n, W] float32.
-        count: [n] steps that each row has taken, this one included.
-    """
-    b1, b2 = betas
-    count = count.float()[:, None]  # [n, 1]
-    m.lerp_(grad, 1 - b1)
-    v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
-    rows.mul_(1 - lr * weight_decay)
-    step_size, scale_v = lr / warmed_up(b1, count), 1 / warmed_up(b2, count)
-    rows -= step_size * m / (v * scale_v).sqrt_().add_(eps)
+def adam_rows(rows: Tensor, m: Tensor, v: Tensor, grad: Tensor, step: RowStep) -> None:
+    """Take rows of a table one step on, in place: rows, m, v, grad [n, W] float32."""
+    m.mul_(step.keep_m).add_(grad, alpha=1 - step.beta1)
+    v.mul_(step.keep_v).addcmul_(grad, grad, value=1 - step.beta2)
+    rows.mul_(step.keep_row)
+    rows -= step.step_size * m / (v * step.scale_v).sqrt_().add_(step.eps)
 
 
 def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
@@ -77,20 +70,24 @@ def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class RowAdam:
-    """Adam on the rows that the batch read, and only on them (PyTorch's SparseAdam, but with a step
-    count per row).
+    """Adam on the rows that the batch read, and only on them, that takes a row where AdamW over the
+    whole table would have it by the time it is read again.
 
-    - Moments are float32 and belong to a row, as does the step count: with one global count, bias
-      correction would let a row first seen at step 1000 move 2.5 times too far.
-    - A row that is not in the batch stays bit-identical, moments and all.
-    - If every row is in every batch this is AdamW.
-    - bfloat16 rows are rounded stochastically. The random bits are a function of the seed, the step
-      and the table: a resumed run draws those of an uninterrupted one.
+    AdamW goes on moving and decaying every row in every step, at a cost of V x W. Between two
+    readings of a row nobody sees where it is, so all of that can be done when it is read:
+
+    - The moments decay by the steps since the last reading: they equal AdamW's.
+    - The steps that AdamW would take until the next reading are taken at once, as many as are to be
+      expected at the rate at which the token came so far (`expected_travel`).
+
+    A row that is not in the batch stays bit-identical, moments and all; if every row is in every
+    batch this is AdamW. Moments are float32. bfloat16 rows are rounded stochastically; the random
+    bits are a function of seed, step and table: a resumed run draws those of an uninterrupted one.
 
     Args:
         tables: the tables to train.
         betas, eps: as in Adam.
-        weight_decay: decoupled decay of the rows that are read, off by default.
+        weight_decay: decoupled decay, off by default.
         seed: of the rounding.
     """
 
@@ -104,48 +101,60 @@ class RowAdam:
     ) -> None:
         self.tables, self.betas, self.eps, self.weight_decay = tables, betas, eps, weight_decay
         self.seed, self.steps = seed, 0
-        # m and v [V, W] for each table; one count per token [V]: all tables are read under the
-        # same ids.
-        self.m, self.v, self.count = tables.moments()
+        # m and v [V, W] of each table. Per token, not per row, as all tables are read under the
+        # same ids: how often it was read, and the step of the last time, [V] each.
+        self.m, self.v, self.count, self.last = tables.moments()
 
     @torch.no_grad()
     def step(self, ids: Tensor, grads: list[Tensor], lr: float) -> None:
         """Update rows `ids` [n] (distinct) of each table with its gradient [n, W]."""
+        (b1, b2), before = self.betas, self.steps
         self.steps += 1
-        self.count[ids] += 1
-        count = self.count[ids]
+        count = self.count[ids]  # before this reading, which would bias the rate
+        gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]
+        self.count[ids], self.last[ids] = count + 1, self.steps
+        rate = (count.float() / before)[:, None] if before else 1.0  # [n, 1]
+        step = RowStep(
+            beta1=b1,
+            beta2=b2,
+            keep_m=b1**gap,
+            keep_v=b2**gap,
+            keep_row=(1 - lr * self.weight_decay) ** gap,
+            step_size=lr * expected_travel(self.betas, rate) / (1 - b1**self.steps),
+            scale_v=1 / (1 - b2**self.steps),
+            eps=self.eps,
+        )
         updates = [
-            partial(self.update, table, ids, count, self.steps, lr) for table in range(len(self.m))
+            partial(self.update, table, ids, step, self.steps) for table in range(len(self.m))
         ]
         self.tables.write(updates, grads)
 
     @torch.no_grad()  # once more: a worker thread starts out with gradients
-    def update(
-        self, table: int, ids: Tensor, count: Tensor, step: int, lr: float, grad: Tensor
-    ) -> None:
-        """One table's part of a step, where its rows live."""
+    def update(self, table: int, ids: Tensor, step: RowStep, number: int, grad: Tensor) -> None:
+        """One table's part of step `number`, where its rows live."""
         weight = self.tables.weight[table]
         m, v = self.m[table].index_select(0, ids), self.v[table].index_select(0, ids)  # [n, W]
         rows = weight.index_select(0, ids).float()
-        adam_rows(rows, m, v, count, grad.to(m), lr, self.betas, self.eps, self.weight_decay)
+        adam_rows(rows, m, v, grad.to(m), step)
         if weight.dtype == torch.bfloat16:
             generator = torch.Generator(rows.device)
             # Steps of a run and tables of a model number less than these, so no seed comes twice.
-            generator.manual_seed((self.seed * 2**40 + step * 2**12 + table) % 2**63)
+            generator.manual_seed((self.seed * 2**40 + number * 2**12 + table) % 2**63)
             rows = round_stochastically(rows, generator)
         self.m[table][ids], self.v[table][ids], weight[ids] = m, v, rows
 
     def state_dict(self) -> dict:
-        """Moments and counts, for the checkpoint; those of a table file stay in the file."""
+        """Moments, counts and steps, for the checkpoint; a table file keeps all but the latter."""
         self.tables.flush()
         if self.tables.file:
             return {"steps": self.steps}
-        return {"m": self.m, "v": self.v, "count": self.count, "steps": self.steps}
+        state = {"m": self.m, "v": self.v, "count": self.count, "last": self.last}
+        return {**state, "steps": self.steps}
 
     def load_state_dict(self, state: dict) -> None:
         """Copy in what `state_dict` gave; the tables' device and shapes stay."""
-        self.steps = state.get("steps", 0)
-        for mine, saved in zip(
-            [*self.m, *self.v, self.count], [*state["m"], *state["v"], state["count"]], strict=True
-        ):
-            mine.copy_(saved)
+        mine = [*self.m, *self.v, self.count, self.last]
+        saved = [*state["m"], *state["v"], state["count"], state["last"]]
+        for own, other in zip(mine, saved, strict=True):
+            own.copy_(other)
+        self.steps = state["steps"]

@@ -1,8 +1,9 @@
-"""Let a trained model write.
+"""Let a trained model write, or talk with it.
 
 python sample.py                                        # from out/ckpt.pt, no prompt
 python sample.py --prompt "Country: Peru" --num_samples 3
 python sample.py --ckpt out/book/ckpt.pt --prompt "It was" --temperature 0.8 --top_p 0.9
+python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.py --stage sft)
 """
 
 import argparse
@@ -14,6 +15,7 @@ import tiktoken
 import torch
 
 import homes
+from chat import Chat
 from common import UserError, check_seed, encode, load_model, pick_device, run
 from model import Decoder
 from tokenizer import StreamDecoder
@@ -35,6 +37,66 @@ def sample_text(
     yield decoder.flush()
 
 
+def write(
+    model: Decoder, encoding: tiktoken.Encoding, args: argparse.Namespace, options: dict
+) -> tuple[int, float]:
+    """Continue --prompt --num_samples times; tokens and seconds as for `converse`."""
+    prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
+    n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
+    if n_prompt > block_size:
+        print(
+            f"note: of {n_prompt} prompt tokens the model sees the last {block_size}",
+            file=sys.stderr,
+        )
+    tokens, start = 0, time.perf_counter()
+    for number in range(args.num_samples):
+        if number:
+            print("\n" + "-" * 40)
+        seed = args.seed + number
+        for piece in sample_text(
+            model, encoding, prompt, args.max_new_tokens, seed=seed, **options
+        ):
+            print(piece, end="", flush=True)
+            tokens += 1
+        print()
+        tokens -= 2  # the prompt and the flush
+    return tokens, time.perf_counter() - start
+
+
+def converse(chat: Chat, max_new_tokens: int, seed: int, **options) -> tuple[int, float]:
+    """Hold a conversation in the terminal.
+
+    Returns:
+        tokens the model wrote, and the seconds it took.
+    """
+    asks = sys.stdin.isatty()
+    if asks:
+        print("/new forgets the conversation; Ctrl-C ends an answer, Ctrl-D the program")
+    tokens, seconds = 0, 0.0
+    while True:
+        try:
+            text = input("> " if asks else "").strip()
+        except EOFError:
+            return tokens, seconds
+        if not text:
+            continue
+        if text == "/new":
+            chat.forget()
+            continue
+        start = time.perf_counter()
+        try:
+            for piece in chat.reply(text, max_new_tokens, seed=seed + len(chat.turns), **options):
+                print(piece, end="", flush=True)
+                tokens += 1
+        except ValueError as error:
+            print(f"({error})", end="", file=sys.stderr)
+        except KeyboardInterrupt:
+            if not asks:
+                raise
+        seconds += time.perf_counter() - start
+        print()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -44,7 +106,9 @@ def main() -> None:
     add(
         "--prompt", default="", help='text to continue, "\\n" is a line break; none: a new document'
     )
-    add("--max_new_tokens", type=int, default=200, help="per sample (%(default)s)")
+    add("--chat", action="store_true", help="talk: a message a line, from the keyboard or a pipe")
+    add("--system", help="what to tell the model at the beginning of a --chat")
+    add("--max_new_tokens", type=int, default=200, help="per sample or answer (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: always the most probable (%(default)s)")
     add("--top_k", type=int, help="draw from the k most probable tokens only")
     add("--top_p", type=float, help="draw from the most probable tokens that sum up to p")
@@ -65,40 +129,34 @@ def main() -> None:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
 
+    if args.chat and (args.prompt or args.num_samples > 1):
+        raise UserError(
+            "--chat takes messages from the terminal: leave out --prompt, --num_samples"
+        )
+    if args.system and not args.chat:
+        raise UserError("--system goes with --chat")
+
     device = pick_device(args.device)
-    model, encoding, _ = load_model(args.ckpt, device, args)
-    args.prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
-    n_prompt, block_size = len(encode(encoding, args.prompt)), model.config.block_size
-    if n_prompt > block_size:
-        print(
-            f"note: of {n_prompt} prompt tokens the model sees the last {block_size}",
-            file=sys.stderr,
-        )
-    tokens, start = 0, time.perf_counter()
-    for number in range(args.num_samples):
-        if number:
-            print("\n" + "-" * 40)
-        pieces = sample_text(
-            model,
-            encoding,
-            args.prompt,
-            args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed + number,
-        )
-        for piece in pieces:
-            print(piece, end="", flush=True)
-            tokens += 1
-        print()
-        tokens -= 2  # the prompt and the flush
-    seconds = time.perf_counter() - start
-    cache = getattr(model.tables, "cache", None)
-    hits = f", {cache.hits / cache.tokens:.1%} of rows from the cache" if cache else ""
-    print(
-        f"\n{tokens} tokens, {tokens / seconds:,.0f} tok/s on {device.type}{hits}", file=sys.stderr
-    )
+    model, encoding, checkpoint = load_model(args.ckpt, device, args)
+    options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    if args.chat:
+        stage = checkpoint.get("args", {}).get("stage")
+        if stage not in ("sft", "dpo"):
+            print(
+                f"note: {args.ckpt} has not learned to talk (train.py --stage sft)", file=sys.stderr
+            )
+        try:
+            chat = Chat(model, encoding, args.system)
+        except ValueError as error:
+            raise UserError(f"--chat with {args.ckpt}: {error}") from None
+        tokens, seconds = converse(chat, args.max_new_tokens, args.seed, **options)
+    else:
+        tokens, seconds = write(model, encoding, args, options)
+    if tokens:
+        cache = getattr(model.tables, "cache", None)
+        hits = f", {cache.hits / cache.tokens:.1%} of rows from the cache" if cache else ""
+        speed = f"{tokens / seconds:,.0f} tok/s on {device.type}"
+        print(f"\n{tokens} tokens, {speed}{hits}", file=sys.stderr)
 
 
 if __name__ == "__main__":

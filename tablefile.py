@@ -3,7 +3,7 @@
     page 0      a line of magic, then a line of JSON: version, shape, dtype, layout, id
     rows        [V, n_table, W] in the tables' dtype
     m, v        [V, n_table, W] float32 each
-    count       [V] int64
+    count, last [V] int64 each: readings of a token in training, the step of the last one
 
 Every region begins on a page. The layout is token-major: what one token owns in all tables lies
 side by side, so a token costs one read, not one per table.
@@ -40,6 +40,7 @@ def regions(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, tuple[
     vocab_size, n_table, width = shape
     numbers = vocab_size * n_table * width
     sizes = dict(rows=numbers * dtype.itemsize, m=numbers * 4, v=numbers * 4, count=vocab_size * 8)
+    sizes["last"] = sizes["count"]
     result, at = {}, PAGE
     for name, size in sizes.items():
         result[name] = (at, size)
@@ -134,10 +135,10 @@ class TableFile:
     def tables(self, name: str, dtype: torch.dtype) -> list[Tensor]:
         return list(self.region(name, dtype).view(self.shape).unbind(1))  # n_table of [V, W]
 
-    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """m and v [V, W] for each table, and count [V]."""
-        kinds = (self.tables(name, torch.float32) for name in ("m", "v"))
-        return *kinds, self.region("count", torch.int64)
+    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+        """m and v [V, W] for each table, count and last [V]."""
+        m, v = (self.tables(name, torch.float32) for name in ("m", "v"))
+        return m, v, self.region("count", torch.int64), self.region("last", torch.int64)
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
         """Have the system begin to read what tokens `ids` [n] (sorted) own in these regions, all at

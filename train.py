@@ -5,6 +5,7 @@
     python train.py --data_dir data/book --out_dir out/book # text of your own (prepare.py)
     python train.py --preset minimind-26m --data_dir data/big --device_batch_size 8
     python train.py --resume                                # go on where out/ckpt.pt stopped
+    python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
 
 Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.jsonl, loss.png;
 with --offload disk also the tables-ID.bin that ckpt.pt names.
@@ -19,25 +20,35 @@ import math
 import os
 import signal
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
+import tiktoken
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 import homes
 import prepare
-from common import UserError, atomic, load_checkpoint, pick_device, run, save_checkpoint
+import tokenizer
+from chat import Chat
+from common import (
+    UserError,
+    atomic,
+    load_checkpoint,
+    pick_device,
+    run,
+    save_checkpoint,
+)
 from compare import plot
 from countries import RELATIONS
-from data import Tokens, read_meta, read_tokenizer
-from edit import exam, recall
+from data import Data, check_tokenizer
+from exam import chat_exam, chat_questions, exam, recall
 from model import Decoder, ModelConfig
+from objectives import NextToken, Preference, validate
 from rowadam import RowAdam
 from sample import sample_text
-from settings import DEFAULT_DATA, MODEL_FLAGS, complete, parse_args, resumed
+from settings import DEFAULT_DATA, MODEL_FLAGS, STAGES, complete, parse_args, resumed
 from tablefile import LIVE, snapshots
 
 
@@ -112,35 +123,6 @@ class Optimizer:
             self.rows.load_state_dict(state["rows"])
 
 
-class Loss:
-    """The loss of a batch that comes from the CPU, in the run's precision and attention."""
-
-    def __init__(self, model: Decoder, device: torch.device, dtype: str, document: int | None):
-        """document: the token that begins documents, which attention then does not cross."""
-        self.model, self.device, self.document = model, device, document
-        self.bfloat16 = dtype == "bfloat16"
-
-    def __call__(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """ids, targets [B, T] -> scalar, on the device."""
-        x, y = (t.to(self.device, non_blocking=True) for t in (ids, targets))
-        documents = None if self.document is None else (x == self.document).cumsum(1)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-            return self.model(x, y, table_ids=ids, documents=documents)[1]
-
-
-@torch.no_grad()
-def evaluate(loss: Loss, val: Tokens, args: argparse.Namespace) -> float:
-    """Mean validation loss in nats per token over the first --eval_tokens tokens."""
-    n_window = max(1, min(val.n_window, args.eval_tokens // val.block_size))
-    starts = np.arange(n_window) * val.block_size
-    loss.model.eval()
-    total = 0.0
-    for part in np.array_split(starts, -(-n_window // args.device_batch_size)):
-        total += loss(*val.windows(part)).item() * len(part)  # a host-device sync
-    loss.model.train()
-    return total / n_window
-
-
 def check_finite(loss: float, kind: str, step: int, args: argparse.Namespace) -> None:
     """Stop before weights that are not numbers get into a checkpoint."""
     if not math.isfinite(loss):
@@ -195,26 +177,30 @@ class Log:
 
 
 def train(args: argparse.Namespace) -> None:
-    checkpoint = None
+    checkpoint = base = None
     if args.resume:
         checkpoint = load_checkpoint(args.out_dir / "ckpt.pt")
         args = resumed(args, checkpoint)
-    elif args.data_dir == DEFAULT_DATA and not (DEFAULT_DATA / "meta.json").exists():
+    elif args.data_dir == DEFAULT_DATA and not (Path(DEFAULT_DATA) / "meta.json").exists():
         print(f"no data in {DEFAULT_DATA} yet: preparing the default corpus")
-        prepare.prepare_countries(DEFAULT_DATA)
-    args = complete(args)
+        prepare.prepare_countries(Path(DEFAULT_DATA))
+    if args.init_from and not args.resume:
+        base = load_checkpoint(args.init_from)
+    args = complete(args, base)
 
     # data
-    meta = read_meta(args.data_dir)
-    encoding = read_tokenizer(args.data_dir, meta)
-    if meta["corpus"] == "countries":
-        longest = max(len(p) + len(a) for r in RELATIONS for p, a in exam(encoding, r))
-        if args.block_size < longest:
-            raise UserError(
-                f"--block_size {args.block_size}: countries asks questions of {longest} tokens"
-            )
-    data = Tokens(args.data_dir, "train", meta, args.block_size, args.seed)
-    val = Tokens(args.data_dir, "val", meta, args.block_size, args.seed)
+    rows, total = STAGES[args.stage].rows, args.max_iters * args.batch_size
+    data = Data.open(args.data_dir, rows, args.block_size, args.seed, total)
+    encoding, metas = data.encoding, data.metas
+    if base:
+        theirs = tokenizer.fingerprint(tokenizer.loads(base["tokenizer"]))
+        check_tokenizer(metas[0]["tokenizer"], args.data_dir, theirs, args.init_from)
+    longest = longest_question(metas[0]["corpus"], encoding)
+    if args.block_size < longest:
+        raise UserError(
+            f"--block_size {args.block_size}: {metas[0]['corpus']} asks questions of {longest} "
+            "tokens"
+        )
 
     # model
     device = pick_device(args.device)
@@ -227,18 +213,29 @@ def train(args: argparse.Namespace) -> None:
     flags = {name: getattr(args, name) for name in MODEL_FLAGS}
     try:
         config = ModelConfig(
-            vocab_size=meta["vocab_size"],
+            vocab_size=metas[0]["vocab_size"],
             **{name: value for name, value in flags.items() if value is not None},
         )
     except ValueError as error:
         raise UserError(f"--{error}") from None
     vars(args).update(asdict(config))  # what was left to default is on record, too
-    tables = homes.placed(args, device, checkpoint=checkpoint, out_dir=args.out_dir)
+    tables = homes.placed(args, device, checkpoint=checkpoint or base, out_dir=args.out_dir)
     model = Decoder(config, tables=tables).to(device)
+    if base:
+        try:
+            model.load_state_dict(base["model"])
+        except (KeyError, RuntimeError) as error:
+            raise UserError(f"{args.init_from} does not hold a whole model: {error}") from None
+        base = None  # its memory can go
     optimizer = Optimizer(model, args)
+    if args.stage == "dpo":
+        objective = Preference(model, device, args.dtype, args.beta)
+    else:
+        document = encoding.eot_token if args.doc_mask else None
+        objective = NextToken(model, device, args.dtype, document)
     step = 0
     if checkpoint:
-        if checkpoint.get("data") != meta:
+        if checkpoint.get("data") != metas:
             raise UserError(
                 f"{args.data_dir} does not hold the text that {args.out_dir} was trained on: "
                 "prepare it as it was, or start a new run with another --out_dir"
@@ -247,16 +244,21 @@ def train(args: argparse.Namespace) -> None:
             model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
             step = checkpoint["step"]
+            for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
+                pairs.reference[:] = known.numpy()
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{args.out_dir}/ckpt.pt does not hold a whole run: {error}") from None
         checkpoint = None  # unmaps its files: deleted ones would go on taking up room
     if args.compile:
         for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
             block.compile()
-    batch_loss = Loss(model, device, args.dtype, encoding.eot_token if args.doc_mask else None)
+    if args.stage == "dpo" and not checkpoint:
+        for pairs in data.pairs:
+            seen = total if pairs is data.train else args.eval_tokens
+            objective.refer(pairs, min(pairs.n_row, seen), args.device_batch_size)
 
     sizes = model.sizes()
-    tokens_per_step = args.batch_size * args.block_size
+    units = {"text": "windows of", "chat": "conversations of up to", "preference": "pairs of up to"}
     print(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
         f"vocabulary {config.vocab_size:,}: {sizes['total'] / 1e6:.2f} M parameters, "
@@ -264,9 +266,9 @@ def train(args: argparse.Namespace) -> None:
         f"{sizes['active'] / 1e6:.2f} M and costs {sizes['flops_per_token'] / 1e6:.1f} MFLOP"
     )
     print(
-        f"{args.max_iters} steps of {tokens_per_step:,} tokens "
-        f"({args.batch_size} x {args.block_size}) on {device.type} in {args.dtype}; "
-        f"{args.data_dir} has {meta['train']['tokens']:,}"
+        f"{args.max_iters} steps of {args.batch_size} {units[rows]} {args.block_size} tokens "
+        f"on {device.type} in {args.dtype}; {args.data_dir} has "
+        f"{sum(meta['train']['tokens'] for meta in metas):,}"
     )
 
     # records
@@ -276,7 +278,7 @@ def train(args: argparse.Namespace) -> None:
     plain_args = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     log = Log(args.out_dir / "metrics.jsonl", step)
     if not log.has_run:
-        log.write(type="run", args=plain_args, sizes=sizes, train=meta["train"], val=meta["val"])
+        log.write(type="run", args=plain_args, sizes=sizes, data=metas)
 
     def save() -> None:
         save_checkpoint(
@@ -285,16 +287,16 @@ def train(args: argparse.Namespace) -> None:
             encoding,
             optimizer=optimizer.state_dict(),
             step=step,  # the loop's position and the data's
-            data=meta,
+            data=metas,
+            reference=[torch.from_numpy(pairs.reference) for pairs in data.pairs],
             args=plain_args,
         )
 
     # the loop
     accumulate = args.batch_size // args.device_batch_size
-    bytes_per_token = meta["val"]["bytes"] / meta["val"]["tokens"]
     model.train()
     bar = tqdm(total=args.max_iters, initial=step, unit="step", dynamic_ncols=True)
-    val_loss = None
+    val = {}
     # Ctrl-C lets the step end, so that what is saved is a whole one; a second one stops at once.
     interrupted = []
 
@@ -306,15 +308,10 @@ def train(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGINT, interrupt)
     try:
         while True:
-            if val_loss is None or step % args.eval_interval == 0 or step == args.max_iters:
-                val_loss = evaluate(batch_loss, val, args)
-                check_finite(val_loss, "validation", step, args)
-                log.write(
-                    type="eval",
-                    step=step,
-                    val_loss=val_loss,
-                    val_loss_per_byte=val_loss / bytes_per_token,
-                )
+            if not val or step % args.eval_interval == 0 or step == args.max_iters:
+                val = validate(objective, data, args.eval_tokens, args.device_batch_size)
+                check_finite(val["val_loss"], "validation", step, args)
+                log.write(type="eval", step=step, **val)
                 if step:
                     save()
             if step == args.max_iters:
@@ -326,54 +323,95 @@ def train(args: argparse.Namespace) -> None:
                     f"python train.py --resume --out_dir {args.out_dir}"
                 )
             start = time.perf_counter()
-            ids, targets = data.batch(step, args.batch_size)
-            loss = torch.zeros((), device=device)
-            for part in zip(ids.chunk(accumulate), targets.chunk(accumulate), strict=True):
-                micro = batch_loss(*part) / accumulate
-                micro.backward()
-                loss += micro.detach()
+            batch = data.train.batch(step, args.batch_size)
+            n, figures = objective.count(*batch), Counter()
+            for part in zip(*(t.chunk(accumulate) for t in batch), strict=True):
+                share = objective.count(*part) / n  # a mean of means would weigh tokens unequally
+                micro, more = objective(*part)
+                (micro * share).backward()
+                for name, value in {"loss": micro.detach(), **more}.items():
+                    figures[name] += value * share
             lr = schedule(step, args)
             optimizer.step(lr)
-            train_loss = loss.item()  # a host-device sync: the host waits for the step here
-            check_finite(train_loss, "training", step, args)
-            seconds = time.perf_counter() - start
+            # a host-device sync: the host waits for the step here
+            figures = {f"train_{name}": value.item() for name, value in figures.items()}
+            check_finite(figures["train_loss"], "training", step, args)
+            tok_per_s = batch[0].numel() / (time.perf_counter() - start)
             step += 1
             log.write(
                 type="step",
                 step=step,
-                train_loss=train_loss,
+                **figures,
                 lr=lr * args.learning_rate,
-                tok_per_s=tokens_per_step / seconds,
+                tok_per_s=tok_per_s,
             )
             bar.update()
+            shown = {**figures, **{k: v for k, v in val.items() if "/" not in k}}
+            shown = {k.removesuffix("_loss").replace("_", " "): v for k, v in shown.items()}
+            shown.pop("val loss per byte", None)
             bar.set_postfix_str(
-                f"train {train_loss:.3f}, val {val_loss:.3f}, "
-                f"{tokens_per_step / seconds:,.0f} tok/s"
+                ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
+                + f", {tok_per_s:,.0f} tok/s"
             )
     finally:
         bar.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         (args.out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it; what is open stays so
-    finish(model, encoding, args, meta, log, val_loss, val_loss / bytes_per_token)
+    finish(model, encoding, args, metas[0]["corpus"], log, val)
 
 
-def finish(model, encoding, args, meta, log: Log, val_loss: float, per_byte: float) -> None:
+def longest_question(corpus: str, encoding: tiktoken.Encoding) -> int:
+    """The tokens of the longest question, with its answer, that `finish` asks about a corpus."""
+    if corpus == "countries":
+        return max(sum(map(len, asked)) for r in RELATIONS for asked in exam(encoding, r))
+    if corpus in ("countries-sft", "countries-dpo"):
+        return max(
+            len(prompt) + max(map(len, styles))
+            for r in RELATIONS
+            for prompt, *styles in chat_questions(encoding, r)
+        )
+    return 0
+
+
+def finish(
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    args: argparse.Namespace,
+    corpus: str,
+    log: Log,
+    val: dict[str, float],
+) -> None:
     """Report what was learned, draw the curve, and say what to try next."""
-    print(f"validation loss {val_loss:.4f} per token, {per_byte:.4f} per byte (nats)")
+    print(", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in val.items()))
     model.eval()
     torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
-    prompt = ""
-    if meta["corpus"] == "countries":
-        prompt = "Country: Spain\nThe capital city is called"
+    if corpus == "countries":
         share = recall(model, encoding, "capital")
         log.write(type="recall", step=args.max_iters, relation="capital", recall=share)
         print(f"capitals recalled on phrasings it never saw: {share:.1%}")
+    talks = STAGES[args.stage].rows != "text"
+    if talks and corpus.startswith("countries"):
+        share, sentences = chat_exam(model, encoding, "capital")
+        log.write(
+            type="recall", step=args.max_iters, relation="capital", recall=share, full=sentences
+        )
+        print(
+            f"capitals named in a chat, asked as it was never asked: {share:.1%}; "
+            f"in a whole sentence: {sentences:.1%}"
+        )
     plot([args.out_dir], args.out_dir / "loss.png")
     print(f"wrote {args.out_dir}/ckpt.pt, metrics.jsonl, loss.png\n")
 
+    ckpt = args.out_dir / "ckpt.pt"
+    if talks:
+        question = "What is the capital of Peru?"
+        print(f"> {question}")
+        print("".join(Chat(model, encoding).reply(question, 60, temperature=0)))
+        print(f"\nnext:\n  python sample.py --ckpt {ckpt} --chat")
+        return
+    prompt = "Country: Spain\nThe capital city is called" if corpus == "countries" else ""
     options = dict(max_new_tokens=60, temperature=0.8, seed=args.seed)
     print("".join(sample_text(model, encoding, prompt, **options)))
-    ckpt = args.out_dir / "ckpt.pt"
     print("\nnext:")
     print(f"  python sample.py --ckpt {ckpt}" + (' --prompt "Country: Peru"' if prompt else ""))
     if prompt and args.ffn != "dense":

@@ -191,7 +191,7 @@ def test_room_counts_states_only_in_training(monkeypatch):
     homes.check_ram(shape, torch.float32, training=False)
     with pytest.raises(TableError, match="with optimizer states"):
         homes.check_ram(shape, torch.float32, training=True)
-    monkeypatch.setattr(homes, "available_ram", lambda: 3 * rows + 1000 * 8)
+    monkeypatch.setattr(homes, "available_ram", lambda: 3 * rows + 2 * 1000 * 8)
     homes.check_ram(shape, torch.float32, training=True)
     monkeypatch.setattr(homes, "available_ram", lambda: None)  # a system that does not tell
     homes.check_ram(shape, torch.float32, training=True)

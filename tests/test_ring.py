@@ -98,7 +98,7 @@ def assert_same_training(a, b):
     sides = []
     for _, model, rows in (a, b):
         dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
-        sides.append([*dense, *model.tables.weight, *rows.m, *rows.v, rows.count])
+        sides.append([*dense, *model.tables.weight, *rows.m, *rows.v, rows.count, rows.last])
     for x, y in zip(*sides, strict=True):
         assert x.dtype == y.dtype and torch.equal(x, y)
 

@@ -20,12 +20,13 @@ def made(tmp_path, dtype=torch.float32) -> TableFile:
 def test_a_reopened_file_shows_the_writes(tmp_path, dtype):
     file = made(tmp_path, dtype)
     assert file.fresh and not any(weight.any() for weight in file.weight)
-    m, v, count = file.moments()
-    for number, table in enumerate([*file.weight, *m, *v, count]):
+    m, v, count, last = file.moments()
+    for number, table in enumerate([*file.weight, *m, *v, count, last]):
         table.copy_(torch.arange(table.numel()).view(table.shape) + 10 * number)
     again = TableFile(file.path)
     assert (again.shape, again.dtype, again.id, again.fresh) == (SHAPE, dtype, file.id, False)
-    tensors = [*again.weight, *again.moments()[0], *again.moments()[1], again.moments()[2]]
+    m, v, *per_token = again.moments()
+    tensors = [*again.weight, *m, *v, *per_token]
     for number, table in enumerate(tensors):
         assert torch.equal(
             table, (torch.arange(table.numel()).view(table.shape) + 10 * number).to(table.dtype)

@@ -1,0 +1,163 @@
+"""The chat template: conversations as tokens, which of those tokens are the assistant's, and a
+conversation with a model.
+
+    <|endoftext|><|im_start|>user\\nWhat is the capital of Peru?<|im_end|>\\n
+    <|im_start|>assistant\\nLima.<|im_end|>\\n
+
+A conversation is a list of messages, {"role": ..., "content": ...}. The markers are special tokens,
+which no text encodes to: nobody can end his message and go on in another role.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tiktoken
+import torch
+
+from model import Decoder, KVCache
+from tokenizer import StreamDecoder
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+def special(encoding: tiktoken.Encoding, marker: str) -> int:
+    """The id of a marker.
+
+    Raises:
+        ValueError: this tokenizer has no such token, so it cannot write conversations.
+    """
+    try:
+        return encoding.encode_single_token(marker)
+    except KeyError:
+        raise ValueError(f"the tokenizer {encoding.name} has no {marker}") from None
+
+
+def check(messages: object) -> None:
+    """Refuse what is not a conversation.
+
+    Raises:
+        ValueError: saying what is wrong.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("a conversation is a list of messages, at least one")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ValueError(f"a message is an object, not {type(message).__name__}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f'a message needs "{key}", a text')
+        if not message["role"].isidentifier():
+            raise ValueError(f"role {message['role'][:40]!r} is not a word")
+
+
+def parts(messages: Sequence[dict]) -> list[str]:
+    """The texts between the markers of a conversation: a heading and a content for each message.
+
+    They are encoded apart, so that a heading is always the same tokens, in training as in a chat.
+    """
+    return [text for message in messages for text in (f"{message['role']}\n", message["content"])]
+
+
+def join(encoding: tiktoken.Encoding, encoded: Sequence[list[int]]) -> list[int]:
+    """Token ids of a conversation from those of its `parts`."""
+    start, end = special(encoding, START), special(encoding, END)
+    newline = encoding.encode_ordinary("\n")
+    ids = []
+    for heading, content in zip(encoded[::2], encoded[1::2], strict=True):
+        ids += [start, *heading, *content, end, *newline]
+    return ids
+
+
+def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
+    """Token ids of a conversation, without the <|endoftext|> that precedes a document."""
+    return join(encoding, [encoding.encode_ordinary(text) for text in parts(messages)])
+
+
+def prompt(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
+    """Token ids of messages, and of the heading under which the assistant answers them."""
+    heading = [special(encoding, START), *encoding.encode_ordinary("assistant\n")]
+    return [*render(encoding, messages), *heading]
+
+
+def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
+    """Which tokens of a conversation the assistant has to produce: his contents, each with the
+    <|im_end|> that ends it. Learned from the ids alone: markers cannot occur inside a content.
+
+    Args:
+        ids: [T] token ids, whole messages except maybe the last.
+
+    Returns:
+        [T] bool.
+    """
+    start, end = special(encoding, START), special(encoding, END)
+    heading = np.array([start, *encoding.encode_ordinary("assistant\n")])
+    answer = np.zeros(len(ids), dtype=bool)
+    for at in np.flatnonzero(ids == start):
+        content = at + len(heading)
+        if np.array_equal(ids[at:content], heading):
+            after = np.flatnonzero(ids[content:] == end)
+            answer[content : content + after[0] + 1 if len(after) else None] = True
+    return answer
+
+
+class Chat:
+    """A conversation with a model that remembers it: each turn feeds the model only what is new,
+    the rest is in its KV cache.
+
+    When a turn does not fit into the model's context, the oldest turns are forgotten, the system
+    message is not.
+
+    Args:
+        model: a Decoder in evaluation mode.
+        system: content of a system message at the beginning.
+    """
+
+    def __init__(
+        self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None
+    ) -> None:
+        self.model, self.encoding = model, encoding
+        self.end = special(encoding, END)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        self.head = [encoding.eot_token, *render(encoding, first)]
+        self.turns: list[list[int]] = []  # token ids, as many turns as fit
+        weight = model.wte.weight
+        self.cache = KVCache(model.config, 1, weight.device, weight.dtype)
+
+    def forget(self) -> None:
+        """Begin a new conversation."""
+        self.turns, self.cache.length = [], 0
+
+    def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
+        """Yield the answer to the user's next message piece by piece; `options` are those of
+        `Decoder.stream`.
+
+        Raises:
+            ValueError: the message alone is too long for the model.
+        """
+        device = self.model.wte.weight.device
+        question = prompt(self.encoding, [{"role": "user", "content": text}])
+        block_size = self.model.config.block_size
+        needed = len(self.head) + len(question) + min(max_new_tokens, block_size // 4)
+        if needed > block_size:
+            raise ValueError(
+                f"the message has {len(question)} tokens, too many for a context of {block_size}"
+            )
+        while sum(map(len, self.turns)) + needed > block_size:
+            self.turns.pop(0)
+            self.cache.length = 0  # what follows has moved, it must be read anew
+        ids = [*self.head, *(token for turn in self.turns for token in turn), *question]
+        room = min(max_new_tokens, block_size - len(ids))
+        decoder, said = StreamDecoder(self.encoding), []
+        stream = self.model.stream(
+            torch.tensor([ids], device=device), room, stop=self.end, cache=self.cache, **options
+        )
+        try:
+            for token in stream:
+                said.append(token.item())
+                if said[-1] != self.end:
+                    yield decoder.feed(said[-1])
+            yield decoder.flush()
+        finally:  # an answer that is interrupted or cut off is a turn, too
+            if not said or said[-1] != self.end:
+                said.append(self.end)
+            self.turns.append([*question, *said, *self.encoding.encode_ordinary("\n")])

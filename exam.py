@@ -1,0 +1,113 @@
+"""Ask a model what it knows: does greedy decoding write the whole answer, word for word?"""
+
+import tiktoken
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import chat
+import countries
+from common import UserError, encode
+from model import Decoder
+
+
+@torch.inference_mode()
+def score(
+    model: Decoder,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    table_prompts: list[list[int]] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How a model continues prompts, in one forward pass.
+
+    Every answer token is compared with the most probable one after the prompt and the answer so
+    far: all equal means that greedy decoding writes exactly this answer.
+
+    Args:
+        prompts, answers: token ids.
+        table_prompts: the ids under which the prompts' rows are looked up; None: their own.
+
+    Returns:
+        greedy [N] bool, probability of the whole answer [N], and the logits [N, T, V].
+    """
+    device = next(model.parameters()).device
+    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    if longest > model.config.block_size:
+        raise UserError(
+            f"a prompt with its answer has {longest} tokens, the model's block_size is "
+            f"{model.config.block_size}"
+        )
+
+    def padded(starts: list[list[int]]) -> Tensor:  # on the right: causal, so nothing sees it
+        rows = [s + a for s, a in zip(starts, answers, strict=True)]
+        return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+
+    ids = padded(prompts)  # [N, T]
+    table_ids = ids if table_prompts is None else padded(table_prompts)
+    logits, _ = model(ids.to(device), table_ids=table_ids.to(device))  # [N, T, V]
+    row, position, wanted = [], [], []  # of each answer token
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        row += [i] * len(answer)
+        position += range(len(prompt) - 1, len(prompt) + len(answer) - 1)  # one before the token
+        wanted += answer
+    row, position, wanted = (
+        torch.tensor(values, dtype=torch.long, device=device) for values in (row, position, wanted)
+    )
+    predicted = logits[row, position].float()  # [answer tokens, V]
+    wrong = torch.zeros(len(prompts), device=device)
+    wrong.index_add_(0, row, (predicted.argmax(-1) != wanted).float())
+    log_p = F.cross_entropy(predicted, wanted, reduction="none").neg()
+    return wrong == 0, torch.zeros_like(wrong).index_add_(0, row, log_p).exp(), logits
+
+
+def exam(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], list[int]]]:
+    """Held-out questions about `relation`, every country, two phrasings in each of three forms, as
+    token ids of prompt and answer."""
+    return [
+        (encode(encoding, question.prompt), encoding.encode_ordinary(question.answer))
+        for country in countries.table()
+        for form in countries.FORMS
+        for question in countries.questions(relation, form, country)
+    ]
+
+
+def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
+    """Share of the questions of `exam` that greedy decoding answers in full."""
+    asked = exam(encoding, relation)
+    right = 0
+    for at in range(0, len(asked), 256):
+        greedy, _, _ = score(model, *map(list, zip(*asked[at : at + 256], strict=True)))
+        right += int(greedy.sum())
+    return right / len(asked)
+
+
+def chat_exam(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> tuple[float, float]:
+    """Ask in a conversation for a fact of every country, in held-out words.
+
+    Returns:
+        share of questions answered rightly, briefly ("Lima.") or in a sentence ("The answer is
+        Lima."); share answered rightly in a sentence.
+    """
+    asked = chat_questions(encoding, relation)
+    right = in_sentence = 0
+    for at in range(0, len(asked), 256):
+        prompts, *styles = map(list, zip(*asked[at : at + 256], strict=True))
+        brief, sentence = (score(model, prompts, answers)[0] for answers in styles)
+        right += int((brief | sentence).sum())
+        in_sentence += int(sentence.sum())
+    return right / len(asked), in_sentence / len(asked)
+
+
+def chat_questions(
+    encoding: tiktoken.Encoding, relation: str
+) -> list[tuple[list[int], list[int], list[int]]]:
+    """Held-out questions of a conversation: prompt, brief answer and sentence as token ids."""
+    end = chat.special(encoding, chat.END)
+    result = []
+    for country in countries.table():
+        for pattern in countries.held_out(countries.QUESTION, relation):
+            user = {"role": "user", "content": countries.ask(pattern, country, relation)}
+            prompt = [encoding.eot_token, *chat.prompt(encoding, [user])]
+            styles = (countries.reply(country, relation, brief) for brief in (True, False))
+            result.append((prompt, *([*encoding.encode_ordinary(s), end] for s in styles)))
+    return result

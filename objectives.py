@@ -1,0 +1,139 @@
+"""What training minimizes: next-token prediction, or preferring one answer to another (DPO).
+
+An objective is called with a batch that comes from the CPU (data.py) and returns its mean loss with
+further figures by name. `count` says what the mean is over, so that means of parts can be combined.
+"""
+
+from collections import defaultdict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from common import token_lengths
+from data import Data, Pairs, Source
+from model import Decoder
+
+Figures = dict[str, Tensor]
+
+
+class NextToken:
+    """Cross-entropy of the targets, in the run's precision and attention."""
+
+    def __init__(
+        self, model: Decoder, device: torch.device, dtype: str, document: int | None = None
+    ) -> None:
+        """document: the token that begins documents, which attention then does not cross."""
+        self.model, self.device, self.document = model, device, document
+        self.bfloat16 = dtype == "bfloat16"
+
+    def count(self, ids: Tensor, targets: Tensor) -> int:
+        """Tokens to predict. On the CPU, so that nothing waits for the device."""
+        return int((targets >= 0).sum())
+
+    def __call__(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Figures]:
+        """ids, targets [B, T] -> the loss in nats per token, on the device."""
+        x, y = (t.to(self.device, non_blocking=True) for t in (ids, targets))
+        documents = None if self.document is None else (x == self.document).cumsum(1)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
+            return self.model(x, y, table_ids=ids, documents=documents)[1], {}
+
+
+class Preference:
+    """Direct preference optimization (Rafailov et al., 2023, equation 7):
+
+        loss = -log sigmoid(margin)
+        margin = beta * (log p(chosen) - log q(chosen) - log p(rejected) + log q(rejected))
+
+    p is the model in training, q the frozen reference it starts from, both over the tokens of the
+    answer. Since q never changes, its log-probabilities are computed once, before the first step
+    (`refer`): no second model takes memory, and no step pays for it.
+    """
+
+    def __init__(self, model: Decoder, device: torch.device, dtype: str, beta: float) -> None:
+        self.model, self.device, self.beta = model, device, beta
+        self.bfloat16 = dtype == "bfloat16"
+
+    def count(self, ids: Tensor, targets: Tensor, reference: Tensor) -> int:
+        """Pairs."""
+        return len(ids)
+
+    def log_probability(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """ids, targets [B, 2, T] -> log-probability of the targets that are not -1, [B, 2]."""
+        ids = ids.flatten(0, 1)  # [2 B, T]
+        x, y = (t.to(self.device, non_blocking=True) for t in (ids, targets))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
+            logits = self.model(x, table_ids=ids)[0]  # [2 B, T, V]
+        nats = F.cross_entropy(
+            logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1, reduction="none"
+        )  # [2 B * T]
+        return -nats.view(y.shape).sum(-1)
+
+    def __call__(self, ids: Tensor, targets: Tensor, reference: Tensor) -> tuple[Tensor, Figures]:
+        """ids, targets [B, 2, T], chosen first; reference [B, 2] -> the loss; the mean margin and
+        accuracy, the share of pairs whose margin is positive."""
+        reference = reference.to(self.device, non_blocking=True)
+        gain = self.log_probability(ids, targets) - reference  # [B, 2]
+        margin = self.beta * (gain[:, 0] - gain[:, 1])
+        figures = {"margin": margin.mean(), "accuracy": (margin > 0).float().mean()}
+        return -F.logsigmoid(margin).mean(), {k: v.detach() for k, v in figures.items()}
+
+    @torch.no_grad()
+    def refer(self, pairs: Pairs, n_row: int, size: int) -> None:
+        """Take the model as it is for the reference of the first `n_row` pairs to come."""
+        self.model.eval()
+        for at in tqdm(range(0, n_row, size), "reference", unit="batch", delay=3):
+            indices = range(at, min(n_row, at + size))
+            ids, targets, _ = pairs.rows(indices)
+            places = [pairs.place(index) for index in indices]
+            pairs.reference[places] = self.log_probability(ids, targets).float().cpu().numpy()
+        self.model.train()
+
+
+@torch.no_grad()
+def evaluate(
+    objective: NextToken | Preference, source: Source, n_row: int, size: int, lengths: Tensor
+) -> dict[str, float]:
+    """The mean loss and figures over the first `n_row` rows of a source, `size` at a time.
+
+    Args:
+        lengths: bytes of text in each token [V], on the CPU.
+
+    Returns:
+        val_loss (nats per token or pair), what else the objective gives as val_..., and for tokens
+        val_loss_per_byte.
+    """
+    sums: defaultdict[str, float] = defaultdict(float)
+    count = n_byte = 0
+    objective.model.eval()
+    for at in range(0, n_row, size):
+        batch = source.rows(range(at, min(n_row, at + size)))
+        loss, figures = objective(*batch)
+        n = objective.count(*batch)
+        count += n
+        n_byte += int(lengths[batch[1][batch[1] >= 0]].sum())
+        for name, value in {"loss": loss, **figures}.items():
+            sums[name] += value.item() * n  # a host-device sync
+    objective.model.train()
+    result = {f"val_{name}": value / count for name, value in sums.items()}
+    if isinstance(objective, NextToken):
+        result["val_loss_per_byte"] = sums["loss"] / max(1, n_byte)
+    return result
+
+
+def validate(
+    objective: NextToken | Preference, data: Data, n_token: int, size: int
+) -> dict[str, float]:
+    """What `evaluate` says of about `n_token` tokens of the validation data, rows being counted as
+    full: of a mixture the mean by its weights, and the loss of each part as val_loss/<folder>."""
+    lengths = token_lengths(data.encoding)
+    figures: dict[str, float] = {}
+    for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
+        n_row = max(1, min(source.n_row, n_token // source.block_size))
+        part = evaluate(objective, source, n_row, size, lengths)
+        for key, value in part.items():
+            figures[key] = figures.get(key, 0.0) + weight * value
+        if len(data.val) > 1:
+            figures[f"val_loss/{name}"] = part["val_loss"]
+    return figures

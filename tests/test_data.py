@@ -1,0 +1,201 @@
+"""data.py: which tokens are in which batch."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+
+import chat
+import tokenizer
+from common import UserError, token_lengths
+from data import Conversations, Data, Mixture, Pairs, Windows, document_starts, parse_mixture
+
+IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
+
+
+@pytest.fixture(scope="module")
+def encoding() -> tiktoken.Encoding:
+    return tokenizer.train(["user assistant yes no maybe perhaps\n"] * 9, 290, progress=False)
+
+
+# --- text ---
+
+
+def test_an_epoch_holds_every_window_once():
+    source = Windows(IDS, 10, seed=3)
+    ids, targets = source.batch(0, source.n_row)
+    assert torch.equal(ids[:, 1:], targets[:, :-1])
+    starts = sorted(ids[:, 0].tolist())
+    assert np.diff(starts).tolist() == [10] * 99  # neither gaps nor overlaps
+    again = source.batch(1, source.n_row)[0]
+    assert not torch.equal(ids, again)
+
+
+def test_a_batch_depends_on_its_number_alone():
+    once, other = Windows(IDS, 10, seed=3), Windows(IDS, 10, seed=3)
+    ordered = [once.batch(n, 7)[0] for n in range(40)]  # across epochs
+    for n in (39, 2, 17, 0):
+        assert torch.equal(other.batch(n, 7)[0], ordered[n])
+    assert not torch.equal(Windows(IDS, 10, seed=4).batch(0, 7)[0], ordered[0])
+
+
+def test_without_a_seed_rows_come_in_the_order_of_the_file():
+    ids, targets = Windows(IDS, 10, None).rows(range(3))
+    assert ids.flatten().tolist() == list(range(100, 130))
+    assert targets.flatten().tolist() == list(range(101, 131))
+
+
+def test_a_mixture_draws_by_weight_and_reads_each_source_in_its_own_order():
+    parts = [Windows(IDS, 10, seed=1), Windows(IDS + 2000, 10, seed=1)]
+    mixture = Mixture(parts, [0.6, 0.2], total=4000, seed=5)
+    rows = [mixture.row(index)[0] for index in range(4000)]
+    origin = [int(row[0] >= 2000) for row in rows]
+    assert np.mean(origin) == pytest.approx(0.25, abs=0.02)
+    for n in (0, 1):
+        seen = [row for row, k in zip(rows, origin, strict=True) if k == n]
+        alone = Windows(IDS + 2000 * n, 10, seed=1)
+        assert all((row == alone.row(i)[0]).all() for i, row in enumerate(seen))
+    later = Mixture([Windows(IDS, 10, 1), Windows(IDS + 2000, 10, 1)], [0.6, 0.2], 4000, 5)
+    assert torch.equal(later.batch(99, 8)[0], mixture.batch(99, 8)[0])
+
+
+# --- conversations ---
+
+
+def talk(*contents: str) -> list[dict]:
+    roles = ("user", "assistant")
+    return [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
+
+
+def packed(encoding, *talks) -> np.ndarray:
+    ids = [token for messages in talks for token in [0, *chat.render(encoding, messages)]]
+    return np.array(ids, dtype=np.uint16)
+
+
+TALKS = [talk("yes", "no"), talk("maybe", "perhaps", "no", "no no"), talk("yes yes", "maybe")]
+
+
+def test_documents_are_found_wherever_a_part_of_the_file_ends(encoding):
+    ids = packed(encoding, *TALKS)
+    expected = [n for n, token in enumerate(ids) if token == 0] + [len(ids)]
+    for chunk in (1, 2, 3, 1000):
+        assert document_starts(ids, 0, chunk).tolist() == expected
+
+
+def test_only_what_the_assistant_says_is_a_target(encoding):
+    source = Conversations(packed(encoding, *TALKS), encoding, 64, None)
+    ids, targets = source.rows(range(3))
+    assert source.n_row == 3 and ids.shape == targets.shape and ids.shape[1] % 32 == 0
+    wanted = [encoding.decode(row[row >= 0].tolist()) for row in targets]
+    assert wanted == ["no<|im_end|>", "perhaps<|im_end|>no no<|im_end|>", "maybe<|im_end|>"]
+    for row, target, messages in zip(ids, targets, TALKS, strict=True):
+        whole = [0, *chat.render(encoding, messages)]
+        assert row[: len(whole) - 1].tolist() == whole[:-1]
+        assert (target[len(whole) - 1 :] == -1).all()  # padding
+        for n in (target >= 0).nonzero()[:, 0]:
+            assert target[n] == whole[n + 1]
+
+
+def test_a_long_conversation_keeps_an_answer(encoding):
+    late = talk("yes " * 30, "no")
+    first = talk("yes", "no", "yes " * 30, "maybe")
+    source = Conversations(packed(encoding, late, first), encoding, 16, None)
+    ids, targets = source.rows(range(2))
+    assert ids.shape == (2, 16)
+    said = [encoding.decode(row[row >= 0].tolist()) for row in targets]
+    assert said == ["no<|im_end|>", "no<|im_end|>"]
+    assert targets[0, -1] == 2  # the end of the late answer is the end of the row
+    assert ids[1, 0] == 0  # the head of the other
+
+
+def test_pairs_stay_together_and_bring_their_reference(encoding):
+    chosen = [talk("yes", "no " * n) for n in range(1, 6)]
+    rejected = [talk("yes", "maybe " * n) for n in range(1, 6)]
+    both = [t for pair in zip(chosen, rejected, strict=True) for t in pair]
+    source = Pairs(packed(encoding, *both), encoding, 64, seed=2)
+    source.reference[:] = [[n, -n] for n in range(1, 6)]
+    ids, targets, reference = source.batch(0, 5)
+    assert source.n_row == 5 and ids.shape[:2] == (5, 2)
+    for row, known in zip(targets, reference.tolist(), strict=True):
+        said = [encoding.decode(t[t >= 0].tolist()).removesuffix("<|im_end|>") for t in row]
+        assert said == ["no " * int(known[0]), "maybe " * int(known[0])]
+        assert known[1] == -known[0]
+    assert sorted(reference[:, 0].tolist()) == [1, 2, 3, 4, 5]
+
+
+# --- folders ---
+
+
+def folder(path, encoding, kind="text", ids=IDS, **changes):
+    path.mkdir()
+    meta = {
+        "format": 2, "kind": kind, "corpus": "files", "vocab_size": encoding.n_vocab,
+        "dtype": "uint16", "tokenizer": tokenizer.fingerprint(encoding),
+    }  # fmt: skip
+    for split in ("train", "val"):
+        ids.astype(np.uint16).tofile(path / f"{split}.bin")
+        meta[split] = {"documents": 1, "tokens": len(ids), "bytes": 1}
+    (path / "meta.json").write_text(json.dumps({**meta, **changes}))
+    (path / "tokenizer.json").write_text(tokenizer.dumps(encoding))
+    return path
+
+
+def test_a_folder_opens_with_validation_in_order(tmp_path, encoding):
+    data = Data.open(str(folder(tmp_path / "a", encoding)), "text", 10, seed=1, total=50)
+    assert isinstance(data.train, Windows) and data.weights == [1.0] and data.pairs == []
+    assert data.val[str(tmp_path / "a")].rows([0])[0].tolist() == [list(range(100, 110))]
+
+
+def test_a_mixture_of_folders(tmp_path, encoding):
+    for name in "ab":
+        folder(tmp_path / name, encoding)
+    mixture = f"{tmp_path}/a=3,{tmp_path}/b=1"
+    data = Data.open(mixture, "text", 10, seed=1, total=500)
+    assert Counter(data.train.which)[0] == pytest.approx(375, abs=40)
+    assert data.weights == [0.75, 0.25] and len(data.val) == 2
+
+
+def test_parse_mixture():
+    assert [(str(f), w) for f, w in parse_mixture("data/a")] == [("data/a", 1.0)]
+    assert [(str(f), w) for f, w in parse_mixture("a=0.65,b=.05,c=3e-1")] == [
+        ("a", 0.65), ("b", 0.05), ("c", 0.3)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", ["a=", "a=0", "a=-1", "a=1,b", "a=1,,b=2", "a=1.2.3", "=1"])
+def test_a_mixture_that_is_none_is_one_clear_line(wrong):
+    with pytest.raises(UserError, match="is not folder=weight"):
+        parse_mixture(wrong)
+
+
+def test_folders_of_two_tokenizers_do_not_mix(tmp_path, encoding):
+    other = tokenizer.train(["quite different words"] * 9, 270, progress=False)
+    folder(tmp_path / "a", encoding), folder(tmp_path / "b", other)
+    with pytest.raises(UserError, match=r"b was made with another tokenizer .* --tokenizer"):
+        Data.open(f"{tmp_path}/a=1,{tmp_path}/b=1", "text", 10, 1, 50)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("text", "too few for --block_size"), ("preference", "no preference data")]
+)
+def test_too_little_is_said_so(tmp_path, encoding, kind, says):
+    ids = packed(encoding, TALKS[0])
+    with pytest.raises(UserError, match=says):
+        Data.open(str(folder(tmp_path / "a", encoding, kind, ids)), kind, 1000, 1, 50)
+
+
+def test_a_short_file_is_said_so(tmp_path, encoding):
+    path = folder(tmp_path / "a", encoding)
+    (path / "train.bin").write_bytes(b"1234")
+    with pytest.raises(UserError, match=r"train\.bin has 2 tokens where meta\.json says 1003"):
+        Data.open(str(path), "text", 10, 1, 50)
+
+
+def test_token_lengths_are_bytes_of_text(encoding):
+    lengths = token_lengths(encoding)
+    text = "Yes, no – Ωmega 漢字 maybe\n"
+    assert lengths[encoding.encode_ordinary(text)].sum() == len(text.encode())
+    assert lengths[[0, 1, 2]].tolist() == [0, 0, 0]
