@@ -5,8 +5,8 @@
     python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
 
 All homes hold the same model and take turns, chunk by chunk, so that what slows the machine down
-for a while slows all of them. Speeds are the best of all turns, since other programs only ever slow
-one down; percentages are of `resident`.
+for a while slows all of them. Speeds are medians over the turns; percentages are medians of the
+ratios to `resident` within a turn.
 Token ids are random with Zipf's frequencies, id k with a probability of about 1 / k. Columns:
 
     decode 1, decode 8   one token at a time for 1 and 8 sequences, tok/s
@@ -277,13 +277,15 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
     for name in homes:
         row = dict(figures[name])
         for task in list(tasks)[:4]:
-            row[f"{task} tok/s"] = max(speed[name][task])
-            row[f"{task} ratio"] = max(speed[name][task]) / max(speed["resident"][task])
+            rates, plain = speed[name][task], speed["resident"][task]
+            ratios = [a / b for a, b in zip(rates, plain, strict=True)]
+            row[f"{task} tok/s"] = statistics.median(rates)
+            row[f"{task} ratio"] = statistics.median(ratios)
         rates = row.pop("rates", [0.0])
         if any(rates):  # rows were brought, not read in place
-            row["alone GB/s"] = max(rates)
-            alone = 1 / max(speed[name]["look up"])  # seconds a token
-            extra = 1 / row["train tok/s"] - 1 / max(speed["resident"]["train"])
+            row["alone GB/s"] = statistics.median(rates)
+            alone = 1 / statistics.median(speed[name]["look up"])  # seconds a token
+            extra = (1 / row["train ratio"] - 1) / statistics.median(speed["resident"]["train"])
             row["hidden"] = min(1.0, max(0.0, 1 - extra / alone))
         if "hit rates" in row:
             row["hit rate"] = statistics.median(row.pop("hit rates"))

@@ -204,13 +204,12 @@ def seen_by_gpu(rows: Tensor, device: torch.device) -> Tensor:
     """
     runtime, size = torch.cuda.cudart(), rows.numel() * rows.element_size()
     with torch.cuda.device(device):
-        try:
-            torch.cuda.check_error(runtime.cudaHostRegister(rows.data_ptr(), size, 0))
-        except RuntimeError as error:
+        error = int(runtime.cudaHostRegister(rows.data_ptr(), size, 0))
+        if error:
             raise TableError(
-                f"--gather inplace: {gib(size)} of tables cannot be pinned ({error}): use "
-                "--gather ring, or raise `ulimit -l`"
-            ) from None
+                f"--gather inplace: {gib(size)} of tables cannot be pinned (CUDA error {error}): "
+                "use --gather ring, or raise `ulimit -l`"
+            )
         weakref.finalize(rows, runtime.cudaHostUnregister, rows.data_ptr())
         view = torch.as_tensor(Pointer(rows), device=device)
     assert view.data_ptr() == rows.data_ptr(), "a copy was made instead of a view"
