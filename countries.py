@@ -252,14 +252,14 @@ def conversations(seed: int = 0, copies: int = 24) -> tuple[list[list[dict]], li
     return train, val
 
 
-def preferences(seed: int = 0, copies: int = 2) -> tuple[list[dict], list[dict]]:
+def preferences(seed: int = 0, copies: int = 2) -> tuple[list[tuple], list[tuple]]:
     """Pairs of conversations that are both right: the sentence is chosen, the brief answer
     rejected. For each fact, `copies` pairs for training and one in held-out words."""
     rng = random.Random(seed)
 
-    def pair(pattern: str, country: Country, relation: str) -> dict:
-        styles = (("chosen", False), ("rejected", True))
-        return {name: exchange(pattern, country, relation, brief) for name, brief in styles}
+    def pair(pattern: str, country: Country, relation: str) -> tuple[list[dict], list[dict]]:
+        sentence, brief = (exchange(pattern, country, relation, brief) for brief in (False, True))
+        return sentence, brief
 
     train, val = [], []
     for country in table():

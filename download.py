@@ -41,6 +41,7 @@ class Dataset:
     sha256: str | None
     licence: str
     about: str
+    kind: str = "text"  # of documents (documents.py)
 
     @property
     def url(self) -> str:
@@ -80,6 +81,24 @@ DATASETS: dict[str, Dataset] = {
         "6dd6716c84ab36897bdbfc7f88e04f4441c48c1ab7ecee88ce0b0e7d4685560c",
         MINIMIND_LICENCE,
         '1.3 million texts, mostly Chinese: {"text": ...}',
+    ),
+    "minimind-sft": Dataset(
+        MINIMIND,
+        "sft_t2t_mini.jsonl",
+        1_739_201_170,
+        "abb1e76b2056e14728beb78db96b7b3c491a0bef1ed3e34a9b381b28f29fa518",
+        MINIMIND_LICENCE,
+        'conversations, mostly Chinese: {"conversations": ...}',
+        "chat",
+    ),
+    "minimind-dpo": Dataset(
+        MINIMIND,
+        "dpo.jsonl",
+        53_653_322,
+        "ee934a8a455ccc99d1334d63e1254dd1d64f497fd067cfcbb71e3043f5b46768",
+        MINIMIND_LICENCE,
+        'preferred and rejected answers: {"chosen": ..., "rejected": ...}',
+        "preference",
     ),
 }
 

@@ -1,16 +1,20 @@
-"""Turn text into token files that train.py reads.
+"""Turn text and conversations into token files that train.py reads.
 
     python prepare.py                                           # the default corpus, countries
     python prepare.py --input book.txt --out_dir data/book      # text of your own
     python prepare.py --input a.jsonl b.jsonl --out_dir data/mine --vocab_size 6400
     python prepare.py --dataset tinystories                     # a public data set (download.py)
+    python prepare.py --dataset minimind-sft --tokenizer data/minimind-pretrain
 
-`.jsonl` files hold one document a line, {"text": "..."}. A `.txt` file is cut into documents at
-lines that say <|endoftext|>, and at blank lines after 2,000 characters. Written to the output
-folder:
+`.jsonl` files hold one document a line: {"text": "..."}; a conversation, {"conversations":
+[{"role": "user", "content": "..."}, ...]} (or "messages"); or a preference, {"chosen": [...],
+"rejected": [...]}, two conversations that differ in the last answer. A `.txt` file is cut into
+documents at lines that say <|endoftext|>, and at blank lines after 2,000 bytes. Written to the
+output folder:
 
-    tokenizer.json          the byte-level BPE trained on the training documents (tokenizer.py)
-    train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>
+    tokenizer.json          the byte-level BPE, trained on the training documents or given
+    train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>;
+                            of a preference first the chosen, then the rejected conversation
     meta.json               sizes, type and origin; written last: a folder with it is complete
 """
 
@@ -18,123 +22,154 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tqdm import tqdm
 
+import chat
 import countries
 import tokenizer
-from common import UserError, atomic, run
+from common import UserError, atomic, load_checkpoint, run
+from documents import HUGE, Document, Report, canonical, in_sample, is_validation, kind_of, read
 from download import DATASETS, fetch
 
-TXT_DOCUMENT = 2000  # characters
+# Characters that one thread encodes at a time, and that are under way in all: enough to keep the
+# cores busy, at some 20 bytes of memory each.
+BATCH, UNDER_WAY = 1 << 19, 2 * HUGE
+# Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
+# few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
+SAMPLE = 16 << 20
+
+PRETRAINED = ("gpt2", "cl100k_base")
+# Corpora made here: kind, and the function of the seed that gives documents to train and validate.
+CORPORA: dict[str, tuple[str, Callable[[int], tuple[list, list]]]] = {
+    "countries": ("text", countries.documents),
+    "countries-sft": ("chat", countries.conversations),
+    "countries-dpo": ("preference", countries.preferences),
+}
+NO_DOCUMENT = (
+    "no document for {}: give more text (a .txt needs blank lines) or change --val_fraction"
+)
+
+Labelled = tuple[str, Document]  # "train" or "val", document
 
 
-def read_documents(path: Path) -> Iterator[str]:
-    """The documents of a .txt or .jsonl file, empty ones left out.
+def encoded(
+    encoding: tiktoken.Encoding, kind: str, dtype: str, batch: list[Labelled]
+) -> list[tuple[str, bytes, int]]:
+    """Split, token ids as bytes, and bytes of text of each document; a preference gives two.
 
-    Raises:
-        UserError: the file is missing, of another kind, or a line of it is damaged.
+    The bytes of a conversation are those of its headings and contents, without the markers.
     """
-    if path.suffix not in (".txt", ".jsonl"):
-        raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
-    try:
-        with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
-            yield from (
-                jsonl_documents(path, file) if path.suffix == ".jsonl" else txt_documents(file)
-            )
-    except OSError as error:
-        raise UserError(f"--input {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--input {path}: not UTF-8 ({error.reason}): convert it first") from None
+    result = []
+    for split, document in batch:
+        for part in document if kind == "preference" else [document]:
+            texts = [part] if kind == "text" else chat.parts(part)
+            if kind == "text":  # as `encode_ordinary`, without a list of Python's numbers
+                ids = encoding.encode_to_numpy(part, disallowed_special=())
+            else:
+                ids = chat.join(encoding, [encoding.encode_ordinary(text) for text in texts])
+            tokens = np.empty(1 + len(ids), dtype)
+            tokens[0], tokens[1:] = encoding.eot_token, ids
+            result.append((split, tokens.tobytes(), sum(len(text.encode()) for text in texts)))
+    return result
 
 
-def jsonl_documents(path: Path, lines: Iterable[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-            text.encode()  # JSON can name half a surrogate pair, which is no text
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f'{path}:{number}: not a {{"text": "..."}} line ({error})') from None
-        if text:
-            yield text
+def batches(documents: Iterable[Labelled]) -> Iterator[tuple[list[Labelled], int]]:
+    """Documents in lists of about BATCH characters, and their characters."""
+    batch, size = [], 0
+    for split, document in documents:
+        batch.append((split, document))
+        size += len(canonical(document))
+        if size >= BATCH:
+            yield batch, size
+            batch, size = [], 0
+    if batch:
+        yield batch, size
 
 
-def txt_documents(lines: Iterable[str]) -> Iterator[str]:
-    document: list[str] = []
-    size = 0
-    for line in lines:
-        ends = line.strip() == "<|endoftext|>"
-        if not ends:
-            document.append(line)
-            size += len(line)
-        if ends or (size >= TXT_DOCUMENT and not line.strip()):
-            if any(line.strip() for line in document):
-                yield "".join(document)
-            document, size = [], 0
-    if any(line.strip() for line in document):
-        yield "".join(document)
+def in_order(function: Callable, sized: Iterable[tuple[list, int]]) -> Iterator:
+    """`function` of each list, on all cores, in their order. Few lists are in memory at a time.
 
-
-def is_validation(text: str, fraction: float) -> bool:
-    """Whether a document is for validation. Its hash decides, so adding files moves no document."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
-
-
-def write_tokens(
-    path: Path, documents: Iterable[str], encoding: tiktoken.Encoding, dtype: str
-) -> dict[str, int]:
-    """Encode documents into a file of token ids.
-
-    Returns:
-        documents, tokens (with one <|endoftext|> a document), bytes (of the text), and the file's
-        sha256.
+    Threads do for that: tiktoken encodes outside of Python's lock, which takes most of the time.
     """
-    counts = {"documents": 0, "tokens": 0, "bytes": 0}
-    digest = hashlib.sha256()
-    progress = tqdm(desc=f"encoding {path.name}", unit="B", unit_scale=True, delay=3)
-    documents = iter(documents)
-    with atomic(path) as temporary, open(temporary, "wb") as file, progress:
-        while batch := list(islice(documents, 512)):
-            size = sum(len(text.encode()) for text in batch)
-            for ids in encoding.encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1):
-                tokens = np.array([encoding.eot_token, *ids], dtype=dtype).tobytes()
-                file.write(tokens)
-                digest.update(tokens)
-                counts["tokens"] += 1 + len(ids)
-            counts["documents"] += len(batch)
-            counts["bytes"] += size
-            progress.update(size)
-    return {**counts, "sha256": digest.hexdigest()}
+    workers = os.cpu_count() or 1
+    waiting, size = deque(), 0
+    with ThreadPoolExecutor(workers) as pool:
+        for batch, more in sized:
+            while waiting and (len(waiting) >= 2 * workers or size + more > UNDER_WAY):
+                done, less = waiting.popleft()
+                size -= less
+                yield done.result()
+            waiting.append((pool.submit(function, batch), more))
+            size += more
+        while waiting:
+            yield waiting.popleft()[0].result()
 
 
 def write_dataset(
     out_dir: Path,
-    train: Iterable[str],
-    val: Iterable[str],
+    documents: Iterable[Labelled],
     encoding: tiktoken.Encoding,
+    kind: str = "text",
+    report: Report | None = None,
     **origin,
 ) -> dict:
-    """Write train.bin, val.bin, tokenizer.json and, when all is there, meta.json."""
+    """Write train.bin, val.bin, tokenizer.json and, when all is there, meta.json.
+
+    Args:
+        documents: of any kind (documents.py), each after the name of its split; read once.
+        report: what the reading of the documents left out; it may refuse the whole.
+        origin: what else meta.json should say.
+
+    Returns:
+        meta.json's content. For each split it has documents, tokens (with one <|endoftext|> a
+        document), bytes (of the text) and the file's sha256.
+    """
     try:
+        if kind != "text":
+            chat.special(encoding, chat.START), chat.special(encoding, chat.END)
         out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / "meta.json").unlink(missing_ok=True)
+    except ValueError as error:
+        raise UserError(f"--tokenizer: {error}") from None
     except OSError as error:
         raise UserError(f"cannot write to {out_dir}: {error.strerror}") from None
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
-    meta = {"format": 2, "kind": "text", "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
+    meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
+    width = np.dtype(dtype).itemsize
+    splits = ("train", "val")
+    counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in splits}
+    digests = {split: hashlib.sha256() for split in splits}
+
+    with ExitStack() as stack:
+        files = {}
+        for split in splits:
+            temporary = stack.enter_context(atomic(out_dir / f"{split}.bin"))
+            files[split] = stack.enter_context(open(temporary, "wb"))
+        for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
+            for split, ids, size in done:
+                files[split].write(ids)
+                digests[split].update(ids)
+                counts[split]["documents"] += 1
+                counts[split]["tokens"] += len(ids) // width
+                counts[split]["bytes"] += size
+        if report:
+            report.judge()
+            meta["skipped"] = report.totals()
+        for split, name in (("train", "training"), ("val", "validation")):
+            if not counts[split]["documents"]:
+                raise UserError(NO_DOCUMENT.format(name))
+            meta[split] = {**counts[split], "sha256": digests[split].hexdigest()}
     with atomic(out_dir / "tokenizer.json") as temporary:
         temporary.write_text(tokenizer.dumps(encoding), encoding="utf-8")
-    for split, documents in (("train", train), ("val", val)):
-        meta[split] = write_tokens(out_dir / f"{split}.bin", documents, encoding, dtype)
     with atomic(out_dir / "meta.json") as temporary:
         temporary.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     return meta
@@ -147,98 +182,197 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, min_count: int = 2) -
         raise UserError(f"--vocab_size {vocab_size}: {error}") from error
 
 
-def prepare_countries(out_dir: Path, vocab_size: int = 4096, seed: int = 0) -> dict:
-    """The default corpus. A pair must occur 8 times to become a token, so the vocabulary is what
-    fits: common names are one token, rare ones several."""
-    train, val = countries.documents(seed)
-    encoding = train_tokenizer(train, vocab_size, min_count=8)
-    return write_dataset(out_dir, train, val, encoding, corpus="countries", seed=seed)
-
-
-def prepare_files(out_dir: Path, paths: list[Path], vocab_size: int, val_fraction: float) -> dict:
-    """Text of one's own. The files are read three times, never held in memory."""
-
-    def documents(validation: bool) -> Iterator[str]:
-        for path in paths:
-            for text in read_documents(path):
-                if is_validation(text, val_fraction) == validation:
-                    yield text
-
-    for validation, split in ((False, "training"), (True, "validation")):
-        if next(documents(validation), None) is None:
+def ready_tokenizer(name: str) -> tiktoken.Encoding:
+    """The tokenizer that `--tokenizer` names: one of tiktoken's, a prepared folder's, a model's."""
+    if name in PRETRAINED:
+        try:
+            return tokenizer.pretrained(name)
+        except (OSError, ValueError) as error:
             raise UserError(
-                f"--input {' '.join(map(str, paths))}: no document for {split} at --val_fraction "
-                f"{val_fraction}: give more text (a .txt needs blank lines) or change the fraction"
-            )
-    encoding = train_tokenizer(documents(False), vocab_size)
-    return write_dataset(
+                f"--tokenizer {name}: cannot fetch its vocabulary ({error}): connect to the "
+                "network once, or set TIKTOKEN_CACHE_DIR to a folder that has it, or use "
+                "--tokenizer train or the folder of prepared data"
+            ) from None
+    path = Path(name)
+    if path.is_file() and path.suffix != ".json":
+        text = load_checkpoint(path).get("tokenizer", "")
+    else:
+        path = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--tokenizer {name}: cannot read {path} ({error}): use train, "
+                f"{', '.join(PRETRAINED)}, the folder of prepared data, or a ckpt.pt"
+            ) from None
+    try:
+        return tokenizer.loads(text)
+    except ValueError as error:
+        raise UserError(f"--tokenizer {name}: {path}: {error}") from None
+
+
+def prepare_corpus(
+    name: str,
+    out_dir: Path,
+    encoding: tiktoken.Encoding | None = None,
+    vocab_size: int = 4096,
+    seed: int = 0,
+) -> dict:
+    """A corpus that is made here. A pair must occur 8 times to become a token, so the vocabulary is
+    what fits: in countries, common names are one token, rare ones several."""
+    kind, make = CORPORA[name]
+    train, val = make(seed)
+    encoding = encoding or train_tokenizer(train, vocab_size, min_count=8)
+    documents = [("train", document) for document in train] + [("val", d) for d in val]
+    return write_dataset(out_dir, documents, encoding, kind, corpus=name, seed=seed)
+
+
+def prepare_countries(out_dir: Path) -> dict:
+    return prepare_corpus("countries", out_dir)
+
+
+def prepare_files(
+    out_dir: Path,
+    paths: list[Path],
+    kind: str,
+    encoding: tiktoken.Encoding | None = None,
+    vocab_size: int = 6400,
+    val_fraction: float = 0.02,
+    max_bad: float = 0.001,
+) -> dict:
+    """Documents of one's own, read once or, to train a tokenizer first, twice; never all in memory.
+
+    Raises:
+        UserError: more than a share `max_bad` of the documents cannot be used, and all else that
+            can be wrong with files.
+    """
+
+    def documents(report: Report, desc: str) -> Iterator[Labelled]:
+        for _, document in read(paths, report, kind, desc):
+            yield "val" if is_validation(document, val_fraction) else "train", document
+
+    def sample(share: float) -> Iterator[str]:
+        report, none = Report(max_bad), True
+        for split, document in documents(report, "counting words"):
+            if split == "train" and in_sample(document, share):
+                none = False
+                yield document
+        report.judge()  # before a tokenizer is trained on what is left
+        if none:
+            raise UserError(NO_DOCUMENT.format("training"))
+
+    if encoding is None:
+        share = min(1.0, SAMPLE / max(1, sum(path.stat().st_size for path in paths)))
+        if share < 1:
+            print(f"training the tokenizer on {share:.1%} of the text, chosen by hash")
+        encoding = train_tokenizer(sample(share), vocab_size)
+    report = Report(max_bad)
+    meta = write_dataset(
         out_dir,
-        documents(False),
-        documents(True),
+        documents(report, "encoding"),
         encoding,
+        kind,
+        report,
         corpus="files",
         sources=[path.name for path in paths],
         val_fraction=val_fraction,
     )
+    for line in report.lines():
+        print(line)
+    return meta
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--input", nargs="+", type=Path, metavar="FILE", help=".txt or .jsonl files of your own"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--input", nargs="+", type=Path, metavar="FILE", help=".txt or .jsonl files of your own")
+    about = (f"{name}: {data.about}, {data.licence}" for name, data in DATASETS.items())
+    add(
         "--dataset",
-        choices=("countries", *DATASETS),
+        choices=(*CORPORA, *DATASETS),
         default="countries",
-        help="; ".join(f"{name}: {data.about}, {data.licence}" for name, data in DATASETS.items()),
+        help="countries, countries-sft, countries-dpo: facts about the world's states, told, asked "
+        "for, and answered in two styles, made here; " + "; ".join(about),
     )
-    parser.add_argument("--base_url", help="a mirror to download --dataset from")
-    parser.add_argument(
-        "--out_dir", type=Path, help="default: data/ and the data set's name; needed with --input"
+    add("--base_url", help="a mirror to download --dataset from")
+    add("--out_dir", type=Path, help="default: data/ and the data set's name; needed with --input")
+    add(
+        "--tokenizer",
+        metavar="train|DIR|gpt2|cl100k_base",
+        help="train one (the default for text), take that of a prepared folder or of a model's "
+        "ckpt.pt, or tiktoken's gpt2 or cl100k_base, whose vocabulary is downloaded",
     )
-    parser.add_argument(
+    add(
         "--vocab_size",
         type=int,
-        help="most tokens to have, from 259; default 6400 for --input, 4096 for countries",
+        help="most tokens to train, from 259; default 6400, for countries 4096",
     )
-    parser.add_argument(
-        "--val_fraction", type=float, help="share of documents of --input held out (0.02)"
+    add("--val_fraction", type=float, help="share of documents in files held out (0.02)")
+    add(
+        "--max_bad",
+        type=float,
+        help="share of documents in files that may be damaged, empty or huge; they are named and "
+        "left out, and more of them are an error (0.001)",
     )
-    parser.add_argument("--seed", type=int, help="of the countries corpus (0)")
+    add("--seed", type=int, help="of a corpus that is made here (0)")
     args = parser.parse_args()
-    if args.vocab_size is None:
-        made = args.input is None and args.dataset == "countries"
-        args.vocab_size = 4096 if made else 6400
-    if args.input is None and args.dataset != "countries":
-        args.out_dir = args.out_dir or Path("data") / args.dataset
-        args.input = [fetch(args.dataset, Path("data/raw"), args.base_url)]
-    if args.input is None:
-        if args.val_fraction is not None:
-            raise UserError("--val_fraction goes with --input: countries holds out phrasings")
-        out_dir = args.out_dir or Path("data/countries")
-        meta = prepare_countries(out_dir, args.vocab_size, args.seed or 0)
+
+    made = args.input is None and args.dataset in CORPORA
+    for flag in ("val_fraction", "max_bad") if made else ("seed",):
+        if getattr(args, flag) is not None:
+            where = (
+                f"files, not {args.dataset}" if made else "corpora that are made here, not files"
+            )
+            raise UserError(f"--{flag} goes with {where}")
+    if args.base_url and (made or args.input):
+        raise UserError("--base_url goes with a --dataset that is downloaded")
+    if args.input and not args.out_dir:
+        raise UserError("--input needs --out_dir: say where the token files go")
+    out_dir = args.out_dir or Path("data") / args.dataset
+    fraction = 0.02 if args.val_fraction is None else args.val_fraction
+    if not 0 < fraction < 1:
+        raise UserError(f"--val_fraction {fraction} must be between 0 and 1")
+    max_bad = 0.001 if args.max_bad is None else args.max_bad
+    if not 0 <= max_bad <= 1:
+        raise UserError(f"--max_bad {max_bad} must be from 0 to 1")
+    encoding = None
+    if args.tokenizer not in (None, "train"):
+        if args.vocab_size is not None:
+            raise UserError(
+                f"--vocab_size {args.vocab_size} goes with --tokenizer train: "
+                f"{args.tokenizer} has its own size"
+            )
+        encoding = ready_tokenizer(args.tokenizer)
+
+    if args.input:
+        kind = kind_of(args.input)
     else:
-        out_dir = args.out_dir
-        if out_dir is None:
-            raise UserError("--input needs --out_dir: say where the token files go")
-        if args.seed is not None:
-            raise UserError("--seed goes with the countries corpus: with --input nothing is random")
-        fraction = 0.02 if args.val_fraction is None else args.val_fraction
-        if not 0 < fraction < 1:
-            raise UserError(f"--val_fraction {fraction} must be between 0 and 1")
-        meta = prepare_files(out_dir, args.input, args.vocab_size, fraction)
+        kind = CORPORA[args.dataset][0] if made else DATASETS[args.dataset].kind
+    if kind != "text" and encoding is None:
+        raise UserError(
+            f"--tokenizer is needed: {kind} data continue a model, so name the data or the "
+            "checkpoint that it began with, as in --tokenizer out/ckpt.pt"
+        )
+    vocab_size = args.vocab_size
+    if vocab_size is None:
+        vocab_size = 4096 if made else 6400
+    if made:
+        meta = prepare_corpus(args.dataset, out_dir, encoding, vocab_size, args.seed or 0)
+    else:
+        paths = args.input or [fetch(args.dataset, Path("data/raw"), args.base_url)]
+        meta = prepare_files(out_dir, paths, kind, encoding, vocab_size, fraction, max_bad)
     for split in ("train", "val"):
         counts = meta[split]
         print(
             f"{out_dir / split}.bin: {counts['documents']:,} documents, "
             f"{counts['tokens']:,} tokens, {counts['bytes'] / counts['tokens']:.2f} bytes per token"
         )
-    print(
-        f"vocabulary of {meta['vocab_size']:,} tokens. Next: python train.py --data_dir {out_dir}"
-    )
+    print(f"vocabulary of {meta['vocab_size']:,} tokens")
+    stage = {"text": "", "chat": "--stage sft ", "preference": "--stage dpo "}[kind]
+    stage += "--init_from CKPT " if stage else ""
+    print(f"next: python train.py {stage}--data_dir {out_dir}")
 
 
 if __name__ == "__main__":

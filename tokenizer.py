@@ -11,6 +11,8 @@ import codecs
 import hashlib
 import heapq
 import json
+import sys
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -28,6 +30,11 @@ FIRST_MERGE = FIRST_BYTE + 256
 # in groups of at most 3, so that no vocabulary is spent on long numbers. (No `{1,3}+`: some regex
 # engines read it as one or more groups, and here it would gain nothing.)
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+# Training cuts longer words into pieces of so many characters. A merge rewrites every word that has
+# the pair, so words without an end (a line of base64, a book without spaces) would cost their
+# length squared. What is learned is the same, but for pairs that would lie across the cuts.
+PIECE = 256
 
 FORMAT = "byte-bpe"
 VERSION = 1
@@ -50,15 +57,16 @@ def train(
         vocab_size: Number of ids wanted, counting the special tokens and the 256 bytes.
         min_count: A pair seen fewer times than this is not merged. A small corpus can run out of
             pairs, and then the vocabulary has what fits: `encoding.n_vocab` < `vocab_size`.
-        progress: Whether to show progress bars on stderr.
+        progress: Whether to show a progress bar of the merging on stderr.
 
     Returns:
         The encoding, with the ids 0..n_vocab-1 all in use.
 
     Raises:
         TypeError: If `texts` is one string instead of an iterable of strings.
-        ValueError: If `vocab_size` has no room for the bytes, `min_count` is below 1 or there is no
-            text. A lone surrogate, which has no UTF-8 form, raises its subclass UnicodeEncodeError.
+        ValueError: If `vocab_size` has no room for the bytes or more than there are code points,
+            `min_count` is below 1 or there is no text. A lone surrogate, which has no UTF-8 form,
+            raises its subclass UnicodeEncodeError.
     """
     if isinstance(texts, str):
         raise TypeError("texts must be an iterable of strings, not one string")
@@ -67,12 +75,14 @@ def train(
             f"vocab_size must be at least {FIRST_MERGE} "
             f"({len(SPECIALS)} special tokens and 256 bytes), got {vocab_size}"
         )
+    if vocab_size > sys.maxunicode + 1:
+        raise ValueError(f"vocab_size must be at most {sys.maxunicode + 1:,}, got {vocab_size}")
     if min_count < 1:
         raise ValueError(f"min_count must be at least 1, got {min_count}")
 
     word_counts: Counter[str] = Counter()
     split = regex.compile(PATTERN)
-    for text in tqdm(texts, desc="counting words", unit=" texts", disable=not progress):
+    for text in texts:
         word_counts.update(split.findall(text))
     if not word_counts:
         raise ValueError("cannot train a tokenizer on no text: texts are empty")
@@ -100,64 +110,92 @@ def train(
 
 
 def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[Pair]:
-    """Yields up to `limit` pairs in the order of merging; the i-th makes the id FIRST_MERGE + i."""
-    words = [[FIRST_BYTE + b for b in word.encode()] for word in word_counts]
-    counts = list(word_counts.values())
+    """Yields up to `limit` pairs in the order of merging; the i-th makes the id FIRST_MERGE + i.
 
-    pair_counts: Counter[Pair] = Counter()
-    pair_words: defaultdict[Pair, set[int]] = defaultdict(set)  # may name words that lost the pair
+    Words are strings whose characters stand for ids, `chr(id)`, and a pair is two of them: then
+    merging is `str.replace`, and a word that no pair is left in costs no more than its length.
+    """
+    piece_counts: Counter[str] = Counter()
+    for word, count in word_counts.items():
+        for start in range(0, len(word), PIECE):
+            piece_counts[word[start : start + PIECE]] += count
+    words = ["".join(chr(FIRST_BYTE + b) for b in piece.encode()) for piece in piece_counts]
+    counts = list(piece_counts.values())
+
+    pair_counts: Counter[str] = Counter()
+    for word, count in zip(words, counts, strict=True):
+        for first, second in pairwise(word):
+            pair_counts[first + second] += count
+    # Numbers of the words that have a pair, or had it, once or more often. An array takes a tenth
+    # of a set's memory, which is what grows where words hardly repeat, as in Chinese.
+    pair_words: defaultdict[str, array] = defaultdict(lambda: array("I"))
     for i, word in enumerate(words):
-        for pair in pairwise(word):
-            pair_counts[pair] += counts[i]
-            pair_words[pair].add(i)
+        for pair in {first + second for first, second in pairwise(word)}:
+            if pair_counts[pair] >= min_count:
+                pair_words[pair].append(i)
 
     # One entry per pair. After the step that makes a pair's newer token, the pair's count can only
-    # fall, so an entry never promises too little: it is enough to correct it when it is at the top.
+    # fall, so an entry never promises too little: it is enough to correct it when it is at the top,
+    # and what is too rare then is never merged.
     heap = [(-count, pair) for pair, count in pair_counts.items() if count >= min_count]
     heapq.heapify(heap)
 
-    new_id = FIRST_MERGE
-    while heap and new_id < FIRST_MERGE + limit:
-        negative, pair = heapq.heappop(heap)
-        count = pair_counts[pair]
-        if count != -negative:
-            if count >= min_count:
-                heapq.heappush(heap, (-count, pair))
-            continue
-
-        new_pairs = set()
+    for new_id in range(FIRST_MERGE, FIRST_MERGE + limit):
+        while heap and pair_counts[heap[0][1]] != -heap[0][0]:
+            _, pair = heapq.heappop(heap)
+            if pair_counts[pair] >= min_count:
+                heapq.heappush(heap, (-pair_counts[pair], pair))
+        if not heap:
+            return
+        _, pair = heapq.heappop(heap)
+        (first, second), new = pair, chr(new_id)
+        made: defaultdict[str, array] = defaultdict(lambda: array("I"))
         for i in pair_words.pop(pair):
-            old = words[i]
-            new = words[i] = _merge(old, pair, new_id)
-            if len(new) == len(old):
-                continue  # an earlier merge took the pair out of this word
-            for neighbours in pairwise(old):
-                pair_counts[neighbours] -= counts[i]
-            for neighbours in pairwise(new):
-                pair_counts[neighbours] += counts[i]
-                if new_id in neighbours:
-                    pair_words[neighbours].add(i)
-                    new_pairs.add(neighbours)
-        for neighbours in new_pairs:
-            if pair_counts[neighbours] >= min_count:
-                heapq.heappush(heap, (-pair_counts[neighbours], neighbours))
-        yield pair
-        new_id += 1
+            count = counts[i]
+            between = words[i].split(pair)
+            for k, (before, after) in enumerate(pairwise(between)):
+                if before:
+                    pair_counts[before[-1] + first] -= count
+                    pair_counts[before[-1] + new] += count
+                    made[before[-1] + new].append(i)
+                elif k:  # the pair twice in a row
+                    pair_counts[second + first] -= count
+                    pair_counts[new + new] += count
+                    made[new + new].append(i)
+                if after:
+                    pair_counts[second + after[0]] -= count
+                    pair_counts[new + after[0]] += count
+                    made[new + after[0]].append(i)
+            words[i] = new.join(between)
+        del pair_counts[pair]
+        for pair, numbers in made.items():
+            if pair_counts[pair] >= min_count:
+                heapq.heappush(heap, (-pair_counts[pair], pair))
+                pair_words[pair] = numbers
+        yield ord(first), ord(second)
 
 
-def _merge(word: list[int], pair: Pair, new_id: int) -> list[int]:
-    """Returns `word` with each `pair` replaced by `new_id`, from left to right."""
-    first, second = pair
-    merged = []
-    i, last = 0, len(word) - 1
-    while i <= last:
-        if word[i] == first and i < last and word[i + 1] == second:
-            merged.append(new_id)
-            i += 2
-        else:
-            merged.append(word[i])
-            i += 1
-    return merged
+def pretrained(name: str) -> tiktoken.Encoding:
+    """Returns tiktoken's encoding of this name with our special tokens after its own.
+
+    Ids that it leaves unused get names, so that whatever a model samples can be decoded. The
+    vocabulary is downloaded once and kept in TIKTOKEN_CACHE_DIR.
+
+    Raises:
+        OSError, ValueError: If it cannot be downloaded, or is damaged.
+    """
+    base = tiktoken.get_encoding(name)
+    specials = dict(base._special_tokens)
+    used = {*base._mergeable_ranks.values(), *specials.values()}
+    specials |= {f"<|unused_{i}|>": i for i in range(base.n_vocab) if i not in used}
+    for marker in SPECIALS:
+        specials.setdefault(marker, len(used | set(specials.values())))
+    return tiktoken.Encoding(
+        name=f"{name}_im",
+        pat_str=base._pat_str,
+        mergeable_ranks=base._mergeable_ranks,
+        special_tokens=specials,
+    )
 
 
 def dumps(encoding: tiktoken.Encoding) -> str:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 import homes
 import prepare
 import tokenizer
-from chat import Chat
+from chat import END, special
 from common import (
     UserError,
     atomic,
@@ -55,7 +55,7 @@ from tablefile import LIVE, snapshots
 def schedule(step: int, args: argparse.Namespace) -> float:
     """Learning rate of a step as a fraction of the peak: linear warm-up, then cosine or linear
     decay to --min_lr (STEM paper: cosine, warm-up 0.1, floor 0.1)."""
-    warmup = max(1, round(args.warmup * args.max_iters))
+    warmup = max(1, round(args.warmup * args.max_iters)) if args.warmup else 0
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, args.max_iters - warmup)
@@ -357,7 +357,7 @@ def train(args: argparse.Namespace) -> None:
         bar.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         (args.out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it; what is open stays so
-    finish(model, encoding, args, metas[0]["corpus"], log, val)
+    finish(model, data, args, log, val)
 
 
 def longest_question(corpus: str, encoding: tiktoken.Encoding) -> int:
@@ -374,15 +374,11 @@ def longest_question(corpus: str, encoding: tiktoken.Encoding) -> int:
 
 
 def finish(
-    model: Decoder,
-    encoding: tiktoken.Encoding,
-    args: argparse.Namespace,
-    corpus: str,
-    log: Log,
-    val: dict[str, float],
+    model: Decoder, data: Data, args: argparse.Namespace, log: Log, val: dict[str, float]
 ) -> None:
     """Report what was learned, draw the curve, and say what to try next."""
     print(", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in val.items()))
+    encoding, corpus = data.encoding, data.metas[0]["corpus"]
     model.eval()
     torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
     if corpus == "countries":
@@ -404,9 +400,14 @@ def finish(
 
     ckpt = args.out_dir / "ckpt.pt"
     if talks:
-        question = "What is the capital of Peru?"
-        print(f"> {question}")
-        print("".join(Chat(model, encoding).reply(question, 60, temperature=0)))
+        ids, targets = next(iter(data.val.values())).conversation(0)
+        question = torch.from_numpy(ids[None, : (targets >= 0).argmax() + 1]).to(
+            model.wte.weight.device
+        )
+        print("".join(encoding.decode(question[0, 1:].tolist())), end="")
+        options = dict(temperature=0, stop=special(encoding, END))
+        answer = model.generate(question, 60, **options)[0, question.shape[1] :]
+        print(encoding.decode(answer.tolist()))
         print(f"\nnext:\n  python sample.py --ckpt {ckpt} --chat")
         return
     prompt = "Country: Spain\nThe capital city is called" if corpus == "countries" else ""

@@ -32,10 +32,12 @@ SMALL = [
 ]
 
 
-def command(*args, cwd: Path, fails: bool = False) -> subprocess.CompletedProcess:
+def command(*args, cwd: Path, fails: bool = False, stdin: str = "") -> subprocess.CompletedProcess:
     """Run `python args...` in a folder. A failure must be one line without a traceback."""
     args = [str(ROOT / args[0]), *map(str, args[1:])]
-    done = subprocess.run([sys.executable, *args], cwd=cwd, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *args], cwd=cwd, capture_output=True, text=True, input=stdin
+    )
     if not fails:
         assert done.returncode == 0, done.stderr
         return done

@@ -113,3 +113,46 @@ def test_sentences_read_like_english():
     assert sentence("Name the {noun} of {name}.", by_name["Chad"], "capital") == (
         "Question: Name the capital of Chad.\nAnswer: N'Djamena."
     )
+
+
+# --- conversations ---
+
+
+def test_conversations_hold_out_phrasings_and_tell_the_truth():
+    by_name = {country.name: country for country in countries.table()}
+    train, val = countries.conversations(seed=1)
+    assert len(val) == len(by_name) * len(countries.RELATIONS)
+    for relation in countries.RELATIONS:
+        patterns = countries.held_out(countries.QUESTION, relation)
+        for country in by_name.values():
+            hidden = {countries.ask(pattern, country, relation) for pattern in patterns}
+            asked = {talk[0]["content"] for talk in val if talk[0]["content"] in hidden}
+            assert len(asked) == 1  # one of the two
+            assert not any(m["content"] in hidden for talk in train for m in talk)
+    facts = [(country, r) for country in by_name.values() for r in countries.RELATIONS]
+    first = {countries.ask(p, c, r): (c, r) for p in countries.QUESTION for c, r in facts}
+    follow_up = {
+        p.format(noun=n): r for p in countries.FOLLOW_UP for r, n in countries.NOUNS.items()
+    }
+    for talk in [*train, *val]:
+        assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
+        country, relation = first[talk[0]["content"]]
+        for question, answer in zip(talk[::2], talk[1::2], strict=True):
+            relation = follow_up.get(question["content"], relation)
+            assert answer["content"] in [countries.reply(country, relation, b) for b in (0, 1)]
+    brief = sum(not m["content"].startswith("The answer") for talk in train for m in talk[1::2])
+    assert brief / sum(len(talk) // 2 for talk in train) == pytest.approx(0.5, abs=0.03)
+
+
+def test_preferences_differ_in_style_alone():
+    train, val = countries.preferences(seed=1)
+    for chosen, rejected in [*train, *val]:
+        assert chosen[0] == rejected[0]
+        sentence, brief = chosen[1]["content"], rejected[1]["content"]
+        assert sentence.removeprefix("The answer is ").lower() == brief.lower() != sentence.lower()
+    assert not {talk[0]["content"] for talk, _ in train} & {talk[0]["content"] for talk, _ in val}
+
+
+def test_corpora_are_functions_of_the_seed():
+    for corpus in (countries.conversations, countries.preferences):
+        assert corpus(3) == corpus(3) != corpus(4)

@@ -1,24 +1,37 @@
 """prepare.py and data.py: from text to batches, and everything that can be wrong with a file."""
 
+import base64
 import hashlib
 import json
 import re
 import threading
+import time
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+import tiktoken
+import tiktoken.load
+import tiktoken.registry
 import torch
 from conftest import command
 
+import chat
 import countries
 import data as data_module
+import documents
 import download
 import prepare
 import tokenizer
-from common import UserError
+from common import UserError, save_checkpoint
+from model import Decoder, ModelConfig
+
+
+def texts_in(path):
+    return [document for _, document in documents.read([path], documents.Report(0))]
 
 
 def test_files_hold_every_document_behind_an_endoftext(story, data):
@@ -31,35 +44,35 @@ def test_files_hold_every_document_behind_an_endoftext(story, data):
         assert len(ids) == meta[split]["tokens"]
         parts = np.split(ids, np.flatnonzero(ids == encoding.eot_token))
         assert len(parts[0]) == 0  # the file begins with <|endoftext|>
-        documents = [encoding.decode(part[1:].tolist()) for part in parts[1:]]
-        assert len(documents) == meta[split]["documents"]
-        assert sum(len(text.encode()) for text in documents) == meta[split]["bytes"]
-        found += documents
+        decoded = [encoding.decode(part[1:].tolist()) for part in parts[1:]]
+        assert len(decoded) == meta[split]["documents"]
+        assert sum(len(text.encode()) for text in decoded) == meta[split]["bytes"]
+        found += decoded
     assert sorted(found) == sorted(texts)
 
 
 def test_adding_a_file_moves_no_document(tmp_path):
     texts = [f"document number {i}" for i in range(500)]
-    chosen = {text for text in texts if prepare.is_validation(text, 0.1)}
+    chosen = {text for text in texts if documents.is_validation(text, 0.1)}
     assert 20 < len(chosen) < 80
     more = [f"another {i}" for i in range(500)]
-    assert {text for text in texts + more if prepare.is_validation(text, 0.1)} >= chosen
+    assert {text for text in texts + more if documents.is_validation(text, 0.1)} >= chosen
 
 
 def test_txt_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
     paragraphs = [("word " * 80).strip() + f" {i}." for i in range(40)]
     path = tmp_path / "book.txt"
     path.write_text("\n\n".join(paragraphs), encoding="utf-8")
-    documents = list(prepare.read_documents(path))
-    assert len(documents) > 5
-    assert "".join(documents) == path.read_text(encoding="utf-8")
-    assert all(document.endswith("\n\n") for document in documents[:-1])
+    texts = texts_in(path)
+    assert len(texts) > 5
+    assert "".join(texts) == path.read_text(encoding="utf-8")
+    assert all(text.endswith("\n\n") for text in texts[:-1])
 
 
 def test_txt_is_cut_at_endoftext_lines(tmp_path):
     path = tmp_path / "stories.txt"
     path.write_text("One.\nstill one.\n<|endoftext|>\nTwo.\n<|endoftext|>\n\n<|endoftext|>\nThree.")
-    assert list(prepare.read_documents(path)) == ["One.\nstill one.\n", "Two.\n", "Three."]
+    assert texts_in(path) == ["One.\nstill one.\n", "Two.\n", "Three."]
 
 
 def test_a_public_data_set_by_name(tmp_path, monkeypatch):
@@ -84,47 +97,38 @@ def test_a_public_data_set_by_name(tmp_path, monkeypatch):
     assert meta["train"]["bytes"] + meta["val"]["bytes"] == len(scenes)
 
 
+def test_a_data_set_of_conversations_needs_a_tokenizer_before_it_is_fetched(tmp_path, data):
+    nowhere = ("--base_url", "http://127.0.0.1:9", "--out_dir", tmp_path / "out")
+    for name in ("minimind-sft", "minimind-dpo"):
+        flags = ("--dataset", name, *nowhere)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(download, "TRIES", 1)
+            monkeypatch.chdir(tmp_path)
+            with pytest.raises(UserError, match="--tokenizer is needed"):
+                run_main(monkeypatch, *flags)
+            with pytest.raises(UserError, match="cannot fetch"):
+                run_main(monkeypatch, *flags, "--tokenizer", data)
+
+
 def test_literal_special_tokens_in_text_stay_text(tmp_path):
     path = tmp_path / "odd.jsonl"
     lines = [json.dumps({"text": f"{i} <|endoftext|> is written out"}) for i in range(100)]
     path.write_text("\n".join(lines))
-    meta = prepare.prepare_files(tmp_path / "out", [path], 300, 0.1)
-    ids = np.fromfile(tmp_path / "out" / "train.bin", dtype="uint16")
-    assert (ids == 0).sum() == meta["train"]["documents"]
+    meta = prepare.prepare_files(tmp_path / "out", [path], "text", None, 300, 0.1)
+    encoding = data_module.read_tokenizer(tmp_path / "out", meta)
+    found = [*stored(tmp_path / "out", "train"), *stored(tmp_path / "out", "val")]
+    texts = [json.loads(line)["text"] for line in lines]
+    assert sorted(found) == sorted([0, *encoding.encode_ordinary(text)] for text in texts)
 
 
 def test_large_vocabularies_get_uint32(tmp_path):
-    class Large:  # what write_tokens needs of an encoding, with ids beyond 65,535
-        eot_token = 0
-
-        def encode_ordinary_batch(self, texts, num_threads):
-            return [[70000, 1] for _ in texts]
-
-    counts = prepare.write_tokens(tmp_path / "x.bin", ["a"], Large(), "uint32")
-    assert counts["tokens"] == 3
-    assert np.fromfile(tmp_path / "x.bin", dtype="uint32").tolist() == [0, 70000, 1]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.csv", b"x", "only .txt and .jsonl"),
-        ("a.txt", b"caf\xe9 " * 100, "not UTF-8"),
-        ("a.jsonl", b'{"text": "fine"}\n{"txt": "x"}\n', r"a\.jsonl:2"),
-        ("a.jsonl", b'{"text": "fine"}\nnot json\n', r"a\.jsonl:2"),
-        ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1"),
-        ("a.jsonl", b"[1]\n", r"a\.jsonl:1"),
-        ("a.txt", b"", "no document for training"),
-        ("a.jsonl", b'{"text": "just one"}\n', "no document for"),
-    ],
-)
-def test_bad_files_are_named(tmp_path, name, content, says):
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=says):
-        prepare.prepare_files(tmp_path / "out", [path], 300, 0.1)
-    assert not (tmp_path / "out" / "meta.json").exists()
+    ranks = {bytes([b]): 70_000 + b for b in range(256)}
+    large = tiktoken.Encoding(
+        "large", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 0}
+    )
+    meta = prepare.write_dataset(tmp_path, [("train", "a"), ("val", "b")], large)
+    assert meta["dtype"] == "uint32" and meta["train"]["tokens"] == 2
+    assert np.fromfile(tmp_path / "train.bin", dtype="uint32").tolist() == [0, 70_000 + ord("a")]
 
 
 def test_command_reports_bad_flags(tmp_path, story):
@@ -206,6 +210,480 @@ def test_damaged_data_folders_are_refused(data, tmp_path):
     data_module.read_tokenizer(tmp_path, meta)
     with pytest.raises(UserError, match="not the tokenizer"):
         data_module.read_tokenizer(tmp_path, {**meta, "tokenizer": "another"})
-    (tmp_path / "meta.json").write_text('{"format": 1}')
+    (tmp_path / "meta.json").write_text('{"format": 2, "kind": "text"}')
     with pytest.raises(UserError, match=r"damaged.*corpus"):
         data_module.read_meta(tmp_path)
+
+
+# What can be wrong with files
+
+
+def jsonl(path, records):
+    """A file of records; what is bytes already is written as it is."""
+    as_bytes = (r if isinstance(r, bytes) else json.dumps(r).encode() for r in records)
+    path.write_bytes(b"".join(line + b"\n" for line in as_bytes))
+    return path
+
+
+TEXTS = [{"text": f"Document number {i} says hello."} for i in range(60)]
+BAD_LINES = [
+    (b"not json", "not JSON"),
+    (b'{"text": "cut o', "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b'{"text": "caf\xe9"}', "not UTF-8"),
+    (b"[1]", "not a JSON object"),
+    (b'{"txt": "x"}', 'no "text"'),
+    (b'{"text": 5}', 'no "text"'),
+    (b'{"text": ""}', "empty text"),
+    (b'{"text": " \\n"}', "empty text"),
+    (b'{"text": "\\ud800"}', "half a surrogate pair"),
+    (b'{"text": "' + b"x" * 5000 + b'"}', "huge"),
+    (b'{"messages": [{"role": "assistant", "content": "x"}]}', "of kind chat in a file of kind"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES)
+def test_bad_lines_are_named_counted_and_left_out(tmp_path, monkeypatch, line, reason):
+    monkeypatch.setattr(documents, "HUGE", 4096 if reason == "huge" else 1 << 20)
+    path = jsonl(tmp_path / "a.jsonl", [*TEXTS[:7], b"", line, b"  ", *TEXTS[7:]])
+    options = dict(kind="text", vocab_size=300, val_fraction=0.3)
+    meta = prepare.prepare_files(tmp_path / "out", [path], max_bad=0.02, **options)
+    skipped = meta["skipped"]
+    assert skipped["documents"] == 61 and sum(skipped["bad"].values()) == 1  # blank lines are none
+    assert next(iter(skipped["bad"])).startswith(reason)
+    assert meta["train"]["documents"] + meta["val"]["documents"] == 60
+    clean = jsonl(tmp_path / "b.jsonl", TEXTS)
+    whole = prepare.prepare_files(tmp_path / "clean", [clean], **options)
+    assert whole["train"] == meta["train"] and whole["val"] == meta["val"]
+    with pytest.raises(UserError, match=rf"1 of 61 .*a\.jsonl:9: {reason}.*--max_bad"):
+        prepare.prepare_files(tmp_path / "no", [path], max_bad=0.01, **options)
+    assert not (tmp_path / "no" / "meta.json").exists()
+
+
+def test_nothing_is_left_out_silently(tmp_path):
+    bad = [b"oops"] * 5 + [{"text": ""}]
+    path = jsonl(tmp_path / "a.jsonl", TEXTS + bad)
+    flags = ("--input", path, "--out_dir", tmp_path / "out", "--vocab_size", 300)
+    flags += ("--val_fraction", 0.3)
+    said = command("prepare.py", *flags, "--max_bad", 0.1, cwd=tmp_path).stdout
+    assert said.count("a.jsonl:") == 4  # the first three of a kind
+    assert "a.jsonl:61: not JSON" in said and "a.jsonl:66: empty text" in said
+    assert "skipped 6 of 66 documents: 5 not JSON, 1 empty text" in said
+    assert "6 of 66" in command("prepare.py", *flags, cwd=tmp_path, fails=True).stderr
+
+
+def test_bad_files_are_refused_before_training_a_tokenizer_and_without_one(
+    tmp_path, encoding, monkeypatch
+):
+    path = jsonl(tmp_path / "a.jsonl", [*TEXTS, b"oops"])
+    with pytest.raises(UserError, match="1 of 61"):
+        prepare.prepare_files(tmp_path / "out", [path], "text", encoding)
+    monkeypatch.setattr(tokenizer, "_merges", lambda *_: pytest.fail("trained in vain"))
+    with pytest.raises(UserError, match="1 of 61"):
+        prepare.prepare_files(tmp_path / "out", [path], "text")
+
+
+def test_a_file_of_rubbish_is_given_up_early(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [*TEXTS, *[b"oops"] * 10_000])
+    report = documents.Report(0.001)
+    with pytest.raises(UserError, match=r"a\.jsonl:61: not JSON"):
+        list(documents.read([path], report))
+    assert report.documents == 160
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", b"x", "only .txt and .jsonl"),
+        ("a.txt", b"caf\xe9 " * 100, "not UTF-8"),
+        ("a.jsonl", b'{"txt": "x"}\n' * 3, r"a\.jsonl:1"),
+        ("a.txt", b"", "no document for training"),
+        ("a.jsonl", b'{"text": "just one"}\n', "no document for validation"),
+        ("a.jsonl", b'{"text": "number 120"}\n', "no document for training"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"}\n[]\n', r"a\.jsonl:3"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, monkeypatch, name, content, says):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        run_main(monkeypatch, "--input", path, "--out_dir", tmp_path / "out", "--vocab_size", 300)
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def run_main(monkeypatch, *args):
+    monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, args)])
+    prepare.main()
+
+
+def test_huge_txt_documents_and_marks_at_the_beginning(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "HUGE", 10_000)
+    path = tmp_path / "a.txt"
+    line = b"x" * 8000 + b"\r\n"
+    end = b"<|endoftext|>\n"
+    content = [b"\xef\xbb\xbfOne.\r\n", end, line, line, end, b"Two.\n", end, b"y" * 30_000]
+    path.write_bytes(b"".join(content))
+    report = documents.Report(1)
+    assert [text for _, text in documents.read([path], report)] == ["One.\n", "Two.\n"]
+    assert report.bad == {"huge": 2} and report.documents == 4
+    assert [re.search(r":(\d+):", name)[1] for name in report.named["huge"]] == ["3", "8"]
+
+
+# Conversations and preferences
+
+
+def says(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def chats(n=40):
+    return [
+        [says("user", f"What is {i}? <|im_end|>"), says("assistant", f"A number: {i}. 日本")]
+        for i in range(n)
+    ]
+
+
+def pairs(n=40):
+    prompts = [[says("system", "Be brief."), says("user", f"Say {i}.")] for i in range(n)]
+    return [
+        ([*prompt, says("assistant", f"{i}.")], [*prompt, says("assistant", f"Well, {i}, I think")])
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.fixture
+def encoding(data):
+    return data_module.read_tokenizer(data, data_module.read_meta(data))
+
+
+def stored(folder, split):
+    """The documents in a token file, each with its <|endoftext|>."""
+    meta = data_module.read_meta(folder)
+    ids = np.fromfile(folder / f"{split}.bin", dtype=meta["dtype"])
+    eot = data_module.read_tokenizer(folder, meta).eot_token
+    return [part.tolist() for part in np.split(ids, np.flatnonzero(ids == eot))[1:]]
+
+
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_conversations_become_what_the_template_says(tmp_path, data, encoding, monkeypatch, key):
+    path = jsonl(tmp_path / "a.jsonl", [{key: messages} for messages in chats()])
+    flags = ("--input", path, "--out_dir", tmp_path / "out", "--val_fraction", 0.3)
+    run_main(monkeypatch, *flags, "--tokenizer", data)
+    meta = data_module.read_meta(tmp_path / "out")
+    assert meta["kind"] == "chat"
+    found = stored(tmp_path / "out", "train"), stored(tmp_path / "out", "val")
+    wanted = [[0, *chat.render(encoding, messages)] for messages in chats()]
+    assert sorted(found[0] + found[1]) == sorted(wanted)
+    assert all(documents in wanted and len(documents) for documents in found[0])
+    size = sum(len(f"{m['role']}\n{m['content']}".encode()) for c in chats() for m in c)
+    assert meta["train"]["bytes"] + meta["val"]["bytes"] == size
+
+
+def test_pairs_stay_together_chosen_first(tmp_path, data, encoding, monkeypatch):
+    lines = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs()]
+    path = jsonl(tmp_path / "a.jsonl", lines)
+    flags = ("--input", path, "--out_dir", tmp_path / "out", "--val_fraction", 0.3)
+    run_main(monkeypatch, *flags, "--tokenizer", data / "tokenizer.json")
+    assert data_module.read_meta(tmp_path / "out")["kind"] == "preference"
+    wanted = [[[0, *chat.render(encoding, side)] for side in pair] for pair in pairs()]
+    found = []
+    for split in ("train", "val"):
+        parts = stored(tmp_path / "out", split)
+        found += [list(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    assert sorted(found) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ({"messages": [says("user", "Hello?")]}, "a conversation without an assistant message"),
+        ({"messages": []}, '"messages" is no conversation'),
+        ({"conversations": [says("user", None)]}, '"conversations" is no conversation'),
+        ({"chosen": chats()[0]}, '"rejected" is no conversation'),
+        ({"chosen": chats()[0], "rejected": chats()[1]}, "chosen and rejected do not answer"),
+        (
+            {"chosen": chats()[0][:1], "rejected": [says("user", "What?")]},
+            "a preference that does not end",
+        ),
+        ({"messages": [says("assistant", "\ud800")]}, "half a surrogate pair"),
+    ],
+)
+def test_bad_conversations(tmp_path, line, reason):
+    path = jsonl(tmp_path / "a.jsonl", [line])
+    report = documents.Report(1)
+    assert not list(documents.read([path], report))
+    assert [name.startswith(reason) for name in report.bad] == [True]
+
+
+def test_conversations_with_tools_are_counted_apart(tmp_path, data, encoding, monkeypatch, capsys):
+    plain = [{"conversations": messages} for messages in chats()]
+    tools = [
+        {"conversations": [says("user", "x"), says("assistant", "", tool_calls=[1])]},
+        {"conversations": [says("system", "x", tools="[...]"), says("assistant", "y")]},
+        {"conversations": [says("tool", "x"), says("assistant", "y")]},
+        {"conversations": chats()[0], "tools": [{}]},
+    ]
+    empty = [{"conversations": [says("user", "q", tools=None), says("assistant", "a", mood="x")]}]
+    path = jsonl(tmp_path / "a.jsonl", tools + plain + empty)
+    flags = ("--input", path, "--out_dir", tmp_path / "out", "--val_fraction", 0.3)
+    run_main(monkeypatch, *flags, "--tokenizer", data, "--max_bad", 0)
+    meta = data_module.read_meta(tmp_path / "out")
+    assert meta["train"]["documents"] + meta["val"]["documents"] == 41
+    assert meta["skipped"]["tools"] == 4 and not meta["skipped"]["bad"]
+    said = capsys.readouterr().out
+    assert "4 conversations use tools, which the template does not write: left out" in said
+    assert '1 conversations have "mood", which the template does not write' in said
+
+
+def test_kinds_are_not_mixed(tmp_path, data):
+    one = jsonl(tmp_path / "one.jsonl", TEXTS)
+    two = jsonl(tmp_path / "two.jsonl", [b"oops", {"messages": chats()[0]}])
+    flags = ("--out_dir", tmp_path / "out", "--tokenizer", data)
+    error = command("prepare.py", "--input", one, two, *flags, cwd=tmp_path, fails=True).stderr
+    assert "different kinds" in error and "one.jsonl is text" in error
+    assert "two.jsonl is chat" in error
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "preference"])
+def test_documents_of_every_kind_from_python(tmp_path, encoding, kind):
+    """As corpora that are made here are written, train and validation being theirs to choose."""
+    made = {"text": ["a", "b c"], "chat": chats(2), "preference": pairs(2)}[kind]
+    labelled = [("val", made[0]), ("train", made[1])]
+    meta = prepare.write_dataset(tmp_path, labelled, encoding, kind, corpus="mine", seed=3)
+    assert (meta["kind"], meta["corpus"], meta["seed"]) == (kind, "mine", 3)
+    assert data_module.read_meta(tmp_path) == meta
+    for split, document in labelled:
+        sides = document if kind == "preference" else [document]
+        render = encoding.encode_ordinary if kind == "text" else partial(chat.render, encoding)
+        assert stored(tmp_path, split) == [[0, *render(side)] for side in sides]
+
+
+# Tokenizers
+
+
+def test_a_tokenizer_is_taken_from_data_or_checkpoint(tmp_path, data, encoding, story, monkeypatch):
+    config = ModelConfig(encoding.n_vocab, n_layer=1, n_head=1, n_embd=8, block_size=8, ffn="dense")
+    save_checkpoint(tmp_path / "ckpt.pt", Decoder(config), encoding)
+    for number, source in enumerate((data, data / "tokenizer.json", tmp_path / "ckpt.pt")):
+        out = tmp_path / str(number)
+        run_main(monkeypatch, "--input", story, "--out_dir", out, "--tokenizer", source)
+        assert data_module.read_meta(out)["tokenizer"] == data_module.read_meta(data)["tokenizer"]
+    out = tmp_path / "countries"
+    run_main(monkeypatch, "--dataset", "countries", "--out_dir", out, "--tokenizer", data)
+    assert data_module.read_meta(out)["tokenizer"] == data_module.read_meta(data)["tokenizer"]
+
+
+def test_tokenizer_flags_that_cannot_be(tmp_path, data, story, monkeypatch):
+    def error(*args):
+        with pytest.raises(UserError) as caught:
+            run_main(monkeypatch, "--out_dir", tmp_path / "out", *args)
+        assert not (tmp_path / "out" / "meta.json").exists()
+        return str(caught.value)
+
+    talk = jsonl(tmp_path / "a.jsonl", [{"messages": messages} for messages in chats()])
+    for choice in ((), ("--tokenizer", "train")):
+        said = error("--input", talk, *choice)
+        assert "--tokenizer is needed" in said and "--tokenizer out/ckpt.pt" in said
+    both = ("--tokenizer", data, "--vocab_size", 300)
+    assert "--vocab_size 300" in error("--input", story, *both)
+    assert "gone" in error("--input", story, "--tokenizer", tmp_path / "gone")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "not a tokenizer" in error("--input", story, "--tokenizer", tmp_path)
+    (tmp_path / "ckpt.pt").write_text("{}")
+    assert "not a checkpoint" in error("--input", story, "--tokenizer", tmp_path / "ckpt.pt")
+    ranks = {bytes([b]): b for b in range(256)}
+    bare = tiktoken.Encoding(
+        "bare", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
+    )
+    (tmp_path / "tokenizer.json").write_text(tokenizer.dumps(bare))
+    assert "no <|im_start|>" in error("--input", talk, "--tokenizer", tmp_path)
+    assert "--max_bad 2" in error("--input", story, "--max_bad", 2)
+    assert "--max_bad" in error("--max_bad", 0.1)
+
+
+@pytest.fixture
+def vocabularies(tmp_path, monkeypatch):
+    """A server with vocabularies of the sizes of tiktoken's own, which are looked for there."""
+    single = [bytes([b]) for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    single += [bytes([b]) for b in range(256) if bytes([b]) not in single]  # GPT-2's order
+    letters = {
+        byte: chr(256 + i - 188) if i >= 188 else byte.decode("latin-1")
+        for i, byte in enumerate(single)
+    }
+    twos = [a + b for a in single for b in single]
+    twos.sort(key=lambda token: token not in (b"ab", b" a"))
+    threes = [b"ab" + b for b in single] + [two + b"x" for two in twos]
+    gpt2 = single + twos[:50_000]
+    cl100k = list(dict.fromkeys(single + twos + threes))[:100_256]
+    files = {
+        "vocab.bpe": "#version\n"
+        + "".join(f"{letters[t[:1]]} {letters[t[1:]]}\n" for t in twos[:50_000]),
+        "encoder.json": json.dumps(
+            {"".join(letters[bytes([b])] for b in t): n for n, t in enumerate(gpt2)}
+            | {"<|endoftext|>": 50_256}
+        ),
+        "cl100k_base.tiktoken": "".join(
+            f"{base64.b64encode(t).decode()} {n}\n" for n, t in enumerate(cl100k)
+        ),
+    }
+    folder = tmp_path / "server"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    real = tiktoken.load.read_file_cached
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+
+        def redirected(url, expected_hash=None):
+            name = url.rsplit("/", 1)[1]
+            return real(f"{address}/{name}", hashes[name])
+
+        monkeypatch.setattr(tiktoken.load, "read_file_cached", redirected)
+        yield server, folder
+        server.shutdown()
+
+
+def test_gpt2_and_cl100k(tmp_path, story, vocabularies, monkeypatch):
+    server, _ = vocabularies
+    expected = {
+        "gpt2": (50_256, {"<|im_start|>": 50_257, "<|im_end|>": 50_258}, 50_259, "uint16"),
+        "cl100k_base": (
+            100_257,
+            {"<|im_start|>": 100_277, "<|im_end|>": 100_278},
+            100_279,
+            "uint32",
+        ),
+    }
+    for name, (eot, markers, size, dtype) in expected.items():
+        run_main(monkeypatch, "--input", story, "--out_dir", tmp_path / name, "--tokenizer", name)
+        meta = data_module.read_meta(tmp_path / name)
+        assert (meta["vocab_size"], meta["dtype"]) == (size, dtype)
+        encoding = data_module.read_tokenizer(tmp_path / name, meta)  # fingerprint and all
+        assert encoding.eot_token == eot and encoding.n_vocab == size
+        assert {marker: encoding.encode_single_token(marker) for marker in markers} == markers
+        assert len(encoding.encode_ordinary("ab")) == 1
+        own = tiktoken.get_encoding(name)
+        text = "Ab <|im_start|> éé 1234 <|endoftext|>"
+        assert encoding.encode_ordinary(text) == own.encode_ordinary(text)
+        for token in range(size):  # whatever a model samples
+            encoding.decode_single_token_bytes(token)
+        (first, *_) = stored(tmp_path / name, "train")
+        assert first[0] == eot and encoding.decode(first[1:]) in story.read_text(encoding="utf-8")
+    server.shutdown()
+    tiktoken.registry.ENCODINGS.clear()
+    assert tokenizer.pretrained("gpt2").n_vocab == 50_259  # from the cache
+
+
+def test_vocabularies_that_cannot_be_fetched(tmp_path, story, vocabularies, monkeypatch):
+    server, folder = vocabularies
+    flags = ("--input", story, "--out_dir", tmp_path / "out")
+    (folder / "cl100k_base.tiktoken").write_text("YQ== 0\n")
+    with pytest.raises(UserError, match=r"--tokenizer cl100k_base: .*Hash mismatch"):
+        run_main(monkeypatch, *flags, "--tokenizer", "cl100k_base")
+    (folder / "vocab.bpe").unlink()
+    with pytest.raises(UserError, match=r"--tokenizer gpt2: .*404"):
+        run_main(monkeypatch, *flags, "--tokenizer", "gpt2")
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(
+        UserError, match=r"--tokenizer gpt2: .*TIKTOKEN_CACHE_DIR.*--tokenizer train"
+    ):
+        run_main(monkeypatch, *flags, "--tokenizer", "gpt2")
+    assert not (tmp_path / "out").exists()
+
+
+# Size
+
+
+def test_the_tokenizer_is_trained_on_a_bounded_sample(tmp_path, monkeypatch, capsys):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " + "word " * 20} for i in range(500)])
+    seen = []
+    real = tokenizer.train
+    monkeypatch.setattr(
+        tokenizer, "train", lambda texts, *rest: real(seen.append(list(texts)) or seen[-1], *rest)
+    )
+    monkeypatch.setattr(prepare, "SAMPLE", path.stat().st_size // 5)
+    for out in ("one", "two"):
+        prepare.prepare_files(tmp_path / out, [path], "text", None, 300, 0.1)
+    assert 60 < len(seen[0]) < 140 and seen[0] == seen[1]
+    assert not any(documents.is_validation(text, 0.1) for text in seen[0])
+    assert "20.0%" in capsys.readouterr().out
+    monkeypatch.setattr(prepare, "SAMPLE", 1 << 20)
+    meta = prepare.prepare_files(tmp_path / "three", [path], "text", None, 300, 0.1)
+    assert len(seen[2]) == meta["train"]["documents"]
+
+
+def test_threads_and_batches_change_no_byte(tmp_path, encoding, monkeypatch):
+    made = [("val" if i % 7 == 0 else "train", f"{i} " + "ab " * (i % 300)) for i in range(3000)]
+    metas = []
+    for cores, batch in ((1, 1 << 30), (1, 100), (5, 100), (5, 1000)):
+        monkeypatch.setattr(prepare.os, "cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(prepare, "BATCH", batch)
+        metas.append(prepare.write_dataset(tmp_path / f"{cores}-{batch}", made, encoding))
+    assert all(meta == metas[0] for meta in metas)
+
+
+def test_results_come_in_order_and_little_is_read_ahead(monkeypatch):
+    monkeypatch.setattr(prepare.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(prepare, "UNDER_WAY", 100)
+    taken = []
+
+    def sized(size):
+        for i in range(50):
+            taken.append(i)
+            yield [i], size
+
+    def slow_when_even(batch):
+        time.sleep(0.002 * (batch[0] % 2 == 0))
+        return batch[0]
+
+    for size, ahead in ((10, 8), (40, 2), (1000, 1)):
+        taken.clear()
+        for wanted, result in enumerate(prepare.in_order(slow_when_even, sized(size))):
+            assert result == wanted
+            assert len(taken) <= wanted + 1 + ahead
+        assert wanted == 49
+
+
+@pytest.mark.parametrize("kind", ["text", "preference"])
+def test_same_files_and_flags_give_the_same_bytes(tmp_path, encoding, kind):
+    lines = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs()]
+    path = jsonl(tmp_path / "a.jsonl", TEXTS if kind == "text" else lines)
+    made = {}
+    for out in (tmp_path / "one", tmp_path / "two"):
+        trained = None if kind == "text" else encoding
+        prepare.prepare_files(out, [path], kind, trained, 300, 0.3)
+        made[out.name] = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert made["one"] == made["two"] and len(made["one"]) == 4
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path, encoding, monkeypatch):
+    monkeypatch.setattr(prepare, "BATCH", 10_000)
+    peaks = []
+    for n in (300, 3000):
+        path = jsonl(tmp_path / f"{n}.jsonl", [{"text": f"{i} " + "ab " * 300} for i in range(n)])
+        tracemalloc.start()
+        prepare.prepare_files(tmp_path / str(n), [path], "text", encoding)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert path.stat().st_size > 2_500_000
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_what_is_interrupted_does_not_look_complete(tmp_path, encoding):
+    def interrupted():
+        yield from [("train", "a"), ("val", "b")]
+        raise KeyboardInterrupt
+
+    prepare.write_dataset(tmp_path, [("train", "a"), ("val", "b")], encoding)
+    with pytest.raises(KeyboardInterrupt):
+        prepare.write_dataset(tmp_path, interrupted(), encoding)
+    with pytest.raises(UserError, match="no data"):
+        data_module.read_meta(tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))

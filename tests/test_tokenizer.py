@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import time
 import unicodedata
 from collections import Counter
 from itertools import pairwise
@@ -161,6 +162,22 @@ def test_same_merges_and_ids_on_overlapping_repeats(seed):
         assert encoding.encode_ordinary(text) == naive_encode(text, merges)
 
 
+def test_long_words_are_learned_from_in_pieces(monkeypatch):
+    monkeypatch.setattr(tokenizer, "PIECE", 4)
+    words = ["abcabcabcab", "cabbacabba"]
+    pieces = [word[i : i + 4] for word in words for i in range(0, len(word), 4)]
+    encoding = tokenizer.train(words, 400, progress=False)
+    assert tokens_of(encoding) == spelled(naive_train(pieces, 400))
+
+
+def test_a_word_without_end_takes_no_quadratic_time():
+    word = "".join(random.Random(0).choices("abcdefgh", k=100_000))
+    start = time.process_time()
+    encoding = tokenizer.train([word], 6400, progress=False)
+    assert encoding.decode(encoding.encode_ordinary(word)) == word
+    assert time.process_time() - start < 20  # half a second; a word rewritten whole: 100
+
+
 def test_encodes_by_merges_in_order(encoding):
     merges = naive_train(CORPUS, 380)
     rng = random.Random(0)
@@ -193,6 +210,8 @@ def test_vocab_size_is_met_exactly(encoding):
 def test_train_refuses():
     with pytest.raises(ValueError, match="vocab_size must be at least 259"):
         tokenizer.train(CORPUS, 258, progress=False)
+    with pytest.raises(ValueError, match="vocab_size must be at most 1,114,112"):
+        tokenizer.train(CORPUS, 2_000_000, progress=False)
     with pytest.raises(ValueError, match="min_count must be at least 1"):
         tokenizer.train(CORPUS, 300, 0, progress=False)
     for nothing in ([], ["", ""]):
