@@ -260,7 +260,7 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
                 if not turn:
                     continue
                 speed[name][task].append(tokens / seconds)
-                if hasattr(home.tables, "moved") and task in ("decode 1", "train"):
+                if getattr(home.tables, "moved", 0) and task in ("decode 1", "train"):
                     figures[name][f"bytes per token, {task}"] = (home.tables.moved - moved) / tokens
                 if hasattr(home.tables, "moved") and task == "look up":
                     rate = (home.tables.moved - moved) / seconds / 1e9
