@@ -253,13 +253,13 @@ def conversations(seed: int = 0, copies: int = 24) -> tuple[list[list[dict]], li
 
 
 def preferences(seed: int = 0, copies: int = 2) -> tuple[list[tuple], list[tuple]]:
-    """Pairs of conversations that are both right: the sentence is chosen, the brief answer
+    """Pairs of conversations that are both right: the brief answer is chosen, the sentence
     rejected. For each fact, `copies` pairs for training and one in held-out words."""
     rng = random.Random(seed)
 
     def pair(pattern: str, country: Country, relation: str) -> tuple[list[dict], list[dict]]:
-        sentence, brief = (exchange(pattern, country, relation, brief) for brief in (False, True))
-        return sentence, brief
+        chosen, rejected = (exchange(pattern, country, relation, brief) for brief in (True, False))
+        return chosen, rejected
 
     train, val = [], []
     for country in table():

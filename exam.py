@@ -85,17 +85,16 @@ def chat_exam(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> tup
     """Ask in a conversation for a fact of every country, in held-out words.
 
     Returns:
-        share of questions answered rightly, briefly ("Lima.") or in a sentence ("The answer is
-        Lima."); share answered rightly in a sentence.
+        shares of the questions answered rightly and briefly ("Lima."), and rightly in a sentence
+        ("The answer is Lima.").
     """
     asked = chat_questions(encoding, relation)
-    right = in_sentence = 0
+    right = [0, 0]
     for at in range(0, len(asked), 256):
         prompts, *styles = map(list, zip(*asked[at : at + 256], strict=True))
-        brief, sentence = (score(model, prompts, answers)[0] for answers in styles)
-        right += int((brief | sentence).sum())
-        in_sentence += int(sentence.sum())
-    return right / len(asked), in_sentence / len(asked)
+        for n, answers in enumerate(styles):
+            right[n] += int(score(model, prompts, answers)[0].sum())
+    return right[0] / len(asked), right[1] / len(asked)
 
 
 def chat_questions(

@@ -220,7 +220,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # [B, n_kv_head, S, head_dim]
         grouped = self.grouped
-        if grouped and q.device.type == "mps":  # whose kernels do not know grouped queries
+        # Kernels of MPS do not know grouped queries; nor do CUDA's fast ones that take a mask.
+        if grouped and (mask is not None or q.device.type == "mps"):
             groups = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
             grouped = False

@@ -148,7 +148,7 @@ def test_preferences_differ_in_style_alone():
     train, val = countries.preferences(seed=1)
     for chosen, rejected in [*train, *val]:
         assert chosen[0] == rejected[0]
-        sentence, brief = chosen[1]["content"], rejected[1]["content"]
+        brief, sentence = chosen[1]["content"], rejected[1]["content"]
         assert sentence.removeprefix("The answer is ").lower() == brief.lower() != sentence.lower()
     assert not {talk[0]["content"] for talk, _ in train} & {talk[0]["content"] for talk, _ in val}
 
