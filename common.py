@@ -1,5 +1,6 @@
 """What the commands share: errors a user can act on, devices, atomic files, checkpoints."""
 
+import argparse
 import contextlib
 import os
 import sys
@@ -11,8 +12,10 @@ import tiktoken
 import torch
 from torch import Tensor
 
+import homes
 import tokenizer
 from model import Decoder, ModelConfig
+from tablefile import TableError, TableFile, keep_only, table_path
 
 CHECKPOINT_FORMAT = 1
 
@@ -27,10 +30,12 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
         sys.stdout.flush()
-    except UserError as error:
+    except (UserError, TableError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     except torch.OutOfMemoryError:
-        sys.exit("error: out of GPU memory: lower --device_batch_size (training) or --device cpu")
+        sys.exit(
+            "error: out of GPU memory: lower --device_batch_size, --offload cpu or --device cpu"
+        )
     except BrokenPipeError:  # the reader of our output has gone: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -89,12 +94,18 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
-    """Write a checkpoint, alone enough to sample: config, weights, tokenizer, and `state`."""
+    """Write a checkpoint, alone enough to sample: config, weights, tokenizer, and `state`.
+
+    Tables on disk stay out of it: a copy of their file, `tables-ID.bin`, goes beside it first."""
+    path = Path(path)
+    model.tables.flush()
+    table_file = model.tables.file and model.tables.file.snapshot(path.parent)
     checkpoint = {
         "format": CHECKPOINT_FORMAT,
         "config": asdict(model.config),
         "model": model.state_dict(),
         "tokenizer": tokenizer.dumps(encoding),
+        "tables": table_file,
         **state,
     }
     with atomic(path) as temporary:
@@ -102,16 +113,18 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
             torch.save(checkpoint, temporary)
         except RuntimeError as error:  # how torch.save reports a full disk
             raise OSError(f"no room, or the disk failed ({error})") from error
+    keep_only(path.parent, table_file)
 
 
 def load_checkpoint(path: str | Path) -> dict:
-    """Read what `save_checkpoint` wrote, onto the CPU.
+    """Read what `save_checkpoint` wrote, onto the CPU: mapped into memory, so that what nobody
+    touches is not read. Tables that have a file of their own are put where all others are.
 
     Raises:
         UserError: there is no such file, or it is damaged or something else.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(f"no checkpoint at {path}: train one with `python train.py`") from None
     except OSError as error:
@@ -120,18 +133,32 @@ def load_checkpoint(path: str | Path) -> dict:
         raise UserError(f"{path} is damaged or not a checkpoint: train it again") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != CHECKPOINT_FORMAT:
         raise UserError(f"{path} is not a checkpoint of this program (format {CHECKPOINT_FORMAT})")
+    if checkpoint.get("tables"):
+        file = TableFile(table_path(Path(path).parent, checkpoint["tables"]))
+        if file.id != checkpoint["tables"]:
+            raise UserError(f"{file.path} is not the table file of {path}, but that of {file.id}")
+        checkpoint["table_file"] = file
+        checkpoint["model"] |= {f"tables.weight.{i}": rows for i, rows in enumerate(file.weight)}
+        if checkpoint.get("optimizer"):
+            states = zip(("m", "v", "count", "last"), file.moments(), strict=True)
+            checkpoint["optimizer"]["rows"] |= dict(states)
     return checkpoint
 
 
-def load_model(path: str | Path, device: torch.device) -> tuple[Decoder, tiktoken.Encoding, dict]:
+def load_model(
+    path: str | Path, device: torch.device, place: argparse.Namespace | None = None
+) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint in evaluation mode on `device`, its tokenizer, and the checkpoint.
+
+    place: where its tables shall live, the flags of `homes.add_flags`; None: on the device.
 
     Raises:
         UserError: as `load_checkpoint`.
     """
     checkpoint = load_checkpoint(path)
     try:
-        model = Decoder(ModelConfig(**checkpoint["config"]))
+        tables = homes.placed(place, device, checkpoint=checkpoint)
+        model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
         model.load_state_dict(checkpoint["model"])
         encoding = tokenizer.loads(checkpoint["tokenizer"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import countries
+import homes
 from common import UserError, atomic, encode, load_model, pick_device, run
 from exam import score
 from model import Decoder
@@ -213,12 +214,14 @@ def main() -> None:
     add("--max_new_tokens", type=int, default=40, help="%(default)s")
     add("--report", action="store_true", help="measure all pairs of countries")
     add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
+    homes.add_flags(parser)
     args = parser.parse_args()
+    homes.check_flags(args)
     if args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
     if not args.report and not (args.source and args.target):
         raise UserError("give --source and --target, or --report")
-    model, encoding, _ = load_model(args.ckpt, pick_device(args.device))
+    model, encoding, _ = load_model(args.ckpt, pick_device(args.device), args)
     if not len(model.tables.weight):
         raise UserError(f"{args.ckpt} is a {model.config.ffn} model: it has no tables to edit")
     if not args.report:

@@ -18,7 +18,7 @@ where they come from is the business of `offload.py`. `LAYERS` below says what a
 to try an idea of your own, add a line there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embformer import EmbformerFFN, RowQKV
-from offload import ResidentTables
+from offload import ResidentTables, Tables
 from stem import StemFFN, stem_layers
 
 
@@ -264,7 +264,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The whole model: embedding, blocks, norm, head, and the tables the blocks read."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
+        """tables: makes the tables' home when called as (n_table, V, W), see offload.py."""
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -277,7 +278,7 @@ class Decoder(nn.Module):
         widths = [block.row_width for block in self.blocks if block.row_width]
         if len(set(widths)) > 1:
             raise ValueError(f"all layers with a table must read rows of one width, got {widths}")
-        self.tables = ResidentTables(len(widths), config.vocab_size, widths[0] if widths else 0)
+        self.tables = tables(len(widths), config.vocab_size, widths[0] if widths else 0)
         self.init_weights()
 
     @torch.no_grad()
@@ -289,14 +290,13 @@ class Decoder(nn.Module):
         rows moves them. In trials 1 / sqrt(fan-in) reached the same loss, but left the facts in
         the dense weights."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
+            if parameter.dim() < 2 or name.startswith("tables."):
                 continue  # norms stay at one
             std = self.config.init_std
-            if name.startswith("tables."):
-                std = self.config.table_std
-            elif name.endswith(("attn.out.weight", "ffn.down.weight")):
+            if name.endswith(("attn.out.weight", "ffn.down.weight")):
                 std /= (2 * self.config.n_layer) ** 0.5
             nn.init.normal_(parameter, std=std)
+        self.tables.init_rows(self.config.table_std)
 
     def forward(
         self,
@@ -437,9 +437,10 @@ class Decoder(nn.Module):
         """
         config = self.config
         table = sum(weight.numel() for weight in self.tables.weight)
-        backbone = sum(p.numel() for p in self.parameters()) - table
+        dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
+        backbone = sum(p.numel() for p in dense)
         wte = self.wte.weight.numel()
-        multiplied = sum(p.numel() for p in self.parameters() if p.dim() == 2) - table
+        multiplied = sum(p.numel() for p in dense if p.dim() == 2)
         multiplied -= 0 if config.tie_head else wte
         rows = len(self.tables.weight) * self.tables.width
         return {

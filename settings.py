@@ -4,6 +4,7 @@ import argparse
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import homes
 from common import UserError, check_seed
 from data import parse_mixture, read_meta
 from model import LAYERS, ModelConfig
@@ -143,7 +144,7 @@ def parse_args(description: str) -> argparse.Namespace:
         type=float,
         default=1.0,
         help="learning rate of tables over the backbone's (%(default)s: rowwise derives for each "
-        "row by itself how far adamw would move it, see offload.expected_travel)",
+        "row by itself how far adamw would move it, see rowadam.expected_travel)",
     )
     add("--eval_interval", type=int, help="steps between evaluations and checkpoints")
     add("--eval_tokens", type=int, default=65536, help="validation tokens to look at (%(default)s)")
@@ -159,6 +160,7 @@ def parse_args(description: str) -> argparse.Namespace:
     )
     add("--compile", action="store_true", help="torch.compile each block: slow start, faster steps")
     add("--seed", type=int, default=1337, help="of weights and data order (%(default)s)")
+    homes.add_flags(parser, training=True)
     args = parser.parse_args()
     # Which flags were given: a second parse leaves the marks of those that were not.
     absent = object()
@@ -213,6 +215,7 @@ def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Nam
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
     check_seed(args.seed)
+    homes.check_flags(args)
     if not args.learning_rate > 0:
         raise UserError(f"--learning_rate {args.learning_rate} must be positive")
     if not args.beta > 0:
@@ -263,6 +266,7 @@ def inherited(args: argparse.Namespace, config: dict) -> dict:
 def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
     """The settings of the run in a checkpoint; of the command line's only where it may run."""
     may_change = ("resume", "out_dir", "data_dir", "device", "dtype", "compile")
+    may_change += ("offload", "ring_slots", "gather", "cache_rows")
     other = [f"--{name}" for name in args.given if name not in may_change]
     if other:
         raise UserError(
@@ -270,4 +274,6 @@ def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
             f"{', '.join(other)}, or start a new run with another --out_dir"
         )
     given = {name: getattr(args, name) for name in args.given}
-    return argparse.Namespace(**{**checkpoint["args"], **given, "out_dir": args.out_dir})
+    # Flags that are younger than the checkpoint have their defaults.
+    settings = {**vars(args), **checkpoint["args"], **given, "out_dir": args.out_dir}
+    return argparse.Namespace(**settings)

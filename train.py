@@ -7,11 +7,13 @@
     python train.py --resume                                # go on where out/ckpt.pt stopped
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
 
-Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.jsonl, loss.png.
+Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.jsonl, loss.png;
+with --offload disk also the tables-ID.bin that ckpt.pt names.
 """
 
 import argparse
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -26,6 +28,7 @@ import tiktoken
 import torch
 from tqdm import tqdm
 
+import homes
 import prepare
 import tokenizer
 from chat import END, special
@@ -43,9 +46,10 @@ from data import Data, check_tokenizer
 from exam import chat_exam, chat_questions, exam, recall
 from model import Decoder, ModelConfig
 from objectives import NextToken, Preference, validate
-from offload import RowAdam
+from rowadam import RowAdam
 from sample import sample_text
 from settings import DEFAULT_DATA, MODEL_FLAGS, STAGES, complete, parse_args, resumed
+from tablefile import LIVE, snapshots
 
 
 def schedule(step: int, args: argparse.Namespace) -> float:
@@ -80,12 +84,13 @@ class Optimizer:
             {"params": decayed, "weight_decay": args.weight_decay, "peak": self.peak},
             {"params": plain, "weight_decay": 0.0, "peak": self.peak},
         ]
+        rowwise = len(model.tables.weight) and not whole
         if whole:
             groups.append({"params": tables, "weight_decay": 0.0, "peak": self.table_peak})
         groups = [group for group in groups if group["params"]]
         fused = next(model.parameters()).device.type == "cuda"
         self.adamw = torch.optim.AdamW(groups, lr=self.peak, betas=betas, fused=fused or None)
-        self.rows = RowAdam(model.tables, betas) if tables and not whole else None
+        self.rows = RowAdam(model.tables, betas, seed=args.seed) if rowwise else None
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -113,7 +118,7 @@ class Optimizer:
         return {"adamw": self.adamw.state_dict(), "rows": rows}
 
     def load_state_dict(self, state: dict) -> None:
-        self.adamw.load_state_dict(state["adamw"])
+        self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
         if self.rows:
             self.rows.load_state_dict(state["rows"])
 
@@ -135,7 +140,8 @@ def put_aside(out_dir: Path) -> Path:
     folder = out_dir / f"run{number}"
     try:
         folder.mkdir()
-        for name in ("ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json"):
+        tables = [path.name for path in snapshots(out_dir)]
+        for name in ("ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables):
             if (out_dir / name).exists():
                 os.replace(out_dir / name, folder / name)
     except OSError as error:
@@ -213,7 +219,8 @@ def train(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UserError(f"--{error}") from None
     vars(args).update(asdict(config))  # what was left to default is on record, too
-    model = Decoder(config).to(device)
+    tables = homes.placed(args, device, checkpoint=checkpoint or base, out_dir=args.out_dir)
+    model = Decoder(config, tables=tables).to(device)
     if base:
         try:
             model.load_state_dict(base["model"])
@@ -241,6 +248,7 @@ def train(args: argparse.Namespace) -> None:
                 pairs.reference[:] = known.numpy()
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{args.out_dir}/ckpt.pt does not hold a whole run: {error}") from None
+        checkpoint = None  # unmaps its files: deleted ones would go on taking up room
     if args.compile:
         for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
             block.compile()
@@ -348,6 +356,7 @@ def train(args: argparse.Namespace) -> None:
     finally:
         bar.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        (args.out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it; what is open stays so
     finish(model, data, args, log, val)
 
 

@@ -287,7 +287,7 @@ def test_weights_that_are_not_numbers_never_reach_a_checkpoint(data, tmp_path, m
 def optimizer_settings(**other):
     values = dict(
         learning_rate=0.1, table_lr_scale=3.0, table_optimizer="rowwise", beta1=0.9, beta2=0.95,
-        weight_decay=0.0, grad_clip=0.0,
+        weight_decay=0.0, grad_clip=0.0, seed=0,
     )  # fmt: skip
     return Namespace(**{**values, **other})
 

@@ -1,0 +1,385 @@
+"""Speed and memory, always two things side by side in one run.
+
+    python bench.py offload                              # where tables live: device, RAM, disk
+    python bench.py offload --json bench.json            # the same figures for other programs
+    python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
+
+All homes hold the same model and take turns, chunk by chunk, so that what slows the machine down
+for a while slows all of them. Speeds are medians over the turns; percentages are medians of the
+ratios to `resident` within a turn.
+Token ids are random with Zipf's frequencies, id k with a probability of about 1 / k. Columns:
+
+    decode 1, decode 8   one token at a time for 1 and 8 sequences, tok/s
+    prefill, train       forward passes, and whole optimizer steps, tok/s
+    KB/token             bytes of rows brought to the layers, per token of decode 1 and of train
+    alone                GB/s of the lookups of a training batch with nothing beside them
+    hidden               share of that time that training does not take longer than resident: 100 %
+                         is a home whose transfers cost nothing
+    hits                 share of the tokens of decode 8 that the cache of hot rows served
+    device               peak memory on the GPU in training
+"""
+
+import argparse
+import json
+import mmap
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from common import UserError, atomic, pick_device, run
+from homes import RamHome, check_disk, check_ram, default_gather
+from model import Decoder, KVCache, ModelConfig
+from offload import OffloadedTables, ResidentTables, Tables
+from tablefile import TableFile, gib
+from train import Optimizer
+
+# What one wants to know about in minutes: two CPU cores, or a data-centre GPU (238 M parameters in
+# the backbone, 16 tables).
+SMALL = dict(n_layer=6, n_head=6, n_embd=192, vocab_size=6400, block_size=256, batch_size=8)
+LARGE = dict(n_layer=17, n_head=16, n_embd=1024, vocab_size=32768, block_size=1024, batch_size=16)
+
+
+def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
+    """Ids whose frequency falls as 1 / (id + 1): the logarithm of id + 1 is uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return ((vocab_size + 1) ** u).long().clamp_(1, vocab_size) - 1
+
+
+class Home:
+    """A model whose tables live somewhere, and what can be timed about it."""
+
+    def __init__(self, config: ModelConfig, tables: Callable, device: torch.device, args) -> None:
+        torch.manual_seed(0)
+        self.device, self.args, self.batch = device, args, 0
+        self.model = Decoder(config, tables=tables).to(device)
+        self.tables = self.model.tables
+        self.optimizer = None
+        self.cold = False  # drop the file from the page cache before each chunk
+
+    def ids(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Fresh ids, and those under which tables are looked up (more of them with --table_gib)."""
+        self.batch += 1
+        ids = zipf(shape, self.model.config.vocab_size, self.batch)
+        if self.tables.vocab_size == self.model.config.vocab_size:
+            return ids, ids
+        return ids, zipf(shape, self.tables.vocab_size, self.batch)
+
+    def timed(self, task: Callable[["Home"], int]) -> tuple[int, float]:
+        """Tokens that a task went through, and seconds it took."""
+        if self.cold:
+            drop_pages(self.tables.home)
+        self.wait()
+        start = time.perf_counter()
+        tokens = task(self)
+        self.tables.flush()  # what waits belongs to this chunk
+        self.wait()
+        return tokens, time.perf_counter() - start
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@torch.inference_mode()
+def decode(home: Home, batch: int, tokens: int) -> int:
+    """Sampling as `Decoder.stream` does it: the ids come from the device."""
+    home.model.eval()
+    ids, table_ids = (t.to(home.device) for t in home.ids(batch, tokens))
+    cache = KVCache(home.model.config, batch, home.device, torch.float32)
+    for t in range(tokens):
+        new = slice(t, t + 1)
+        logits, _ = home.model(ids[:, new], table_ids=table_ids[:, new], cache=cache)
+        logits[:, -1].argmax(-1)
+    return batch * tokens
+
+
+@torch.inference_mode()
+def prefill(home: Home, batch: int) -> int:
+    home.model.eval()
+    ids, table_ids = home.ids(batch, home.model.config.block_size)
+    home.model(ids.to(home.device), table_ids=table_ids, last_only=True)
+    return ids.numel()
+
+
+def train(home: Home, batch: int, steps: int) -> int:
+    if home.optimizer is None:
+        home.optimizer = Optimizer(home.model, home.args)
+    home.model.train()
+    for _ in range(steps):
+        ids, table_ids = home.ids(batch, home.model.config.block_size)
+        there = ids.to(home.device)
+        with torch.autocast(home.device.type, torch.bfloat16, enabled=home.device.type == "cuda"):
+            loss = home.model(there, there, table_ids=table_ids)[1]
+        loss.backward()
+        home.optimizer.step(1.0)
+        loss.item()  # as the training loop does
+    return ids.numel() * steps
+
+
+@torch.no_grad()
+def look_up(home: Home, batch: int) -> int:
+    """The lookups of a training batch, and nothing else."""
+    home.model.train()
+    _, ids = home.ids(batch, home.model.config.block_size)
+    for _ in home.tables.lookup(ids):
+        pass
+    return ids.numel()
+
+
+def drop_pages(file: TableFile) -> None:
+    """Make the next read of a table file go to the disk, where the system lets us (Linux)."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    file.map.flush()  # only clean pages can go,
+    file.map.madvise(mmap.MADV_DONTNEED)  # and only such that nobody has mapped
+    with open(file.path, "rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copy_speed(device: torch.device) -> float:
+    """GB/s of a plain copy of 256 MB: from pinned memory to the GPU, or within RAM."""
+    cuda = device.type == "cuda"
+    source = torch.ones(2**26, pin_memory=cuda)
+    target = torch.empty(2**26, device=device)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=cuda)
+        if cuda:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return source.nbytes / min(seconds) / 1e9
+
+
+def device_bytes(home: Home) -> int:
+    """What a model occupies on the GPU for good."""
+    tensors = list(home.model.parameters())
+    tensors += [slot.buffer for slot in getattr(home.tables, "slots", [])]
+    tensors += [home.tables.cache.rows] if getattr(home.tables, "cache", None) else []
+    if home.optimizer:
+        tensors += [t for state in home.optimizer.adamw.state.values() for t in state.values()]
+        if home.optimizer.rows:
+            tensors += [*home.optimizer.rows.m, *home.optimizer.rows.v]
+    return sum(t.nbytes for t in tensors if t.is_cuda)
+
+
+def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, Home]:
+    shape = {name: getattr(args, name) for name in SMALL if name != "batch_size"}
+    try:
+        config = ModelConfig(**shape, stem_layers="all")
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+    settings = Namespace(
+        learning_rate=1e-3, table_lr_scale=1.0, table_optimizer="rowwise",
+        beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0, seed=0,
+    )  # fmt: skip
+
+    in_ram = []
+
+    def offloaded(
+        where: str, n_table: int, vocab_size: int, width: int, gather: str = "", cache_rows: int = 0
+    ) -> Tables:
+        shape = (vocab_size, n_table, width)
+        if where == "cpu":
+            if not in_ram:  # all homes in RAM share their rows: there may not be room for more
+                check_ram(shape, torch.float32, training=True)
+                in_ram.append(RamHome(shape, torch.float32))
+            home = in_ram[0]
+        elif args.table_gib:
+            shape = (int(args.table_gib * 2**30) // (n_table * width * 4), n_table, width)
+            home = TableFile.create(folder / "sparse.bin", shape, torch.float32, sparse=True)
+            home.fresh = False  # drawing rows would fill the file
+        else:
+            check_disk(shape, torch.float32, folder)
+            number = len(list(folder.iterdir()))
+            home = TableFile.create(folder / f"{number}.bin", shape, torch.float32)
+        gather = gather or default_gather(where, device)
+        return OffloadedTables(
+            home, device, ring_slots=args.ring_slots, gather=gather, cache_rows=cache_rows
+        )
+
+    kinds = {"resident": ResidentTables}
+    if args.table_gib:
+        kinds[f"disk, {args.table_gib:g} GiB of rows"] = partial(offloaded, "disk")
+    else:
+        kinds["cpu, in place"] = partial(offloaded, "cpu", gather="inplace")
+        kinds["cpu, ring"] = partial(offloaded, "cpu", gather="ring")
+        kinds["cpu, cache"] = partial(
+            offloaded, "cpu", gather="ring", cache_rows=args.cache_rows or args.vocab_size // 10
+        )
+        kinds["disk, warm"] = partial(offloaded, "disk")
+        kinds["disk, cold"] = partial(offloaded, "disk")
+    homes = {}
+    for name, tables in tqdm(kinds.items(), desc="building", unit="model"):
+        homes[name] = Home(config, tables, device, settings)
+        homes[name].cold = name == "disk, cold"
+    return homes
+
+
+def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dict:
+    homes = build(args, device, folder)
+    # The last update of a chunk has nothing to hide behind: more steps where steps are short.
+    steps = 10 if device.type == "cuda" else 2
+    tasks = {
+        "decode 1": partial(decode, batch=1, tokens=min(128, args.block_size)),
+        "decode 8": partial(decode, batch=8, tokens=min(64, args.block_size)),
+        "prefill": partial(prefill, batch=args.batch_size),
+        "train": partial(train, batch=args.batch_size, steps=steps),
+        "look up": partial(look_up, batch=args.batch_size),
+    }
+    speed = {name: {task: [] for task in tasks} for name in homes}
+    figures = {name: {} for name in homes}
+    bar = tqdm(total=(args.rounds + 1) * len(tasks) * len(homes), unit="chunk", desc="measuring")
+    for turn in range(args.rounds + 1):
+        # Turn 0 warms up. Homes take turns task by task, to be compared within a second or two.
+        for task, timed in tasks.items():
+            # Who follows whom changes from turn to turn: a chunk leaves caches and disk busy.
+            order = list(homes)[turn % len(homes) :] + list(homes)[: turn % len(homes)]
+            for name in order:
+                home = homes[name]
+                moved = getattr(home.tables, "moved", 0)
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
+                    before = torch.cuda.memory_allocated(device)
+                cache = getattr(home.tables, "cache", None)
+                seen = (cache.hits, cache.tokens) if cache else (0, 0)
+                tokens, seconds = home.timed(timed)
+                bar.update()
+                if not turn:
+                    continue
+                speed[name][task].append(tokens / seconds)
+                if getattr(home.tables, "moved", 0) and task in ("decode 1", "train"):
+                    figures[name][f"bytes per token, {task}"] = (home.tables.moved - moved) / tokens
+                if hasattr(home.tables, "moved") and task == "look up":
+                    rate = (home.tables.moved - moved) / seconds / 1e9
+                    figures[name].setdefault("rates", []).append(rate)
+                if cache and task == "decode 8":
+                    share = (cache.hits - seen[0]) / (cache.tokens - seen[1])
+                    figures[name].setdefault("hit rates", []).append(share)
+                if device.type == "cuda" and task == "train":
+                    peak = torch.cuda.max_memory_allocated(device) - before
+                    figures[name]["device bytes"] = device_bytes(home) + peak
+    bar.close()
+
+    result = {}
+    for name in homes:
+        row = dict(figures[name])
+        for task in list(tasks)[:4]:
+            rates, plain = speed[name][task], speed["resident"][task]
+            ratios = [a / b for a, b in zip(rates, plain, strict=True)]
+            row[f"{task} tok/s"] = statistics.median(rates)
+            row[f"{task} ratio"] = statistics.median(ratios)
+        rates = row.pop("rates", [0.0])
+        if any(rates):  # rows were brought, not read in place
+            row["alone GB/s"] = statistics.median(rates)
+            alone = 1 / statistics.median(speed[name]["look up"])  # seconds a token
+            extra = (1 / row["train ratio"] - 1) / statistics.median(speed["resident"]["train"])
+            row["hidden"] = min(1.0, max(0.0, 1 - extra / alone))
+        if "hit rates" in row:
+            row["hit rate"] = statistics.median(row.pop("hit rates"))
+        result[name] = row
+    model = next(iter(homes.values())).model
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "backbone": model.sizes()["backbone"],
+        "tables": {
+            name: sum(w.numel() for w in home.tables.weight) for name, home in homes.items()
+        },
+        "n_table": len(model.tables.weight),
+        "copy GB/s": copy_speed(device),
+        "threads": torch.get_num_threads(),
+        "max RSS bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
+        "homes": result,
+    }
+
+
+def report(result: dict) -> str:
+    """The figures as a Markdown table."""
+    tasks = ("decode 1", "decode 8", "prefill", "train")
+    columns = [*tasks, "KB/token", "alone", "hidden", "hits", "device"]
+    lines = ["| tables | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+
+    def shown(row: dict, key: str, form: str, scale: float = 1.0) -> str:
+        return form.format(row[key] * scale) if key in row else "-"
+
+    for name, row in result["homes"].items():
+        cells = [f"{row[f'{task} tok/s']:,.0f} ({row[f'{task} ratio']:.1%})" for task in tasks]
+        moved = [
+            shown(row, f"bytes per token, {task}", "{:.1f}", 1e-3) for task in ("decode 1", "train")
+        ]
+        cells += [
+            ", ".join(moved) if moved != ["-", "-"] else "-",
+            shown(row, "alone GB/s", "{:.1f} GB/s"),
+            shown(row, "hidden", "{:.0%}"),
+            shown(row, "hit rate", "{:.0%}"),
+            shown(row, "device bytes", "{:.2f} GiB", 2**-30),
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    largest = max(result["tables"].values())
+    lines += [
+        "",
+        f"{result['backbone'] / 1e6:.1f} M parameters in the backbone, {largest / 1e6:,.1f} M in "
+        f"{result['n_table']} tables; {result['device']}, {result['threads']} threads; a plain "
+        f"copy runs at {result['copy GB/s']:.1f} GB/s; the process held at most "
+        f"{gib(result['max RSS bytes'])}",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("what", choices=("offload",), help="what to compare")
+    add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
+    for name, text in dict(
+        n_layer="layers, all but the first with a table", n_head="attention heads",
+        n_embd="width of the residual stream", vocab_size="rows of a table",
+        block_size="context length in tokens", batch_size="sequences in a training step",
+    ).items():  # fmt: skip
+        add(f"--{name}", type=int, help=f"{text} ({SMALL[name]}, on a GPU {LARGE[name]})")
+    add("--ring_slots", type=int, default=3, help="tables on their way at once (%(default)s)")
+    add("--cache_rows", type=int, help="tokens in the cache of hot rows (a tenth of vocab_size)")
+    add("--rounds", type=int, default=7, help="turns that each home takes (%(default)s)")
+    add("--table_gib", type=float, help="GiB of rows in a sparse file, compared with small tables")
+    add("--dir", type=Path, help="folder on the disk to measure (the system's temporary one)")
+    add("--json", type=Path, help="write the figures to this file, too")
+    args = parser.parse_args()
+    device = pick_device(args.device)
+    for name, value in (LARGE if device.type == "cuda" else SMALL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name in (*SMALL, "ring_slots", "rounds"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.table_gib is not None and not args.table_gib > 0:
+        raise UserError(f"--table_gib {args.table_gib} must be positive")
+    try:
+        folder = tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-")
+    except OSError as error:
+        raise UserError(f"--dir {args.dir}: {error.strerror}") from None
+    with folder as path:
+        result = measure(args, device, Path(path))
+    print(report(result))
+    if args.json:
+        with atomic(args.json) as temporary:
+            temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"\nwrote {args.json}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,216 @@
+"""The parts of the prefetch ring: a worker thread, slots, and gradients on their way back.
+
+Three hazards lurk wherever copies overlap compute. Their guards are in this file and offload.py:
+
+    H1  the worker refills a host buffer that is still being copied to the GPU  (Slot.reclaim)
+    H2  a copy overwrites a GPU buffer that a kernel is still reading           (Slot.guard)
+    H3  rows are read ahead of the update that changes them       (OffloadedTables.settle)
+
+What CUDA promises and this file relies on: work in one stream runs in order; an event that was
+recorded in a stream is reached when all work before it is done; waiting for an event that was never
+recorded returns at once. So an event must be recorded before anybody is sent to wait for it, which
+is why the main thread first waits for the worker's job, and only then lets its stream wait.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import torch
+from torch import Tensor
+
+from tablefile import TableError, gib
+
+PATIENCE = 600.0  # seconds after which a job that has not ended counts as hung
+
+
+class Worker:
+    """A background thread that runs jobs one after another. PyTorch lets other threads run while an
+    operation computes or copies, so gathers overlap with what the main thread does."""
+
+    def __init__(self) -> None:
+        self.jobs, self.thread = queue.SimpleQueue(), None
+
+    def submit(self, job: Callable, *args) -> Future:
+        if self.thread is None:
+            # A daemon, so that a disk that hangs does not keep the program from ending.
+            self.thread = threading.Thread(target=work, args=(self.jobs,), daemon=True)
+            self.thread.start()
+        future = Future()
+        self.jobs.put((future, job, args))
+        return future
+
+    def __del__(self) -> None:
+        self.jobs.put(None)
+
+
+def work(jobs: queue.SimpleQueue) -> None:
+    for future, job, args in iter(jobs.get, None):
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(job(*args))
+        except BaseException as error:  # whatever ends a job, the main thread hears of it
+            future.set_exception(error)
+        del future, job, args  # else an idle worker would keep the tables alive
+
+
+def outcome(future: Future, what: str) -> None:
+    """Wait for a job.
+
+    Raises:
+        RuntimeError: it failed, or takes longer than PATIENCE.
+    """
+    try:
+        error = future.exception(PATIENCE)
+    except FutureTimeout:
+        raise RuntimeError(
+            f"{what} has not ended after {PATIENCE:.0f} s: does the disk hang?"
+        ) from None
+    if error is not None:
+        raise RuntimeError(f"{what} failed: {error!r}") from error
+
+
+class Slot:
+    """A buffer that the worker fills and a layer reads. Without a GPU that is all: the two take
+    turns anyway, since a refill is ordered only after the rows were expanded."""
+
+    def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.host, self.device = torch.empty(numbers, dtype=dtype), device
+
+    def reclaim(self) -> None:
+        """Before the worker writes to `host`."""
+
+    def send(self, numbers: int) -> None:
+        """After the worker wrote to `host`."""
+
+    def receive(self, numbers: int) -> Tensor:
+        """Before the rows are read, which is then possible on the compute device."""
+        return self.host[:numbers].to(self.device)
+
+    def release(self) -> None:
+        """After the last read has been queued."""
+
+
+class CudaSlot(Slot):
+    """A pinned host buffer and a GPU buffer, with an event for each way of waiting."""
+
+    def __init__(
+        self, numbers: int, dtype: torch.dtype, device: torch.device, stream: torch.cuda.Stream
+    ) -> None:
+        self.host = pinned(numbers, dtype)
+        self.buffer = torch.empty(numbers, dtype=dtype, device=device)
+        self.stream, self.device = stream, device
+        self.copied, self.freed = torch.cuda.Event(), torch.cuda.Event()
+        # The allocator hands out memory that kernels queued earlier may still use: the side stream
+        # has to wait for them, too.
+        self.release()
+
+    def reclaim(self) -> None:
+        self.copied.synchronize()  # H1: the host waits
+
+    def guard(self) -> None:
+        self.stream.wait_event(self.freed)  # H2: the side stream waits, the host does not
+
+    def send(self, numbers: int) -> None:
+        with torch.cuda.stream(self.stream):  # the current stream is each thread's own
+            self.guard()
+            self.buffer[:numbers].copy_(self.host[:numbers], non_blocking=True)
+            self.copied.record(self.stream)
+
+    def receive(self, numbers: int) -> Tensor:
+        torch.cuda.current_stream(self.device).wait_event(self.copied)
+        return self.buffer[:numbers]
+
+    def release(self) -> None:
+        self.freed.record(torch.cuda.current_stream(self.device))
+
+
+class CudaGradients:
+    """Brings gradients to the host in a stream of their own, one table ahead of the worker.
+
+    Two pinned buffers take turns: that of table l is free again when table l's update has ended,
+    which is before the worker asks for l + 1 and thereby orders the copy of l + 2.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.buffers = [torch.empty(0), torch.empty(0)]
+
+    def take(self, grads: list[Tensor]) -> None:
+        """Main thread: these gradients [n, W], one per table, are computed by what is queued so
+        far. They are held until their copies have ended, so the allocator cannot reuse them."""
+        self.grads, self.events = dict(enumerate(grads)), {}
+        self.ready = torch.cuda.Event()
+        self.ready.record(torch.cuda.current_stream(self.device))
+        need = grads[0].numel()
+        if need > self.buffers[0].numel():
+            self.buffers = [pinned(need, torch.float32) for _ in range(2)]
+
+    def order(self, table: int) -> Tensor:
+        """Worker: start the copy of a table's gradient, if it has not been; where it will be."""
+        grad = self.grads[table]
+        host = self.buffers[table % 2][: grad.numel()].view(grad.shape)
+        if table not in self.events:
+            with torch.cuda.stream(self.stream):
+                self.stream.wait_event(self.ready)
+                host.copy_(grad, non_blocking=True)
+                self.events[table] = torch.cuda.Event()
+                self.events[table].record(self.stream)
+        return host
+
+    def get(self, table: int) -> Tensor:
+        """Worker: the gradient of a table on the host, valid until the next call."""
+        host = self.order(table)
+        if table + 1 in self.grads:
+            self.order(table + 1)
+        self.events[table].synchronize()
+        del self.grads[table]
+        return host
+
+
+def pinned(numbers: int, dtype: torch.dtype) -> Tensor:
+    """Host memory that the GPU can copy from and to while both go on working."""
+    try:
+        return torch.empty(numbers, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        raise TableError(
+            f"no {gib(numbers * dtype.itemsize)} of pinned memory for the ring: lower --ring_slots "
+            f"or --device_batch_size, or raise `ulimit -l` ({str(error).splitlines()[0]})"
+        ) from None
+
+
+class Pointer:
+    """What `torch.as_tensor` needs to make a CUDA tensor of memory it did not allocate."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # kept alive by whoever holds the view
+        kind = {2: "<i2", 4: "<f4"}[tensor.element_size()]  # the protocol has no bfloat16
+        self.__cuda_array_interface__ = dict(
+            shape=(tensor.numel(),), typestr=kind, data=(tensor.data_ptr(), False), version=2
+        )
+
+
+def seen_by_gpu(rows: Tensor, device: torch.device) -> Tensor:
+    """The same host memory as a CUDA tensor: kernels read it over the bus, row by row.
+
+    The memory is page-locked where it is (cudaHostRegister): allocating it pinned would round its
+    size up to a power of two. Under unified addressing host and device then share the address.
+
+    Raises:
+        TableError: the system does not let it be pinned.
+    """
+    runtime, size = torch.cuda.cudart(), rows.numel() * rows.element_size()
+    with torch.cuda.device(device):
+        error = int(runtime.cudaHostRegister(rows.data_ptr(), size, 0))
+        if error:
+            raise TableError(
+                f"--gather inplace: {gib(size)} of tables cannot be pinned (CUDA error {error}): "
+                "use --gather ring, or raise `ulimit -l`"
+            )
+        weakref.finalize(rows, runtime.cudaHostUnregister, rows.data_ptr())
+        view = torch.as_tensor(Pointer(rows), device=device)
+    assert view.data_ptr() == rows.data_ptr(), "a copy was made instead of a view"
+    return view.view(rows.dtype).view(rows.shape)

@@ -1,0 +1,160 @@
+"""Row-wise Adam: an optimizer step that costs what the batch costs, not what the vocabulary costs.
+
+It works wherever the rows live (offload.py), on tables that give it
+
+    tables.weight       a [V, W] tensor per table
+    tables.moments()    what Adam remembers of them, in the same place
+    tables.write(...)   runs the updates at once, or just before a table is next read
+
+so that one piece of arithmetic, `adam_rows`, serves every home, and results are equal to the bit.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+
+def expected_travel(betas: tuple[float, float], p: Tensor | float) -> Tensor | float:
+    """How far AdamW over a whole table moves a row, in units of its step at a gradient, until the
+    row is read again, if every later step reads it with probability `p`.
+
+    Without a gradient the moments decay, m by b1 and sqrt(v) by sqrt(b2), so step number k after
+    the gradient is r^k times the first one, r = b1 / sqrt(b2). It happens before the next reading
+    with probability (1 - p)^k. Altogether
+
+        sum_k (r (1 - p))^k = 1 / (1 - r (1 - p))
+
+    which is 1 for a row that is in every batch, and 13 for a rare one with betas (0.9, 0.95): whose
+    first step, (1 - b1) / sqrt(1 - b2) = 0.45 learning rates, thus grows to 5.8.
+    """
+    b1, b2 = betas
+    return 1 / (1 - b1 / math.sqrt(b2) * (1 - p))
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """What one step does to each of n rows, the same in all tables: columns [n, 1] or numbers."""
+
+    beta1: float
+    beta2: float
+    keep_m: Tensor  # what is left of m and v since the row was read last
+    keep_v: Tensor
+    keep_row: Tensor  # and of the row, after weight decay
+    step_size: Tensor | float
+    scale_v: float  # bias correction
+    eps: float
+
+
+def adam_rows(rows: Tensor, m: Tensor, v: Tensor, grad: Tensor, step: RowStep) -> None:
+    """Take rows of a table one step on, in place: rows, m, v, grad [n, W] float32."""
+    m.mul_(step.keep_m).add_(grad, alpha=1 - step.beta1)
+    v.mul_(step.keep_v).addcmul_(grad, grad, value=1 - step.beta2)
+    rows.mul_(step.keep_row)
+    rows -= step.step_size * m / (v * step.scale_v).sqrt_().add_(step.eps)
+
+
+def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
+    """float32 -> bfloat16, up or down with probabilities that make the mean exact.
+
+    bfloat16 keeps the upper 16 bits of a float32. Adding a random number to the lower ones carries
+    into the upper ones with just the right probability. Rounding to nearest would lose every step
+    smaller than half a unit in the last place: a 512th of the weight, more than most steps.
+    """
+    noise = torch.randint(
+        1 << 16, rows.shape, generator=generator, dtype=torch.int32, device=rows.device
+    )
+    return (rows.view(torch.int32) + noise).bitwise_and_(-1 << 16).view(torch.float32).bfloat16()
+
+
+class RowAdam:
+    """Adam on the rows that the batch read, and only on them, that takes a row where AdamW over the
+    whole table would have it by the time it is read again.
+
+    AdamW goes on moving and decaying every row in every step, at a cost of V x W. Between two
+    readings of a row nobody sees where it is, so all of that can be done when it is read:
+
+    - The moments decay by the steps since the last reading: they equal AdamW's.
+    - The steps that AdamW would take until the next reading are taken at once, as many as are to be
+      expected at the rate at which the token came so far (`expected_travel`).
+
+    A row that is not in the batch stays bit-identical, moments and all; if every row is in every
+    batch this is AdamW. Moments are float32. bfloat16 rows are rounded stochastically; the random
+    bits are a function of seed, step and table: a resumed run draws those of an uninterrupted one.
+
+    Args:
+        tables: the tables to train.
+        betas, eps: as in Adam.
+        weight_decay: decoupled decay, off by default.
+        seed: of the rounding.
+    """
+
+    def __init__(
+        self,
+        tables,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.tables, self.betas, self.eps, self.weight_decay = tables, betas, eps, weight_decay
+        self.seed, self.steps = seed, 0
+        # m and v [V, W] of each table. Per token, not per row, as all tables are read under the
+        # same ids: how often it was read, and the step of the last time, [V] each.
+        self.m, self.v, self.count, self.last = tables.moments()
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, grads: list[Tensor], lr: float) -> None:
+        """Update rows `ids` [n] (distinct) of each table with its gradient [n, W]."""
+        (b1, b2), before = self.betas, self.steps
+        self.steps += 1
+        count = self.count[ids]  # before this reading, which would bias the rate
+        gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]
+        self.count[ids], self.last[ids] = count + 1, self.steps
+        rate = (count.float() / before)[:, None] if before else 1.0  # [n, 1]
+        step = RowStep(
+            beta1=b1,
+            beta2=b2,
+            keep_m=b1**gap,
+            keep_v=b2**gap,
+            keep_row=(1 - lr * self.weight_decay) ** gap,
+            step_size=lr * expected_travel(self.betas, rate) / (1 - b1**self.steps),
+            scale_v=1 / (1 - b2**self.steps),
+            eps=self.eps,
+        )
+        updates = [
+            partial(self.update, table, ids, step, self.steps) for table in range(len(self.m))
+        ]
+        self.tables.write(updates, grads)
+
+    @torch.no_grad()  # once more: a worker thread starts out with gradients
+    def update(self, table: int, ids: Tensor, step: RowStep, number: int, grad: Tensor) -> None:
+        """One table's part of step `number`, where its rows live."""
+        weight = self.tables.weight[table]
+        m, v = self.m[table].index_select(0, ids), self.v[table].index_select(0, ids)  # [n, W]
+        rows = weight.index_select(0, ids).float()
+        adam_rows(rows, m, v, grad.to(m), step)
+        if weight.dtype == torch.bfloat16:
+            generator = torch.Generator(rows.device)
+            # Steps of a run and tables of a model number less than these, so no seed comes twice.
+            generator.manual_seed((self.seed * 2**40 + number * 2**12 + table) % 2**63)
+            rows = round_stochastically(rows, generator)
+        self.m[table][ids], self.v[table][ids], weight[ids] = m, v, rows
+
+    def state_dict(self) -> dict:
+        """Moments, counts and steps, for the checkpoint; a table file keeps all but the latter."""
+        self.tables.flush()
+        if self.tables.file:
+            return {"steps": self.steps}
+        state = {"m": self.m, "v": self.v, "count": self.count, "last": self.last}
+        return {**state, "steps": self.steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Copy in what `state_dict` gave; the tables' device and shapes stay."""
+        mine = [*self.m, *self.v, self.count, self.last]
+        saved = [*state["m"], *state["v"], state["count"], state["last"]]
+        for own, other in zip(mine, saved, strict=True):
+            own.copy_(other)
+        self.steps = state["steps"]

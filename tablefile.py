@@ -1,0 +1,207 @@
+"""Table files: rows and optimizer states of all tables in one memory-mapped file.
+
+    page 0      a line of magic, then a line of JSON: version, shape, dtype, layout, id
+    rows        [V, n_table, W] in the tables' dtype
+    m, v        [V, n_table, W] float32 each
+    count, last [V] int64 each: readings of a token in training, the step of the last one
+
+Every region begins on a page. The layout is token-major: what one token owns in all tables lies
+side by side, so a token costs one read, not one per table.
+
+A file that is being trained changes all the time, while a checkpoint is a moment of it. So training
+works on `live-tables.bin`, and saving copies that to a file of its own, `tables-ID.bin`, before
+ckpt.pt is replaced by one that names this ID, and only then deletes the copy of before. Whenever a
+crash comes, the ckpt.pt that is there finds its own tables.
+"""
+
+import json
+import mmap
+import os
+import secrets
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MAGIC = b"token-tables\n"
+VERSION, LAYOUT, PAGE = 1, "token-major", 4096
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LIVE = "live-tables.bin"
+
+
+class TableError(Exception):
+    """Tables cannot be put or found where they should be: names what, how much and the fix."""
+
+
+def regions(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+    """Offset and size in bytes of each region, and of the `end`, for tables (V, n_table, W)."""
+    vocab_size, n_table, width = shape
+    numbers = vocab_size * n_table * width
+    sizes = dict(rows=numbers * dtype.itemsize, m=numbers * 4, v=numbers * 4, count=vocab_size * 8)
+    sizes["last"] = sizes["count"]
+    result, at = {}, PAGE
+    for name, size in sizes.items():
+        result[name] = (at, size)
+        at = -(-(at + size) // PAGE) * PAGE
+    return {**result, "end": (at, 0)}
+
+
+class TableFile:
+    """An open table file. Tensors are views of the mapping: reading them reads the file, writing
+    them writes it.
+
+    Attributes:
+        weight: a [V, W] view of the rows for each table.
+        shape: (V, n_table, W).
+        id: what the checkpoint that belongs to it says, too.
+
+    Raises:
+        TableError: the file is missing, foreign, damaged or short.
+    """
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        self.path, self.writable, self.fresh = Path(path), writable, False
+        try:
+            with open(path, "r+b" if writable else "rb") as file:
+                self.read_header(file.read(PAGE))
+                self.regions = regions(self.shape, self.dtype)
+                size, end = os.fstat(file.fileno()).st_size, self.regions["end"][0]
+                if size != end:
+                    raise TableError(
+                        f"{path} has {size:,} bytes where its header says {end:,}: it was cut "
+                        "short or changed; train again, or restore the file"
+                    )
+                access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+                self.map = mmap.mmap(file.fileno(), 0, access=access)
+        except FileNotFoundError:
+            raise TableError(f"no table file at {path}: it belongs beside its ckpt.pt") from None
+        except OSError as error:
+            raise TableError(f"cannot read {path}: {error.strerror or error}") from None
+        self.weight = self.tables("rows", self.dtype)
+
+    def read_header(self, page: bytes) -> None:
+        if not page.startswith(MAGIC):
+            raise TableError(f"{self.path} is not a table file")
+        try:
+            header = json.loads(page[len(MAGIC) :].split(b"\n")[0])
+            version, layout = header["version"], header["layout"]
+            self.shape = tuple(int(header[name]) for name in ("vocab_size", "n_table", "width"))
+            self.dtype, self.id = DTYPES[header["dtype"]], str(header["id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise TableError(f"{self.path} has a damaged header ({error!r})") from None
+        if (version, layout) != (VERSION, LAYOUT) or min(self.shape) < 1:
+            raise TableError(
+                f"{self.path} is of version {version}, layout {layout!r}, shape {self.shape}; "
+                f"this program reads version {VERSION}, {LAYOUT!r}"
+            )
+
+    @classmethod
+    def create(
+        cls, path: Path, shape: tuple[int, int, int], dtype: torch.dtype, *, sparse: bool = False
+    ) -> "TableFile":
+        """A new writable file of zeros, all of its room taken at once unless `sparse`: a disk that
+        fills up under a memory map would kill the process.
+
+        Raises:
+            TableError: no room, or the file cannot be written.
+        """
+        end = regions(shape, dtype)["end"][0]
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(header(shape, dtype, secrets.token_hex(4)))
+                file.truncate(end)
+                if not sparse and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, end)
+        except OSError as error:
+            Path(path).unlink(missing_ok=True)
+            raise TableError(
+                f"cannot write {path} ({gib(end)}): {error.strerror or error}"
+            ) from None
+        made = cls(path, writable=True)
+        made.fresh = True
+        return made
+
+    def region(self, name: str, dtype: torch.dtype) -> Tensor:
+        offset, size = self.regions[name]
+        with warnings.catch_warnings():  # that a read-only mapping cannot be written is as meant
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            return torch.frombuffer(
+                self.map, dtype=dtype, count=size // dtype.itemsize, offset=offset
+            )
+
+    def tables(self, name: str, dtype: torch.dtype) -> list[Tensor]:
+        return list(self.region(name, dtype).view(self.shape).unbind(1))  # n_table of [V, W]
+
+    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+        """m and v [V, W] for each table, count and last [V]."""
+        m, v = (self.tables(name, torch.float32) for name in ("m", "v"))
+        return m, v, self.region("count", torch.int64), self.region("last", torch.int64)
+
+    def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
+        """Have the system begin to read what tokens `ids` [n] (sorted) own in these regions, all at
+        once. Page faults ask the disk for one after the other: that took ten times as long."""
+        if not hasattr(mmap, "MADV_WILLNEED") or not len(ids):
+            return
+        cuts = ((ids[1:] - ids[:-1]) > 1).nonzero()[:, 0]  # neighbours are asked for as one
+        firsts = torch.cat([ids[:1], ids[cuts + 1]]).tolist()
+        lasts = torch.cat([ids[cuts], ids[-1:]]).tolist()
+        for name in names:
+            offset, size = self.regions[name]
+            per_token = size // self.shape[0]
+            for first, last in zip(firsts, lasts, strict=True):
+                start = (offset + first * per_token) // PAGE * PAGE  # a range begins on a page
+                self.map.madvise(mmap.MADV_WILLNEED, start, offset + (last + 1) * per_token - start)
+
+    def snapshot(self, folder: Path) -> str:
+        """Copy the file as it is now to a new `tables-ID.bin` in `folder`; returns the ID.
+
+        Raises:
+            TableError: it cannot be written; what was there stays.
+        """
+        name = secrets.token_hex(4)
+        path = table_path(folder, name)
+        temporary = path.with_suffix(".tmp")
+        try:
+            shutil.copyfile(self.path, temporary)  # reads what the mapping wrote: one page cache
+            with open(temporary, "r+b") as file:
+                file.write(header(self.shape, self.dtype, name))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            need = gib(self.regions["end"][0])
+            raise TableError(f"cannot write {path} ({need}): {error.strerror or error}") from None
+        return name
+
+
+def header(shape: tuple[int, int, int], dtype: torch.dtype, name: str) -> bytes:
+    """Page 0 of a file."""
+    kind = next(key for key, value in DTYPES.items() if value == dtype)
+    sizes = dict(zip(("vocab_size", "n_table", "width"), shape, strict=True))
+    fields = dict(version=VERSION, **sizes, dtype=kind, layout=LAYOUT, id=name)
+    return (MAGIC + json.dumps(fields).encode() + b"\n").ljust(PAGE, b"\0")
+
+
+def table_path(folder: Path, name: str) -> Path:
+    """The file of a snapshot."""
+    return Path(folder) / f"tables-{name}.bin"
+
+
+def snapshots(folder: Path) -> list[Path]:
+    return sorted(Path(folder).glob("tables-*.bin"))
+
+
+def keep_only(folder: Path, name: str | None) -> None:
+    """Delete the snapshots that the checkpoint in `folder` no longer names."""
+    for path in snapshots(folder):
+        if name is None or path != table_path(folder, name):
+            path.unlink(missing_ok=True)
+
+
+def gib(size: int) -> str:
+    """A size for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

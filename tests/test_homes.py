@@ -1,0 +1,229 @@
+"""--offload as a user meets it: the same results everywhere, checkpoints that any home opens, and
+refusals that come before the work."""
+
+import argparse
+import shutil
+
+import pytest
+import torch
+from test_train import arguments, assert_same, checkpoint, losses
+
+import common
+import edit
+import homes
+import sample
+import tablefile
+import train as train_module
+from common import UserError, encode, load_checkpoint, load_model, run
+from homes import CheckpointHome, RamHome
+from tablefile import TableError, TableFile, snapshots
+
+KINDS = ("none", "cpu", "disk")
+CPU = torch.device("cpu")
+
+
+def place(offload="none", **more) -> argparse.Namespace:
+    flags = dict(offload=offload, ring_slots=2, gather=None, cache_rows=0, table_dtype="float32")
+    return argparse.Namespace(**{**flags, **more})
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """The same training run with its tables in each home."""
+    folder = tmp_path_factory.mktemp("homes")
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in KINDS:
+            more = ("--offload", kind, "--ring_slots", 2)
+            train_module.train(arguments(patch, data, folder / kind, *more))
+    return {kind: folder / kind for kind in KINDS}
+
+
+def test_training_runs_and_checkpoints_are_equal_to_the_bit(runs):
+    saved = {kind: load_checkpoint(folder / "ckpt.pt") for kind, folder in runs.items()}
+    for kind in ("cpu", "disk"):
+        assert losses(runs[kind]) == losses(runs["none"])
+        for part in ("model", "optimizer", "step"):
+            assert_same(saved[kind][part], saved["none"][part])
+    assert len(snapshots(runs["disk"])) == 1 and not snapshots(runs["cpu"])
+    assert not (runs["disk"] / tablefile.LIVE).exists()
+    assert not any(name.startswith("tables.") for name in checkpoint(runs["disk"])["model"])
+
+
+@pytest.mark.parametrize("saved_as", KINDS)
+def test_any_home_opens_any_checkpoint(runs, saved_as):
+    written, kinds = set(), set()
+    for kind in KINDS:
+        for more in ({}, dict(cache_rows=20)) if kind != "none" else ({},):
+            model, encoding, _ = load_model(runs[saved_as] / "ckpt.pt", CPU, place(kind, **more))
+            kinds.add(type(getattr(model.tables, "home", None)))
+            ids = torch.tensor([encode(encoding, "Anna")])
+            written.add(tuple(model.generate(ids, 40, seed=0)[0].tolist()))
+    assert len(written) == 1
+    on_disk = TableFile if saved_as == "disk" else CheckpointHome
+    assert kinds == {type(None), RamHome, on_disk}
+
+
+def test_a_cache_needs_rows_that_are_fetched():
+    """On a CPU rows in RAM are read in place, unless a cache is asked for."""
+    for cache_rows, gather in ((0, "inplace"), (4, "ring")):
+        tables = homes.placed(place("cpu", cache_rows=cache_rows), CPU)(2, 10, 4).eval()
+        list(tables.lookup(torch.tensor([[1, 1, 2]])))
+        assert tables.gather == gather
+    assert (tables.cache.tokens, tables.cache.hits) == (3, 0)
+
+
+def called(monkeypatch, module, *argv) -> None:
+    """A command, in this process."""
+    monkeypatch.setattr("sys.argv", [module.__file__, *map(str, argv)])
+    module.main()
+
+
+def test_the_commands_take_the_flags(runs, monkeypatch, capsys):
+    flags = ("--offload", "disk", "--cache_rows", 30)
+    ckpt = ("--ckpt", runs["disk"] / "ckpt.pt", "--max_new_tokens", 20)
+    called(monkeypatch, sample, *ckpt, *flags)
+    cached = capsys.readouterr()
+    assert "of rows from the cache" in cached.err
+    called(monkeypatch, sample, *ckpt)
+    assert capsys.readouterr().out == cached.out
+    names = ("--source", "Anna", "--target", "Chloë", "--prompt", "Anna sees Björn. Anna meets")
+    called(monkeypatch, edit, *ckpt, *names, *flags)
+    assert "undone: logits equal the first ones bit for bit" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def crashed(data, tmp_path_factory):
+    """A run on disk. The power fails at step 12, when the new table file is there and the new
+    ckpt.pt is not."""
+    folder, real = tmp_path_factory.mktemp("crashed"), torch.save
+
+    def cut(state, path):
+        if state["step"] == 12:
+            raise KeyError("power cut")
+        real(state, path)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError, match="power cut"):
+        patch.setattr(common.torch, "save", cut)
+        train_module.train(arguments(patch, data, folder, "--offload", "disk"))
+    assert checkpoint(folder)["step"] == 6
+    assert len(snapshots(folder)) == 2
+    return folder
+
+
+@pytest.mark.parametrize("then", KINDS)
+def test_a_crash_while_saving_leaves_a_pair_that_resumes_anywhere(
+    crashed, runs, tmp_path, monkeypatch, then
+):
+    shutil.copytree(crashed, tmp_path / "out")
+    called(monkeypatch, train_module, "--resume", "--out_dir", tmp_path / "out", "--offload", then)
+    assert losses(tmp_path / "out") == losses(runs["none"])
+    mine, other = (load_checkpoint(f / "ckpt.pt") for f in (tmp_path / "out", runs["none"]))
+    for part in ("model", "optimizer"):
+        assert_same(mine[part], other[part])
+    assert len(snapshots(tmp_path / "out")) == (then == "disk")  # what is not named any more goes
+
+
+def test_bfloat16_tables_resume_to_the_bit(data, tmp_path, monkeypatch):
+    more = ("--table_dtype", "bfloat16")
+    train_module.train(arguments(monkeypatch, data, tmp_path / "whole", *more))
+    real = train_module.save_checkpoint
+
+    def stopped(*args, **state):
+        real(*args, **state)
+        raise UserError("stopped")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="stopped"):
+        patch.setattr(train_module, "save_checkpoint", stopped)
+        train_module.train(arguments(patch, data, tmp_path / "cut", *more, "--offload", "cpu"))
+    called(
+        monkeypatch, train_module, "--resume", "--out_dir", tmp_path / "cut", "--offload", "disk"
+    )
+    whole, cut = (load_checkpoint(tmp_path / name / "ckpt.pt") for name in ("whole", "cut"))
+    assert whole["model"]["tables.weight.0"].dtype == torch.bfloat16
+    for part in ("model", "optimizer"):
+        assert_same(whole[part], cut[part])
+
+
+def test_an_earlier_run_is_moved_with_its_tables(runs, data, tmp_path, monkeypatch):
+    shutil.copytree(runs["disk"], tmp_path / "out")
+    (name,) = [path.name for path in snapshots(tmp_path / "out")]
+    more = ("--offload", "disk", "--max_iters", 1)
+    train_module.train(arguments(monkeypatch, data, tmp_path / "out", *more))
+    assert [path.name for path in snapshots(tmp_path / "out" / "run1")] == [name]
+    load_model(tmp_path / "out" / "run1" / "ckpt.pt", CPU)
+    assert len(snapshots(tmp_path / "out")) == 1
+    load_model(tmp_path / "out" / "ckpt.pt", CPU)
+
+
+def test_a_missing_or_foreign_table_file_is_one_clear_line(runs, tmp_path):
+    (file,) = snapshots(runs["disk"])
+    ckpt = tmp_path / "ckpt.pt"
+    ckpt.write_bytes((runs["disk"] / "ckpt.pt").read_bytes())
+    with pytest.raises(TableError, match="no table file at") as refused:
+        load_model(ckpt, CPU)
+    assert str(tmp_path / file.name) in str(refused.value)
+    other = TableFile.create(tmp_path / "other.bin", TableFile(file).shape, torch.float32)
+    shutil.copy(other.path, tmp_path / file.name)
+    with pytest.raises(UserError, match="is not the table file of"):
+        load_model(ckpt, CPU)
+
+
+def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
+    def refused(*more):
+        with pytest.raises(SystemExit) as stopped:
+            run(lambda: train_module.train(arguments(monkeypatch, data, tmp_path / "out", *more)))
+        assert "\n" not in str(stopped.value)
+        return str(stopped.value)
+
+    monkeypatch.setattr(homes, "available_ram", lambda: 100_000)
+    says = refused("--offload", "cpu")
+    assert "0.1 MiB are available" in says and "--offload disk" in says
+    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(homes.shutil, "disk_usage", lambda path: usage)
+    says = refused("--offload", "disk")
+    assert "0.1 MiB free" in says and "another --out_dir" in says
+    assert not (tmp_path / "out").exists()
+
+
+def test_room_counts_states_only_in_training(monkeypatch):
+    shape, rows = (1000, 2, 8), 1000 * 2 * 8 * 4
+    monkeypatch.setattr(homes, "available_ram", lambda: rows)
+    homes.check_ram(shape, torch.float32, training=False)
+    with pytest.raises(TableError, match="with optimizer states"):
+        homes.check_ram(shape, torch.float32, training=True)
+    monkeypatch.setattr(homes, "available_ram", lambda: 3 * rows + 2 * 1000 * 8)
+    homes.check_ram(shape, torch.float32, training=True)
+    monkeypatch.setattr(homes, "available_ram", lambda: None)  # a system that does not tell
+    homes.check_ram(shape, torch.float32, training=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--ring_slots 0", "--ring_slots 0"),
+        ("--offload cpu --cache_rows -1", "--cache_rows -1"),
+        ("--cache_rows 5", "needs --offload cpu or disk"),
+        ("--gather ring", "--gather ring needs --offload"),
+        ("--offload cpu --gather inplace --cache_rows 5", "needs --gather ring"),
+        (
+            "--offload disk --table_optimizer adamw",
+            "--offload disk needs --table_optimizer rowwise",
+        ),
+        ("--table_dtype bfloat16 --table_optimizer adamw", "needs --table_optimizer rowwise"),
+    ],
+)
+def test_flags_that_cannot_be_are_one_clear_line(data, tmp_path, monkeypatch, flags, says):
+    with pytest.raises(SystemExit) as stopped:
+        run(lambda: train_module.train(arguments(monkeypatch, data, tmp_path, *flags.split())))
+    assert str(stopped.value).startswith("error: ") and says in str(stopped.value)
+
+
+@pytest.mark.parametrize(("device", "offload"), [("cuda", "disk"), ("mps", "cpu")])
+def test_in_place_reads_are_for_ram_that_the_gpu_can_see(device, offload):
+    tables = homes.placed(place(offload, gather="inplace"), torch.device(device), checkpoint=None)
+    with pytest.raises(TableError, match=f"{device} cannot read rows from --offload {offload}"):
+        tables(2, 10, 4)
+
+
+def test_a_dense_model_has_no_tables_to_offload():
+    assert len(homes.placed(place("cpu"), CPU)(0, 10, 0).weight) == 0
