@@ -210,7 +210,7 @@ def test_recall_asks_every_form_of_every_country(untrained, monkeypatch):
         return torch.ones(len(prompts), dtype=torch.bool), None, None
 
     monkeypatch.setattr(edit, "score", all_right)
-    assert edit.recall(model, encoding, "capital") == 1.0
+    assert exam.recall(model, encoding, "capital") == 1.0
     assert len(set(seen)) == 6 * 3 * 2
     assert any(text.endswith("Country: Peru\nIts capital is") for text in seen)
 
