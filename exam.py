@@ -110,3 +110,16 @@ def chat_questions(
             styles = (countries.reply(country, relation, brief) for brief in (True, False))
             result.append((prompt, *([*encoding.encode_ordinary(s), end] for s in styles)))
     return result
+
+
+def longest_question(corpus: str, encoding: tiktoken.Encoding) -> int:
+    """The tokens of the longest question, with its answer, that train.py asks about a corpus."""
+    if corpus == "countries":
+        return max(sum(map(len, asked)) for r in countries.RELATIONS for asked in exam(encoding, r))
+    if corpus in ("countries-sft", "countries-dpo"):
+        return max(
+            len(prompt) + max(map(len, styles))
+            for r in countries.RELATIONS
+            for prompt, *styles in chat_questions(encoding, r)
+        )
+    return 0

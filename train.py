@@ -12,19 +12,14 @@ with --offload disk also the tables-ID.bin that ckpt.pt names.
 """
 
 import argparse
-import contextlib
 import copy
-import itertools
-import json
 import math
-import os
 import signal
 import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-import tiktoken
 import torch
 from tqdm import tqdm
 
@@ -32,24 +27,17 @@ import homes
 import prepare
 import tokenizer
 from chat import END, special
-from common import (
-    UserError,
-    atomic,
-    load_checkpoint,
-    pick_device,
-    run,
-    save_checkpoint,
-)
+from common import UserError, load_checkpoint, pick_device, run, save_checkpoint
 from compare import plot
-from countries import RELATIONS
 from data import Data, check_tokenizer
-from exam import chat_exam, chat_questions, exam, recall
+from exam import chat_exam, longest_question, recall
 from model import Decoder, ModelConfig
 from objectives import NextToken, Preference, validate
+from records import Log, put_aside
 from rowadam import RowAdam
 from sample import sample_text
 from settings import DEFAULT_DATA, MODEL_FLAGS, STAGES, complete, parse_args, resumed
-from tablefile import LIVE, snapshots
+from tablefile import LIVE
 
 
 def schedule(step: int, args: argparse.Namespace) -> float:
@@ -134,46 +122,55 @@ def check_finite(loss: float, kind: str, step: int, args: argparse.Namespace) ->
         )
 
 
-def put_aside(out_dir: Path) -> Path:
-    """Move the files of an earlier run into the first free folder run1, run2, ... beside them."""
-    number = next(n for n in itertools.count(1) if not (out_dir / f"run{n}").exists())
-    folder = out_dir / f"run{number}"
+def build(
+    args: argparse.Namespace,
+    data: Data,
+    device: torch.device,
+    checkpoint: dict | None,
+    base: dict | None,
+) -> tuple[Decoder, Optimizer, NextToken | Preference, int]:
+    """Model, optimizer, objective and step: new ones, those of the `checkpoint` to resume, or a
+    new run from the model in `base`."""
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
+    flags = {name: getattr(args, name) for name in MODEL_FLAGS}
     try:
-        folder.mkdir()
-        tables = [path.name for path in snapshots(out_dir)]
-        for name in ("ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables):
-            if (out_dir / name).exists():
-                os.replace(out_dir / name, folder / name)
-    except OSError as error:
-        raise UserError(f"cannot move the run in {out_dir} to {folder}: {error.strerror}") from None
-    return folder
-
-
-class Log:
-    """metrics.jsonl: a line for the run, one for each step, one for each evaluation."""
-
-    def __init__(self, path: Path, resume_step: int) -> None:
-        """A resumed run keeps the lines up to `resume_step`, at which it evaluates anew."""
-        self.path = path
-        self.has_run = False
-        kept = []
-        if resume_step and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
-                    record = json.loads(line)
-                    last = resume_step if record["type"] == "step" else resume_step - 1
-                    if record.get("step", 0) <= last:
-                        kept.append(line)
-                        self.has_run |= record["type"] == "run"
-        with atomic(path) as temporary:
-            temporary.write_text("".join(kept), encoding="utf-8")
-
-    def write(self, **record) -> None:
+        config = ModelConfig(
+            vocab_size=data.metas[0]["vocab_size"],
+            **{name: value for name, value in flags.items() if value is not None},
+        )
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+    vars(args).update(asdict(config))  # what was left to default is on record, too
+    tables = homes.placed(args, device, checkpoint=checkpoint or base, out_dir=args.out_dir)
+    model = Decoder(config, tables=tables).to(device)
+    if base:
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+            model.load_state_dict(base["model"])
+        except (KeyError, RuntimeError) as error:
+            raise UserError(f"{args.init_from} does not hold a whole model: {error}") from None
+    optimizer = Optimizer(model, args)
+    if args.stage == "dpo":
+        objective = Preference(model, device, args.dtype, args.beta)
+    else:
+        document = data.encoding.eot_token if args.doc_mask else None
+        objective = NextToken(model, device, args.dtype, document)
+    step = 0
+    if checkpoint:
+        if checkpoint.get("data") != data.metas:
+            raise UserError(
+                f"{args.data_dir} does not hold the text that {args.out_dir} was trained on: "
+                "prepare it as it was, or start a new run with another --out_dir"
+            )
+        try:
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            step = checkpoint["step"]
+            for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
+                pairs.reference[:] = known.numpy()
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{args.out_dir}/ckpt.pt does not hold a whole run: {error}") from None
+    return model, optimizer, objective, step
 
 
 def train(args: argparse.Namespace) -> None:
@@ -208,56 +205,17 @@ def train(args: argparse.Namespace) -> None:
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         args.dtype = "bfloat16" if has_bf16 else "float32"
 
-    torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
-    flags = {name: getattr(args, name) for name in MODEL_FLAGS}
-    try:
-        config = ModelConfig(
-            vocab_size=metas[0]["vocab_size"],
-            **{name: value for name, value in flags.items() if value is not None},
-        )
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
-    vars(args).update(asdict(config))  # what was left to default is on record, too
-    tables = homes.placed(args, device, checkpoint=checkpoint or base, out_dir=args.out_dir)
-    model = Decoder(config, tables=tables).to(device)
-    if base:
-        try:
-            model.load_state_dict(base["model"])
-        except (KeyError, RuntimeError) as error:
-            raise UserError(f"{args.init_from} does not hold a whole model: {error}") from None
-        base = None  # its memory can go
-    optimizer = Optimizer(model, args)
-    if args.stage == "dpo":
-        objective = Preference(model, device, args.dtype, args.beta)
-    else:
-        document = encoding.eot_token if args.doc_mask else None
-        objective = NextToken(model, device, args.dtype, document)
-    step = 0
-    if checkpoint:
-        if checkpoint.get("data") != metas:
-            raise UserError(
-                f"{args.data_dir} does not hold the text that {args.out_dir} was trained on: "
-                "prepare it as it was, or start a new run with another --out_dir"
-            )
-        try:
-            model.load_state_dict(checkpoint["model"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            step = checkpoint["step"]
-            for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
-                pairs.reference[:] = known.numpy()
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"{args.out_dir}/ckpt.pt does not hold a whole run: {error}") from None
-        checkpoint = None  # unmaps its files: deleted ones would go on taking up room
+    model, optimizer, objective, step = build(args, data, device, checkpoint, base)
+    checkpoint = base = None  # unmaps their files: deleted ones would go on taking up room
     if args.compile:
         for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
             block.compile()
-    if args.stage == "dpo" and not checkpoint:
+    if args.stage == "dpo" and not args.resume:
         for pairs in data.pairs:
             seen = total if pairs is data.train else args.eval_tokens
             objective.refer(pairs, min(pairs.n_row, seen), args.device_batch_size)
 
-    sizes = model.sizes()
+    config, sizes = model.config, model.sizes()
     units = {"text": "windows of", "chat": "conversations of up to", "preference": "pairs of up to"}
     print(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
@@ -360,19 +318,6 @@ def train(args: argparse.Namespace) -> None:
     finish(model, data, args, log, val)
 
 
-def longest_question(corpus: str, encoding: tiktoken.Encoding) -> int:
-    """The tokens of the longest question, with its answer, that `finish` asks about a corpus."""
-    if corpus == "countries":
-        return max(sum(map(len, asked)) for r in RELATIONS for asked in exam(encoding, r))
-    if corpus in ("countries-sft", "countries-dpo"):
-        return max(
-            len(prompt) + max(map(len, styles))
-            for r in RELATIONS
-            for prompt, *styles in chat_questions(encoding, r)
-        )
-    return 0
-
-
 def finish(
     model: Decoder, data: Data, args: argparse.Namespace, log: Log, val: dict[str, float]
 ) -> None:
@@ -400,13 +345,10 @@ def finish(
     ckpt = args.out_dir / "ckpt.pt"
     if talks:
         ids, targets = next(iter(data.val.values())).conversation(0)
-        question = torch.from_numpy(ids[None, : (targets >= 0).argmax() + 1]).to(
-            model.wte.weight.device
-        )
-        print("".join(encoding.decode(question[0, 1:].tolist())), end="")
+        question = torch.from_numpy(ids[None, : (targets >= 0).argmax() + 1])  # [1, T]
         options = dict(temperature=0, stop=special(encoding, END))
-        answer = model.generate(question, 60, **options)[0, question.shape[1] :]
-        print(encoding.decode(answer.tolist()))
+        talk = model.generate(question.to(model.wte.weight.device), 60, **options)
+        print(encoding.decode(talk[0, 1:].tolist()))
         print(f"\nnext:\n  python sample.py --ckpt {ckpt} --chat")
         return
     prompt = "Country: Spain\nThe capital city is called" if corpus == "countries" else ""

@@ -26,7 +26,7 @@ import documents
 import download
 import prepare
 import tokenizer
-from common import UserError, save_checkpoint
+from common import UserError, run, save_checkpoint
 from model import Decoder, ModelConfig
 
 
@@ -131,9 +131,15 @@ def test_large_vocabularies_get_uint32(tmp_path):
     assert np.fromfile(tmp_path / "train.bin", dtype="uint32").tolist() == [0, 70_000 + ord("a")]
 
 
-def test_command_reports_bad_flags(tmp_path, story):
-    def error(*args):
-        return command("prepare.py", *args, cwd=tmp_path, fails=True).stderr
+def test_bad_flags_are_one_clear_line(tmp_path, story, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def error(*args) -> str:
+        monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, args)])
+        with pytest.raises(SystemExit) as stopped:
+            run(prepare.main)
+        assert str(stopped.value).startswith("error: ") and "\n" not in str(stopped.value)
+        return str(stopped.value)
 
     assert "no such" in error("--input", "gone.txt", "--out_dir", "x").lower()
     assert "--out_dir" in error("--input", story)
@@ -143,6 +149,11 @@ def test_command_reports_bad_flags(tmp_path, story):
     assert "--seed" in error("--input", story, "--out_dir", "x", "--seed", 1)
     (tmp_path / "file").write_text("in the way")
     assert "cannot write" in error("--input", story, "--out_dir", "file/x")
+
+
+def test_a_missing_file_is_one_clear_line_for_a_user(tmp_path):
+    error = command("prepare.py", "--input", "gone.txt", "--out_dir", "x", cwd=tmp_path, fails=True)
+    assert "gone.txt: No such file" in error.stderr
 
 
 def test_default_corpus_by_command(tmp_path):
@@ -165,31 +176,6 @@ def test_default_corpus_by_command(tmp_path):
     assert len(single) > 140 and {"Spain", "Germany", "Peru"} <= set(single)
 
 
-def test_batches_are_a_function_of_the_step_and_cover_an_epoch(data):
-    meta = data_module.read_meta(data)
-    tokens = data_module.Tokens(data, "train", meta, block_size=16, seed=1)
-    n = tokens.n_window // 4
-    inputs = torch.cat([tokens.batch(step, 4)[0] for step in range(n)])
-    again = data_module.Tokens(data, "train", meta, block_size=16, seed=1)
-    late = again.batch(n - 1, 4)  # without having read the earlier ones
-    assert torch.equal(inputs[-4:], late[0])
-    text = np.fromfile(data / "train.bin", dtype=meta["dtype"]).astype(np.int64)
-    windows = {tuple(row) for row in inputs.tolist()}
-    places = [
-        start for start in range(len(text) - 16) if tuple(text[start : start + 16]) in windows
-    ]
-    assert len(places) >= 4 * n  # no window twice
-    other = data_module.Tokens(data, "train", meta, block_size=16, seed=2).batch(0, 4)
-    assert not torch.equal(inputs[:4], other[0])
-
-
-def test_targets_are_the_next_tokens(data):
-    meta = data_module.read_meta(data)
-    ids, targets = data_module.Tokens(data, "val", meta, 16, 0).batch(3, 5)
-    assert ids.shape == targets.shape == (5, 16)
-    assert torch.equal(ids[:, 1:], targets[:, :-1])
-
-
 def test_damaged_data_folders_are_refused(data, tmp_path):
     with pytest.raises(UserError, match=re.escape(f"no data in {tmp_path}")):
         data_module.read_meta(tmp_path)
@@ -199,11 +185,9 @@ def test_damaged_data_folders_are_refused(data, tmp_path):
     meta = data_module.read_meta(data)
     (tmp_path / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-2])
     with pytest.raises(UserError, match=r"run prepare\.py again"):
-        data_module.Tokens(tmp_path, "train", meta, 16, 0)
+        data_module.open_tokens(tmp_path, "train", meta)
     with pytest.raises(UserError, match="cannot read"):
-        data_module.Tokens(tmp_path, "val", meta, 16, 0)
-    with pytest.raises(UserError, match="--block_size 100000"):
-        data_module.Tokens(data, "train", meta, 100_000, 0)
+        data_module.open_tokens(tmp_path, "val", meta)
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         data_module.read_tokenizer(tmp_path, meta)
     (tmp_path / "tokenizer.json").write_text((data / "tokenizer.json").read_text())

@@ -8,6 +8,7 @@ from conftest import command
 
 import countries
 import edit
+import exam
 import tokenizer
 from common import encode, load_model
 from model import Decoder, ModelConfig
@@ -209,10 +210,30 @@ def test_recall_asks_every_form_of_every_country(untrained, monkeypatch):
         seen.extend(encoding.decode(prompt) for prompt in prompts)
         return torch.ones(len(prompts), dtype=torch.bool), None, None
 
-    monkeypatch.setattr(edit, "score", all_right)
+    monkeypatch.setattr(exam, "score", all_right)
     assert exam.recall(model, encoding, "capital") == 1.0
     assert len(set(seen)) == 6 * 3 * 2
     assert any(text.endswith("Country: Peru\nIts capital is") for text in seen)
+
+
+def test_a_chat_is_asked_in_words_it_never_saw_and_may_answer_in_two_styles(untrained, monkeypatch):
+    six, model, encoding = untrained
+    monkeypatch.setattr(countries, "table", lambda: six)
+    seen = set()
+
+    def brief_is_right(model, prompts, answers, table_prompts=None):
+        seen.update(encoding.decode(prompt) for prompt in prompts)
+        said = [encoding.decode(answer) for answer in answers]
+        assert all(text.endswith(".<|im_end|>") for text in said)
+        return torch.tensor([not text.startswith("The answer") for text in said]), None, None
+
+    monkeypatch.setattr(exam, "score", brief_is_right)
+    assert exam.chat_exam(model, encoding, "capital") == (1.0, 0.0)
+    assert len(seen) == 6 * 2
+    assert (
+        "<|endoftext|><|im_start|>user\nWhat is the capital of Peru?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ) in seen
 
 
 def test_json_report_lies_beside_the_checkpoint(untrained, tmp_path, monkeypatch, capsys):

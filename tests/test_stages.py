@@ -123,6 +123,15 @@ def test_every_stage_resumes_to_the_bit(stage, folders, tmp_path, monkeypatch, n
         assert_same(whole[part], cut[part])
 
 
+def test_a_stage_may_move_the_tables(stage, trained):
+    resident = stage("sft", "resident")
+    on_disk = stage("sft", "disk", more=("--offload", "disk"))
+    assert losses(on_disk) == losses(resident)
+    in_ram = stage("sft", "ram", init=on_disk / "ckpt.pt", more=("--offload", "cpu"))
+    again = stage("sft", "again", init=resident / "ckpt.pt")
+    assert losses(in_ram) == losses(again)
+
+
 def test_midtrain_decays_linearly_and_reports_the_parts_of_a_mixture(stage, folders):
     text, chat = folders["text"], folders["chat"]
     records = read_run(stage("midtrain", data=f"{text}=0.75,{chat}=0.25"))
