@@ -16,7 +16,6 @@ import pytest
 import tiktoken
 import tiktoken.load
 import tiktoken.registry
-import torch
 from conftest import command
 
 import chat
