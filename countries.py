@@ -229,7 +229,7 @@ def exchange(pattern: str, country: Country, relation: str, brief: bool) -> list
 
 
 def conversations(seed: int = 0, copies: int = 24) -> tuple[list[list[dict]], list[list[dict]]]:
-    """Conversations in which three quarters of the answers are brief, the others sentences.
+    """Conversations in which half of the answers are brief, half are sentences.
 
     Returns:
         for training, `copies` about each country, with one to three questions; for validation,
@@ -242,11 +242,11 @@ def conversations(seed: int = 0, copies: int = 24) -> tuple[list[list[dict]], li
             first, *more = rng.sample(RELATIONS, rng.randint(1, 3))
             asked = [(rng.choice(seen(QUESTION, first)), first)]
             asked += [(rng.choice(FOLLOW_UP), relation) for relation in more]
-            said = [exchange(p, country, r, brief=rng.random() < 0.75) for p, r in asked]
+            said = [exchange(p, country, r, brief=rng.random() < 0.5) for p, r in asked]
             train.append([message for part in said for message in part])
         for relation in RELATIONS:
             pattern = rng.choice(held_out(QUESTION, relation))
-            val.append(exchange(pattern, country, relation, brief=rng.random() < 0.75))
+            val.append(exchange(pattern, country, relation, brief=rng.random() < 0.5))
     rng.shuffle(train)
     rng.shuffle(val)
     return train, val

@@ -81,20 +81,25 @@ def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
     return right / len(asked)
 
 
-def chat_exam(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> tuple[float, float]:
+def chat_exam(
+    model: Decoder, encoding: tiktoken.Encoding, relation: str
+) -> tuple[float, float, float]:
     """Ask in a conversation for a fact of every country, in held-out words.
 
     Returns:
-        shares of the questions answered rightly and briefly ("Lima."), and rightly in a sentence
-        ("The answer is Lima.").
+        share of the questions that greedy decoding answers rightly, in either style; and the mean
+        probabilities of the right answer in brief ("Lima.") and in a sentence ("The answer is
+        Lima.").
     """
     asked = chat_questions(encoding, relation)
-    right = [0, 0]
+    right, p_style = 0, [0.0, 0.0]
     for at in range(0, len(asked), 256):
         prompts, *styles = map(list, zip(*asked[at : at + 256], strict=True))
         for n, answers in enumerate(styles):
-            right[n] += int(score(model, prompts, answers)[0].sum())
-    return right[0] / len(asked), right[1] / len(asked)
+            greedy, p, _ = score(model, prompts, answers)
+            right += int(greedy.sum())
+            p_style[n] += p.sum().item()
+    return right / len(asked), p_style[0] / len(asked), p_style[1] / len(asked)
 
 
 def chat_questions(

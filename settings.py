@@ -23,7 +23,7 @@ PRESETS = {
     "countries": dict(
         n_layer=6, n_head=6, n_embd=192, block_size=128, batch_size=8, max_iters=1000,
         learning_rate=3e-3, eval_interval=250, stem_layers="all",
-        sft=dict(learning_rate=2e-3, batch_size=64, max_iters=400, eval_interval=100),
+        sft=dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75),
         dpo=dict(learning_rate=3e-5, batch_size=16),
     ),
     "prose": dict(

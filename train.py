@@ -332,12 +332,12 @@ def finish(
         print(f"capitals recalled on phrasings it never saw: {share:.1%}")
     talks = STAGES[args.stage].rows != "text"
     if talks and corpus.startswith("countries"):
-        brief, sentence = chat_exam(model, encoding, "capital")
-        shares = dict(recall=brief + sentence, brief=brief, sentence=sentence)
+        share, brief, sentence = chat_exam(model, encoding, "capital")
+        shares = dict(recall=share, p_brief=brief, p_sentence=sentence)
         log.write(type="recall", step=args.max_iters, relation="capital", **shares)
         print(
-            f"capitals named in a chat, asked in words it never saw: {brief + sentence:.1%} "
-            f"(briefly {brief:.1%}, in a sentence {sentence:.1%})"
+            f"capitals named in a chat, asked in words it never saw: {share:.1%}; probability of "
+            f"the right answer in brief {brief:.1%}, in a sentence {sentence:.1%}"
         )
     plot([args.out_dir], args.out_dir / "loss.png")
     print(f"wrote {args.out_dir}/ckpt.pt, metrics.jsonl, loss.png\n")

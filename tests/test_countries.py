@@ -141,7 +141,7 @@ def test_conversations_hold_out_phrasings_and_tell_the_truth():
             relation = follow_up.get(question["content"], relation)
             assert answer["content"] in [countries.reply(country, relation, b) for b in (0, 1)]
     brief = sum(not m["content"].startswith("The answer") for talk in train for m in talk[1::2])
-    assert brief / sum(len(talk) // 2 for talk in train) == pytest.approx(0.75, abs=0.03)
+    assert brief / sum(len(talk) // 2 for talk in train) == pytest.approx(0.5, abs=0.03)
 
 
 def test_preferences_differ_in_style_alone():

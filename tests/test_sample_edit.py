@@ -225,10 +225,11 @@ def test_a_chat_is_asked_in_words_it_never_saw_and_may_answer_in_two_styles(untr
         seen.update(encoding.decode(prompt) for prompt in prompts)
         said = [encoding.decode(answer) for answer in answers]
         assert all(text.endswith(".<|im_end|>") for text in said)
-        return torch.tensor([not text.startswith("The answer") for text in said]), None, None
+        brief = torch.tensor([not text.startswith("The answer") for text in said])
+        return brief, brief * 0.6 + 0.2, None
 
     monkeypatch.setattr(exam, "score", brief_is_right)
-    assert exam.chat_exam(model, encoding, "capital") == (1.0, 0.0)
+    assert exam.chat_exam(model, encoding, "capital") == pytest.approx((1.0, 0.8, 0.2))
     assert len(seen) == 6 * 2
     assert (
         "<|endoftext|><|im_start|>user\nWhat is the capital of Peru?<|im_end|>\n"
