@@ -110,6 +110,9 @@ class Chat:
     Args:
         model: a Decoder in evaluation mode.
         system: content of a system message at the beginning.
+
+    Raises:
+        ValueError: the tokenizer has no markers, or the system message is too long.
     """
 
     def __init__(
@@ -119,6 +122,11 @@ class Chat:
         self.end = special(encoding, END)
         first = [] if system is None else [{"role": "system", "content": system}]
         self.head = [encoding.eot_token, *render(encoding, first)]
+        if 2 * len(self.head) > model.config.block_size:
+            raise ValueError(
+                f"the system message has {len(self.head)} tokens and may have half of the model's "
+                f"context of {model.config.block_size}"
+            )
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
         weight = model.wte.weight
         self.cache = KVCache(model.config, 1, weight.device, weight.dtype)
@@ -140,7 +148,8 @@ class Chat:
         needed = len(self.head) + len(question) + min(max_new_tokens, block_size // 4)
         if needed > block_size:
             raise ValueError(
-                f"the message has {len(question)} tokens, too many for a context of {block_size}"
+                f"the message has {len(question)} tokens, and there is room for "
+                f"{block_size - needed + len(question)}: say it in fewer words"
             )
         while sum(map(len, self.turns)) + needed > block_size:
             self.turns.pop(0)
@@ -153,6 +162,8 @@ class Chat:
         )
         try:
             for token in stream:
+                if token.item() == self.encoding.eot_token:
+                    break  # a document's end is a message's, too
                 said.append(token.item())
                 if said[-1] != self.end:
                     yield decoder.feed(said[-1])

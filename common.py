@@ -85,6 +85,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
         os.replace(temporary, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
@@ -108,11 +110,16 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
         "tables": table_file,
         **state,
     }
-    with atomic(path) as temporary:
-        try:
-            torch.save(checkpoint, temporary)
-        except RuntimeError as error:  # how torch.save reports a full disk
-            raise OSError(f"no room, or the disk failed ({error})") from error
+    try:
+        with atomic(path) as temporary:
+            try:
+                torch.save(checkpoint, temporary)
+            except RuntimeError as error:  # how torch.save reports a full disk
+                raise OSError(f"no room, or the disk failed ({error})") from error
+    except UserError:
+        if table_file:  # nobody will ask for it
+            table_path(path.parent, table_file).unlink(missing_ok=True)
+        raise
     keep_only(path.parent, table_file)
 
 
@@ -127,6 +134,8 @@ def load_checkpoint(path: str | Path) -> dict:
         checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(f"no checkpoint at {path}: train one with `python train.py`") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder: name the ckpt.pt in it") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except Exception:  # damaged pickles raise nearly anything
@@ -161,6 +170,8 @@ def load_model(
         model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
         model.load_state_dict(checkpoint["model"])
         encoding = tokenizer.loads(checkpoint["tokenizer"])
+    except torch.OutOfMemoryError:
+        raise
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} does not hold a whole model: {error}") from error
     return model.to(device).eval(), encoding, checkpoint

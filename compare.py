@@ -65,7 +65,8 @@ def plot(folders: list[Path], out: Path) -> None:
             label=f"{folder.name}: {settings['ffn']}",
         )
     axes.set_xlabel("steps" if by_step else "million tokens")
-    axes.set_ylabel("loss (nats); thin: training, thick: validation")
+    unit = "per pair" if "dpo" in stages else "per token"
+    axes.set_ylabel(f"loss (nats {unit}); thin: training, thick: validation")
     axes.set_yscale("log")  # the first steps fall by as much as all others
     axes.grid(alpha=0.3, which="both")
     axes.legend()
@@ -84,10 +85,12 @@ def table(folders: list[Path]) -> str:
         records = read_run(folder)
         last, sizes = records["eval"][-1], records["run"][0]["sizes"]
         recall = f"{records['recall'][-1]['recall']:.1%}" if records["recall"] else ""
+        per_byte = last.get("val_loss_per_byte")  # none for preferences, whose loss is per pair
+        per_byte = "" if per_byte is None else f"{per_byte:.3f}"
         speed = statistics.median(record["tok_per_s"] for record in records["step"])
         lines.append(
             f"| {folder.name} | {records['run'][0]['args']['ffn']} | {last['val_loss']:.3f} "
-            f"| {last['val_loss_per_byte']:.3f} | {recall} | {sizes['total'] / 1e6:.2f} M "
+            f"| {per_byte} | {recall} | {sizes['total'] / 1e6:.2f} M "
             f"| {sizes['active'] / 1e6:.2f} M | {speed:,.0f} |"
         )
     return "\n".join(lines)

@@ -5,7 +5,6 @@ uninterrupted one would have read, and the step is all that a checkpoint needs t
 """
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,8 @@ class Source:
     """Rows of token ids, each a pair of inputs and targets [.., T], in the order of the file or,
     with a seed, shuffled anew every epoch."""
 
-    def __init__(self, n_row: int, seed: int | None) -> None:
-        self.n_row, self.seed = n_row, seed
+    def __init__(self, n_row: int, block_size: int, seed: int | None) -> None:
+        self.n_row, self.block_size, self.seed = n_row, block_size, seed
         self.epoch, self.order = -1, np.empty(0, dtype=np.int64)
 
     def place(self, index: int) -> int:
@@ -49,19 +48,23 @@ class Source:
     def rows(self, indices: Iterable[int]) -> tuple[Tensor, ...]:
         """Rows as tensors [B, .., T] on the CPU, the short ones padded on the right.
 
-        The model being causal, nothing sees the padding, and its targets are -1."""
+        The model being causal, nothing sees the padding, and its targets are -1. It repeats the
+        last token, whose table rows are read anyway: no other row may count as read."""
         parts = list(zip(*(self.row(index) for index in indices), strict=True))
         longest = max(row.shape[-1] for row in parts[0])
         if any(row.shape[-1] < longest for row in parts[0]):
-            longest = -(-longest // 32) * 32  # few distinct shapes: a compiled block likes that
-        fill = (0, -1)
+            # Few distinct shapes: a compiled block likes that.
+            longest = min(-(-longest // 32) * 32, self.block_size)
 
-        def padded(row: np.ndarray, value: int) -> np.ndarray:
+        def padded(row: np.ndarray, **how) -> np.ndarray:
             room = [(0, 0)] * (row.ndim - 1) + [(0, longest - row.shape[-1])]
-            return np.pad(row, room, constant_values=value)
+            return np.pad(row, room, **how)
 
-        made = [np.stack([padded(row, fill[n]) for row in parts[n]]) for n in (0, 1)]
-        made += [np.stack(part) for part in parts[2:]]
+        made = [
+            np.stack([padded(row, mode="edge") for row in parts[0]]),
+            np.stack([padded(row, constant_values=-1) for row in parts[1]]),
+            *(np.stack(part) for part in parts[2:]),
+        ]
         return tuple(torch.from_numpy(array) for array in made)
 
     def batch(self, number: int, size: int) -> tuple[Tensor, ...]:
@@ -74,8 +77,8 @@ class Windows(Source):
     that no window holds leaves room."""
 
     def __init__(self, ids: np.ndarray, block_size: int, seed: int | None) -> None:
-        super().__init__((len(ids) - 1) // block_size, seed)
-        self.ids, self.block_size, self.offset = ids, block_size, 0
+        super().__init__((len(ids) - 1) // block_size, block_size, seed)
+        self.ids, self.offset = ids, 0
 
     def begin_epoch(self, rng: np.random.Generator) -> None:
         self.offset = int(rng.integers(len(self.ids) - self.n_row * self.block_size))
@@ -89,21 +92,24 @@ class Windows(Source):
 
 class Conversations(Source):
     """A conversation in a row, its targets the assistant's tokens (chat.answers). Of one that is
-    too long, the head is kept, or if no answer begins there, the end."""
+    too long (`n_cut` are), the head is kept, or if no answer begins there, the end."""
+
+    last_answer = False  # whether it is the last answer that must be kept
 
     def __init__(
         self, ids: np.ndarray, encoding: tiktoken.Encoding, block_size: int, seed: int | None
     ) -> None:
-        self.ids, self.encoding, self.block_size = ids, encoding, block_size
+        self.ids, self.encoding = ids, encoding
         self.starts = document_starts(ids, encoding.eot_token)
-        super().__init__(len(self.starts) - 1, seed)
+        self.n_cut = int((np.diff(self.starts) > block_size + 1).sum())
+        super().__init__(len(self.starts) - 1, block_size, seed)
 
     def conversation(self, number: int) -> tuple[np.ndarray, ...]:
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
         answer = chat.answers(self.encoding, ids)
         answer[0] = False  # nothing predicts the first token
         end = self.block_size + 1
-        if not answer[:end].any() and answer.any():
+        if answer.any() and (self.last_answer or not answer[:end].any()):
             end = max(end, np.flatnonzero(answer)[-1] + 1)
         ids, answer = (array[max(0, end - self.block_size - 1) : end] for array in (ids, answer))
         return ids[:-1], np.where(answer, ids, -1)[1:]
@@ -116,6 +122,8 @@ class Pairs(Conversations):
     """Two conversations in a row, the chosen and the rejected: [2, T]. With them comes what
     `reference` [n_row, 2] holds for the pair, the reference model's log-probabilities."""
 
+    last_answer = True  # in which they differ
+
     def __init__(
         self, ids: np.ndarray, encoding: tiktoken.Encoding, block_size: int, seed: int | None
     ) -> None:
@@ -127,10 +135,13 @@ class Pairs(Conversations):
         pair = self.place(index)
         two = [self.conversation(2 * pair + n) for n in (0, 1)]
         longest = max(len(ids) for ids, _ in two)
-        inputs, targets = np.zeros((2, longest), np.int64), np.full((2, longest), -1)
-        for n, (ids, wanted) in enumerate(two):
-            inputs[n, : len(ids)], targets[n, : len(ids)] = ids, wanted
-        return inputs, targets, self.reference[pair]
+        rooms = [(0, longest - len(ids)) for ids, _ in two]
+        inputs = [np.pad(ids, room, "edge") for (ids, _), room in zip(two, rooms, strict=True)]
+        targets = [
+            np.pad(wanted, room, constant_values=-1)
+            for (_, wanted), room in zip(two, rooms, strict=True)
+        ]
+        return np.stack(inputs), np.stack(targets), self.reference[pair]
 
 
 class Mixture(Source):
@@ -143,7 +154,7 @@ class Mixture(Source):
     def __init__(
         self, sources: Sequence[Source], weights: Sequence[float], total: int, seed: int
     ) -> None:
-        super().__init__(sum(source.n_row for source in sources), seed)
+        super().__init__(sum(source.n_row for source in sources), sources[0].block_size, seed)
         self.sources = sources
         share = np.array(weights) / sum(weights)
         self.which = np.random.default_rng(seed).choice(len(sources), size=total, p=share)
@@ -268,16 +279,21 @@ def parse_mixture(data_dir: str) -> list[tuple[Path, float]]:
     """
     if "=" not in data_dir:
         return [(Path(data_dir), 1.0)]
-    parts = []
+    parts: dict[Path, float] = {}
     for part in data_dir.split(","):
-        match = re.fullmatch(r"(.+)=([0-9.]+(?:e-?\d+)?)", part)
-        weight = float(match[2]) if match and match[2].count(".") < 2 else 0.0
-        if not weight > 0:
+        folder, _, text = part.rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = 0.0
+        if not folder or not 0 < weight < 1e9:
             raise UserError(
                 f"--data_dir {data_dir}: {part!r} is not folder=weight with a weight above 0"
             )
-        parts.append((Path(match[1]), weight))
-    return parts
+        if Path(folder) in parts:
+            raise UserError(f"--data_dir {data_dir}: {folder} is there twice, give it one weight")
+        parts[Path(folder)] = weight
+    return list(parts.items())
 
 
 def read_meta(folder: Path) -> dict:

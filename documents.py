@@ -257,6 +257,8 @@ def preference(record: dict, report: Report) -> tuple[Messages, Messages]:
     chosen, rejected = (conversation(record, key, report) for key in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise Bad("chosen and rejected do not answer the same prompt")
+    if chosen == rejected:
+        raise Bad("chosen and rejected are equal")
     if not chosen[-1]["role"] == rejected[-1]["role"] == "assistant":
         raise Bad("a preference that does not end with assistant messages")
     return chosen, rejected

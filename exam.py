@@ -71,12 +71,17 @@ def exam(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], li
     ]
 
 
+def group_size(encoding: tiktoken.Encoding) -> int:
+    """Questions to ask at a time: logits [N, T, V] of about a GB at most."""
+    return max(1, min(256, 2**22 // encoding.n_vocab))
+
+
 def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
     """Share of the questions of `exam` that greedy decoding answers in full."""
-    asked = exam(encoding, relation)
+    asked, size = exam(encoding, relation), group_size(encoding)
     right = 0
-    for at in range(0, len(asked), 256):
-        greedy, _, _ = score(model, *map(list, zip(*asked[at : at + 256], strict=True)))
+    for at in range(0, len(asked), size):
+        greedy, _, _ = score(model, *map(list, zip(*asked[at : at + size], strict=True)))
         right += int(greedy.sum())
     return right / len(asked)
 
@@ -91,10 +96,10 @@ def chat_exam(
         probabilities of the right answer in brief ("Lima.") and in a sentence ("The answer is
         Lima.").
     """
-    asked = chat_questions(encoding, relation)
+    asked, size = chat_questions(encoding, relation), group_size(encoding)
     right, p_style = 0, [0.0, 0.0]
-    for at in range(0, len(asked), 256):
-        prompts, *styles = map(list, zip(*asked[at : at + 256], strict=True))
+    for at in range(0, len(asked), size):
+        prompts, *styles = map(list, zip(*asked[at : at + size], strict=True))
         for n, answers in enumerate(styles):
             greedy, p, _ = score(model, prompts, answers)
             right += int(greedy.sum())

@@ -145,7 +145,7 @@ def placed(
             check_ram(shape, dtype, training=out_dir is not None)
             home = RamHome(shape, dtype)
         elif out_dir is not None:
-            check_disk(shape, dtype, out_dir)
+            check_disk(shape, dtype, out_dir, args.resume)
             home = TableFile.create(out_dir / LIVE, shape, dtype)
         else:
             home = checkpoint.get("table_file") or CheckpointHome(
@@ -191,11 +191,13 @@ def available_ram() -> int | None:
         return None
 
 
-def check_disk(shape: tuple[int, int, int], dtype: torch.dtype, out_dir: Path) -> None:
-    """Refuse a run whose files will not fit: the live one, a snapshot, and the next snapshot, which
-    is written before the last one goes."""
+def check_disk(
+    shape: tuple[int, int, int], dtype: torch.dtype, out_dir: Path, resume: bool = False
+) -> None:
+    """Refuse a run whose files will not fit: the live one, a snapshot (there already if the run
+    resumes), and the next snapshot, which is written before the last one goes."""
     size = regions(shape, dtype)["end"][0]
-    need = (3 - min(1, len(snapshots(out_dir)))) * size
+    need = (3 - (resume and len(snapshots(out_dir)) > 0)) * size
     here = next(p for p in (out_dir, *out_dir.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(here).free
     live = out_dir / LIVE

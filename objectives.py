@@ -14,6 +14,7 @@ from tqdm import tqdm
 from common import token_lengths
 from data import Data, Pairs, Source
 from model import Decoder
+from offload import send
 
 Figures = dict[str, Tensor]
 
@@ -34,7 +35,7 @@ class NextToken:
 
     def __call__(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Figures]:
         """ids, targets [B, T] -> the loss in nats per token, on the device."""
-        x, y = (t.to(self.device, non_blocking=True) for t in (ids, targets))
+        x, y = send(ids, self.device), send(targets, self.device)
         documents = None if self.document is None else (x == self.document).cumsum(1)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
             return self.model(x, y, table_ids=ids, documents=documents)[1], {}
@@ -62,7 +63,7 @@ class Preference:
     def log_probability(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets [B, 2, T] -> log-probability of the targets that are not -1, [B, 2]."""
         ids = ids.flatten(0, 1)  # [2 B, T]
-        x, y = (t.to(self.device, non_blocking=True) for t in (ids, targets))
+        x, y = send(ids, self.device), send(targets, self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
             logits = self.model(x, table_ids=ids)[0]  # [2 B, T, V]
         nats = F.cross_entropy(
@@ -73,7 +74,7 @@ class Preference:
     def __call__(self, ids: Tensor, targets: Tensor, reference: Tensor) -> tuple[Tensor, Figures]:
         """ids, targets [B, 2, T], chosen first; reference [B, 2] -> the loss; the mean margin and
         accuracy, the share of pairs whose margin is positive."""
-        reference = reference.to(self.device, non_blocking=True)
+        reference = send(reference, self.device)
         gain = self.log_probability(ids, targets) - reference  # [B, 2]
         margin = self.beta * (gain[:, 0] - gain[:, 1])
         figures = {"margin": margin.mean(), "accuracy": (margin > 0).float().mean()}

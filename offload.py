@@ -36,6 +36,14 @@ from tablefile import TableFile
 GROUP_BYTES = 1 << 20  # up to so much several tables are fetched as one: a hand-off costs more
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device for which the host does not wait: a GPU that is still busy fetches from
+    pinned memory when it gets there, from any other the host would have to hand the data over."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class Tables(nn.Module):
     """What all homes have in common: rows read where they are, and their gradients.
 
@@ -73,13 +81,12 @@ class Tables(nn.Module):
         device = self.weight[0].device
         whole = self.weight[0].requires_grad
         if whole or not (self.training and torch.is_grad_enabled()):
-            ids = ids.to(device, non_blocking=True)
+            ids = send(ids, device)
             for weight in self.weight:
                 yield F.embedding(ids, weight)
             return
         distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
-        position = position.to(device, non_blocking=True)
-        on_device = distinct.to(device, non_blocking=True)
+        position, on_device = send(position, device), send(distinct, device)
         leaves = [
             weight.detach().index_select(0, on_device).float().requires_grad_()  # [n, W]
             for weight in self.weight
@@ -106,14 +113,14 @@ class Tables(nn.Module):
         home, device = self.weight[0].device, reads[0][1][0].device
         if len(reads) == 1:
             ids, leaves = reads[0]
-            return ids.to(home, non_blocking=True), [leaf.grad for leaf in leaves]
+            return send(ids, home), [leaf.grad for leaf in leaves]
         ids, position = torch.unique(torch.cat([ids for ids, _ in reads]), return_inverse=True)
-        position = position.to(device, non_blocking=True)
+        position = send(position, device)
         merged = []
         for parts in zip(*(leaves for _, leaves in reads), strict=True):
             grad = torch.cat([leaf.grad for leaf in parts])  # [sum n, W]
             merged.append(grad.new_zeros(len(ids), self.width).index_add_(0, position, grad))
-        return ids.to(home, non_blocking=True), merged
+        return send(ids, home), merged
 
     def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         """What Adam remembers, beside the rows: m and v [V, W] per table, count and last [V]."""
@@ -245,7 +252,7 @@ class OffloadedTables(Tables):
         return rows
 
     def read_in_place(self, ids: Tensor) -> Iterator[Tensor]:
-        ids = ids.to(self.device, non_blocking=True)
+        ids = send(ids, self.device)
         for view in self.views:
             yield F.embedding(ids, view)
 
@@ -283,13 +290,11 @@ class OffloadedTables(Tables):
             self.reads.append((distinct, leaves))
             ahead(distinct, ("m", "v"))  # the update will want them
         self.moved += n_table * n * self.width * self.weight[0].element_size()
-        if self.cuda:
-            position = position.pin_memory()  # else the host would wait until the GPU gets there
-        position = position.to(self.device, non_blocking=True)
+        position = send(position, self.device)
         if hot is not None:
-            hot = hot.to(self.device, non_blocking=True)
+            hot = send(hot, self.device)
             best, places = self.cache.admit(distinct)
-            best_there, places_there = (t.to(self.device) for t in (best, places))
+            best_there, places_there = (send(t, self.device) for t in (best, places))
         yield  # to `lookup`
 
         for tables in groups:
@@ -314,9 +319,9 @@ class OffloadedTables(Tables):
                 expanded.append(F.embedding(position, rows))  # [B, T, W]
             slot.release()
             order(slot)
+            if hot is not None and tables is groups[-1]:  # nobody asks for more than the last rows
+                self.cache.enter(distinct[best], places)
             yield from expanded
-        if hot is not None:
-            self.cache.enter(distinct[best], places)
 
     @torch.no_grad()
     def fetch(self, slot: Slot, ids: Tensor, tables: range) -> None:
@@ -354,7 +359,7 @@ class OffloadedTables(Tables):
     def abandon(self) -> None:
         """Wait for what a lookup ordered that was left half-way, if one was."""
         flight, self.flight = self.flight, deque()
-        for _, job in flight:
+        for _, job in reversed(flight):  # newest first: what has run are the first tables
             if job and not job.cancel():
                 try:
                     outcome(job, "an abandoned lookup")
@@ -377,6 +382,8 @@ class OffloadedTables(Tables):
         if self.cuda:
             self.returning.take(grads)
             grads = [None] * len(grads)
+        elif self.device.type != "cpu":
+            grads = [grad.cpu() for grad in grads]  # MPS is not for two threads at once
         self.pending = dict(enumerate(zip(updates, grads, strict=True)))
 
     def settle(self, table: int) -> None:
@@ -412,6 +419,9 @@ class OffloadedTables(Tables):
     def _load_from_state_dict(
         self, state_dict, prefix, metadata, strict, missing, _, errors
     ) -> None:
+        self.abandon()
+        self.pending.clear()  # what was to be done to the rows that are replaced
+        self.failure = None
         if self.cache:
             self.cache.clear()
         for table, weight in enumerate(self.weight):

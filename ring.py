@@ -13,6 +13,7 @@ is why the main thread first waits for the worker's job, and only then lets its 
 """
 
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -39,12 +40,18 @@ class Worker:
             # A daemon, so that a disk that hangs does not keep the program from ending.
             self.thread = threading.Thread(target=work, args=(self.jobs,), daemon=True)
             self.thread.start()
+            weakref.finalize(self, stop, self.jobs, self.thread)
         future = Future()
         self.jobs.put((future, job, args))
         return future
 
-    def __del__(self) -> None:
-        self.jobs.put(None)
+
+def stop(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:
+    """End a worker whose tables go, or when the program ends: the interpreter aborts if it shuts
+    down while a thread is inside PyTorch."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(10.0)
 
 
 def work(jobs: queue.SimpleQueue) -> None:
@@ -102,6 +109,7 @@ class CudaSlot(Slot):
     ) -> None:
         self.host = pinned(numbers, dtype)
         self.buffer = torch.empty(numbers, dtype=dtype, device=device)
+        self.buffer.record_stream(stream)  # not to be reused before the last copy has ended
         self.stream, self.device = stream, device
         self.copied, self.freed = torch.cuda.Event(), torch.cuda.Event()
         # The allocator hands out memory that kernels queued earlier may still use: the side stream
@@ -162,7 +170,9 @@ class CudaGradients:
         return host
 
     def get(self, table: int) -> Tensor:
-        """Worker: the gradient of a table on the host, valid until the next call."""
+        """Worker: the gradient of a table on the host, valid until the next call; tables come in
+        order."""
+        assert table == min(self.grads), "tables must be updated in order"
         host = self.order(table)
         if table + 1 in self.grads:
             self.order(table + 1)
@@ -202,6 +212,10 @@ def seen_by_gpu(rows: Tensor, device: torch.device) -> Tensor:
     Raises:
         TableError: the system does not let it be pinned.
     """
+    if sys.platform == "win32":
+        raise TableError(
+            "--gather inplace: not on Windows, whose GPUs see other addresses: use ring"
+        )
     runtime, size = torch.cuda.cudart(), rows.numel() * rows.element_size()
     with torch.cuda.device(device):
         error = int(runtime.cudaHostRegister(rows.data_ptr(), size, 0))
@@ -210,7 +224,12 @@ def seen_by_gpu(rows: Tensor, device: torch.device) -> Tensor:
                 f"--gather inplace: {gib(size)} of tables cannot be pinned (CUDA error {error}): "
                 "use --gather ring, or raise `ulimit -l`"
             )
-        weakref.finalize(rows, runtime.cudaHostUnregister, rows.data_ptr())
+        weakref.finalize(rows, unpin, rows.data_ptr(), device)
         view = torch.as_tensor(Pointer(rows), device=device)
     assert view.data_ptr() == rows.data_ptr(), "a copy was made instead of a view"
     return view.view(rows.dtype).view(rows.shape)
+
+
+def unpin(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # kernels may still be reading
+    torch.cuda.cudart().cudaHostUnregister(address)

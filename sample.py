@@ -72,7 +72,8 @@ def converse(chat: Chat, max_new_tokens: int, seed: int, **options) -> tuple[int
     asks = sys.stdin.isatty()
     if asks:
         print("/new forgets the conversation; Ctrl-C ends an answer, Ctrl-D the program")
-    tokens, seconds = 0, 0.0
+    sys.stdin.reconfigure(errors="replace")
+    tokens, seconds, turn = 0, 0.0, 0
     while True:
         try:
             text = input("> " if asks else "").strip()
@@ -85,7 +86,7 @@ def converse(chat: Chat, max_new_tokens: int, seed: int, **options) -> tuple[int
             continue
         start = time.perf_counter()
         try:
-            for piece in chat.reply(text, max_new_tokens, seed=seed + len(chat.turns), **options):
+            for piece in chat.reply(text, max_new_tokens, seed=seed + turn, **options):
                 print(piece, end="", flush=True)
                 tokens += 1
         except ValueError as error:
@@ -94,6 +95,7 @@ def converse(chat: Chat, max_new_tokens: int, seed: int, **options) -> tuple[int
             if not asks:
                 raise
         seconds += time.perf_counter() - start
+        turn += 1
         print()
 
 
@@ -133,7 +135,7 @@ def main() -> None:
         raise UserError(
             "--chat takes messages from the terminal: leave out --prompt, --num_samples"
         )
-    if args.system and not args.chat:
+    if args.system is not None and not args.chat:
         raise UserError("--system goes with --chat")
 
     device = pick_device(args.device)

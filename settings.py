@@ -109,7 +109,7 @@ def parse_args(description: str) -> argparse.Namespace:
     add(
         "--doc_mask",
         action=argparse.BooleanOptionalAction,
-        help="attention does not cross documents (only in stage context)",
+        help="attention does not cross documents (on in stage context)",
     )
     add("--batch_size", type=int, help="sequences in a step, in all; for dpo pairs of them")
     add(
@@ -185,6 +185,9 @@ def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Nam
             )
     if stage.rows != "text" and len(parts) > 1:
         raise UserError(f"--data_dir {args.data_dir}: --stage {args.stage} reads one folder")
+    for name, useful in (("beta", args.stage == "dpo"), ("doc_mask", stage.rows == "text")):
+        if name in args.given and not useful and not args.resume:
+            raise UserError(f"--{name} changes nothing in --stage {args.stage}: leave it out")
     if args.stage != "pretrain" and not args.resume and base is None:
         raise UserError(
             f"--stage {args.stage} goes on with a trained model: name its checkpoint with "
@@ -198,7 +201,9 @@ def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Nam
     defaults = {**DEFAULTS, **preset, "learning_rate": preset["learning_rate"] * stage.lr}
     if stage.epochs:
         defaults.update(max_iters=None, eval_interval=None)
-    defaults.update({**stage.settings, **preset.get(args.stage, {})})
+    defaults.update(stage.settings)
+    if metas[0]["corpus"].startswith(args.preset):  # those of countries are for countries-sft alone
+        defaults.update(preset.get(args.stage, {}))
     if base:
         defaults.update(inherited(args, base["config"]))
     for name, value in defaults.items():

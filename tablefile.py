@@ -14,6 +14,7 @@ ckpt.pt is replaced by one that names this ID, and only then deletes the copy of
 crash comes, the ckpt.pt that is there finds its own tables.
 """
 
+import contextlib
 import json
 import mmap
 import os
@@ -110,6 +111,7 @@ class TableFile:
         end = regions(shape, dtype)["end"][0]
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).unlink(missing_ok=True)  # who has the old one open keeps it whole
             with open(path, "wb") as file:
                 file.write(header(shape, dtype, secrets.token_hex(4)))
                 file.truncate(end)
@@ -199,7 +201,8 @@ def keep_only(folder: Path, name: str | None) -> None:
     """Delete the snapshots that the checkpoint in `folder` no longer names."""
     for path in snapshots(folder):
         if name is None or path != table_path(folder, name):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # Windows keeps what somebody has open
+                path.unlink(missing_ok=True)
 
 
 def gib(size: int) -> str:

@@ -12,6 +12,7 @@ with --offload disk also the tables-ID.bin that ckpt.pt names.
 """
 
 import argparse
+import contextlib
 import copy
 import math
 import signal
@@ -157,17 +158,14 @@ def build(
         objective = NextToken(model, device, args.dtype, document)
     step = 0
     if checkpoint:
-        if checkpoint.get("data") != data.metas:
-            raise UserError(
-                f"{args.data_dir} does not hold the text that {args.out_dir} was trained on: "
-                "prepare it as it was, or start a new run with another --out_dir"
-            )
         try:
             model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
             step = checkpoint["step"]
             for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                 pairs.reference[:] = known.numpy()
+        except torch.OutOfMemoryError:
+            raise
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{args.out_dir}/ckpt.pt does not hold a whole run: {error}") from None
     return model, optimizer, objective, step
@@ -185,6 +183,12 @@ def train(args: argparse.Namespace) -> None:
         base = load_checkpoint(args.init_from)
     args = complete(args, base)
 
+    if base and args.init_from.resolve().parent == args.out_dir.resolve():
+        raise UserError(
+            f"--init_from {args.init_from} lies in --out_dir, from where a new run moves it away: "
+            "choose another --out_dir"
+        )
+
     # data
     rows, total = STAGES[args.stage].rows, args.max_iters * args.batch_size
     data = Data.open(args.data_dir, rows, args.block_size, args.seed, total)
@@ -192,26 +196,48 @@ def train(args: argparse.Namespace) -> None:
     if base:
         theirs = tokenizer.fingerprint(tokenizer.loads(base["tokenizer"]))
         check_tokenizer(metas[0]["tokenizer"], args.data_dir, theirs, args.init_from)
+    if checkpoint and [checkpoint.get(k) for k in ("data", "weights")] != [metas, data.weights]:
+        raise UserError(
+            f"{args.data_dir} does not hold the text that {args.out_dir} was trained on: "
+            "prepare it as it was, or start a new run with another --out_dir"
+        )
     longest = longest_question(metas[0]["corpus"], encoding)
     if args.block_size < longest:
         raise UserError(
             f"--block_size {args.block_size}: {metas[0]['corpus']} asks questions of {longest} "
-            "tokens"
+            "tokens, it has to be as many at least"
         )
 
-    # model
     device = pick_device(args.device)
     if args.dtype == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         args.dtype = "bfloat16" if has_bf16 else "float32"
+    try:
+        made = build(args, data, device, checkpoint, base)
+        checkpoint = base = None  # unmaps their files: deleted ones would go on taking up room
+        fit(args, data, device, *made)
+    finally:
+        with contextlib.suppress(OSError):  # Windows keeps what is still open
+            (args.out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it
 
-    model, optimizer, objective, step = build(args, data, device, checkpoint, base)
-    checkpoint = base = None  # unmaps their files: deleted ones would go on taking up room
+
+def fit(
+    args: argparse.Namespace,
+    data: Data,
+    device: torch.device,
+    model: Decoder,
+    optimizer: Optimizer,
+    objective: NextToken | Preference,
+    step: int,
+) -> None:
+    """Train from `step` to the last one, then `finish`."""
+    encoding, metas, rows = data.encoding, data.metas, STAGES[args.stage].rows
     if args.compile:
         for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
             block.compile()
     if args.stage == "dpo" and not args.resume:
         for pairs in data.pairs:
+            total = args.max_iters * args.batch_size
             seen = total if pairs is data.train else args.eval_tokens
             objective.refer(pairs, min(pairs.n_row, seen), args.device_batch_size)
 
@@ -228,6 +254,8 @@ def train(args: argparse.Namespace) -> None:
         f"on {device.type} in {args.dtype}; {args.data_dir} has "
         f"{sum(meta['train']['tokens'] for meta in metas):,}"
     )
+    if n_cut := getattr(data.train, "n_cut", 0):
+        print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
 
     # records
     saved = args.out_dir / "ckpt.pt"
@@ -246,6 +274,7 @@ def train(args: argparse.Namespace) -> None:
             optimizer=optimizer.state_dict(),
             step=step,  # the loop's position and the data's
             data=metas,
+            weights=data.weights,
             reference=[torch.from_numpy(pairs.reference) for pairs in data.pairs],
             args=plain_args,
         )
@@ -294,6 +323,7 @@ def train(args: argparse.Namespace) -> None:
             # a host-device sync: the host waits for the step here
             figures = {f"train_{name}": value.item() for name, value in figures.items()}
             check_finite(figures["train_loss"], "training", step, args)
+            # the padding of short rows included, for which the machine works, too
             tok_per_s = batch[0].numel() / (time.perf_counter() - start)
             step += 1
             log.write(
@@ -314,7 +344,6 @@ def train(args: argparse.Namespace) -> None:
     finally:
         bar.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        (args.out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it; what is open stays so
     finish(model, data, args, log, val)
 
 

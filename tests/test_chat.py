@@ -153,6 +153,28 @@ def test_forgetting_begins_anew(model, encoding):
 def test_a_message_longer_than_the_context_is_refused_and_nothing_is_lost(model, encoding):
     talk = Chat(model, encoding)
     list(talk.reply("Hello", 5, temperature=0))
-    with pytest.raises(ValueError, match="too many for a context of 96"):
+    with pytest.raises(ValueError, match="there is room for 90: say it in fewer words"):
         list(talk.reply("word " * 200, 5, temperature=0))
     assert len(talk.turns) == 1
+    with pytest.raises(ValueError, match="may have half of the model's context of 96"):
+        Chat(model, encoding, "word " * 50)
+
+
+def test_room_is_kept_for_an_answer(model, encoding):
+    talk = Chat(model, encoding)
+    for length in range(1, 60):
+        try:
+            reply = list(talk.reply("no " * length, 200, temperature=0))
+        except ValueError:
+            break
+        assert len(reply) - 1 >= 96 // 4 or talk.turns[-1].count(2) == 2
+    assert length > 5
+
+
+def test_the_end_of_a_document_ends_an_answer(model, encoding, monkeypatch):
+    monkeypatch.setattr(
+        Decoder, "stream", lambda *a, **k: iter(torch.tensor([[70], [71], [0], [72]]))
+    )
+    talk = Chat(model, encoding)
+    assert "".join(talk.reply("Hello", 9)) == encoding.decode([70, 71])
+    assert talk.turns[0][-4:] == [70, 71, 2, *encoding.encode_ordinary("\n")]

@@ -12,13 +12,25 @@ import chat
 import tokenizer
 from common import UserError, token_lengths
 from data import Conversations, Data, Mixture, Pairs, Windows, document_starts, parse_mixture
+from offload import ResidentTables
+from rowadam import RowAdam
 
 IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
 
 
-@pytest.fixture(scope="module")
-def encoding() -> tiktoken.Encoding:
-    return tokenizer.train(["user assistant yes no maybe perhaps\n"] * 9, 290, progress=False)
+@pytest.fixture(scope="module", params=[0, 5])
+def encoding(request) -> tiktoken.Encoding:
+    """A tokenizer of ours, and one whose <|endoftext|> is not 0, as those of GPT-2 and GPT-4."""
+    made = tokenizer.train(["user assistant yes no maybe perhaps\n"] * 9, 290, progress=False)
+    if not request.param:
+        return made
+    n = made.n_vocab
+    ranks = {token: i - 3 for token, i in made._mergeable_ranks.items()}
+    names = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
+    special = {name: n - 3 + i for i, name in enumerate(names)}
+    return tiktoken.Encoding(
+        "moved", pat_str=made._pat_str, mergeable_ranks=ranks, special_tokens=special
+    )
 
 
 # --- text ---
@@ -32,6 +44,8 @@ def test_an_epoch_holds_every_window_once():
     assert np.diff(starts).tolist() == [10] * 99  # neither gaps nor overlaps
     again = source.batch(1, source.n_row)[0]
     assert not torch.equal(ids, again)
+    cuts = {int(source.rows([source.n_row * epoch])[0][0, 0]) % 10 for epoch in range(20)}
+    assert len(cuts) == 3  # 1,003 tokens leave room for three offsets
 
 
 def test_a_batch_depends_on_its_number_alone():
@@ -71,7 +85,11 @@ def talk(*contents: str) -> list[dict]:
 
 
 def packed(encoding, *talks) -> np.ndarray:
-    ids = [token for messages in talks for token in [0, *chat.render(encoding, messages)]]
+    ids = [
+        token
+        for messages in talks
+        for token in [encoding.eot_token, *chat.render(encoding, messages)]
+    ]
     return np.array(ids, dtype=np.uint16)
 
 
@@ -80,9 +98,10 @@ TALKS = [talk("yes", "no"), talk("maybe", "perhaps", "no", "no no"), talk("yes y
 
 def test_documents_are_found_wherever_a_part_of_the_file_ends(encoding):
     ids = packed(encoding, *TALKS)
-    expected = [n for n, token in enumerate(ids) if token == 0] + [len(ids)]
+    eot = encoding.eot_token
+    expected = [n for n, token in enumerate(ids) if token == eot] + [len(ids)]
     for chunk in (1, 2, 3, 1000):
-        assert document_starts(ids, 0, chunk).tolist() == expected
+        assert document_starts(ids, eot, chunk).tolist() == expected
 
 
 def test_only_what_the_assistant_says_is_a_target(encoding):
@@ -92,7 +111,7 @@ def test_only_what_the_assistant_says_is_a_target(encoding):
     wanted = [encoding.decode(row[row >= 0].tolist()) for row in targets]
     assert wanted == ["no<|im_end|>", "perhaps<|im_end|>no no<|im_end|>", "maybe<|im_end|>"]
     for row, target, messages in zip(ids, targets, TALKS, strict=True):
-        whole = [0, *chat.render(encoding, messages)]
+        whole = [encoding.eot_token, *chat.render(encoding, messages)]
         assert row[: len(whole) - 1].tolist() == whole[:-1]
         assert (target[len(whole) - 1 :] == -1).all()  # padding
         for n in (target >= 0).nonzero()[:, 0]:
@@ -107,8 +126,35 @@ def test_a_long_conversation_keeps_an_answer(encoding):
     assert ids.shape == (2, 16)
     said = [encoding.decode(row[row >= 0].tolist()) for row in targets]
     assert said == ["no<|im_end|>", "no<|im_end|>"]
-    assert targets[0, -1] == 2  # the end of the late answer is the end of the row
-    assert ids[1, 0] == 0  # the head of the other
+    assert targets[0, -1] == chat.special(
+        encoding, chat.END
+    )  # the end of the late answer is the end of the row
+    assert ids[1, 0] == encoding.eot_token  # the head of the other
+    assert source.n_cut == 2
+
+
+@pytest.mark.parametrize("block_size", [40, 64])
+def test_padding_fits_the_context_and_reads_no_row_that_was_not_there(encoding, block_size):
+    long = [talk("yes", "no " * n) for n in (3, 30)]
+    source = Conversations(packed(encoding, *long), encoding, block_size, None)
+    ids, targets = source.rows(range(2))
+    assert ids.shape[1] <= block_size
+    short = len(chat.render(encoding, long[0]))
+    assert set(ids[0].tolist()) <= {encoding.eot_token, *chat.render(encoding, long[0])}
+    assert (targets[0, short:] == -1).all()
+    tables = ResidentTables(1, encoding.n_vocab, 4)
+    adam = RowAdam(tables)
+    next(tables.lookup(ids)).sum().backward()
+    adam.step(*tables.gradients(), lr=0.1)
+    assert adam.count.nonzero()[:, 0].tolist() == sorted(set(ids.flatten().tolist()))
+
+
+def test_a_long_pair_keeps_the_answers_that_differ(encoding):
+    early = ("yes", "no", "yes " * 30)
+    ids = packed(encoding, talk(*early, "maybe"), talk(*early, "perhaps"))
+    _, targets, _ = Pairs(ids, encoding, 16, None).rows([0])
+    said = [encoding.decode(t[t >= 0].tolist()) for t in targets[0]]
+    assert said == ["maybe<|im_end|>", "perhaps<|im_end|>"]
 
 
 def test_pairs_stay_together_and_bring_their_reference(encoding):
@@ -165,10 +211,17 @@ def test_parse_mixture():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", ["a=", "a=0", "a=-1", "a=1,b", "a=1,,b=2", "a=1.2.3", "=1"])
+@pytest.mark.parametrize(
+    "wrong", ["a=", "a=0", "a=-1", "a=1,b", "a=1,,b=2", "a=1.2.3", "=1", "a=.", "a=nan", "a=1e999"]
+)
 def test_a_mixture_that_is_none_is_one_clear_line(wrong):
     with pytest.raises(UserError, match="is not folder=weight"):
         parse_mixture(wrong)
+
+
+def test_a_folder_that_is_there_twice_is_refused():
+    with pytest.raises(UserError, match="a is there twice"):
+        parse_mixture("a=1,b=1,a=2")
 
 
 def test_folders_of_two_tokenizers_do_not_mix(tmp_path, encoding):
@@ -198,4 +251,5 @@ def test_token_lengths_are_bytes_of_text(encoding):
     lengths = token_lengths(encoding)
     text = "Yes, no – Ωmega 漢字 maybe\n"
     assert lengths[encoding.encode_ordinary(text)].sum() == len(text.encode())
-    assert lengths[[0, 1, 2]].tolist() == [0, 0, 0]
+    specials = [encoding.eot_token, *(chat.special(encoding, m) for m in (chat.START, chat.END))]
+    assert lengths[specials].tolist() == [0, 0, 0]

@@ -81,10 +81,11 @@ def called(monkeypatch, module, *argv) -> None:
 def test_the_commands_take_the_flags(runs, monkeypatch, capsys):
     flags = ("--offload", "disk", "--cache_rows", 30)
     ckpt = ("--ckpt", runs["disk"] / "ckpt.pt", "--max_new_tokens", 20)
-    called(monkeypatch, sample, *ckpt, *flags)
+    greedy = ("--temperature", 0)  # so that it repeats itself
+    called(monkeypatch, sample, *ckpt, *greedy, *flags)
     cached = capsys.readouterr()
-    assert "of rows from the cache" in cached.err
-    called(monkeypatch, sample, *ckpt)
+    assert "of rows from the cache" in cached.err and " 0.0% of rows" not in cached.err
+    called(monkeypatch, sample, *ckpt, *greedy)
     assert capsys.readouterr().out == cached.out
     names = ("--source", "Anna", "--target", "Chloë", "--prompt", "Anna sees Björn. Anna meets")
     called(monkeypatch, edit, *ckpt, *names, *flags)

@@ -392,6 +392,7 @@ class FakeCuda:
 def test_the_guards_of_a_gpu_stand_in_the_right_order(monkeypatch):
     """H1 and H2 as calls: what a GPU does between them only a GPU can show (test_gpu.py)."""
     fake = FakeCuda()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(ring.torch, "cuda", fake)
     monkeypatch.setattr(ring, "pinned", lambda numbers, dtype: torch.empty(numbers, dtype=dtype))
     slot = ring.CudaSlot(8, torch.float32, torch.device("cpu"), fake.Stream())
@@ -467,6 +468,53 @@ def test_the_least_frequently_used_leaves_first():
     assert sorted(cache.token.tolist()) in ([4, 5], [1, 4])  # 1 and 5: three times each
     assert cache.place[cache.token].tolist() == [0, 1]
     assert (cache.hits, cache.tokens) == (0, 13)
+
+
+def test_a_model_that_writes_hits_the_cache():
+    """A decoder asks for the rows of all tables, and never for what would follow them."""
+    torch.manual_seed(0)
+    config = ModelConfig(V, 40, 3, 2, 16, stem_layers="all", table_std=1.0)
+    model = Decoder(
+        config,
+        tables=lambda n, v, w: OffloadedTables(
+            RamHome((v, n, w), torch.float32), cache_rows=V, gather="ring"
+        ),
+    ).eval()
+    model.generate(torch.tensor([[1, 2, 3]]), 36, temperature=1.0, seed=0)
+    assert model.tables.cache.tokens == 38
+    seen = int((model.tables.cache.token >= 0).sum())  # every token is missed just once
+    assert model.tables.cache.hits >= 38 - seen - 1 > 0
+
+
+def test_loading_rows_drops_the_updates_that_wait_for_the_old_ones():
+    tables = offloaded(dict(group_bytes=0))
+    saved = {name: rows.clone() for name, rows in tables.state_dict().items()}
+    step(tables, RowAdam(tables), 0)
+    assert tables.pending
+    tables.load_state_dict(saved)
+    tables.flush()
+    assert_rows(tables.eval().lookup(batch(1)), batch(1))
+
+
+def test_updates_of_an_abandoned_lookup_are_those_of_the_first_tables(monkeypatch):
+    """Whatever the worker still runs when a lookup is left: gradients come back in their order."""
+    tables = offloaded(dict(ring_slots=4, group_bytes=0))
+    step(tables, RowAdam(tables), 0)
+    settled, settle, cancel = [], tables.settle, ring.Future.cancel
+    monkeypatch.setattr(tables, "settle", lambda table: (settled.append(table), settle(table)))
+    gate = threading.Event()
+    tables.worker.submit(gate.wait, 10)
+
+    def slow_cancel(job):
+        done = cancel(job)
+        gate.set()  # the worker goes on between two cancellations
+        time.sleep(0.05)
+        return done
+
+    monkeypatch.setattr(ring.Future, "cancel", slow_cancel)
+    tables.lookup(batch(1))
+    tables.abandon()
+    assert settled and settled == list(range(len(settled)))
 
 
 def test_training_empties_the_cache_and_a_lookup_left_half_way_enters_nothing():

@@ -51,7 +51,7 @@ def test_samples_depend_on_the_seed_alone(trained, tmp_path):
         ("--ckpt half.pt", "damaged or not a checkpoint"),
         ("--ckpt foreign.pt", "not a checkpoint of this program"),
         ("--ckpt hollow.pt", "does not hold a whole model"),
-        ("--ckpt .", "cannot read"),
+        ("--ckpt .", "is a folder: name the ckpt.pt in it"),
     ],
 )
 def test_sample_refuses_in_one_line(trained, tmp_path, flags, says):

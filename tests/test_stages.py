@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from data import Data
 from model import Decoder, ModelConfig
 from objectives import NextToken, Preference, evaluate
 
-SHAPE = ("--n_layer", "--n_head", "--n_embd")
 RUN = [*SMALL[SMALL.index("--block_size") :]]  # the shape comes from --init_from
 
 
@@ -77,6 +77,8 @@ def test_the_whole_chain(stage, folders, trained, tmp_path):
     assert first["val_margin"] == pytest.approx(0, abs=1e-4)  # it is the reference itself
     assert first["val_loss"] == pytest.approx(0.6931, abs=1e-3)
     assert last["val_margin"] > 0.2 and last["val_accuracy"] == 1.0
+    table = command("compare.py", sft, dpo, "--out", "both.png", cwd=tmp_path).stdout
+    assert f"| {last['val_loss']:.3f} |  |" in table
     # ... and the model of the last stage talks.
     talk = command("sample.py", "--ckpt", dpo / "ckpt.pt", "--chat", "--temperature", 0,
                    "--device", "cpu", "--max_new_tokens", 12, cwd=tmp_path,
@@ -121,6 +123,24 @@ def test_every_stage_resumes_to_the_bit(stage, folders, tmp_path, monkeypatch, n
     whole, cut = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "cut")
     for part in ("model", "optimizer", "step", "config", "reference"):
         assert_same(whole[part], cut[part])
+
+
+def test_resume_refuses_a_mixture_of_other_weights(stage, folders, tmp_path, monkeypatch):
+    names = (folders["text"], folders["chat"])
+    stage("midtrain", data="{}=0.7,{}=0.3".format(*names))
+    data = "{}=0.3,{}=0.7".format(*names)
+    monkeypatch.setattr(
+        "sys.argv", ["train.py", "--resume", "--out_dir", str(tmp_path / "out"), "--data_dir", data]
+    )
+    with pytest.raises(UserError, match="does not hold the text"):
+        train_module.train(train_module.parse_args(""))
+
+
+def test_a_run_does_not_replace_the_model_it_starts_from(stage, folders):
+    first = stage("sft", "again")
+    with pytest.raises(UserError, match="choose another --out_dir"):
+        stage("sft", "again", init=first / "ckpt.pt")
+    assert checkpoint(first)["args"]["stage"] == "sft"
 
 
 def test_a_stage_may_move_the_tables(stage, trained):
@@ -238,6 +258,8 @@ def test_evaluate_means_over_tokens_whatever_the_batch(folders):
         ("midtrain", "text", ("--init_from", "gone.pt"), "no checkpoint at gone.pt"),
         ("context", "text", (), "needs a --block_size above the 32"),
         ("dpo", "preference", ("--beta", 0), "--beta 0.0 must be positive"),
+        ("sft", "chat", ("--beta", 1), "--beta changes nothing in --stage sft"),
+        ("dpo", "preference", ("--doc_mask",), "--doc_mask changes nothing in --stage dpo"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(stage, folders, name, kind, more, says):
@@ -250,8 +272,9 @@ def test_stages_need_a_model_and_fine_tuning_one_folder(stage, folders, tmp_path
     args = arguments(monkeypatch, folders["chat"], tmp_path, "--stage", "sft")
     with pytest.raises(UserError, match="--stage sft goes on with a trained model"):
         train_module.train(args)
+    shutil.copytree(folders["chat"], tmp_path / "more")
     with pytest.raises(UserError, match="--stage sft reads one folder"):
-        stage("sft", data=f"{folders['chat']}=1,{folders['chat']}=1")
+        stage("sft", data=f"{folders['chat']}=1,{tmp_path / 'more'}=1")
 
 
 def test_a_model_of_another_tokenizer_is_refused(stage, folders, story, tmp_path):
