@@ -68,6 +68,8 @@ def plot(folders: list[Path], out: Path) -> None:
     unit = "per pair" if "dpo" in stages else "per token"
     axes.set_ylabel(f"loss (nats {unit}); thin: training, thick: validation")
     axes.set_yscale("log")  # the first steps fall by as much as all others
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     with atomic(out) as temporary:
