@@ -10,7 +10,6 @@ from pathlib import Path
 
 import tiktoken
 import torch
-from torch import Tensor
 
 import homes
 import tokenizer
@@ -180,11 +179,3 @@ def load_model(
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
     """Token ids of a document's text, after the <|endoftext|> that precedes every document."""
     return [encoding.eot_token, *encoding.encode_ordinary(text)]
-
-
-def token_lengths(encoding: tiktoken.Encoding) -> Tensor:
-    """Bytes of text in each token [V]; special tokens, and ids that no token has, hold none."""
-    lengths = torch.zeros(encoding.n_vocab, dtype=torch.int64)
-    for text in encoding.token_byte_values():
-        lengths[encoding.encode_single_token(text)] = len(text)
-    return lengths

@@ -7,6 +7,7 @@ uninterrupted one would have read, and the step is all that a checkpoint needs t
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,21 @@ from torch import Tensor
 import chat
 import tokenizer
 from common import UserError
+
+
+def padded(
+    inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray], length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [.., T] of different T as one array [rows, .., length] each.
+
+    The model being causal, nothing sees the padding, and its targets are -1. It repeats the last
+    token, whose table rows are read anyway: no other row may count as read."""
+
+    def stacked(rows: Sequence[np.ndarray], **how) -> np.ndarray:
+        rooms = [[(0, 0)] * (row.ndim - 1) + [(0, length - row.shape[-1])] for row in rows]
+        return np.stack([np.pad(row, room, **how) for row, room in zip(rows, rooms, strict=True)])
+
+    return stacked(inputs, mode="edge"), stacked(targets, constant_values=-1)
 
 
 class Source:
@@ -46,25 +62,14 @@ class Source:
         raise NotImplementedError
 
     def rows(self, indices: Iterable[int]) -> tuple[Tensor, ...]:
-        """Rows as tensors [B, .., T] on the CPU, the short ones padded on the right.
-
-        The model being causal, nothing sees the padding, and its targets are -1. It repeats the
-        last token, whose table rows are read anyway: no other row may count as read."""
+        """Rows as tensors [B, .., T] on the CPU, the short ones `padded` on the right."""
         parts = list(zip(*(self.row(index) for index in indices), strict=True))
         longest = max(row.shape[-1] for row in parts[0])
         if any(row.shape[-1] < longest for row in parts[0]):
             # Few distinct shapes: a compiled block likes that.
             longest = min(-(-longest // 32) * 32, self.block_size)
 
-        def padded(row: np.ndarray, **how) -> np.ndarray:
-            room = [(0, 0)] * (row.ndim - 1) + [(0, longest - row.shape[-1])]
-            return np.pad(row, room, **how)
-
-        made = [
-            np.stack([padded(row, mode="edge") for row in parts[0]]),
-            np.stack([padded(row, constant_values=-1) for row in parts[1]]),
-            *(np.stack(part) for part in parts[2:]),
-        ]
+        made = (*padded(parts[0], parts[1], longest), *(np.stack(part) for part in parts[2:]))
         return tuple(torch.from_numpy(array) for array in made)
 
     def batch(self, number: int, size: int) -> tuple[Tensor, ...]:
@@ -135,13 +140,7 @@ class Pairs(Conversations):
         pair = self.place(index)
         two = [self.conversation(2 * pair + n) for n in (0, 1)]
         longest = max(len(ids) for ids, _ in two)
-        rooms = [(0, longest - len(ids)) for ids, _ in two]
-        inputs = [np.pad(ids, room, "edge") for (ids, _), room in zip(two, rooms, strict=True)]
-        targets = [
-            np.pad(wanted, room, constant_values=-1)
-            for (_, wanted), room in zip(two, rooms, strict=True)
-        ]
-        return np.stack(inputs), np.stack(targets), self.reference[pair]
+        return *padded(*zip(*two, strict=True), longest), self.reference[pair]
 
 
 class Mixture(Source):
@@ -255,6 +254,14 @@ class Data:
         mixed = train[0] if len(train) == 1 else Mixture(train, weights, total, seed)
         val = dict(zip(map(str, folders), sources("val", None), strict=True))
         return cls(metas, [w / sum(weights) for w in weights], encoding, mixed, val)
+
+    @cached_property
+    def token_lengths(self) -> Tensor:
+        """Bytes of text in each token [V]; special tokens, and ids that no token has, hold none."""
+        lengths = torch.zeros(self.encoding.n_vocab, dtype=torch.int64)
+        for text in self.encoding.token_byte_values():
+            lengths[self.encoding.encode_single_token(text)] = len(text)
+        return lengths
 
     @property
     def pairs(self) -> list[Pairs]:

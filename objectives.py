@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from common import token_lengths
 from data import Data, Pairs, Source
 from model import Decoder
 from offload import send
@@ -128,11 +127,10 @@ def validate(
 ) -> dict[str, float]:
     """What `evaluate` says of about `n_token` tokens of the validation data, rows being counted as
     full: of a mixture the mean by its weights, and the loss of each part as val_loss/<folder>."""
-    lengths = token_lengths(data.encoding)
     figures: dict[str, float] = {}
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
         n_row = max(1, min(source.n_row, n_token // source.block_size))
-        part = evaluate(objective, source, n_row, size, lengths)
+        part = evaluate(objective, source, n_row, size, data.token_lengths)
         for key, value in part.items():
             figures[key] = figures.get(key, 0.0) + weight * value
         if len(data.val) > 1:

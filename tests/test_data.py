@@ -10,7 +10,7 @@ import torch
 
 import chat
 import tokenizer
-from common import UserError, token_lengths
+from common import UserError
 from data import Conversations, Data, Mixture, Pairs, Windows, document_starts, parse_mixture
 from offload import ResidentTables
 from rowadam import RowAdam
@@ -247,8 +247,9 @@ def test_a_short_file_is_said_so(tmp_path, encoding):
         Data.open(str(path), "text", 10, 1, 50)
 
 
-def test_token_lengths_are_bytes_of_text(encoding):
-    lengths = token_lengths(encoding)
+def test_token_lengths_are_bytes_of_text(tmp_path, encoding):
+    data = Data.open(str(folder(tmp_path / "a", encoding)), "text", 10, seed=1, total=50)
+    lengths = data.token_lengths
     text = "Yes, no – Ωmega 漢字 maybe\n"
     assert lengths[encoding.encode_ordinary(text)].sum() == len(text.encode())
     specials = [encoding.eot_token, *(chat.special(encoding, m) for m in (chat.START, chat.END))]
