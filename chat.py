@@ -75,8 +75,12 @@ def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
 
 def prompt(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
     """Token ids of messages, and of the heading under which the assistant answers them."""
-    heading = [special(encoding, START), *encoding.encode_ordinary("assistant\n")]
-    return [*render(encoding, messages), *heading]
+    return [*render(encoding, messages), *answer_heading(encoding)]
+
+
+def answer_heading(encoding: tiktoken.Encoding) -> list[int]:
+    """Token ids of what stands before each of the assistant's contents."""
+    return [special(encoding, START), *encoding.encode_ordinary("assistant\n")]
 
 
 def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
@@ -90,7 +94,7 @@ def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
         [T] bool.
     """
     start, end = special(encoding, START), special(encoding, END)
-    heading = np.array([start, *encoding.encode_ordinary("assistant\n")])
+    heading = np.array(answer_heading(encoding))
     answer = np.zeros(len(ids), dtype=bool)
     for at in np.flatnonzero(ids == start):
         content = at + len(heading)
