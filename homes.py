@@ -128,15 +128,8 @@ def placed(
             return ResidentTables(n_table, vocab_size, width)
         shape = (vocab_size, n_table, width)
         gather = args.gather or default_gather(args.offload, device, args.cache_rows)
-        if (
-            gather == "inplace"
-            and device.type != "cpu"
-            and (device.type, args.offload)
-            != (
-                "cuda",
-                "cpu",
-            )
-        ):
+        in_reach = device.type == "cpu" or (device.type, args.offload) == ("cuda", "cpu")
+        if gather == "inplace" and not in_reach:
             raise TableError(
                 f"--gather inplace: {device.type} cannot read rows from --offload {args.offload} "
                 "in place, use --gather ring"
