@@ -133,6 +133,16 @@ def test_a_long_conversation_keeps_an_answer(encoding):
     assert source.n_cut == 2
 
 
+def test_the_head_is_kept_if_an_answer_begins_with_its_last_target(encoding):
+    long = talk("yes", "no no no no no")
+    ids = packed(encoding, long)
+    first = int(chat.answers(encoding, ids.astype(np.int64)).argmax())
+    for block_size, head in ((first, True), (first - 1, False)):
+        inputs, targets = Conversations(ids, encoding, block_size, None).conversation(0)
+        assert (inputs[0] == encoding.eot_token) == head
+        assert (targets >= 0).any()
+
+
 @pytest.mark.parametrize("block_size", [40, 64])
 def test_padding_fits_the_context_and_reads_no_row_that_was_not_there(encoding, block_size):
     long = [talk("yes", "no " * n) for n in (3, 30)]
