@@ -204,7 +204,8 @@ class OffloadedTables(Tables):
         self.pending: dict[int, tuple[Callable, Tensor | None]] = {}  # updates by table
         self.failure: BaseException | None = None  # of an update: rows are half-way between steps
         self.cache = HotRows(cache_rows, self.weight, self.device) if cache_rows else None
-        self.moved = 0  # bytes gathered so far
+        self.row_bytes = self.width * self.weight[0].element_size()
+        self.moved = 0  # bytes of rows brought so far
         if self.cuda:
             self.stream, self.returning = torch.cuda.Stream(self.device), CudaGradients(self.device)
             if gather == "inplace":
@@ -238,6 +239,13 @@ class OffloadedTables(Tables):
                 f"ids {distinct[0]} to {distinct[-1]}: the tables have rows 0 to "
                 f"{self.vocab_size - 1}"
             )
+        size = len(self.weight) * len(distinct) * self.row_bytes
+        if self.device.type == "cpu" and not (training or self.cache) and size <= self.group_bytes:
+            # All tables at once and no bus to cross: a slot would be no more than another copy.
+            self.home.read_ahead(distinct, ("rows",))
+            self.moved += size
+            self.flush()
+            return super().lookup(ids)
         hot = None
         if self.cache and not training:
             place = self.cache.find(distinct, times)
@@ -264,8 +272,7 @@ class OffloadedTables(Tables):
         n, n_table = len(distinct), len(self.weight)
         if self.max_rows and n > self.max_rows:
             raise ValueError(f"{n} distinct tokens do not fit into slots of {self.max_rows} rows")
-        table_bytes = max(1, n * self.width * self.weight[0].element_size())
-        size = min(max(1, self.group_bytes // table_bytes), n_table)
+        size = min(max(1, self.group_bytes // max(1, n * self.row_bytes)), n_table)
         groups = [range(at, min(at + size, n_table)) for at in range(0, n_table, size)]
         self.make_slots(max(size * n, min(most, self.vocab_size)) * self.width)
         waiting = deque(groups)
@@ -289,7 +296,7 @@ class OffloadedTables(Tables):
         if training:
             self.reads.append((distinct, leaves))
             ahead(distinct, ("m", "v"))  # the update will want them
-        self.moved += n_table * n * self.width * self.weight[0].element_size()
+        self.moved += n_table * n * self.row_bytes
         position = send(position, self.device)
         if hot is not None:
             hot = send(hot, self.device)

@@ -147,13 +147,16 @@ class TableFile:
         once. Page faults ask the disk for one after the other: that took ten times as long."""
         if not hasattr(mmap, "MADV_WILLNEED") or not len(ids):
             return
-        cuts = ((ids[1:] - ids[:-1]) > 1).nonzero()[:, 0]  # neighbours are asked for as one
-        firsts = torch.cat([ids[:1], ids[cuts + 1]]).tolist()
-        lasts = torch.cat([ids[cuts], ids[-1:]]).tolist()
+        runs = []  # first and last of neighbours, which are asked for as one
+        for token in ids.tolist():
+            if runs and token == runs[-1][1] + 1:
+                runs[-1][1] = token
+            else:
+                runs.append([token, token])
         for name in names:
             offset, size = self.regions[name]
             per_token = size // self.shape[0]
-            for first, last in zip(firsts, lasts, strict=True):
+            for first, last in runs:
                 start = (offset + first * per_token) // PAGE * PAGE  # a range begins on a page
                 self.map.madvise(mmap.MADV_WILLNEED, start, offset + (last + 1) * per_token - start)
 

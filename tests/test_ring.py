@@ -228,6 +228,24 @@ def test_each_distinct_row_is_gathered_once(monkeypatch):
     assert tables.moved == L * 3 * W * 4
 
 
+def test_few_rows_are_read_where_they_are_and_as_they_are_now(tmp_path, monkeypatch):
+    """A step of decoding on the CPU: asked of the disk at once, then no slot in between."""
+    tables = filled(OffloadedTables(home("file", tmp_path)))
+    asked, adam = [], RowAdam(tables)
+    step(tables, adam, 0)
+    monkeypatch.setattr(tables.home, "read_ahead", lambda *what: asked.append(what))
+    monkeypatch.setattr(tables, "fetch", lambda *_: pytest.fail("brought through a slot"))
+    moved, ids = tables.moved, torch.tensor([[5, 2, 5]])
+    rows = list(tables.eval().lookup(ids))
+    assert [(ids.tolist(), names) for ids, names in asked] == [([2, 5], ("rows",))]
+    assert tables.moved - moved == L * 2 * W * 4
+    plain = resident()
+    step(plain, RowAdam(plain), 0)
+    assert_rows(rows, ids, plain)
+    with pytest.raises(IndexError, match=f"rows 0 to {V - 1}"):
+        tables.lookup(torch.tensor([[V]]))
+
+
 # --- what goes wrong ---
 
 
