@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotrows import HotRows
-from ring import CudaGradients, CudaSlot, Slot, Worker, outcome, seen_by_gpu
+from ring import STREAMS, CudaGradients, CudaSlot, Slot, Worker, outcome, seen_by_gpu
 from tablefile import TableFile
 
 GROUP_BYTES = 1 << 20  # up to so much several tables are fetched as one: a hand-off costs more
@@ -39,7 +39,7 @@ GROUP_BYTES = 1 << 20  # up to so much several tables are fetched as one: a hand
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device for which the host does not wait: a GPU that is still busy fetches from
     pinned memory when it gets there, from any other the host would have to hand the data over."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type in STREAMS and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -198,7 +198,7 @@ class OffloadedTables(Tables):
         self.file = home if isinstance(home, TableFile) and home.writable else None
         self.ring_slots, self.gather, self.group_bytes = ring_slots, gather, group_bytes
         self.max_rows = max_rows
-        self.cuda = self.device.type == "cuda"
+        self.cuda = self.device.type in STREAMS
         self.worker, self.slots = Worker(), []
         self.flight = deque()  # slots whose rows have been ordered and not read, with their jobs
         self.pending: dict[int, tuple[Callable, Tensor | None]] = {}  # updates by table
@@ -351,9 +351,7 @@ class OffloadedTables(Tables):
         """Slots for so many numbers. Addresses stay, unless a batch needs more than any before."""
         if self.slots and self.slots[0].host.numel() >= numbers:
             return
-        for slot in self.slots:
-            slot.reclaim()  # the last copies end before their memory goes
-        self.slots.clear()
+        self.slots.clear()  # their memory goes when the last copies have ended
         dtype = self.weight[0].dtype
         with torch.inference_mode(False):  # what decoding allocates, training may use
             for _ in range(self.ring_slots):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tablefile import TableError, gib
 
+STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 PATIENCE = 600.0  # seconds after which a job that has not ended counts as hung
 
 
@@ -109,7 +110,8 @@ class CudaSlot(Slot):
     ) -> None:
         self.host = pinned(numbers, dtype)
         self.buffer = torch.empty(numbers, dtype=dtype, device=device)
-        self.buffer.record_stream(stream)  # not to be reused before the last copy has ended
+        # Not to be handed out anew before the last copy has ended. (Pinned memory never is.)
+        self.buffer.record_stream(stream)
         self.stream, self.device = stream, device
         self.copied, self.freed = torch.cuda.Event(), torch.cuda.Event()
         # The allocator hands out memory that kernels queued earlier may still use: the side stream

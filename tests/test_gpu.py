@@ -2,22 +2,22 @@
 
 import copy
 import gc
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_hazards import RealGpu, offloaded
 
 from homes import RamHome
 from model import LAYERS, Decoder, ModelConfig
 from offload import OffloadedTables, ResidentTables
-from ring import CudaSlot
 from rowadam import RowAdam
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+GPU = RealGpu()
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_reading_rows_by_ids_on_the_cpu_does_not_wait_for_the_gpu(training):
     ids = torch.randint(60, (16, 1024))
     list(tables.lookup(ids))  # allocations out of the way
     torch.cuda.synchronize()
-    busy(torch.cuda.current_stream())
+    GPU.busy(torch.cuda.current_stream())
     rows = list(tables.lookup(ids))
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
@@ -96,70 +96,7 @@ def test_bfloat16_rows_take_small_steps_on_the_gpu():
     assert tables.weight[0].float().mean().item() == pytest.approx(1 - 20 * 2**-12, abs=2e-4)
 
 
-# --- offloaded tables ---
-
-V, L, W = 128, 4, 1024  # rows of 256 KB in a lookup: too much for a driver to stage aside
-IDS = torch.arange(64)[None]
-
-
-def offloaded(vocab_size: int = V, width: int = W, **options) -> OffloadedTables:
-    """Small tables, each a job of its own for the worker all the same."""
-    home = RamHome((vocab_size, L, width), torch.float32)
-    made = OffloadedTables(home, "cuda", **{"group_bytes": 0, **options})
-    torch.manual_seed(0)
-    made.init_rows(1.0)
-    return made
-
-
-def all_equal(tables) -> bool:
-    """Whether a lookup gives the rows that are on the host."""
-    rows = list(tables.lookup(IDS))
-    torch.cuda.synchronize()
-    pairs = zip(rows, tables.weight, strict=True)
-    return all(torch.equal(row.cpu(), F.embedding(IDS, weight)) for row, weight in pairs)
-
-
-def busy(stream: torch.cuda.Stream) -> None:
-    """Keep a stream from getting on for about a tenth of a second."""
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # clock cycles
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-def test_h1_a_host_buffer_is_not_refilled_while_it_is_copied(guarded, monkeypatch):
-    tables = offloaded(ring_slots=1).eval()
-    assert all_equal(tables)  # and allocations out of the way
-    if not guarded:
-        monkeypatch.setattr(CudaSlot, "reclaim", lambda slot: None)
-    busy(tables.stream)  # the first copy starts late
-    assert all_equal(tables) == guarded
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-def test_h2_a_gpu_buffer_is_not_overwritten_while_it_is_read(guarded, monkeypatch):
-    tables = offloaded(ring_slots=1).eval()
-    assert all_equal(tables)
-    if not guarded:
-        monkeypatch.setattr(CudaSlot, "guard", lambda slot: None)
-    busy(torch.cuda.current_stream())  # the first rows are expanded late
-    assert all_equal(tables) == guarded
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-def test_h3_a_row_is_updated_before_it_is_read_again(guarded, monkeypatch):
-    tables = offloaded(ring_slots=2)
-    adam, settle = RowAdam(tables), tables.settle
-    if not guarded:  # only `flush`, on the main thread, still settles
-        main = threading.main_thread()
-        monkeypatch.setattr(
-            tables, "settle", lambda t: threading.current_thread() is main and settle(t)
-        )
-    sum((rows * rows).sum() for rows in tables.lookup(IDS)).backward()
-    adam.step(*tables.gradients(), lr=0.1)
-    read = [row.detach().cpu() for row in tables.lookup(IDS)]
-    tables.flush()
-    pairs = zip(read, tables.weight, strict=True)
-    assert all(torch.equal(row, F.embedding(IDS, w)) for row, w in pairs) == guarded
+# --- offloaded tables (and see test_hazards.py) ---
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
@@ -208,38 +145,55 @@ def test_decoding_with_offloaded_tables_equals_resident(options, dtype):
     assert torch.equal(*texts)
 
 
-def test_gradients_find_their_tables_after_an_abandoned_lookup():
-    results = []
-    for abandoned in (False, True):
-        tables = offloaded(ring_slots=3)
-        adam = RowAdam(tables)
-        for _ in range(4):
-            if abandoned:
-                next(iter(tables.lookup(IDS)))
-                tables.reads.clear()
-            loss = sum((r.sin() * (t + 1)).sum() for t, r in enumerate(tables.lookup(IDS)))
-            loss.backward()
-            adam.step(*tables.gradients(), lr=0.1)
-        tables.flush()
-        results.append([weight.clone() for weight in tables.weight])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+def test_reads_in_place_can_be_captured_in_a_cuda_graph():
+    """No host work is left: a replay reads the rows of the ids that are there by then."""
+    tables = offloaded(GPU, gather="inplace").eval()
+    ids = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
+    with torch.inference_mode():
+        list(tables.lookup(ids))  # whatever is set up in the first call
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rows = list(tables.lookup(ids))
+        for first in (0, 7):
+            wanted = torch.arange(first, first + 64)[None]
+            ids.copy_(wanted)
+            graph.replay()
+            for row, weight in zip(rows, tables.weight, strict=True):
+                assert torch.equal(row.cpu(), F.embedding(wanted, weight))
 
 
-def test_rows_are_read_in_place_after_the_update_that_changes_them():
-    tables = offloaded(gather="inplace")
-    adam = RowAdam(tables)
-    for number in range(3):
-        sum((rows.sin() * (number + 1)).sum() for rows in tables.train().lookup(IDS)).backward()
-        adam.step(*tables.gradients(), lr=0.1)
-        with torch.no_grad():
-            assert all_equal(tables.eval())
-    assert [view.data_ptr() for view in tables.views] == [w.data_ptr() for w in tables.weight]
-    assert all(view.is_cuda for view in tables.views)
+def test_copies_overlap_compute():
+    """In a profile, most of the time that rows are on their way, a kernel is running."""
+    tables = offloaded(GPU, (2048, 8, 4096)).eval()  # 16 MB of rows for each table
+    ids, square = torch.arange(1024)[None], torch.randn(4096, 4096, device="cuda")
+
+    def layers() -> None:
+        for rows in tables.lookup(ids):
+            for _ in range(20):  # as long as it takes to gather the next rows
+                rows = rows @ square
+        torch.cuda.synchronize()
+
+    with torch.no_grad():
+        layers()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            layers()
+    on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    copies = [e.time_range for e in on_gpu if "HtoD" in e.name and e.time_range.elapsed_us() > 50]
+    kernels = [e.time_range for e in on_gpu if not e.name.startswith("Mem")]
+    assert len(copies) == 8 and len(kernels) >= 160
+    hidden = sum(
+        max(0, min(copy.end, kernel.end) - max(copy.start, kernel.start))
+        for copy in copies
+        for kernel in kernels
+    )
+    assert hidden > 0.5 * sum(copy.elapsed_us() for copy in copies)
 
 
 def test_device_memory_does_not_grow_with_the_vocabulary():
     def peak(vocab_size: int) -> int:
-        tables = offloaded(vocab_size, width=256)
+        tables = offloaded(GPU, (vocab_size, 4, 256))
         adam = RowAdam(tables)
         for number in range(3):
             if number == 1:
@@ -260,14 +214,3 @@ def test_device_memory_does_not_grow_with_the_vocabulary():
     small, large = sizes
     assert small > 4 * 512 * 256 * 4  # at least the rows of one table
     assert large == pytest.approx(small, rel=0.01)
-
-
-def test_ordering_rows_does_not_wait_for_the_gpu():
-    """A lookup by ids on the CPU is over long before a busy GPU is."""
-    tables = offloaded(ring_slots=L).eval()
-    assert all_equal(tables)
-    busy(torch.cuda.current_stream())
-    rows = list(tables.lookup(IDS))
-    assert not torch.cuda.current_stream().query()
-    torch.cuda.synchronize()
-    assert torch.equal(rows[-1].cpu(), F.embedding(IDS, tables.weight[-1]))
