@@ -116,7 +116,8 @@ def parse_args(description: str) -> argparse.Namespace:
         "--device_batch_size",
         type=int,
         help="sequences on the device at a time: reduce if you run out of memory; gradients "
-        "accumulate up to --batch_size, which it must divide (batch_size)",
+        "accumulate up to --batch_size, which it must divide; free to change at --resume "
+        "(batch_size)",
     )
     add("--max_iters", type=int, help="optimizer steps (sft: two passes over the data, dpo: one)")
     add("--learning_rate", type=float, help="peak, of the backbone")
@@ -271,6 +272,7 @@ def inherited(args: argparse.Namespace, config: dict) -> dict:
 def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
     """The settings of the run in a checkpoint; of the command line's only where it may run."""
     may_change = ("resume", "out_dir", "data_dir", "device", "dtype", "compile")
+    may_change += ("device_batch_size",)  # a step still sees the same batch, summed in other parts
     may_change += ("offload", "ring_slots", "gather", "cache_rows")
     other = [f"--{name}" for name in args.given if name not in may_change]
     if other:

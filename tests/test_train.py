@@ -18,7 +18,7 @@ from conftest import ROOT, SMALL, command
 import train as train_module
 from common import UserError, run
 from compare import read_run
-from data import read_tokenizer
+from data import Windows, read_tokenizer
 from model import Decoder, ModelConfig
 from objectives import NextToken
 from settings import PRESETS, parse_args
@@ -102,6 +102,38 @@ def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatc
     whole, cut = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "cut")
     for part in ("model", "optimizer", "step", "config", "tokenizer"):
         assert_same(whole[part], cut[part])
+
+
+def test_resuming_in_smaller_parts_sees_the_same_batches(data, tmp_path, monkeypatch):
+    train_module.train(arguments(monkeypatch, data, tmp_path / "whole"))
+    seen, row_of = [], Windows.row
+
+    def row(self, index):
+        if self.seed is not None:  # of training
+            seen.append(index)
+        return row_of(self, index)
+
+    save = train_module.save_checkpoint
+
+    def cut(*args, step, **state):
+        save(*args, step=step, **state)
+        raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        patch.setattr(train_module, "save_checkpoint", cut)
+        train_module.train(arguments(monkeypatch, data, tmp_path / "cut"))
+    resume = ["train.py", "--resume", "--out_dir", str(tmp_path / "cut"), "--device_batch_size"]
+    monkeypatch.setattr(sys, "argv", [*resume, "3"])
+    with pytest.raises(UserError, match="--device_batch_size 3 must divide --batch_size 4"):
+        train_module.train(parse_args(""))
+    monkeypatch.setattr(Windows, "row", row)
+    monkeypatch.setattr(sys, "argv", [*resume, "1"])
+    train_module.train(parse_args(""))
+    assert seen == list(range(6 * 4, 12 * 4))
+    assert checkpoint(tmp_path / "cut")["args"]["device_batch_size"] == 1
+    parts, whole = losses(tmp_path / "cut"), losses(tmp_path / "whole")
+    assert parts[:6] == whole[:6]
+    assert parts[6:] == pytest.approx(whole[6:], rel=2e-3)
 
 
 def test_ctrl_c_saves_a_whole_step_and_says_how_to_go_on(data, tmp_path):
