@@ -281,6 +281,10 @@ def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
             f"{', '.join(other)}, or start a new run with another --out_dir"
         )
     given = {name: getattr(args, name) for name in args.given}
+    saved = dict(checkpoint["args"])
+    if "offload" in given:  # another home: what suited the last one is not asked for
+        for name in ("gather", "cache_rows"):
+            saved.pop(name, None)
     # Flags that are younger than the checkpoint have their defaults.
-    settings = {**vars(args), **checkpoint["args"], **given, "out_dir": args.out_dir}
+    settings = {**vars(args), **saved, **given, "out_dir": args.out_dir}
     return argparse.Namespace(**settings)

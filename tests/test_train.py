@@ -263,6 +263,21 @@ def test_a_device_that_is_not_there(data, tmp_path):
     assert "--device cuda: not available here" in error.stderr
 
 
+def test_moving_tables_at_resume_forgets_how_they_were_read(data, tmp_path, monkeypatch):
+    home = ("--offload", "cpu", "--gather", "ring", "--cache_rows", "5")
+    train_module.train(arguments(monkeypatch, data, tmp_path, *home, "--max_iters", "2"))
+
+    def resume(*flags):
+        argv = ["train.py", "--resume", "--out_dir", str(tmp_path), *flags]
+        monkeypatch.setattr(sys, "argv", argv)
+        train_module.train(parse_args(""))
+        return [checkpoint(tmp_path)["args"][name] for name in ("offload", "gather", "cache_rows")]
+
+    assert resume() == ["cpu", "ring", 5]
+    assert resume("--offload", "none") == ["none", None, 0]
+    assert resume("--offload", "disk", "--cache_rows", "3") == ["disk", None, 3]
+
+
 def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, story):
     folder = tmp_path / "run"
     folder.mkdir()
