@@ -292,9 +292,8 @@ def main() -> None:
     add(
         "--dataset",
         choices=(*CORPORA, *DATASETS),
-        default="countries",
-        help="countries, countries-sft, countries-dpo: facts about the world's states, told, asked "
-        "for, and answered in two styles, made here; " + "; ".join(about),
+        help="countries (the default), countries-sft, countries-dpo: facts about the world's "
+        "states, told, asked for, and answered in two styles, made here; " + "; ".join(about),
     )
     add("--base_url", help="a mirror to download --dataset from")
     add("--out_dir", type=Path, help="default: data/ and the data set's name; needed with --input")
@@ -319,6 +318,9 @@ def main() -> None:
     add("--seed", type=int, help="of a corpus that is made here (0)")
     args = parser.parse_args()
 
+    if args.input and args.dataset:
+        raise UserError(f"--dataset {args.dataset} changes nothing with --input: leave one out")
+    args.dataset = args.dataset or "countries"
     made = args.input is None and args.dataset in CORPORA
     for flag in ("val_fraction", "max_bad") if made else ("seed",):
         if getattr(args, flag) is not None:

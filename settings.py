@@ -186,9 +186,6 @@ def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Nam
             )
     if stage.rows != "text" and len(parts) > 1:
         raise UserError(f"--data_dir {args.data_dir}: --stage {args.stage} reads one folder")
-    for name, useful in (("beta", args.stage == "dpo"), ("doc_mask", stage.rows == "text")):
-        if name in args.given and not useful and not args.resume:
-            raise UserError(f"--{name} changes nothing in --stage {args.stage}: leave it out")
     if args.stage != "pretrain" and not args.resume and base is None:
         raise UserError(
             f"--stage {args.stage} goes on with a trained model: name its checkpoint with "
@@ -210,6 +207,17 @@ def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Nam
     for name, value in defaults.items():
         if name not in STAGES and getattr(args, name) is None:
             setattr(args, name, value)
+    ffn = args.ffn or ModelConfig.ffn
+    at_stage, with_ffn = f"in --stage {args.stage}", f"with --ffn {ffn}"
+    for name, useful, where in (
+        ("beta", args.stage == "dpo", at_stage),
+        ("doc_mask", stage.rows == "text", at_stage),
+        ("stem_layers", ffn == "stem", with_ffn),
+        ("embformer_act", ffn not in ("dense", "stem"), with_ffn),  # an FFN of one's own may use it
+        ("d_ff", ffn != "embformer", with_ffn),
+    ):
+        if name in args.given and not useful and not args.resume:
+            raise UserError(f"--{name} changes nothing {where}: leave it out")
     if args.max_iters is None:
         rows = metas[0]["train"]["documents"] // (2 if stage.rows == "preference" else 1)
         args.max_iters = max(1, stage.epochs * rows // max(1, args.batch_size))

@@ -142,6 +142,8 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, monkeypatch):
 
     assert "no such" in error("--input", "gone.txt", "--out_dir", "x").lower()
     assert "--out_dir" in error("--input", story)
+    both = ("--input", story, "--dataset", "tinystories", "--out_dir", "x")
+    assert "--dataset tinystories changes nothing with --input" in error(*both)
     assert "--vocab_size 100" in error("--input", story, "--out_dir", "x", "--vocab_size", 100)
     assert "--val_fraction" in error("--input", story, "--out_dir", "x", "--val_fraction", 2)
     assert "--vocab_size 100" in error("--vocab_size", 100)
