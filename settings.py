@@ -60,7 +60,8 @@ STAGES = {
     "dpo": Stage("preference", ("preference",), 8e-5, epochs=1),
 }
 DEFAULTS = dict(schedule="cosine", warmup=0.1, min_lr=0.1, doc_mask=False)
-MODEL_FLAGS = [field.name for field in fields(ModelConfig) if field.name != "vocab_size"]
+# What train.py may set in a model. A field without a flag keeps its default.
+MODEL_FIELDS = [field.name for field in fields(ModelConfig) if field.name != "vocab_size"]
 
 
 def parse_args(description: str) -> argparse.Namespace:
@@ -205,7 +206,7 @@ def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Nam
     if base:
         defaults.update(inherited(args, base["config"]))
     for name, value in defaults.items():
-        if name not in STAGES and getattr(args, name) is None:
+        if name not in STAGES and getattr(args, name, None) is None:
             setattr(args, name, value)
     ffn = args.ffn or ModelConfig.ffn
     at_stage, with_ffn = f"in --stage {args.stage}", f"with --ffn {ffn}"
@@ -255,14 +256,15 @@ def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Nam
 def inherited(args: argparse.Namespace, config: dict) -> dict:
     """The shape of the model in --init_from. Only the context length may change: positions are
     rotary, so no weight depends on it."""
+    # Fields that are younger than the checkpoint have their defaults.
+    shape = {name: config.get(name, getattr(ModelConfig, name)) for name in MODEL_FIELDS}
     free = ("block_size", "rope_base")
-    fixed = [name for name in MODEL_FLAGS if name in args.given and name not in free]
+    fixed = [name for name in MODEL_FIELDS if name in args.given and name not in free]
     if fixed:
         raise UserError(
             f"--{fixed[0]} is given by the model in --init_from {args.init_from} "
-            f"({config[fixed[0]]}): leave it out"
+            f"({shape[fixed[0]]}): leave it out"
         )
-    shape = {name: config[name] for name in MODEL_FLAGS}
     if args.stage == "context":
         growth = (args.block_size or 0) / config["block_size"]
         if growth <= 1:

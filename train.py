@@ -37,7 +37,7 @@ from objectives import NextToken, Preference, validate
 from records import Log, put_aside
 from rowadam import RowAdam
 from sample import sample_text
-from settings import DEFAULT_DATA, MODEL_FLAGS, STAGES, complete, parse_args, resumed
+from settings import DEFAULT_DATA, MODEL_FIELDS, STAGES, complete, parse_args, resumed
 from tablefile import LIVE
 
 
@@ -134,11 +134,11 @@ def build(
     new run from the model in `base`."""
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
-    flags = {name: getattr(args, name) for name in MODEL_FLAGS}
+    fields = {name: getattr(args, name, None) for name in MODEL_FIELDS}
     try:
         config = ModelConfig(
             vocab_size=data.metas[0]["vocab_size"],
-            **{name: value for name, value in flags.items() if value is not None},
+            **{name: value for name, value in fields.items() if value is not None},
         )
     except ValueError as error:
         raise UserError(f"--{error}") from None

@@ -301,6 +301,23 @@ def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, s
     assert "does not hold the text" in error.stderr
 
 
+def test_a_new_setting_of_models_is_one_line_and_opens_older_checkpoints(trained, data, tmp_path):
+    line = "    table_std: float = 0.02"
+    for path in ROOT.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if path.name == "model.py":
+            assert line in text
+            text = text.replace(line, f"    new: float = 0.25\n{line}")
+        (tmp_path / path.name).write_text(text, encoding="utf-8")
+    shutil.copytree(trained["stem"], tmp_path / "again")
+    train = (tmp_path / "train.py", "--out_dir")
+    command(*train, "again", "--resume", cwd=tmp_path)
+    old = trained["stem"] / "ckpt.pt"
+    more = ("--stage", "midtrain", "--init_from", old, "--data_dir", data)
+    command(*train, "new", *more, "--max_iters", 2, "--device", "cpu", cwd=tmp_path)
+    assert checkpoint(tmp_path / "new")["config"]["new"] == 0.25
+
+
 def test_data_may_move(trained, data, tmp_path):
     for name in ("ckpt.pt", "metrics.jsonl"):
         (tmp_path / name).write_bytes((trained["stem"] / name).read_bytes())
