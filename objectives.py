@@ -122,14 +122,19 @@ def evaluate(
     return result
 
 
+def validation_rows(source: Source, n_token: int) -> int:
+    """How many rows `validate` looks at: about `n_token` tokens, rows being counted as full."""
+    return max(1, min(source.n_row, n_token // source.block_size))
+
+
 def validate(
     objective: NextToken | Preference, data: Data, n_token: int, size: int
 ) -> dict[str, float]:
-    """What `evaluate` says of about `n_token` tokens of the validation data, rows being counted as
-    full: of a mixture the mean by its weights, and the loss of each part as val_loss/<folder>."""
+    """What `evaluate` says of the `validation_rows` of each folder: of a mixture the mean by its
+    weights, and the loss of each part as val_loss/<folder>."""
     figures: dict[str, float] = {}
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
-        n_row = max(1, min(source.n_row, n_token // source.block_size))
+        n_row = validation_rows(source, n_token)
         part = evaluate(objective, source, n_row, size, data.token_lengths)
         for key, value in part.items():
             figures[key] = figures.get(key, 0.0) + weight * value

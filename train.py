@@ -33,7 +33,7 @@ from compare import plot
 from data import Data, check_tokenizer
 from exam import chat_exam, longest_question, recall
 from model import Decoder, ModelConfig
-from objectives import NextToken, Preference, validate
+from objectives import NextToken, Preference, validate, validation_rows
 from records import Log, put_aside
 from rowadam import RowAdam
 from sample import sample_text
@@ -237,9 +237,10 @@ def fit(
             block.compile()
     if args.stage == "dpo" and not args.resume:
         for pairs in data.pairs:
-            total = args.max_iters * args.batch_size
-            seen = total if pairs is data.train else args.eval_tokens
-            objective.refer(pairs, min(pairs.n_row, seen), args.device_batch_size)
+            seen = min(pairs.n_row, args.max_iters * args.batch_size)
+            if pairs is not data.train:
+                seen = validation_rows(pairs, args.eval_tokens)
+            objective.refer(pairs, seen, args.device_batch_size)
 
     config, sizes = model.config, model.sizes()
     units = {"text": "windows of", "chat": "conversations of up to", "preference": "pairs of up to"}

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 import shutil
 
@@ -231,6 +232,17 @@ def test_every_pair_of_a_run_has_its_reference(folders):
     for number in range(5):  # batches of 4: the first 20
         assert not data.train.batch(number, 4)[2].isnan().any()
     assert data.train.reference[:, 0].size > 20 and torch.tensor(data.train.reference).isnan().any()
+
+
+@pytest.mark.parametrize(("tokens", "pairs"), [(64, 2), (1, 1), (10**6, None)])
+def test_only_pairs_that_are_looked_at_get_a_reference(stage, folders, tokens, pairs):
+    out = stage("dpo", more=("--max_iters", 1, "--eval_tokens", tokens))  # of rows of 32
+    known = checkpoint(out)["reference"][1].isfinite().all(1)
+    n_row = len(known)
+    assert n_row > 2
+    pairs = pairs or n_row
+    assert known.tolist() == [True] * pairs + [False] * (n_row - pairs)
+    assert math.isfinite(read_run(out)["eval"][-1]["val_loss"])
 
 
 def test_evaluate_means_over_tokens_whatever_the_batch(folders):
