@@ -288,7 +288,8 @@ def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
     if other:
         raise UserError(
             f"--resume goes on with the settings of {args.out_dir}/ckpt.pt: leave out "
-            f"{', '.join(other)}, or start a new run with another --out_dir"
+            f"{', '.join(other)}, or start a new run with another --out_dir, from this model with "
+            f"--init_from {args.out_dir}/ckpt.pt"
         )
     given = {name: getattr(args, name) for name in args.given}
     saved = dict(checkpoint["args"])

@@ -92,6 +92,13 @@ def test_the_whole_chain(stage, folders, trained, tmp_path):
     assert last["tokenizer"] == first["tokenizer"]
 
 
+def test_pretraining_may_go_on_from_a_model(stage, trained):
+    out = stage("pretrain", more=("--max_iters", 2))  # as a refused --resume advises
+    before, after = (read_run(folder)["eval"] for folder in (trained["stem"], out))
+    assert after[0]["val_loss"] == before[-1]["val_loss"]
+    assert after[-1]["val_loss"] < before[-1]["val_loss"]
+
+
 def crash_in_step(monkeypatch, number):
     """A power cut in training step `number`."""
     calls, forward = [], Decoder.forward

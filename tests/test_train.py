@@ -289,6 +289,7 @@ def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, s
         *("train.py", "--resume", "--out_dir", folder, "--n_layer", 4), cwd=tmp_path, fails=True
     )
     assert "leave out --n_layer" in error.stderr
+    assert f"from this model with --init_from {folder}/ckpt.pt" in error.stderr
     saved = torch.load(folder / "ckpt.pt", weights_only=True)
     saved["args"]["data_dir"] = str(tmp_path / "new")
     torch.save(saved, folder / "ckpt.pt")
