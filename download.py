@@ -4,20 +4,16 @@ taken for whole.
     path = fetch("shakespeare", "data/raw")    # data/raw/input.txt, downloaded once
 
 A download grows in `<file>.part` and gets its name only when its size and checksum are right. What
-breaks off, by the network or by Ctrl-C, is continued by the next try or the next run. `<file>.note`
-remembers which version of the file a part belongs to (the server's ETag or date) and, for a file
-without a published checksum, the checksum of what came down.
+breaks off, by the network or by Ctrl-C, is continued by the next try or the next run.
 """
 
 import hashlib
-import json
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from email.message import Message
 from http.client import HTTPException, HTTPResponse, InvalidURL
 from pathlib import Path
 from urllib.error import HTTPError
@@ -25,7 +21,7 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from common import UserError, atomic
+from common import UserError
 
 TRIES = 5  # in a row without a new byte
 TIMEOUT = 30  # seconds of silence
@@ -37,8 +33,8 @@ OTHERWISE = "use --input with files of your own, or --base_url with a mirror"
 class Dataset:
     base: str  # URL of the folder
     file: str
-    size: int | None  # bytes; None: not published
-    sha256: str | None
+    size: int  # bytes
+    sha256: str
     licence: str
     about: str
     kind: str = "text"  # of documents (documents.py)
@@ -131,45 +127,40 @@ def fetch(
     if not dataset.url.startswith(("http://", "https://")):
         raise UserError(f"--base_url {base_url}: must begin with http:// or https://")
     path = Path(folder) / dataset.file
-    part, note = (path.with_name(path.name + end) for end in (".part", ".note"))
+    part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        known = dataset.sha256 or read_note(note).get("sha256")
-        if known and path.is_file() and sha256(path) == known:
+        if path.is_file() and sha256(path) == dataset.sha256:
             return path
-        missing = (dataset.size or 0) - length(part)
+        if length(part) > dataset.size:  # a part of something else
+            part.unlink()
+        missing = dataset.size - length(part)
         if missing > (free := shutil.disk_usage(path.parent).free):
             raise UserError(f"no room for {path}: {missing:,} bytes to come, {free:,} are free")
         for _ in range(2):
-            download(dataset, part, note, progress, sleep)
-            got = sha256(part)
-            if got == (dataset.sha256 or got):
+            download(dataset, part, progress, sleep)
+            if (got := sha256(part)) == dataset.sha256:
                 break
-            part.unlink()  # it may have begun as another version: once more, from nothing
+            part.unlink()  # it may have begun as something else: once more, from nothing
         else:
             raise UserError(
                 f"{dataset.url} is not the published {dataset.file}: "
                 f"expected sha256 {dataset.sha256}, got {got}: {OTHERWISE}"
             )
         os.replace(part, path)
-        # Last: until the note says so, a file without a published checksum does not count as whole.
-        if dataset.sha256:
-            note.unlink(missing_ok=True)
-        else:
-            write_note(note, sha256=got)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     return path
 
 
-def download(dataset: Dataset, part: Path, note: Path, progress: bool, sleep: Callable) -> None:
+def download(dataset: Dataset, part: Path, progress: bool, sleep: Callable) -> None:
     """Bring `part` to its full length, with as many requests as that takes."""
     failures, furthest = 0, length(part)
     shown = {"desc": dataset.file, "initial": furthest, "disable": not progress}
     with tqdm(**shown, unit="B", unit_scale=True) as bar:
         while True:
             try:
-                return request(dataset, part, note, bar)
+                return request(dataset, part, bar)
             except Broken as error:
                 # Progress is new ground only: a server that begins anew each time makes none.
                 failures = 1 if length(part) > furthest else failures + 1
@@ -182,25 +173,20 @@ def download(dataset: Dataset, part: Path, note: Path, progress: bool, sleep: Ca
             sleep(2 ** (failures - 1))
 
 
-def request(dataset: Dataset, part: Path, note: Path, bar: tqdm) -> None:
+def request(dataset: Dataset, part: Path, bar: tqdm) -> None:
     """One request, for what is missing. Returns when `part` has its full length."""
-    url, start = dataset.url, length(part)
-    if start and start == dataset.size:
+    url, size, start = dataset.url, dataset.size, length(part)
+    if start == size:
         return  # stopped between the last byte and the renaming
     headers = {"User-Agent": "token-tables"}
-    known = read_note(note).get("version")
-    if start and (known or dataset.sha256):  # else two versions could be mixed unnoticed
+    if start:
         headers["Range"] = f"bytes={start}-"
-        if known:
-            headers["If-Range"] = known  # of another version the server sends everything
     try:
         response = urlopen(Request(url, headers=headers), timeout=TIMEOUT)
     except HTTPError as error:
         error.close()
         reason = f"HTTP {error.code} {error.reason}"
-        if error.code == 416:  # nothing from `start` on: the part is whole, or of something else
-            if error.headers.get("Content-Range") == f"bytes */{start}":
-                return
+        if error.code == 416:  # nothing from `start` on: the next request asks for everything
             part.unlink(missing_ok=True)
         elif error.code not in (408, 429) and error.code < 500:
             raise UserError(f"cannot fetch {url}: {reason}: {OTHERWISE}") from None
@@ -211,27 +197,20 @@ def request(dataset: Dataset, part: Path, note: Path, bar: tqdm) -> None:
         raise Broken(str(getattr(error, "reason", error)) or type(error).__name__) from error
 
     with response:
-        offered = version(response.headers)
         if response.status == 206:
             span = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers["Content-Range"] or "")
-            if not span or int(span[1]) != start or (known and offered not in (None, known)):
+            if not span or int(span[1]) != start:
                 part.unlink(missing_ok=True)  # so that the next request asks for everything
                 raise Broken(f"asked for the bytes from {start:,} on, got others")
             promised = int(span[2])
         elif response.status == 200:
-            start, promised = 0, response.length
+            start, promised = 0, response.length  # None: it does not say
         else:
             raise Broken(f"HTTP {response.status}")
-        size = dataset.size if promised is None else promised
-        if size is None:  # the end of the file and a broken connection would look the same
-            raise UserError(f"{url}: the server does not say how long it is: {OTHERWISE}")
-        if dataset.size not in (None, size):
-            raise UserError(f"{url}: expected {dataset.size:,} bytes, it has {size:,}: {OTHERWISE}")
-        if response.status == 200:  # in this order, so that the note never vouches for older bytes
-            part.unlink(missing_ok=True)
-            write_note(note, version=offered)
+        if promised not in (None, size):
+            raise UserError(f"{url}: expected {size:,} bytes, it has {promised:,}: {OTHERWISE}")
         bar.total, bar.n = size, start
-        with open(part, "ab") as file:
+        with open(part, "ab" if start else "wb") as file:
             position = start
             while position < size and (data := receive(response, size - position)):
                 file.write(data)
@@ -239,8 +218,6 @@ def request(dataset: Dataset, part: Path, note: Path, bar: tqdm) -> None:
                 bar.update(len(data))
         if position < size:
             raise Broken(f"broke off after {position:,} of {size:,} bytes")
-        if promised is None and receive(response, 1):
-            raise UserError(f"{url}: expected {size:,} bytes, it has more: {OTHERWISE}")
 
 
 def receive(response: HTTPResponse, most: int) -> bytes:
@@ -249,12 +226,6 @@ def receive(response: HTTPResponse, most: int) -> bytes:
         return response.read1(min(most, CHUNK))
     except (OSError, HTTPException) as error:
         raise Broken(str(error) or type(error).__name__) from error
-
-
-def version(headers: Message) -> str | None:
-    """What names a file's version. A weak ETag, W/..., may stand for different bytes."""
-    etag = headers["ETag"]
-    return etag if etag and not etag.startswith("W/") else headers["Last-Modified"]
 
 
 def length(path: Path) -> int:
@@ -267,16 +238,3 @@ def sha256(path: Path) -> str:
         while data := file.read(1 << 20):
             digest.update(data)
     return digest.hexdigest()
-
-
-def read_note(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing or damaged: nothing is known
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def write_note(path: Path, **content: str | None) -> None:
-    with atomic(path) as temporary:
-        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
