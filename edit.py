@@ -10,32 +10,88 @@ An edit changes no weight: where the prompt says Spain, tables are looked up und
 """
 
 import argparse
+import itertools
 import json
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import tiktoken
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 import countries
 import homes
 from common import UserError, atomic, encode, load_model, pick_device, run
-from exam import score
+from exam import group_size, score
 from model import Decoder
+from offload import Tables
 from stem import substitute
 
 WIDTH = 38  # of a column of text
 
 
-def edited_ids(encoding: tiktoken.Encoding, ids: Tensor, source: str, target: str) -> Tensor:
+# How a name reads the rows of one with another number of tokens, see `substitute` and `MeanRows`.
+ALIGN = ("last", "first", "pad", "average")
+
+
+class MeanRows(Tables):
+    """Tables with made-up tokens behind the vocabulary, whose rows are means of others' rows."""
+
+    def __init__(self, tables: Tables) -> None:
+        super().__init__(tables.vocab_size, tables.width)
+        self.tables, self.weight = tables, tables.weight
+        self.made_up: dict[tuple[int, ...], int] = {}
+
+    def token(self, ids: list[int]) -> int:
+        """The token whose row, in every table, is the mean of the rows of `ids`."""
+        return self.made_up.setdefault(tuple(ids), self.vocab_size + len(self.made_up))
+
+    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
+        """As `Tables.lookup`, and made-up tokens in `ids` [B, T] are known."""
+        new = ids >= self.vocab_size
+        if not new.any():
+            yield from self.tables.lookup(ids)
+            return
+        n, parts = ids.numel(), [torch.tensor(part, device=ids.device) for part in self.made_up]
+        # One lookup for all: [1, n + tokens that means are made of].
+        both = torch.cat([ids.masked_fill(new, 0).flatten(), *parts])[None]
+        own = torch.arange(n, device=ids.device).view(ids.shape)
+        place = torch.where(new, n + ids - self.vocab_size, own)  # [B, T]
+        for rows in self.tables.lookup(both):
+            rows, *others = rows[0].split([n, *map(len, parts)])  # [n, W], [len(part), W] ...
+            means = torch.stack([other.mean(0) for other in others])  # [made-up tokens, W]
+            yield F.embedding(place.to(rows.device), torch.cat([rows, means]))  # [B, T, W]
+
+
+def edited_ids(
+    encoding: tiktoken.Encoding,
+    ids: Tensor,
+    source: str,
+    target: str,
+    align: str = "last",
+    tables: MeanRows | None = None,
+) -> Tensor:
     """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
-    space before it. Equal to `ids` if they don't."""
+    space before it. Equal to `ids` if they don't.
+
+    Args:
+        ids: [..., T].
+        align: one of ALIGN: `average` makes up a token that all of the source's read, the others
+            are `stem.substitute`'s.
+        tables: for `average`, the model's.
+    """
     edited = ids
     for space in (" ", ""):
         names = [encoding.encode_ordinary(space + name) for name in (source, target)]
-        changed = substitute(ids, *names)
+        how = align
+        if align == "average":
+            how = "last"  # which repeats a single token as often as needed
+            if len(names[0]) != len(names[1]):
+                names[1] = [tables.token(names[1])]
+        changed = substitute(ids, *names, how, encoding.eot_token)
         edited = torch.where(changed != ids, changed, edited)
     return edited
 
@@ -55,13 +111,13 @@ def show(args: argparse.Namespace, model: Decoder, encoding: tiktoken.Encoding) 
         )
     if args.source == args.target:
         raise UserError(f"--source and --target are both {args.source!r}: nothing would change")
-    table_ids = edited_ids(encoding, ids, args.source, args.target)
+    table_ids = edited_ids(encoding, ids, args.source, args.target, args.align, model.tables)
     if args.source not in prompt:
         raise UserError(f"--prompt {prompt!r} does not contain --source {args.source!r}")
     if torch.equal(ids, table_ids):
         raise UserError(
             f"{args.source!r} reads the same rows as before: as tokens it is not a word of its own "
-            f"in this prompt, or the end of {args.target!r}"
+            f"in this prompt, or a part of {args.target!r}"
         )
 
     room = min(args.max_new_tokens, model.config.block_size - ids.shape[1])
@@ -135,12 +191,12 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
         for country in countries.table()
         if len(encoding.encode_ordinary(" " + country.name)) == 1
     ]
-    if len(single) < 2:
-        raise UserError(
-            "--report needs a model of the countries corpus: this tokenizer has "
-            f"{len(single)} country names that are one token"
-        )
     relations = ("capital", "language", "region")
+    if any(len({country.answer(relation) for country in single}) < 2 for relation in relations):
+        raise UserError(
+            "--report needs a model of the countries corpus: this tokenizer has too few country "
+            f"names that are one token ({', '.join(c.name for c in single) or 'none'})"
+        )
     totals = {
         relation: dict.fromkeys(("recall", "success", "unchanged"), (0, 0))
         for relation in relations
@@ -197,6 +253,46 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     }
 
 
+def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
+    """Edit countries whose names have several tokens, or read the rows of one that has.
+
+    Args:
+        model: whose tables are MeanRows.
+
+    Returns:
+        for names of equal length, longer sources and longer targets: the number of pairs, and for
+        each way of ALIGN the share of them where the target's capital is the greedy answer.
+    """
+    table = countries.table()
+    length = [len(encoding.encode_ordinary(" " + country.name)) for country in table]
+    asked = [countries.questions("capital", "paragraph", country)[0] for country in table]
+    prompts = [encode(encoding, question.prompt) for question in asked]
+    answers = [encoding.encode_ordinary(question.answer) for question in asked]
+    kinds = {"equal length": [], "longer source": [], "longer target": []}
+    for i, j in itertools.permutations(range(len(table)), 2):
+        if table[i].answer("capital") != table[j].answer("capital") and length[i] + length[j] > 2:
+            longer = (length[i] > length[j]) - (length[i] < length[j])  # 0, 1, -1
+            list(kinds.values())[longer].append((i, j))
+    bar = tqdm(total=len(ALIGN) * sum(map(len, kinds.values())), unit="edit", desc="lengths")
+    result, size = {}, group_size(encoding)
+    for kind, pairs in kinds.items():
+        result[kind] = {"pairs": len(pairs)}
+        for align in ALIGN:
+            hits = 0
+            for at in range(0, len(pairs), size):
+                sources, targets = zip(*pairs[at : at + size], strict=True)
+                edited = []
+                for i, j in zip(sources, targets, strict=True):
+                    ids, names = torch.tensor(prompts[i]), (table[i].name, table[j].name)
+                    edited.append(edited_ids(encoding, ids, *names, align, model.tables).tolist())
+                asked, wanted = [prompts[i] for i in sources], [answers[j] for j in targets]
+                hits += int(score(model, asked, wanted, edited)[0].sum())
+                bar.update(len(edited))
+            result[kind][align] = hits / len(pairs) if pairs else None
+    bar.close()
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -211,6 +307,14 @@ def main() -> None:
     add("--source", help="the name whose knowledge to replace: Spain")
     add("--target", help="the name whose rows to read instead: Germany")
     add("--prompt", help='text that contains the source; "\\n" is a line break')
+    add(
+        "--align",
+        choices=ALIGN,
+        default="last",
+        help="names of different length: their ends together (a longer source repeats the target's "
+        "first row, a longer target gives its last ones), their beginnings, ends with a padding "
+        "token in front, or the mean of the target's rows for all of the source (%(default)s)",
+    )
     add("--max_new_tokens", type=int, default=40, help="%(default)s")
     add("--report", action="store_true", help="measure all pairs of countries")
     add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
@@ -224,6 +328,7 @@ def main() -> None:
     model, encoding, _ = load_model(args.ckpt, pick_device(args.device), args)
     if not len(model.tables.weight):
         raise UserError(f"{args.ckpt} is a {model.config.ffn} model: it has no tables to edit")
+    model.tables = MeanRows(model.tables)
     if not args.report:
         show(args, model, encoding)
         return
@@ -232,6 +337,11 @@ def main() -> None:
     print(f"{'relation':<12}{'recall':>10}{'success':>10}{'unchanged':>12}")
     for name, row in [*result["relations"].items(), ("overall", result)]:
         print(f"{name:<12}{row['recall']:>10.1%}{row['success']:>10.1%}{row['unchanged']:>12.1%}")
+    result["lengths"] = report_lengths(model, encoding)
+    print("\n" + f"{'capital':<16}{'pairs':>8}" + "".join(f"{align:>10}" for align in ALIGN))
+    for kind, row in result["lengths"].items():
+        shares = (f"{row[align]:>10.1%}" if row["pairs"] else f"{'-':>10}" for align in ALIGN)
+        print(f"{kind:<16}{row['pairs']:>8,}" + "".join(shares))
     path = args.ckpt.with_name("edit_report.json")
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -63,18 +63,23 @@ def stem_layers(spec: str, n_layer: int) -> list[int]:
     return layers
 
 
-def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
+def substitute(
+    ids: Tensor, source: list[int], target: list[int], align: str = "last", pad: int = 0
+) -> Tensor:
     """Knowledge editing: the ids under which to look up tables, so that every occurrence of the
     tokens `source` reads the rows of `target` (STEM paper, section on knowledge editing).
 
     The result goes to the decoder as `table_ids`. Embeddings and positions stay those of `ids`, and
-    where `source` does not occur nothing changes. Names of different length are aligned at their
-    ends: a longer source repeats the target's first row in front (the paper's copying), a longer
-    target gives its last rows (subset selection).
+    where `source` does not occur nothing changes.
 
     Args:
         ids: [..., T] token ids.
         source, target: non-empty lists of token ids.
+        align: what of names of different length comes together. `last`: their ends, so a longer
+            source repeats the target's first row in front (the paper's copying) and a longer target
+            gives its last rows (subset selection); `first`: their beginnings, likewise; `pad`: as
+            `last`, but in front a padding token's rows are read.
+        pad: the padding token.
 
     Returns:
         [..., T] ids; equal to `ids` where nothing matched.
@@ -85,7 +90,11 @@ def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
     if not source or not target:
         raise ValueError(f"nothing to substitute: source={source}, target={target}")
     n = len(source)
-    aligned = ([target[0]] * n + target)[-n:]
+    aligned = {
+        "last": ([target[0]] * n + target)[-n:],
+        "first": (target + [target[-1]] * n)[:n],
+        "pad": ([pad] * n + target)[-n:],
+    }[align]
     table_ids = ids.clone()
     if n > ids.shape[-1]:
         return table_ids

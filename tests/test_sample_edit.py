@@ -1,5 +1,7 @@
 """sample.py and edit.py as a user runs them, and what edit.py measures."""
 
+import copy
+import itertools
 import json
 
 import pytest
@@ -10,8 +12,10 @@ import countries
 import edit
 import exam
 import tokenizer
-from common import encode, load_model
+from common import UserError, encode, load_model
+from homes import RamHome
 from model import Decoder, ModelConfig
+from offload import OffloadedTables, ResidentTables
 
 
 def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
@@ -131,6 +135,49 @@ def test_edited_ids_find_the_name_with_and_without_a_space():
     assert table_ids.tolist() == expected
 
 
+@pytest.mark.parametrize("home", ["resident", "offloaded"])
+def test_made_up_tokens_read_the_mean_of_rows(home):
+    """As a model whose tables hold those means in the rows of tokens that nobody uses."""
+    config = ModelConfig(20, 16, 4, 2, 32, stem_layers="all", table_std=1.0)
+
+    def offloaded(n_table, vocab_size, width):
+        return OffloadedTables(RamHome((vocab_size, n_table, width), torch.float32), group_bytes=0)
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        tables = offloaded if home == "offloaded" else ResidentTables
+        models.append(Decoder(config, tables=tables).eval())
+    model, overwritten = models
+    for weight in overwritten.tables.weight:
+        weight[18], weight[19] = (weight[3] + weight[4]) / 2, (weight[5] * 2 + weight[1]) / 3
+    model.tables = edit.MeanRows(model.tables)
+    pair, triple = model.tables.token([3, 4]), model.tables.token([5, 1, 5])
+    assert (pair, triple, model.tables.token([3, 4])) == (20, 21, 20)
+    ids = torch.tensor([[1, 2, 3, 4], [5, 2, 3, 1]])
+    expected = overwritten(ids, table_ids=torch.tensor([[18, 2, 19, 19], [5, 2, 3, 18]]))[0]
+    made_up = torch.tensor([[pair, 2, triple, triple], [5, 2, 3, pair]])
+    edited = model(ids, table_ids=made_up)[0]
+    torch.testing.assert_close(edited, expected)
+    assert torch.equal(edited[1, :3], model(ids)[0][1, :3])  # own rows: equal to the bit
+    new = model.generate(ids[:1], 5, temperature=0, table_ids=made_up[:1])
+    assert new.max() < 18  # whose rows are others in the two models
+    standing_in = made_up[:1] - 2 * (made_up[:1] >= 20)
+    assert torch.equal(new, overwritten.generate(ids[:1], 5, temperature=0, table_ids=standing_in))
+
+
+def test_edited_ids_make_up_a_token_for_names_of_different_length():
+    texts = ["Chad is here. In Chad we meet.", "New Zealand is there. In New Zealand."] * 20
+    encoding = tokenizer.train(texts, 400, progress=False)
+    tables = edit.MeanRows(ResidentTables(1, encoding.n_vocab, 4))
+    ids = torch.tensor(encoding.encode_ordinary("Chad and Chad"))
+    first, *_, last = edit.edited_ids(encoding, ids, "Chad", "New Zealand", "average", tables)
+    parts = {token: list(part) for part, token in tables.made_up.items()}
+    assert parts[first.item()] == encoding.encode_ordinary("New Zealand")
+    assert parts[last.item()] == encoding.encode_ordinary(" New Zealand")
+    assert torch.equal(edit.edited_ids(encoding, ids, "Peru", "Mali", "average", tables), ids)
+
+
 @pytest.fixture(scope="module")
 def untrained():
     """A STEM model on six countries' names that has learned nothing."""
@@ -144,6 +191,14 @@ def untrained():
     return six, Decoder(config).eval(), encoding
 
 
+def test_report_needs_countries_that_differ_in_every_relation(untrained, monkeypatch):
+    six, model, encoding = untrained
+    asia = [country for country in six if country.name in ("Japan", "Oman")]
+    monkeypatch.setattr(countries, "table", lambda: asia)
+    with pytest.raises(UserError, match=r"too few country names .*\(Oman, Japan|Japan, Oman\)"):
+        edit.report(model, encoding)
+
+
 def test_report_of_a_model_that_knows_nothing(untrained, monkeypatch):
     six, model, encoding = untrained
     monkeypatch.setattr(countries, "table", lambda: six)
@@ -155,10 +210,33 @@ def test_report_of_a_model_that_knows_nothing(untrained, monkeypatch):
     assert result["unchanged"] == 1.0
 
 
+def test_report_of_lengths_counts_each_pair_once(untrained, monkeypatch):
+    six, model, encoding = untrained
+    table = [c for c in countries.table() if c.name in ("Saudi Arabia", "New Zealand")] + six
+
+    def made_up_tokens_answer(model, prompts, answers, edited):
+        hits = [max(ids) >= encoding.n_vocab for ids in edited]
+        return torch.tensor(hits), None, None
+
+    monkeypatch.setattr(countries, "table", lambda: table)
+    monkeypatch.setattr(edit, "score", made_up_tokens_answer)
+    model = copy.deepcopy(model)
+    model.tables = edit.MeanRows(model.tables)
+    result = edit.report_lengths(model, encoding)
+    lengths = [len(encoding.encode_ordinary(" " + c.name)) for c in table]
+    pairs = list(itertools.permutations(lengths, 2))
+    numbers = [sum(a == b > 1 for a, b in pairs), *[sum(a > b for a, b in pairs)] * 2]
+    assert numbers[1] >= 12
+    assert [row.pop("pairs") for row in result.values()] == numbers
+    hits = dict(last=0.0, first=0.0, pad=0.0)
+    assert result["longer source"] == result["longer target"] == dict(hits, average=1.0)
+    assert result["equal length"] == dict.fromkeys(edit.ALIGN, 0.0 if numbers[0] else None)
+
+
 def test_report_notices_an_edit_that_touches_other_prompts(untrained, monkeypatch):
     six, model, encoding = untrained
     monkeypatch.setattr(countries, "table", lambda: six)
-    monkeypatch.setattr(edit, "edited_ids", lambda encoding, ids, s, t: ids.flip(-1))
+    monkeypatch.setattr(edit, "edited_ids", lambda encoding, ids, *names: ids.flip(-1))
     assert edit.report(model, encoding)["unchanged"] == 0.0
 
 

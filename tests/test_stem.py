@@ -128,6 +128,22 @@ def test_substitute_by_hand(ids, source, target, expected):
     assert torch.equal(ids, before)  # the caller's ids stay
 
 
+@pytest.mark.parametrize(
+    ("align", "target", "expected"),
+    [
+        ("first", [8, 9], [1, 8, 9, 9, 5]),  # longer source: last row repeats
+        ("first", [6, 7, 8, 9], [1, 6, 7, 8, 5]),  # longer target: its first rows
+        ("pad", [8, 9], [1, 0, 8, 9, 5]),
+        ("pad", [6, 7, 8, 9], [1, 7, 8, 9, 5]),
+        *((align, [7, 8, 9], [1, 7, 8, 9, 5]) for align in ("last", "first", "pad")),
+    ],
+)
+def test_names_of_different_length_by_hand(align, target, expected):
+    ids = torch.tensor([1, 2, 3, 4, 5])
+    assert substitute(ids, [2, 3, 4], target, align, pad=0).tolist() == expected
+    assert substitute(ids[None], [2, 3, 4], target, align, pad=0).tolist() == [expected]
+
+
 def test_substitute_treats_rows_of_a_batch_separately():
     ids = torch.tensor([[1, 2, 3], [2, 3, 1], [3, 1, 2]])  # the last row's 2 is no match
     expected = [[1, 8, 9], [8, 9, 1], [3, 1, 2]]
