@@ -23,7 +23,6 @@ import argparse
 import json
 import mmap
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -40,8 +39,9 @@ from tqdm import tqdm
 from common import UserError, atomic, pick_device, run
 from homes import RamHome, check_disk, check_ram, default_gather
 from model import Decoder, KVCache, ModelConfig
-from offload import OffloadedTables, ResidentTables, Tables
+from offload import OffloadedTables
 from tablefile import TableFile, gib
+from tables import ResidentTables, Tables
 from train import Optimizer
 
 # What one wants to know about in minutes: two CPU cores, or a data-centre GPU (238 M parameters in
@@ -57,7 +57,7 @@ def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
     return ((vocab_size + 1) ** u).long().clamp_(1, vocab_size) - 1
 
 
-class Home:
+class Contender:
     """A model whose tables live somewhere, and what can be timed about it."""
 
     def __init__(self, config: ModelConfig, tables: Callable, device: torch.device, args) -> None:
@@ -76,7 +76,7 @@ class Home:
             return ids, ids
         return ids, zipf(shape, self.tables.vocab_size, self.batch)
 
-    def timed(self, task: Callable[["Home"], int]) -> tuple[int, float]:
+    def timed(self, task: Callable[["Contender"], int]) -> tuple[int, float]:
         """Tokens that a task went through, and seconds it took."""
         if self.cold:
             drop_pages(self.tables.home)
@@ -93,7 +93,7 @@ class Home:
 
 
 @torch.inference_mode()
-def decode(home: Home, batch: int, tokens: int) -> int:
+def decode(home: Contender, batch: int, tokens: int) -> int:
     """Sampling as `Decoder.stream` does it: the ids come from the device."""
     home.model.eval()
     ids, table_ids = (t.to(home.device) for t in home.ids(batch, tokens))
@@ -106,14 +106,14 @@ def decode(home: Home, batch: int, tokens: int) -> int:
 
 
 @torch.inference_mode()
-def prefill(home: Home, batch: int) -> int:
+def prefill(home: Contender, batch: int) -> int:
     home.model.eval()
     ids, table_ids = home.ids(batch, home.model.config.block_size)
     home.model(ids.to(home.device), table_ids=table_ids, last_only=True)
     return ids.numel()
 
 
-def train(home: Home, batch: int, steps: int) -> int:
+def train(home: Contender, batch: int, steps: int) -> int:
     if home.optimizer is None:
         home.optimizer = Optimizer(home.model, home.args)
     home.model.train()
@@ -129,7 +129,7 @@ def train(home: Home, batch: int, steps: int) -> int:
 
 
 @torch.no_grad()
-def look_up(home: Home, batch: int) -> int:
+def look_up(home: Contender, batch: int) -> int:
     """The lookups of a training batch, and nothing else."""
     home.model.train()
     _, ids = home.ids(batch, home.model.config.block_size)
@@ -163,7 +163,7 @@ def copy_speed(device: torch.device) -> float:
     return source.nbytes / min(seconds) / 1e9
 
 
-def device_bytes(home: Home) -> int:
+def device_bytes(home: Contender) -> int:
     """What a model occupies on the GPU for good."""
     tensors = list(home.model.parameters())
     tensors += [slot.buffer for slot in getattr(home.tables, "slots", [])]
@@ -175,7 +175,17 @@ def device_bytes(home: Home) -> int:
     return sum(t.nbytes for t in tensors if t.is_cuda)
 
 
-def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, Home]:
+def max_rss() -> int | None:
+    """The most memory that the process had resident, in bytes, where the system tells."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, Contender]:
     shape = {name: getattr(args, name) for name in SMALL if name != "batch_size"}
     try:
         config = ModelConfig(**shape, stem_layers="all")
@@ -223,7 +233,7 @@ def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
         kinds["disk, cold"] = partial(offloaded, "disk")
     homes = {}
     for name, tables in tqdm(kinds.items(), desc="building", unit="model"):
-        homes[name] = Home(config, tables, device, settings)
+        homes[name] = Contender(config, tables, device, settings)
         homes[name].cold = name == "disk, cold"
     return homes
 
@@ -300,8 +310,7 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
         "n_table": len(model.tables.weight),
         "copy GB/s": copy_speed(device),
         "threads": torch.get_num_threads(),
-        "max RSS bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024),
+        "max RSS bytes": max_rss(),
         "homes": result,
     }
 
@@ -334,7 +343,7 @@ def report(result: dict) -> str:
         f"{result['backbone'] / 1e6:.1f} M parameters in the backbone, {largest / 1e6:,.1f} M in "
         f"{result['n_table']} tables; {result['device']}, {result['threads']} threads; a plain "
         f"copy runs at {result['copy GB/s']:.1f} GB/s; the process held at most "
-        f"{gib(result['max RSS bytes'])}",
+        + (gib(result["max RSS bytes"]) if result["max RSS bytes"] else "-"),
     ]
     return "\n".join(lines)
 
@@ -363,8 +372,8 @@ def main() -> None:
     for name, value in (LARGE if device.type == "cuda" else SMALL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    for name in (*SMALL, "ring_slots", "rounds"):
-        if getattr(args, name) < 1:
+    for name in (*SMALL, "ring_slots", "rounds", "cache_rows"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.table_gib is not None and not args.table_gib > 0:
         raise UserError(f"--table_gib {args.table_gib} must be positive")

@@ -27,8 +27,8 @@ import homes
 from common import UserError, atomic, encode, load_model, pick_device, run
 from exam import group_size, score
 from model import Decoder
-from offload import Tables
 from stem import substitute
+from tables import Tables
 
 WIDTH = 38  # of a column of text
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload import OffloadedTables, ResidentTables, Tables
+from offload import OffloadedTables
 from tablefile import DTYPES, LIVE, TableError, TableFile, gib, regions, snapshots
+from tables import ResidentTables, Tables
 
 
 class RamHome:
@@ -57,7 +58,8 @@ def add_flags(parser: argparse.ArgumentParser, *, training: bool = False) -> Non
         "--gather",
         choices=("ring", "inplace"),
         help="fetch rows ahead through a ring, or read them where they lie; a GPU can do so in RAM "
-        "(inplace for RAM without a GPU, where nothing would be hidden; else ring)",
+        "(inplace for RAM without a GPU, where nothing would be hidden; else ring, though a CPU "
+        "reads what a step of decoding needs in place either way)",
     )
     add(
         "--cache_rows",

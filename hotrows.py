@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tables import send
+
 
 class HotRows:
     """Rows of the most frequent tokens, all their tables; the least frequently used leaves first.
@@ -23,6 +25,24 @@ class HotRows:
         self.place = torch.full((vocab_size,), -1)  # the inverse
         self.uses = torch.zeros(vocab_size, dtype=torch.int64)
         self.tokens, self.hits = 0, 0  # looked up so far, and found here
+
+    def visit(self, ids: Tensor, position: Tensor, times: Tensor) -> tuple[Tensor, Tensor, "Visit"]:
+        """What of a lookup is here, and what has to be fetched.
+
+        Args:
+            ids: [n] distinct tokens, each read `times` [n].
+            position: [B, T] into `ids`.
+
+        Returns:
+            the tokens that are not here, `position` into them and those that are here behind, and
+            what brings the two together.
+        """
+        place = self.find(ids, times)
+        hit = place >= 0
+        order = torch.cat([(~hit).nonzero()[:, 0], hit.nonzero()[:, 0]])
+        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        missed = ids[~hit]
+        return missed, rank[position], Visit(self, missed, place[hit])
 
     def find(self, ids: Tensor, times: Tensor) -> Tensor:
         """Places of tokens `ids` [n], -1 where absent; counts that each was read `times` [n]."""
@@ -57,3 +77,26 @@ class HotRows:
         if len(here):
             self.place[here] = -1
             self.token.fill_(-1)
+
+
+class Visit:
+    """One lookup's dealings with the cache: it takes rows of tokens that are here, and leaves rows
+    of those that are worth keeping."""
+
+    def __init__(self, cache: HotRows, missed: Tensor, hot: Tensor) -> None:
+        """missed: [n] tokens that are fetched; hot: [h] places of those that are here."""
+        best, places = cache.admit(missed)
+        self.cache, self.enters = cache, (missed[best], places)
+        device = cache.rows.device
+        self.hot, self.best, self.places = (send(t, device) for t in (hot, best, places))
+
+    def join(self, table: int, rows: Tensor) -> Tensor:
+        """rows [n, W] of the missed tokens -> [n + h, W], those that were here behind."""
+        kept = self.cache.rows[table]
+        rows = torch.cat([rows, kept.index_select(0, self.hot)])
+        kept[self.places] = rows[self.best]
+        return rows
+
+    def end(self) -> None:
+        """All tables have been joined."""
+        self.cache.enter(*self.enters)

@@ -14,7 +14,7 @@ The picture this file draws:
        +--> wte --> block 0 (x, rows) --> block 1 (x, rows) --> ... --> norm --> head --> logits
 
 A layer never indexes a table. It declares how wide its row is (`row_width`) and receives rows;
-where they come from is the business of `offload.py`. `LAYERS` below says what a layer is made of:
+where they come from is the business of `tables.py`. `LAYERS` below says what a layer is made of:
 to try an idea of your own, add a line there.
 """
 
@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embformer import EmbformerFFN, RowQKV
-from offload import ResidentTables, Tables
 from stem import StemFFN, stem_layers
+from tables import ResidentTables, Tables
 
 
 @dataclass
@@ -265,7 +265,7 @@ class Decoder(nn.Module):
     """The whole model: embedding, blocks, norm, head, and the tables the blocks read."""
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
-        """tables: makes the tables' home when called as (n_table, V, W), see offload.py."""
+        """tables: makes the tables' home when called as (n_table, V, W), see tables.py."""
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from data import Data, Pairs, Source
 from model import Decoder
-from offload import send
+from tables import send
 
 Figures = dict[str, Tensor]
 

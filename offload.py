@@ -1,16 +1,9 @@
-"""Token tables: where they live, and how their rows get to the layers.
+"""Tables outside the memory of the compute device: in RAM, or in a file larger than RAM.
 
-A token table is a V x W matrix owned by one layer. A forward pass reads only the rows of the
-tokens in its input, and it knows which ones before the first layer runs. Everything in this file
-follows from that: rows are fetched each once (deduplicated), only they get a gradient, an optimizer
-step costs what the batch costs (rowadam.py), and rows in slow memory are fetched while earlier
-layers compute. The decoder sees one interface, whatever is behind it:
-
-    for rows in tables.lookup(ids): ...        # rows of table 0, 1, ... [B, T, W], in layer order
-
-`ResidentTables` live on the compute device. `OffloadedTables` live in RAM or in a file, and a ring
-of slots brings their rows. Time goes to the right, tables are numbered, and in training each is
-updated with the step before (u) just before its rows are gathered (g):
+The ids of a batch are known before its first layer runs. So a worker thread gathers their distinct
+rows, table after table, and a ring of slots brings them while earlier layers compute. Time goes to
+the right, tables are numbered, and in training each is updated with the step before (u) just before
+its rows are gathered (g):
 
     worker thread   |u0 g0|u1 g1|u2 g2|     |u3 g3|     |u4 g4|
     side stream           |copy0|copy1|copy2|     |copy3|     |copy4|
@@ -18,148 +11,48 @@ updated with the step before (u) just before its rows are gathered (g):
                                  ^ slot 0 is free as soon as its rows are expanded to [B, T, W],
                                    so table 3 can follow in it (here: 3 slots)
 
-This file knows rows, ids and devices, nothing about transformers.
+Without a GPU there is no side stream, and layers read what the worker gathered. What can go wrong,
+hazards H1 to H3, is told in ring.py.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from hotrows import HotRows
-from ring import STREAMS, CudaGradients, CudaSlot, Slot, Worker, outcome, seen_by_gpu
+from hotrows import HotRows, Visit
+from ring import CudaGradients, CudaSlot, Slot, Worker, at_once, outcome, seen_by_gpu
 from tablefile import TableFile
+from tables import STREAMS, Tables, send
 
 GROUP_BYTES = 1 << 20  # up to so much several tables are fetched as one: a hand-off costs more
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device for which the host does not wait: a GPU that is still busy fetches from
-    pinned memory when it gets there, from any other the host would have to hand the data over."""
-    if device.type in STREAMS and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+class Home(Protocol):
+    """What holds rows and optimizer states: homes.RamHome, or TableFile."""
 
-
-class Tables(nn.Module):
-    """What all homes have in common: rows read where they are, and their gradients.
-
-    Args:
-        vocab_size: rows of each table, V.
-        width: numbers in a row, W.
-    """
-
-    weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table
-    file: TableFile | None = None  # that holds what a checkpoint would hold otherwise
-
-    def __init__(self, vocab_size: int, width: int) -> None:
-        super().__init__()
-        self.vocab_size, self.width = vocab_size, width
-        # What training lookups read since the last optimizer step: the distinct ids [n], still on
-        # the device they came from, and a leaf [n, W] per table, whose .grad autograd fills.
-        self.reads: list[tuple[Tensor, list[Tensor]]] = []
-
-    @torch.no_grad()
-    def init_rows(self, std: float) -> None:
-        """Rows ~ Normal(0, std), in parts: no home needs room for a second table. Parts of whole
-        multiples of 16 numbers draw what PyTorch would draw in one go."""
-        for weight in self.weight:
-            for part in weight.split(1 << 16):
-                part.copy_(torch.empty(part.shape, device=part.device).normal_(0, std))
-
-    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the rows of each table in turn, [B, T, W] on the compute device.
-
-        In training the rows are remembered for `gradients`. `ids` [B, T] may stay on the CPU
-        while the tables are on a GPU: finding the distinct ids there would make the host wait.
-        """
-        if not self.weight:
-            return
-        device = self.weight[0].device
-        whole = self.weight[0].requires_grad
-        if whole or not (self.training and torch.is_grad_enabled()):
-            ids = send(ids, device)
-            for weight in self.weight:
-                yield F.embedding(ids, weight)
-            return
-        distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
-        position, on_device = send(position, device), send(distinct, device)
-        leaves = [
-            weight.detach().index_select(0, on_device).float().requires_grad_()  # [n, W]
-            for weight in self.weight
-        ]
-        self.reads.append((distinct, leaves))
-        for leaf in leaves:
-            # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back.
-            yield F.embedding(position, leaf)
-
-    def gradients(self) -> tuple[Tensor, list[Tensor]]:
-        """The gradients of all rows read since the last call, micro-batches merged.
-
-        Returns:
-            ids [n] distinct and sorted, beside the rows, and for each table the summed gradient
-            [n, W] on the compute device.
-
-        Raises:
-            ValueError: nothing was read and differentiated.
-        """
-        reads = [read for read in self.reads if read[1] and read[1][0].grad is not None]
-        self.reads = []
-        if not reads:
-            raise ValueError("no rows were read and differentiated since the last step")
-        home, device = self.weight[0].device, reads[0][1][0].device
-        if len(reads) == 1:
-            ids, leaves = reads[0]
-            return send(ids, home), [leaf.grad for leaf in leaves]
-        ids, position = torch.unique(torch.cat([ids for ids, _ in reads]), return_inverse=True)
-        position = send(position, device)
-        merged = []
-        for parts in zip(*(leaves for _, leaves in reads), strict=True):
-            grad = torch.cat([leaf.grad for leaf in parts])  # [sum n, W]
-            merged.append(grad.new_zeros(len(ids), self.width).index_add_(0, position, grad))
-        return send(ids, home), merged
+    weight: list[Tensor]  # a [V, W] view for each table
+    fresh: bool  # rows are to be drawn, not loaded
 
     def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-        """What Adam remembers, beside the rows: m and v [V, W] per table, count and last [V]."""
-        m, v = (
-            [torch.zeros_like(w, dtype=torch.float32, requires_grad=False) for w in self.weight]
-            for _ in range(2)
-        )
-        device = self.weight[0].device if m else None
-        count = torch.zeros(self.vocab_size, dtype=torch.int64, device=device)
-        return m, v, count, torch.zeros_like(count)
+        """As `Tables.moments`."""
 
-    def write(self, updates: list[Callable[[Tensor], None]], grads: list[Tensor]) -> None:
-        """Run the update of each table on its gradient."""
-        for update, grad in zip(updates, grads, strict=True):
-            update(grad)
-
-    def flush(self) -> None:
-        """Run the updates that still wait."""
+    def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
+        """Begin to read what tokens `ids` [n] own of `rows`, `m` or `v`, without waiting for it."""
 
 
-class ResidentTables(Tables):
-    """All tables of a model in the memory of the compute device.
+@dataclass
+class Flight:
+    """A lookup whose rows are on their way."""
 
-    Args:
-        n_table: number of tables, one per layer that has one.
-        vocab_size, width: as in `Tables`.
-        dtype: of the rows; they are trained in float32 steps either way.
-    """
-
-    def __init__(
-        self, n_table: int, vocab_size: int, width: int, dtype: torch.dtype = torch.float32
-    ) -> None:
-        super().__init__(vocab_size, width)
-        # No requires_grad: autograd would fill a V x W gradient, nearly all of it zeros, each step.
-        # Setting it (train.py --table_optimizer adamw) makes them ordinary parameters again.
-        self.weight = nn.ParameterList(
-            nn.Parameter(torch.zeros(vocab_size, width, dtype=dtype), requires_grad=False)
-            for _ in range(n_table)
-        )
+    ids: Tensor  # [n] distinct
+    submit: Callable  # to the worker, or at once
+    waiting: deque[range]  # tables that are fetched together, and nobody has ordered yet
+    ordered: deque[tuple] = field(default_factory=deque)  # (slot, tables, job), nobody has read yet
 
 
 class OffloadedTables(Tables):
@@ -184,7 +77,7 @@ class OffloadedTables(Tables):
 
     def __init__(
         self,
-        home,
+        home: Home,
         device: torch.device | str = "cpu",
         *,
         ring_slots: int = 3,
@@ -200,7 +93,7 @@ class OffloadedTables(Tables):
         self.max_rows = max_rows
         self.cuda = self.device.type in STREAMS
         self.worker, self.slots = Worker(), []
-        self.flight = deque()  # slots whose rows have been ordered and not read, with their jobs
+        self.flight: Flight | None = None  # the last lookup's
         self.pending: dict[int, tuple[Callable, Tensor | None]] = {}  # updates by table
         self.failure: BaseException | None = None  # of an update: rows are half-way between steps
         self.cache = HotRows(cache_rows, self.weight, self.device) if cache_rows else None
@@ -246,88 +139,77 @@ class OffloadedTables(Tables):
             self.moved += size
             self.flush()
             return super().lookup(ids)
-        hot = None
+        visit = None
         if self.cache and not training:
-            place = self.cache.find(distinct, times)
-            hit = place >= 0
-            # What has to be fetched comes first, then what is here.
-            order = torch.cat([(~hit).nonzero()[:, 0], hit.nonzero()[:, 0]])
-            rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-            position = rank[position]
-            distinct, hot = distinct[~hit], place[hit]
-        rows = self.read_ring(distinct, position, hot, training, ids.numel())
-        next(rows)  # up to where everything that has room is ordered
-        return rows
+            distinct, position, visit = self.cache.visit(distinct, position, times)
+        self.depart(distinct, ids.numel(), training)
+        return self.arrive(self.flight, position, visit, training)
 
     def read_in_place(self, ids: Tensor) -> Iterator[Tensor]:
         ids = send(ids, self.device)
         for view in self.views:
             yield F.embedding(ids, view)
 
-    def read_ring(
-        self, distinct: Tensor, position: Tensor, hot: Tensor | None, training: bool, most: int
-    ) -> Iterator[Tensor]:
-        """Order the rows of tokens `distinct` [n], yield once, then all tables' rows at `position`
-        [B, T] of these and of the tokens at places `hot` [h] of the cache. `most`: limits n + h."""
-        n, n_table = len(distinct), len(self.weight)
+    def depart(self, ids: Tensor, most: int, training: bool) -> None:
+        """Order the rows of tokens `ids` [n] from as many tables as there are slots.
+
+        Slots get room for `most` rows, what a batch like this one can have at most, so that they
+        need not grow, and move, with every other batch.
+        """
+        n, n_table = len(ids), len(self.weight)
         if self.max_rows and n > self.max_rows:
             raise ValueError(f"{n} distinct tokens do not fit into slots of {self.max_rows} rows")
         size = min(max(1, self.group_bytes // max(1, n * self.row_bytes)), n_table)
         groups = [range(at, min(at + size, n_table)) for at in range(0, n_table, size)]
         self.make_slots(max(size * n, min(most, self.vocab_size)) * self.width)
-        waiting = deque(groups)
-        alone = len(groups) == 1  # no later group could be fetched meanwhile
-
-        def order(slot: Slot) -> None:
-            """Have the next group of tables brought into a slot that is free."""
-            if waiting:
-                tables = waiting.popleft()
-                if alone:
-                    self.fetch(slot, distinct, tables)
-                job = None if alone else self.worker.submit(self.fetch, slot, distinct, tables)
-                self.flight.append((slot, job))
-
-        flight = self.flight
-        ahead = self.home.read_ahead if alone else partial(self.worker.submit, self.home.read_ahead)
-        ahead(distinct, ("rows",))
+        # One group alone is fetched at once: no later one could be fetched meanwhile.
+        submit = self.worker.submit if len(groups) > 1 else at_once
+        self.flight = Flight(ids, submit, deque(groups))
+        submit(self.home.read_ahead, ids, ("rows",))
         for slot in self.slots:
-            order(slot)
+            self.order(slot)
+        if training:
+            submit(self.home.read_ahead, ids, ("m", "v"))  # the update will want them
+        self.moved += n_table * n * self.row_bytes
+
+    def order(self, slot: Slot) -> None:
+        """Have the next tables brought into a slot that is free."""
+        flight = self.flight
+        if flight.waiting:
+            tables = flight.waiting.popleft()
+            job = flight.submit(self.fetch, slot, flight.ids, tables)
+            flight.ordered.append((slot, tables, job))
+
+    def arrive(
+        self, flight: Flight, position: Tensor, visit: Visit | None, training: bool
+    ) -> Iterator[Tensor]:
+        """Yield the rows of all tables, expanded from the tokens of the flight, and those that a
+        visit to the cache adds, to `position` [B, T]."""
+        n, position = len(flight.ids), send(position, self.device)
         leaves: list[Tensor] = []
         if training:
-            self.reads.append((distinct, leaves))
-            ahead(distinct, ("m", "v"))  # the update will want them
-        self.moved += n_table * n * self.row_bytes
-        position = send(position, self.device)
-        if hot is not None:
-            hot = send(hot, self.device)
-            best, places = self.cache.admit(distinct)
-            best_there, places_there = (send(t, self.device) for t in (best, places))
-        yield  # to `lookup`
-
-        for tables in groups:
+            self.reads.append((flight.ids, leaves))
+        while flight.ordered:
             if self.flight is not flight:
                 raise RuntimeError("this lookup lost its slots: another one has begun")
-            slot, job = flight[0]
+            slot, tables, job = flight.ordered[0]
             if job:
                 outcome(job, f"reading tables {tables[0]} to {tables[-1]}")
-            flight.popleft()
+            flight.ordered.popleft()
             fetched = slot.receive(len(tables) * n * self.width)
             expanded = []
-            for i, table in enumerate(tables):
-                rows = fetched.view(len(tables), n, self.width)[i]
-                if hot is not None:
-                    kept = self.cache.rows[table]
-                    rows = torch.cat([rows, kept.index_select(0, hot)])  # [n + h, W]
-                    kept[places_there] = rows[best_there]
+            for table, rows in zip(tables, fetched.view(len(tables), n, self.width), strict=True):
+                if visit:
+                    rows = visit.join(table, rows)  # [n + hits, W]
                 if training:
                     # The slot itself is the leaf: nothing of it is needed on the way back.
                     rows = rows.detach().float().requires_grad_()
                     leaves.append(rows)
                 expanded.append(F.embedding(position, rows))  # [B, T, W]
             slot.release()
-            order(slot)
-            if hot is not None and tables is groups[-1]:  # nobody asks for more than the last rows
-                self.cache.enter(distinct[best], places)
+            self.order(slot)
+            if visit and not flight.ordered:  # nobody asks for more than the last rows
+                visit.end()
             yield from expanded
 
     @torch.no_grad()
@@ -363,8 +245,9 @@ class OffloadedTables(Tables):
 
     def abandon(self) -> None:
         """Wait for what a lookup ordered that was left half-way, if one was."""
-        flight, self.flight = self.flight, deque()
-        for _, job in reversed(flight):  # newest first: what has run are the first tables
+        flight, self.flight = self.flight, None
+        # Newest first: what has run then are the first tables.
+        for _, _, job in reversed(flight.ordered if flight else ()):
             if job and not job.cancel():
                 try:
                     outcome(job, "an abandoned lookup")

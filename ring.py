@@ -2,9 +2,9 @@
 
 Three hazards lurk wherever copies overlap compute. Their guards are in this file and offload.py:
 
-    H1  the worker refills a host buffer that is still being copied to the GPU  (Slot.reclaim)
-    H2  a copy overwrites a GPU buffer that a kernel is still reading           (Slot.guard)
-    H3  rows are read ahead of the update that changes them       (OffloadedTables.settle)
+    H1  the worker refills a host buffer that is still being copied to the GPU  (CudaSlot.reclaim)
+    H2  a copy overwrites a GPU buffer that a kernel is still reading           (CudaSlot.guard)
+    H3  rows are read ahead of the update that changes them                (OffloadedTables.settle)
 
 What CUDA promises and this file relies on: work in one stream runs in order; an event that was
 recorded in a stream is reached when all work before it is done; waiting for an event that was never
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from tablefile import TableError, gib
 
-STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 PATIENCE = 600.0  # seconds after which a job that has not ended counts as hung
 
 
@@ -45,6 +44,11 @@ class Worker:
         future = Future()
         self.jobs.put((future, job, args))
         return future
+
+
+def at_once(job: Callable, *args) -> None:
+    """What `Worker.submit` is where nothing could go on meanwhile."""
+    job(*args)
 
 
 def stop(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:

@@ -1,6 +1,6 @@
 """Row-wise Adam: an optimizer step that costs what the batch costs, not what the vocabulary costs.
 
-It works wherever the rows live (offload.py), on tables that give it
+It works wherever the rows live, on tables (tables.py) that give it
 
     tables.weight       a [V, W] tensor per table
     tables.moments()    what Adam remembers of them, in the same place

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 import offload
 import ring
+import tables
 
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
@@ -179,8 +180,8 @@ class SimulatedGpu:
         ):
             self.stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, new)
-        ring.STREAMS.add(DEVICE.type)
-        self.stack.callback(ring.STREAMS.discard, DEVICE.type)
+        tables.STREAMS.add(DEVICE.type)
+        self.stack.callback(tables.STREAMS.discard, DEVICE.type)
         self.stack.enter_context(Factory())
         return self
 

@@ -12,8 +12,8 @@ import chat
 import tokenizer
 from common import UserError
 from data import Conversations, Data, Mixture, Pairs, Windows, document_starts, parse_mixture
-from offload import ResidentTables
 from rowadam import RowAdam
+from tables import ResidentTables
 
 IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
 

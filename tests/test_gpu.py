@@ -10,8 +10,9 @@ from test_hazards import RealGpu, offloaded
 
 from homes import RamHome
 from model import LAYERS, Decoder, ModelConfig
-from offload import OffloadedTables, ResidentTables
+from offload import OffloadedTables
 from rowadam import RowAdam
+from tables import ResidentTables
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,9 +19,10 @@ from simulated_gpu import SimulatedGpu
 import offload
 import ring
 from homes import RamHome
-from offload import OffloadedTables, ResidentTables
-from ring import CudaSlot
+from offload import OffloadedTables
+from ring import CudaGradients, CudaSlot
 from rowadam import RowAdam
+from tables import ResidentTables
 
 V, L, W = 128, 4, 1024  # rows of 256 KB in a lookup: too much for a driver to stage aside
 IDS = torch.arange(64)[None]
@@ -127,6 +128,17 @@ def test_rows_are_read_in_place_after_the_update_that_changes_them(gpu):
             assert all_equal(gpu, tables.eval())
 
 
+def test_gradients_come_back_one_table_ahead(gpu):
+    returning = CudaGradients(gpu.device)
+    for n in (2, 5):  # buffers grow
+        grads = [torch.full((n, 4), float(table), device=gpu.device) for table in range(4)]
+        returning.take(grads)
+        for table in range(4):
+            assert torch.equal(returning.get(table), torch.full((n, 4), float(table)))
+            assert list(returning.events) == list(range(min(table + 2, 4)))
+            assert len(returning.grads) == 3 - table  # the device's copy is let go
+
+
 def work(make) -> list[torch.Tensor]:
     """What some steps of training and evaluation see, then what is in the tables after them."""
     tables, seen = make(), []
@@ -193,7 +205,7 @@ def differs(number: int, expected: list[torch.Tensor]) -> bool:
         early = make()  # tables that go while rows are coming
         gpu.busy(early.stream)
         rows = early.lookup(IDS)
-        for _, job in early.flight:
+        for _, _, job in early.flight.ordered:
             if job:
                 job.result()
         size = early.slots[0].buffer.shape

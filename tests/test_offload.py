@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload import ResidentTables
 from rowadam import RowAdam, expected_travel
+from tables import ResidentTables
 
 V, W = 11, 6
 

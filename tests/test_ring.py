@@ -14,9 +14,10 @@ import ring
 from homes import RamHome
 from hotrows import HotRows
 from model import Decoder, ModelConfig
-from offload import OffloadedTables, ResidentTables
+from offload import OffloadedTables
 from rowadam import RowAdam, round_stochastically
 from tablefile import TableFile
+from tables import ResidentTables
 
 V, L, W = 23, 5, 6
 # group_bytes=0: every table is a job of its own for the worker, however small.
@@ -362,91 +363,6 @@ def test_h3_a_row_is_updated_before_it_is_read_again(guarded, monkeypatch):
         for rows in zip(*(t.lookup(batch(0)) for t in (plain, tables)), strict=True)
     ]
     assert all(same) if guarded else not any(same)
-
-
-class FakeCuda:
-    """Stands in for torch.cuda, and notes in which order things are asked of it."""
-
-    def __init__(self):
-        self.log, self.now = [], "compute"
-
-    def Event(self):
-        number = sum(1 for entry in self.log if entry[0] == "event")
-        self.log.append(("event", number))
-        fake = self
-
-        class Event:
-            def record(self, stream):
-                fake.log.append(("record", number, stream.name))
-
-            def synchronize(self):
-                fake.log.append(("host waits", number))
-
-        event = Event()
-        event.number = number
-        return event
-
-    def Stream(self, name="side"):
-        fake = self
-
-        class Stream:
-            def wait_event(self, event):
-                fake.log.append((f"{name} waits", event.number))
-
-        stream = Stream()
-        stream.name = name
-        return stream
-
-    def current_stream(self, device):
-        return self.Stream("compute")
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        before, self.now = self.now, stream.name
-        yield
-        self.now = before
-
-
-def test_the_guards_of_a_gpu_stand_in_the_right_order(monkeypatch):
-    """H1 and H2 as calls: what a GPU does between them only a GPU can show (test_gpu.py)."""
-    fake = FakeCuda()
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(ring.torch, "cuda", fake)
-    monkeypatch.setattr(ring, "pinned", lambda numbers, dtype: torch.empty(numbers, dtype=dtype))
-    slot = ring.CudaSlot(8, torch.float32, torch.device("cpu"), fake.Stream())
-    copied, freed = slot.copied.number, slot.freed.number
-    fake.log.clear()
-    slot.reclaim()
-    slot.host.copy_(torch.arange(8))
-    slot.send(6)
-    rows = slot.receive(6)
-    slot.release()
-    assert torch.equal(rows, torch.arange(6.0))
-    assert fake.log == [
-        ("host waits", copied),  # H1, before the host buffer is written
-        ("side waits", freed),  # H2, before the copy
-        ("record", copied, "side"),
-        ("compute waits", copied),
-        ("record", freed, "compute"),
-    ]
-
-
-def test_gradients_come_back_one_table_ahead(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setattr(ring.torch, "cuda", fake)
-    monkeypatch.setattr(ring, "pinned", lambda numbers, dtype: torch.empty(numbers, dtype=dtype))
-    monkeypatch.setattr(fake, "Stream", lambda device=None, make=fake.Stream: make("back"))
-    monkeypatch.setattr(fake, "current_stream", lambda device, make=fake.Stream: make())
-    returning = ring.CudaGradients(torch.device("cpu"))
-    for number in range(2):
-        grads = [torch.full((2 + number, W), float(table)) for table in range(4)]
-        returning.take(grads)
-        for table in range(4):
-            assert torch.equal(returning.get(table), grads[table])
-            assert len(returning.grads) == 3 - table  # the device's copy is let go
-    waits = [entry for entry in fake.log if entry[0] in ("host waits", "back waits")]
-    ahead = ["back waits", "back waits", "host waits", "back waits", "host waits"]
-    assert [entry[0] for entry in waits[:5]] == ahead
 
 
 # --- the cache of hot rows ---

@@ -15,7 +15,8 @@ import tokenizer
 from common import UserError, encode, load_model
 from homes import RamHome
 from model import Decoder, ModelConfig
-from offload import OffloadedTables, ResidentTables
+from offload import OffloadedTables
+from tables import ResidentTables
 
 
 def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
