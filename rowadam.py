@@ -10,11 +10,13 @@ so that one piece of arithmetic, `adam_rows`, serves every home, and results are
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
 from torch import Tensor
+
+PART = 1 << 17  # numbers that a CPU updates at once: what an update needs of them fits its caches
 
 
 def expected_travel(betas: tuple[float, float], p: Tensor | float) -> Tensor | float:
@@ -46,6 +48,11 @@ class RowStep:
     step_size: Tensor | float
     scale_v: float  # bias correction
     eps: float
+
+    def of(self, part: slice) -> "RowStep":
+        """The same for some of the rows."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return RowStep(*(v[part] if isinstance(v, Tensor) else v for v in values))
 
 
 def adam_rows(rows: Tensor, m: Tensor, v: Tensor, grad: Tensor, step: RowStep) -> None:
@@ -131,17 +138,27 @@ class RowAdam:
 
     @torch.no_grad()  # once more: a worker thread starts out with gradients
     def update(self, table: int, ids: Tensor, step: RowStep, number: int, grad: Tensor) -> None:
-        """One table's part of step `number`, where its rows live."""
-        weight = self.tables.weight[table]
-        m, v = self.m[table].index_select(0, ids), self.v[table].index_select(0, ids)  # [n, W]
-        rows = weight.index_select(0, ids).float()
-        adam_rows(rows, m, v, grad.to(m), step)
+        """One table's part of step `number`, where its rows live.
+
+        On a CPU part by part: with whole batches each operation would go through memory, not
+        through caches, which took four to seven times as long for 5,485 rows of 2,752 numbers.
+        """
+        weight, m, v = self.tables.weight[table], self.m[table], self.v[table]
+        size = len(ids) if ids.device.type != "cpu" else max(1, PART // weight.shape[1])
+        generator = None
         if weight.dtype == torch.bfloat16:
-            generator = torch.Generator(rows.device)
+            generator = torch.Generator(weight.device)
             # Steps of a run and tables of a model number less than these, so no seed comes twice.
             generator.manual_seed((self.seed * 2**40 + number * 2**12 + table) % 2**63)
-            rows = round_stochastically(rows, generator)
-        self.m[table][ids], self.v[table][ids], weight[ids] = m, v, rows
+        for at in range(0, len(ids), size):
+            part = slice(at, at + size)
+            some = ids[part]  # [k]
+            m_some, v_some = m.index_select(0, some), v.index_select(0, some)  # [k, W]
+            rows = weight.index_select(0, some).float()
+            adam_rows(rows, m_some, v_some, grad[part].to(m), step.of(part))
+            if generator:
+                rows = round_stochastically(rows, generator)
+            m[some], v[some], weight[some] = m_some, v_some, rows
 
     def state_dict(self) -> dict:
         """Moments, counts and steps, for the checkpoint; a table file keeps all but the latter."""
