@@ -14,7 +14,7 @@ Token ids are random with Zipf's frequencies, id k with a probability of about 1
     KB/token             bytes of rows brought to the layers, per token of decode 1 and of train
     alone                GB/s of the lookups of a training batch with nothing beside them
     hidden               share of that time that training does not take longer than resident: 100 %
-                         is a home whose transfers cost nothing
+                         is a home whose lookups and updates cost nothing
     hits                 share of the tokens of decode 8 that the cache of hot rows served
     device               peak memory on the GPU in training
 """
@@ -206,13 +206,15 @@ def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
             if not in_ram:  # all homes in RAM share their rows: there may not be room for more
                 check_ram(shape, torch.float32, training=True)
                 in_ram.append(RamHome(shape, torch.float32))
+            else:
+                in_ram[0].fresh = False  # drawn already
             home = in_ram[0]
         elif args.table_gib:
             shape = (int(args.table_gib * 2**30) // (n_table * width * 4), n_table, width)
             home = TableFile.create(folder / "sparse.bin", shape, torch.float32, sparse=True)
             home.fresh = False  # drawing rows would fill the file
         else:
-            check_disk(shape, torch.float32, folder)
+            check_disk(shape, torch.float32, folder, copies=1)  # no snapshots
             number = len(list(folder.iterdir()))
             home = TableFile.create(folder / f"{number}.bin", shape, torch.float32)
         gather = gather or default_gather(where, device)
@@ -241,7 +243,7 @@ def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
 def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dict:
     homes = build(args, device, folder)
     # The last update of a chunk has nothing to hide behind: more steps where steps are short.
-    steps = 10 if device.type == "cuda" else 2
+    steps = 5 if device.type == "cuda" else 2
     tasks = {
         "decode 1": partial(decode, batch=1, tokens=min(128, args.block_size)),
         "decode 8": partial(decode, batch=8, tokens=min(64, args.block_size)),
@@ -381,6 +383,7 @@ def main() -> None:
         folder = tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-")
     except OSError as error:
         raise UserError(f"--dir {args.dir}: {error.strerror}") from None
+    torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
     with folder as path:
         result = measure(args, device, Path(path))
     print(report(result))

@@ -187,19 +187,23 @@ def available_ram() -> int | None:
 
 
 def check_disk(
-    shape: tuple[int, int, int], dtype: torch.dtype, out_dir: Path, resume: bool = False
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    out_dir: Path,
+    resume: bool = False,
+    copies: int = 3,
 ) -> None:
     """Refuse a run whose files will not fit: the live one, a snapshot (there already if the run
-    resumes), and the next snapshot, which is written before the last one goes."""
+    resumes), and the next snapshot, which is written before the last one goes: three `copies`."""
     size = regions(shape, dtype)["end"][0]
-    need = (3 - (resume and len(snapshots(out_dir)) > 0)) * size
+    need = (copies - (resume and len(snapshots(out_dir)) > 0)) * size
     here = next(p for p in (out_dir, *out_dir.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(here).free
     live = out_dir / LIVE
     free += live.stat().st_size if live.exists() else 0  # of a run that crashed: will be replaced
     if need > free:
         raise TableError(
-            f"--offload disk: {size / 2**30:.2f} GiB of tables and optimizer states are kept up to "
-            f"three times, {gib(need)} more, and {here} has {gib(free)} free: choose another "
-            "--out_dir or --table_dtype bfloat16"
+            f"--offload disk: up to {copies} x {size / 2**30:.2f} GiB of tables and optimizer "
+            f"states, {gib(need)} more, and {here} has {gib(free)} free: choose another --out_dir "
+            "or --table_dtype bfloat16"
         )

@@ -30,6 +30,7 @@ from tablefile import TableFile
 from tables import STREAMS, Tables, send
 
 GROUP_BYTES = 1 << 20  # up to so much several tables are fetched as one: a hand-off costs more
+IN_PLACE = 256  # tokens; a GPU has the rows of longer inputs fetched each once, not read in place
 
 
 class Home(Protocol):
@@ -69,7 +70,8 @@ class OffloadedTables(Tables):
         device: where layers compute.
         ring_slots: tables that can be on their way at once.
         gather: `ring`, or `inplace`: rows are read where they lie, by the CPU, or by GPU kernels
-            from RAM, which is then pinned; training on a GPU uses the ring either way.
+            from RAM, which is then pinned. A GPU uses the ring in training, and for more tokens
+            than IN_PLACE, either way.
         max_rows: distinct tokens that a slot can hold; None: as many as the largest batch has.
         cache_rows: tokens whose rows are kept on the device in evaluation, see `HotRows`.
         group_bytes: see GROUP_BYTES.
@@ -102,7 +104,7 @@ class OffloadedTables(Tables):
         if self.cuda:
             self.stream, self.returning = torch.cuda.Stream(self.device), CudaGradients(self.device)
             if gather == "inplace":
-                self.views = list(seen_by_gpu(home.rows, self.device).unbind(1))
+                self.view = seen_by_gpu(home.rows, self.device).flatten(1)  # [V, n_table * W]
 
     def init_rows(self, std: float) -> None:
         if self.home.fresh:
@@ -121,7 +123,7 @@ class OffloadedTables(Tables):
                 begun, which takes the slots from this one.
         """
         training = self.training and torch.is_grad_enabled()
-        if self.gather == "inplace" and not (self.cuda and training):
+        if self.gather == "inplace" and not (self.cuda and (training or ids.numel() > IN_PLACE)):
             self.flush()
             return self.read_in_place(ids) if self.cuda else super().lookup(ids)
         self.abandon()
@@ -146,9 +148,10 @@ class OffloadedTables(Tables):
         return self.arrive(self.flight, position, visit, training)
 
     def read_in_place(self, ids: Tensor) -> Iterator[Tensor]:
-        ids = send(ids, self.device)
-        for view in self.views:
-            yield F.embedding(ids, view)
+        """One kernel reads all that a token owns: it lies side by side, and a bus answers late."""
+        rows = F.embedding(send(ids, self.device), self.view)  # [B, T, n_table * W]
+        self.moved += ids.numel() * len(self.weight) * self.row_bytes
+        yield from rows.unflatten(-1, (-1, self.width)).unbind(-2)  # n_table of [B, T, W]
 
     def depart(self, ids: Tensor, most: int, training: bool) -> None:
         """Order the rows of tokens `ids` [n] from as many tables as there are slots.
@@ -312,6 +315,8 @@ class OffloadedTables(Tables):
         self.failure = None
         if self.cache:
             self.cache.clear()
+        if self.cuda and self.gather == "inplace":
+            torch.cuda.synchronize(self.device)  # kernels may still be reading
         for table, weight in enumerate(self.weight):
             saved = state_dict.get(f"{prefix}weight.{table}")
             if saved is None:

@@ -143,48 +143,34 @@ class CudaSlot(Slot):
 
 
 class CudaGradients:
-    """Brings gradients to the host in a stream of their own, one table ahead of the worker.
-
-    Two pinned buffers take turns: that of table l is free again when table l's update has ended,
-    which is before the worker asks for l + 1 and thereby orders the copy of l + 2.
-    """
+    """Brings the gradients of a step to the host in a stream of their own. Nobody waits here."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.buffers = [torch.empty(0), torch.empty(0)]
+        self.host = torch.empty(0)
 
     def take(self, grads: list[Tensor]) -> None:
-        """Main thread: these gradients [n, W], one per table, are computed by what is queued so
-        far. They are held until their copies have ended, so the allocator cannot reuse them."""
-        self.grads, self.events = dict(enumerate(grads)), {}
-        self.ready = torch.cuda.Event()
-        self.ready.record(torch.cuda.current_stream(self.device))
-        need = grads[0].numel()
-        if need > self.buffers[0].numel():
-            self.buffers = [pinned(need, torch.float32) for _ in range(2)]
-
-    def order(self, table: int) -> Tensor:
-        """Worker: start the copy of a table's gradient, if it has not been; where it will be."""
-        grad = self.grads[table]
-        host = self.buffers[table % 2][: grad.numel()].view(grad.shape)
-        if table not in self.events:
-            with torch.cuda.stream(self.stream):
-                self.stream.wait_event(self.ready)
-                host.copy_(grad, non_blocking=True)
-                self.events[table] = torch.cuda.Event()
-                self.events[table].record(self.stream)
-        return host
+        """Main thread: order the copies of these gradients [n, W], one per table, which what is
+        queued so far computes. Nobody may need those of the step before any more."""
+        ready, need = torch.cuda.Event(), sum(grad.numel() for grad in grads)
+        ready.record(torch.cuda.current_stream(self.device))
+        if need > self.host.numel():
+            self.host = pinned(
+                need + need // 8, torch.float32
+            )  # other batches have a few rows more
+        self.copies = self.host[:need].view(len(grads), *grads[0].shape)  # [n_table, n, W]
+        self.arrived = [torch.cuda.Event() for _ in grads]
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(ready)
+            for grad, copy, arrived in zip(grads, self.copies, self.arrived, strict=True):
+                copy.copy_(grad, non_blocking=True)
+                grad.record_stream(self.stream)  # not to be handed out anew before
+                arrived.record(self.stream)
 
     def get(self, table: int) -> Tensor:
-        """Worker: the gradient of a table on the host, valid until the next call; tables come in
-        order."""
-        assert table == min(self.grads), "tables must be updated in order"
-        host = self.order(table)
-        if table + 1 in self.grads:
-            self.order(table + 1)
-        self.events[table].synchronize()
-        del self.grads[table]
-        return host
+        """Worker: the gradient of a table on the host, valid until the next `take`."""
+        self.arrived[table].synchronize()
+        return self.copies[table]
 
 
 def pinned(numbers: int, dtype: torch.dtype) -> Tensor:
@@ -233,7 +219,9 @@ def seen_by_gpu(rows: Tensor, device: torch.device) -> Tensor:
         weakref.finalize(rows, unpin, rows.data_ptr(), device)
         view = torch.as_tensor(Pointer(rows), device=device)
     assert view.data_ptr() == rows.data_ptr(), "a copy was made instead of a view"
-    return view.view(rows.dtype).view(rows.shape)
+    view = view.view(rows.dtype).view(rows.shape)
+    assert torch.equal(view[:1].cpu(), rows[:1]), "the GPU sees other memory at this address"
+    return view
 
 
 def unpin(address: int, device: torch.device) -> None:

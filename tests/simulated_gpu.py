@@ -174,6 +174,7 @@ class SimulatedGpu:
             (torch.cuda, "Event", Event),
             (torch.cuda, "current_stream", self.current_stream),
             (torch.cuda, "stream", self.stream),
+            (torch.cuda, "synchronize", self.synchronize),
             (torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor.clone())),
             (ring, "pinned", lambda numbers, dtype: self.pin(torch.empty(numbers, dtype=dtype))),
             (offload, "seen_by_gpu", self.seen),
@@ -219,7 +220,7 @@ class SimulatedGpu:
         yield
         self.local.stream = before
 
-    def synchronize(self) -> None:
+    def synchronize(self, device=None) -> None:
         for stream in self.streams:
             stream.synchronize()
 

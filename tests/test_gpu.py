@@ -38,7 +38,8 @@ def decoder(ffn: str) -> Decoder:
 def train(model: Decoder, device: str, steps: int = 3) -> tuple[list[float], Decoder]:
     """A few steps of plain SGD on the backbone and row-wise Adam on the tables."""
     model = copy.deepcopy(model).to(device)
-    rows = RowAdam(model.tables)
+    # eps: a gradient that is zero but for rounding must not become a step.
+    rows = RowAdam(model.tables, eps=1e-4)
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         ids = torch.randint(60, (4, 32), generator=generator)
@@ -181,7 +182,7 @@ def test_copies_overlap_compute():
         with torch.profiler.profile(activities=activities) as profile:
             layers()
     on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    copies = [e.time_range for e in on_gpu if "HtoD" in e.name and e.time_range.elapsed_us() > 50]
+    copies = [e.time_range for e in on_gpu if "HtoD" in e.name and e.time_range.elapsed_us() > 10]
     kernels = [e.time_range for e in on_gpu if not e.name.startswith("Mem")]
     assert len(copies) == 8 and len(kernels) >= 160
     hidden = sum(
