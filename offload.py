@@ -2,10 +2,10 @@
 
 The ids of a batch are known before its first layer runs. So a worker thread gathers their distinct
 rows, table after table, and a ring of slots brings them while earlier layers compute. Time goes to
-the right, tables are numbered, and in training each is updated with the step before (u) just before
-its rows are gathered (g):
+the right, tables are numbered. In training, rows are updated with the step before just before they
+are gathered: first those that this batch reads (u), then, in the backward pass, the others (U):
 
-    worker thread   |u0 g0|u1 g1|u2 g2|     |u3 g3|     |u4 g4|
+    worker thread   |u0 g0|u1 g1|u2 g2|     |u3 g3|     |u4 g4|U0 U1 U2 U3 U4|
     side stream           |copy0|copy1|copy2|     |copy3|     |copy4|
     compute         | embedding |layer with 0 |layer with 1 |layer with 2 |layer with 3 ...
                                  ^ slot 0 is free as soon as its rows are expanded to [B, T, W],
@@ -17,6 +17,7 @@ hazards H1 to H3, is told in ring.py.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,6 +55,11 @@ class Flight:
     submit: Callable  # to the worker, or at once
     waiting: deque[range]  # tables that are fetched together, and nobody has ordered yet
     ordered: deque[tuple] = field(default_factory=deque)  # (slot, tables, job), nobody has read yet
+    # Of the rows that wait for an update, those that it reads, and the others, which can wait on:
+    # index into OffloadedTables.updated. None: all are updated before any is read.
+    soon: Tensor | None = None
+    later: Tensor | None = None
+    rest: list[Future] = field(default_factory=list)  # jobs that update the others
 
 
 class OffloadedTables(Tables):
@@ -61,9 +67,10 @@ class OffloadedTables(Tables):
 
     Nothing here is a parameter: `model.to(device)` does not move it, autograd does not see it.
 
-    Updates are not run at once. Each waits until just before its table is next read, on the worker
-    thread, so that they overlap with the forward pass and no row can be read stale: strict order by
-    construction. `flush` runs what still waits.
+    Updates are not run at once. A row's waits until just before the row is next gathered, on the
+    worker thread, so that it overlaps with the forward pass and no row can be read stale: strict
+    order by construction. Rows that the next batch does not read follow when all of that is done,
+    and overlap with the backward pass. `flush` runs what still waits.
 
     Args:
         home: where rows are: a TableFile, or homes.RamHome.
@@ -96,7 +103,8 @@ class OffloadedTables(Tables):
         self.cuda = self.device.type in STREAMS
         self.worker, self.slots = Worker(), []
         self.flight: Flight | None = None  # the last lookup's
-        self.pending: dict[int, tuple[Callable, Tensor | None]] = {}  # updates by table
+        # Updates that wait, by table: what to call, the gradient, and of which rows (None: of all).
+        self.pending: dict[int, tuple[Callable, Tensor | None, Tensor | None]] = {}
         self.failure: BaseException | None = None  # of an update: rows are half-way between steps
         self.cache = HotRows(cache_rows, self.weight, self.device) if cache_rows else None
         self.row_bytes = self.width * self.weight[0].element_size()
@@ -168,6 +176,10 @@ class OffloadedTables(Tables):
         # One group alone is fetched at once: no later one could be fetched meanwhile.
         submit = self.worker.submit if len(groups) > 1 else at_once
         self.flight = Flight(ids, submit, deque(groups))
+        # The random bits that bfloat16 rows are rounded with come in one piece.
+        if self.pending and len(groups) > 1 and self.weight[0].dtype == torch.float32:
+            soon = torch.isin(self.updated, ids)  # [rows that wait for an update]
+            self.flight.soon, self.flight.later = soon.nonzero()[:, 0], (~soon).nonzero()[:, 0]
         submit(self.home.read_ahead, ids, ("rows",))
         for slot in self.slots:
             self.order(slot)
@@ -180,8 +192,10 @@ class OffloadedTables(Tables):
         flight = self.flight
         if flight.waiting:
             tables = flight.waiting.popleft()
-            job = flight.submit(self.fetch, slot, flight.ids, tables)
+            job = flight.submit(self.fetch, slot, flight, tables)
             flight.ordered.append((slot, tables, job))
+            if not flight.waiting and flight.later is not None:  # behind the last rows
+                flight.rest = [self.worker.submit(self.settle, t) for t in range(len(self.weight))]
 
     def arrive(
         self, flight: Flight, position: Tensor, visit: Visit | None, training: bool
@@ -216,10 +230,11 @@ class OffloadedTables(Tables):
             yield from expanded
 
     @torch.no_grad()
-    def fetch(self, slot: Slot, ids: Tensor, tables: range) -> None:
-        """Worker: bring tables up to date, gather rows `ids` [n] of each, and send them off."""
+    def fetch(self, slot: Slot, flight: Flight, tables: range) -> None:
+        """Worker: bring rows up to date, gather those of tokens `ids` [n], and send them off."""
+        ids = flight.ids
         for table in tables:
-            self.settle(table)  # H3
+            self.settle(table, flight)  # H3
         slot.reclaim()  # H1
         numbers = len(tables) * len(ids) * self.width
         rows = slot.host[:numbers].view(len(tables), len(ids), self.width)
@@ -249,8 +264,9 @@ class OffloadedTables(Tables):
     def abandon(self) -> None:
         """Wait for what a lookup ordered that was left half-way, if one was."""
         flight, self.flight = self.flight, None
-        # Newest first: what has run then are the first tables.
-        for _, _, job in reversed(flight.ordered if flight else ()):
+        # Newest first, or the worker would begin with one while another is waited for.
+        jobs = [*(job for _, _, job in flight.ordered), *flight.rest] if flight else []
+        for job in reversed(jobs):
             if job and not job.cancel():
                 try:
                     outcome(job, "an abandoned lookup")
@@ -263,27 +279,32 @@ class OffloadedTables(Tables):
     def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         return self.home.moments()
 
-    def write(self, updates: list[Callable[[Tensor], None]], grads: list[Tensor]) -> None:
-        """Note the updates; each runs just before its table is next read, or in `flush`."""
+    def write(self, ids: Tensor, updates: list[Callable[..., None]], grads: list[Tensor]) -> None:
+        """Note the updates; they run just before rows are next read, behind that, or in `flush`."""
         self.flush()
         if self.cache:
             self.cache.clear()
         if self.gather == "inplace" and not self.cuda:
-            return super().write(updates, grads)  # nothing would be hidden
+            return super().write(ids, updates, grads)  # nothing would be hidden
         if self.cuda:
             self.returning.take(grads)
             grads = [None] * len(grads)
         elif self.device.type != "cpu":
             grads = [grad.cpu() for grad in grads]  # MPS is not for two threads at once
-        self.pending = dict(enumerate(zip(updates, grads, strict=True)))
+        self.updated = ids
+        self.pending = {t: (*job, None) for t, job in enumerate(zip(updates, grads, strict=True))}
 
-    def settle(self, table: int) -> None:
-        """Run the update that waits for a table, if one does (H3)."""
+    def settle(self, table: int, flight: Flight | None = None) -> None:
+        """Run the update that waits for a table, if one does (H3); for a flight, once, only of the
+        rows that it reads."""
         self.check()
         if table in self.pending:
-            update, grad = self.pending.pop(table)
+            update, grad, some = self.pending.pop(table)
+            if some is None and flight and flight.later is not None:
+                some = flight.soon
+                self.pending[table] = (update, grad, flight.later)
             try:
-                update(self.returning.get(table) if self.cuda else grad)
+                update(self.returning.get(table) if self.cuda else grad, some)
             except BaseException as error:
                 self.failure = error
                 raise

@@ -49,7 +49,7 @@ class RowStep:
     scale_v: float  # bias correction
     eps: float
 
-    def of(self, part: slice) -> "RowStep":
+    def of(self, part: slice | Tensor) -> "RowStep":
         """The same for some of the rows."""
         values = (getattr(self, field.name) for field in fields(self))
         return RowStep(*(v[part] if isinstance(v, Tensor) else v for v in values))
@@ -134,11 +134,19 @@ class RowAdam:
         updates = [
             partial(self.update, table, ids, step, self.steps) for table in range(len(self.m))
         ]
-        self.tables.write(updates, grads)
+        self.tables.write(ids, updates, grads)
 
     @torch.no_grad()  # once more: a worker thread starts out with gradients
-    def update(self, table: int, ids: Tensor, step: RowStep, number: int, grad: Tensor) -> None:
-        """One table's part of step `number`, where its rows live.
+    def update(
+        self,
+        table: int,
+        ids: Tensor,
+        step: RowStep,
+        number: int,
+        grad: Tensor,
+        some: Tensor | None = None,
+    ) -> None:
+        """One table's part of step `number`, where its rows live; `some` [k]: only these of the n.
 
         On a CPU part by part: with whole batches each operation would go through memory, not
         through caches, which took four to seven times as long for 5,485 rows of 2,752 numbers.
@@ -150,15 +158,15 @@ class RowAdam:
             generator = torch.Generator(weight.device)
             # Steps of a run and tables of a model number less than these, so no seed comes twice.
             generator.manual_seed((self.seed * 2**40 + number * 2**12 + table) % 2**63)
-        for at in range(0, len(ids), size):
-            part = slice(at, at + size)
-            some = ids[part]  # [k]
-            m_some, v_some = m.index_select(0, some), v.index_select(0, some)  # [k, W]
-            rows = weight.index_select(0, some).float()
-            adam_rows(rows, m_some, v_some, grad[part].to(m), step.of(part))
+        parts = (slice(at, at + size) for at in range(0, len(ids), size))
+        for part in parts if some is None else some.split(size):
+            here = ids[part]  # [k]
+            m_here, v_here = m.index_select(0, here), v.index_select(0, here)  # [k, W]
+            rows = weight.index_select(0, here).float()
+            adam_rows(rows, m_here, v_here, grad[part].to(m), step.of(part))
             if generator:
                 rows = round_stochastically(rows, generator)
-            m[some], v[some], weight[some] = m_some, v_some, rows
+            m[here], v[here], weight[here] = m_here, v_here, rows
 
     def state_dict(self) -> dict:
         """Moments, counts and steps, for the checkpoint; a table file keeps all but the latter."""

@@ -118,8 +118,8 @@ class Tables(nn.Module):
         count = torch.zeros(self.vocab_size, dtype=torch.int64, device=device)
         return m, v, count, torch.zeros_like(count)
 
-    def write(self, updates: list[Callable[[Tensor], None]], grads: list[Tensor]) -> None:
-        """Run the update of each table on its gradient."""
+    def write(self, ids: Tensor, updates: list[Callable[..., None]], grads: list[Tensor]) -> None:
+        """Run the update of each table, of rows `ids` [n], on its gradient."""
         for update, grad in zip(updates, grads, strict=True):
             update(grad)
 

@@ -96,7 +96,7 @@ def test_h3_a_row_is_updated_before_it_is_read_again(gpu, guarded, monkeypatch):
     if not guarded:  # only `flush`, on the main thread, still settles
         main = threading.main_thread()
         monkeypatch.setattr(
-            tables, "settle", lambda t: threading.current_thread() is main and settle(t)
+            tables, "settle", lambda *t: threading.current_thread() is main and settle(*t)
         )
     sum((rows * rows).sum() for rows in tables.lookup(IDS)).backward()
     adam.step(*tables.gradients(), lr=0.1)

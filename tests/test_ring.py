@@ -353,7 +353,9 @@ def test_h3_a_row_is_updated_before_it_is_read_again(guarded, monkeypatch):
         monkeypatch.setattr(
             tables,
             "settle",
-            lambda t: settle(t) if threading.current_thread() is threading.main_thread() else None,
+            lambda *t: (
+                settle(*t) if threading.current_thread() is threading.main_thread() else None
+            ),
         )
     adams = RowAdam(plain), RowAdam(tables)
     step(plain, adams[0], 0)
@@ -430,25 +432,51 @@ def test_loading_rows_drops_the_updates_that_wait_for_the_old_ones():
     assert_rows(tables.eval().lookup(batch(1)), batch(1))
 
 
-def test_updates_of_an_abandoned_lookup_are_those_of_the_first_tables(monkeypatch):
-    """Whatever the worker still runs when a lookup is left: gradients come back in their order."""
-    tables = offloaded(dict(ring_slots=4, group_bytes=0))
-    step(tables, RowAdam(tables), 0)
-    settled, settle, cancel = [], tables.settle, ring.Future.cancel
-    monkeypatch.setattr(tables, "settle", lambda table: (settled.append(table), settle(table)))
-    gate = threading.Event()
-    tables.worker.submit(gate.wait, 10)
+@pytest.mark.parametrize("options", [dict(ring_slots=2, group_bytes=0), RING["groups of two"]])
+def test_rows_that_are_read_next_are_updated_first_and_the_others_behind(options, monkeypatch):
+    tables, log = offloaded(options), []
+    adam = RowAdam(tables)
+    update, gather = adam.update, tables.gather_rows
 
-    def slow_cancel(job):
-        done = cancel(job)
-        gate.set()  # the worker goes on between two cancellations
-        time.sleep(0.05)
-        return done
+    def updated(table, ids, step, number, grad, some=None):
+        log.append(("update", table, (ids if some is None else ids[some]).tolist()))
+        update(table, ids, step, number, grad, some)
 
-    monkeypatch.setattr(ring.Future, "cancel", slow_cancel)
-    tables.lookup(batch(1))
-    tables.abandon()
-    assert settled and settled == list(range(len(settled)))
+    monkeypatch.setattr(adam, "update", updated)
+    monkeypatch.setattr(
+        tables, "gather_rows", lambda t, *args: (log.append(("gather", t)), gather(t, *args))
+    )
+    plain = resident()
+    for table in (plain, tables):
+        optimizer = adam if table is tables else RowAdam(plain)
+        sum((rows * rows).sum() for rows in table.lookup(torch.tensor([[1, 3, 5, 7]]))).backward()
+        optimizer.step(*table.gradients(), lr=0.1)
+    log.clear()
+    ids = torch.tensor([[3, 4, 7, 9]])
+    assert_rows(tables.lookup(ids), ids, plain)
+    for job in tables.flight.rest:
+        job.result()
+    assert [entry for entry in log if entry[0] == "gather"] == [("gather", t) for t in range(L)]
+    for table in range(L):
+        first = log.index(("update", table, [3, 7]))
+        assert first < log.index(("gather", table)) < log.index(("update", table, [1, 5]))
+        assert log.index(("update", table, [1, 5])) > log.index(("gather", L - 1))
+    assert len(log) == 3 * L and not tables.pending
+    assert all(torch.equal(a, b) for a, b in zip(tables.weight, plain.weight, strict=True))
+
+
+def test_an_update_that_fails_behind_a_lookup_is_not_forgotten():
+    tables = offloaded(RING["2 slots"])
+    adam = RowAdam(tables)
+    step(tables, adam, 0)
+    adam.step(torch.tensor([1, 3]), [torch.ones(1, W)] * L, lr=0.1)  # without a gradient for 3
+    ids = torch.tensor([[1, 1]])
+    assert all(row.isfinite().all() for row in tables.lookup(ids))
+    with pytest.raises((RuntimeError, IndexError)):
+        for job in tables.flight.rest:
+            job.result()
+    with pytest.raises(RuntimeError, match="an update failed"):
+        tables.state_dict()
 
 
 def test_training_empties_the_cache_and_a_lookup_left_half_way_enters_nothing():
