@@ -213,7 +213,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x [B, T, n_embd] -> [B, T, n_embd]; with a cache, x continues the S - T tokens in it.
 
-        mask [.., T, S] says which keys a query may see; None: all up to itself."""
+        mask [.., T, S] is added to the logits, -inf hides a key; None: all up to itself are seen."""
         q, k, v = self.qkv(x, rows)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, head_dim]
@@ -341,10 +341,11 @@ class Decoder(nn.Module):
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_base)
         mask = None  # causal
         if documents is not None:
-            mask = documents[:, None, :, None] == documents[:, None, None]  # [B, 1, T, T]
-            mask = mask.tril()
+            same = documents[:, None, :, None] == documents[:, None, None]  # [B, 1, T, T]
+            mask = self.additive(same.tril_())
         elif 0 < start < end - 1:  # several tokens after a filled cache
-            mask = torch.ones(end - start, end, dtype=torch.bool, device=ids.device).tril(start)
+            seen = torch.ones(end - start, end, dtype=torch.bool, device=ids.device).tril_(start)
+            mask = self.additive(seen)
         x = self.wte(ids)  # [B, T, n_embd]
         for block in self.blocks:
             x = block(x, next(rows) if block.row_width else None, cos, sin, mask, cache)
@@ -358,6 +359,14 @@ class Decoder(nn.Module):
                 logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1
             )  # [B * T, V], [B * T]
         return logits, loss
+
+    def additive(self, seen: Tensor) -> Tensor:
+        """What a mask adds to attention's logits, once for all layers: from booleans each layer
+        would make that by itself, and keep it in training."""
+        device, dtype = seen.device.type, self.wte.weight.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        return torch.where(seen, 0.0, -torch.inf).to(dtype)
 
     @torch.inference_mode()
     def stream(
