@@ -213,7 +213,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x [B, T, n_embd] -> [B, T, n_embd]; with a cache, x continues the S - T tokens in it.
 
-        mask [.., T, S] is added to the logits, -inf hides a key; None: all up to itself are seen."""
+        mask [.., T, S] is added to the logits, -inf hides a key; None hides those that follow."""
         q, k, v = self.qkv(x, rows)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, head_dim]
