@@ -38,7 +38,8 @@ ALIGN = ("last", "first", "pad", "average")
 
 
 class MeanRows(Tables):
-    """Tables with made-up tokens behind the vocabulary, whose rows are means of others' rows."""
+    """Tables with made-up tokens behind the vocabulary, whose rows are means of others' rows. To
+    read from: training and checkpoints want the tables themselves."""
 
     def __init__(self, tables: Tables) -> None:
         super().__init__(tables.vocab_size, tables.width)
@@ -52,17 +53,23 @@ class MeanRows(Tables):
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         """As `Tables.lookup`, and made-up tokens in `ids` [B, T] are known."""
         new = ids >= self.vocab_size
-        if not new.any():
+        used, index = ids[new].unique(return_inverse=True)  # made-up tokens; a host-device sync
+        if not len(used):
             yield from self.tables.lookup(ids)
             return
-        n, parts = ids.numel(), [torch.tensor(part, device=ids.device) for part in self.made_up]
+        parts_of = list(self.made_up)
+        parts = [
+            torch.tensor(parts_of[token - self.vocab_size], device=ids.device)
+            for token in used.tolist()
+        ]
         # One lookup for all: [1, n + tokens that means are made of].
         both = torch.cat([ids.masked_fill(new, 0).flatten(), *parts])[None]
-        own = torch.arange(n, device=ids.device).view(ids.shape)
-        place = torch.where(new, n + ids - self.vocab_size, own)  # [B, T]
+        n = ids.numel()
+        place = torch.arange(n, device=ids.device).view(ids.shape)  # [B, T]
+        place[new] = n + index
         for rows in self.tables.lookup(both):
             rows, *others = rows[0].split([n, *map(len, parts)])  # [n, W], [len(part), W] ...
-            means = torch.stack([other.mean(0) for other in others])  # [made-up tokens, W]
+            means = torch.stack([other.mean(0) for other in others])  # [made-up tokens used, W]
             yield F.embedding(place.to(rows.device), torch.cat([rows, means]))  # [B, T, W]
 
 
@@ -81,7 +88,7 @@ def edited_ids(
         ids: [..., T].
         align: one of ALIGN: `average` makes up a token that all of the source's read, the others
             are `stem.substitute`'s.
-        tables: for `average`, the model's.
+        tables: for `average`, the model's, which must be MeanRows.
     """
     edited = ids
     for space in (" ", ""):
@@ -270,9 +277,12 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     answers = [encoding.encode_ordinary(question.answer) for question in asked]
     kinds = {"equal length": [], "longer source": [], "longer target": []}
     for i, j in itertools.permutations(range(len(table)), 2):
-        if table[i].answer("capital") != table[j].answer("capital") and length[i] + length[j] > 2:
-            longer = (length[i] > length[j]) - (length[i] < length[j])  # 0, 1, -1
-            list(kinds.values())[longer].append((i, j))
+        if table[i].answer("capital") == table[j].answer("capital") or length[i] + length[j] == 2:
+            continue
+        kind = "equal length"
+        if length[i] != length[j]:
+            kind = "longer source" if length[i] > length[j] else "longer target"
+        kinds[kind].append((i, j))
     bar = tqdm(total=len(ALIGN) * sum(map(len, kinds.values())), unit="edit", desc="lengths")
     result, size = {}, group_size(encoding)
     for kind, pairs in kinds.items():
@@ -323,12 +333,15 @@ def main() -> None:
     homes.check_flags(args)
     if args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
+    if args.report and (args.source or args.target or args.prompt):
+        raise UserError("--report edits all pairs: leave out --source, --target and --prompt")
     if not args.report and not (args.source and args.target):
         raise UserError("give --source and --target, or --report")
     model, encoding, _ = load_model(args.ckpt, pick_device(args.device), args)
     if not len(model.tables.weight):
         raise UserError(f"{args.ckpt} is a {model.config.ffn} model: it has no tables to edit")
-    model.tables = MeanRows(model.tables)
+    if args.report or args.align == "average":
+        model.tables = MeanRows(model.tables)
     if not args.report:
         show(args, model, encoding)
         return

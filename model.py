@@ -341,11 +341,12 @@ class Decoder(nn.Module):
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_base)
         mask = None  # causal
         if documents is not None:
-            same = documents[:, None, :, None] == documents[:, None, None]  # [B, 1, T, T]
-            mask = self.additive(same.tril_())
+            mask = self.additive(  # [B, 1, T, T]
+                (documents[:, None, :, None] == documents[:, None, None]).tril_()
+            )
         elif 0 < start < end - 1:  # several tokens after a filled cache
-            seen = torch.ones(end - start, end, dtype=torch.bool, device=ids.device).tril_(start)
-            mask = self.additive(seen)
+            seen = (end - start, end)
+            mask = self.additive(torch.ones(seen, dtype=torch.bool, device=ids.device).tril_(start))
         x = self.wte(ids)  # [B, T, n_embd]
         for block in self.blocks:
             x = block(x, next(rows) if block.row_width else None, cos, sin, mask, cache)
@@ -366,7 +367,8 @@ class Decoder(nn.Module):
         device, dtype = seen.device.type, self.wte.weight.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        return torch.where(seen, 0.0, -torch.inf).to(dtype)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return mask.masked_fill_(seen.logical_not_(), -torch.inf)
 
     @torch.inference_mode()
     def stream(

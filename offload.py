@@ -2,8 +2,8 @@
 
 The ids of a batch are known before its first layer runs. So a worker thread gathers their distinct
 rows, table after table, and a ring of slots brings them while earlier layers compute. Time goes to
-the right, tables are numbered. In training, rows are updated with the step before just before they
-are gathered: first those that this batch reads (u), then, in the backward pass, the others (U):
+the right, tables are numbered. In training the worker also takes the step before: it updates the
+rows that this batch reads before it gathers them (u), the others in the backward pass (U):
 
     worker thread   |u0 g0|u1 g1|u2 g2|     |u3 g3|     |u4 g4|U0 U1 U2 U3 U4|
     side stream           |copy0|copy1|copy2|     |copy3|     |copy4|
@@ -38,6 +38,7 @@ class Home(Protocol):
     """What holds rows and optimizer states: homes.RamHome, or TableFile."""
 
     weight: list[Tensor]  # a [V, W] view for each table
+    rows: Tensor  # all of them, [V, n_table, W], if a GPU shall read them in place
     fresh: bool  # rows are to be drawn, not loaded
 
     def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
@@ -62,6 +63,15 @@ class Flight:
     rest: list[Future] = field(default_factory=list)  # jobs that update the others
 
 
+@dataclass
+class Update:
+    """A table's part of an optimizer step that waits."""
+
+    run: Callable[[Tensor, Tensor | None], None]  # with a gradient, and of which rows
+    grad: Tensor | None  # None: it is on its way from the GPU
+    some: Tensor | None = None  # index of the rows [k], None: all
+
+
 class OffloadedTables(Tables):
     """All tables of a model outside the memory of the compute device.
 
@@ -70,7 +80,9 @@ class OffloadedTables(Tables):
     Updates are not run at once. A row's waits until just before the row is next gathered, on the
     worker thread, so that it overlaps with the forward pass and no row can be read stale: strict
     order by construction. Rows that the next batch does not read follow when all of that is done,
-    and overlap with the backward pass. `flush` runs what still waits.
+    and overlap with the backward pass; but what a lookup finds still waiting from before the last
+    one, bfloat16 rows, and tables fetched in a single group are updated as a whole before they are
+    gathered. `flush` runs what still waits.
 
     Args:
         home: where rows are: a TableFile, or homes.RamHome.
@@ -103,8 +115,8 @@ class OffloadedTables(Tables):
         self.cuda = self.device.type in STREAMS
         self.worker, self.slots = Worker(), []
         self.flight: Flight | None = None  # the last lookup's
-        # Updates that wait, by table: what to call, the gradient, and of which rows (None: of all).
-        self.pending: dict[int, tuple[Callable, Tensor | None, Tensor | None]] = {}
+        self.pending: dict[int, Update] = {}  # by table
+        self.updated: Tensor | None = None  # the tokens [n] whose rows they change
         self.failure: BaseException | None = None  # of an update: rows are half-way between steps
         self.cache = HotRows(cache_rows, self.weight, self.device) if cache_rows else None
         self.row_bytes = self.width * self.weight[0].element_size()
@@ -127,8 +139,8 @@ class OffloadedTables(Tables):
         Raises:
             IndexError: an id is out of range.
             ValueError: more distinct tokens than `max_rows`.
-            RuntimeError: (from the iterator) the worker failed or hangs; or another lookup has
-                begun, which takes the slots from this one.
+            RuntimeError: an update failed before; or, from the iterator, the worker failed or
+                hangs, or another lookup has begun, which takes the slots from this one.
         """
         training = self.training and torch.is_grad_enabled()
         if self.gather == "inplace" and not (self.cuda and (training or ids.numel() > IN_PLACE)):
@@ -263,7 +275,7 @@ class OffloadedTables(Tables):
 
     def abandon(self) -> None:
         """Wait for what a lookup ordered that was left half-way, if one was."""
-        flight, self.flight = self.flight, None
+        flight = self.flight
         # Newest first, or the worker would begin with one while another is waited for.
         jobs = [*(job for _, _, job in flight.ordered), *flight.rest] if flight else []
         for job in reversed(jobs):
@@ -273,6 +285,7 @@ class OffloadedTables(Tables):
                 except RuntimeError:
                     if not job.done():
                         raise  # else nobody waits for these rows any more
+        self.flight = None  # not before: as long as the worker is at it, it is nobody else's turn
 
     # --- writing ---
 
@@ -284,30 +297,33 @@ class OffloadedTables(Tables):
         self.flush()
         if self.cache:
             self.cache.clear()
-        if self.gather == "inplace" and not self.cuda:
-            return super().write(ids, updates, grads)  # nothing would be hidden
         if self.cuda:
             self.returning.take(grads)
             grads = [None] * len(grads)
         elif self.device.type != "cpu":
             grads = [grad.cpu() for grad in grads]  # MPS is not for two threads at once
         self.updated = ids
-        self.pending = {t: (*job, None) for t, job in enumerate(zip(updates, grads, strict=True))}
+        self.pending = dict(enumerate(map(Update, updates, grads)))
+        if self.gather == "inplace" and not self.cuda:
+            self.flush()  # nothing would be hidden
 
     def settle(self, table: int, flight: Flight | None = None) -> None:
         """Run the update that waits for a table, if one does (H3); for a flight, once, only of the
         rows that it reads."""
         self.check()
-        if table in self.pending:
-            update, grad, some = self.pending.pop(table)
-            if some is None and flight and flight.later is not None:
-                some = flight.soon
-                self.pending[table] = (update, grad, flight.later)
-            try:
-                update(self.returning.get(table) if self.cuda else grad, some)
-            except BaseException as error:
-                self.failure = error
-                raise
+        update = self.pending.get(table)
+        if update is None:
+            return
+        some = update.some
+        if some is None and flight and flight.later is not None:
+            some, update.some = flight.soon, flight.later
+        else:
+            del self.pending[table]
+        try:
+            update.run(self.returning.get(table) if self.cuda else update.grad, some)
+        except BaseException as error:
+            self.failure = error
+            raise
 
     def check(self) -> None:
         """Rows of which only some took a step are never read or saved."""

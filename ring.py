@@ -147,7 +147,7 @@ class CudaGradients:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.host = torch.empty(0)
+        self.host, self.copies, self.arrived = torch.empty(0), torch.empty(0), []
 
     def take(self, grads: list[Tensor]) -> None:
         """Main thread: order the copies of these gradients [n, W], one per table, which what is
@@ -155,9 +155,8 @@ class CudaGradients:
         ready, need = torch.cuda.Event(), sum(grad.numel() for grad in grads)
         ready.record(torch.cuda.current_stream(self.device))
         if need > self.host.numel():
-            self.host = pinned(
-                need + need // 8, torch.float32
-            )  # other batches have a few rows more
+            room = need + need // 8  # other batches have a few rows more
+            self.host = pinned(room, torch.float32, "--batch_size or --block_size")
         self.copies = self.host[:need].view(len(grads), *grads[0].shape)  # [n_table, n, W]
         self.arrived = [torch.cuda.Event() for _ in grads]
         with torch.cuda.stream(self.stream):
@@ -173,14 +172,16 @@ class CudaGradients:
         return self.copies[table]
 
 
-def pinned(numbers: int, dtype: torch.dtype) -> Tensor:
+def pinned(
+    numbers: int, dtype: torch.dtype, lower: str = "--ring_slots or --device_batch_size"
+) -> Tensor:
     """Host memory that the GPU can copy from and to while both go on working."""
     try:
         return torch.empty(numbers, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
         raise TableError(
-            f"no {gib(numbers * dtype.itemsize)} of pinned memory for the ring: lower --ring_slots "
-            f"or --device_batch_size, or raise `ulimit -l` ({str(error).splitlines()[0]})"
+            f"no {gib(numbers * dtype.itemsize)} of pinned memory: lower {lower}, or raise "
+            f"`ulimit -l` ({str(error).splitlines()[0]})"
         ) from None
 
 
@@ -220,7 +221,12 @@ def seen_by_gpu(rows: Tensor, device: torch.device) -> Tensor:
         view = torch.as_tensor(Pointer(rows), device=device)
     assert view.data_ptr() == rows.data_ptr(), "a copy was made instead of a view"
     view = view.view(rows.dtype).view(rows.shape)
-    assert torch.equal(view[:1].cpu(), rows[:1]), "the GPU sees other memory at this address"
+    probe, there = rows.view(-1)[:1], view.view(-1)[:1]
+    before = probe.clone()
+    for value in (1.0, 2.0):
+        probe.fill_(value)
+        assert there.item() == value, "the GPU sees other memory at this address"
+    probe.copy_(before)
     return view
 
 

@@ -293,7 +293,8 @@ def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
         )
     given = {name: getattr(args, name) for name in args.given}
     saved = dict(checkpoint["args"])
-    if "offload" in given:  # another home: what suited the last one is not asked for
+    if given.get("offload", saved.get("offload")) != saved.get("offload"):
+        # Another home: what suited the last one is not asked for.
         for name in ("gather", "cache_rows"):
             saved.pop(name, None)
     # Flags that are younger than the checkpoint have their defaults.

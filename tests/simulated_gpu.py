@@ -176,7 +176,7 @@ class SimulatedGpu:
             (torch.cuda, "stream", self.stream),
             (torch.cuda, "synchronize", self.synchronize),
             (torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor.clone())),
-            (ring, "pinned", lambda numbers, dtype: self.pin(torch.empty(numbers, dtype=dtype))),
+            (ring, "pinned", lambda n, dtype, *_: self.pin(torch.empty(n, dtype=dtype))),
             (offload, "seen_by_gpu", self.seen),
         ):
             self.stack.callback(setattr, place, name, getattr(place, name))
@@ -217,8 +217,10 @@ class SimulatedGpu:
     @contextlib.contextmanager
     def stream(self, stream: Stream):
         before, self.local.stream = self.current_stream(), stream
-        yield
-        self.local.stream = before
+        try:
+            yield
+        finally:
+            self.local.stream = before
 
     def synchronize(self, device=None) -> None:
         for stream in self.streams:

@@ -530,6 +530,26 @@ def test_documents_in_one_sequence_equal_documents_run_alone(ffn):
     assert not torch.allclose(model(ids)[0], alone, atol=1e-3)  # without it they do see each other
 
 
+@pytest.mark.parametrize("amp", [False, True])
+def test_layers_share_one_document_mask_in_the_type_they_compute_in(amp, monkeypatch):
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(40, 24, 3, 2, 32))
+    ids, documents = torch.randint(40, (2, 24)), torch.arange(24).expand(2, 24) // 9
+    expected = model(ids, documents=documents)[0]
+    masks, attention = [], F.scaled_dot_product_attention
+
+    def noted(q, k, v, attn_mask, **options):
+        masks.append(attn_mask)
+        return attention(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        logits = model(ids, documents=documents)[0]
+    torch.testing.assert_close(logits.float(), expected, atol=3e-2 if amp else 0, rtol=0)
+    assert len({mask.data_ptr() for mask in masks}) == 1 and len(masks) == 3
+    assert masks[0].dtype == (torch.bfloat16 if amp else torch.float32)
+
+
 @pytest.mark.parametrize("ffn", LAYERS)
 def test_one_layer_is_enough_unless_stem_asks_for_a_second(ffn):
     if ffn == "stem":

@@ -99,6 +99,7 @@ def test_edit_shows_both_sides(trained, tmp_path):
         ("stem", "--source Emil --target Anna --prompt Nobody", "does not contain --source"),
         ("dense", "--source Anna --target Chloë", "no tables to edit"),
         ("stem", "--report", "needs a model of the countries corpus"),
+        ("stem", "--report --source Anna", "leave out --source"),
     ],
 )
 def test_edit_refuses_in_one_line(trained, tmp_path, kind, flags, says):
@@ -196,7 +197,7 @@ def test_report_needs_countries_that_differ_in_every_relation(untrained, monkeyp
     six, model, encoding = untrained
     asia = [country for country in six if country.name in ("Japan", "Oman")]
     monkeypatch.setattr(countries, "table", lambda: asia)
-    with pytest.raises(UserError, match=r"too few country names .*\(Oman, Japan|Japan, Oman\)"):
+    with pytest.raises(UserError, match=r"too few country names .*\((Oman, Japan|Japan, Oman)\)"):
         edit.report(model, encoding)
 
 
@@ -211,27 +212,35 @@ def test_report_of_a_model_that_knows_nothing(untrained, monkeypatch):
     assert result["unchanged"] == 1.0
 
 
-def test_report_of_lengths_counts_each_pair_once(untrained, monkeypatch):
+def test_report_of_lengths_tells_longer_sources_from_longer_targets(untrained, monkeypatch):
+    """With a judge to whom an edit succeeds if every token of the target's name is read."""
     six, model, encoding = untrained
     table = [c for c in countries.table() if c.name in ("Saudi Arabia", "New Zealand")] + six
+    names = [encoding.encode_ordinary(" " + country.name) for country in table]
+    target_of = {
+        tuple(encoding.encode_ordinary(question.answer)): set(name)
+        for name, country in zip(names, table, strict=True)
+        for question in countries.questions("capital", "paragraph", country)
+    }
 
-    def made_up_tokens_answer(model, prompts, answers, edited):
-        hits = [max(ids) >= encoding.n_vocab for ids in edited]
-        return torch.tensor(hits), None, None
+    def judge(model, prompts, answers, edited):
+        read = [set(ids) for ids in edited]
+        return torch.tensor(
+            [target_of[tuple(a)] <= ids for a, ids in zip(answers, read, strict=True)]
+        ), *(None, None)
 
     monkeypatch.setattr(countries, "table", lambda: table)
-    monkeypatch.setattr(edit, "score", made_up_tokens_answer)
+    monkeypatch.setattr(edit, "score", judge)
     model = copy.deepcopy(model)
     model.tables = edit.MeanRows(model.tables)
     result = edit.report_lengths(model, encoding)
-    lengths = [len(encoding.encode_ordinary(" " + c.name)) for c in table]
-    pairs = list(itertools.permutations(lengths, 2))
+    pairs = list(itertools.permutations(map(len, names), 2))
     numbers = [sum(a == b > 1 for a, b in pairs), *[sum(a > b for a, b in pairs)] * 2]
     assert numbers[1] >= 12
     assert [row.pop("pairs") for row in result.values()] == numbers
-    hits = dict(last=0.0, first=0.0, pad=0.0)
-    assert result["longer source"] == result["longer target"] == dict(hits, average=1.0)
-    assert result["equal length"] == dict.fromkeys(edit.ALIGN, 0.0 if numbers[0] else None)
+    assert result["longer source"] == dict(last=1.0, first=1.0, pad=1.0, average=0.0)
+    assert result["longer target"] == dict.fromkeys(edit.ALIGN, 0.0)
+    assert result["equal length"] == dict.fromkeys(edit.ALIGN, 1.0 if numbers[0] else None)
 
 
 def test_report_notices_an_edit_that_touches_other_prompts(untrained, monkeypatch):

@@ -277,6 +277,7 @@ def test_moving_tables_at_resume_forgets_how_they_were_read(data, tmp_path, monk
         return [checkpoint(tmp_path)["args"][name] for name in ("offload", "gather", "cache_rows")]
 
     assert resume() == ["cpu", "ring", 5]
+    assert resume("--offload", "cpu") == ["cpu", "ring", 5]
     assert resume("--offload", "none") == ["none", None, 0]
     assert resume("--offload", "disk", "--cache_rows", "3") == ["disk", None, 3]
 
