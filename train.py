@@ -253,7 +253,7 @@ def fit(
     print(
         f"{args.max_iters} steps of {args.batch_size} {units[rows]} {args.block_size} tokens "
         f"on {device.type} in {args.dtype}; {args.data_dir} has "
-        f"{sum(meta['train']['tokens'] for meta in metas):,}"
+        f"{sum(meta['train']['tokens'] for meta in metas):,} tokens"
     )
     if n_cut := getattr(data.train, "n_cut", 0):
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
