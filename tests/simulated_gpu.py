@@ -14,6 +14,10 @@ promises holds, and nothing more:
   allocated in when that gets there, and not before the streams named by `record_stream` got there.
   So that is when it fills with garbage, and who writes there later harms the next owner.
 
+It is more lenient where PyTorch sees to it: pinned memory is kept for good, and backward passes run
+on the calling thread. Device memory is handed out anew only at equal size. That memory can be
+registered for reading in place is taken for granted.
+
 The arithmetic is the CPU's, so results equal the CPU's to the bit. For PyTorch the tensors are on
 the device `meta`, the only one besides the CPU for which every build knows autograd.
 """
