@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from config import ModelConfig
+
 
 class RowQKV(nn.Module):
     """Queries from the residual stream, keys and values from the row (note, section 2.2)."""
 
-    def __init__(self, config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.norm_eps = config.norm_eps
@@ -50,7 +52,7 @@ class EmbformerFFN(nn.Module):
     The note writes it without activation (`identity`); the authors' code, our default, uses SiLU.
     """
 
-    def __init__(self, config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head = config.n_head
         self.act = {"silu": F.silu, "identity": lambda x: x}[config.embformer_act]

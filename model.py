@@ -19,96 +19,15 @@ to try an idea of your own, add a line there.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
-from stem import StemFFN, stem_layers
+from stem import StemFFN
 from tables import ResidentTables, Tables
-
-
-@dataclass
-class ModelConfig:
-    """Shape of a decoder. Fields left at None get the default named beside them.
-
-    Raises:
-        ValueError: naming the field, its value and what would be valid.
-    """
-
-    vocab_size: int = 6400
-    block_size: int = 256  # context length
-    n_layer: int = 6
-    n_head: int = 6
-    n_embd: int = 192
-    n_kv_head: int | None = None  # n_head; fewer: grouped-query attention
-    d_ff: int | None = None  # 8/3 n_embd, rounded up to a multiple of 64
-    ffn: str = "stem"  # dense, stem, embformer: a key of LAYERS
-    stem_layers: str = "third"  # third, half, all or 0,2,5
-    embformer_act: str = "silu"  # silu (the authors' code) or identity (the note)
-    tie_head: bool | None = None  # True for embformer, False otherwise
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-6
-    init_std: float = 0.02  # of dense weights and the embedding
-    table_std: float = 0.02  # of table rows; see Decoder.init_weights for both
-
-    def __post_init__(self) -> None:
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
-        if self.d_ff is None:
-            self.d_ff = -(-8 * self.n_embd // 3 // 64) * 64
-        if self.tie_head is None:
-            self.tie_head = self.embedding_only
-        for name in (
-            "vocab_size",
-            "block_size",
-            "n_layer",
-            "n_head",
-            "n_embd",
-            "n_kv_head",
-            "d_ff",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(
-                f"n_embd={self.n_embd} must be a multiple of 2 * n_head={2 * self.n_head}: "
-                "heads share the channels, and rotary positions need an even head size"
-            )
-        if self.n_head % self.n_kv_head:
-            raise ValueError(
-                f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}"
-            )
-        if self.ffn not in LAYERS:
-            raise ValueError(f"ffn={self.ffn!r} is not one of {', '.join(LAYERS)}")
-        if self.embedding_only and not self.tie_head:
-            raise ValueError(
-                "tie_head=False: a separate head is a linear layer, Embformer has none"
-            )
-        if self.embformer_act not in ("silu", "identity"):
-            raise ValueError(f"embformer_act={self.embformer_act!r} is not silu or identity")
-        for name in ("rope_base", "norm_eps", "init_std", "table_std"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        if self.ffn == "stem":
-            stem_layers(self.stem_layers, self.n_layer)
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
-
-    @property
-    def embedding_only(self) -> bool:
-        """Every parameter sits in an embedding: no output projection, no learned norm scale."""
-        return self.ffn == "embformer"
-
-    def layer_kind(self, layer: int) -> str:
-        """The key of LAYERS that layer number `layer` is built from."""
-        if self.ffn == "stem" and layer not in stem_layers(self.stem_layers, self.n_layer):
-            return "dense"
-        return self.ffn
 
 
 def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -267,6 +186,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
         """tables: makes the tables' home when called as (n_table, V, W), see tables.py."""
         super().__init__()
+        if config.ffn not in LAYERS:
+            raise ValueError(f"ffn={config.ffn!r} is not one of {', '.join(LAYERS)}")
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))

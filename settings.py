@@ -6,8 +6,9 @@ from pathlib import Path
 
 import homes
 from common import UserError, check_seed
+from config import ModelConfig
 from data import parse_mixture, read_meta
-from model import LAYERS, ModelConfig
+from model import LAYERS
 
 DEFAULT_DATA = "data/countries"
 

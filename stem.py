@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from config import ModelConfig
+
 
 class StemFFN(nn.Module):
     """Gated FFN with looked-up up-projection (STEM paper, section 3).
@@ -21,7 +23,7 @@ class StemFFN(nn.Module):
     `row_width` tells the decoder how many numbers of the token's row this module reads.
     """
 
-    def __init__(self, config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.row_width = config.d_ff
         self.gate = nn.Linear(config.n_embd, config.d_ff, bias=False)
@@ -31,36 +33,6 @@ class StemFFN(nn.Module):
         """x [B, T, n_embd], rows U_l[t] [B, T, d_ff] -> [B, T, n_embd]."""
         gate = F.silu(self.gate(x))
         return self.down(gate * rows.to(gate.dtype))  # rows stay float32, bf16 under autocast
-
-
-def stem_layers(spec: str, n_layer: int) -> list[int]:
-    """Which layers of a STEM model have a table.
-
-    Args:
-        spec: `third` (every third layer: 1, 4, 7, ...), `half` (1, 3, 5, ...), `all` (every layer
-            but the first, as in the authors' code), or layer numbers such as `0,2,5`.
-        n_layer: layers of the model.
-
-    Raises:
-        ValueError: the text is none of these, or names a layer that does not exist.
-    """
-    named = {"third": range(1, n_layer, 3), "half": range(1, n_layer, 2), "all": range(1, n_layer)}
-    if spec in named:
-        layers = list(named[spec])
-        if not layers:
-            raise ValueError(
-                f"stem_layers={spec!r} selects no layer of {n_layer}: use stem_layers=0"
-            )
-        return layers
-    try:
-        layers = sorted({int(part) for part in spec.split(",")})
-    except ValueError:
-        raise ValueError(
-            f"stem_layers={spec!r} is not third, half, all or layer numbers such as 0,2,5"
-        ) from None
-    if layers[0] < 0 or layers[-1] >= n_layer:
-        raise ValueError(f"stem_layers={spec!r}: the model has layers 0 to {n_layer - 1}")
-    return layers
 
 
 def substitute(

@@ -307,7 +307,7 @@ def test_a_new_setting_of_models_is_one_line_and_opens_older_checkpoints(trained
     line = "    table_std: float = 0.02"
     for path in ROOT.glob("*.py"):
         text = path.read_text(encoding="utf-8")
-        if path.name == "model.py":
+        if path.name == "config.py":
             assert line in text
             text = text.replace(line, f"    new: float = 0.25\n{line}")
         (tmp_path / path.name).write_text(text, encoding="utf-8")
