@@ -172,6 +172,11 @@ def parse_args(description: str) -> argparse.Namespace:
     return args
 
 
+# Flags that a dense model has no use for.
+OF_TABLES = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype")
+OF_TABLES += ("offload", "ring_slots", "gather", "cache_rows")
+
+
 def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Namespace:
     """Fill what the command line left open, and check the rest.
 
@@ -217,6 +222,7 @@ def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Nam
         ("stem_layers", ffn == "stem", with_ffn),
         ("embformer_act", ffn not in ("dense", "stem"), with_ffn),  # an FFN of one's own may use it
         ("d_ff", ffn != "embformer", with_ffn),
+        *((name, ffn != "dense", with_ffn) for name in OF_TABLES),
     ):
         if name in args.given and not useful and not args.resume:
             raise UserError(f"--{name} changes nothing {where}: leave it out")

@@ -241,6 +241,8 @@ def test_presets_have_their_size(preset, ffn, millions):
         ("--beta1 0.99", "--beta1 0.99"),
         ("--ffn embformer --no-tie_head", "tie_head"),
         ("--ffn dense --stem_layers all", "--stem_layers changes nothing with --ffn dense"),
+        ("--ffn dense --offload disk", "--offload changes nothing with --ffn dense"),
+        ("--ffn dense --table_std 1", "--table_std changes nothing with --ffn dense"),
         ("--embformer_act silu", "--embformer_act changes nothing with --ffn stem"),
         ("--ffn embformer --d_ff 64", "--d_ff changes nothing with --ffn embformer"),
         ("--resume", "no checkpoint at"),
