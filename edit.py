@@ -1,8 +1,8 @@
 """Change what a model knows by letting one token read another token's rows.
 
     python edit.py --source Spain --target Germany
-    python edit.py --source Peru --target Japan --prompt "Country: Peru
-    The main language is"
+    python edit.py --source Peru --target Japan --prompt "Country: Peru\\nThe main language is"
+    python edit.py --source Spain --target "New Zealand" --align average
     python edit.py --report                          # all country pairs; writes edit_report.json
 
 An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
@@ -25,7 +25,7 @@ from tqdm import tqdm
 import countries
 import homes
 from common import UserError, atomic, encode, load_model, pick_device, run
-from exam import group_size, score
+from exam import groups, score
 from model import Decoder
 from stem import substitute
 from tables import Tables
@@ -180,10 +180,19 @@ def columns(text: str) -> list[str]:
 # all pairs, measured
 
 
+def openings(
+    encoding: tiktoken.Encoding, relation: str, table: list[countries.Country]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Held-out paragraph openings ("Country: Spain\\nIts capital is") about each country, and what
+    goes on rightly, as token ids."""
+    asked = [countries.questions(relation, "paragraph", country)[0] for country in table]
+    prompts = [encode(encoding, question.prompt) for question in asked]
+    return prompts, [encoding.encode_ordinary(question.answer) for question in asked]
+
+
 def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     """Edit every country into every other, for countries whose name is a single token.
 
-    Prompts are held-out paragraph openings ("Country: Spain\\nIts capital is").
     Pairs that share the fact (Spanish for Peru and Chile) could not fail and are left out.
 
     Returns:
@@ -215,9 +224,7 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
 
     bar = tqdm(total=len(relations) * len(single), unit="source", desc="editing")
     for relation in relations:
-        asked = [countries.questions(relation, "paragraph", country)[0] for country in single]
-        prompts = [encode(encoding, question.prompt) for question in asked]
-        answers = [encoding.encode_ordinary(question.answer) for question in asked]
+        prompts, answers = openings(encoding, relation, single)
         count(relation, "recall", score(model, prompts, answers)[0])
         nothing = [[] for _ in single]
         _, _, logits = score(model, prompts, nothing)
@@ -272,9 +279,7 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     """
     table = countries.table()
     length = [len(encoding.encode_ordinary(" " + country.name)) for country in table]
-    asked = [countries.questions("capital", "paragraph", country)[0] for country in table]
-    prompts = [encode(encoding, question.prompt) for question in asked]
-    answers = [encoding.encode_ordinary(question.answer) for question in asked]
+    prompts, answers = openings(encoding, "capital", table)
     kinds = {"equal length": [], "longer source": [], "longer target": []}
     for i, j in itertools.permutations(range(len(table)), 2):
         if table[i].answer("capital") == table[j].answer("capital") or length[i] + length[j] == 2:
@@ -284,13 +289,12 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
             kind = "longer source" if length[i] > length[j] else "longer target"
         kinds[kind].append((i, j))
     bar = tqdm(total=len(ALIGN) * sum(map(len, kinds.values())), unit="edit", desc="lengths")
-    result, size = {}, group_size(encoding)
+    result = {}
     for kind, pairs in kinds.items():
         result[kind] = {"pairs": len(pairs)}
         for align in ALIGN:
             hits = 0
-            for at in range(0, len(pairs), size):
-                sources, targets = zip(*pairs[at : at + size], strict=True)
+            for sources, targets in groups(encoding, pairs):
                 edited = []
                 for i, j in zip(sources, targets, strict=True):
                     ids, names = torch.tensor(prompts[i]), (table[i].name, table[j].name)

@@ -1,5 +1,7 @@
 """Ask a model what it knows: does greedy decoding write the whole answer, word for word?"""
 
+from collections.abc import Iterator
+
 import tiktoken
 import torch
 import torch.nn.functional as F
@@ -71,18 +73,20 @@ def exam(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], li
     ]
 
 
-def group_size(encoding: tiktoken.Encoding) -> int:
-    """Questions to ask at a time: logits [N, T, V] of about a GB at most."""
-    return max(1, min(256, 2**22 // encoding.n_vocab))
+def groups(encoding: tiktoken.Encoding, asked: list[tuple]) -> Iterator[list[list]]:
+    """Questions so many at a time that logits [N, T, V] take about a GB at most: a list of each
+    element of their tuples."""
+    size = max(1, min(256, 2**22 // encoding.n_vocab))
+    for at in range(0, len(asked), size):
+        yield [list(column) for column in zip(*asked[at : at + size], strict=True)]
 
 
 def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
     """Share of the questions of `exam` that greedy decoding answers in full."""
-    asked, size = exam(encoding, relation), group_size(encoding)
+    asked = exam(encoding, relation)
     right = 0
-    for at in range(0, len(asked), size):
-        greedy, _, _ = score(model, *map(list, zip(*asked[at : at + size], strict=True)))
-        right += int(greedy.sum())
+    for prompts, answers in groups(encoding, asked):
+        right += int(score(model, prompts, answers)[0].sum())
     return right / len(asked)
 
 
@@ -96,10 +100,9 @@ def chat_exam(
         probabilities of the right answer in brief ("Lima.") and in a sentence ("The answer is
         Lima.").
     """
-    asked, size = chat_questions(encoding, relation), group_size(encoding)
+    asked = chat_questions(encoding, relation)
     right, p_style = 0, [0.0, 0.0]
-    for at in range(0, len(asked), size):
-        prompts, *styles = map(list, zip(*asked[at : at + size], strict=True))
+    for prompts, *styles in groups(encoding, asked):
         for n, answers in enumerate(styles):
             greedy, p, _ = score(model, prompts, answers)
             right += int(greedy.sum())
