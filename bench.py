@@ -93,47 +93,47 @@ class Contender:
 
 
 @torch.inference_mode()
-def decode(home: Contender, batch: int, tokens: int) -> int:
+def decode(it: Contender, batch: int, tokens: int) -> int:
     """Sampling as `Decoder.stream` does it: the ids come from the device."""
-    home.model.eval()
-    ids, table_ids = (t.to(home.device) for t in home.ids(batch, tokens))
-    cache = KVCache(home.model.config, batch, home.device, torch.float32)
+    it.model.eval()
+    ids, table_ids = (t.to(it.device) for t in it.ids(batch, tokens))
+    cache = KVCache(it.model.config, batch, it.device, torch.float32)
     for t in range(tokens):
         new = slice(t, t + 1)
-        logits, _ = home.model(ids[:, new], table_ids=table_ids[:, new], cache=cache)
+        logits, _ = it.model(ids[:, new], table_ids=table_ids[:, new], cache=cache)
         logits[:, -1].argmax(-1)
     return batch * tokens
 
 
 @torch.inference_mode()
-def prefill(home: Contender, batch: int) -> int:
-    home.model.eval()
-    ids, table_ids = home.ids(batch, home.model.config.block_size)
-    home.model(ids.to(home.device), table_ids=table_ids, last_only=True)
+def prefill(it: Contender, batch: int) -> int:
+    it.model.eval()
+    ids, table_ids = it.ids(batch, it.model.config.block_size)
+    it.model(ids.to(it.device), table_ids=table_ids, last_only=True)
     return ids.numel()
 
 
-def train(home: Contender, batch: int, steps: int) -> int:
-    if home.optimizer is None:
-        home.optimizer = Optimizer(home.model, home.args)
-    home.model.train()
+def train(it: Contender, batch: int, steps: int) -> int:
+    if it.optimizer is None:
+        it.optimizer = Optimizer(it.model, it.args)
+    it.model.train()
     for _ in range(steps):
-        ids, table_ids = home.ids(batch, home.model.config.block_size)
-        there = ids.to(home.device)
-        with torch.autocast(home.device.type, torch.bfloat16, enabled=home.device.type == "cuda"):
-            loss = home.model(there, there, table_ids=table_ids)[1]
+        ids, table_ids = it.ids(batch, it.model.config.block_size)
+        there = ids.to(it.device)
+        with torch.autocast(it.device.type, torch.bfloat16, enabled=it.device.type == "cuda"):
+            loss = it.model(there, there, table_ids=table_ids)[1]
         loss.backward()
-        home.optimizer.step(1.0)
+        it.optimizer.step(1.0)
         loss.item()  # as the training loop does
     return ids.numel() * steps
 
 
 @torch.no_grad()
-def look_up(home: Contender, batch: int) -> int:
+def look_up(it: Contender, batch: int) -> int:
     """The lookups of a training batch, and nothing else."""
-    home.model.train()
-    _, ids = home.ids(batch, home.model.config.block_size)
-    for _ in home.tables.lookup(ids):
+    it.model.train()
+    _, ids = it.ids(batch, it.model.config.block_size)
+    for _ in it.tables.lookup(ids):
         pass
     return ids.numel()
 
@@ -163,15 +163,15 @@ def copy_speed(device: torch.device) -> float:
     return source.nbytes / min(seconds) / 1e9
 
 
-def device_bytes(home: Contender) -> int:
+def device_bytes(it: Contender) -> int:
     """What a model occupies on the GPU for good."""
-    tensors = list(home.model.parameters())
-    tensors += [slot.buffer for slot in getattr(home.tables, "slots", [])]
-    tensors += [home.tables.cache.rows] if getattr(home.tables, "cache", None) else []
-    if home.optimizer:
-        tensors += [t for state in home.optimizer.adamw.state.values() for t in state.values()]
-        if home.optimizer.rows:
-            tensors += [*home.optimizer.rows.m, *home.optimizer.rows.v]
+    tensors = list(it.model.parameters())
+    tensors += [slot.buffer for slot in getattr(it.tables, "slots", [])]
+    tensors += [it.tables.cache.rows] if getattr(it.tables, "cache", None) else []
+    if it.optimizer:
+        tensors += [t for state in it.optimizer.adamw.state.values() for t in state.values()]
+        if it.optimizer.rows:
+            tensors += [*it.optimizer.rows.m, *it.optimizer.rows.v]
     return sum(t.nbytes for t in tensors if t.is_cuda)
 
 
@@ -233,15 +233,15 @@ def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
         )
         kinds["disk, warm"] = partial(offloaded, "disk")
         kinds["disk, cold"] = partial(offloaded, "disk")
-    homes = {}
+    contenders = {}
     for name, tables in tqdm(kinds.items(), desc="building", unit="model"):
-        homes[name] = Contender(config, tables, device, settings)
-        homes[name].cold = name == "disk, cold"
-    return homes
+        contenders[name] = Contender(config, tables, device, settings)
+        contenders[name].cold = name == "disk, cold"
+    return contenders
 
 
 def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dict:
-    homes = build(args, device, folder)
+    contenders = build(args, device, folder)
     # The last update of a chunk has nothing to hide behind: more steps where steps are short.
     steps = 5 if device.type == "cuda" else 2
     tasks = {
@@ -251,42 +251,43 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
         "train": partial(train, batch=args.batch_size, steps=steps),
         "look up": partial(look_up, batch=args.batch_size),
     }
-    speed = {name: {task: [] for task in tasks} for name in homes}
-    figures = {name: {} for name in homes}
-    bar = tqdm(total=(args.rounds + 1) * len(tasks) * len(homes), unit="chunk", desc="measuring")
+    speed = {name: {task: [] for task in tasks} for name in contenders}
+    figures = {name: {} for name in contenders}
+    chunks = (args.rounds + 1) * len(tasks) * len(contenders)
+    bar = tqdm(total=chunks, unit="chunk", desc="measuring")
     for turn in range(args.rounds + 1):
         # Turn 0 warms up. Homes take turns task by task, to be compared within a second or two.
         for task, timed in tasks.items():
             # Who follows whom changes from turn to turn: a chunk leaves caches and disk busy.
-            order = list(homes)[turn % len(homes) :] + list(homes)[: turn % len(homes)]
-            for name in order:
-                home = homes[name]
-                moved = getattr(home.tables, "moved", 0)
+            names, first = list(contenders), turn % len(contenders)
+            for name in names[first:] + names[:first]:
+                it = contenders[name]
+                moved = getattr(it.tables, "moved", 0)
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
                     before = torch.cuda.memory_allocated(device)
-                cache = getattr(home.tables, "cache", None)
+                cache = getattr(it.tables, "cache", None)
                 seen = (cache.hits, cache.tokens) if cache else (0, 0)
-                tokens, seconds = home.timed(timed)
+                tokens, seconds = it.timed(timed)
                 bar.update()
                 if not turn:
                     continue
                 speed[name][task].append(tokens / seconds)
-                if getattr(home.tables, "moved", 0) and task in ("decode 1", "train"):
-                    figures[name][f"bytes per token, {task}"] = (home.tables.moved - moved) / tokens
-                if hasattr(home.tables, "moved") and task == "look up":
-                    rate = (home.tables.moved - moved) / seconds / 1e9
+                if getattr(it.tables, "moved", 0) and task in ("decode 1", "train"):
+                    figures[name][f"bytes per token, {task}"] = (it.tables.moved - moved) / tokens
+                if hasattr(it.tables, "moved") and task == "look up":
+                    rate = (it.tables.moved - moved) / seconds / 1e9
                     figures[name].setdefault("rates", []).append(rate)
                 if cache and task == "decode 8":
                     share = (cache.hits - seen[0]) / (cache.tokens - seen[1])
                     figures[name].setdefault("hit rates", []).append(share)
                 if device.type == "cuda" and task == "train":
                     peak = torch.cuda.max_memory_allocated(device) - before
-                    figures[name]["device bytes"] = device_bytes(home) + peak
+                    figures[name]["device bytes"] = device_bytes(it) + peak
     bar.close()
 
     result = {}
-    for name in homes:
+    for name in contenders:
         row = dict(figures[name])
         for task in list(tasks)[:4]:
             rates, plain = speed[name][task], speed["resident"][task]
@@ -302,12 +303,12 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
         if "hit rates" in row:
             row["hit rate"] = statistics.median(row.pop("hit rates"))
         result[name] = row
-    model = next(iter(homes.values())).model
+    model = next(iter(contenders.values())).model
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "backbone": model.sizes()["backbone"],
         "tables": {
-            name: sum(w.numel() for w in home.tables.weight) for name, home in homes.items()
+            name: sum(w.numel() for w in it.tables.weight) for name, it in contenders.items()
         },
         "n_table": len(model.tables.weight),
         "copy GB/s": copy_speed(device),

@@ -266,8 +266,8 @@ class Decoder(nn.Module):
                 (documents[:, None, :, None] == documents[:, None, None]).tril_()
             )
         elif 0 < start < end - 1:  # several tokens after a filled cache
-            seen = (end - start, end)
-            mask = self.additive(torch.ones(seen, dtype=torch.bool, device=ids.device).tril_(start))
+            seen = torch.ones((end - start, end), dtype=torch.bool, device=ids.device)
+            mask = self.additive(seen.tril_(start))
         x = self.wte(ids)  # [B, T, n_embd]
         for block in self.blocks:
             x = block(x, next(rows) if block.row_width else None, cos, sin, mask, cache)

@@ -63,6 +63,9 @@ STAGES = {
 DEFAULTS = dict(schedule="cosine", warmup=0.1, min_lr=0.1, doc_mask=False)
 # What train.py may set in a model. A field without a flag keeps its default.
 MODEL_FIELDS = [field.name for field in fields(ModelConfig) if field.name != "vocab_size"]
+# Flags that a dense model has no use for.
+OF_TABLES = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype")
+OF_TABLES += ("offload", "ring_slots", "gather", "cache_rows")
 
 
 def parse_args(description: str) -> argparse.Namespace:
@@ -170,11 +173,6 @@ def parse_args(description: str) -> argparse.Namespace:
     marked = parser.parse_args(namespace=argparse.Namespace(**dict.fromkeys(vars(args), absent)))
     args.given = [name for name, value in vars(marked).items() if value is not absent]
     return args
-
-
-# Flags that a dense model has no use for.
-OF_TABLES = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype")
-OF_TABLES += ("offload", "ring_slots", "gather", "cache_rows")
 
 
 def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Namespace:
