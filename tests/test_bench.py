@@ -61,7 +61,9 @@ def test_ids_follow_zipf():
     assert torch.equal(ids, bench.zipf((100_000,), 6400, 0))
 
 
-@pytest.mark.parametrize("flags", ["--rounds 0", "--table_gib -1", "--n_head 5", "--dir gone"])
+@pytest.mark.parametrize(
+    "flags", ["--rounds 0", "--table_gib -1", "--n_head 5", "--dir gone", "--cache_rows -5"]
+)
 def test_bad_flags_are_one_clear_line(monkeypatch, tmp_path, flags):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["bench.py", *TINY, *flags.split()])

@@ -128,6 +128,28 @@ def test_rows_are_read_in_place_after_the_update_that_changes_them(gpu):
             assert all_equal(gpu, tables.eval())
 
 
+def test_of_long_inputs_each_row_is_brought_once_not_read_in_place(gpu):
+    tables = offloaded(gpu, gather="inplace").eval()
+    with torch.no_grad():
+        for repeats, moved in ((4, 256), (5, 64)):  # 256 tokens are read, of 320 the distinct ones
+            before, ids = tables.moved, IDS.repeat(1, repeats)
+            for row, weight in zip(tables.lookup(ids), tables.weight, strict=True):
+                assert torch.equal(row.cpu(), F.embedding(ids, weight))
+            assert tables.moved - before == moved * L * W * 4
+
+
+def test_rows_are_loaded_after_the_kernels_that_read_the_old_ones_in_place(gpu):
+    tables = offloaded(gpu, gather="inplace").eval()
+    new = {name: rows + 1 for name, rows in tables.state_dict().items()}
+    expected = [F.embedding(IDS, weight) for weight in tables.weight]
+    gpu.busy(torch.cuda.current_stream())
+    with torch.no_grad():
+        rows = list(tables.lookup(IDS))
+    tables.load_state_dict(new)
+    assert all(torch.equal(row.cpu(), old) for row, old in zip(rows, expected, strict=True))
+    assert all_equal(gpu, tables)
+
+
 def test_gradients_come_back_as_they_were(gpu):
     returning = CudaGradients(gpu.device)
     for n in (2, 5, 4):  # the buffer grows, once

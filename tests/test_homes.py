@@ -2,6 +2,7 @@
 refusals that come before the work."""
 
 import argparse
+import contextlib
 import shutil
 
 import pytest
@@ -184,6 +185,16 @@ def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
     says = refused("--offload", "disk")
     assert "0.1 MiB free" in says and "another --out_dir" in says
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("copies", "fits"), [(1, True), (2, True), (3, False)])
+def test_room_on_disk_is_counted_in_copies_of_the_file(copies, fits, tmp_path, monkeypatch):
+    shape, dtype = (1000, 2, 8), torch.float32
+    size = TableFile.create(tmp_path / "one.bin", shape, dtype).path.stat().st_size
+    usage = shutil.disk_usage(tmp_path)._replace(free=int(2.5 * size))
+    monkeypatch.setattr(homes.shutil, "disk_usage", lambda path: usage)
+    with contextlib.nullcontext() if fits else pytest.raises(TableError, match=f"{copies} x "):
+        homes.check_disk(shape, dtype, tmp_path, copies=copies)
 
 
 def test_room_counts_states_only_in_training(monkeypatch):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import rowadam
 from rowadam import RowAdam, expected_travel
 from tables import ResidentTables
 
@@ -146,9 +147,16 @@ def noise(step: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 + step))
 
 
+@pytest.fixture(params=[None, 3], ids=["at once", "3 rows at a time"])
+def parts(request, monkeypatch):
+    """A CPU updates large batches in parts, which are smaller here."""
+    if request.param:
+        monkeypatch.setattr(rowadam, "PART", request.param * W)
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.8, 0.999)])
-def test_row_adam_is_adamw_when_every_row_is_in_every_batch(weight_decay, betas):
+def test_row_adam_is_adamw_when_every_row_is_in_every_batch(weight_decay, betas, parts):
     made, lr = tables(), 0.01
     reference = [nn.Parameter(weight.detach().double()) for weight in made.weight]
     adamw = torch.optim.AdamW(reference, lr, betas, eps=1e-3, weight_decay=weight_decay)
@@ -186,7 +194,7 @@ def adamw_over_whole_tables(n_row: int, batches, lr: float, weight_decay: float 
     return weight.data, state["exp_avg"], state["exp_avg_sq"]
 
 
-def test_moments_are_those_of_adamw_over_the_whole_table():
+def test_moments_are_those_of_adamw_over_the_whole_table(parts):
     made = ResidentTables(1, 200, W)
     adam = RowAdam(made)
     rate = torch.logspace(0, -2, 200)
@@ -199,7 +207,9 @@ def test_moments_are_those_of_adamw_over_the_whole_table():
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-def test_rows_move_as_far_as_under_adamw_however_rare(weight_decay):
+@pytest.mark.parametrize("at_once", [10_000, 300])
+def test_rows_move_as_far_as_under_adamw_however_rare(weight_decay, at_once, monkeypatch):
+    monkeypatch.setattr(rowadam, "PART", at_once * W)
     rate = torch.logspace(0, -2.5, 1000)
     made = ResidentTables(1, len(rate), W)
     adam = RowAdam(made, weight_decay=weight_decay)
