@@ -494,6 +494,17 @@ def test_rows_that_are_read_next_are_updated_first_and_the_others_behind(options
     assert all(torch.equal(a, b) for a, b in zip(tables.weight, plain.weight, strict=True))
 
 
+def test_a_step_does_not_forget_what_waits_of_the_one_before():
+    plain, tables = resident(), offloaded(RING["2 slots"])
+    for table in (plain, tables):
+        adam = RowAdam(table)
+        for number in range(3):  # nothing is read between them
+            ids = torch.tensor([number, number + 2])
+            adam.step(ids, [torch.full((2, W), t + 1.0) for t in range(L)], lr=0.1)
+        table.flush()
+    assert all(torch.equal(a, b) for a, b in zip(tables.weight, plain.weight, strict=True))
+
+
 def test_an_update_that_fails_behind_a_lookup_is_not_forgotten():
     tables = offloaded(RING["2 slots"])
     adam = RowAdam(tables)

@@ -128,6 +128,19 @@ def test_score_agrees_with_generating(trained):
         assert p.item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize(("n_vocab", "most"), [(300, 256), (2**22 // 7, 7), (2**23, 1)])
+def test_groups_hold_every_question_once_and_in_order(n_vocab, most):
+    class Encoding:
+        pass
+
+    Encoding.n_vocab = n_vocab
+    asked = [([i], [-i], str(i)) for i in range(600)]
+    groups = list(exam.groups(Encoding(), asked))
+    assert [len(prompts) for prompts, _, _ in groups[:-1]] == [most] * (len(groups) - 1)
+    assert all(isinstance(column, list) for group in groups for column in group)
+    assert [question for group in groups for question in zip(*group, strict=True)] == asked
+
+
 def test_edited_ids_find_the_name_with_and_without_a_space():
     texts = ["Spain is here. In Spain, and in Spanish.", "Germany is there. In Germany."] * 20
     encoding = tokenizer.train(texts, 400, progress=False)

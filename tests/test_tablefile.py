@@ -118,6 +118,25 @@ def test_reading_ahead_changes_nothing(tmp_path):
     assert torch.equal(file.weight[2], torch.ones(7, 5))
 
 
+def test_neighbours_are_asked_for_as_one(tmp_path, monkeypatch):
+    file = TableFile.create(tmp_path / "t.bin", (400, 3, 512), torch.float32)  # 6 KB a token
+    asked = []
+
+    class Map:
+        def madvise(self, advice, start, length):
+            asked.append((start, start + length))
+
+    monkeypatch.setattr(file, "map", Map())
+    file.read_ahead(torch.tensor([0, 1, 2, 5, 7, 8, 399]), ("rows", "v"))
+    expected = []
+    for name in ("rows", "v"):
+        offset, _ = file.regions[name]
+        for first, last in ((0, 2), (5, 5), (7, 8), (399, 399)):
+            start, end = (offset + token * 3 * 512 * 4 for token in (first, last + 1))
+            expected.append((start - start % PAGE, end))
+    assert asked == expected
+
+
 def test_a_sparse_file_takes_no_room(tmp_path):
     file = TableFile.create(tmp_path / "big.bin", (1 << 20, 2, 64), torch.float32, sparse=True)
     stat = file.path.stat()
