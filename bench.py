@@ -11,11 +11,7 @@ Token ids are random with Zipf's frequencies, id k with a probability of about 1
 
     decode 1, decode 8   one token at a time for 1 and 8 sequences, tok/s
     prefill, train       forward passes, and whole optimizer steps, tok/s
-    KB/token             bytes of rows brought to the layers, per token of decode 1 and of train
-    alone                GB/s of the lookups of a training batch with nothing beside them
-    hidden               share of that time that training does not take longer than resident: 100 %
-                         is a home whose lookups and updates cost nothing
-    hits                 share of the tokens of decode 8 that the cache of hot rows served
+    KB/token             bytes that crossed the bus, per token of decode 1 and of train (GPU)
     device               peak memory on the GPU in training
 """
 
@@ -37,11 +33,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError, atomic, pick_device, run
-from homes import RamHome, check_disk, check_ram, default_gather
+from homes import RamHome, check_ram, gib
 from model import Decoder, KVCache, ModelConfig
 from offload import OffloadedTables
-from tablefile import TableFile, gib
-from tables import ResidentTables, Tables
+from tablefile import TableFile, check_disk
+from tables import ResidentTables, StoredTables, Tables
 from train import Optimizer
 
 # What one wants to know about in minutes: two CPU cores, or a data-centre GPU (238 M parameters in
@@ -87,6 +83,10 @@ class Contender:
         self.wait()
         return tokens, time.perf_counter() - start
 
+    def moved(self) -> int:
+        """Bytes that crossed the bus so far."""
+        return self.tables.ring.moved if isinstance(self.tables, OffloadedTables) else 0
+
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -117,25 +117,18 @@ def train(it: Contender, batch: int, steps: int) -> int:
     if it.optimizer is None:
         it.optimizer = Optimizer(it.model, it.args)
     it.model.train()
-    for _ in range(steps):
-        ids, table_ids = it.ids(batch, it.model.config.block_size)
+    ids, table_ids = it.ids(batch, it.model.config.block_size)
+    for step in range(steps):
         there = ids.to(it.device)
         with torch.autocast(it.device.type, torch.bfloat16, enabled=it.device.type == "cuda"):
             loss = it.model(there, there, table_ids=table_ids)[1]
+        if step + 1 < steps:
+            ids, table_ids = it.ids(batch, it.model.config.block_size)
+            it.tables.prefetch(table_ids)
         loss.backward()
         it.optimizer.step(1.0)
         loss.item()  # as the training loop does
     return ids.numel() * steps
-
-
-@torch.no_grad()
-def look_up(it: Contender, batch: int) -> int:
-    """The lookups of a training batch, and nothing else."""
-    it.model.train()
-    _, ids = it.ids(batch, it.model.config.block_size)
-    for _ in it.tables.lookup(ids):
-        pass
-    return ids.numel()
 
 
 def drop_pages(file: TableFile) -> None:
@@ -166,12 +159,12 @@ def copy_speed(device: torch.device) -> float:
 def device_bytes(it: Contender) -> int:
     """What a model occupies on the GPU for good."""
     tensors = list(it.model.parameters())
-    tensors += [slot.buffer for slot in getattr(it.tables, "slots", [])]
-    tensors += [it.tables.cache.rows] if getattr(it.tables, "cache", None) else []
     if it.optimizer:
         tensors += [t for state in it.optimizer.adamw.state.values() for t in state.values()]
-        if it.optimizer.rows:
-            tensors += [*it.optimizer.rows.m, *it.optimizer.rows.v]
+        tensors += [*it.optimizer.rows.m, *it.optimizer.rows.v]
+    if isinstance(it.tables, OffloadedTables):
+        slots = [*it.tables.ring.slots, *filter(None, [it.tables.step_slot])]
+        tensors += [slot.buffer for slot in slots] + [t for near in it.tables.near for t in near]
     return sum(t.nbytes for t in tensors if t.is_cuda)
 
 
@@ -196,43 +189,31 @@ def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
         beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0, seed=0,
     )  # fmt: skip
 
-    in_ram = []
-
-    def offloaded(
-        where: str, n_table: int, vocab_size: int, width: int, gather: str = "", cache_rows: int = 0
-    ) -> Tables:
+    def stored(where: str, n_table: int, vocab_size: int, width: int) -> Tables:
         shape = (vocab_size, n_table, width)
-        if where == "cpu":
-            if not in_ram:  # all homes in RAM share their rows: there may not be room for more
-                check_ram(shape, torch.float32, training=True)
-                in_ram.append(RamHome(shape, torch.float32))
-            else:
-                in_ram[0].fresh = False  # drawn already
-            home = in_ram[0]
-        elif args.table_gib:
+        if args.table_gib:
             shape = (int(args.table_gib * 2**30) // (n_table * width * 4), n_table, width)
+        if where == "cpu":
+            check_ram(shape, torch.float32, training=True)
+            if device.type != "cuda":
+                return ResidentTables(n_table, vocab_size, width)
+            home = RamHome(shape, torch.float32)
+        elif args.table_gib:
             home = TableFile.create(folder / "sparse.bin", shape, torch.float32, sparse=True)
-            home.fresh = False  # drawing rows would fill the file
         else:
             check_disk(shape, torch.float32, folder, copies=1)  # no snapshots
             number = len(list(folder.iterdir()))
             home = TableFile.create(folder / f"{number}.bin", shape, torch.float32)
-        gather = gather or default_gather(where, device)
-        return OffloadedTables(
-            home, device, ring_slots=args.ring_slots, gather=gather, cache_rows=cache_rows
-        )
+        home.fresh = not args.table_gib  # drawing rows would fill a sparse file
+        return (OffloadedTables if device.type == "cuda" else StoredTables)(home, device)
 
     kinds = {"resident": ResidentTables}
+    if not args.table_gib or device.type == "cuda":
+        kinds["cpu"] = partial(stored, "cpu")
     if args.table_gib:
-        kinds[f"disk, {args.table_gib:g} GiB of rows"] = partial(offloaded, "disk")
+        kinds[f"disk, {args.table_gib:g} GiB of rows"] = partial(stored, "disk")
     else:
-        kinds["cpu, in place"] = partial(offloaded, "cpu", gather="inplace")
-        kinds["cpu, ring"] = partial(offloaded, "cpu", gather="ring")
-        kinds["cpu, cache"] = partial(
-            offloaded, "cpu", gather="ring", cache_rows=args.cache_rows or args.vocab_size // 10
-        )
-        kinds["disk, warm"] = partial(offloaded, "disk")
-        kinds["disk, cold"] = partial(offloaded, "disk")
+        kinds["disk, warm"] = kinds["disk, cold"] = partial(stored, "disk")
     contenders = {}
     for name, tables in tqdm(kinds.items(), desc="building", unit="model"):
         contenders[name] = Contender(config, tables, device, settings)
@@ -249,7 +230,6 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
         "decode 8": partial(decode, batch=8, tokens=min(64, args.block_size)),
         "prefill": partial(prefill, batch=args.batch_size),
         "train": partial(train, batch=args.batch_size, steps=steps),
-        "look up": partial(look_up, batch=args.batch_size),
     }
     speed = {name: {task: [] for task in tasks} for name in contenders}
     figures = {name: {} for name in contenders}
@@ -262,25 +242,17 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
             names, first = list(contenders), turn % len(contenders)
             for name in names[first:] + names[:first]:
                 it = contenders[name]
-                moved = getattr(it.tables, "moved", 0)
+                moved = it.moved()
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
                     before = torch.cuda.memory_allocated(device)
-                cache = getattr(it.tables, "cache", None)
-                seen = (cache.hits, cache.tokens) if cache else (0, 0)
                 tokens, seconds = it.timed(timed)
                 bar.update()
                 if not turn:
                     continue
                 speed[name][task].append(tokens / seconds)
-                if getattr(it.tables, "moved", 0) and task in ("decode 1", "train"):
-                    figures[name][f"bytes per token, {task}"] = (it.tables.moved - moved) / tokens
-                if hasattr(it.tables, "moved") and task == "look up":
-                    rate = (it.tables.moved - moved) / seconds / 1e9
-                    figures[name].setdefault("rates", []).append(rate)
-                if cache and task == "decode 8":
-                    share = (cache.hits - seen[0]) / (cache.tokens - seen[1])
-                    figures[name].setdefault("hit rates", []).append(share)
+                if it.moved() > moved and task in ("decode 1", "train"):
+                    figures[name][f"bytes per token, {task}"] = (it.moved() - moved) / tokens
                 if device.type == "cuda" and task == "train":
                     peak = torch.cuda.max_memory_allocated(device) - before
                     figures[name]["device bytes"] = device_bytes(it) + peak
@@ -289,19 +261,11 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
     result = {}
     for name in contenders:
         row = dict(figures[name])
-        for task in list(tasks)[:4]:
+        for task in tasks:
             rates, plain = speed[name][task], speed["resident"][task]
             ratios = [a / b for a, b in zip(rates, plain, strict=True)]
             row[f"{task} tok/s"] = statistics.median(rates)
             row[f"{task} ratio"] = statistics.median(ratios)
-        rates = row.pop("rates", [0.0])
-        if any(rates):  # rows were brought, not read in place
-            row["alone GB/s"] = statistics.median(rates)
-            alone = 1 / statistics.median(speed[name]["look up"])  # seconds a token
-            extra = (1 / row["train ratio"] - 1) / statistics.median(speed["resident"]["train"])
-            row["hidden"] = min(1.0, max(0.0, 1 - extra / alone))
-        if "hit rates" in row:
-            row["hit rate"] = statistics.median(row.pop("hit rates"))
         result[name] = row
     model = next(iter(contenders.values())).model
     return {
@@ -321,7 +285,7 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
 def report(result: dict) -> str:
     """The figures as a Markdown table."""
     tasks = ("decode 1", "decode 8", "prefill", "train")
-    columns = [*tasks, "KB/token", "alone", "hidden", "hits", "device"]
+    columns = [*tasks, "KB/token", "device"]
     lines = ["| tables | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
 
     def shown(row: dict, key: str, form: str, scale: float = 1.0) -> str:
@@ -334,9 +298,6 @@ def report(result: dict) -> str:
         ]
         cells += [
             ", ".join(moved) if moved != ["-", "-"] else "-",
-            shown(row, "alone GB/s", "{:.1f} GB/s"),
-            shown(row, "hidden", "{:.0%}"),
-            shown(row, "hit rate", "{:.0%}"),
             shown(row, "device bytes", "{:.2f} GiB", 2**-30),
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -364,8 +325,6 @@ def main() -> None:
         block_size="context length in tokens", batch_size="sequences in a training step",
     ).items():  # fmt: skip
         add(f"--{name}", type=int, help=f"{text} ({SMALL[name]}, on a GPU {LARGE[name]})")
-    add("--ring_slots", type=int, default=3, help="tables on their way at once (%(default)s)")
-    add("--cache_rows", type=int, help="tokens in the cache of hot rows (a tenth of vocab_size)")
     add("--rounds", type=int, default=7, help="turns that each home takes (%(default)s)")
     add("--table_gib", type=float, help="GiB of rows in a sparse file, compared with small tables")
     add("--dir", type=Path, help="folder on the disk to measure (the system's temporary one)")
@@ -375,7 +334,7 @@ def main() -> None:
     for name, value in (LARGE if device.type == "cuda" else SMALL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    for name in (*SMALL, "ring_slots", "rounds", "cache_rows"):
+    for name in (*SMALL, "rounds"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.table_gib is not None and not args.table_gib > 0:

@@ -11,10 +11,12 @@ from pathlib import Path
 import tiktoken
 import torch
 
-import homes
 import tokenizer
+from homes import RamHome, TableError, check_ram
 from model import Decoder, ModelConfig
-from tablefile import TableError, TableFile, keep_only, table_path
+from offload import OffloadedTables
+from tablefile import DTYPES, LIVE, TableFile, check_disk, keep_only, table_path
+from tables import STREAMS, ResidentTables, StoredTables, Tables
 
 CHECKPOINT_FORMAT = 1
 
@@ -40,6 +42,15 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports Ctrl-C
+
+
+def add_offload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--offload",
+        choices=("none", "cpu", "disk"),
+        default="none",
+        help="where tables and their optimizer states are: on the device, in RAM, on disk (none)",
+    )
 
 
 def check_seed(seed: int) -> None:
@@ -154,26 +165,76 @@ def load_checkpoint(path: str | Path) -> dict:
 
 
 def load_model(
-    path: str | Path, device: torch.device, place: argparse.Namespace | None = None
+    path: str | Path, device: torch.device, offload: str = "none"
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint in evaluation mode on `device`, its tokenizer, and the checkpoint.
 
-    place: where its tables shall live, the flags of `homes.add_flags`; None: on the device.
+    offload: where its tables shall live, see `place`.
 
     Raises:
         UserError: as `load_checkpoint`.
     """
     checkpoint = load_checkpoint(path)
     try:
-        tables = homes.placed(place, device, checkpoint=checkpoint)
-        model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
-        model.load_state_dict(checkpoint["model"])
+        tables = place(offload, device, checkpoint=checkpoint)
+        mapped = offload == "disk"  # what is used in place need not be made first
+        with torch.device("meta") if mapped else contextlib.nullcontext():
+            model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
+        model.load_state_dict(checkpoint["model"], assign=mapped)
         encoding = tokenizer.loads(checkpoint["tokenizer"])
     except torch.OutOfMemoryError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} does not hold a whole model: {error}") from error
     return model.to(device).eval(), encoding, checkpoint
+
+
+def place(
+    offload: str,
+    device: torch.device,
+    dtype: str = "float32",
+    *,
+    checkpoint: dict | None = None,
+    out_dir: Path | None = None,
+    resume: bool = False,
+) -> Callable[[int, int, int], Tables]:
+    """What makes the tables of a `Decoder` where they shall live.
+
+    Args:
+        offload: none (on the device), cpu or disk.
+        device: where the model computes.
+        dtype: of rows; those to be sampled from have the checkpoint's.
+        checkpoint: will be loaded into the model, so no rows are drawn. On disk they are read from
+            it in place.
+        out_dir: of a training run, which needs room for moments, and on disk for a file.
+        resume: it goes on with what is there.
+
+    Returns:
+        a function of (n_table, V, W), which raises TableError where there is no room.
+    """
+    training, kind = out_dir is not None, DTYPES[dtype]
+    if not training and checkpoint and "tables.weight.0" in checkpoint["model"]:
+        kind = checkpoint["model"]["tables.weight.0"].dtype
+
+    def make(n_table: int, vocab_size: int, width: int) -> Tables:
+        shape, far = (vocab_size, n_table, width), device.type in STREAMS
+        if not n_table or offload == "none":
+            return ResidentTables(n_table, vocab_size, width, kind)
+        if offload == "disk" and training:
+            check_disk(shape, kind, out_dir, resume)
+            home = TableFile.create(out_dir / LIVE, shape, kind)
+        elif offload == "disk" and "table_file" in checkpoint:
+            home = checkpoint["table_file"]
+        else:
+            if offload == "cpu":
+                check_ram(shape, kind, training)
+            if not far:  # in RAM, or in a ckpt.pt that is mapped into it
+                return ResidentTables(n_table, vocab_size, width, kind)
+            home = RamHome(shape, kind, training=training)
+        home.fresh = home.fresh and checkpoint is None
+        return (OffloadedTables if far else StoredTables)(home, device)
+
+    return make
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:

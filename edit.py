@@ -23,8 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import countries
-import homes
-from common import UserError, atomic, encode, load_model, pick_device, run
+from common import UserError, add_offload, atomic, encode, load_model, pick_device, run
 from exam import groups, score
 from model import Decoder
 from stem import substitute
@@ -332,16 +331,15 @@ def main() -> None:
     add("--max_new_tokens", type=int, default=40, help="%(default)s")
     add("--report", action="store_true", help="measure all pairs of countries")
     add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
-    homes.add_flags(parser)
+    add_offload(parser)
     args = parser.parse_args()
-    homes.check_flags(args)
     if args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
     if args.report and (args.source or args.target or args.prompt):
         raise UserError("--report edits all pairs: leave out --source, --target and --prompt")
     if not args.report and not (args.source and args.target):
         raise UserError("give --source and --target, or --report")
-    model, encoding, _ = load_model(args.ckpt, pick_device(args.device), args)
+    model, encoding, _ = load_model(args.ckpt, pick_device(args.device), args.offload)
     if not len(model.tables.weight):
         raise UserError(f"{args.ckpt} is a {model.config.ffn} model: it has no tables to edit")
     if args.report or args.align == "average":

@@ -1,173 +1,74 @@
-"""Where the tables of a run live: the flags, and whether there is room."""
+"""Rows and moments in RAM: how they lie there, if there is room, and how a GPU gets at them."""
 
-import argparse
-import shutil
-from collections.abc import Callable
-from functools import partial
+import mmap
+import sys
+import weakref
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from offload import OffloadedTables
-from tablefile import DTYPES, LIVE, TableError, TableFile, gib, regions, snapshots
-from tables import ResidentTables, Tables
+# What Adam remembers: m and v [V, W] float32 of each table; count and last [V] int64 of each token,
+# how often it was read in training, and in which step for the last time.
+Moments: TypeAlias = tuple[list[Tensor], list[Tensor], Tensor, Tensor]
+Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
 
 
-class RamHome:
-    """Rows in ordinary memory, laid out as in a file: [V, n_table, W]."""
-
-    fresh = True  # rows are to be drawn; False: they will be loaded
-
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-        self.shape, self.rows, self.states = shape, torch.zeros(shape, dtype=dtype), None
-        self.weight = list(self.rows.unbind(1))  # [V, W] each
-
-    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-        if self.states is None:  # sampling never asks
-            m, v = (list(torch.zeros(self.shape).unbind(1)) for _ in range(2))
-            count, last = torch.zeros(2, self.shape[0], dtype=torch.int64)
-            self.states = (m, v, count, last)
-        return self.states
-
-    def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
-        """Nothing to do."""
+class TableError(Exception):
+    """Tables cannot be put or found where they should be: names what, how much and the fix."""
 
 
-class CheckpointHome(RamHome):
-    """Rows of a ckpt.pt that is mapped into memory, read in place."""
-
-    fresh = False
-
-    def __init__(self, weight: list[Tensor]) -> None:
-        self.weight = weight
+def gib(size: int) -> str:
+    """A size for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
 
 
-def add_flags(parser: argparse.ArgumentParser, *, training: bool = False) -> None:
-    """The flags that say where tables live, the same for all commands."""
-    group = parser.add_argument_group("tables")
-    add = group.add_argument
-    add(
-        "--offload",
-        choices=("none", "cpu", "disk"),
-        default="none",
-        help="where tables and their optimizer states are: on the device, in RAM, on disk (none)",
-    )
-    add("--ring_slots", type=int, default=3, help="tables on their way at once (%(default)s)")
-    add(
-        "--gather",
-        choices=("ring", "inplace"),
-        help="fetch rows ahead through a ring, or read them where they lie; a GPU can do so in RAM "
-        "(inplace for RAM without a GPU, where nothing would be hidden; else ring, though a CPU "
-        "reads what a step of decoding needs in place either way)",
-    )
-    add(
-        "--cache_rows",
-        type=int,
-        default=0,
-        help="tokens whose rows stay on the device in evaluation and sampling (%(default)s)",
-    )
-    if training:
-        add(
-            "--table_dtype",
-            choices=DTYPES,
-            default="float32",
-            help="of rows; bfloat16 halves them, and rounds stochastically (float32)",
-        )
+class Home:
+    """What stores rows and moments. What a token owns in all tables lies side by side.
 
-
-def check_flags(args: argparse.Namespace) -> None:
-    """Refuse combinations that cannot be.
-
-    Raises:
-        TableError: naming flag and value.
+    Attributes:
+        arrays: rows and, for training, m and v: [V, n_table, W] each.
+        weight: a [V, W] view of the rows for each table.
+        count, last: [V] each, see `Moments`.
+        fresh: rows are to be drawn, not loaded.
     """
-    if args.ring_slots < 1:
-        raise TableError(f"--ring_slots {args.ring_slots} must be at least 1")
-    if args.cache_rows < 0:
-        raise TableError(f"--cache_rows {args.cache_rows} must be 0 or more")
-    for flag in ("cache_rows", "gather"):
-        if getattr(args, flag) and args.offload == "none":
-            raise TableError(f"--{flag} {getattr(args, flag)} needs --offload cpu or disk")
-    if args.cache_rows and args.gather == "inplace":
-        raise TableError(f"--cache_rows {args.cache_rows} needs --gather ring: nothing is fetched")
-    if getattr(args, "table_optimizer", "rowwise") == "adamw":
-        for flag, plain in (("offload", "none"), ("table_dtype", "float32")):
-            if getattr(args, flag) != plain:
-                raise TableError(
-                    f"--{flag} {getattr(args, flag)} needs --table_optimizer rowwise: adamw moves "
-                    "all rows of a table in every step"
-                )
+
+    fresh = True
+    count: Tensor
+    last: Tensor
+
+    def open(self, arrays: list[Tensor]) -> None:
+        self.arrays, self.weight = arrays, list(arrays[0].unbind(1))
+
+    def moments(self) -> Moments:
+        m, v = (list(array.unbind(1)) for array in self.arrays[1:])
+        return m, v, self.count, self.last
+
+    def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
+        """Begin to read what tokens `ids` own of `rows`, `m` or `v`, without waiting for it."""
 
 
-def placed(
-    args: argparse.Namespace | None,
-    device: torch.device,
-    *,
-    checkpoint: dict | None = None,
-    out_dir: Path | None = None,
-) -> Callable[[int, int, int], Tables]:
-    """What makes the tables of a `Decoder` where the flags want them.
+class RamHome(Home):
+    """Rows in ordinary memory, for training with moments."""
 
-    Args:
-        args: with the flags of `add_flags`; None: resident.
-        device: where the model computes.
-        checkpoint: will be loaded into the model, so no rows are drawn. On `disk` they are read
-            from it in place.
-        out_dir: of a training run, which needs room for optimizer states, and on `disk` a file.
-
-    Returns:
-        a function of (n_table, V, W), which raises TableError where there is no room.
-    """
-    dtype = DTYPES[getattr(args, "table_dtype", "float32")]
-    if out_dir is None and checkpoint and "tables.weight.0" in checkpoint["model"]:
-        dtype = checkpoint["model"]["tables.weight.0"].dtype
-    if args is None or args.offload == "none":
-        return partial(ResidentTables, dtype=dtype)
-
-    def make(n_table: int, vocab_size: int, width: int) -> Tables:
-        if not n_table:
-            return ResidentTables(n_table, vocab_size, width)
-        shape = (vocab_size, n_table, width)
-        gather = args.gather or default_gather(args.offload, device, args.cache_rows)
-        in_reach = device.type == "cpu" or (device.type, args.offload) == ("cuda", "cpu")
-        if gather == "inplace" and not in_reach:
-            raise TableError(
-                f"--gather inplace: {device.type} cannot read rows from --offload {args.offload} "
-                "in place, use --gather ring"
-            )
-        if args.offload == "cpu":
-            check_ram(shape, dtype, training=out_dir is not None)
-            home = RamHome(shape, dtype)
-        elif out_dir is not None:
-            check_disk(shape, dtype, out_dir, args.resume)
-            home = TableFile.create(out_dir / LIVE, shape, dtype)
-        else:
-            home = checkpoint.get("table_file") or CheckpointHome(
-                [checkpoint["model"][f"tables.weight.{table}"] for table in range(n_table)]
-            )
-        home.fresh = home.fresh and checkpoint is None
-        return OffloadedTables(
-            home,
-            device,
-            ring_slots=args.ring_slots,
-            gather=gather,
-            cache_rows=min(args.cache_rows, vocab_size),
-        )
-
-    return make
+    def __init__(self, shape: Shape, dtype: torch.dtype, *, training: bool = True) -> None:
+        kinds = [dtype, torch.float32, torch.float32] if training else [dtype]
+        self.open([zeros(shape, kind) for kind in kinds])
+        self.count, self.last = torch.zeros(2, shape[0], dtype=torch.int64)
 
 
-def default_gather(offload: str, device: torch.device, cache_rows: int = 0) -> str:
-    """In place where nothing would be hidden: no bus to cross, no disk to wait for."""
-    return "inplace" if (offload, device.type, cache_rows) == ("cpu", "cpu", 0) else "ring"
+def zeros(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Zeros in pages of their own: a page on which others are, too, cannot be pinned twice."""
+    numbers = torch.Size(shape).numel()
+    memory = mmap.mmap(-1, numbers * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype, count=numbers).view(shape)
 
 
-def check_ram(shape: tuple[int, int, int], dtype: torch.dtype, training: bool) -> None:
+def check_ram(shape: Shape, dtype: torch.dtype, training: bool) -> None:
     """Refuse tables that the memory which is free cannot hold, before the system kills the run."""
-    sizes = regions(shape, dtype)
-    need = sum(size for name, (_, size) in sizes.items() if training or name == "rows")
-    free = available_ram()
+    need = torch.Size(shape).numel() * (dtype.itemsize + 8 * training)  # m and v: float32 each
+    free = free_ram()
     if free is not None and need > free:
         states = ", with optimizer states," if training else ""
         raise TableError(
@@ -176,7 +77,7 @@ def check_ram(shape: tuple[int, int, int], dtype: torch.dtype, training: bool) -
         )
 
 
-def available_ram() -> int | None:
+def free_ram() -> int | None:
     """Bytes that programs can still have, where the system tells (Linux)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -186,24 +87,41 @@ def available_ram() -> int | None:
         return None
 
 
-def check_disk(
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    out_dir: Path,
-    resume: bool = False,
-    copies: int = 3,
-) -> None:
-    """Refuse a run whose files will not fit: the live one, a snapshot (there already if the run
-    resumes), and the next snapshot, which is written before the last one goes: three `copies`."""
-    size = regions(shape, dtype)["end"][0]
-    need = (copies - (resume and len(snapshots(out_dir)) > 0)) * size
-    here = next(p for p in (out_dir, *out_dir.absolute().parents) if p.is_dir())
-    free = shutil.disk_usage(here).free
-    live = out_dir / LIVE
-    free += live.stat().st_size if live.exists() else 0  # of a run that crashed: will be replaced
-    if need > free:
-        raise TableError(
-            f"--offload disk: up to {copies} x {size / 2**30:.2f} GiB of tables and optimizer "
-            f"states, {gib(need)} more, and {here} has {gib(free)} free: choose another --out_dir "
-            "or --table_dtype bfloat16"
+class Pointer:
+    """What `torch.as_tensor` needs to make a CUDA tensor of memory it did not allocate."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # kept alive by whoever holds the view
+        kind = {2: "<i2", 4: "<f4"}[tensor.element_size()]  # the protocol has no bfloat16
+        self.__cuda_array_interface__ = dict(
+            shape=(tensor.numel(),), typestr=kind, data=(tensor.data_ptr(), False), version=2
         )
+
+
+def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
+    """The same memory as a CUDA tensor, which kernels read and write over the bus; None where the
+    system does not let it be pinned.
+
+    It is page-locked where it is (cudaHostRegister): allocating it pinned would round its size up
+    to a power of two. Under unified addressing host and device then share the address.
+    """
+    runtime, size = torch.cuda.cudart(), array.numel() * array.element_size()
+    with torch.cuda.device(device):
+        # Windows' GPUs see other addresses.
+        error = sys.platform == "win32" or int(runtime.cudaHostRegister(array.data_ptr(), size, 0))
+        if error:
+            print(
+                f"note: {gib(size)} of tables cannot be pinned (CUDA error {error}, see `ulimit "
+                "-l`): a worker thread stages their rows, which is slower",
+                file=sys.stderr,
+            )
+            return None
+        weakref.finalize(array, unpin, array.data_ptr(), device)
+        view = torch.as_tensor(Pointer(array), device=device)
+    assert view.data_ptr() == array.data_ptr(), "a copy was made instead of a view"
+    return view.view(array.dtype).view(array.shape)
+
+
+def unpin(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # kernels may still be reading
+    torch.cuda.cudart().cudaHostUnregister(address)

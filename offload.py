@@ -1,364 +1,437 @@
-"""Tables outside the memory of the compute device: in RAM, or in a file larger than RAM.
+"""Tables far from the GPU that calculates with them: in RAM, or in a file larger than RAM.
 
-The ids of a batch are known before its first layer runs. So a worker thread gathers their distinct
-rows, table after table, and a ring of slots brings them while earlier layers compute. Time goes to
-the right, tables are numbered. In training the worker also takes the step before: it updates the
-rows that this batch reads before it gathers them (u), the others in the backward pass (U):
+Host memory stores, the GPU calculates, the optimizer's part included. What a batch needs comes to
+the device and goes back through a ring of slots, on a side stream, beside the compute stream.
 
-    worker thread   |u0 g0|u1 g1|u2 g2|     |u3 g3|     |u4 g4|U0 U1 U2 U3 U4|
-    side stream           |copy0|copy1|copy2|     |copy3|     |copy4|
+**Reading** (evaluation, prompts): ids are known before the first layer runs, so the distinct rows
+of table after table are on their way while earlier layers compute. A step of decoding reads all
+that its tokens own at once: it lies side by side.
+
+    side stream     |fetch 0|fetch 1|fetch 2|       |fetch 3|       |fetch 4|
     compute         | embedding |layer with 0 |layer with 1 |layer with 2 |layer with 3 ...
                                  ^ slot 0 is free as soon as its rows are expanded to [B, T, W],
                                    so table 3 can follow in it (here: 3 slots)
 
-Without a GPU there is no side stream, and layers read what the worker gathered. What can go wrong,
-hazards H1 to H3, is told in ring.py.
+**Training**: the rows of the last batch stay on the device, with their moments, in places of a
+working set. Of the next batch
+
+    staying   in both batches: left where they are
+    coming    only in the next: fetched to free places, while this batch still computes
+    leaving   only in the last: stored when their update is done, which frees their places
+
+To layers and optimizer the working set is what resident tables are, with places for ids. So the
+same kernels run, and results equal those of resident tables to the bit.
+
+**How a slot is filled.** From RAM that can be pinned, by a kernel that reads it over the bus
+(*direct*). If not, a worker thread gathers rows in pinned staging memory, from where the side
+stream copies them (*staged*). The way back likewise.
+
+What can go wrong where copies overlap compute:
+
+    H1  staging memory is filled anew while the side stream still copies it    (Slot.settle)
+    H2  a slot or a place is filled anew while the compute stream still reads it
+                                                       (Slot.free, OffloadedTables.after_compute)
+    H3  rows are fetched before what they became is stored: those that come are others than those
+        that leave, and all that crosses the bus does so in one order  (Ring.run, Ring.settle)
+
+What CUDA promises and this file relies on: work in one stream runs in order; an event that was
+recorded in a stream is reached when all work before it is done; waiting for an event that was never
+recorded returns at once. So whoever waits for an event of the worker's first waits for its job.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hotrows import HotRows, Visit
-from ring import CudaGradients, CudaSlot, Slot, Worker, at_once, outcome, seen_by_gpu
+import homes
 from tablefile import TableFile
-from tables import STREAMS, Tables, send
+from tables import StoredTables, send
 
-GROUP_BYTES = 1 << 20  # up to so much several tables are fetched as one: a hand-off costs more
-IN_PLACE = 256  # tokens; a GPU has the rows of longer inputs fetched each once, not read in place
-
-
-class Home(Protocol):
-    """What holds rows and optimizer states: homes.RamHome, or TableFile."""
-
-    weight: list[Tensor]  # a [V, W] view for each table
-    rows: Tensor  # all of them, [V, n_table, W], if a GPU shall read them in place
-    fresh: bool  # rows are to be drawn, not loaded
-
-    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-        """As `Tables.moments`."""
-
-    def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
-        """Begin to read what tokens `ids` [n] own of `rows`, `m` or `v`, without waiting for it."""
+PATIENCE = 600.0  # seconds after which a job that has not ended counts as hung
 
 
-@dataclass
-class Flight:
-    """A lookup whose rows are on their way."""
+class Slot:
+    """A device buffer for rows on their way and, if a worker fills it, pinned memory beside it."""
 
-    ids: Tensor  # [n] distinct
-    submit: Callable  # to the worker, or at once
-    waiting: deque[range]  # tables that are fetched together, and nobody has ordered yet
-    ordered: deque[tuple] = field(default_factory=deque)  # (slot, tables, job), nobody has read yet
-    # Of the rows that wait for an update, those that it reads, and the others, which can wait on:
-    # index into OffloadedTables.updated. None: all are updated before any is read.
-    soon: Tensor | None = None
-    later: Tensor | None = None
-    rest: list[Future] = field(default_factory=list)  # jobs that update the others
+    def __init__(self, size: int, ring: "Ring") -> None:
+        """size: bytes."""
+        with torch.inference_mode(False):  # what decoding allocates, training may use
+            self.buffer = torch.empty(size, dtype=torch.uint8, device=ring.device)
+            self.staging = (
+                torch.empty(size, dtype=torch.uint8, pin_memory=True) if ring.worker else None
+            )
+        # Not to be handed out anew before the last copy has ended. (Pinned memory never is.)
+        self.buffer.record_stream(ring.stream)
+        # ready: the side stream is done with it; free: the compute stream is.
+        self.ready, self.free = torch.cuda.Event(blocking=True), torch.cuda.Event()
+        # The allocator hands out memory that kernels queued earlier may still use.
+        self.free.record(torch.cuda.current_stream(ring.device))
+        self.landing: Callable[[], None] | None = None  # what is to be done with staged rows
+
+    def settle(self) -> None:
+        """Worker: before `staging` is used again (H1), and before what went out comes in (H3)."""
+        self.ready.synchronize()
+        if self.landing:
+            self.landing()
+            self.landing = None
 
 
-@dataclass
-class Update:
-    """A table's part of an optimizer step that waits."""
-
-    run: Callable[[Tensor, Tensor | None], None]  # with a gradient, and of which rows
-    grad: Tensor | None  # None: it is on its way from the GPU
-    some: Tensor | None = None  # index of the rows [k], None: all
+def rows_in(memory: Tensor, n: int, like: Tensor) -> Tensor:
+    """Bytes of a slot as rows [n, ..] like those of a table."""
+    size = n * like.shape[1] * like.element_size()
+    return memory[:size].view(like.dtype).view(n, like.shape[1])
 
 
-class OffloadedTables(Tables):
-    """All tables of a model outside the memory of the compute device.
-
-    Nothing here is a parameter: `model.to(device)` does not move it, autograd does not see it.
-
-    Updates are not run at once. A row's waits until just before the row is next gathered, on the
-    worker thread, so that it overlaps with the forward pass and no row can be read stale: strict
-    order by construction. Rows that the next batch does not read follow when all of that is done,
-    and overlap with the backward pass; but what a lookup finds still waiting from before the last
-    one, bfloat16 rows, and tables fetched in a single group are updated as a whole before they are
-    gathered. `flush` runs what still waits.
+class Ring:
+    """Slots, and the side stream on which rows go through them, all in one order.
 
     Args:
-        home: where rows are: a TableFile, or homes.RamHome.
-        device: where layers compute.
+        device: at whose end of the bus the slots are.
+        n_slot: tables that can be on their way at once.
+        staged: whether a worker thread has to gather rows, and to scatter those that come back.
+    """
+
+    def __init__(self, device: torch.device, n_slot: int, staged: bool) -> None:
+        self.device, self.n_slot = device, n_slot
+        self.stream = torch.cuda.Stream(device)
+        self.worker = ThreadPoolExecutor(1) if staged else None
+        self.failure: BaseException | None = None  # of a job: rows are half-way between steps
+        self.slots: deque[Slot] = deque()
+        self.turn = 0  # counts the users of the slots, of whom each takes them from the last
+        self.moved = 0  # bytes brought and taken back so far
+
+    def run(self, job: Callable, *args) -> Future | None:
+        """Queue what a job does on the side stream: at once, or when it is the worker's turn."""
+        if self.worker:
+            return self.worker.submit(self.attempt, job, *args)
+        job(*args)
+
+    def attempt(self, job: Callable, *args) -> None:
+        """Worker: run a job, unless one before it failed."""
+        try:
+            if self.failure is None:
+                job(*args)
+        except BaseException as error:  # whatever ends a job, the main thread hears of it
+            self.failure = error
+        if self.failure:
+            raise self.failure
+
+    def slot(self, size: int) -> Slot:
+        """The next slot. Addresses stay, unless rows need more bytes than any before."""
+        if not self.slots or len(self.slots[0].buffer) < size:
+            self.slots = deque(Slot(size, self) for _ in range(self.n_slot))
+        self.slots.rotate(-1)
+        return self.slots[-1]
+
+    def local(self, ids: Tensor) -> Tensor:
+        """Ids of stored rows, where `fetch` and `store` want them."""
+        return ids if self.worker else self.there(ids)
+
+    def there(self, index: Tensor) -> Tensor:
+        """An index on the device, for the side stream."""
+        if index.device == self.device:
+            index.record_stream(self.stream)  # its owner may let go of it before it is read
+            return index
+        with torch.cuda.stream(self.stream):
+            return send(index, self.device)
+
+    @torch.no_grad()
+    def fetch(
+        self, slot: Slot, stored: Tensor, ids: Tensor, then: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Job: bring rows `ids` [n] of `stored` [V, ..] to a slot; do with them there what follows
+        on the side stream."""
+        rows = rows_in(slot.buffer, len(ids), stored)
+        if self.worker:
+            slot.settle()
+            staged = rows_in(slot.staging, len(ids), stored)
+            torch.index_select(stored, 0, ids, out=staged)
+        with torch.cuda.stream(self.stream):  # the current stream is each thread's own
+            self.stream.wait_event(slot.free)  # H2
+            if self.worker:
+                rows.copy_(staged, non_blocking=True)
+            else:
+                torch.index_select(stored, 0, ids, out=rows)
+            if then:
+                then(rows)
+            slot.ready.record(self.stream)
+
+    @torch.no_grad()
+    def store(self, slot: Slot, stored: Tensor, ids: Tensor, near: Tensor, places: Tensor) -> None:
+        """Job: take rows from `places` [n] of `near` back to rows `ids` [n] of `stored` [V, ..]."""
+        rows = rows_in(slot.buffer, len(ids), stored)
+        if self.worker:
+            slot.settle()
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(slot.free)  # H2
+            torch.index_select(near, 0, places, out=rows)
+            if self.worker:
+                staged = rows_in(slot.staging, len(ids), stored)
+                staged.copy_(rows, non_blocking=True)
+                slot.landing = partial(stored.index_copy_, 0, ids, staged)
+            else:
+                stored.index_copy_(0, ids, rows)
+            slot.ready.record(self.stream)
+
+    def settle(self) -> Future | None:
+        """See to it that what was stored is there before anything more is fetched (H3)."""
+        if self.worker:
+            return self.run(lambda slots: [slot.settle() for slot in slots], list(self.slots))
+
+    def drain(self) -> None:
+        """Wait until all that was queued is done."""
+        wait_for(self.settle(), "storing rows")
+        self.stream.synchronize()
+
+
+def wait_for(job: Future | None, what: str) -> None:
+    """Wait until the worker has done a job.
+
+    Raises:
+        RuntimeError: it or one before failed, or takes longer than PATIENCE.
+    """
+    try:
+        if job:
+            job.result(PATIENCE)
+    except FutureTimeout:
+        raise RuntimeError(
+            f"{what} has not ended after {PATIENCE:.0f} s: does the disk hang?"
+        ) from None
+    except BaseException as error:
+        raise RuntimeError(f"{what} failed: {error!r}: go on from a checkpoint") from error
+
+
+class OffloadedTables(StoredTables):
+    """All tables of a model in host memory or in a file, used by a GPU.
+
+    Args:
+        home: where rows and moments are stored.
+        device: where layers and optimizer compute.
         ring_slots: tables that can be on their way at once.
-        gather: `ring`, or `inplace`: rows are read where they lie, by the CPU, or by GPU kernels
-            from RAM, which is then pinned. A GPU uses the ring in training, and for more tokens
-            than IN_PLACE, either way.
-        max_rows: distinct tokens that a slot can hold; None: as many as the largest batch has.
-        cache_rows: tokens whose rows are kept on the device in evaluation, see `HotRows`.
-        group_bytes: see GROUP_BYTES.
     """
 
     def __init__(
-        self,
-        home: Home,
-        device: torch.device | str = "cpu",
-        *,
-        ring_slots: int = 3,
-        gather: str = "ring",
-        max_rows: int | None = None,
-        cache_rows: int = 0,
-        group_bytes: int = GROUP_BYTES,
+        self, home: homes.Home, device: torch.device | str, *, ring_slots: int = 3
     ) -> None:
-        super().__init__(*home.weight[0].shape)
-        self.home, self.weight, self.device = home, home.weight, torch.device(device)
-        self.file = home if isinstance(home, TableFile) and home.writable else None
-        self.ring_slots, self.gather, self.group_bytes = ring_slots, gather, group_bytes
-        self.max_rows = max_rows
-        self.cuda = self.device.type in STREAMS
-        self.worker, self.slots = Worker(), []
-        self.flight: Flight | None = None  # the last lookup's
-        self.pending: dict[int, Update] = {}  # by table
-        self.updated: Tensor | None = None  # the tokens [n] whose rows they change
-        self.failure: BaseException | None = None  # of an update: rows are half-way between steps
-        self.cache = HotRows(cache_rows, self.weight, self.device) if cache_rows else None
-        self.row_bytes = self.width * self.weight[0].element_size()
-        self.moved = 0  # bytes of rows brought so far
-        if self.cuda:
-            self.stream, self.returning = torch.cuda.Stream(self.device), CudaGradients(self.device)
-            if gather == "inplace":
-                self.view = seen_by_gpu(home.rows, self.device).flatten(1)  # [V, n_table * W]
-
-    def init_rows(self, std: float) -> None:
-        if self.home.fresh:
-            super().init_rows(std)
+        super().__init__(home, device)
+        in_ram = not isinstance(home, TableFile)
+        seen = [homes.seen_by_gpu(array, self.device) for array in home.arrays if in_ram]
+        direct = bool(seen) and all(array is not None for array in seen)
+        self.ring = Ring(self.device, ring_slots, staged=not direct)
+        # What is stored: rows, and for training m and v, n_table times [V, W] each; and the rows of
+        # all tables as one matrix [V, n_table * W].
+        arrays = seen if direct else home.arrays
+        self.stored, self.whole = [array.unbind(1) for array in arrays], arrays[0].flatten(1)
+        self.step_slot: Slot | None = None  # of a step of decoding
+        # The working set: the same [places, W] for each table, none before the first step.
+        self.near = [[t[:0].to(self.device) for t in tables] for tables in self.stored]
+        self.place = torch.full((self.vocab_size,), -1)  # of each token; -1: it is not there
+        self.changed = torch.zeros(self.vocab_size, dtype=torch.bool)  # and not stored since
+        self.held = self.vacant = torch.empty(0, dtype=torch.int64)  # tokens; places without one
+        self.next: Tensor | None = None  # tokens that were announced by `prefetch`
+        # What brings rows of each table, and behind them moments: a job, and what it records.
+        self.jobs: list[Future | None] = [None] * (len(self.weight) + 1)
+        self.arrived = [torch.cuda.Event() for _ in self.jobs]
 
     # --- reading ---
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """As `Tables.lookup`. What can be fetched ahead is under way when this returns. On a GPU
-        `ids` should be on the CPU; if not, the host waits for them here.
+        """As `Tables.lookup`. What can be fetched ahead is under way when this returns. `ids`
+        should be on the CPU, except in a step of decoding, [B, 1]: else the host waits for them.
 
         Raises:
             IndexError: an id is out of range.
-            ValueError: more distinct tokens than `max_rows`.
-            RuntimeError: an update failed before; or, from the iterator, the worker failed or
-                hangs, or another lookup has begun, which takes the slots from this one.
+            RuntimeError: the worker failed or hangs; or, from the iterator, another lookup has
+                begun, which takes the slots from this one.
         """
-        training = self.training and torch.is_grad_enabled()
-        if self.gather == "inplace" and not (self.cuda and (training or ids.numel() > IN_PLACE)):
-            self.flush()
-            return self.read_in_place(ids) if self.cuda else super().lookup(ids)
-        self.abandon()
-        # [n], [B, T], [n]
-        distinct, position, times = torch.unique(ids.cpu(), return_inverse=True, return_counts=True)
+        if self.in_training():
+            distinct, position = self.distinct(ids)
+            if not self.reads and self.next is None:  # the first of a step that nobody announced
+                self.keep(distinct)
+            self.next = None
+            self.bring(distinct)
+            return self.read_once(distinct, position)
+        self.write_back()
+        self.ring.turn += 1
+        return self.read(ids)
+
+    def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Distinct ids [n] on the CPU, and the position among them of each of ids."""
+        distinct, position = torch.unique(ids.cpu(), return_inverse=True)
         if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < self.vocab_size:
             raise IndexError(
                 f"ids {distinct[0]} to {distinct[-1]}: the tables have rows 0 to "
                 f"{self.vocab_size - 1}"
             )
-        size = len(self.weight) * len(distinct) * self.row_bytes
-        if self.device.type == "cpu" and not (training or self.cache) and size <= self.group_bytes:
-            # All tables at once and no bus to cross: a slot would be no more than another copy.
-            self.home.read_ahead(distinct, ("rows",))
-            self.moved += size
-            self.flush()
-            return super().lookup(ids)
-        visit = None
-        if self.cache and not training:
-            distinct, position, visit = self.cache.visit(distinct, position, times)
-        self.depart(distinct, ids.numel(), training)
-        return self.arrive(self.flight, position, visit, training)
+        return distinct, position
 
-    def read_in_place(self, ids: Tensor) -> Iterator[Tensor]:
-        """One kernel reads all that a token owns: it lies side by side, and a bus answers late."""
-        rows = F.embedding(send(ids, self.device), self.view)  # [B, T, n_table * W]
-        self.moved += ids.numel() * len(self.weight) * self.row_bytes
-        yield from rows.unflatten(-1, (-1, self.width)).unbind(-2)  # n_table of [B, T, W]
+    def read(self, ids: Tensor) -> Iterator[Tensor]:
+        """Yield the rows of tokens [B, T], fetched each once, table after table.
 
-    def depart(self, ids: Tensor, most: int, training: bool) -> None:
-        """Order the rows of tokens `ids` [n] from as many tables as there are slots.
-
-        Slots get room for `most` rows, what a batch like this one can have at most, so that they
-        need not grow, and move, with every other batch.
+        Of tokens [B, 1] all that they own is fetched by one kernel, as it lies side by side. Nobody
+        looks whether they are distinct: in direct mode the host does not wait to know them.
         """
-        n, n_table = len(ids), len(self.weight)
-        if self.max_rows and n > self.max_rows:
-            raise ValueError(f"{n} distinct tokens do not fit into slots of {self.max_rows} rows")
-        size = min(max(1, self.group_bytes // max(1, n * self.row_bytes)), n_table)
-        groups = [range(at, min(at + size, n_table)) for at in range(0, n_table, size)]
-        self.make_slots(max(size * n, min(most, self.vocab_size)) * self.width)
-        # One group alone is fetched at once: no later one could be fetched meanwhile.
-        submit = self.worker.submit if len(groups) > 1 else at_once
-        self.flight = Flight(ids, submit, deque(groups))
-        # The random bits that bfloat16 rows are rounded with come in one piece.
-        if self.pending and len(groups) > 1 and self.weight[0].dtype == torch.float32:
-            soon = torch.isin(self.updated, ids)  # [rows that wait for an update]
-            self.flight.soon, self.flight.later = soon.nonzero()[:, 0], (~soon).nonzero()[:, 0]
-        submit(self.home.read_ahead, ids, ("rows",))
-        for slot in self.slots:
-            self.order(slot)
-        if training:
-            submit(self.home.read_ahead, ids, ("m", "v"))  # the update will want them
-        self.moved += n_table * n * self.row_bytes
+        step, sources, ordered = ids.shape[-1] == 1, self.stored[0], deque()
+        if self.ring.worker:
+            ids = ids.cpu()
+        if not step or ids.device.type == "cpu":
+            wanted, position = self.distinct(ids)
+            position = send(position, self.device)
+        if step:
+            wanted, sources = ids.reshape(-1), [self.whole]
+        if self.ring.worker:
+            self.home.read_ahead(wanted)
+        n, wanted = len(wanted), self.ring.local(wanted)
 
-    def order(self, slot: Slot) -> None:
-        """Have the next tables brought into a slot that is free."""
-        flight = self.flight
-        if flight.waiting:
-            tables = flight.waiting.popleft()
-            job = flight.submit(self.fetch, slot, flight, tables)
-            flight.ordered.append((slot, tables, job))
-            if not flight.waiting and flight.later is not None:  # behind the last rows
-                flight.rest = [self.worker.submit(self.settle, t) for t in range(len(self.weight))]
+        def order(number: int) -> None:
+            if number < len(sources):
+                size = n * sources[number].shape[1] * self.whole.element_size()
+                slot = self.slot_of_steps(size) if step else self.ring.slot(size)
+                job = self.ring.run(self.ring.fetch, slot, sources[number], wanted)
+                ordered.append((slot, job))
+                self.ring.moved += size
 
-    def arrive(
-        self, flight: Flight, position: Tensor, visit: Visit | None, training: bool
-    ) -> Iterator[Tensor]:
-        """Yield the rows of all tables, expanded from the tokens of the flight, and those that a
-        visit to the cache adds, to `position` [B, T]."""
-        n, position = len(flight.ids), send(position, self.device)
-        leaves: list[Tensor] = []
-        if training:
-            self.reads.append((flight.ids, leaves))
-        while flight.ordered:
-            if self.flight is not flight:
-                raise RuntimeError("this lookup lost its slots: another one has begun")
-            slot, tables, job = flight.ordered[0]
-            if job:
-                outcome(job, f"reading tables {tables[0]} to {tables[-1]}")
-            flight.ordered.popleft()
-            fetched = slot.receive(len(tables) * n * self.width)
-            expanded = []
-            for table, rows in zip(tables, fetched.view(len(tables), n, self.width), strict=True):
-                if visit:
-                    rows = visit.join(table, rows)  # [n + hits, W]
-                if training:
-                    # The slot itself is the leaf: nothing of it is needed on the way back.
-                    rows = rows.detach().float().requires_grad_()
-                    leaves.append(rows)
-                expanded.append(F.embedding(position, rows))  # [B, T, W]
-            slot.release()
-            self.order(slot)
-            if visit and not flight.ordered:  # nobody asks for more than the last rows
-                visit.end()
-            yield from expanded
+        def arrive(turn: int) -> Iterator[Tensor]:
+            for number, source in enumerate(sources):
+                self.check(turn)
+                slot, job = ordered.popleft()
+                self.wait(job, slot.ready)
+                rows = rows_in(slot.buffer, n, source)
+                if not step:
+                    rows = F.embedding(position, rows)  # [n, W] -> [B, T, W]
+                    slot.free.record(torch.cuda.current_stream(self.device))
+                    order(number + self.ring.n_slot)
+                for part in rows.view(*ids.shape, -1, self.width).unbind(-2):
+                    self.check(turn)
+                    yield part  # [B, T, W]
 
-    @torch.no_grad()
-    def fetch(self, slot: Slot, flight: Flight, tables: range) -> None:
-        """Worker: bring rows up to date, gather those of tokens `ids` [n], and send them off."""
-        ids = flight.ids
-        for table in tables:
-            self.settle(table, flight)  # H3
-        slot.reclaim()  # H1
-        numbers = len(tables) * len(ids) * self.width
-        rows = slot.host[:numbers].view(len(tables), len(ids), self.width)
-        for i, table in enumerate(tables):
-            self.gather_rows(table, ids, rows[i])
-        slot.send(numbers)  # H2
+        for number in range(self.ring.n_slot):
+            order(number)
+        return arrive(self.ring.turn)
 
-    def gather_rows(self, table: int, ids: Tensor, out: Tensor) -> None:
-        address = out.data_ptr()
-        torch.index_select(self.weight[table], 0, ids, out=out)
-        assert out.data_ptr() == address, "the rows went to new memory, not to the slot"
+    def slot_of_steps(self, size: int) -> Slot:
+        """The slot of steps of decoding. Layers read it after it was yielded; all that read it the
+        last time is queued by now, and so is what makes the ids: transfers wait for both."""
+        if self.step_slot is None or len(self.step_slot.buffer) < size:
+            self.step_slot = Slot(size, self.ring)
+        self.step_slot.free.record(torch.cuda.current_stream(self.device))
+        return self.step_slot
 
-    def make_slots(self, numbers: int) -> None:
-        """Slots for so many numbers. Addresses stay, unless a batch needs more than any before."""
-        if self.slots and self.slots[0].host.numel() >= numbers:
+    def check(self, turn: int) -> None:
+        if self.ring.turn != turn:
+            raise RuntimeError("this lookup lost its slots: another one has begun")
+
+    def wait(self, job: Future | None, event: torch.cuda.Event) -> None:
+        """Have the compute stream wait for a transfer, and the host until the worker queued it."""
+        wait_for(job, "reading rows")
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    # --- training ---
+
+    def prefetch(self, ids: Tensor) -> None:
+        self.next, _ = self.distinct(ids)
+        self.bring(self.next)
+
+    def index(self, ids: Tensor) -> Tensor:
+        self.bring(ids)
+        return send(self.place[ids], self.device)
+
+    def at_hand(self, table: int) -> Tensor:
+        self.wait(self.jobs[table], self.arrived[table])
+        return self.near[0][table]
+
+    def moments_at_hand(self) -> tuple[list[Tensor], list[Tensor]]:
+        self.wait(self.jobs[-1], self.arrived[-1])
+        return self.near[1], self.near[2]
+
+    def updated(self, ids: Tensor) -> None:
+        self.changed[ids] = True
+        if self.next is not None:
+            self.keep(self.next)
+
+    def bring(self, ids: Tensor) -> None:
+        """Have those of tokens `ids` [n] come that are not in the working set."""
+        coming = ids[self.place[ids] < 0]
+        if not len(coming):
             return
-        self.slots.clear()  # their memory goes when the last copies have ended
-        dtype = self.weight[0].dtype
-        with torch.inference_mode(False):  # what decoding allocates, training may use
-            for _ in range(self.ring_slots):
-                self.slots.append(
-                    CudaSlot(numbers, dtype, self.device, self.stream)
-                    if self.cuda
-                    else Slot(numbers, dtype, self.device)
-                )
+        if len(coming) > len(self.vacant):
+            self.grow(len(self.held) + len(coming))
+        places, self.vacant = self.vacant.tensor_split([len(coming)])
+        self.place[coming], self.held = places, torch.cat([self.held, coming])
+        if self.ring.worker:
+            self.ring.run(self.home.read_ahead, coming, ("rows", "m", "v"))
+        there, local = self.ring.there(places), self.ring.local(coming)
+        for stored, near, slot, number in self.transfers(len(coming)):
+            put = partial(self.put, near, there, self.arrived[number])
+            self.jobs[number] = self.ring.run(self.ring.fetch, slot, stored, local, put)
 
-    def abandon(self) -> None:
-        """Wait for what a lookup ordered that was left half-way, if one was."""
-        flight = self.flight
-        # Newest first, or the worker would begin with one while another is waited for.
-        jobs = [*(job for _, _, job in flight.ordered), *flight.rest] if flight else []
-        for job in reversed(jobs):
-            if job and not job.cancel():
-                try:
-                    outcome(job, "an abandoned lookup")
-                except RuntimeError:
-                    if not job.done():
-                        raise  # else nobody waits for these rows any more
-        self.flight = None  # not before: as long as the worker is at it, it is nobody else's turn
+    def put(self, near: Tensor, places: Tensor, arrived: torch.cuda.Event, rows: Tensor) -> None:
+        """Side stream: from a slot to the working set."""
+        near.index_copy_(0, places, rows)
+        arrived.record(self.ring.stream)
 
-    # --- writing ---
+    def keep(self, ids: Tensor) -> None:
+        """Store what has changed of other tokens than `ids`, and free their places."""
+        stays = torch.isin(self.held, ids, assume_unique=True)
+        leaving, self.held = self.held[~stays], self.held[stays]
+        self.after_compute()
+        self.store(leaving[self.changed[leaving]])
+        self.vacant = torch.cat([self.vacant, self.place[leaving]])
+        self.place[leaving] = -1
 
-    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-        return self.home.moments()
+    def write_back(self) -> None:
+        """Store all that has changed, so that it can be fetched."""
+        changed = self.held[self.changed[self.held]]
+        if len(changed):
+            self.after_compute()
+            self.store(changed)
 
-    def write(self, ids: Tensor, updates: list[Callable[..., None]], grads: list[Tensor]) -> None:
-        """Note the updates; they run just before rows are next read, behind that, or in `flush`."""
-        self.flush()
-        if self.cache:
-            self.cache.clear()
-        if self.cuda:
-            self.returning.take(grads)
-            grads = [None] * len(grads)
-        elif self.device.type != "cpu":
-            grads = [grad.cpu() for grad in grads]  # MPS is not for two threads at once
-        self.updated = ids
-        self.pending = dict(enumerate(map(Update, updates, grads)))
-        if self.gather == "inplace" and not self.cuda:
-            self.flush()  # nothing would be hidden
+    def after_compute(self) -> None:
+        """Let transfers wait until the compute stream has done what is queued so far (H2)."""
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        self.ring.run(self.ring.stream.wait_event, done)
 
-    def settle(self, table: int, flight: Flight | None = None) -> None:
-        """Run the update that waits for a table, if one does (H3); for a flight, once, only of the
-        rows that it reads."""
-        self.check()
-        update = self.pending.get(table)
-        if update is None:
-            return
-        some = update.some
-        if some is None and flight and flight.later is not None:
-            some, update.some = flight.soon, flight.later
-        else:
-            del self.pending[table]
-        try:
-            update.run(self.returning.get(table) if self.cuda else update.grad, some)
-        except BaseException as error:
-            self.failure = error
-            raise
+    def store(self, ids: Tensor) -> None:
+        """Take tokens `ids` [n] of the working set back to where they are stored."""
+        if len(ids):
+            self.changed[ids] = False
+            there, local = self.ring.there(self.place[ids]), self.ring.local(ids)
+            for stored, near, slot, _ in self.transfers(len(ids)):
+                self.ring.run(self.ring.store, slot, stored, local, near, there)
+            self.ring.settle()
 
-    def check(self) -> None:
-        """Rows of which only some took a step are never read or saved."""
-        if self.failure:
-            raise RuntimeError("an update failed: go on from a checkpoint") from self.failure
+    def transfers(self, n: int) -> Iterator[tuple[Tensor, Tensor, Slot, int]]:
+        """What goes one way for n tokens: of each table rows, then m and v; where it is stored and
+        where it is near, a slot, and the number of what brings it."""
+        self.ring.turn += 1
+        for kind, (stored, near) in enumerate(zip(self.stored, self.near, strict=True)):
+            for table, (far, close) in enumerate(zip(stored, near, strict=True)):
+                self.ring.moved += n * self.width * far.element_size()
+                slot = self.ring.slot(n * self.width * 4)  # at most: rows may be bfloat16
+                yield far, close, slot, -1 if kind else table
+
+    def grow(self, need: int) -> None:
+        """Make room for so many tokens, and some more. Here the host waits."""
+        places = min(self.vocab_size, need + need // 4)
+        self.ring.drain()
+        for tables in self.near:
+            for table, old in enumerate(tables):
+                tables[table] = old.new_empty(places, self.width)
+                tables[table][: len(old)] = old
+                tables[table].record_stream(self.ring.stream)
+        self.vacant = torch.cat([self.vacant, torch.arange(len(old), places)])
+        self.after_compute()  # it may still use what this memory was
 
     def flush(self) -> None:
-        self.abandon()
-        self.check()
-        for table in sorted(self.pending):
-            self.settle(table)
-
-    # --- checkpoints: the keys of ResidentTables, so that each opens what the other saved ---
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        self.flush()
-        if not self.file:
-            for table, weight in enumerate(self.weight):
-                destination[f"{prefix}weight.{table}"] = weight
-
-    def _load_from_state_dict(
-        self, state_dict, prefix, metadata, strict, missing, _, errors
-    ) -> None:
-        self.abandon()
-        self.pending.clear()  # what was to be done to the rows that are replaced
-        self.failure = None
-        if self.cache:
-            self.cache.clear()
-        if self.cuda and self.gather == "inplace":
-            torch.cuda.synchronize(self.device)  # kernels may still be reading
-        for table, weight in enumerate(self.weight):
-            saved = state_dict.get(f"{prefix}weight.{table}")
-            if saved is None:
-                missing.append(f"{prefix}weight.{table}")
-            elif saved.shape != weight.shape:
-                errors.append(f"table {table}: {tuple(saved.shape)} is not {tuple(weight.shape)}")
-            elif saved.data_ptr() != weight.data_ptr():  # else it is that very file, read in place
-                weight.copy_(saved)
+        """Store all that has changed, wait for it, and empty the working set: whoever calls this
+        reads or writes what is stored."""
+        self.keep(self.held[:0])
+        self.ring.drain()
+        self.next = None

@@ -1,20 +1,19 @@
 """Row-wise Adam: an optimizer step that costs what the batch costs, not what the vocabulary costs.
 
-It works wherever the rows live, on tables (tables.py) that give it
-
-    tables.weight       a [V, W] tensor per table
-    tables.moments()    what Adam remembers of them, in the same place
-    tables.write(...)   runs the updates at once, or before rows are next read
-
-so that one piece of arithmetic, `adam_rows`, serves every home, and results are equal to the bit.
+It works on what tables (tables.py) have at hand, wherever they are stored: rows and moments on the
+device that calculates. So one piece of arithmetic, `adam_rows`, serves all of them, and results are
+equal to the bit.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
+
+from tables import Tables, send
 
 PART = 1 << 17  # numbers that a CPU updates at once: what an update needs of them fits its caches
 
@@ -31,6 +30,11 @@ def expected_travel(betas: tuple[float, float], p: Tensor | float) -> Tensor | f
 
     which is 1 for a row that is in every batch, and 13 for a rare one with betas (0.9, 0.95): whose
     first step, (1 - b1) / sqrt(1 - b2) = 0.45 learning rates, thus grows to 5.8.
+
+    This holds in expectation, and when the rate is known. `RowAdam` estimates it from the readings
+    so far and takes the bias correction of the present for that of all steps ahead: from about step
+    50 on it is within 3.4 % of the exact mean, but up to 2.0 times too far in steps 1 to 5, and up
+    to 1.4 times in steps 6 to 20.
     """
     b1, b2 = betas
     return 1 / (1 - b1 / math.sqrt(b2) * (1 - p))
@@ -49,10 +53,10 @@ class RowStep:
     scale_v: float  # bias correction
     eps: float
 
-    def of(self, part: slice | Tensor) -> "RowStep":
-        """The same for some of the rows."""
+    def each(self, function: Callable[[Tensor], Tensor]) -> "RowStep":
+        """The same with a function of the columns: some of the rows, or on another device."""
         values = (getattr(self, field.name) for field in fields(self))
-        return RowStep(*(v[part] if isinstance(v, Tensor) else v for v in values))
+        return RowStep(*(function(v) if isinstance(v, Tensor) else v for v in values))
 
 
 def adam_rows(rows: Tensor, m: Tensor, v: Tensor, grad: Tensor, step: RowStep) -> None:
@@ -78,14 +82,14 @@ def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
 
 class RowAdam:
     """Adam on the rows that the batch read, and only on them, that takes a row where AdamW over the
-    whole table would have it by the time it is read again.
+    whole table may be expected to have it by the time it is read again (`expected_travel`).
 
     AdamW goes on moving and decaying every row in every step, at a cost of V x W. Between two
     readings of a row nobody sees where it is, so all of that can be done when it is read:
 
     - The moments decay by the steps since the last reading: they equal AdamW's.
     - The steps that AdamW would take until the next reading are taken at once, as many as are to be
-      expected at the rate at which the token came so far (`expected_travel`).
+      expected at the rate at which the token came so far.
 
     A row that is not in the batch stays bit-identical, moments and all; if every row is in every
     batch this is AdamW. Moments are float32. bfloat16 rows are rounded stochastically; the random
@@ -100,7 +104,7 @@ class RowAdam:
 
     def __init__(
         self,
-        tables,
+        tables: Tables,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -108,14 +112,14 @@ class RowAdam:
     ) -> None:
         self.tables, self.betas, self.eps, self.weight_decay = tables, betas, eps, weight_decay
         self.seed, self.steps = seed, 0
-        # m and v [V, W] of each table. Per token, not per row, as all tables are read under the
-        # same ids: how often it was read, and the step of the last time, [V] each.
+        # m and v [V, W] of each table, where they are stored. count and last [V] are per token, not
+        # per row, as all tables are read under the same ids.
         self.m, self.v, self.count, self.last = tables.moments()
 
     @torch.no_grad()
     def step(self, ids: Tensor, grads: list[Tensor], lr: float) -> None:
         """Update rows `ids` [n] (distinct) of each table with its gradient [n, W]."""
-        (b1, b2), before = self.betas, self.steps
+        (b1, b2), before, ids = self.betas, self.steps, ids.cpu()
         self.steps += 1
         count = self.count[ids]  # before this reading, which would bias the rate
         gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]
@@ -131,39 +135,34 @@ class RowAdam:
             scale_v=1 / (1 - b2**self.steps),
             eps=self.eps,
         )
-        updates = [
-            partial(self.update, table, ids, step, self.steps) for table in range(len(self.m))
-        ]
-        self.tables.write(ids, updates, grads)
+        index = self.tables.index(ids)
+        step = step.each(lambda column: send(column, index.device))
+        m, v = self.tables.moments_at_hand()
+        for table, grad in enumerate(grads):
+            self.update(table, m[table], v[table], index, step, grad.to(index.device))
+        self.tables.updated(ids)
 
-    @torch.no_grad()  # once more: a worker thread starts out with gradients
     def update(
-        self,
-        table: int,
-        ids: Tensor,
-        step: RowStep,
-        number: int,
-        grad: Tensor,
-        some: Tensor | None = None,
+        self, table: int, m: Tensor, v: Tensor, index: Tensor, step: RowStep, grad: Tensor
     ) -> None:
-        """One table's part of step `number`, where its rows live; `some` [k]: only these of the n.
+        """One table's part of a step, on rows `index` [n] of what is at hand.
 
         On a CPU part by part: with whole batches each operation would go through memory, not
         through caches, which takes several times as long.
         """
-        weight, m, v = self.tables.weight[table], self.m[table], self.v[table]
-        size = len(ids) if ids.device.type != "cpu" else max(1, PART // weight.shape[1])
+        weight = self.tables.at_hand(table)
+        size = len(index) if index.device.type != "cpu" else max(1, PART // weight.shape[1])
         generator = None
         if weight.dtype == torch.bfloat16:
             generator = torch.Generator(weight.device)
             # Steps of a run and tables of a model number less than these, so no seed comes twice.
-            generator.manual_seed((self.seed * 2**40 + number * 2**12 + table) % 2**63)
-        parts = (slice(at, at + size) for at in range(0, len(ids), size))
-        for part in parts if some is None else some.split(size):
-            here = ids[part]  # [k]
+            generator.manual_seed((self.seed * 2**40 + self.steps * 2**12 + table) % 2**63)
+        for at in range(0, len(index), size):
+            part = slice(at, at + size)
+            here = index[part]  # [k]
             m_here, v_here = m.index_select(0, here), v.index_select(0, here)  # [k, W]
             rows = weight.index_select(0, here).float()
-            adam_rows(rows, m_here, v_here, grad[part].to(m), step.of(part))
+            adam_rows(rows, m_here, v_here, grad[part].float(), step.each(itemgetter(part)))
             if generator:
                 rows = round_stochastically(rows, generator)
             m[here], v[here], weight[here] = m_here, v_here, rows
@@ -178,7 +177,7 @@ class RowAdam:
 
     def load_state_dict(self, state: dict) -> None:
         """Copy in what `state_dict` gave; the tables' device and shapes stay."""
-        self.tables.flush()  # what waits belongs to the rows that are there
+        self.tables.flush()
         mine = [*self.m, *self.v, self.count, self.last]
         saved = [*state["m"], *state["v"], state["count"], state["last"]]
         for own, other in zip(mine, saved, strict=True):

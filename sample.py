@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import tiktoken
 import torch
 
-import homes
 from chat import Chat
-from common import UserError, check_seed, encode, load_model, pick_device, run
+from common import UserError, add_offload, check_seed, encode, load_model, pick_device, run
 from model import Decoder
 from tokenizer import StreamDecoder
 
@@ -117,9 +116,8 @@ def main() -> None:
     add("--num_samples", type=int, default=1, help="%(default)s")
     add("--seed", type=int, default=1337, help="of the first sample, then one more each (1337)")
     add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
-    homes.add_flags(parser)
+    add_offload(parser)
     args = parser.parse_args()
-    homes.check_flags(args)
     if not args.temperature >= 0:
         raise UserError(f"--temperature {args.temperature} must be 0 or more")
     if args.top_k is not None and args.top_k < 1:
@@ -139,7 +137,7 @@ def main() -> None:
         raise UserError("--system goes with --chat")
 
     device = pick_device(args.device)
-    model, encoding, checkpoint = load_model(args.ckpt, device, args)
+    model, encoding, checkpoint = load_model(args.ckpt, device, args.offload)
     options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     if args.chat:
         stage = checkpoint.get("args", {}).get("stage")
@@ -155,10 +153,8 @@ def main() -> None:
     else:
         tokens, seconds = write(model, encoding, args, options)
     if tokens:
-        cache = getattr(model.tables, "cache", None)
-        hits = f", {cache.hits / cache.tokens:.1%} of rows from the cache" if cache else ""
         speed = f"{tokens / seconds:,.0f} tok/s on {device.type}"
-        print(f"\n{tokens} tokens, {speed}{hits}", file=sys.stderr)
+        print(f"\n{tokens} tokens, {speed}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ import argparse
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-import homes
-from common import UserError, check_seed
+from common import UserError, add_offload, check_seed
 from config import ModelConfig
 from data import parse_mixture, read_meta
 from model import LAYERS
+from tablefile import DTYPES
 
 DEFAULT_DATA = "data/countries"
 
@@ -64,8 +64,7 @@ DEFAULTS = dict(schedule="cosine", warmup=0.1, min_lr=0.1, doc_mask=False)
 # What train.py may set in a model. A field without a flag keeps its default.
 MODEL_FIELDS = [field.name for field in fields(ModelConfig) if field.name != "vocab_size"]
 # Flags that a dense model has no use for.
-OF_TABLES = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype")
-OF_TABLES += ("offload", "ring_slots", "gather", "cache_rows")
+OF_TABLES = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype", "offload")
 
 
 def parse_args(description: str) -> argparse.Namespace:
@@ -166,7 +165,13 @@ def parse_args(description: str) -> argparse.Namespace:
     )
     add("--compile", action="store_true", help="torch.compile each block: slow start, faster steps")
     add("--seed", type=int, default=1337, help="of weights and data order (%(default)s)")
-    homes.add_flags(parser, training=True)
+    add_offload(parser)
+    parser.add_argument(
+        "--table_dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of rows; bfloat16 halves them, and rounds stochastically (float32)",
+    )
     args = parser.parse_args()
     # Which flags were given: a second parse leaves the marks of those that were not.
     absent = object()
@@ -235,7 +240,13 @@ def complete(args: argparse.Namespace, base: dict | None = None) -> argparse.Nam
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
     check_seed(args.seed)
-    homes.check_flags(args)
+    if args.table_optimizer == "adamw":
+        for name, plain in (("offload", "none"), ("table_dtype", "float32")):
+            if getattr(args, name) != plain:
+                raise UserError(
+                    f"--{name} {getattr(args, name)} needs --table_optimizer rowwise: adamw moves "
+                    "all rows of a table in every step"
+                )
     if not args.learning_rate > 0:
         raise UserError(f"--learning_rate {args.learning_rate} must be positive")
     if not args.beta > 0:
@@ -288,7 +299,7 @@ def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
     """The settings of the run in a checkpoint; of the command line's only where it may run."""
     may_change = ("resume", "out_dir", "data_dir", "device", "dtype", "compile")
     may_change += ("device_batch_size",)  # a step still sees the same batch, summed in other parts
-    may_change += ("offload", "ring_slots", "gather", "cache_rows")
+    may_change += ("offload",)
     other = [f"--{name}" for name in args.given if name not in may_change]
     if other:
         raise UserError(
@@ -297,11 +308,7 @@ def resumed(args: argparse.Namespace, checkpoint: dict) -> argparse.Namespace:
             f"--init_from {args.out_dir}/ckpt.pt"
         )
     given = {name: getattr(args, name) for name in args.given}
-    saved = dict(checkpoint["args"])
-    if given.get("offload", saved.get("offload")) != saved.get("offload"):
-        # Another home: what suited the last one is not asked for.
-        for name in ("gather", "cache_rows"):
-            saved.pop(name, None)
-    # Flags that are younger than the checkpoint have their defaults.
+    # Flags that are younger than the checkpoint have their defaults; those that went are forgotten.
+    saved = {name: value for name, value in checkpoint["args"].items() if name in vars(args)}
     settings = {**vars(args), **saved, **given, "out_dir": args.out_dir}
     return argparse.Namespace(**settings)

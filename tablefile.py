@@ -26,17 +26,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from homes import Home, Shape, TableError, gib
+
 MAGIC = b"token-tables\n"
 VERSION, LAYOUT, PAGE = 1, "token-major", 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIVE = "live-tables.bin"
 
 
-class TableError(Exception):
-    """Tables cannot be put or found where they should be: names what, how much and the fix."""
-
-
-def regions(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+def regions(shape: Shape, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
     """Offset and size in bytes of each region, and of the `end`, for tables (V, n_table, W)."""
     vocab_size, n_table, width = shape
     numbers = vocab_size * n_table * width
@@ -49,14 +47,9 @@ def regions(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, tuple[
     return {**result, "end": (at, 0)}
 
 
-class TableFile:
+class TableFile(Home):
     """An open table file. Tensors are views of the mapping: reading them reads the file, writing
-    them writes it.
-
-    Attributes:
-        weight: a [V, W] view of the rows for each table.
-        shape: (V, n_table, W).
-        id: what the checkpoint that belongs to it says, too.
+    them writes it. `id` is what the checkpoint that belongs to it says, too.
 
     Raises:
         TableError: the file is missing, foreign, damaged or short.
@@ -80,7 +73,9 @@ class TableFile:
             raise TableError(f"no table file at {path}: it belongs beside its ckpt.pt") from None
         except OSError as error:
             raise TableError(f"cannot read {path}: {error.strerror or error}") from None
-        self.weight = self.tables("rows", self.dtype)
+        kinds = {"rows": self.dtype, "m": torch.float32, "v": torch.float32}
+        self.open([self.region(name, kind).view(self.shape) for name, kind in kinds.items()])
+        self.count, self.last = (self.region(name, torch.int64) for name in ("count", "last"))
 
     def read_header(self, page: bytes) -> None:
         if not page.startswith(MAGIC):
@@ -100,7 +95,7 @@ class TableFile:
 
     @classmethod
     def create(
-        cls, path: Path, shape: tuple[int, int, int], dtype: torch.dtype, *, sparse: bool = False
+        cls, path: Path, shape: Shape, dtype: torch.dtype, *, sparse: bool = False
     ) -> "TableFile":
         """A new writable file of zeros, all of its room taken at once unless `sparse`: a disk that
         fills up under a memory map would kill the process.
@@ -134,21 +129,13 @@ class TableFile:
                 self.map, dtype=dtype, count=size // dtype.itemsize, offset=offset
             )
 
-    def tables(self, name: str, dtype: torch.dtype) -> list[Tensor]:
-        return list(self.region(name, dtype).view(self.shape).unbind(1))  # n_table of [V, W]
-
-    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-        """m and v [V, W] for each table, count and last [V]."""
-        m, v = (self.tables(name, torch.float32) for name in ("m", "v"))
-        return m, v, self.region("count", torch.int64), self.region("last", torch.int64)
-
-    def read_ahead(self, ids: Tensor, names: tuple[str, ...]) -> None:
-        """Have the system begin to read what tokens `ids` [n] (sorted) own in these regions, all at
-        once. Page faults ask the disk for one after the other: that took ten times as long."""
-        if not hasattr(mmap, "MADV_WILLNEED") or not len(ids):
+    def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
+        """As `Home.read_ahead`. Page faults ask the disk for one page after the other: that took
+        ten times as long."""
+        if not hasattr(mmap, "MADV_WILLNEED"):
             return
         runs = []  # first and last of neighbours, which are asked for as one
-        for token in ids.tolist():
+        for token in sorted(set(ids.flatten().tolist())):
             if runs and token == runs[-1][1] + 1:
                 runs[-1][1] = token
             else:
@@ -183,7 +170,7 @@ class TableFile:
         return name
 
 
-def header(shape: tuple[int, int, int], dtype: torch.dtype, name: str) -> bytes:
+def header(shape: Shape, dtype: torch.dtype, name: str) -> bytes:
     """Page 0 of a file."""
     kind = next(key for key, value in DTYPES.items() if value == dtype)
     sizes = dict(zip(("vocab_size", "n_table", "width"), shape, strict=True))
@@ -208,6 +195,19 @@ def keep_only(folder: Path, name: str | None) -> None:
                 path.unlink(missing_ok=True)
 
 
-def gib(size: int) -> str:
-    """A size for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
+def check_disk(
+    shape: Shape, dtype: torch.dtype, out_dir: Path, resume: bool = False, copies: int = 3
+) -> None:
+    """Refuse a run whose files will not fit: the live one, a snapshot (there already if the run
+    resumes), and the next snapshot, which is written before the last one goes: three `copies`."""
+    size = regions(shape, dtype)["end"][0]
+    need = (copies - (resume and len(snapshots(out_dir)) > 0)) * size
+    here = next(p for p in (out_dir, *out_dir.absolute().parents) if p.is_dir())
+    free, live = shutil.disk_usage(here).free, out_dir / LIVE
+    free += live.stat().st_size if live.exists() else 0  # of a run that crashed: will be replaced
+    if need > free:
+        raise TableError(
+            f"--offload disk: up to {copies} x {size / 2**30:.2f} GiB of tables and optimizer "
+            f"states, {gib(need)} more, and {here} has {gib(free)} free: choose another --out_dir "
+            "or --table_dtype bfloat16"
+        )

@@ -1,4 +1,4 @@
-"""Token tables: the interface that the decoder sees, and the home where they are resident.
+"""Token tables: the interface that the decoder sees, and the tables that lie where they are used.
 
 A token table is a V x W matrix owned by one layer. A forward pass reads only the rows of the
 tokens in its input, and it knows which ones before the first layer runs. Everything else follows
@@ -11,12 +11,13 @@ compute (offload.py). Wherever tables live, the decoder asks for their rows in t
 This file knows rows, ids and devices, nothing about transformers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from homes import Home, Moments
 from tablefile import TableFile
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
@@ -31,14 +32,15 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Tables(nn.Module):
-    """What all homes have in common: rows read where they are, and their gradients.
+    """What all tables have in common: rows read where they are, and their gradients.
 
     Args:
         vocab_size: rows of each table, V.
         width: numbers in a row, W.
     """
 
-    weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table
+    weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
+    states: Moments | None = None
     file: TableFile | None = None  # that holds what a checkpoint would hold otherwise
 
     def __init__(self, vocab_size: int, width: int) -> None:
@@ -50,44 +52,83 @@ class Tables(nn.Module):
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
-        """Rows ~ Normal(0, std), in parts: no home needs room for a second table. Parts of whole
+        """Rows ~ Normal(0, std), in parts: nobody needs room for a second table. Parts of whole
         multiples of 16 numbers draw what PyTorch would draw in one go."""
         for weight in self.weight:
             for part in weight.split(1 << 16):
                 part.copy_(torch.empty(part.shape, device=part.device).normal_(0, std))
+
+    # --- for the decoder ---
+
+    def in_training(self) -> bool:
+        return self.training and torch.is_grad_enabled()
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table in turn, [B, T, W] on the compute device.
 
         In training the rows are remembered for `gradients`. `ids` [B, T] may stay on the CPU
         while the tables are on a GPU: finding the distinct ids there would make the host wait.
+
+        Raises:
+            IndexError: an id is out of range.
         """
-        if not self.weight:
+        if not len(self.weight):
             return
-        device = self.weight[0].device
-        whole = self.weight[0].requires_grad
-        if whole or not (self.training and torch.is_grad_enabled()):
-            ids = send(ids, device)
+        if self.weight[0].requires_grad or not self.in_training():
+            ids = send(ids, self.weight[0].device)
             for weight in self.weight:
                 yield F.embedding(ids, weight)
-            return
-        distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
-        position, on_device = send(position, device), send(distinct, device)
-        leaves = [
-            weight.detach().index_select(0, on_device).float().requires_grad_()  # [n, W]
-            for weight in self.weight
-        ]
+        else:
+            distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
+            yield from self.read_once(distinct, position)
+
+    def read_once(self, distinct: Tensor, position: Tensor) -> Iterator[Tensor]:
+        """Yield the rows of distinct tokens [n], each read once, at their positions [B, T]."""
+        index = self.index(distinct)
+        position = send(position, index.device)
+        leaves: list[Tensor] = []
         self.reads.append((distinct, leaves))
-        for leaf in leaves:
+        for table in range(len(self.weight)):
+            leaf = self.at_hand(table).detach().index_select(0, index).float().requires_grad_()
+            leaves.append(leaf)  # [n, W]
             # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back.
             yield F.embedding(position, leaf)
+
+    # --- for the optimizer ---
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Training will look up `ids` in its next step: what is slow to get may begin to come."""
+
+    def index(self, ids: Tensor) -> Tensor:
+        """Where the rows of tokens `ids` [n] are in `at_hand`, as an index on its device."""
+        return send(ids, self.weight[0].device)
+
+    def at_hand(self, table: int) -> Tensor:
+        """Rows [.., W] of a table on the device that calculates with them."""
+        return self.weight[table]
+
+    def moments(self) -> Moments:
+        """What Adam remembers, beside the rows; of tokens on the CPU, where ids are known."""
+        if self.states is None:
+            m, v = (
+                [torch.zeros_like(w, dtype=torch.float32) for w in self.weight] for _ in range(2)
+            )
+            self.states = (m, v, *torch.zeros(2, self.vocab_size, dtype=torch.int64))
+        return self.states
+
+    def moments_at_hand(self) -> tuple[list[Tensor], list[Tensor]]:
+        """m and v [.., W] of each table, as `at_hand`."""
+        return self.moments()[:2]
+
+    def updated(self, ids: Tensor) -> None:
+        """Rows and moments of tokens `ids` [n] have taken a step, where they are at hand."""
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
         """The gradients of all rows read since the last call, micro-batches merged.
 
         Returns:
-            ids [n] distinct and sorted, beside the rows, and for each table the summed gradient
-            [n, W] on the compute device.
+            ids [n] distinct and sorted, and for each table the summed gradient [n, W] on the
+            compute device.
 
         Raises:
             ValueError: nothing was read and differentiated.
@@ -96,35 +137,21 @@ class Tables(nn.Module):
         self.reads = []
         if not reads:
             raise ValueError("no rows were read and differentiated since the last step")
-        home, device = self.weight[0].device, reads[0][1][0].device
         if len(reads) == 1:
             ids, leaves = reads[0]
-            return send(ids, home), [leaf.grad for leaf in leaves]
+            return ids, [leaf.grad for leaf in leaves]
         ids, position = torch.unique(torch.cat([ids for ids, _ in reads]), return_inverse=True)
-        position = send(position, device)
-        merged = []
-        for parts in zip(*(leaves for _, leaves in reads), strict=True):
-            grad = torch.cat([leaf.grad for leaf in parts])  # [sum n, W]
-            merged.append(grad.new_zeros(len(ids), self.width).index_add_(0, position, grad))
-        return send(ids, home), merged
+        place = send(position, reads[0][1][0].device).split([len(ids) for ids, _ in reads])
+        merged = [leaf.grad.new_zeros(len(ids), self.width) for leaf in reads[0][1]]
+        for where, (_, leaves) in zip(place, reads, strict=True):
+            for total, leaf in zip(merged, leaves, strict=True):
+                total.index_add_(0, where, leaf.grad)  # each row once: the order of sums is fixed
+        return ids, merged
 
-    def moments(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-        """What Adam remembers, beside the rows: m and v [V, W] per table, count and last [V]."""
-        m, v = (
-            [torch.zeros_like(w, dtype=torch.float32, requires_grad=False) for w in self.weight]
-            for _ in range(2)
-        )
-        device = self.weight[0].device if m else None
-        count = torch.zeros(self.vocab_size, dtype=torch.int64, device=device)
-        return m, v, count, torch.zeros_like(count)
-
-    def write(self, ids: Tensor, updates: list[Callable[..., None]], grads: list[Tensor]) -> None:
-        """Run the update of each table, of rows `ids` [n], on its gradient."""
-        for update, grad in zip(updates, grads, strict=True):
-            update(grad)
+    # --- for checkpoints ---
 
     def flush(self) -> None:
-        """Run the updates that still wait."""
+        """Bring what is elsewhere to where it is stored, and look there anew from now on."""
 
 
 class ResidentTables(Tables):
@@ -146,3 +173,54 @@ class ResidentTables(Tables):
             nn.Parameter(torch.zeros(vocab_size, width, dtype=dtype), requires_grad=False)
             for _ in range(n_table)
         )
+
+
+class StoredTables(Tables):
+    """Tables whose rows are stored in a home: on a CPU, views of a memory-mapped file, read and
+    updated in place after the system was asked for all of their pages at once.
+
+    Nothing here is a parameter: `model.to(device)` does not move it, autograd does not see it.
+
+    Args:
+        home: where rows and moments are.
+        device: where layers compute. Other than a CPU it gets copies of the rows (MPS).
+    """
+
+    def __init__(self, home: Home, device: torch.device | str = "cpu") -> None:
+        super().__init__(*home.weight[0].shape)
+        self.home, self.weight, self.device = home, home.weight, torch.device(device)
+        self.file = home if isinstance(home, TableFile) and home.writable else None
+
+    def init_rows(self, std: float) -> None:
+        if self.home.fresh:
+            super().init_rows(std)
+
+    def moments(self) -> Moments:
+        return self.home.moments()
+
+    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
+        ids = ids.cpu()
+        self.home.read_ahead(ids, ("rows", "m", "v") if self.in_training() else ("rows",))
+        for rows in super().lookup(ids):
+            yield rows.to(self.device)
+
+    # --- the keys of ResidentTables, so that each opens what the other saved ---
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        self.flush()
+        if not self.file:
+            for table, weight in enumerate(self.weight):
+                destination[f"{prefix}weight.{table}"] = weight
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ) -> None:
+        self.flush()
+        for table, weight in enumerate(self.weight):
+            saved = state_dict.get(f"{prefix}weight.{table}")
+            if saved is None:
+                missing.append(f"{prefix}weight.{table}")
+            elif saved.shape != weight.shape:
+                errors.append(f"table {table}: {tuple(saved.shape)} is not {tuple(weight.shape)}")
+            elif saved.data_ptr() != weight.data_ptr():  # else it is that very file, read in place
+                weight.copy_(saved)

@@ -24,11 +24,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import homes
 import prepare
 import tokenizer
 from chat import END, special
-from common import UserError, load_checkpoint, pick_device, run, save_checkpoint
+from common import UserError, load_checkpoint, pick_device, place, run, save_checkpoint
 from compare import plot
 from data import Data, check_tokenizer
 from exam import chat_exam, longest_question, recall
@@ -143,7 +142,14 @@ def build(
     except ValueError as error:
         raise UserError(f"--{error}") from None
     vars(args).update(asdict(config))  # what was left to default is on record, too
-    tables = homes.placed(args, device, checkpoint=checkpoint or base, out_dir=args.out_dir)
+    tables = place(
+        args.offload,
+        device,
+        args.table_dtype,
+        checkpoint=checkpoint or base,
+        out_dir=args.out_dir,
+        resume=args.resume,
+    )
     model = Decoder(config, tables=tables).to(device)
     if base:
         try:
@@ -283,6 +289,7 @@ def fit(
     # the loop
     accumulate = args.batch_size // args.device_batch_size
     model.train()
+    batch = data.train.batch(step, args.batch_size)
     bar = tqdm(total=args.max_iters, initial=step, unit="step", dynamic_ncols=True)
     val = {}
     # Ctrl-C lets the step end, so that what is saved is a whole one; a second one stops at once.
@@ -311,11 +318,16 @@ def fit(
                     f"python train.py --resume --out_dir {args.out_dir}"
                 )
             start = time.perf_counter()
-            batch = data.train.batch(step, args.batch_size)
-            n, figures = objective.count(*batch), Counter()
-            for part in zip(*(t.chunk(accumulate) for t in batch), strict=True):
+            n, n_token, figures = objective.count(*batch), batch[0].numel(), Counter()
+            parts = list(zip(*(t.chunk(accumulate) for t in batch), strict=True))
+            for part in parts:
                 share = objective.count(*part) / n  # a mean of means would weigh tokens unequally
                 micro, more = objective(*part)
+                if part is parts[-1] and step + 1 < args.max_iters:
+                    # A GPU is still computing: time to make the next batch, and to have its rows
+                    # brought while the backward pass runs.
+                    batch = data.train.batch(step + 1, args.batch_size)
+                    model.tables.prefetch(batch[0])
                 (micro * share).backward()
                 for name, value in {"loss": micro.detach(), **more}.items():
                     figures[name] += value * share
@@ -325,7 +337,7 @@ def fit(
             figures = {f"train_{name}": value.item() for name, value in figures.items()}
             check_finite(figures["train_loss"], "training", step, args)
             # the padding of short rows included, for which the machine works, too
-            tok_per_s = batch[0].numel() / (time.perf_counter() - start)
+            tok_per_s = n_token / (time.perf_counter() - start)
             step += 1
             log.write(
                 type="step",

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from homes import RamHome
+from tablefile import TableFile
+
 torch.set_num_threads(1)  # threads only slow down tensors of this size
 
 ROOT = Path(__file__).parent.parent
@@ -87,3 +90,15 @@ def trained(data) -> dict[str, Path]:
             cwd=data.parent,
         )
     return runs
+
+
+@pytest.fixture(params=["direct", "staged"])
+def home(request, tmp_path):
+    """What makes homes: RAM that a GPU reads over the bus, or a file, from which a worker reads."""
+
+    def made(shape=(128, 4, 1024), dtype=torch.float32):
+        if request.param == "direct":
+            return RamHome(shape, dtype)
+        return TableFile.create(tmp_path / f"{len(list(tmp_path.iterdir()))}.bin", shape, dtype)
+
+    return made

@@ -25,14 +25,13 @@ the device `meta`, the only one besides the CPU for which every build knows auto
 import contextlib
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-import offload
-import ring
+import homes
 import tables
 
 DEVICE = torch.device("meta")
@@ -86,12 +85,16 @@ class Stream:
 class Event:
     mark: Mark | None = None
 
+    def __init__(self, blocking: bool = False) -> None:
+        """blocking: how the host would wait."""
+
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or SimulatedGpu.current.current_stream()
         self.mark = Mark(stream)
         stream.add(self.mark)
 
     def synchronize(self) -> None:
+        SimulatedGpu.current.waits[threading.current_thread()] += 1
         if self.mark:
             SimulatedGpu.current.reach(self.mark)
 
@@ -115,8 +118,8 @@ class Memory:
 
 def spoil(numbers: torch.Tensor) -> torch.Tensor:
     """As good as any memory of which nobody has said what is in it."""
-    if numbers.dtype == torch.bool:
-        return numbers.fill_(True)
+    if numbers.dtype in (torch.bool, torch.uint8):
+        return numbers.fill_(255)  # bytes that are no number as float32 or bfloat16
     return numbers.fill_(float("nan") if numbers.is_floating_point() else -(1 << 14))
 
 
@@ -150,6 +153,8 @@ class Factory(TorchDispatchMode):
         kwargs = kwargs or {}
         if kwargs.get("device") == DEVICE:
             return SimulatedGpu.current.call(func, args, kwargs)
+        if kwargs.pop("pin_memory", False):
+            return SimulatedGpu.current.pin(func(*args, **kwargs))
         return func(*args, **kwargs)
 
 
@@ -159,13 +164,18 @@ class SimulatedGpu:
     Args:
         seed: of what happens when.
         pace: of the streams that are not in `paces`.
+        pins: whether memory can be pinned where it is.
+
+    Attributes:
+        waits: how often each thread had to wait for the device.
     """
 
     current: "SimulatedGpu"
     device = DEVICE
 
-    def __init__(self, seed: int = 0, pace: float = 1.0) -> None:
+    def __init__(self, seed: int = 0, pace: float = 1.0, pins: bool = True) -> None:
         self.random, self.pace, self.paces = random.Random(seed), pace, {}
+        self.pins, self.waits = pins, Counter()
         self.lock, self.local, self.streams = threading.RLock(), threading.local(), []
         self.pinned_memory, self.freed = {}, []
 
@@ -180,8 +190,7 @@ class SimulatedGpu:
             (torch.cuda, "stream", self.stream),
             (torch.cuda, "synchronize", self.synchronize),
             (torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor.clone())),
-            (ring, "pinned", lambda n, dtype, *_: self.pin(torch.empty(n, dtype=dtype))),
-            (offload, "seen_by_gpu", self.seen),
+            (homes, "seen_by_gpu", self.seen),
         ):
             self.stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, new)
@@ -239,9 +248,9 @@ class SimulatedGpu:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.pinned_memory
 
-    def seen(self, rows: torch.Tensor, device) -> DeviceTensor:
-        """Host memory that kernels read when their turn has come."""
-        return DeviceTensor(rows, Memory(self, torch.empty(0)))
+    def seen(self, array: torch.Tensor, device) -> DeviceTensor | None:
+        """Host memory that kernels read and write when their turn has come."""
+        return DeviceTensor(array, Memory(self, torch.empty(0))) if self.pins else None
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for a tensor, if possible such that has been freed."""
@@ -282,7 +291,7 @@ class SimulatedGpu:
             return tree_map(lambda x: DeviceTensor(x, here[0].memory), views)
         if func._schema.is_mutable:
             self.current_stream().add(lambda: func(*raw_args, **raw_kwargs))
-            return args[0]
+            return kwargs.get("out", args[0])
         shape = func(*tree_map(on_meta, raw_args), **tree_map(on_meta, raw_kwargs))
         made = self.allocate(shape)
         if func is aten.empty.memory_format:

@@ -1,12 +1,12 @@
 """--offload as a user meets it: the same results everywhere, checkpoints that any home opens, and
 refusals that come before the work."""
 
-import argparse
 import contextlib
 import shutil
 
 import pytest
 import torch
+from simulated_gpu import SimulatedGpu
 from test_train import arguments, assert_same, checkpoint, losses
 
 import common
@@ -15,17 +15,14 @@ import homes
 import sample
 import tablefile
 import train as train_module
-from common import UserError, encode, load_checkpoint, load_model, run
-from homes import CheckpointHome, RamHome
-from tablefile import TableError, TableFile, snapshots
+from common import UserError, encode, load_checkpoint, load_model, place, run
+from homes import RamHome, TableError
+from offload import OffloadedTables
+from tablefile import TableFile, snapshots
+from tables import ResidentTables, StoredTables
 
 KINDS = ("none", "cpu", "disk")
 CPU = torch.device("cpu")
-
-
-def place(offload="none", **more) -> argparse.Namespace:
-    flags = dict(offload=offload, ring_slots=2, gather=None, cache_rows=0, table_dtype="float32")
-    return argparse.Namespace(**{**flags, **more})
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +31,7 @@ def runs(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("homes")
     with pytest.MonkeyPatch.context() as patch:
         for kind in KINDS:
-            more = ("--offload", kind, "--ring_slots", 2)
-            train_module.train(arguments(patch, data, folder / kind, *more))
+            train_module.train(arguments(patch, data, folder / kind, "--offload", kind))
     return {kind: folder / kind for kind in KINDS}
 
 
@@ -52,25 +48,23 @@ def test_training_runs_and_checkpoints_are_equal_to_the_bit(runs):
 
 @pytest.mark.parametrize("saved_as", KINDS)
 def test_any_home_opens_any_checkpoint(runs, saved_as):
-    written, kinds = set(), set()
+    written, kinds = set(), []
     for kind in KINDS:
-        for more in ({}, dict(cache_rows=20)) if kind != "none" else ({},):
-            model, encoding, _ = load_model(runs[saved_as] / "ckpt.pt", CPU, place(kind, **more))
-            kinds.add(type(getattr(model.tables, "home", None)))
-            ids = torch.tensor([encode(encoding, "Anna")])
-            written.add(tuple(model.generate(ids, 40, seed=0)[0].tolist()))
+        model, encoding, _ = load_model(runs[saved_as] / "ckpt.pt", CPU, kind)
+        kinds.append(type(model.tables))
+        ids = torch.tensor([encode(encoding, "Anna")])
+        written.add(tuple(model.generate(ids, 40, seed=0)[0].tolist()))
     assert len(written) == 1
-    on_disk = TableFile if saved_as == "disk" else CheckpointHome
-    assert kinds == {type(None), RamHome, on_disk}
+    assert kinds == [ResidentTables] * 2 + [StoredTables if saved_as == "disk" else ResidentTables]
 
 
-def test_a_cache_needs_rows_that_are_fetched():
-    """On a CPU rows in RAM are read in place, unless a cache is asked for."""
-    for cache_rows, gather in ((0, "inplace"), (4, "ring")):
-        tables = homes.placed(place("cpu", cache_rows=cache_rows), CPU)(2, 10, 4).eval()
-        list(tables.lookup(torch.tensor([[1, 1, 2]])))
-        assert tables.gather == gather
-    assert (tables.cache.tokens, tables.cache.hits) == (3, 0)
+def test_tables_in_a_checkpoint_are_read_in_place(runs):
+    """With --offload disk they are the mapped file, which would be copied by default."""
+    ckpt = runs["none"] / "ckpt.pt"
+    for kind, copied in (("disk", False), ("none", True)):
+        model, _, checkpoint = load_model(ckpt, CPU, kind)
+        mapped = checkpoint["model"]["tables.weight.0"].data_ptr()
+        assert (model.tables.weight[0].data_ptr() != mapped) == copied
 
 
 def called(monkeypatch, module, *argv) -> None:
@@ -80,16 +74,14 @@ def called(monkeypatch, module, *argv) -> None:
 
 
 def test_the_commands_take_the_flags(runs, monkeypatch, capsys):
-    flags = ("--offload", "disk", "--cache_rows", 30)
     ckpt = ("--ckpt", runs["disk"] / "ckpt.pt", "--max_new_tokens", 20)
-    greedy = ("--temperature", 0)  # so that it repeats itself
-    called(monkeypatch, sample, *ckpt, *greedy, *flags)
-    cached = capsys.readouterr()
-    assert "of rows from the cache" in cached.err and " 0.0% of rows" not in cached.err
-    called(monkeypatch, sample, *ckpt, *greedy)
-    assert capsys.readouterr().out == cached.out
+    texts = []
+    for flags in ((), ("--offload", "disk"), ("--offload", "cpu")):
+        called(monkeypatch, sample, *ckpt, *flags)
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1
     names = ("--source", "Anna", "--target", "Chloë", "--prompt", "Anna sees Björn. Anna meets")
-    called(monkeypatch, edit, *ckpt, *names, *flags)
+    called(monkeypatch, edit, *ckpt, *names, "--offload", "disk")
     assert "undone: logits equal the first ones bit for bit" in capsys.readouterr().out
 
 
@@ -177,11 +169,11 @@ def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
         assert "\n" not in str(stopped.value)
         return str(stopped.value)
 
-    monkeypatch.setattr(homes, "available_ram", lambda: 100_000)
+    monkeypatch.setattr(homes, "free_ram", lambda: 100_000)
     says = refused("--offload", "cpu")
     assert "0.1 MiB are available" in says and "--offload disk" in says
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(homes.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(tablefile.shutil, "disk_usage", lambda path: usage)
     says = refused("--offload", "disk")
     assert "0.1 MiB free" in says and "another --out_dir" in says
     assert not (tmp_path / "out").exists()
@@ -192,31 +184,26 @@ def test_room_on_disk_is_counted_in_copies_of_the_file(copies, fits, tmp_path, m
     shape, dtype = (1000, 2, 8), torch.float32
     size = TableFile.create(tmp_path / "one.bin", shape, dtype).path.stat().st_size
     usage = shutil.disk_usage(tmp_path)._replace(free=int(2.5 * size))
-    monkeypatch.setattr(homes.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(tablefile.shutil, "disk_usage", lambda path: usage)
     with contextlib.nullcontext() if fits else pytest.raises(TableError, match=f"{copies} x "):
-        homes.check_disk(shape, dtype, tmp_path, copies=copies)
+        tablefile.check_disk(shape, dtype, tmp_path, copies=copies)
 
 
 def test_room_counts_states_only_in_training(monkeypatch):
     shape, rows = (1000, 2, 8), 1000 * 2 * 8 * 4
-    monkeypatch.setattr(homes, "available_ram", lambda: rows)
+    monkeypatch.setattr(homes, "free_ram", lambda: rows)
     homes.check_ram(shape, torch.float32, training=False)
     with pytest.raises(TableError, match="with optimizer states"):
         homes.check_ram(shape, torch.float32, training=True)
-    monkeypatch.setattr(homes, "available_ram", lambda: 3 * rows + 2 * 1000 * 8)
+    monkeypatch.setattr(homes, "free_ram", lambda: 3 * rows)
     homes.check_ram(shape, torch.float32, training=True)
-    monkeypatch.setattr(homes, "available_ram", lambda: None)  # a system that does not tell
+    monkeypatch.setattr(homes, "free_ram", lambda: None)  # a system that does not tell
     homes.check_ram(shape, torch.float32, training=True)
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--ring_slots 0", "--ring_slots 0"),
-        ("--offload cpu --cache_rows -1", "--cache_rows -1"),
-        ("--cache_rows 5", "needs --offload cpu or disk"),
-        ("--gather ring", "--gather ring needs --offload"),
-        ("--offload cpu --gather inplace --cache_rows 5", "needs --gather ring"),
         (
             "--offload disk --table_optimizer adamw",
             "--offload disk needs --table_optimizer rowwise",
@@ -230,12 +217,15 @@ def test_flags_that_cannot_be_are_one_clear_line(data, tmp_path, monkeypatch, fl
     assert str(stopped.value).startswith("error: ") and says in str(stopped.value)
 
 
-@pytest.mark.parametrize(("device", "offload"), [("cuda", "disk"), ("mps", "cpu")])
-def test_in_place_reads_are_for_ram_that_the_gpu_can_see(device, offload):
-    tables = homes.placed(place(offload, gather="inplace"), torch.device(device), checkpoint=None)
-    with pytest.raises(TableError, match=f"{device} cannot read rows from --offload {offload}"):
-        tables(2, 10, 4)
-
-
 def test_a_dense_model_has_no_tables_to_offload():
-    assert len(homes.placed(place("cpu"), CPU)(0, 10, 0).weight) == 0
+    assert len(place("cpu", CPU)(0, 10, 0).weight) == 0
+
+
+@pytest.mark.parametrize(("offload", "kind"), [("cpu", RamHome), ("disk", TableFile)])
+def test_a_gpu_gets_tables_through_the_ring(offload, kind, tmp_path):
+    with SimulatedGpu() as gpu:
+        tables = place(offload, gpu.device, out_dir=tmp_path)(2, 10, 4)
+        assert type(tables) is OffloadedTables and type(tables.home) is kind
+        # A ckpt.pt that holds its tables itself is read into memory.
+        sampled = place(offload, gpu.device, checkpoint={"model": {}})(2, 10, 4)
+        assert type(sampled.home) is RamHome and len(sampled.home.arrays) == 1
