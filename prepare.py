@@ -121,7 +121,8 @@ def write_dataset(
     report: Report | None = None,
     **origin,
 ) -> dict:
-    """Write train.bin, val.bin, tokenizer.json and, when all is there, meta.json.
+    """Write train.bin, val.bin, tokenizer.json and meta.json; only when all of them are whole, they
+    replace what was there.
 
     Args:
         documents: of any kind (documents.py), each after the name of its split; read once.
@@ -135,12 +136,8 @@ def write_dataset(
     try:
         if kind != "text":
             chat.special(encoding, chat.START), chat.special(encoding, chat.END)
-        out_dir.mkdir(parents=True, exist_ok=True)
-        (out_dir / "meta.json").unlink(missing_ok=True)
     except ValueError as error:
         raise UserError(f"--tokenizer: {error}") from None
-    except OSError as error:
-        raise UserError(f"cannot write to {out_dir}: {error.strerror}") from None
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
@@ -149,18 +146,18 @@ def write_dataset(
     counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in splits}
     digests = {split: hashlib.sha256() for split in splits}
 
-    with ExitStack() as stack:
-        files = {}
-        for split in splits:
-            temporary = stack.enter_context(atomic(out_dir / f"{split}.bin"))
-            files[split] = stack.enter_context(open(temporary, "wb"))
-        for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
-            for split, ids, size in done:
-                files[split].write(ids)
-                digests[split].update(ids)
-                counts[split]["documents"] += 1
-                counts[split]["tokens"] += len(ids) // width
-                counts[split]["bytes"] += size
+    with ExitStack() as replaced:  # in reverse order: meta.json comes last
+        names = ("meta.json", "tokenizer.json", *(f"{split}.bin" for split in splits))
+        made = {name: replaced.enter_context(atomic(out_dir / name)) for name in names}
+        with ExitStack() as stack:
+            files = {s: stack.enter_context(open(made[f"{s}.bin"], "wb")) for s in splits}
+            for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
+                for split, ids, size in done:
+                    files[split].write(ids)
+                    digests[split].update(ids)
+                    counts[split]["documents"] += 1
+                    counts[split]["tokens"] += len(ids) // width
+                    counts[split]["bytes"] += size
         if report:
             report.judge()
             meta["skipped"] = report.totals()
@@ -168,10 +165,12 @@ def write_dataset(
             if not counts[split]["documents"]:
                 raise UserError(NO_DOCUMENT.format(name))
             meta[split] = {**counts[split], "sha256": digests[split].hexdigest()}
-    with atomic(out_dir / "tokenizer.json") as temporary:
-        temporary.write_text(tokenizer.dumps(encoding), encoding="utf-8")
-    with atomic(out_dir / "meta.json") as temporary:
-        temporary.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        made["tokenizer.json"].write_text(tokenizer.dumps(encoding), encoding="utf-8")
+        made["meta.json"].write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        for path in made.values():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())  # where some file systems say that they are full
+        (out_dir / "meta.json").unlink(missing_ok=True)  # a mixture of old and new has none
     return meta
 
 

@@ -1,9 +1,12 @@
 """prepare.py and data.py: from text to batches, and everything that can be wrong with a file."""
 
 import base64
+import contextlib
 import hashlib
 import json
+import os
 import re
+import resource
 import threading
 import time
 import tracemalloc
@@ -661,14 +664,55 @@ def test_memory_does_not_grow_with_the_file(tmp_path, encoding, monkeypatch):
     assert peaks[1] < 1.5 * peaks[0]
 
 
-def test_what_is_interrupted_does_not_look_complete(tmp_path, encoding):
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding):
     def interrupted():
-        yield from [("train", "a"), ("val", "b")]
+        yield from [("train", "c"), ("val", "d")]
         raise KeyboardInterrupt
 
-    prepare.write_dataset(tmp_path, [("train", "a"), ("val", "b")], encoding)
+    out, bad = tmp_path / "out", jsonl(tmp_path / "a.jsonl", [*TEXTS, b"oops"])
+    good = [("train", "a"), ("val", "b")]
+    prepare.write_dataset(out, good, encoding)
+    before = contents(out)
     with pytest.raises(KeyboardInterrupt):
-        prepare.write_dataset(tmp_path, interrupted(), encoding)
-    with pytest.raises(UserError, match="no data"):
-        data_module.read_meta(tmp_path)
-    assert not list(tmp_path.glob("*.tmp"))
+        prepare.write_dataset(out, interrupted(), encoding)
+    assert contents(out) == before
+    with pytest.raises(UserError, match="1 of 61"):
+        prepare.prepare_files(out, [bad], "text", encoding, val_fraction=0.3)
+    assert contents(out) == before
+    largest = max(before, key=lambda name: len(before[name]))
+    assert largest == "tokenizer.json"  # which comes late: nothing may be replaced by then
+    for limit, text in ((2000, "a " * 3000), (len(before[largest]) - 1, "c")):
+        with disk_of(limit), pytest.raises(UserError, match="cannot write"):
+            prepare.write_dataset(out, [("train", text), ("val", "b")], encoding)
+        assert contents(out) == before
+
+
+@contextlib.contextmanager
+def disk_of(size):
+    """As on a disk that is full, no file can have more than `size` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_between_old_files_and_new_ones_nothing_looks_complete(tmp_path, encoding, monkeypatch):
+    seen = []
+    real = os.replace
+
+    def replace(temporary, path):
+        seen.append((path.name, (tmp_path / "meta.json").exists()))
+        real(temporary, path)
+
+    prepare.write_dataset(tmp_path, [("train", "a"), ("val", "b")], encoding)
+    monkeypatch.setattr(os, "replace", replace)
+    meta = prepare.write_dataset(tmp_path, [("train", "c"), ("val", "d")], encoding, corpus="x")
+    assert len(seen) == 4 and seen[-1] == ("meta.json", False)
+    assert not any(complete for _, complete in seen)
+    assert data_module.read_meta(tmp_path) == meta and len(contents(tmp_path)) == 4
