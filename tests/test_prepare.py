@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import threading
 import time
 import tracemalloc
@@ -694,6 +693,7 @@ def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding):
 @contextlib.contextmanager
 def disk_of(size):
     """As on a disk that is full, no file can have more than `size` bytes."""
+    resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
