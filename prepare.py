@@ -46,7 +46,6 @@ BATCH, UNDER_WAY = 1 << 19, 2 * HUGE
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
 
-PRETRAINED = ("gpt2", "cl100k_base")
 # Corpora made here: kind, and the function of the seed that gives documents to train and validate.
 CORPORA: dict[str, tuple[str, Callable[[int], tuple[list, list]]]] = {
     "countries": ("text", countries.documents),
@@ -183,7 +182,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, min_count: int = 2) -
 
 def ready_tokenizer(name: str) -> tiktoken.Encoding:
     """The tokenizer that `--tokenizer` names: one of tiktoken's, a prepared folder's, a model's."""
-    if name in PRETRAINED:
+    if name in tokenizer.PRETRAINED:
         try:
             return tokenizer.pretrained(name)
         except (OSError, ValueError) as error:
@@ -202,7 +201,7 @@ def ready_tokenizer(name: str) -> tiktoken.Encoding:
         except (OSError, ValueError) as error:
             raise UserError(
                 f"--tokenizer {name}: cannot read {path} ({error}): use train, "
-                f"{', '.join(PRETRAINED)}, the folder of prepared data, or a ckpt.pt"
+                f"{', '.join(tokenizer.PRETRAINED)}, the folder of prepared data, or a ckpt.pt"
             ) from None
     try:
         return tokenizer.loads(text)

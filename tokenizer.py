@@ -31,6 +31,13 @@ FIRST_MERGE = FIRST_BYTE + 256
 # engines read it as one or more groups, and here it would gain nothing.)
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
+# The patterns of tiktoken's encodings that can be used; GPT-2's differs from ours in digits.
+PRETRAINED = {
+    "gpt2": PATTERN.replace(r"\p{N}{1,3}", r"\p{N}++"),
+    "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
+    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
+}
+
 # Training cuts longer words into pieces of so many characters. A merge rewrites every word that has
 # the pair, so words without an end (a line of base64, a book without spaces) would cost their
 # length squared. What is learned is the same, but for pairs that would lie across the cuts.
@@ -176,7 +183,8 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[P
 
 
 def pretrained(name: str) -> tiktoken.Encoding:
-    """Returns tiktoken's encoding of this name with our special tokens after its own.
+    """Returns tiktoken's encoding of this name (one of PRETRAINED) with our special tokens after
+    its own.
 
     Ids that it leaves unused get names, so that whatever a model samples can be decoded. The
     vocabulary is downloaded once and kept in TIKTOKEN_CACHE_DIR.
@@ -192,7 +200,7 @@ def pretrained(name: str) -> tiktoken.Encoding:
         specials.setdefault(marker, len(used | set(specials.values())))
     return tiktoken.Encoding(
         name=f"{name}_im",
-        pat_str=base._pat_str,
+        pat_str=PRETRAINED[name],
         mergeable_ranks=base._mergeable_ranks,
         special_tokens=specials,
     )
@@ -216,8 +224,13 @@ def dumps(encoding: tiktoken.Encoding) -> str:
     )
 
 
-def loads(text: str) -> tiktoken.Encoding:
+def loads(text: str, any_pattern: bool = False) -> tiktoken.Encoding:
     """Returns the encoding that `dumps` wrote.
+
+    Args:
+        text: What `dumps` returned.
+        any_pattern: Whether to split text by any pattern, for files whose origin is trusted. With
+            some patterns (`(a*)*\\1b|.`), a short text takes forever or ends the program.
 
     Raises:
         ValueError: If the text is damaged or something else; the message is one line.
@@ -235,6 +248,13 @@ def loads(text: str) -> tiktoken.Encoding:
     if wrong:
         key = wrong[0]
         raise ValueError(f'tokenizer is damaged: "{key}" is missing or no {kinds[key].__name__}')
+
+    pattern = data["pattern"]
+    if not any_pattern and pattern not in (PATTERN, *PRETRAINED.values()):
+        raise ValueError(
+            f"tokenizer splits text by a pattern of its own, {pattern!r:.60}: that could take "
+            f"forever, so only those of this program, {' and '.join(PRETRAINED)} are used"
+        )
 
     ranks: dict[bytes, int] = {}
     for entry in data["ranks"]:
@@ -263,7 +283,7 @@ def loads(text: str) -> tiktoken.Encoding:
     try:
         return tiktoken.Encoding(
             name=data["name"],
-            pat_str=data["pattern"],
+            pat_str=pattern,
             mergeable_ranks=ranks,
             special_tokens=data["special_tokens"],
         )

@@ -479,8 +479,9 @@ def test_tokenizer_flags_that_cannot_be(tmp_path, data, story, monkeypatch):
     (tmp_path / "ckpt.pt").write_text("{}")
     assert "not a checkpoint" in error("--input", story, "--tokenizer", tmp_path / "ckpt.pt")
     ranks = {bytes([b]): b for b in range(256)}
+    special = {"<|endoftext|>": 256}
     bare = tiktoken.Encoding(
-        "bare", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
+        "bare", pat_str=tokenizer.PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
     (tmp_path / "tokenizer.json").write_text(tokenizer.dumps(bare))
     assert "no <|im_start|>" in error("--input", talk, "--tokenizer", tmp_path)
