@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
+from stat import S_ISREG
 from typing import TypeAlias
 
 from tqdm import tqdm
@@ -75,9 +76,10 @@ class Report:
 
     def refuse(self) -> None:
         first = "; ".join(name for names in self.named.values() for name in names)
+        more = "" if self.max_bad == 1 else f" or allow more than --max_bad {self.max_bad:g}"
         raise UserError(
-            f"{self.bad.total():,} of {self.documents:,} documents cannot be used, more than "
-            f"--max_bad {self.max_bad:g} of them: {first}: mend them or raise --max_bad"
+            f"{self.bad.total():,} of {self.documents:,} documents cannot be used: {first}: mend "
+            f"them{more}"
         )
 
     def lines(self) -> list[str]:
@@ -96,12 +98,7 @@ class Report:
         return lines
 
     def totals(self) -> dict:
-        return {
-            "documents": self.documents,
-            "bad": dict(self.bad),
-            "tools": self.tools,
-            "unwritten": dict(self.unwritten),
-        }
+        return {key: vars(self)[key] for key in ("documents", "bad", "tools", "unwritten")}
 
 
 def read(
@@ -113,10 +110,10 @@ def read(
     Raises:
         UserError: a file is missing or of another kind, or too much is as bad as to give up early.
     """
-    for path in paths:
-        if path.suffix not in (".txt", ".jsonl"):
-            raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
     try:
+        for path in paths:  # a pipe would be waited for, and could be read only once
+            if path.suffix not in (".txt", ".jsonl") or not S_ISREG(path.stat().st_mode):
+                raise UserError(f"--input {path}: only regular .txt and .jsonl files can be read")
         size = sum(path.stat().st_size for path in paths)
         with tqdm(total=size, desc=desc, unit="B", unit_scale=True, delay=3) as bar:
             for path in paths:
@@ -148,18 +145,16 @@ def kind_of(paths: list[Path]) -> str:
     kinds = {}
     for path in paths:
         report = Report(max_bad=1)
-        for kind, _ in read([path], report):
-            kinds.setdefault(kind, path)
-            break
-        else:
-            if report.tools:
-                kinds.setdefault("chat", path)
-            elif report.bad:  # it holds something, and none of it is good
-                report.refuse()
+        kind, _ = next(read([path], report), ("chat", None))  # as nothing else uses tools
+        if not report.documents:
+            raise UserError(f"--input {path}: nothing is in it, leave it out")
+        if report.bad.total() == report.documents:
+            report.refuse()
+        kinds.setdefault(kind, path)
     if len(kinds) > 1:
         found = ", ".join(f"{path} is {kind}" for kind, path in kinds.items())
         raise UserError(f"--input: files of different kinds ({found}): prepare them separately")
-    return next(iter(kinds), "text")
+    return next(iter(kinds))
 
 
 def lines(path: Path, bar: tqdm) -> Numbered:

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 import tiktoken
@@ -192,21 +193,18 @@ def ready_tokenizer(name: str) -> tiktoken.Encoding:
                 "--tokenizer train or the folder of prepared data"
             ) from None
     path = Path(name)
-    if path.is_file() and path.suffix != ".json":
-        text = load_checkpoint(path).get("tokenizer", "")
-    else:
-        path = path / "tokenizer.json" if path.is_dir() else path
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--tokenizer {name}: cannot read {path} ({error}): use train, "
-                f"{', '.join(tokenizer.PRETRAINED)}, the folder of prepared data, or a ckpt.pt"
-            ) from None
     try:
-        return tokenizer.loads(text)
-    except ValueError as error:
-        raise UserError(f"--tokenizer {name}: {path}: {error}") from None
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not S_ISREG(path.stat().st_mode):
+            raise ValueError("no regular file")
+        if path.suffix == ".json":
+            return tokenizer.loads(path.read_text(encoding="utf-8"))
+        return tokenizer.loads(load_checkpoint(path).get("tokenizer"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--tokenizer {name}: cannot use {path} ({error}): name train, "
+            f"{', '.join(tokenizer.PRETRAINED)}, the folder of prepared data, or a ckpt.pt"
+        ) from None
 
 
 def prepare_corpus(
@@ -316,27 +314,25 @@ def main() -> None:
     add("--seed", type=int, help="of a corpus that is made here (0)")
     args = parser.parse_args()
 
-    if args.input and args.dataset:
-        raise UserError(f"--dataset {args.dataset} changes nothing with --input: leave one out")
-    args.dataset = args.dataset or "countries"
-    made = args.input is None and args.dataset in CORPORA
-    for flag in ("val_fraction", "max_bad") if made else ("seed",):
-        if getattr(args, flag) is not None:
-            where = (
-                f"files, not {args.dataset}" if made else "corpora that are made here, not files"
-            )
-            raise UserError(f"--{flag} goes with {where}")
-    if args.base_url and (made or args.input):
-        raise UserError("--base_url goes with a --dataset that is downloaded")
+    name = args.dataset or "countries"
+    made = args.input is None and name in CORPORA
+    source, useless = f"--dataset {name}", ("seed",)
+    if args.input:
+        source, useless = "--input", ("dataset", "base_url", "seed")
+    elif made:
+        useless = ("base_url", "val_fraction", "max_bad")
+    for flag in useless:
+        if (value := getattr(args, flag)) is not None:
+            raise UserError(f"--{flag} {value} changes nothing with {source}: leave it out")
     if args.input and not args.out_dir:
         raise UserError("--input needs --out_dir: say where the token files go")
-    out_dir = args.out_dir or Path("data") / args.dataset
-    fraction = 0.02 if args.val_fraction is None else args.val_fraction
-    if not 0 < fraction < 1:
-        raise UserError(f"--val_fraction {fraction} must be between 0 and 1")
-    max_bad = 0.001 if args.max_bad is None else args.max_bad
-    if not 0 <= max_bad <= 1:
-        raise UserError(f"--max_bad {max_bad} must be from 0 to 1")
+    out_dir = args.out_dir or Path("data") / name
+    options = {k: vars(args)[k] for k in ("vocab_size", "val_fraction", "max_bad", "seed")}
+    options = {k: value for k, value in options.items() if value is not None}
+    if not 0 < options.get("val_fraction", 0.5) < 1:
+        raise UserError(f"--val_fraction {args.val_fraction} must be between 0 and 1")
+    if not 0 <= options.get("max_bad", 0) <= 1:
+        raise UserError(f"--max_bad {args.max_bad} must be from 0 to 1")
     encoding = None
     if args.tokenizer not in (None, "train"):
         if args.vocab_size is not None:
@@ -348,21 +344,20 @@ def main() -> None:
 
     if args.input:
         kind = kind_of(args.input)
+    elif made:
+        kind = CORPORA[name][0]
     else:
-        kind = CORPORA[args.dataset][0] if made else DATASETS[args.dataset].kind
+        kind = DATASETS[name].kind
     if kind != "text" and encoding is None:
         raise UserError(
             f"--tokenizer is needed: {kind} data continue a model, so name the data or the "
             "checkpoint that it began with, as in --tokenizer out/ckpt.pt"
         )
-    vocab_size = args.vocab_size
-    if vocab_size is None:
-        vocab_size = 4096 if made else 6400
     if made:
-        meta = prepare_corpus(args.dataset, out_dir, encoding, vocab_size, args.seed or 0)
+        meta = prepare_corpus(name, out_dir, encoding, **options)
     else:
-        paths = args.input or [fetch(args.dataset, Path("data/raw"), args.base_url)]
-        meta = prepare_files(out_dir, paths, kind, encoding, vocab_size, fraction, max_bad)
+        paths = args.input or [fetch(name, Path("data/raw"), args.base_url)]
+        meta = prepare_files(out_dir, paths, kind, encoding, **options)
     for split in ("train", "val"):
         counts = meta[split]
         print(

@@ -237,7 +237,7 @@ def loads(text: str, any_pattern: bool = False) -> tiktoken.Encoding:
     """
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a tokenizer: not JSON ({error})") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f'not a tokenizer: expected a JSON object with "format": "{FORMAT}"')

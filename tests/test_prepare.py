@@ -281,10 +281,11 @@ def test_a_file_of_rubbish_is_given_up_early(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.csv", b"x", "only .txt and .jsonl"),
+        ("a.csv", b"x", "only regular .txt and .jsonl"),
         ("a.txt", b"caf\xe9 " * 100, "not UTF-8"),
         ("a.jsonl", b'{"txt": "x"}\n' * 3, r"a\.jsonl:1"),
-        ("a.txt", b"", "no document for training"),
+        ("a.txt", b"", r"a\.txt: nothing is in it"),
+        ("a.jsonl", b"\n \n", r"a\.jsonl: nothing is in it"),
         ("a.jsonl", b'{"text": "just one"}\n', "no document for validation"),
         ("a.jsonl", b'{"text": "number 120"}\n', "no document for training"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"}\n[]\n', r"a\.jsonl:3"),
@@ -296,6 +297,51 @@ def test_bad_files_are_named(tmp_path, monkeypatch, name, content, says):
     with pytest.raises(UserError, match=says):
         run_main(monkeypatch, "--input", path, "--out_dir", tmp_path / "out", "--vocab_size", 300)
     assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_blame_is_where_the_mistake_is(tmp_path, story, data, monkeypatch):
+    """No flag that nobody set and that would not help; of several files, the one that is empty."""
+    flags = ("--out_dir", tmp_path / "out", "--tokenizer", data)
+
+    def error(*paths):
+        with pytest.raises(UserError) as caught:
+            run_main(monkeypatch, "--input", *paths, *flags)
+        return str(caught.value)
+
+    said = error(jsonl(tmp_path / "bad.jsonl", [{"txt": "x"}] * 3))
+    assert said.startswith("3 of 3 documents cannot be used") and "--max_bad" not in said
+    (tmp_path / "empty.txt").write_text("")
+    assert "empty.txt: nothing is in it" in error(story, tmp_path / "empty.txt")
+    tools = {"messages": [says("tool", "x"), says("assistant", "y")]}
+    assert "chat" in error(story, jsonl(tmp_path / "tools.jsonl", [b"oops", tools]))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without named pipes")
+def test_what_is_no_file_is_refused_before_it_is_waited_for(tmp_path, monkeypatch, story):
+    os.mkfifo(tmp_path / "a.jsonl")
+    (tmp_path / "b.txt").mkdir()
+    for name in ("a.jsonl", "b.txt"):
+        with pytest.raises(UserError, match=rf"--input .*{name}: only regular"):
+            run_main(monkeypatch, "--input", tmp_path / name, "--out_dir", tmp_path / "out")
+    with pytest.raises(UserError, match=r"a\.jsonl"):
+        flags = ("--out_dir", tmp_path / "out", "--tokenizer", tmp_path / "a.jsonl")
+        run_main(monkeypatch, "--input", story, *flags)
+
+
+def test_names_that_no_system_takes_are_one_clear_line(tmp_path, monkeypatch, story):
+    long = "x" * 300
+    flags = ("--input", story, "--vocab_size", 300, "--val_fraction", 0.3)
+    for wrong in (
+        (*flags, "--out_dir", tmp_path / long),
+        ("--input", f"{long}.txt", "--out_dir", tmp_path / "out"),
+        (*flags[:2], "--out_dir", tmp_path / "out", "--tokenizer", long),
+        (*flags[:2], "--out_dir", tmp_path / "out", "--tokenizer", f"{long}.json"),
+    ):
+        with pytest.raises(UserError, match=r"xxx.* too long"):
+            run_main(monkeypatch, *wrong)
+    odd = tmp_path / os.fsdecode(b"a$\\frac$\xff")
+    run_main(monkeypatch, *flags, "--out_dir", odd)
+    assert data_module.read_meta(odd)["kind"] == "text"
 
 
 def run_main(monkeypatch, *args):
