@@ -18,6 +18,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import UserError
+
 TABLE = Path(__file__).with_name("countries.csv")
 
 NOUNS = {
@@ -108,9 +110,23 @@ def with_article(name: str) -> str:
 
 
 def table() -> list[Country]:
-    """All countries, by name."""
-    with open(TABLE, encoding="utf-8", newline="") as file:
-        return [Country(**row) for row in csv.DictReader(file)]
+    """All countries, by name.
+
+    Raises:
+        UserError: countries.csv is missing or damaged.
+    """
+    try:
+        with open(TABLE, encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.reader(file, strict=True) if row]
+        columns = ["name", *RELATIONS]
+        if rows[:1] != [columns] or len(rows) == 1:
+            raise ValueError(f"no rows under {','.join(columns)}")
+        for row in rows:
+            if len(row) != len(columns) or not all(map(str.strip, row)):
+                raise ValueError(f"{','.join(row)!r:.80} has not {len(columns)} values")
+        return [Country(*row) for row in rows[1:]]
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"cannot read {TABLE} ({error}): mend it or get it again") from None
 
 
 def held_out(patterns: list[str], relation: str) -> list[str]:
