@@ -16,7 +16,7 @@ matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
 from common import UserError, atomic, run
-from data import check_form
+from tokenizer import check_form
 
 # What the records of each type must have, as far as it is shown.
 RECORDS = {

@@ -117,14 +117,13 @@ def table() -> list[Country]:
     """
     try:
         with open(TABLE, encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.reader(file, strict=True) if row]
-        columns = ["name", *RELATIONS]
-        if rows[:1] != [columns] or len(rows) == 1:
-            raise ValueError(f"no rows under {','.join(columns)}")
+            head, *rows = filter(None, csv.reader(file, strict=True))
+        if head != ["name", *RELATIONS] or not rows:
+            raise ValueError(f"no rows under name,{','.join(RELATIONS)}")
         for row in rows:
-            if len(row) != len(columns) or not all(map(str.strip, row)):
-                raise ValueError(f"{','.join(row)!r:.80} has not {len(columns)} values")
-        return [Country(*row) for row in rows[1:]]
+            if len(row) != len(head) or not all(map(str.strip, row)):
+                raise ValueError(f"{','.join(row)!r:.80} has not {len(head)} values")
+        return [Country(*row) for row in rows]
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"cannot read {TABLE} ({error}): mend it or get it again") from None
 

@@ -198,34 +198,6 @@ def open_tokens(folder: Path, split: str, meta: dict, check: bool = True) -> np.
         raise UserError(f"cannot read {path} ({error}): run prepare.py again") from None
 
 
-def open_source(
-    folder: Path,
-    split: str,
-    meta: dict,
-    kind: str,
-    encoding: tiktoken.Encoding,
-    block_size: int,
-    seed: int | None,
-    check: bool,
-) -> Source:
-    """A split of a prepared folder as rows of a kind: text, chat or preference.
-
-    Raises:
-        UserError: the file is damaged, or has too little in it.
-    """
-    ids = open_tokens(folder, split, meta, check)
-    if kind == "text":
-        source = Windows(ids, block_size, seed)
-    else:
-        source = {"chat": Conversations, "preference": Pairs}[kind](ids, encoding, block_size, seed)
-    if source.n_row < 1:
-        raise UserError(
-            f"{folder}/{split}.bin has no row of {kind} in its {len(ids)} tokens: give more, or "
-            f"lower --block_size {block_size}"
-        )
-    return source
-
-
 @dataclass
 class Data:
     """What a run reads: folders, the tokenizer they share, and their rows."""
@@ -240,8 +212,8 @@ class Data:
     def open(
         cls, data_dir: str, kind: str, block_size: int, seed: int, total: int, check: bool = True
     ) -> "Data":
-        """`total` rows will be read from `data_dir`, a folder or a mixture of such. `check`: as in
-        `open_tokens`.
+        """`total` rows of a kind, text, chat or preference, will be read from `data_dir`, a folder
+        or a mixture of such. `check`: as in `open_tokens`.
 
         Raises:
             UserError: a file is missing, damaged or too small, or tokenizers differ.
@@ -252,15 +224,24 @@ class Data:
             check_tokenizer(meta["tokenizer"], folder, metas[0]["tokenizer"], folders[0])
         encoding = read_tokenizer(folders[0], metas[0])
 
-        def sources(split: str, seed: int | None) -> list[Source]:
-            return [
-                open_source(folder, split, meta, kind, encoding, block_size, seed, check)
-                for folder, meta in zip(folders, metas, strict=True)
-            ]
+        def source(folder: Path, meta: dict, split: str, seed: int | None) -> Source:
+            ids = open_tokens(folder, split, meta, check)
+            if kind == "text":
+                made = Windows(ids, block_size, seed)
+            else:
+                rows = {"chat": Conversations, "preference": Pairs}[kind]
+                made = rows(ids, encoding, block_size, seed)
+            if made.n_row < 1:
+                raise UserError(
+                    f"{folder}/{split}.bin has no row of {kind} in its {len(ids)} tokens: give "
+                    f"more, or lower --block_size {block_size}"
+                )
+            return made
 
-        train = sources("train", seed)
+        both = list(zip(folders, metas, strict=True))
+        train = [source(folder, meta, "train", seed) for folder, meta in both]
         mixed = train[0] if len(train) == 1 else Mixture(train, weights, total, seed)
-        val = dict(zip(map(str, folders), sources("val", None), strict=True))
+        val = {str(folder): source(folder, meta, "val", None) for folder, meta in both}
         return cls(metas, [w / sum(weights) for w in weights], encoding, mixed, val)
 
     @cached_property
@@ -316,23 +297,6 @@ SPLIT = dict(documents=int, tokens=int, bytes=int, sha256=str)
 META = dict(corpus=str, kind=str, vocab_size=int, dtype=str, tokenizer=str, train=SPLIT, val=SPLIT)
 
 
-def check_form(value: object, form: object, name: str) -> None:
-    """Refuse a JSON value that lacks a key of `form` or has a value of another type there.
-
-    Args:
-        form: a type, or a dict of such forms by key. An int has to be one that counts something.
-
-    Raises:
-        ValueError: naming the key.
-    """
-    kind = dict if isinstance(form, dict) else form
-    if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
-        raise ValueError(f"{name} is {value!r:.60}, where {kind.__name__} is expected")
-    if kind is dict:
-        for key, part in form.items():
-            check_form(value.get(key), part, f"{name}.{key}")
-
-
 def read_meta(folder: Path) -> dict:
     """What prepare.py wrote about a folder.
 
@@ -342,7 +306,7 @@ def read_meta(folder: Path) -> dict:
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        check_form(meta, META, "meta")
+        tokenizer.check_form(meta, META, "meta")
         if meta.get("format") != 2 or meta["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"format {meta.get('format')!r:.60} of {meta['dtype']} is unknown")
         return meta

@@ -11,8 +11,8 @@ import codecs
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from hashlib import blake2b
-from itertools import count
 from pathlib import Path
 from stat import S_ISREG
 from typing import TypeAlias
@@ -55,14 +55,13 @@ class Report:
         self.max_bad = max_bad
         self.documents = self.tools = 0
         self.bad: Counter[str] = Counter()  # by reason
-        self.named: dict[str, list[str]] = {}  # by reason, the first few
+        self.named: list[str] = []  # the first few of each reason
         self.unwritten: Counter[str] = Counter()  # conversations, by a key that is not written
 
     def skip(self, path: Path, number: int, bad: Bad) -> None:
         self.bad[bad.reason] += 1
-        named = self.named.setdefault(bad.reason, [])
-        if len(named) < NAMED:
-            named.append(f"{path}:{number}: {bad}")
+        if self.bad[bad.reason] <= NAMED:
+            self.named.append(f"{path}:{number}: {bad}")
         # How many lines are to come is not known, so a file is given up early only when it is as
         # good as lost: a hundred bad ones, at ten times the share that is allowed.
         total = self.bad.total()
@@ -75,24 +74,20 @@ class Report:
             self.refuse()
 
     def refuse(self) -> None:
-        first = "; ".join(name for names in self.named.values() for name in names)
         more = "" if self.max_bad == 1 else f" or allow more than --max_bad {self.max_bad:g}"
         raise UserError(
-            f"{self.bad.total():,} of {self.documents:,} documents cannot be used: {first}: mend "
-            f"them{more}"
+            f"{self.bad.total():,} of {self.documents:,} documents cannot be used: "
+            f"{'; '.join(self.named)}: mend them{more}"
         )
 
     def lines(self) -> list[str]:
         """What to tell the user; nothing if all was used."""
-        lines = [f"skipped {name}" for names in self.named.values() for name in names]
+        lines = [f"skipped {name}" for name in self.named]
         if self.bad:
             reasons = ", ".join(f"{n:,} {reason}" for reason, n in self.bad.most_common())
             lines.append(f"skipped {self.bad.total():,} of {self.documents:,} documents: {reasons}")
         if self.tools:
-            lines.append(
-                f"{self.tools:,} conversations use tools, which the template does not write: "
-                "left out"
-            )
+            lines.append(f"left out {self.tools:,} conversations: the template writes no tools")
         for key, n in self.unwritten.most_common():
             lines.append(f'{n:,} conversations have "{key}", which the template does not write')
         return lines
@@ -160,10 +155,7 @@ def kind_of(paths: list[Path]) -> str:
 def lines(path: Path, bar: tqdm) -> Numbered:
     """Numbers and bytes of lines; None for one of HUGE bytes or more, which is never in memory."""
     with open(path, "rb") as file:
-        for number in count(1):
-            line = file.readline(HUGE)
-            if not line:
-                return
+        for number, line in enumerate(iter(partial(file.readline, HUGE), b""), 1):
             bar.update(len(line))
             if len(line) == HUGE and not line.endswith(b"\n"):
                 while (rest := file.readline(HUGE)) and not rest.endswith(b"\n"):

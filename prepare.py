@@ -62,8 +62,8 @@ Labelled = tuple[str, Document]  # "train" or "val", document
 
 def encoded(
     encoding: tiktoken.Encoding, kind: str, dtype: str, batch: list[Labelled]
-) -> list[tuple[str, bytes, int]]:
-    """Split, token ids as bytes, and bytes of text of each document; a preference gives two.
+) -> list[tuple[str, np.ndarray, int]]:
+    """Split, token ids [T], and bytes of text of each document; a preference gives two.
 
     The bytes of a conversation are those of its headings and contents, without the markers.
     """
@@ -77,7 +77,7 @@ def encoded(
                 ids = chat.join(encoding, [encoding.encode_ordinary(text) for text in texts])
             tokens = np.empty(1 + len(ids), dtype)
             tokens[0], tokens[1:] = encoding.eot_token, ids
-            result.append((split, tokens.tobytes(), sum(len(text.encode()) for text in texts)))
+            result.append((split, tokens, sum(len(text.encode()) for text in texts)))
     return result
 
 
@@ -141,7 +141,6 @@ def write_dataset(
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
-    width = np.dtype(dtype).itemsize
     splits = ("train", "val")
     counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in splits}
     digests = {split: hashlib.sha256() for split in splits}
@@ -156,7 +155,7 @@ def write_dataset(
                     files[split].write(ids)
                     digests[split].update(ids)
                     counts[split]["documents"] += 1
-                    counts[split]["tokens"] += len(ids) // width
+                    counts[split]["tokens"] += len(ids)
                     counts[split]["bytes"] += size
         if report:
             report.judge()

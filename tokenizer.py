@@ -62,21 +62,18 @@ def train(
         texts: Documents, read once as a stream. Only the distinct words are held in memory. The
             names of special tokens get no special treatment here: they are ordinary text.
         vocab_size: Number of ids wanted, counting the special tokens and the 256 bytes.
-        min_count: A pair seen fewer times than this is not merged. A small corpus can run out of
-            pairs, and then the vocabulary has what fits: `encoding.n_vocab` < `vocab_size`.
+        min_count: A pair seen fewer times than this, 1 or more, is not merged. A small corpus can
+            run out of pairs, and then `encoding.n_vocab` < `vocab_size`.
         progress: Whether to show a progress bar of the merging on stderr.
 
     Returns:
         The encoding, with the ids 0..n_vocab-1 all in use.
 
     Raises:
-        TypeError: If `texts` is one string instead of an iterable of strings.
-        ValueError: If `vocab_size` has no room for the bytes or more than there are code points,
-            `min_count` is below 1 or there is no text. A lone surrogate, which has no UTF-8 form,
-            raises its subclass UnicodeEncodeError.
+        ValueError: If `vocab_size` has no room for the bytes or more than there are code points, or
+            there is no text. A lone surrogate, which has no UTF-8 form, raises its subclass
+            UnicodeEncodeError.
     """
-    if isinstance(texts, str):
-        raise TypeError("texts must be an iterable of strings, not one string")
     if vocab_size < FIRST_MERGE:
         raise ValueError(
             f"vocab_size must be at least {FIRST_MERGE} "
@@ -84,8 +81,6 @@ def train(
         )
     if vocab_size > sys.maxunicode + 1:
         raise ValueError(f"vocab_size must be at most {sys.maxunicode + 1:,}, got {vocab_size}")
-    if min_count < 1:
-        raise ValueError(f"min_count must be at least 1, got {min_count}")
 
     word_counts: Counter[str] = Counter()
     split = regex.compile(PATTERN)
@@ -224,6 +219,23 @@ def dumps(encoding: tiktoken.Encoding) -> str:
     )
 
 
+def check_form(value: object, form: object, name: str) -> None:
+    """Refuses JSON that lacks a key of `form` or has a value of another type there.
+
+    Args:
+        form: A type, or a dict of such forms by key. An int has to be one that counts something.
+
+    Raises:
+        ValueError: The message names the key.
+    """
+    kind = dict if isinstance(form, dict) else form
+    if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
+        raise ValueError(f"{name} is {value!r:.60}, where {kind.__name__} is expected")
+    if isinstance(form, dict):
+        for key, part in form.items():
+            check_form(value.get(key), part, f"{name}.{key}")
+
+
 def loads(text: str, any_pattern: bool = False) -> tiktoken.Encoding:
     """Returns the encoding that `dumps` wrote.
 
@@ -243,12 +255,7 @@ def loads(text: str, any_pattern: bool = False) -> tiktoken.Encoding:
         raise ValueError(f'not a tokenizer: expected a JSON object with "format": "{FORMAT}"')
     if data.get("version") != VERSION:
         raise ValueError(f"tokenizer version must be {VERSION}, got {data.get('version')!r:.80}")
-    kinds = {"name": str, "pattern": str, "special_tokens": dict, "ranks": list}
-    wrong = [key for key, kind in kinds.items() if not isinstance(data.get(key), kind)]
-    if wrong:
-        key = wrong[0]
-        raise ValueError(f'tokenizer is damaged: "{key}" is missing or no {kinds[key].__name__}')
-
+    check_form(data, dict(name=str, pattern=str, special_tokens={}, ranks=list), "tokenizer")
     pattern = data["pattern"]
     if not any_pattern and pattern not in (PATTERN, *PRETRAINED.values()):
         raise ValueError(

@@ -38,7 +38,7 @@ CHAD = "Chad,N'Djamena,Africa,Middle Africa,Arabic,Central African CFA franc,Cha
     ("content", "says"),
     [
         (None, "No such file"),
-        (b"", "no rows under name,capital"),
+        (b"", "not enough values"),
         (HEAD.encode(), "no rows under name,capital"),
         (CHAD.encode(), "no rows under name,capital"),
         ((HEAD.replace("region", "rejion", 1) + CHAD).encode(), "no rows under name,capital"),

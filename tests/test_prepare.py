@@ -359,7 +359,7 @@ def test_huge_txt_documents_and_marks_at_the_beginning(tmp_path, monkeypatch):
     report = documents.Report(1)
     assert [text for _, text in documents.read([path], report)] == ["One.\n", "Two.\n"]
     assert report.bad == {"huge": 2} and report.documents == 4
-    assert [re.search(r":(\d+):", name)[1] for name in report.named["huge"]] == ["3", "8"]
+    assert [re.search(r":(\d+):", name)[1] for name in report.named] == ["3", "8"]
 
 
 # Conversations and preferences
@@ -464,7 +464,7 @@ def test_conversations_with_tools_are_counted_apart(tmp_path, data, encoding, mo
     assert meta["train"]["documents"] + meta["val"]["documents"] == 41
     assert meta["skipped"]["tools"] == 4 and not meta["skipped"]["bad"]
     said = capsys.readouterr().out
-    assert "4 conversations use tools, which the template does not write: left out" in said
+    assert "left out 4 conversations: the template writes no tools" in said
     assert '1 conversations have "mood", which the template does not write' in said
 
 

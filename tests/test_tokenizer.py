@@ -213,13 +213,9 @@ def test_train_refuses():
         tokenizer.train(CORPUS, 258, progress=False)
     with pytest.raises(ValueError, match="vocab_size must be at most 1,114,112"):
         tokenizer.train(CORPUS, 2_000_000, progress=False)
-    with pytest.raises(ValueError, match="min_count must be at least 1"):
-        tokenizer.train(CORPUS, 300, 0, progress=False)
     for nothing in ([], ["", ""]):
         with pytest.raises(ValueError, match="texts are empty"):
             tokenizer.train(nothing, 300, progress=False)
-    with pytest.raises(TypeError, match="one string"):
-        tokenizer.train("text", 300, progress=False)
     with pytest.raises(UnicodeEncodeError):
         tokenizer.train(["lone \ud800 surrogate"], 300, progress=False)
 
@@ -343,7 +339,10 @@ def damaged(encoding: tiktoken.Encoding) -> dict[str, tuple[str, str]]:
         "no format": ('{"version": 1}', '"format": "byte-bpe"'),
         "version": (json.dumps(data | {"version": 2}), "version must be 1, got 2"),
         "no version": (json.dumps({"format": "byte-bpe"}), "version must be 1, got None"),
-        "ranks as object": (json.dumps(data | {"ranks": {}}), '"ranks" is missing or no list'),
+        "ranks as object": (
+            json.dumps(data | {"ranks": {}}),
+            r"tokenizer\.ranks is {}, where list is",
+        ),
         "bad base64": (with_ranks(["no base64!", 400]), "'no base64!', 400"),
         "base64 is a number": (with_ranks([7, 400]), r"\[7, 400\] is not \[base64, id\]"),
         "bare string": (with_ranks("YQ=="), "'YQ==' is not"),
@@ -379,7 +378,7 @@ def damaged(encoding: tiktoken.Encoding) -> dict[str, tuple[str, str]]:
     }
     for key in ("name", "pattern", "special_tokens", "ranks"):
         without = {k: v for k, v in data.items() if k != key}
-        cases[f"no {key}"] = (json.dumps(without), f'"{key}" is missing')
+        cases[f"no {key}"] = (json.dumps(without), rf"tokenizer\.{key} is None, where")
     return cases
 
 
