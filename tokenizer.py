@@ -256,11 +256,10 @@ def loads(text: str, any_pattern: bool = False) -> tiktoken.Encoding:
     if data.get("version") != VERSION:
         raise ValueError(f"tokenizer version must be {VERSION}, got {data.get('version')!r:.80}")
     check_form(data, dict(name=str, pattern=str, special_tokens={}, ranks=list), "tokenizer")
-    pattern = data["pattern"]
-    if not any_pattern and pattern not in (PATTERN, *PRETRAINED.values()):
+    if not any_pattern and data["pattern"] not in (PATTERN, *PRETRAINED.values()):
         raise ValueError(
-            f"tokenizer splits text by a pattern of its own, {pattern!r:.60}: that could take "
-            f"forever, so only those of this program, {' and '.join(PRETRAINED)} are used"
+            f"tokenizer splits text by a pattern of its own, {data['pattern']!r:.60}: as that may "
+            f"take forever, only those of this program, {' and '.join(PRETRAINED)} are used"
         )
 
     ranks: dict[bytes, int] = {}
@@ -290,7 +289,7 @@ def loads(text: str, any_pattern: bool = False) -> tiktoken.Encoding:
     try:
         return tiktoken.Encoding(
             name=data["name"],
-            pat_str=pattern,
+            pat_str=data["pattern"],
             mergeable_ranks=ranks,
             special_tokens=data["special_tokens"],
         )

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import threading
 import time
 import tracemalloc
@@ -318,6 +319,8 @@ def test_blame_is_where_the_mistake_is(tmp_path, story, data, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without named pipes")
 def test_what_is_no_file_is_refused_before_it_is_waited_for(tmp_path, monkeypatch, story):
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waited for a pipe"))
+    signal.alarm(5)
     os.mkfifo(tmp_path / "a.jsonl")
     (tmp_path / "b.txt").mkdir()
     for name in ("a.jsonl", "b.txt"):
@@ -326,6 +329,8 @@ def test_what_is_no_file_is_refused_before_it_is_waited_for(tmp_path, monkeypatc
     with pytest.raises(UserError, match=r"a\.jsonl"):
         flags = ("--out_dir", tmp_path / "out", "--tokenizer", tmp_path / "a.jsonl")
         run_main(monkeypatch, "--input", story, *flags)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def test_names_that_no_system_takes_are_one_clear_line(tmp_path, monkeypatch, story):

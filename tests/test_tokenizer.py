@@ -388,6 +388,8 @@ def test_loads_refuses_what_is_damaged(encoding):
             pytest.fail(f"{name}: loaded {tokenizer.loads(text, any_pattern=True)}")
         said = str(caught.value)
         assert "tokenizer" in said and "\n" not in said and len(said) < 300, name
+    with pytest.raises(ValueError, match="not a tokenizer"):
+        tokenizer.loads(None)  # as of a checkpoint that has none
 
 
 def test_only_known_patterns_are_used_unless_any_is_wanted(encoding, monkeypatch):
