@@ -16,6 +16,17 @@ matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
 from common import UserError, atomic, run
+from tokenizer import check_form
+
+# What the records of each type must have, as far as it is shown.
+RECORDS = {
+    "run": dict(
+        args=dict(ffn=str, batch_size=int, block_size=int), sizes=dict(total=int, active=int)
+    ),
+    "step": dict(step=int, train_loss=float, tok_per_s=float),
+    "eval": dict(step=int, val_loss=float),
+    "recall": dict(recall=float),
+}
 
 
 def read_run(folder: Path) -> dict[str, list[dict]]:
@@ -25,15 +36,17 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
         UserError: the file is missing or a line of it is damaged.
     """
     path = folder / "metrics.jsonl"
-    records: dict[str, list[dict]] = {"run": [], "step": [], "eval": [], "recall": []}
+    records: dict[str, list[dict]] = {kind: [] for kind in RECORDS}
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
+            check_form(record, dict(type=str), "record")
+            check_form(record, RECORDS[record["type"]], record["type"])
             records[record["type"]].append(record)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+    except (ValueError, KeyError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}): leave it out") from None
     if not all(records[kind] for kind in ("run", "step", "eval")):
         raise UserError(f"{path} has no run with a step and an evaluation in it")
     return records
@@ -49,21 +62,14 @@ def plot(folders: list[Path], out: Path) -> None:
     for number, (folder, records) in enumerate(runs.items()):
         settings = records["run"][0]["args"]
         step = 1 if by_step else settings["batch_size"] * settings["block_size"] / 1e6
-        color = f"C{number}"
-        axes.plot(
-            [record["step"] * step for record in records["step"]],
-            [record["train_loss"] for record in records["step"]],
-            color=color,
-            alpha=0.3,
-            linewidth=0.8,
-        )
-        axes.plot(
-            [record["step"] * step for record in records["eval"]],
-            [record["val_loss"] for record in records["eval"]],
-            color=color,
-            marker=".",
-            label=f"{folder.name}: {settings['ffn']}",
-        )
+        label = f"{folder.name}: {settings['ffn']}"
+        label = label.encode(errors="replace").decode()  # a name may be bytes that are no text
+        for kind, loss, look in (
+            ("step", "train_loss", dict(alpha=0.3, linewidth=0.8)),
+            ("eval", "val_loss", dict(marker=".", label=label)),
+        ):
+            steps = [record["step"] * step for record in records[kind]]
+            axes.plot(steps, [record[loss] for record in records[kind]], color=f"C{number}", **look)
     axes.set_xlabel("steps" if by_step else "million tokens")
     unit = "per pair" if "dpo" in stages else "per token"
     axes.set_ylabel(f"loss (nats {unit}); thin: training, thick: validation")
@@ -71,7 +77,8 @@ def plot(folders: list[Path], out: Path) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
-    axes.legend()
+    for text in axes.legend().get_texts():
+        text.set_parse_math(False)  # a $ in a name is no formula
     with atomic(out) as temporary:
         figure.savefig(temporary, dpi=130, format=out.suffix.lstrip("."))
     plt.close(figure)
@@ -88,7 +95,7 @@ def table(folders: list[Path]) -> str:
         last, sizes = records["eval"][-1], records["run"][0]["sizes"]
         recall = f"{records['recall'][-1]['recall']:.1%}" if records["recall"] else ""
         per_byte = last.get("val_loss_per_byte")  # none for preferences, whose loss is per pair
-        per_byte = "" if per_byte is None else f"{per_byte:.3f}"
+        per_byte = f"{per_byte:.3f}" if isinstance(per_byte, float) else ""
         speed = statistics.median(record["tok_per_s"] for record in records["step"])
         lines.append(
             f"| {folder.name} | {records['run'][0]['args']['ffn']} | {last['val_loss']:.3f} "

@@ -18,6 +18,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import UserError
+
 TABLE = Path(__file__).with_name("countries.csv")
 
 NOUNS = {
@@ -108,9 +110,22 @@ def with_article(name: str) -> str:
 
 
 def table() -> list[Country]:
-    """All countries, by name."""
-    with open(TABLE, encoding="utf-8", newline="") as file:
-        return [Country(**row) for row in csv.DictReader(file)]
+    """All countries, by name.
+
+    Raises:
+        UserError: countries.csv is missing or damaged.
+    """
+    try:
+        with open(TABLE, encoding="utf-8", newline="") as file:
+            head, *rows = filter(None, csv.reader(file, strict=True))
+        if head != ["name", *RELATIONS] or not rows:
+            raise ValueError(f"no rows under name,{','.join(RELATIONS)}")
+        for row in rows:
+            if len(row) != len(head) or not all(map(str.strip, row)):
+                raise ValueError(f"{','.join(row)!r:.80} has not {len(head)} values")
+        return [Country(*row) for row in rows]
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"cannot read {TABLE} ({error}): mend it or get it again") from None
 
 
 def held_out(patterns: list[str], relation: str) -> list[str]:

@@ -4,6 +4,7 @@ Which rows are in batch number n is a function of (seed, n) alone: a resumed run
 uninterrupted one would have read, and the step is all that a checkpoint needs to know about data.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -173,8 +174,12 @@ def document_starts(ids: np.ndarray, eot: int, chunk: int = 1 << 24) -> np.ndarr
     return np.concatenate([*found, [len(ids)]])
 
 
-def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
-    """The token ids of a split, memory-mapped.
+def open_tokens(folder: Path, split: str, meta: dict, check: bool = True) -> np.ndarray:
+    """The token ids of a split [tokens], memory-mapped.
+
+    Args:
+        check: read all of it once, 0.06 s for 100 MB in memory. Otherwise other contents of the
+            same length go unnoticed, and an id beyond the vocabulary is an IndexError later.
 
     Raises:
         UserError: the file is missing or not the one that meta.json describes.
@@ -182,43 +187,15 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     path = folder / f"{split}.bin"
     try:
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
+        if len(ids) != meta[split]["tokens"]:
+            raise ValueError(f"{len(ids)} tokens where meta.json says {meta[split]['tokens']}")
+        if check and hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
+            raise ValueError("damaged: another sha256 than meta.json says")
+        if check and (most := ids.max()) >= meta["vocab_size"]:
+            raise ValueError(f"token id {most} in a vocabulary of {meta['vocab_size']}")
+        return ids
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({error}): run prepare.py again") from None
-    if len(ids) != meta[split]["tokens"]:
-        raise UserError(
-            f"{path} has {len(ids)} tokens where meta.json says {meta[split]['tokens']}: "
-            "run prepare.py again"
-        )
-    return ids
-
-
-def open_source(
-    folder: Path,
-    split: str,
-    meta: dict,
-    kind: str,
-    encoding: tiktoken.Encoding,
-    block_size: int,
-    seed: int | None,
-) -> Source:
-    """A split of a prepared folder as rows of a kind: text, chat or preference.
-
-    Raises:
-        UserError: the file is damaged, or has too little in it.
-    """
-    ids = open_tokens(folder, split, meta)
-    if kind == "text":
-        source = Windows(ids, block_size, seed)
-        if source.n_row < 1:
-            raise UserError(
-                f"{folder}/{split}.bin has {len(ids)} tokens, too few for --block_size "
-                f"{block_size}: use a smaller one or more text"
-            )
-    else:
-        source = {"chat": Conversations, "preference": Pairs}[kind](ids, encoding, block_size, seed)
-        if source.n_row < 1:
-            raise UserError(f"{folder}/{split}.bin has no {kind} data in it: give more")
-    return source
 
 
 @dataclass
@@ -232,8 +209,11 @@ class Data:
     val: dict[str, Source]  # by folder
 
     @classmethod
-    def open(cls, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> "Data":
-        """`total` rows will be read from `data_dir`, a folder or a mixture of such.
+    def open(
+        cls, data_dir: str, kind: str, block_size: int, seed: int, total: int, check: bool = True
+    ) -> "Data":
+        """`total` rows of a kind, text, chat or preference, will be read from `data_dir`, a folder
+        or a mixture of such. `check`: as in `open_tokens`.
 
         Raises:
             UserError: a file is missing, damaged or too small, or tokenizers differ.
@@ -244,15 +224,24 @@ class Data:
             check_tokenizer(meta["tokenizer"], folder, metas[0]["tokenizer"], folders[0])
         encoding = read_tokenizer(folders[0], metas[0])
 
-        def sources(split: str, seed: int | None) -> list[Source]:
-            return [
-                open_source(folder, split, meta, kind, encoding, block_size, seed)
-                for folder, meta in zip(folders, metas, strict=True)
-            ]
+        def source(folder: Path, meta: dict, split: str, seed: int | None) -> Source:
+            ids = open_tokens(folder, split, meta, check)
+            if kind == "text":
+                made = Windows(ids, block_size, seed)
+            else:
+                rows = {"chat": Conversations, "preference": Pairs}[kind]
+                made = rows(ids, encoding, block_size, seed)
+            if made.n_row < 1:
+                raise UserError(
+                    f"{folder}/{split}.bin has no row of {kind} in its {len(ids)} tokens: give "
+                    f"more, or lower --block_size {block_size}"
+                )
+            return made
 
-        train = sources("train", seed)
+        both = list(zip(folders, metas, strict=True))
+        train = [source(folder, meta, "train", seed) for folder, meta in both]
         mixed = train[0] if len(train) == 1 else Mixture(train, weights, total, seed)
-        val = dict(zip(map(str, folders), sources("val", None), strict=True))
+        val = {str(folder): source(folder, meta, "val", None) for folder, meta in both}
         return cls(metas, [w / sum(weights) for w in weights], encoding, mixed, val)
 
     @cached_property
@@ -303,22 +292,29 @@ def parse_mixture(data_dir: str) -> list[tuple[Path, float]]:
     return list(parts.items())
 
 
+# What meta.json must have, and of which type, as far as it is read.
+SPLIT = dict(documents=int, tokens=int, bytes=int, sha256=str)
+META = dict(corpus=str, kind=str, vocab_size=int, dtype=str, tokenizer=str, train=SPLIT, val=SPLIT)
+
+
 def read_meta(folder: Path) -> dict:
+    """What prepare.py wrote about a folder.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        if meta["format"] != 2:
-            raise ValueError(f"format {meta['format']} instead of 2")
-        for key in ("corpus", "kind", "vocab_size", "dtype", "tokenizer", "train", "val"):
-            meta[key]
-        for split in ("train", "val"):
-            meta[split]["tokens"] + meta[split]["bytes"]
+        tokenizer.check_form(meta, META, "meta")
+        if meta.get("format") != 2 or meta["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"format {meta.get('format')!r:.60} of {meta['dtype']} is unknown")
         return meta
     except FileNotFoundError:
         raise UserError(
             f"no data in {folder}: make it with prepare.py --out_dir {folder}"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): run prepare.py again") from None
 
 
@@ -331,7 +327,8 @@ def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
     path = folder / "tokenizer.json"
     try:
         encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
-        if tokenizer.fingerprint(encoding) != meta["tokenizer"]:
+        made_with = (tokenizer.fingerprint(encoding), encoding.n_vocab)
+        if made_with != (meta["tokenizer"], meta["vocab_size"]):
             raise ValueError("not the tokenizer that the token files were made with")
         return encoding
     except (OSError, ValueError) as error:

@@ -11,9 +11,10 @@ import codecs
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from hashlib import blake2b
-from itertools import count
 from pathlib import Path
+from stat import S_ISREG
 from typing import TypeAlias
 
 from tqdm import tqdm
@@ -54,14 +55,13 @@ class Report:
         self.max_bad = max_bad
         self.documents = self.tools = 0
         self.bad: Counter[str] = Counter()  # by reason
-        self.named: dict[str, list[str]] = {}  # by reason, the first few
+        self.named: list[str] = []  # the first few of each reason
         self.unwritten: Counter[str] = Counter()  # conversations, by a key that is not written
 
     def skip(self, path: Path, number: int, bad: Bad) -> None:
         self.bad[bad.reason] += 1
-        named = self.named.setdefault(bad.reason, [])
-        if len(named) < NAMED:
-            named.append(f"{path}:{number}: {bad}")
+        if self.bad[bad.reason] <= NAMED:
+            self.named.append(f"{path}:{number}: {bad}")
         # How many lines are to come is not known, so a file is given up early only when it is as
         # good as lost: a hundred bad ones, at ten times the share that is allowed.
         total = self.bad.total()
@@ -74,34 +74,26 @@ class Report:
             self.refuse()
 
     def refuse(self) -> None:
-        first = "; ".join(name for names in self.named.values() for name in names)
+        more = "" if self.max_bad == 1 else f" or allow more than --max_bad {self.max_bad:g}"
         raise UserError(
-            f"{self.bad.total():,} of {self.documents:,} documents cannot be used, more than "
-            f"--max_bad {self.max_bad:g} of them: {first}: mend them or raise --max_bad"
+            f"{self.bad.total():,} of {self.documents:,} documents cannot be used: "
+            f"{'; '.join(self.named)}: mend them{more}"
         )
 
     def lines(self) -> list[str]:
         """What to tell the user; nothing if all was used."""
-        lines = [f"skipped {name}" for names in self.named.values() for name in names]
+        lines = [f"skipped {name}" for name in self.named]
         if self.bad:
             reasons = ", ".join(f"{n:,} {reason}" for reason, n in self.bad.most_common())
             lines.append(f"skipped {self.bad.total():,} of {self.documents:,} documents: {reasons}")
         if self.tools:
-            lines.append(
-                f"{self.tools:,} conversations use tools, which the template does not write: "
-                "left out"
-            )
+            lines.append(f"left out {self.tools:,} conversations: the template writes no tools")
         for key, n in self.unwritten.most_common():
             lines.append(f'{n:,} conversations have "{key}", which the template does not write')
         return lines
 
     def totals(self) -> dict:
-        return {
-            "documents": self.documents,
-            "bad": dict(self.bad),
-            "tools": self.tools,
-            "unwritten": dict(self.unwritten),
-        }
+        return {key: vars(self)[key] for key in ("documents", "bad", "tools", "unwritten")}
 
 
 def read(
@@ -113,10 +105,10 @@ def read(
     Raises:
         UserError: a file is missing or of another kind, or too much is as bad as to give up early.
     """
-    for path in paths:
-        if path.suffix not in (".txt", ".jsonl"):
-            raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
     try:
+        for path in paths:  # a pipe would be waited for, and could be read only once
+            if path.suffix not in (".txt", ".jsonl") or not S_ISREG(path.stat().st_mode):
+                raise UserError(f"--input {path}: only regular .txt and .jsonl files can be read")
         size = sum(path.stat().st_size for path in paths)
         with tqdm(total=size, desc=desc, unit="B", unit_scale=True, delay=3) as bar:
             for path in paths:
@@ -148,27 +140,22 @@ def kind_of(paths: list[Path]) -> str:
     kinds = {}
     for path in paths:
         report = Report(max_bad=1)
-        for kind, _ in read([path], report):
-            kinds.setdefault(kind, path)
-            break
-        else:
-            if report.tools:
-                kinds.setdefault("chat", path)
-            elif report.bad:  # it holds something, and none of it is good
-                report.refuse()
+        kind, _ = next(read([path], report), ("chat", None))  # as nothing else uses tools
+        if not report.documents:
+            raise UserError(f"--input {path}: nothing is in it, leave it out")
+        if report.bad.total() == report.documents:
+            report.refuse()
+        kinds.setdefault(kind, path)
     if len(kinds) > 1:
         found = ", ".join(f"{path} is {kind}" for kind, path in kinds.items())
         raise UserError(f"--input: files of different kinds ({found}): prepare them separately")
-    return next(iter(kinds), "text")
+    return next(iter(kinds))
 
 
 def lines(path: Path, bar: tqdm) -> Numbered:
     """Numbers and bytes of lines; None for one of HUGE bytes or more, which is never in memory."""
     with open(path, "rb") as file:
-        for number in count(1):
-            line = file.readline(HUGE)
-            if not line:
-                return
+        for number, line in enumerate(iter(partial(file.readline, HUGE), b""), 1):
             bar.update(len(line))
             if len(line) == HUGE and not line.endswith(b"\n"):
                 while (rest := file.readline(HUGE)) and not rest.endswith(b"\n"):

@@ -11,11 +11,10 @@ import hashlib
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http.client import HTTPException, HTTPResponse, InvalidURL
 from pathlib import Path
+from time import sleep
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -31,8 +30,7 @@ OTHERWISE = "use --input with files of your own, or --base_url with a mirror"
 
 @dataclass(frozen=True)
 class Dataset:
-    base: str  # URL of the folder
-    file: str
+    url: str
     size: int  # bytes
     sha256: str
     licence: str
@@ -40,8 +38,8 @@ class Dataset:
     kind: str = "text"  # of documents (documents.py)
 
     @property
-    def url(self) -> str:
-        return f"{self.base.rstrip('/')}/{self.file}"
+    def file(self) -> str:
+        return self.url.rpartition("/")[2]
 
 
 # All addresses are pinned to a commit: the files of a branch are renamed and replaced (MiniMind's
@@ -55,32 +53,28 @@ MINIMIND_LICENCE = "Apache-2.0 and CC-BY-NC-2.0, by source"
 
 DATASETS: dict[str, Dataset] = {
     "shakespeare": Dataset(
-        f"{CHAR_RNN}/data/tinyshakespeare",
-        "input.txt",
+        f"{CHAR_RNN}/data/tinyshakespeare/input.txt",
         1_115_394,
         "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
         "public domain (the repository: MIT)",
         "scenes of Shakespeare, 1.1 MB of English",
     ),
     "tinystories": Dataset(
-        TINYSTORIES,
-        "TinyStoriesV2-GPT4-train.txt",
+        f"{TINYSTORIES}/TinyStoriesV2-GPT4-train.txt",
         2_227_753_162,
         "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443",
         "CDLA-Sharing-1.0",
         "2.7 million short stories in simple English, separated by <|endoftext|> lines",
     ),
     "minimind-pretrain": Dataset(
-        MINIMIND,
-        "pretrain_t2t_mini.jsonl",
+        f"{MINIMIND}/pretrain_t2t_mini.jsonl",
         1_241_043_656,
         "6dd6716c84ab36897bdbfc7f88e04f4441c48c1ab7ecee88ce0b0e7d4685560c",
         MINIMIND_LICENCE,
         '1.3 million texts, mostly Chinese: {"text": ...}',
     ),
     "minimind-sft": Dataset(
-        MINIMIND,
-        "sft_t2t_mini.jsonl",
+        f"{MINIMIND}/sft_t2t_mini.jsonl",
         1_739_201_170,
         "abb1e76b2056e14728beb78db96b7b3c491a0bef1ed3e34a9b381b28f29fa518",
         MINIMIND_LICENCE,
@@ -88,8 +82,7 @@ DATASETS: dict[str, Dataset] = {
         "chat",
     ),
     "minimind-dpo": Dataset(
-        MINIMIND,
-        "dpo.jsonl",
+        f"{MINIMIND}/dpo.jsonl",
         53_653_322,
         "ee934a8a455ccc99d1334d63e1254dd1d64f497fd067cfcbb71e3043f5b46768",
         MINIMIND_LICENCE,
@@ -103,27 +96,18 @@ class Broken(Exception):
     """The network or the server failed in a way that may pass."""
 
 
-def fetch(
-    name: str,
-    folder: str | Path,
-    base_url: str | None = None,
-    progress: bool = True,
-    sleep: Callable[[float], object] = time.sleep,
-) -> Path:
-    """The file of a data set in `folder`, downloaded unless it is there whole.
+def fetch(name: str, folder: str | Path, base_url: str | None = None) -> Path:
+    """The file of a data set (a key of DATASETS) in `folder`, downloaded unless it is there whole.
 
     Args:
         base_url: a mirror; the file is looked for at base_url + "/" + file name.
-        sleep: waits between tries.
 
     Raises:
-        UserError: no such data set, no network, no room, or the file is not the published one.
+        UserError: no network, no room, or the file is not the published one.
     """
-    if name not in DATASETS:
-        raise UserError(f"no data set {name!r}: choose one of {', '.join(DATASETS)}")
     dataset = DATASETS[name]
     if base_url is not None:
-        dataset = replace(dataset, base=base_url)
+        dataset = replace(dataset, url=f"{base_url.rstrip('/')}/{dataset.file}")
     if not dataset.url.startswith(("http://", "https://")):
         raise UserError(f"--base_url {base_url}: must begin with http:// or https://")
     path = Path(folder) / dataset.file
@@ -132,35 +116,31 @@ def fetch(
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file() and sha256(path) == dataset.sha256:
             return path
-        if length(part) > dataset.size:  # a part of something else
-            part.unlink()
         missing = dataset.size - length(part)
         if missing > (free := shutil.disk_usage(path.parent).free):
             raise UserError(f"no room for {path}: {missing:,} bytes to come, {free:,} are free")
         for _ in range(2):
-            download(dataset, part, progress, sleep)
+            download(dataset, part)
             if (got := sha256(part)) == dataset.sha256:
-                break
+                os.replace(part, path)
+                return path
             part.unlink()  # it may have begun as something else: once more, from nothing
-        else:
-            raise UserError(
-                f"{dataset.url} is not the published {dataset.file}: "
-                f"expected sha256 {dataset.sha256}, got {got}: {OTHERWISE}"
-            )
-        os.replace(part, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
+    raise UserError(
+        f"{dataset.url} is not the published {dataset.file}: "
+        f"expected sha256 {dataset.sha256}, got {got}: {OTHERWISE}"
+    )
 
 
-def download(dataset: Dataset, part: Path, progress: bool, sleep: Callable) -> None:
+def download(dataset: Dataset, part: Path) -> None:
     """Bring `part` to its full length, with as many requests as that takes."""
     failures, furthest = 0, length(part)
-    shown = {"desc": dataset.file, "initial": furthest, "disable": not progress}
+    shown = {"desc": dataset.file, "initial": furthest, "total": dataset.size}
     with tqdm(**shown, unit="B", unit_scale=True) as bar:
-        while True:
+        while length(part) < dataset.size:
             try:
-                return request(dataset, part, bar)
+                request(dataset, part, bar)
             except Broken as error:
                 # Progress is new ground only: a server that begins anew each time makes none.
                 failures = 1 if length(part) > furthest else failures + 1
@@ -170,14 +150,12 @@ def download(dataset: Dataset, part: Path, progress: bool, sleep: Callable) -> N
                         f"cannot fetch {dataset.url}: {error}: check the network and run again "
                         f"(what came is kept), or {OTHERWISE}"
                     ) from error
-            sleep(2 ** (failures - 1))
+                sleep(2 ** (failures - 1))
 
 
 def request(dataset: Dataset, part: Path, bar: tqdm) -> None:
     """One request, for what is missing. Returns when `part` has its full length."""
     url, size, start = dataset.url, dataset.size, length(part)
-    if start == size:
-        return  # stopped between the last byte and the renaming
     headers = {"User-Agent": "token-tables"}
     if start:
         headers["Range"] = f"bytes={start}-"
@@ -203,13 +181,11 @@ def request(dataset: Dataset, part: Path, bar: tqdm) -> None:
                 part.unlink(missing_ok=True)  # so that the next request asks for everything
                 raise Broken(f"asked for the bytes from {start:,} on, got others")
             promised = int(span[2])
-        elif response.status == 200:
-            start, promised = 0, response.length  # None: it does not say
         else:
-            raise Broken(f"HTTP {response.status}")
+            start, promised = 0, response.length  # None: it does not say
         if promised not in (None, size):
             raise UserError(f"{url}: expected {size:,} bytes, it has {promised:,}: {OTHERWISE}")
-        bar.total, bar.n = size, start
+        bar.n = start
         with open(part, "ab" if start else "wb") as file:
             position = start
             while position < size and (data := receive(response, size - position)):

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 import tiktoken
@@ -46,7 +47,6 @@ BATCH, UNDER_WAY = 1 << 19, 2 * HUGE
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
 
-PRETRAINED = ("gpt2", "cl100k_base")
 # Corpora made here: kind, and the function of the seed that gives documents to train and validate.
 CORPORA: dict[str, tuple[str, Callable[[int], tuple[list, list]]]] = {
     "countries": ("text", countries.documents),
@@ -62,8 +62,8 @@ Labelled = tuple[str, Document]  # "train" or "val", document
 
 def encoded(
     encoding: tiktoken.Encoding, kind: str, dtype: str, batch: list[Labelled]
-) -> list[tuple[str, bytes, int]]:
-    """Split, token ids as bytes, and bytes of text of each document; a preference gives two.
+) -> list[tuple[str, np.ndarray, int]]:
+    """Split, token ids [T], and bytes of text of each document; a preference gives two.
 
     The bytes of a conversation are those of its headings and contents, without the markers.
     """
@@ -77,7 +77,7 @@ def encoded(
                 ids = chat.join(encoding, [encoding.encode_ordinary(text) for text in texts])
             tokens = np.empty(1 + len(ids), dtype)
             tokens[0], tokens[1:] = encoding.eot_token, ids
-            result.append((split, tokens.tobytes(), sum(len(text.encode()) for text in texts)))
+            result.append((split, tokens, sum(len(text.encode()) for text in texts)))
     return result
 
 
@@ -121,7 +121,8 @@ def write_dataset(
     report: Report | None = None,
     **origin,
 ) -> dict:
-    """Write train.bin, val.bin, tokenizer.json and, when all is there, meta.json.
+    """Write train.bin, val.bin, tokenizer.json and meta.json; only when all of them are whole, they
+    replace what was there.
 
     Args:
         documents: of any kind (documents.py), each after the name of its split; read once.
@@ -135,32 +136,27 @@ def write_dataset(
     try:
         if kind != "text":
             chat.special(encoding, chat.START), chat.special(encoding, chat.END)
-        out_dir.mkdir(parents=True, exist_ok=True)
-        (out_dir / "meta.json").unlink(missing_ok=True)
     except ValueError as error:
         raise UserError(f"--tokenizer: {error}") from None
-    except OSError as error:
-        raise UserError(f"cannot write to {out_dir}: {error.strerror}") from None
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
-    width = np.dtype(dtype).itemsize
     splits = ("train", "val")
     counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in splits}
     digests = {split: hashlib.sha256() for split in splits}
 
-    with ExitStack() as stack:
-        files = {}
-        for split in splits:
-            temporary = stack.enter_context(atomic(out_dir / f"{split}.bin"))
-            files[split] = stack.enter_context(open(temporary, "wb"))
-        for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
-            for split, ids, size in done:
-                files[split].write(ids)
-                digests[split].update(ids)
-                counts[split]["documents"] += 1
-                counts[split]["tokens"] += len(ids) // width
-                counts[split]["bytes"] += size
+    with ExitStack() as replaced:  # in reverse order: meta.json comes last
+        names = ("meta.json", "tokenizer.json", *(f"{split}.bin" for split in splits))
+        made = {name: replaced.enter_context(atomic(out_dir / name)) for name in names}
+        with ExitStack() as stack:
+            files = {s: stack.enter_context(open(made[f"{s}.bin"], "wb")) for s in splits}
+            for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
+                for split, ids, size in done:
+                    files[split].write(ids)
+                    digests[split].update(ids)
+                    counts[split]["documents"] += 1
+                    counts[split]["tokens"] += len(ids)
+                    counts[split]["bytes"] += size
         if report:
             report.judge()
             meta["skipped"] = report.totals()
@@ -168,10 +164,12 @@ def write_dataset(
             if not counts[split]["documents"]:
                 raise UserError(NO_DOCUMENT.format(name))
             meta[split] = {**counts[split], "sha256": digests[split].hexdigest()}
-    with atomic(out_dir / "tokenizer.json") as temporary:
-        temporary.write_text(tokenizer.dumps(encoding), encoding="utf-8")
-    with atomic(out_dir / "meta.json") as temporary:
-        temporary.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        made["tokenizer.json"].write_text(tokenizer.dumps(encoding), encoding="utf-8")
+        made["meta.json"].write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        for path in made.values():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())  # where some file systems say that they are full
+        (out_dir / "meta.json").unlink(missing_ok=True)  # a mixture of old and new has none
     return meta
 
 
@@ -184,7 +182,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, min_count: int = 2) -
 
 def ready_tokenizer(name: str) -> tiktoken.Encoding:
     """The tokenizer that `--tokenizer` names: one of tiktoken's, a prepared folder's, a model's."""
-    if name in PRETRAINED:
+    if name in tokenizer.PRETRAINED:
         try:
             return tokenizer.pretrained(name)
         except (OSError, ValueError) as error:
@@ -194,21 +192,18 @@ def ready_tokenizer(name: str) -> tiktoken.Encoding:
                 "--tokenizer train or the folder of prepared data"
             ) from None
     path = Path(name)
-    if path.is_file() and path.suffix != ".json":
-        text = load_checkpoint(path).get("tokenizer", "")
-    else:
-        path = path / "tokenizer.json" if path.is_dir() else path
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--tokenizer {name}: cannot read {path} ({error}): use train, "
-                f"{', '.join(PRETRAINED)}, the folder of prepared data, or a ckpt.pt"
-            ) from None
     try:
-        return tokenizer.loads(text)
-    except ValueError as error:
-        raise UserError(f"--tokenizer {name}: {path}: {error}") from None
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not S_ISREG(path.stat().st_mode):
+            raise ValueError("no regular file")
+        if path.suffix == ".json":
+            return tokenizer.loads(path.read_text(encoding="utf-8"))
+        return tokenizer.loads(load_checkpoint(path).get("tokenizer"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--tokenizer {name}: cannot use {path} ({error}): name train, "
+            f"{', '.join(tokenizer.PRETRAINED)}, the folder of prepared data, or a ckpt.pt"
+        ) from None
 
 
 def prepare_corpus(
@@ -318,27 +313,25 @@ def main() -> None:
     add("--seed", type=int, help="of a corpus that is made here (0)")
     args = parser.parse_args()
 
-    if args.input and args.dataset:
-        raise UserError(f"--dataset {args.dataset} changes nothing with --input: leave one out")
-    args.dataset = args.dataset or "countries"
-    made = args.input is None and args.dataset in CORPORA
-    for flag in ("val_fraction", "max_bad") if made else ("seed",):
-        if getattr(args, flag) is not None:
-            where = (
-                f"files, not {args.dataset}" if made else "corpora that are made here, not files"
-            )
-            raise UserError(f"--{flag} goes with {where}")
-    if args.base_url and (made or args.input):
-        raise UserError("--base_url goes with a --dataset that is downloaded")
+    name = args.dataset or "countries"
+    made = args.input is None and name in CORPORA
+    source, useless = f"--dataset {name}", ("seed",)
+    if args.input:
+        source, useless = "--input", ("dataset", "base_url", "seed")
+    elif made:
+        useless = ("base_url", "val_fraction", "max_bad")
+    for flag in useless:
+        if (value := getattr(args, flag)) is not None:
+            raise UserError(f"--{flag} {value} changes nothing with {source}: leave it out")
     if args.input and not args.out_dir:
         raise UserError("--input needs --out_dir: say where the token files go")
-    out_dir = args.out_dir or Path("data") / args.dataset
-    fraction = 0.02 if args.val_fraction is None else args.val_fraction
-    if not 0 < fraction < 1:
-        raise UserError(f"--val_fraction {fraction} must be between 0 and 1")
-    max_bad = 0.001 if args.max_bad is None else args.max_bad
-    if not 0 <= max_bad <= 1:
-        raise UserError(f"--max_bad {max_bad} must be from 0 to 1")
+    out_dir = args.out_dir or Path("data") / name
+    options = {k: vars(args)[k] for k in ("vocab_size", "val_fraction", "max_bad", "seed")}
+    options = {k: value for k, value in options.items() if value is not None}
+    if not 0 < options.get("val_fraction", 0.5) < 1:
+        raise UserError(f"--val_fraction {args.val_fraction} must be between 0 and 1")
+    if not 0 <= options.get("max_bad", 0) <= 1:
+        raise UserError(f"--max_bad {args.max_bad} must be from 0 to 1")
     encoding = None
     if args.tokenizer not in (None, "train"):
         if args.vocab_size is not None:
@@ -350,21 +343,20 @@ def main() -> None:
 
     if args.input:
         kind = kind_of(args.input)
+    elif made:
+        kind = CORPORA[name][0]
     else:
-        kind = CORPORA[args.dataset][0] if made else DATASETS[args.dataset].kind
+        kind = DATASETS[name].kind
     if kind != "text" and encoding is None:
         raise UserError(
             f"--tokenizer is needed: {kind} data continue a model, so name the data or the "
             "checkpoint that it began with, as in --tokenizer out/ckpt.pt"
         )
-    vocab_size = args.vocab_size
-    if vocab_size is None:
-        vocab_size = 4096 if made else 6400
     if made:
-        meta = prepare_corpus(args.dataset, out_dir, encoding, vocab_size, args.seed or 0)
+        meta = prepare_corpus(name, out_dir, encoding, **options)
     else:
-        paths = args.input or [fetch(args.dataset, Path("data/raw"), args.base_url)]
-        meta = prepare_files(out_dir, paths, kind, encoding, vocab_size, fraction, max_bad)
+        paths = args.input or [fetch(name, Path("data/raw"), args.base_url)]
+        meta = prepare_files(out_dir, paths, kind, encoding, **options)
     for split in ("train", "val"):
         counts = meta[split]
         print(

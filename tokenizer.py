@@ -31,6 +31,13 @@ FIRST_MERGE = FIRST_BYTE + 256
 # engines read it as one or more groups, and here it would gain nothing.)
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
+# The patterns of tiktoken's encodings that can be used; GPT-2's differs from ours in digits.
+PRETRAINED = {
+    "gpt2": PATTERN.replace(r"\p{N}{1,3}", r"\p{N}++"),
+    "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
+    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
+}
+
 # Training cuts longer words into pieces of so many characters. A merge rewrites every word that has
 # the pair, so words without an end (a line of base64, a book without spaces) would cost their
 # length squared. What is learned is the same, but for pairs that would lie across the cuts.
@@ -55,21 +62,18 @@ def train(
         texts: Documents, read once as a stream. Only the distinct words are held in memory. The
             names of special tokens get no special treatment here: they are ordinary text.
         vocab_size: Number of ids wanted, counting the special tokens and the 256 bytes.
-        min_count: A pair seen fewer times than this is not merged. A small corpus can run out of
-            pairs, and then the vocabulary has what fits: `encoding.n_vocab` < `vocab_size`.
+        min_count: A pair seen fewer times than this, 1 or more, is not merged. A small corpus can
+            run out of pairs, and then `encoding.n_vocab` < `vocab_size`.
         progress: Whether to show a progress bar of the merging on stderr.
 
     Returns:
         The encoding, with the ids 0..n_vocab-1 all in use.
 
     Raises:
-        TypeError: If `texts` is one string instead of an iterable of strings.
-        ValueError: If `vocab_size` has no room for the bytes or more than there are code points,
-            `min_count` is below 1 or there is no text. A lone surrogate, which has no UTF-8 form,
-            raises its subclass UnicodeEncodeError.
+        ValueError: If `vocab_size` has no room for the bytes or more than there are code points, or
+            there is no text. A lone surrogate, which has no UTF-8 form, raises its subclass
+            UnicodeEncodeError.
     """
-    if isinstance(texts, str):
-        raise TypeError("texts must be an iterable of strings, not one string")
     if vocab_size < FIRST_MERGE:
         raise ValueError(
             f"vocab_size must be at least {FIRST_MERGE} "
@@ -77,8 +81,6 @@ def train(
         )
     if vocab_size > sys.maxunicode + 1:
         raise ValueError(f"vocab_size must be at most {sys.maxunicode + 1:,}, got {vocab_size}")
-    if min_count < 1:
-        raise ValueError(f"min_count must be at least 1, got {min_count}")
 
     word_counts: Counter[str] = Counter()
     split = regex.compile(PATTERN)
@@ -176,7 +178,8 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[P
 
 
 def pretrained(name: str) -> tiktoken.Encoding:
-    """Returns tiktoken's encoding of this name with our special tokens after its own.
+    """Returns tiktoken's encoding of this name (one of PRETRAINED) with our special tokens after
+    its own.
 
     Ids that it leaves unused get names, so that whatever a model samples can be decoded. The
     vocabulary is downloaded once and kept in TIKTOKEN_CACHE_DIR.
@@ -192,7 +195,7 @@ def pretrained(name: str) -> tiktoken.Encoding:
         specials.setdefault(marker, len(used | set(specials.values())))
     return tiktoken.Encoding(
         name=f"{name}_im",
-        pat_str=base._pat_str,
+        pat_str=PRETRAINED[name],
         mergeable_ranks=base._mergeable_ranks,
         special_tokens=specials,
     )
@@ -216,25 +219,48 @@ def dumps(encoding: tiktoken.Encoding) -> str:
     )
 
 
-def loads(text: str) -> tiktoken.Encoding:
+def check_form(value: object, form: object, name: str) -> None:
+    """Refuses JSON that lacks a key of `form` or has a value of another type there.
+
+    Args:
+        form: A type, or a dict of such forms by key. An int has to be one that counts something.
+
+    Raises:
+        ValueError: The message names the key.
+    """
+    kind = dict if isinstance(form, dict) else form
+    if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
+        raise ValueError(f"{name} is {value!r:.60}, where {kind.__name__} is expected")
+    if isinstance(form, dict):
+        for key, part in form.items():
+            check_form(value.get(key), part, f"{name}.{key}")
+
+
+def loads(text: str, any_pattern: bool = False) -> tiktoken.Encoding:
     """Returns the encoding that `dumps` wrote.
+
+    Args:
+        text: What `dumps` returned.
+        any_pattern: Whether to split text by any pattern, for files whose origin is trusted. With
+            some patterns (`(a*)*\\1b|.`), a short text takes forever or ends the program.
 
     Raises:
         ValueError: If the text is damaged or something else; the message is one line.
     """
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a tokenizer: not JSON ({error})") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f'not a tokenizer: expected a JSON object with "format": "{FORMAT}"')
     if data.get("version") != VERSION:
         raise ValueError(f"tokenizer version must be {VERSION}, got {data.get('version')!r:.80}")
-    kinds = {"name": str, "pattern": str, "special_tokens": dict, "ranks": list}
-    wrong = [key for key, kind in kinds.items() if not isinstance(data.get(key), kind)]
-    if wrong:
-        key = wrong[0]
-        raise ValueError(f'tokenizer is damaged: "{key}" is missing or no {kinds[key].__name__}')
+    check_form(data, dict(name=str, pattern=str, special_tokens={}, ranks=list), "tokenizer")
+    if not any_pattern and data["pattern"] not in (PATTERN, *PRETRAINED.values()):
+        raise ValueError(
+            f"tokenizer splits text by a pattern of its own, {data['pattern']!r:.60}: as that may "
+            f"take forever, only those of this program, {' and '.join(PRETRAINED)} are used"
+        )
 
     ranks: dict[bytes, int] = {}
     for entry in data["ranks"]:

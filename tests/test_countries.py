@@ -3,6 +3,7 @@
 import pytest
 
 import countries
+from common import UserError
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,40 @@ def test_table_is_complete_and_clean():
     }
     region_of = {country.subregion: country.region for country in table}
     assert all(region_of[country.subregion] == country.region for country in table)
+
+
+HEAD = "name,capital,region,subregion,language,currency,demonym\n"
+CHAD = "Chad,N'Djamena,Africa,Middle Africa,Arabic,Central African CFA franc,Chadian\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "No such file"),
+        (b"", "not enough values"),
+        (HEAD.encode(), "no rows under name,capital"),
+        (CHAD.encode(), "no rows under name,capital"),
+        ((HEAD.replace("region", "rejion", 1) + CHAD).encode(), "no rows under name,capital"),
+        ((HEAD + CHAD).encode("utf-16"), "decode"),
+        (HEAD.encode() + CHAD.encode().replace(b"'", b"\x92"), "decode"),
+        ((HEAD + CHAD + CHAD[:30]).encode(), "Chad.*,Middle A. has not 7 values"),
+        ((HEAD + CHAD.replace("Arabic", " ")).encode(), "not 7 values"),
+        ((HEAD + CHAD.replace("Arabic", "Arabic,French")).encode(), "not 7 values"),
+        ((HEAD + '"' + CHAD + CHAD).encode(), "unexpected end of data"),
+        ((HEAD + '"Chad"x' + CHAD[4:]).encode(), "expected after"),
+        ((HEAD + CHAD + "x" * 200_000).encode(), "larger than field limit"),
+    ],
+)
+def test_a_damaged_table_is_one_clear_line(tmp_path, monkeypatch, content, says):
+    path = tmp_path / "countries.csv"
+    monkeypatch.setattr(countries, "TABLE", path)
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"cannot read .*countries\.csv \(.*{says}") as caught:
+        countries.documents()
+    assert len(str(caught.value)) < 400
+    path.write_text(HEAD + "\n" + CHAD + "\n")
+    assert [country.language for country in countries.table()] == ["Arabic"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """data.py: which tokens are in which batch."""
 
+import hashlib
 import json
 from collections import Counter
 
@@ -11,7 +12,17 @@ import torch
 import chat
 import tokenizer
 from common import UserError
-from data import Conversations, Data, Mixture, Pairs, Windows, document_starts, parse_mixture
+from data import (
+    Conversations,
+    Data,
+    Mixture,
+    Pairs,
+    Windows,
+    document_starts,
+    open_tokens,
+    parse_mixture,
+    read_meta,
+)
 from rowadam import RowAdam
 from tables import ResidentTables
 
@@ -185,7 +196,7 @@ def test_pairs_stay_together_and_bring_their_reference(encoding):
 # --- folders ---
 
 
-def folder(path, encoding, kind="text", ids=IDS, **changes):
+def folder(path, encoding, kind="text", ids=IDS % 250, **changes):
     path.mkdir()
     meta = {
         "format": 2, "kind": kind, "corpus": "files", "vocab_size": encoding.n_vocab,
@@ -193,7 +204,8 @@ def folder(path, encoding, kind="text", ids=IDS, **changes):
     }  # fmt: skip
     for split in ("train", "val"):
         ids.astype(np.uint16).tofile(path / f"{split}.bin")
-        meta[split] = {"documents": 1, "tokens": len(ids), "bytes": 1}
+        digest = hashlib.sha256((path / f"{split}.bin").read_bytes()).hexdigest()
+        meta[split] = {"documents": 1, "tokens": len(ids), "bytes": 1, "sha256": digest}
     (path / "meta.json").write_text(json.dumps({**meta, **changes}))
     (path / "tokenizer.json").write_text(tokenizer.dumps(encoding))
     return path
@@ -241,19 +253,74 @@ def test_folders_of_two_tokenizers_do_not_mix(tmp_path, encoding):
         Data.open(f"{tmp_path}/a=1,{tmp_path}/b=1", "text", 10, 1, 50)
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"), [("text", "too few for --block_size"), ("preference", "no preference data")]
-)
-def test_too_little_is_said_so(tmp_path, encoding, kind, says):
+@pytest.mark.parametrize("kind", ["text", "preference"])
+def test_too_little_is_said_so(tmp_path, encoding, kind):
     ids = packed(encoding, TALKS[0])
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=rf"train\.bin has no row of {kind} .* --block_size 1000"):
         Data.open(str(folder(tmp_path / "a", encoding, kind, ids)), kind, 1000, 1, 50)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_one_other_bit_is_noticed_unless_nobody_wants_to_know(tmp_path, encoding, split):
+    path = folder(tmp_path / "a", encoding)
+    content = bytearray((path / f"{split}.bin").read_bytes())
+    content[1000] ^= 4
+    (path / f"{split}.bin").write_bytes(content)
+    meta = read_meta(path)
+    with pytest.raises(UserError, match=rf"{split}\.bin \(damaged.*run prepare\.py again"):
+        open_tokens(path, split, meta)
+    with pytest.raises(UserError, match="damaged"):
+        Data.open(str(path), "text", 10, 1, 50)
+    found = open_tokens(path, split, meta, check=False)
+    assert (found != IDS % 250).sum() == 1
+    Data.open(str(path), "text", 10, 1, 50, check=False)
+
+
+def test_ids_beyond_the_vocabulary_are_said_so(tmp_path, encoding):
+    n = encoding.n_vocab
+    path = folder(tmp_path / "a", encoding, ids=np.array([0, n - 1, 5]))
+    assert open_tokens(path, "train", read_meta(path)).tolist() == [0, n - 1, 5]
+    path = folder(tmp_path / "b", encoding, ids=np.array([0, n, 5]))
+    with pytest.raises(UserError, match=rf"train\.bin \(token id {n} in a vocabulary of {n}\)"):
+        Data.open(str(path), "text", 1, 1, 50)
+    path = folder(tmp_path / "c", encoding, vocab_size=n + 1)  # what the model would be made for
+    with pytest.raises(UserError, match="not the tokenizer"):
+        Data.open(str(path), "text", 1, 1, 50)
+
+
+GOOD = {"documents": 1, "tokens": 1, "bytes": 1, "sha256": "0"}
+META = {
+    "format": 2, "kind": "text", "corpus": "files", "vocab_size": 300, "dtype": "uint16",
+    "tokenizer": "0", "train": GOOD, "val": GOOD,
+}  # fmt: skip
+
+
+def test_a_damaged_meta_json_is_one_clear_line(tmp_path):
+    def said(text: str | bytes) -> str:
+        (tmp_path / "meta.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(UserError, match=r"meta\.json is damaged .*: run prepare") as caught:
+            pytest.fail(f"read {read_meta(tmp_path)}")
+        assert len(str(caught.value)) < 400
+        return str(caught.value)
+
+    (tmp_path / "meta.json").write_text(json.dumps(META))
+    assert read_meta(tmp_path) == META
+    said("[" * 100_000), said('{"a":' * 100_000), said(b"\xff"), said(""), said("[]"), said("null")
+    said('{"format": 2' + "0" * 10_000 + "}")
+    for key in META:
+        assert key in said(json.dumps({k: v for k, v in META.items() if k != key}))
+        for wrong in (None, [], {}, -1, 1.5, True, 10**30):
+            assert key in said(json.dumps({**META, key: wrong})) or key == "format"
+    for key in GOOD:
+        for wrong in (None, [], {}, -1, 1.5, True, 10**30):
+            assert f"val.{key}" in said(json.dumps({**META, "val": {**GOOD, key: wrong}}))
+    said(json.dumps({**META, "format": 1})), said(json.dumps({**META, "dtype": "float64"}))
 
 
 def test_a_short_file_is_said_so(tmp_path, encoding):
     path = folder(tmp_path / "a", encoding)
     (path / "train.bin").write_bytes(b"1234")
-    with pytest.raises(UserError, match=r"train\.bin has 2 tokens where meta\.json says 1003"):
+    with pytest.raises(UserError, match=r"train\.bin \(2 tokens where meta\.json says 1003"):
         Data.open(str(path), "text", 10, 1, 50)
 
 

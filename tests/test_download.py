@@ -107,13 +107,13 @@ def server(monkeypatch):
 def get(server, tmp_path, monkeypatch):
     """fetch() of a data set that the server has."""
     digest = hashlib.sha256(CONTENT).hexdigest()
-    entry = Dataset(server.url, "data.bin", len(CONTENT), digest, "none", "noise")
+    entry = Dataset(f"{server.url}/data.bin", len(CONTENT), digest, "none", "noise")
     monkeypatch.setitem(DATASETS, "noise", entry)
 
-    def get(name="noise", **options):
+    def get(**options):
         get.waits = []
-        options = {"progress": False, "sleep": get.waits.append, **options}
-        return fetch(name, tmp_path / "raw", **options)
+        monkeypatch.setattr(download, "sleep", get.waits.append)
+        return fetch("noise", tmp_path / "raw", **options)
 
     get.folder = tmp_path / "raw"
     get.part = get.folder / "data.bin.part"
@@ -126,7 +126,7 @@ def spans_are_disjoint(server):
 
 
 def test_a_file_lands_whole_and_is_fetched_once(server, get, capsys):
-    path = get(progress=True)
+    path = get()
     assert path == get.folder / "data.bin"
     assert path.read_bytes() == CONTENT
     assert "data.bin" in capsys.readouterr().err  # the bar
@@ -165,7 +165,7 @@ def test_interrupting_leaves_the_part_for_the_next_run(server, get, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(download, "tqdm", Interrupted)
         with pytest.raises(KeyboardInterrupt):
-            get(progress=True)
+            get()
     kept = get.part.read_bytes()
     assert 100_000 < len(kept) < 120_000 and kept == CONTENT[: len(kept)]
     assert get().read_bytes() == CONTENT
@@ -350,11 +350,6 @@ def test_base_url_is_where_the_file_is_looked_for(server, get):
         with pytest.raises(UserError, match=r"^--base_url"):
             get(base_url=wrong)
         assert get.waits == []
-
-
-def test_unknown_names_are_answered_with_the_known_ones(get):
-    with pytest.raises(UserError, match="'shakespear': choose one of shakespeare, tinystories"):
-        get("shakespear")
 
 
 def test_no_room_is_found_out_first(server, get, monkeypatch):

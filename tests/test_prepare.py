@@ -1,9 +1,12 @@
 """prepare.py and data.py: from text to batches, and everything that can be wrong with a file."""
 
 import base64
+import contextlib
 import hashlib
 import json
+import os
 import re
+import signal
 import threading
 import time
 import tracemalloc
@@ -279,10 +282,11 @@ def test_a_file_of_rubbish_is_given_up_early(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.csv", b"x", "only .txt and .jsonl"),
+        ("a.csv", b"x", "only regular .txt and .jsonl"),
         ("a.txt", b"caf\xe9 " * 100, "not UTF-8"),
         ("a.jsonl", b'{"txt": "x"}\n' * 3, r"a\.jsonl:1"),
-        ("a.txt", b"", "no document for training"),
+        ("a.txt", b"", r"a\.txt: nothing is in it"),
+        ("a.jsonl", b"\n \n", r"a\.jsonl: nothing is in it"),
         ("a.jsonl", b'{"text": "just one"}\n', "no document for validation"),
         ("a.jsonl", b'{"text": "number 120"}\n', "no document for training"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"}\n[]\n', r"a\.jsonl:3"),
@@ -294,6 +298,55 @@ def test_bad_files_are_named(tmp_path, monkeypatch, name, content, says):
     with pytest.raises(UserError, match=says):
         run_main(monkeypatch, "--input", path, "--out_dir", tmp_path / "out", "--vocab_size", 300)
     assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_blame_is_where_the_mistake_is(tmp_path, story, data, monkeypatch):
+    """No flag that nobody set and that would not help; of several files, the one that is empty."""
+    flags = ("--out_dir", tmp_path / "out", "--tokenizer", data)
+
+    def error(*paths):
+        with pytest.raises(UserError) as caught:
+            run_main(monkeypatch, "--input", *paths, *flags)
+        return str(caught.value)
+
+    said = error(jsonl(tmp_path / "bad.jsonl", [{"txt": "x"}] * 3))
+    assert said.startswith("3 of 3 documents cannot be used") and "--max_bad" not in said
+    (tmp_path / "empty.txt").write_text("")
+    assert "empty.txt: nothing is in it" in error(story, tmp_path / "empty.txt")
+    tools = {"messages": [says("tool", "x"), says("assistant", "y")]}
+    assert "chat" in error(story, jsonl(tmp_path / "tools.jsonl", [b"oops", tools]))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without named pipes")
+def test_what_is_no_file_is_refused_before_it_is_waited_for(tmp_path, monkeypatch, story):
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waited for a pipe"))
+    signal.alarm(5)
+    os.mkfifo(tmp_path / "a.jsonl")
+    (tmp_path / "b.txt").mkdir()
+    for name in ("a.jsonl", "b.txt"):
+        with pytest.raises(UserError, match=rf"--input .*{name}: only regular"):
+            run_main(monkeypatch, "--input", tmp_path / name, "--out_dir", tmp_path / "out")
+    with pytest.raises(UserError, match=r"a\.jsonl"):
+        flags = ("--out_dir", tmp_path / "out", "--tokenizer", tmp_path / "a.jsonl")
+        run_main(monkeypatch, "--input", story, *flags)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_names_that_no_system_takes_are_one_clear_line(tmp_path, monkeypatch, story):
+    long = "x" * 300
+    flags = ("--input", story, "--vocab_size", 300, "--val_fraction", 0.3)
+    for wrong in (
+        (*flags, "--out_dir", tmp_path / long),
+        ("--input", f"{long}.txt", "--out_dir", tmp_path / "out"),
+        (*flags[:2], "--out_dir", tmp_path / "out", "--tokenizer", long),
+        (*flags[:2], "--out_dir", tmp_path / "out", "--tokenizer", f"{long}.json"),
+    ):
+        with pytest.raises(UserError, match=r"xxx.* too long"):
+            run_main(monkeypatch, *wrong)
+    odd = tmp_path / os.fsdecode(b"a$\\frac$\xff")
+    run_main(monkeypatch, *flags, "--out_dir", odd)
+    assert data_module.read_meta(odd)["kind"] == "text"
 
 
 def run_main(monkeypatch, *args):
@@ -311,7 +364,7 @@ def test_huge_txt_documents_and_marks_at_the_beginning(tmp_path, monkeypatch):
     report = documents.Report(1)
     assert [text for _, text in documents.read([path], report)] == ["One.\n", "Two.\n"]
     assert report.bad == {"huge": 2} and report.documents == 4
-    assert [re.search(r":(\d+):", name)[1] for name in report.named["huge"]] == ["3", "8"]
+    assert [re.search(r":(\d+):", name)[1] for name in report.named] == ["3", "8"]
 
 
 # Conversations and preferences
@@ -416,7 +469,7 @@ def test_conversations_with_tools_are_counted_apart(tmp_path, data, encoding, mo
     assert meta["train"]["documents"] + meta["val"]["documents"] == 41
     assert meta["skipped"]["tools"] == 4 and not meta["skipped"]["bad"]
     said = capsys.readouterr().out
-    assert "4 conversations use tools, which the template does not write: left out" in said
+    assert "left out 4 conversations: the template writes no tools" in said
     assert '1 conversations have "mood", which the template does not write' in said
 
 
@@ -477,8 +530,9 @@ def test_tokenizer_flags_that_cannot_be(tmp_path, data, story, monkeypatch):
     (tmp_path / "ckpt.pt").write_text("{}")
     assert "not a checkpoint" in error("--input", story, "--tokenizer", tmp_path / "ckpt.pt")
     ranks = {bytes([b]): b for b in range(256)}
+    special = {"<|endoftext|>": 256}
     bare = tiktoken.Encoding(
-        "bare", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
+        "bare", pat_str=tokenizer.PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
     (tmp_path / "tokenizer.json").write_text(tokenizer.dumps(bare))
     assert "no <|im_start|>" in error("--input", talk, "--tokenizer", tmp_path)
@@ -661,14 +715,56 @@ def test_memory_does_not_grow_with_the_file(tmp_path, encoding, monkeypatch):
     assert peaks[1] < 1.5 * peaks[0]
 
 
-def test_what_is_interrupted_does_not_look_complete(tmp_path, encoding):
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding):
     def interrupted():
-        yield from [("train", "a"), ("val", "b")]
+        yield from [("train", "c"), ("val", "d")]
         raise KeyboardInterrupt
 
-    prepare.write_dataset(tmp_path, [("train", "a"), ("val", "b")], encoding)
+    out, bad = tmp_path / "out", jsonl(tmp_path / "a.jsonl", [*TEXTS, b"oops"])
+    good = [("train", "a"), ("val", "b")]
+    prepare.write_dataset(out, good, encoding)
+    before = contents(out)
     with pytest.raises(KeyboardInterrupt):
-        prepare.write_dataset(tmp_path, interrupted(), encoding)
-    with pytest.raises(UserError, match="no data"):
-        data_module.read_meta(tmp_path)
-    assert not list(tmp_path.glob("*.tmp"))
+        prepare.write_dataset(out, interrupted(), encoding)
+    assert contents(out) == before
+    with pytest.raises(UserError, match="1 of 61"):
+        prepare.prepare_files(out, [bad], "text", encoding, val_fraction=0.3)
+    assert contents(out) == before
+    largest = max(before, key=lambda name: len(before[name]))
+    assert largest == "tokenizer.json"  # which comes late: nothing may be replaced by then
+    for limit, text in ((2000, "a " * 3000), (len(before[largest]) - 1, "c")):
+        with disk_of(limit), pytest.raises(UserError, match="cannot write"):
+            prepare.write_dataset(out, [("train", text), ("val", "b")], encoding)
+        assert contents(out) == before
+
+
+@contextlib.contextmanager
+def disk_of(size):
+    """As on a disk that is full, no file can have more than `size` bytes."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_between_old_files_and_new_ones_nothing_looks_complete(tmp_path, encoding, monkeypatch):
+    seen = []
+    real = os.replace
+
+    def replace(temporary, path):
+        seen.append((path.name, (tmp_path / "meta.json").exists()))
+        real(temporary, path)
+
+    prepare.write_dataset(tmp_path, [("train", "a"), ("val", "b")], encoding)
+    monkeypatch.setattr(os, "replace", replace)
+    meta = prepare.write_dataset(tmp_path, [("train", "c"), ("val", "d")], encoding, corpus="x")
+    assert len(seen) == 4 and seen[-1] == ("meta.json", False)
+    assert not any(complete for _, complete in seen)
+    assert data_module.read_meta(tmp_path) == meta and len(contents(tmp_path)) == 4

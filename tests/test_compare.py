@@ -1,0 +1,100 @@
+"""compare.py: records that are damaged, and names of folders that are no plain text."""
+
+import json
+import os
+
+import pytest
+
+import compare
+from common import UserError
+
+ARGS = {"ffn": "stem", "batch_size": 4, "block_size": 32, "stage": "pretrain"}
+RECORDS = [
+    {"type": "run", "args": ARGS, "sizes": {"total": 9_000_000, "active": 3_000_000}},
+    {"type": "step", "step": 1, "train_loss": 7.5, "tok_per_s": 100.5},
+    {"type": "step", "step": 2, "train_loss": 7.25, "tok_per_s": 300.5},
+    {"type": "eval", "step": 2, "val_loss": 6.5, "val_loss_per_byte": 1.5},
+    {"type": "recall", "recall": 0.25},
+]
+
+
+def made(folder, records=RECORDS):
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder
+
+
+def paths(value, at=()):
+    """Where something is in nested dicts."""
+    for key, part in value.items():
+        yield (*at, key)
+        if isinstance(part, dict):
+            yield from paths(part, (*at, key))
+
+
+def changed(record, path, value):
+    """A copy with another value at a path, or with none there."""
+    key, *rest = path
+    record = dict(record)
+    if rest:
+        record[key] = changed(record[key], rest, value)
+    elif value is ...:
+        del record[key]
+    else:
+        record[key] = value
+    return record
+
+
+@pytest.mark.parametrize("wrong", [..., None, "x", [], {}, -1, True, 10**400, [{}]])
+def test_records_without_a_key_or_of_another_type_are_one_clear_line(tmp_path, wrong):
+    optional = {("args", "stage"), ("val_loss_per_byte",)}
+    for number, record in enumerate(RECORDS):
+        for path in paths(record):
+            damaged = [*RECORDS]
+            damaged[number] = changed(record, path, wrong)
+            folder = made(tmp_path / "run", damaged)
+            if path in optional or (path[-1] == "ffn" and wrong == "x"):
+                assert "| 6.500 |" in compare.table([folder])
+                continue
+            with pytest.raises(UserError, match=r"metrics\.jsonl is damaged") as caught:
+                pytest.fail(compare.table([folder]))
+            if path != ("type",):
+                assert ".".join((record["type"], *path)) in str(caught.value)
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b"\xff", b"null", b"[]", b'{"type": []}', b"{}"])
+def test_lines_that_are_no_records_are_one_clear_line(tmp_path, line):
+    path = made(tmp_path / "run") / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
+        compare.read_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.0, -1.0, 1e30, 5e-324])
+def test_numbers_of_any_size_are_shown(tmp_path, loss):
+    step, last = changed(RECORDS[1], ["train_loss"], loss), changed(RECORDS[3], ["val_loss"], loss)
+    folder = made(tmp_path / "run", [*RECORDS, step, last])
+    row = compare.table([folder]).splitlines()[-1]
+    assert row == f"| run | stem | {loss:.3f} | 1.500 | 25.0% | 9.00 M | 3.00 M | 100 |"
+    compare.plot([folder], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize("name", [rb"a$\frac$", b"$$", b"$x", b"caf\xe9 \xff", b"a{b}%s", b"a_b^c"])
+def test_names_of_folders_are_shown_as_they_are(tmp_path, name, monkeypatch):
+    shown = []
+    draw = compare.plt.Axes.legend
+
+    def legend(axes):
+        made = draw(axes)
+        shown.extend(text for text in made.get_texts())
+        return made
+
+    monkeypatch.setattr(compare.plt.Axes, "legend", legend)
+    folder = made(tmp_path / os.fsdecode(name))
+    for out in ("loss.png", "loss.svg"):
+        compare.plot([folder], folder / out)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not any(text.get_parse_math() for text in shown)
+    readable = name.replace(b"\xe9", b"?").replace(b"\xff", b"?").decode()
+    assert [text.get_text() for text in shown] == [f"{readable}: stem"] * 2
