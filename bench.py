@@ -3,16 +3,21 @@
     python bench.py offload                              # where tables live: device, RAM, disk
     python bench.py offload --json bench.json            # the same figures for other programs
     python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
+    python bench.py tokenizer --data_dir data/books --input books.jsonl
 
-All homes hold the same model and take turns, chunk by chunk, so that what slows the machine down
-for a while slows all of them. Speeds are medians over the turns; percentages are medians of the
-ratios to `resident` within a turn.
-Token ids are random with Zipf's frequencies, id k with a probability of about 1 / k. Columns:
+**offload.** All homes hold the same model and take turns, chunk by chunk, so what slows the
+machine for a while slows all of them. Speeds are medians over the turns; percentages are medians of the
+ratios to `resident` within a turn. Token ids are random with Zipf's frequencies, id k with a
+probability of about 1 / k. Columns:
 
     decode 1, decode 8   one token at a time for 1 and 8 sequences, tok/s
     prefill, train       forward passes, and whole optimizer steps, tok/s
     KB/token             bytes that crossed the bus, per token of decode 1 and of train (GPU)
     device               peak memory on the GPU in training
+
+**tokenizer.** Encoding, beside Hugging Face's tokenizers, which is no dependency of this project:
+pip install tokenizers first. Both get the vocabulary of --data_dir, the merges that follow from it
+and the same split into words, and encode all documents in turn. The ids must be equal.
 """
 
 import argparse
@@ -23,22 +28,26 @@ import statistics
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
+import tiktoken
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from common import UserError, atomic, pick_device, run
-from homes import RamHome, check_ram, gib
+from common import UserError, atomic, gib, pick_device, run
 from model import Decoder, KVCache, ModelConfig
 from offload import OffloadedTables
-from tablefile import TableFile, check_disk
-from tables import ResidentTables, StoredTables, Tables
-from train import Optimizer
+from tables.file import TableFile
+from tables.memory import RamHome, check_ram
+from tables.tables import ResidentTables, StoredTables, Tables
+from text import documents
+from training.batches import read_meta, read_tokenizer
+from training.checkpoints import check_disk
+from training.optimizer import Optimizer
 
 # What one wants to know about in minutes: two CPU cores, or a data-centre GPU (238 M parameters in
 # the backbone, 16 tables).
@@ -56,9 +65,9 @@ def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
 class Contender:
     """A model whose tables live somewhere, and what can be timed about it."""
 
-    def __init__(self, config: ModelConfig, tables: Callable, device: torch.device, args) -> None:
+    def __init__(self, config: ModelConfig, tables: Callable, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.device, self.args, self.batch = device, args, 0
+        self.device, self.batch = device, 0
         self.model = Decoder(config, tables=tables).to(device)
         self.tables = self.model.tables
         self.optimizer = None
@@ -115,7 +124,7 @@ def prefill(it: Contender, batch: int) -> int:
 
 def train(it: Contender, batch: int, steps: int) -> int:
     if it.optimizer is None:
-        it.optimizer = Optimizer(it.model, it.args)
+        it.optimizer = Optimizer(it.model, learning_rate=1e-3)
     it.model.train()
     ids, table_ids = it.ids(batch, it.model.config.block_size)
     for step in range(steps):
@@ -184,10 +193,6 @@ def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
         config = ModelConfig(**shape, stem_layers="all")
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    settings = Namespace(
-        learning_rate=1e-3, table_lr_scale=1.0, table_optimizer="rowwise",
-        beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0, seed=0,
-    )  # fmt: skip
 
     def stored(where: str, n_table: int, vocab_size: int, width: int) -> Tables:
         shape = (vocab_size, n_table, width)
@@ -216,7 +221,7 @@ def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
         kinds["disk, warm"] = kinds["disk, cold"] = partial(stored, "disk")
     contenders = {}
     for name, tables in tqdm(kinds.items(), desc="building", unit="model"):
-        contenders[name] = Contender(config, tables, device, settings)
+        contenders[name] = Contender(config, tables, device)
         contenders[name].cold = name == "disk, cold"
     return contenders
 
@@ -312,12 +317,105 @@ def report(result: dict) -> str:
     return "\n".join(lines)
 
 
+def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The pair that each token was merged from, in order: its bytes, merged by the lower ranks."""
+    result = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            pairs = [a + b for a, b in pairwise(parts)]
+            best = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], 2**32))
+            parts[best : best + 2] = [pairs[best]]
+        if len(parts) == 2:
+            result.append(tuple(parts))
+    return result
+
+
+def hugging_face(encoding: tiktoken.Encoding):
+    """The same tokenizer as an object of that library."""
+    try:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    except ImportError:
+        raise UserError("the tokenizers package is not here: pip install tokenizers") from None
+    # That library spells bytes as printable characters (GPT-2's table).
+    kept = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    spell = {byte: chr(byte) for byte in kept}
+    spell |= {b: chr(256 + n) for n, b in enumerate(b for b in range(256) if b not in spell)}
+
+    def spelled(token: bytes) -> str:
+        return "".join(spell[byte] for byte in token)
+
+    ranks = encoding._mergeable_ranks
+    made = Tokenizer(
+        models.BPE(
+            vocab={spelled(token): i for token, i in ranks.items()},
+            merges=[(spelled(a), spelled(b)) for a, b in merges(ranks)],
+        )
+    )
+    pattern = encoding._pat_str.replace("++", "+")  # possessive: faster in one engine, same split
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    return made
+
+
+def bench_tokenizer(args: argparse.Namespace) -> dict:
+    """Bytes a second of both tokenizers, by threads: printed and returned."""
+    if not (args.data_dir and args.input):
+        raise UserError("bench.py tokenizer needs --data_dir and --input")
+    encoding = read_tokenizer(args.data_dir, read_meta(args.data_dir))
+    texts = [text for _, text in documents.read(args.input, documents.Report(1.0), "text")]
+    other = hugging_face(encoding)
+    kinds = {
+        "1 thread": (
+            lambda: [encoding.encode_ordinary(text) for text in texts],
+            lambda: [other.encode(text).ids for text in texts],
+        ),
+        "2 threads": (
+            lambda: encoding.encode_ordinary_batch(texts, num_threads=2),
+            lambda: [done.ids for done in other.encode_batch_fast(texts)],  # on all cores
+        ),
+    }
+    size, result = sum(len(text.encode()) for text in texts), {}
+    for name, functions in kinds.items():
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for _ in range(args.rounds):
+            ids = []
+            for function, spent in zip(functions, seconds, strict=True):
+                start = time.perf_counter()
+                ids.append(function())
+                spent.append(time.perf_counter() - start)
+            if ids[0] != ids[1]:
+                raise UserError("the two disagree: the merges or the split differ")
+        ours, theirs = map(statistics.median, seconds)
+        ratio = statistics.median(b / a for a, b in zip(*seconds, strict=True))
+        print(
+            f"{name}: {sum(map(len, ids[0])):,} equal ids; tiktoken {size / ours / 1e6:.1f} MB/s, "
+            f"tokenizers {size / theirs / 1e6:.1f} MB/s; ratio {ratio:.2f}"
+        )
+        result[name] = dict(tiktoken=size / ours, tokenizers=size / theirs, ratio=ratio)
+    return result
+
+
+def bench_offload(args: argparse.Namespace, device: torch.device) -> dict:
+    """What `measure` found: printed and returned."""
+    try:
+        folder = tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-")
+    except OSError as error:
+        raise UserError(f"--dir {args.dir}: {error.strerror}") from None
+    torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
+    with folder as path:
+        result = measure(args, device, Path(path))
+    print(report(result))
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("what", choices=("offload",), help="what to compare")
+    add("what", choices=("offload", "tokenizer"), help="what to compare")
     add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
     for name, text in dict(
         n_layer="layers, all but the first with a table", n_head="attention heads",
@@ -329,6 +427,8 @@ def main() -> None:
     add("--table_gib", type=float, help="GiB of rows in a sparse file, compared with small tables")
     add("--dir", type=Path, help="folder on the disk to measure (the system's temporary one)")
     add("--json", type=Path, help="write the figures to this file, too")
+    add("--data_dir", type=Path, help="prepared folder, for its tokenizer")
+    add("--input", nargs="+", type=Path, help="text to encode, .txt or .jsonl")
     args = parser.parse_args()
     device = pick_device(args.device)
     for name, value in (LARGE if device.type == "cuda" else SMALL).items():
@@ -339,14 +439,7 @@ def main() -> None:
             raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.table_gib is not None and not args.table_gib > 0:
         raise UserError(f"--table_gib {args.table_gib} must be positive")
-    try:
-        folder = tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-")
-    except OSError as error:
-        raise UserError(f"--dir {args.dir}: {error.strerror}") from None
-    torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
-    with folder as path:
-        result = measure(args, device, Path(path))
-    print(report(result))
+    result = bench_tokenizer(args) if args.what == "tokenizer" else bench_offload(args, device)
     if args.json:
         with atomic(args.json) as temporary:
             temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

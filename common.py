@@ -1,24 +1,26 @@
-"""What the commands share: errors a user can act on, devices, atomic files, checkpoints."""
+"""The ground that everything stands on: errors a user can act on, flags, devices, atomic files."""
 
 import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, field, fields
 from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
 
-import tiktoken
 import torch
 
-import tokenizer
-from homes import RamHome, TableError, check_ram
-from model import Decoder, ModelConfig
-from offload import OffloadedTables
-from tablefile import DTYPES, LIVE, TableFile, check_disk, keep_only, table_path
-from tables import STREAMS, ResidentTables, StoredTables, Tables
-
-CHECKPOINT_FORMAT = 1
+# What a value must be, in words and as a test, which what is not a number never passes.
+RANGES: dict[str, Callable[[Any], bool]] = {
+    "at least 1": lambda value: value >= 1,
+    "a positive number": lambda value: 0 < value < float("inf"),
+    "0 or more": lambda value: 0 <= value < float("inf"),
+    "0 or more and below 1": lambda value: 0 <= value < 1,
+    "above 0 and at most 1": lambda value: 0 < value <= 1,
+    "0 or more, and fit 63 bits": lambda value: 0 <= value < 2**63,
+}
 
 
 class UserError(Exception):
@@ -27,36 +29,85 @@ class UserError(Exception):
 
 def run(main: Callable[[], None]) -> None:
     """Run a command: an error the user can act on becomes one line on stderr and exit code 1."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # was closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
     try:
         main()
         sys.stdout.flush()
-    except (UserError, TableError) as error:
+    except UserError as error:
         sys.exit("error: " + " ".join(str(error).split()))
     except torch.OutOfMemoryError:
         sys.exit(
             "error: out of GPU memory: lower --device_batch_size, --offload cpu or --device cpu"
         )
-    except BrokenPipeError:  # the reader of our output has gone: `| head`
+    except OSError as error:  # the output is full, or its reader has gone: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        where = error.filename or "standard output"
+        sys.exit(1 if isinstance(error, BrokenPipeError) else f"error: {where}: {error.strerror}")
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports Ctrl-C
 
 
-def add_offload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--offload",
-        choices=("none", "cpu", "disk"),
-        default="none",
-        help="where tables and their optimizer states are: on the device, in RAM, on disk (none)",
+def flag(
+    default: Any,
+    about: str,
+    *,
+    must: str | None = None,
+    choices: Iterable[str] | None = None,
+    shown: str | None = None,
+) -> Any:
+    """A field of a dataclass that is a flag of a command, too.
+
+    Args:
+        about: what `-h` says.
+        must: what its value must be, a key of RANGES; None is left alone.
+        choices: all values that it may have.
+        shown: what `-h` says of its default.
+    """
+    return field(
+        default=default, metadata=dict(about=about, must=must, choices=choices, shown=shown)
     )
 
 
-def check_seed(seed: int) -> None:
-    """Refuse what the random generators do not take."""
-    if not 0 <= seed < 2**63:
-        raise UserError(f"--seed {seed} must be 0 or more, and fit 63 bits")
+def add_flags(parser, kind: type, only: Iterable[str] | None = None) -> None:
+    """Add the flags of a dataclass to a parser. What is not given is not in its namespace."""
+    for each in fields(kind):
+        if "about" not in each.metadata or each.name not in (only or [each.name]):
+            continue
+        about, shown = each.metadata["about"], each.metadata["shown"]
+        if shown is None and each.default not in (None, False, "", MISSING):
+            shown = each.default
+        options = dict(help=f"{about} ({shown})" if shown is not None else about)
+        types = [t for t in (get_args(each.type) or [each.type]) if t is not NoneType]
+        if types == [bool]:
+            on = each.default is False and shown is None
+            options["action"] = "store_true" if on else argparse.BooleanOptionalAction
+        else:
+            options.update(type=types[0], choices=each.metadata["choices"])
+        parser.add_argument(f"--{each.name}", default=argparse.SUPPRESS, **options)
+
+
+def parse(kind: type, description: str) -> Any:
+    """The command line of a command whose flags are those of a dataclass, as one of it.
+
+    Raises:
+        UserError: a value is out of its range.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_flags(parser, kind)
+    return kind(**vars(parser.parse_args()))
+
+
+def check_ranges(settings: Any) -> None:
+    """Raises UserError if a field of a dataclass is out of its range."""
+    for each in fields(settings):
+        must, value = each.metadata.get("must"), getattr(settings, each.name)
+        if must and value is not None and not RANGES[must](value):
+            raise UserError(f"--{each.name} {value} must be {must}")
 
 
 def pick_device(name: str) -> torch.device:
@@ -105,138 +156,6 @@ def atomic(path: str | Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
-    """Write a checkpoint, alone enough to sample: config, weights, tokenizer, and `state`.
-
-    Tables on disk stay out of it: a copy of their file, `tables-ID.bin`, goes beside it first."""
-    path = Path(path)
-    model.tables.flush()
-    table_file = model.tables.file and model.tables.file.snapshot(path.parent)
-    checkpoint = {
-        "format": CHECKPOINT_FORMAT,
-        "config": asdict(model.config),
-        "model": model.state_dict(),
-        "tokenizer": tokenizer.dumps(encoding),
-        "tables": table_file,
-        **state,
-    }
-    try:
-        with atomic(path) as temporary:
-            try:
-                torch.save(checkpoint, temporary)
-            except RuntimeError as error:  # how torch.save reports a full disk
-                raise OSError(f"no room, or the disk failed ({error})") from error
-    except UserError:
-        if table_file:  # nobody will ask for it
-            table_path(path.parent, table_file).unlink(missing_ok=True)
-        raise
-    keep_only(path.parent, table_file)
-
-
-def load_checkpoint(path: str | Path) -> dict:
-    """Read what `save_checkpoint` wrote, onto the CPU: mapped into memory, so that what nobody
-    touches is not read. Tables that have a file of their own are put where all others are.
-
-    Raises:
-        UserError: there is no such file, or it is damaged or something else.
-    """
-    try:
-        checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise UserError(f"no checkpoint at {path}: train one with `python train.py`") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder: name the ckpt.pt in it") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except Exception:  # damaged pickles raise nearly anything
-        raise UserError(f"{path} is damaged or not a checkpoint: train it again") from None
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != CHECKPOINT_FORMAT:
-        raise UserError(f"{path} is not a checkpoint of this program (format {CHECKPOINT_FORMAT})")
-    if checkpoint.get("tables"):
-        file = TableFile(table_path(Path(path).parent, checkpoint["tables"]))
-        if file.id != checkpoint["tables"]:
-            raise UserError(f"{file.path} is not the table file of {path}, but that of {file.id}")
-        checkpoint["table_file"] = file
-        checkpoint["model"] |= {f"tables.weight.{i}": rows for i, rows in enumerate(file.weight)}
-        if checkpoint.get("optimizer"):
-            states = zip(("m", "v", "count", "last"), file.moments(), strict=True)
-            checkpoint["optimizer"]["rows"] |= dict(states)
-    return checkpoint
-
-
-def load_model(
-    path: str | Path, device: torch.device, offload: str = "none"
-) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """The model of a checkpoint in evaluation mode on `device`, its tokenizer, and the checkpoint.
-
-    offload: where its tables shall live, see `place`.
-
-    Raises:
-        UserError: as `load_checkpoint`.
-    """
-    checkpoint = load_checkpoint(path)
-    try:
-        tables = place(offload, device, checkpoint=checkpoint)
-        mapped = offload == "disk"  # what is used in place need not be made first
-        with torch.device("meta") if mapped else contextlib.nullcontext():
-            model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
-        model.load_state_dict(checkpoint["model"], assign=mapped)
-        encoding = tokenizer.loads(checkpoint["tokenizer"])
-    except torch.OutOfMemoryError:
-        raise
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path} does not hold a whole model: {error}") from error
-    return model.to(device).eval(), encoding, checkpoint
-
-
-def place(
-    offload: str,
-    device: torch.device,
-    dtype: str = "float32",
-    *,
-    checkpoint: dict | None = None,
-    out_dir: Path | None = None,
-    resume: bool = False,
-) -> Callable[[int, int, int], Tables]:
-    """What makes the tables of a `Decoder` where they shall live.
-
-    Args:
-        offload: none (on the device), cpu or disk.
-        device: where the model computes.
-        dtype: of rows; those to be sampled from have the checkpoint's.
-        checkpoint: will be loaded into the model, so no rows are drawn. On disk they are read from
-            it in place.
-        out_dir: of a training run, which needs room for moments, and on disk for a file.
-        resume: it goes on with what is there.
-
-    Returns:
-        a function of (n_table, V, W), which raises TableError where there is no room.
-    """
-    training, kind = out_dir is not None, DTYPES[dtype]
-    if not training and checkpoint and "tables.weight.0" in checkpoint["model"]:
-        kind = checkpoint["model"]["tables.weight.0"].dtype
-
-    def make(n_table: int, vocab_size: int, width: int) -> Tables:
-        shape, far = (vocab_size, n_table, width), device.type in STREAMS
-        if not n_table or offload == "none":
-            return ResidentTables(n_table, vocab_size, width, kind)
-        if offload == "disk" and training:
-            check_disk(shape, kind, out_dir, resume)
-            home = TableFile.create(out_dir / LIVE, shape, kind)
-        elif offload == "disk" and "table_file" in checkpoint:
-            home = checkpoint["table_file"]
-        else:
-            if offload == "cpu":
-                check_ram(shape, kind, training)
-            if not far:  # in RAM, or in a ckpt.pt that is mapped into it
-                return ResidentTables(n_table, vocab_size, width, kind)
-            home = RamHome(shape, kind, training=training)
-        home.fresh = home.fresh and checkpoint is None
-        return (OffloadedTables if far else StoredTables)(home, device)
-
-    return make
-
-
-def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
-    """Token ids of a document's text, after the <|endoftext|> that precedes every document."""
-    return [encoding.eot_token, *encoding.encode_ordinary(text)]
+def gib(size: int) -> str:
+    """A size for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

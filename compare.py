@@ -6,82 +6,11 @@ Reads the metrics.jsonl that train.py writes and prints a Markdown table.
 """
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only; must come before pyplot
-from matplotlib import pyplot as plt
-
-from common import UserError, atomic, run
-from tokenizer import check_form
-
-# What the records of each type must have, as far as it is shown.
-RECORDS = {
-    "run": dict(
-        args=dict(ffn=str, batch_size=int, block_size=int), sizes=dict(total=int, active=int)
-    ),
-    "step": dict(step=int, train_loss=float, tok_per_s=float),
-    "eval": dict(step=int, val_loss=float),
-    "recall": dict(recall=float),
-}
-
-
-def read_run(folder: Path) -> dict[str, list[dict]]:
-    """The records of a run's metrics.jsonl by type.
-
-    Raises:
-        UserError: the file is missing or a line of it is damaged.
-    """
-    path = folder / "metrics.jsonl"
-    records: dict[str, list[dict]] = {kind: [] for kind in RECORDS}
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            check_form(record, dict(type=str), "record")
-            check_form(record, RECORDS[record["type"]], record["type"])
-            records[record["type"]].append(record)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}): leave it out") from None
-    if not all(records[kind] for kind in ("run", "step", "eval")):
-        raise UserError(f"{path} has no run with a step and an evaluation in it")
-    return records
-
-
-def plot(folders: list[Path], out: Path) -> None:
-    """Draw the training loss (thin) and validation loss (thick) of runs over their tokens, or over
-    their steps, if one of them read conversations, which are not equally long."""
-    runs = {folder: read_run(folder) for folder in folders}
-    stages = [records["run"][0]["args"].get("stage", "pretrain") for records in runs.values()]
-    by_step = any(stage in ("sft", "dpo") for stage in stages)
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for number, (folder, records) in enumerate(runs.items()):
-        settings = records["run"][0]["args"]
-        step = 1 if by_step else settings["batch_size"] * settings["block_size"] / 1e6
-        label = f"{folder.name}: {settings['ffn']}"
-        label = label.encode(errors="replace").decode()  # a name may be bytes that are no text
-        for kind, loss, look in (
-            ("step", "train_loss", dict(alpha=0.3, linewidth=0.8)),
-            ("eval", "val_loss", dict(marker=".", label=label)),
-        ):
-            steps = [record["step"] * step for record in records[kind]]
-            axes.plot(steps, [record[loss] for record in records[kind]], color=f"C{number}", **look)
-    axes.set_xlabel("steps" if by_step else "million tokens")
-    unit = "per pair" if "dpo" in stages else "per token"
-    axes.set_ylabel(f"loss (nats {unit}); thin: training, thick: validation")
-    axes.set_yscale("log")  # the first steps fall by as much as all others
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.grid(alpha=0.3, which="both")
-    for text in axes.legend().get_texts():
-        text.set_parse_math(False)  # a $ in a name is no formula
-    with atomic(out) as temporary:
-        figure.savefig(temporary, dpi=130, format=out.suffix.lstrip("."))
-    plt.close(figure)
+from common import UserError, run
+from training.records import plot, read_run
 
 
 def table(folders: list[Path]) -> str:

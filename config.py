@@ -1,9 +1,12 @@
 """The shape of a decoder: what the modules of model.py, stem.py and embformer.py are built from.
 
-A setting of your own is a field here, with a default, which older checkpoints then have.
+A setting of your own is a field here, with a default, which older checkpoints then have. `flag`
+makes it a flag of train.py, too.
 """
 
 from dataclasses import dataclass
+
+from common import flag
 
 
 @dataclass
@@ -15,20 +18,31 @@ class ModelConfig:
     """
 
     vocab_size: int = 6400
-    block_size: int = 256  # context length
-    n_layer: int = 6
-    n_head: int = 6
-    n_embd: int = 192
-    n_kv_head: int | None = None  # n_head; fewer: grouped-query attention
-    d_ff: int | None = None  # 8/3 n_embd, rounded up to a multiple of 64
-    ffn: str = "stem"  # dense, stem, embformer: a key of model.LAYERS
-    stem_layers: str = "third"  # third, half, all or 0,2,5
-    embformer_act: str = "silu"  # silu (the authors' code) or identity (the note)
-    tie_head: bool | None = None  # True for embformer, False otherwise
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-6
-    init_std: float = 0.02  # of dense weights and the embedding
-    table_std: float = 0.02  # of table rows; see Decoder.init_weights for both
+    block_size: int = flag(256, "context length in tokens", shown="the preset's")
+    n_layer: int = flag(6, "number of layers", shown="the preset's")
+    n_head: int = flag(6, "number of attention heads", shown="the preset's")
+    n_embd: int = flag(192, "width of the residual stream", shown="the preset's")
+    n_kv_head: int | None = flag(
+        None, "key-value heads; fewer than n_head groups queries", shown="n_head"
+    )
+    d_ff: int | None = flag(None, "width of the FFN", shown="8/3 n_embd, rounded up to 64s")
+    ffn: str = flag("stem", "what layers are made of: dense, stem or embformer (model.LAYERS)")
+    stem_layers: str = flag(
+        "third", "third, half, all (but layer 0) or 0,2,5", shown="all; third for prose"
+    )
+    embformer_act: str = flag(
+        "silu",
+        "activation of its FFN: silu (the authors' code) or identity (the note)",
+        choices=("silu", "identity"),
+    )
+    tie_head: bool | None = flag(
+        None, "head = input embedding", shown="for embformer, and by preset"
+    )
+    rope_base: float = flag(10000.0, "base of the rotary positions")
+    norm_eps: float = flag(1e-6, "epsilon of the norms")
+    # See Decoder.init_weights for both.
+    init_std: float = flag(0.02, "standard deviation of new dense weights and embeddings")
+    table_std: float = flag(0.02, "standard deviation of new table rows")
 
     def __post_init__(self) -> None:
         if self.n_kv_head is None:
@@ -64,8 +78,8 @@ class ModelConfig:
         if self.embformer_act not in ("silu", "identity"):
             raise ValueError(f"embformer_act={self.embformer_act!r} is not silu or identity")
         for name in ("rope_base", "norm_eps", "init_std", "table_std"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be a positive number")
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)
 

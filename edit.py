@@ -9,11 +9,11 @@ An edit changes no weight: where the prompt says Spain, tables are looked up und
 (`stem.substitute`). Embedding, attention and everything dense still see Spain.
 """
 
-import argparse
 import itertools
 import json
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import tiktoken
@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-import countries
-from common import UserError, add_offload, atomic, encode, load_model, pick_device, run
-from exam import groups, score
+from common import UserError, atomic, check_ranges, flag, parse, pick_device, run
 from model import Decoder
 from stem import substitute
-from tables import Tables
+from tables.tables import Tables
+from text import countries
+from training.checkpoints import device_flag, encode, load_model, offload_flag
+from training.exam import groups, score
 
 WIDTH = 38  # of a column of text
 
@@ -72,6 +73,34 @@ class MeanRows(Tables):
             yield F.embedding(place.to(rows.device), torch.cat([rows, means]))  # [B, T, W]
 
 
+@dataclass
+class Edit:
+    """The flags of this command."""
+
+    ckpt: Path = flag(Path("out/ckpt.pt"), "checkpoint of train.py")
+    source: str | None = flag(None, "the name whose knowledge to replace: Spain")
+    target: str | None = flag(None, "the name whose rows to read instead: Germany")
+    prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
+    align: str = flag(
+        "last",
+        "names of different length: their ends together (a longer source repeats the target's "
+        "first row, a longer target gives its last ones), their beginnings, ends with a padding "
+        "token in front, or the mean of the target's rows for all of the source",
+        choices=ALIGN,
+    )
+    max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
+    report: bool = flag(False, "measure all pairs of countries")
+    device: str = device_flag()
+    offload: str = offload_flag()
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.report and (self.source or self.target or self.prompt):
+            raise UserError("--report edits all pairs: leave out --source, --target and --prompt")
+        if not self.report and not (self.source and self.target):
+            raise UserError("give --source and --target, or --report")
+
+
 def edited_ids(
     encoding: tiktoken.Encoding,
     ids: Tensor,
@@ -106,8 +135,8 @@ def edited_ids(
 # one edit, shown
 
 
-def show(args: argparse.Namespace, model: Decoder, encoding: tiktoken.Encoding) -> None:
-    prompt = args.prompt or f"Country: {args.source}\nThe capital city is called"
+def show(model: Decoder, encoding: tiktoken.Encoding, edit: "Edit") -> None:
+    prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
     device = next(model.parameters()).device
     ids = torch.tensor([encode(encoding, prompt)], device=device)  # [1, T]
@@ -115,18 +144,18 @@ def show(args: argparse.Namespace, model: Decoder, encoding: tiktoken.Encoding) 
         raise UserError(
             f"--prompt has {ids.shape[1]} tokens, room is {model.config.block_size - 1}"
         )
-    if args.source == args.target:
-        raise UserError(f"--source and --target are both {args.source!r}: nothing would change")
-    table_ids = edited_ids(encoding, ids, args.source, args.target, args.align, model.tables)
-    if args.source not in prompt:
-        raise UserError(f"--prompt {prompt!r} does not contain --source {args.source!r}")
+    if edit.source == edit.target:
+        raise UserError(f"--source and --target are both {edit.source!r}: nothing would change")
+    table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, model.tables)
+    if edit.source not in prompt:
+        raise UserError(f"--prompt {prompt!r} does not contain --source {edit.source!r}")
     if torch.equal(ids, table_ids):
         raise UserError(
-            f"{args.source!r} reads the same rows as before: as tokens it is not a word of its own "
-            f"in this prompt, or a part of {args.target!r}"
+            f"{edit.source!r} reads the same rows as before: as tokens it is not a word of its own "
+            f"in this prompt, or a part of {edit.target!r}"
         )
 
-    room = min(args.max_new_tokens, model.config.block_size - ids.shape[1])
+    room = min(edit.max_new_tokens, model.config.block_size - ids.shape[1])
 
     def write(table_ids: Tensor) -> list[int]:
         options = dict(temperature=0, stop=encoding.eot_token, table_ids=table_ids)
@@ -150,7 +179,7 @@ def show(args: argparse.Namespace, model: Decoder, encoding: tiktoken.Encoding) 
 
     print(f"prompt  {prompt!r}\n")
     left = ["before", "-" * WIDTH, *columns(before)]
-    right = [f"after: {args.source} reads {args.target}'s rows", "-" * WIDTH, *columns(after)]
+    right = [f"after: {edit.source} reads {edit.target}'s rows", "-" * WIDTH, *columns(after)]
     for i in range(max(len(left), len(right))):
         a, b = (side[i] if i < len(side) else "" for side in (left, right))
         print(f"{a:<{WIDTH}}   {b}".rstrip())
@@ -307,45 +336,14 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "--ckpt",
-        type=Path,
-        default=Path("out/ckpt.pt"),
-        help="checkpoint of train.py (%(default)s)",
-    )
-    add("--source", help="the name whose knowledge to replace: Spain")
-    add("--target", help="the name whose rows to read instead: Germany")
-    add("--prompt", help='text that contains the source; "\\n" is a line break')
-    add(
-        "--align",
-        choices=ALIGN,
-        default="last",
-        help="names of different length: their ends together (a longer source repeats the target's "
-        "first row, a longer target gives its last ones), their beginnings, ends with a padding "
-        "token in front, or the mean of the target's rows for all of the source (%(default)s)",
-    )
-    add("--max_new_tokens", type=int, default=40, help="%(default)s")
-    add("--report", action="store_true", help="measure all pairs of countries")
-    add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
-    add_offload(parser)
-    args = parser.parse_args()
-    if args.max_new_tokens < 1:
-        raise UserError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
-    if args.report and (args.source or args.target or args.prompt):
-        raise UserError("--report edits all pairs: leave out --source, --target and --prompt")
-    if not args.report and not (args.source and args.target):
-        raise UserError("give --source and --target, or --report")
+    args = parse(Edit, __doc__)
     model, encoding, _ = load_model(args.ckpt, pick_device(args.device), args.offload)
     if not len(model.tables.weight):
         raise UserError(f"{args.ckpt} is a {model.config.ffn} model: it has no tables to edit")
     if args.report or args.align == "average":
         model.tables = MeanRows(model.tables)
     if not args.report:
-        show(args, model, encoding)
+        show(model, encoding, args)
         return
     result = report(model, encoding)
     print(f"{result['countries']} countries, pairs {result['pairs']}\n")

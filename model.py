@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
 from stem import StemFFN
-from tables import ResidentTables, Tables
+from tables.tables import ResidentTables, Tables
 
 
 def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

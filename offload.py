@@ -49,9 +49,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import homes
-from tablefile import TableFile
-from tables import StoredTables, send
+from tables import memory
+from tables.file import TableFile
+from tables.tables import StoredTables, send
 
 PATIENCE = 600.0  # seconds after which a job that has not ended counts as hung
 
@@ -217,11 +217,11 @@ class OffloadedTables(StoredTables):
     """
 
     def __init__(
-        self, home: homes.Home, device: torch.device | str, *, ring_slots: int = 3
+        self, home: memory.Home, device: torch.device | str, *, ring_slots: int = 3
     ) -> None:
         super().__init__(home, device)
         in_ram = not isinstance(home, TableFile)
-        seen = [homes.seen_by_gpu(array, self.device) for array in home.arrays if in_ram]
+        seen = [memory.seen_by_gpu(array, self.device) for array in home.arrays if in_ram]
         direct = bool(seen) and all(array is not None for array in seen)
         self.ring = Ring(self.device, ring_slots, staged=not direct)
         # What is stored: rows, and for training m and v, n_table times [V, W] each; and the rows of

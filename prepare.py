@@ -33,12 +33,20 @@ from stat import S_ISREG
 import numpy as np
 import tiktoken
 
-import chat
-import countries
-import tokenizer
-from common import UserError, atomic, load_checkpoint, run
-from documents import HUGE, Document, Report, canonical, in_sample, is_validation, kind_of, read
-from download import DATASETS, fetch
+from common import UserError, atomic, run
+from text import countries, template, tokenizer
+from text.documents import (
+    HUGE,
+    Document,
+    Report,
+    canonical,
+    in_sample,
+    is_validation,
+    kind_of,
+    read,
+)
+from text.download import DATASETS, fetch
+from training.checkpoints import load_checkpoint
 
 # Characters that one thread encodes at a time, and that are under way in all: enough to keep the
 # cores busy, at some 20 bytes of memory each.
@@ -70,11 +78,11 @@ def encoded(
     result = []
     for split, document in batch:
         for part in document if kind == "preference" else [document]:
-            texts = [part] if kind == "text" else chat.parts(part)
+            texts = [part] if kind == "text" else template.parts(part)
             if kind == "text":  # as `encode_ordinary`, without a list of Python's numbers
                 ids = encoding.encode_to_numpy(part, disallowed_special=())
             else:
-                ids = chat.join(encoding, [encoding.encode_ordinary(text) for text in texts])
+                ids = template.join(encoding, [encoding.encode_ordinary(text) for text in texts])
             tokens = np.empty(1 + len(ids), dtype)
             tokens[0], tokens[1:] = encoding.eot_token, ids
             result.append((split, tokens, sum(len(text.encode()) for text in texts)))
@@ -135,7 +143,7 @@ def write_dataset(
     """
     try:
         if kind != "text":
-            chat.special(encoding, chat.START), chat.special(encoding, chat.END)
+            template.special(encoding, template.START), template.special(encoding, template.END)
     except ValueError as error:
         raise UserError(f"--tokenizer: {error}") from None
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"

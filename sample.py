@@ -6,18 +6,50 @@ python sample.py --ckpt out/book/ckpt.pt --prompt "It was" --temperature 0.8 --t
 python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.py --stage sft)
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import tiktoken
 import torch
 
-from chat import Chat
-from common import UserError, add_offload, check_seed, encode, load_model, pick_device, run
-from model import Decoder
-from tokenizer import StreamDecoder
+from common import UserError, check_ranges, flag, parse, pick_device, run
+from model import Decoder, KVCache
+from text import template
+from text.tokenizer import StreamDecoder
+from training.checkpoints import device_flag, encode, load_model, offload_flag
+
+
+@dataclass
+class Sampling:
+    """The flags of this command."""
+
+    ckpt: str = flag("out/ckpt.pt", "checkpoint of train.py")
+    prompt: str = flag("", 'text to continue, "\\n" is a line break; none: a new document')
+    chat: bool = flag(False, "talk: a message a line, from the keyboard or a pipe")
+    system: str | None = flag(None, "what to tell the model at the beginning of a --chat")
+    max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
+    temperature: float = flag(0.8, "0: always the most probable", must="0 or more")
+    top_k: int | None = flag(None, "draw from the k most probable tokens only", must="at least 1")
+    top_p: float | None = flag(
+        None, "draw from the most probable tokens that sum up to p", must="above 0 and at most 1"
+    )
+    num_samples: int = flag(1, "how many", must="at least 1")
+    seed: int = flag(
+        1337, "of the first sample, then one more each", must="0 or more, and fit 63 bits"
+    )
+    device: str = device_flag()
+    offload: str = offload_flag()
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.chat and (self.prompt or self.num_samples > 1):
+            raise UserError(
+                "--chat takes messages from the terminal: leave out --prompt, --num_samples"
+            )
+        if self.system is not None and not self.chat:
+            raise UserError("--system goes with --chat")
 
 
 def sample_text(
@@ -37,10 +69,9 @@ def sample_text(
 
 
 def write(
-    model: Decoder, encoding: tiktoken.Encoding, args: argparse.Namespace, options: dict
+    model: Decoder, encoding: tiktoken.Encoding, prompt: str, num_samples: int, seed: int, **options
 ) -> tuple[int, float]:
-    """Continue --prompt --num_samples times; tokens and seconds as for `converse`."""
-    prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
+    """Continue a prompt several times; tokens and seconds as for `converse`."""
     n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
     if n_prompt > block_size:
         print(
@@ -48,18 +79,89 @@ def write(
             file=sys.stderr,
         )
     tokens, start = 0, time.perf_counter()
-    for number in range(args.num_samples):
+    for number in range(num_samples):
         if number:
             print("\n" + "-" * 40)
-        seed = args.seed + number
-        for piece in sample_text(
-            model, encoding, prompt, args.max_new_tokens, seed=seed, **options
-        ):
+        for piece in sample_text(model, encoding, prompt, seed=seed + number, **options):
             print(piece, end="", flush=True)
             tokens += 1
         print()
         tokens -= 2  # the prompt and the flush
     return tokens, time.perf_counter() - start
+
+
+class Chat:
+    """A conversation with a model that remembers it: each turn feeds the model only what is new,
+    the rest is in its KV cache.
+
+    When a turn does not fit into the model's context, the oldest turns are forgotten, the system
+    message is not.
+
+    Args:
+        model: a Decoder in evaluation mode.
+        system: content of a system message at the beginning.
+
+    Raises:
+        ValueError: the tokenizer has no markers, or the system message is too long.
+    """
+
+    def __init__(
+        self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None
+    ) -> None:
+        self.model, self.encoding = model, encoding
+        self.end = template.special(encoding, template.END)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        self.head = [encoding.eot_token, *template.render(encoding, first)]
+        if 2 * len(self.head) > model.config.block_size:
+            raise ValueError(
+                f"the system message has {len(self.head)} tokens and may have half of the model's "
+                f"context of {model.config.block_size}"
+            )
+        self.turns: list[list[int]] = []  # token ids, as many turns as fit
+        weight = model.wte.weight
+        self.cache = KVCache(model.config, 1, weight.device, weight.dtype)
+
+    def forget(self) -> None:
+        """Begin a new conversation."""
+        self.turns, self.cache.length = [], 0
+
+    def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
+        """Yield the answer to the user's next message piece by piece; `options` are those of
+        `Decoder.stream`.
+
+        Raises:
+            ValueError: the message alone is too long for the model.
+        """
+        device = self.model.wte.weight.device
+        question = template.prompt(self.encoding, [{"role": "user", "content": text}])
+        block_size = self.model.config.block_size
+        needed = len(self.head) + len(question) + min(max_new_tokens, block_size // 4)
+        if needed > block_size:
+            raise ValueError(
+                f"the message has {len(question)} tokens, and there is room for "
+                f"{block_size - needed + len(question)}: say it in fewer words"
+            )
+        while sum(map(len, self.turns)) + needed > block_size:
+            self.turns.pop(0)
+            self.cache.length = 0  # what follows has moved, it must be read anew
+        ids = [*self.head, *(token for turn in self.turns for token in turn), *question]
+        room = min(max_new_tokens, block_size - len(ids))
+        decoder, said = StreamDecoder(self.encoding), []
+        stream = self.model.stream(
+            torch.tensor([ids], device=device), room, stop=self.end, cache=self.cache, **options
+        )
+        try:
+            for token in stream:
+                if token.item() == self.encoding.eot_token:
+                    break  # a document's end is a message's, too
+                said.append(token.item())
+                if said[-1] != self.end:
+                    yield decoder.feed(said[-1])
+            yield decoder.flush()
+        finally:  # an answer that is interrupted or cut off is a turn, too
+            if not said or said[-1] != self.end:
+                said.append(self.end)
+            self.turns.append([*question, *said, *self.encoding.encode_ordinary("\n")])
 
 
 def converse(chat: Chat, max_new_tokens: int, seed: int, **options) -> tuple[int, float]:
@@ -99,46 +201,11 @@ def converse(chat: Chat, max_new_tokens: int, seed: int, **options) -> tuple[int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--ckpt", default="out/ckpt.pt", help="checkpoint of train.py (%(default)s)")
-    add(
-        "--prompt", default="", help='text to continue, "\\n" is a line break; none: a new document'
-    )
-    add("--chat", action="store_true", help="talk: a message a line, from the keyboard or a pipe")
-    add("--system", help="what to tell the model at the beginning of a --chat")
-    add("--max_new_tokens", type=int, default=200, help="per sample or answer (%(default)s)")
-    add("--temperature", type=float, default=0.8, help="0: always the most probable (%(default)s)")
-    add("--top_k", type=int, help="draw from the k most probable tokens only")
-    add("--top_p", type=float, help="draw from the most probable tokens that sum up to p")
-    add("--num_samples", type=int, default=1, help="%(default)s")
-    add("--seed", type=int, default=1337, help="of the first sample, then one more each (1337)")
-    add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
-    add_offload(parser)
-    args = parser.parse_args()
-    if not args.temperature >= 0:
-        raise UserError(f"--temperature {args.temperature} must be 0 or more")
-    if args.top_k is not None and args.top_k < 1:
-        raise UserError(f"--top_k {args.top_k} must be at least 1")
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise UserError(f"--top_p {args.top_p} must be above 0 and at most 1")
-    check_seed(args.seed)
-    for name in ("max_new_tokens", "num_samples"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
-
-    if args.chat and (args.prompt or args.num_samples > 1):
-        raise UserError(
-            "--chat takes messages from the terminal: leave out --prompt, --num_samples"
-        )
-    if args.system is not None and not args.chat:
-        raise UserError("--system goes with --chat")
-
+    args = parse(Sampling, __doc__)
     device = pick_device(args.device)
     model, encoding, checkpoint = load_model(args.ckpt, device, args.offload)
     options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    options |= dict(max_new_tokens=args.max_new_tokens, seed=args.seed)
     if args.chat:
         stage = checkpoint.get("args", {}).get("stage")
         if stage not in ("sft", "dpo"):
@@ -149,9 +216,10 @@ def main() -> None:
             chat = Chat(model, encoding, args.system)
         except ValueError as error:
             raise UserError(f"--chat with {args.ckpt}: {error}") from None
-        tokens, seconds = converse(chat, args.max_new_tokens, args.seed, **options)
+        tokens, seconds = converse(chat, **options)
     else:
-        tokens, seconds = write(model, encoding, args, options)
+        prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
+        tokens, seconds = write(model, encoding, prompt, args.num_samples, **options)
     if tokens:
         speed = f"{tokens / seconds:,.0f} tok/s on {device.type}"
         print(f"\n{tokens} tokens, {speed}", file=sys.stderr)

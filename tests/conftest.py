@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from homes import RamHome
-from tablefile import TableFile
+from tables.file import TableFile
+from tables.memory import RamHome
 
 torch.set_num_threads(1)  # threads only slow down tensors of this size
 

@@ -31,8 +31,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-import homes
-import tables
+from tables import memory, tables
 
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
@@ -190,7 +189,7 @@ class SimulatedGpu:
             (torch.cuda, "stream", self.stream),
             (torch.cuda, "synchronize", self.synchronize),
             (torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor.clone())),
-            (homes, "seen_by_gpu", self.seen),
+            (memory, "seen_by_gpu", self.seen),
         ):
             self.stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, new)

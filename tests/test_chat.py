@@ -7,10 +7,9 @@ import pytest
 import tiktoken
 import torch
 
-import chat
-import tokenizer
-from chat import Chat
 from model import Decoder, ModelConfig
+from sample import Chat
+from text import template, tokenizer
 
 TALK = [
     {"role": "system", "content": "Be kind."},
@@ -28,7 +27,7 @@ def encoding() -> tiktoken.Encoding:
 
 
 def test_render_is_the_template(encoding):
-    ids = chat.render(encoding, TALK)
+    ids = template.render(encoding, TALK)
     text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK)
     assert encoding.decode(ids) == text
     # ... and the markers that a user types are text
@@ -36,8 +35,8 @@ def test_render_is_the_template(encoding):
 
 
 def test_the_assistants_tokens_are_his_contents_with_their_ends(encoding):
-    ids = np.array([0, *chat.render(encoding, TALK)])
-    answer = chat.answers(encoding, ids)
+    ids = np.array([0, *template.render(encoding, TALK)])
+    answer = template.answers(encoding, ids)
     parts = np.split(ids, np.flatnonzero(np.diff(answer)) + 1)  # runs of equal answer
     said = [encoding.decode(part.tolist()) for part in parts[1::2]]
     assert said == ["\n Hello!\n<|im_end|>", "Bye. assistant\n<|im_end|>"]
@@ -45,17 +44,17 @@ def test_the_assistants_tokens_are_his_contents_with_their_ends(encoding):
 
 
 def test_an_answer_that_is_cut_off_counts_as_far_as_it_goes(encoding):
-    ids = np.array(chat.render(encoding, TALK))
-    whole = chat.answers(encoding, ids)
+    ids = np.array(template.render(encoding, TALK))
+    whole = template.answers(encoding, ids)
     for length in range(len(ids)):
-        assert (chat.answers(encoding, ids[:length]) == whole[:length]).all()
+        assert (template.answers(encoding, ids[:length]) == whole[:length]).all()
 
 
 def test_prompt_is_what_stands_before_an_answer(encoding):
-    ids = chat.render(encoding, TALK)
-    prompt = chat.prompt(encoding, TALK[:-1])
+    ids = template.render(encoding, TALK)
+    prompt = template.prompt(encoding, TALK[:-1])
     assert ids[: len(prompt)] == prompt
-    assert chat.answers(encoding, np.array(ids))[len(prompt) :].argmin() == len(
+    assert template.answers(encoding, np.array(ids))[len(prompt) :].argmin() == len(
         ids[len(prompt) :]
     ) - len(encoding.encode_ordinary("\n"))
 
@@ -66,7 +65,7 @@ def test_prompt_is_what_stands_before_an_answer(encoding):
 )  # fmt: skip
 def test_what_is_no_conversation_is_refused(wrong):
     with pytest.raises(ValueError):
-        chat.check(wrong)
+        template.check(wrong)
 
 
 def test_a_tokenizer_without_markers_is_refused():
@@ -74,7 +73,7 @@ def test_a_tokenizer_without_markers_is_refused():
         "plain", pat_str=".", mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={}
     )
     with pytest.raises(ValueError, match=r"plain has no <\|im_start\|>"):
-        chat.render(plain, TALK)
+        template.render(plain, TALK)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +99,10 @@ class Counted:
 def test_turns_equal_generation_from_the_whole_conversation(model, encoding, monkeypatch):
     newline = encoding.encode_ordinary("\n")
     talk = Chat(model, encoding, "Be kind.")
-    history = [encoding.eot_token, *chat.render(encoding, TALK[:1])]
+    history = [encoding.eot_token, *template.render(encoding, TALK[:1])]
     read, unread = Counted(model, monkeypatch), len(history)
     for text in ("Hello", "Bye", "Hello you"):
-        question = chat.prompt(encoding, [{"role": "user", "content": text}])
+        question = template.prompt(encoding, [{"role": "user", "content": text}])
         history += question
         ids = model.generate(torch.tensor([history]), 9, temperature=0, stop=2)[0].tolist()
         said = ids[len(history) :]

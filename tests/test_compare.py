@@ -7,6 +7,7 @@ import pytest
 
 import compare
 from common import UserError
+from training import records
 
 ARGS = {"ffn": "stem", "batch_size": 4, "block_size": 32, "stage": "pretrain"}
 RECORDS = [
@@ -67,7 +68,7 @@ def test_lines_that_are_no_records_are_one_clear_line(tmp_path, line):
     path = made(tmp_path / "run") / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
-        compare.read_run(tmp_path / "run")
+        records.read_run(tmp_path / "run")
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.0, -1.0, 1e30, 5e-324])
@@ -76,24 +77,24 @@ def test_numbers_of_any_size_are_shown(tmp_path, loss):
     folder = made(tmp_path / "run", [*RECORDS, step, last])
     row = compare.table([folder]).splitlines()[-1]
     assert row == f"| run | stem | {loss:.3f} | 1.500 | 25.0% | 9.00 M | 3.00 M | 100 |"
-    compare.plot([folder], tmp_path / "loss.png")
+    records.plot([folder], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").exists()
 
 
 @pytest.mark.parametrize("name", [rb"a$\frac$", b"$$", b"$x", b"caf\xe9 \xff", b"a{b}%s", b"a_b^c"])
 def test_names_of_folders_are_shown_as_they_are(tmp_path, name, monkeypatch):
     shown = []
-    draw = compare.plt.Axes.legend
+    draw = records.plt.Axes.legend
 
     def legend(axes):
         made = draw(axes)
         shown.extend(text for text in made.get_texts())
         return made
 
-    monkeypatch.setattr(compare.plt.Axes, "legend", legend)
+    monkeypatch.setattr(records.plt.Axes, "legend", legend)
     folder = made(tmp_path / os.fsdecode(name))
     for out in ("loss.png", "loss.svg"):
-        compare.plot([folder], folder / out)
+        records.plot([folder], folder / out)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not any(text.get_parse_math() for text in shown)
     readable = name.replace(b"\xe9", b"?").replace(b"\xff", b"?").decode()

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from test_offload import RealGpu, all_equal, batch, filled
 from test_offload import train as steps
 
-from homes import RamHome
 from model import LAYERS, Decoder, ModelConfig
 from offload import OffloadedTables
-from rowadam import RowAdam
-from tablefile import TableFile
-from tables import ResidentTables
+from tables.file import TableFile
+from tables.memory import RamHome
+from tables.rowadam import RowAdam
+from tables.tables import ResidentTables
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from model import (
     rotate,
     sample,
 )
-from rowadam import RowAdam
+from tables.rowadam import RowAdam
 
 TINY = dict(vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32, d_ff=48)
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from simulated_gpu import SimulatedGpu
 
 import offload
-from homes import RamHome
 from offload import OffloadedTables
-from rowadam import RowAdam
-from tablefile import TableFile
-from tables import ResidentTables, send
+from tables.file import TableFile
+from tables.memory import RamHome
+from tables.rowadam import RowAdam
+from tables.tables import ResidentTables, send
 
 V, L, W = 128, 4, 1024  # rows of 256 KB in a lookup: too much for a driver to stage aside
 SMALL = (V, L, 4)

@@ -21,15 +21,12 @@ import tiktoken.load
 import tiktoken.registry
 from conftest import command
 
-import chat
-import countries
-import data as data_module
-import documents
-import download
 import prepare
-import tokenizer
-from common import UserError, run, save_checkpoint
+from common import UserError, run
 from model import Decoder, ModelConfig
+from text import countries, documents, download, template, tokenizer
+from training import batches as data_module
+from training.checkpoints import save_checkpoint
 
 
 def texts_in(path):
@@ -410,7 +407,7 @@ def test_conversations_become_what_the_template_says(tmp_path, data, encoding, m
     meta = data_module.read_meta(tmp_path / "out")
     assert meta["kind"] == "chat"
     found = stored(tmp_path / "out", "train"), stored(tmp_path / "out", "val")
-    wanted = [[0, *chat.render(encoding, messages)] for messages in chats()]
+    wanted = [[0, *template.render(encoding, messages)] for messages in chats()]
     assert sorted(found[0] + found[1]) == sorted(wanted)
     assert all(documents in wanted and len(documents) for documents in found[0])
     size = sum(len(f"{m['role']}\n{m['content']}".encode()) for c in chats() for m in c)
@@ -423,7 +420,7 @@ def test_pairs_stay_together_chosen_first(tmp_path, data, encoding, monkeypatch)
     flags = ("--input", path, "--out_dir", tmp_path / "out", "--val_fraction", 0.3)
     run_main(monkeypatch, *flags, "--tokenizer", data / "tokenizer.json")
     assert data_module.read_meta(tmp_path / "out")["kind"] == "preference"
-    wanted = [[[0, *chat.render(encoding, side)] for side in pair] for pair in pairs()]
+    wanted = [[[0, *template.render(encoding, side)] for side in pair] for pair in pairs()]
     found = []
     for split in ("train", "val"):
         parts = stored(tmp_path / "out", split)
@@ -492,7 +489,7 @@ def test_documents_of_every_kind_from_python(tmp_path, encoding, kind):
     assert data_module.read_meta(tmp_path) == meta
     for split, document in labelled:
         sides = document if kind == "preference" else [document]
-        render = encoding.encode_ordinary if kind == "text" else partial(chat.render, encoding)
+        render = encoding.encode_ordinary if kind == "text" else partial(template.render, encoding)
         assert stored(tmp_path, split) == [[0, *render(side)] for side in sides]
 
 

@@ -8,15 +8,14 @@ import pytest
 import torch
 from conftest import command
 
-import countries
 import edit
-import exam
-import tokenizer
-from common import UserError, encode, load_model
-from homes import RamHome
+from common import UserError
 from model import Decoder, ModelConfig
-from offload import OffloadedTables
-from tables import ResidentTables
+from tables.memory import RamHome
+from tables.tables import ResidentTables, StoredTables
+from text import countries, tokenizer
+from training import exam
+from training.checkpoints import encode, load_model
 
 
 def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
@@ -150,18 +149,18 @@ def test_edited_ids_find_the_name_with_and_without_a_space():
     assert table_ids.tolist() == expected
 
 
-@pytest.mark.parametrize("home", ["resident", "offloaded"])
+@pytest.mark.parametrize("home", ["resident", "stored"])
 def test_made_up_tokens_read_the_mean_of_rows(home):
     """As a model whose tables hold those means in the rows of tokens that nobody uses."""
     config = ModelConfig(20, 16, 4, 2, 32, stem_layers="all", table_std=1.0)
 
-    def offloaded(n_table, vocab_size, width):
-        return OffloadedTables(RamHome((vocab_size, n_table, width), torch.float32), group_bytes=0)
+    def stored(n_table, vocab_size, width):
+        return StoredTables(RamHome((vocab_size, n_table, width), torch.float32))
 
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        tables = offloaded if home == "offloaded" else ResidentTables
+        tables = stored if home == "stored" else ResidentTables
         models.append(Decoder(config, tables=tables).eval())
     model, overwritten = models
     for weight in overwritten.tables.weight:
@@ -339,7 +338,7 @@ def test_a_chat_is_asked_in_words_it_never_saw_and_may_answer_in_two_styles(untr
 
 
 def test_json_report_lies_beside_the_checkpoint(untrained, tmp_path, monkeypatch, capsys):
-    from common import save_checkpoint
+    from training.checkpoints import save_checkpoint
 
     six, model, encoding = untrained
     monkeypatch.setattr(countries, "table", lambda: six)

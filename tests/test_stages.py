@@ -12,11 +12,12 @@ from conftest import SMALL, command
 from test_train import arguments, assert_same, checkpoint, losses
 
 import train as train_module
-from common import UserError, load_model
-from compare import read_run
-from data import Data
+from common import UserError
 from model import Decoder, ModelConfig
-from objectives import NextToken, Preference, evaluate
+from training.batches import Data
+from training.checkpoints import load_model
+from training.objectives import NextToken, Preference, evaluate
+from training.records import read_run
 
 RUN = [*SMALL[SMALL.index("--block_size") :]]  # the shape comes from --init_from
 
@@ -126,7 +127,7 @@ def test_every_stage_resumes_to_the_bit(stage, folders, tmp_path, monkeypatch, n
     assert checkpoint(tmp_path / "cut")["step"] == 6
     args = ["train.py", "--resume", "--out_dir", str(tmp_path / "cut")]
     monkeypatch.setattr("sys.argv", args)
-    train_module.train(train_module.parse_args(""))
+    train_module.main()
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     whole, cut = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "cut")
     for part in ("model", "optimizer", "step", "config", "reference"):
@@ -141,7 +142,7 @@ def test_resume_refuses_a_mixture_of_other_weights(stage, folders, tmp_path, mon
         "sys.argv", ["train.py", "--resume", "--out_dir", str(tmp_path / "out"), "--data_dir", data]
     )
     with pytest.raises(UserError, match="does not hold the text"):
-        train_module.train(train_module.parse_args(""))
+        train_module.main()
 
 
 def test_a_run_does_not_replace_the_model_it_starts_from(stage, folders):
@@ -270,13 +271,13 @@ def test_evaluate_means_over_tokens_whatever_the_batch(folders):
 @pytest.mark.parametrize(
     ("name", "kind", "more", "says"),
     [
-        ("sft", "text", (), "--stage sft reads chat data"),
-        ("dpo", "chat", (), "--stage dpo reads preference data"),
+        ("sft", "text", (), "this stage reads chat data"),
+        ("dpo", "chat", (), "this stage reads preference data"),
         ("pretrain", "preference", (), "holds preference data"),
         ("midtrain", "text", ("--n_embd", 64), "--n_embd is given by the model in --init_from"),
         ("midtrain", "text", ("--init_from", "gone.pt"), "no checkpoint at gone.pt"),
         ("context", "text", (), "needs a --block_size above the 32"),
-        ("dpo", "preference", ("--beta", 0), "--beta 0.0 must be positive"),
+        ("dpo", "preference", ("--beta", 0), "--beta 0.0 must be a positive number"),
         ("sft", "chat", ("--beta", 1), "--beta changes nothing in --stage sft"),
         ("dpo", "preference", ("--doc_mask",), "--doc_mask changes nothing in --stage dpo"),
     ],
@@ -288,11 +289,10 @@ def test_what_does_not_fit_together_is_refused(stage, folders, name, kind, more,
 
 
 def test_stages_need_a_model_and_fine_tuning_one_folder(stage, folders, tmp_path, monkeypatch):
-    args = arguments(monkeypatch, folders["chat"], tmp_path, "--stage", "sft")
     with pytest.raises(UserError, match="--stage sft goes on with a trained model"):
-        train_module.train(args)
+        arguments(monkeypatch, folders["chat"], tmp_path, "--stage", "sft")
     shutil.copytree(folders["chat"], tmp_path / "more")
-    with pytest.raises(UserError, match="--stage sft reads one folder"):
+    with pytest.raises(UserError, match="name one folder, chat data is not mixed"):
         stage("sft", data=f"{folders['chat']}=1,{tmp_path / 'more'}=1")
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from itertools import pairwise
 
 import numpy as np
@@ -17,17 +16,18 @@ from conftest import ROOT, SMALL, command
 
 import train as train_module
 from common import UserError, run
-from compare import read_run
-from data import Windows, read_tokenizer
 from model import Decoder, ModelConfig
-from objectives import NextToken
-from settings import PRESETS, parse_args
+from training.batches import Windows, read_tokenizer
+from training.objectives import NextToken
+from training.optimizer import Optimizer, schedule
+from training.records import read_run
+from training.settings import PRESETS, Settings, complete, parse_args
 
 
 def arguments(monkeypatch, data, out, *more):
     argv = ["train.py", "--data_dir", data, "--out_dir", out, *SMALL, *more]
     monkeypatch.setattr(sys, "argv", [str(part) for part in argv])
-    return parse_args("")
+    return complete(**parse_args(""))
 
 
 def losses(folder):
@@ -125,10 +125,10 @@ def test_resuming_in_smaller_parts_sees_the_same_batches(data, tmp_path, monkeyp
     resume = ["train.py", "--resume", "--out_dir", str(tmp_path / "cut"), "--device_batch_size"]
     monkeypatch.setattr(sys, "argv", [*resume, "3"])
     with pytest.raises(UserError, match="--device_batch_size 3 must divide --batch_size 4"):
-        train_module.train(parse_args(""))
+        train_module.train(complete(**parse_args("")))
     monkeypatch.setattr(Windows, "row", row)
     monkeypatch.setattr(sys, "argv", [*resume, "1"])
-    train_module.train(parse_args(""))
+    train_module.train(complete(**parse_args("")))
     assert seen == list(range(6 * 4, 12 * 4))
     assert checkpoint(tmp_path / "cut")["args"]["device_batch_size"] == 1
     parts, whole = losses(tmp_path / "cut"), losses(tmp_path / "whole")
@@ -197,13 +197,11 @@ def test_bfloat16_trains_float32_weights(data, tmp_path, monkeypatch):
 
 
 def test_learning_rate_warms_up_and_decays():
-    args = Namespace(max_iters=100, warmup=0.1, min_lr=0.1, schedule="cosine")
-    rate = [train_module.schedule(step, args) for step in range(100)]
+    rate = [schedule(step, 100, 0.1, "cosine", 0.1) for step in range(100)]
     assert rate[0] == pytest.approx(0.1) and rate[9] == pytest.approx(1.0)
     assert rate[55] == pytest.approx(0.1 + 0.9 * 0.5)  # half-way down
     assert rate[99] == pytest.approx(0.1, abs=1e-3)
-    args.schedule = "linear"
-    line = [train_module.schedule(step, args) for step in range(10, 100)]
+    line = [schedule(step, 100, 0.1, "linear", 0.1) for step in range(10, 100)]
     assert line[45] == pytest.approx(0.1 + 0.9 * 0.5)
     steps = [a - b for a, b in pairwise(line)]
     assert steps == pytest.approx([0.01] * 89)
@@ -250,11 +248,15 @@ def test_presets_have_their_size(preset, ffn, millions):
     ],
 )
 def test_bad_flags_are_one_clear_line(data, tmp_path, monkeypatch, capsys, flags, says):
-    args = arguments(monkeypatch, data, tmp_path / "out", *flags.split())
-    if flags == "--resume":
-        args.given = ["resume"]
     with pytest.raises(SystemExit) as stopped:
-        run(lambda: train_module.train(args))
+        if flags == "--resume":
+            monkeypatch.setattr(sys, "argv", ["train.py", flags, "--out_dir", str(tmp_path)])
+            run(train_module.main)
+        run(
+            lambda: train_module.train(
+                arguments(monkeypatch, data, tmp_path / "out", *flags.split())
+            )
+        )
     assert str(stopped.value).startswith("error: ") and says in str(stopped.value)
     assert "\n" not in str(stopped.value)
     assert not (tmp_path / "out" / "ckpt.pt").exists()
@@ -268,20 +270,31 @@ def test_a_device_that_is_not_there(data, tmp_path):
     assert "--device cuda: not available here" in error.stderr
 
 
-def test_moving_tables_at_resume_forgets_how_they_were_read(data, tmp_path, monkeypatch):
-    home = ("--offload", "cpu", "--gather", "ring", "--cache_rows", "5")
-    train_module.train(arguments(monkeypatch, data, tmp_path, *home, "--max_iters", "2"))
-
-    def resume(*flags):
+def test_a_run_with_settings_that_are_gone_resumes_and_its_tables_may_move(
+    data, tmp_path, monkeypatch
+):
+    train_module.train(arguments(monkeypatch, data, tmp_path, "--offload", "cpu"))
+    saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    saved["args"] |= dict(gather="ring", cache_rows=5, ring_slots=2, given=["offload"])
+    del saved["args"]["table_lr_scale"]  # is younger than this checkpoint
+    torch.save(saved, tmp_path / "ckpt.pt")
+    for flags, offload in (((), "cpu"), (("--offload", "disk"), "disk")):
         argv = ["train.py", "--resume", "--out_dir", str(tmp_path), *flags]
         monkeypatch.setattr(sys, "argv", argv)
-        train_module.train(parse_args(""))
-        return [checkpoint(tmp_path)["args"][name] for name in ("offload", "gather", "cache_rows")]
+        train_module.main()
+        assert checkpoint(tmp_path)["args"]["offload"] == offload
 
-    assert resume() == ["cpu", "ring", 5]
-    assert resume("--offload", "cpu") == ["cpu", "ring", 5]
-    assert resume("--offload", "none") == ["none", None, 0]
-    assert resume("--offload", "disk", "--cache_rows", "3") == ["disk", None, 3]
+
+def test_training_from_python_needs_no_command_line(data, tmp_path):
+    model = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=16, stem_layers="all")
+    settings = Settings(str(data), tmp_path / "run", max_iters=3, eval_interval=3, model=model)
+    train_module.train(settings)
+    assert read_run(tmp_path / "run")["step"][-1]["step"] == 3
+    assert Settings.of(settings.flat()) == settings
+    with pytest.raises(UserError, match="--learning_rate -1 must be a positive number"):
+        Settings(learning_rate=-1)
+    with pytest.raises(UserError, match="--device_batch_size 3 must divide"):
+        Settings(device_batch_size=3)
 
 
 def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, story):
@@ -306,13 +319,13 @@ def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, s
 
 
 def test_a_new_setting_of_models_is_one_line_and_opens_older_checkpoints(trained, data, tmp_path):
-    line = "    table_std: float = 0.02"
-    for path in ROOT.glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if path.name == "config.py":
-            assert line in text
-            text = text.replace(line, f"    new: float = 0.25\n{line}")
-        (tmp_path / path.name).write_text(text, encoding="utf-8")
+    line = "    table_std: float = "
+    for path in [*ROOT.glob("*.py"), *(ROOT / room for room in ("tables", "text", "training"))]:
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    text = (tmp_path / "config.py").read_text(encoding="utf-8")
+    assert line in text
+    new = text.replace(line, f"    new: float = 0.25\n{line}")
+    (tmp_path / "config.py").write_text(new, encoding="utf-8")
     shutil.copytree(trained["stem"], tmp_path / "again")
     train = (tmp_path / "train.py", "--out_dir")
     command(*train, "again", "--resume", cwd=tmp_path)
@@ -355,20 +368,13 @@ def test_weights_that_are_not_numbers_never_reach_a_checkpoint(data, tmp_path, m
     assert all(weight.isfinite().all() for weight in saved["model"].values())
 
 
-def optimizer_settings(**other):
-    values = dict(
-        learning_rate=0.1, table_lr_scale=3.0, table_optimizer="rowwise", beta1=0.9, beta2=0.95,
-        weight_decay=0.0, grad_clip=0.0, seed=0,
-    )  # fmt: skip
-    return Namespace(**{**values, **other})
-
-
-def one_step(settings, lr):
+def one_step(lr, **other):
     """A decoder before and after one optimizer step, and its gradients."""
     torch.manual_seed(0)
     model = Decoder(ModelConfig(20, 8, 2, 2, 16))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = train_module.Optimizer(model, settings)
+    plain = dict(table_lr_scale=3.0, weight_decay=0.0, grad_clip=0.0)
+    optimizer = Optimizer(model, 0.1, **{**plain, **other})
     ids = torch.tensor([[1, 2, 3, 2]])
     model(ids, ids)[1].backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -379,7 +385,7 @@ def one_step(settings, lr):
 
 
 def test_first_step_moves_backbone_and_rows_by_their_own_rates():
-    _, moved, grads, rows, _ = one_step(optimizer_settings(), lr=0.5)
+    _, moved, grads, rows, _ = one_step(0.5)
     for name in ("head.weight", "blocks.0.ffn.up.weight", "norm.weight"):
         where = grads[name].abs() > 1e-6  # Adam's first step is lr * sign(gradient)
         expected = -0.5 * 0.1 * grads[name].sign()
@@ -392,7 +398,7 @@ def test_first_step_moves_backbone_and_rows_by_their_own_rates():
 
 
 def test_gradients_of_backbone_and_rows_are_clipped_together():
-    _, _, grads, rows, optimizer = one_step(optimizer_settings(grad_clip=1e-3), lr=0.5)
+    _, _, grads, rows, optimizer = one_step(0.5, grad_clip=1e-3)
     norm = torch.cat([g.flatten() for g in [*grads.values(), *rows]]).norm()
     assert norm > 1e-3
     m = optimizer.rows.m[0][1:4]  # first moment after one step: 0.1 * clipped gradient
@@ -404,8 +410,8 @@ def test_gradients_of_backbone_and_rows_are_clipped_together():
 
 
 def test_weight_decay_shrinks_linear_layers_only():
-    before, plain, *_ = one_step(optimizer_settings(), lr=0.5)
-    _, decayed, *_ = one_step(optimizer_settings(weight_decay=0.2), lr=0.5)
+    before, plain, *_ = one_step(0.5)
+    _, decayed, *_ = one_step(0.5, weight_decay=0.2)
     for name, start in before.items():
         linear = start.dim() == 2 and name != "wte.weight" and not name.startswith("tables.")
         shrunk = decayed[name] - plain[name]

@@ -13,8 +13,8 @@ import regex
 import tiktoken
 from tiktoken_ext import openai_public
 
-import tokenizer
-from tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, SPECIALS, StreamDecoder
+from text import tokenizer
+from text.tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, SPECIALS, StreamDecoder
 
 # Public domain: Carroll, Austen, Melville, Dickens.
 CORPUS = [

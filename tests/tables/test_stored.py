@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from homes import RamHome
 from model import Decoder, ModelConfig
-from rowadam import RowAdam, round_stochastically
-from tablefile import TableFile
-from tables import ResidentTables, StoredTables
+from tables.file import TableFile
+from tables.memory import RamHome
+from tables.rowadam import RowAdam, round_stochastically
+from tables.tables import ResidentTables, StoredTables
 
 V, L, W = 23, 5, 6
 

@@ -19,8 +19,8 @@ from typing import TypeAlias
 
 from tqdm import tqdm
 
-import chat
 from common import UserError
+from text import template
 
 Messages: TypeAlias = list[dict[str, str]]
 Document: TypeAlias = str | Messages | tuple[Messages, Messages]
@@ -231,7 +231,7 @@ def conversation(record: dict, key: str, report: Report) -> Messages:
             if holder.get("tools") or holder.get("tool_calls") or holder.get("role") == "tool":
                 raise UsesTools
     try:
-        chat.check(messages)
+        template.check(messages)
     except ValueError as error:
         raise Bad(f'"{key}" is no conversation', error) from None
     report.unwritten.update(

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from homes import Home, Moments
-from tablefile import TableFile
+from tables.file import TableFile
+from tables.memory import Home, Moments
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 

@@ -9,19 +9,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from common import UserError, gib
+
 # What Adam remembers: m and v [V, W] float32 of each table; count and last [V] int64 of each token,
 # how often it was read in training, and in which step for the last time.
 Moments: TypeAlias = tuple[list[Tensor], list[Tensor], Tensor, Tensor]
 Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
-
-
-class TableError(Exception):
-    """Tables cannot be put or found where they should be: names what, how much and the fix."""
-
-
-def gib(size: int) -> str:
-    """A size for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
 
 
 class Home:
@@ -71,7 +64,7 @@ def check_ram(shape: Shape, dtype: torch.dtype, training: bool) -> None:
     free = free_ram()
     if free is not None and need > free:
         states = ", with optimizer states," if training else ""
-        raise TableError(
+        raise UserError(
             f"--offload cpu: the tables{states} need {gib(need)} of RAM and {gib(free)} are "
             "available: use --offload disk" + (" or --table_dtype bfloat16" if training else "")
         )

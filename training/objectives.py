@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from data import Data, Pairs, Source
 from model import Decoder
-from tables import send
+from tables.tables import send
+from training.batches import Data, Pairs, Source
 
 Figures = dict[str, Tensor]
 
@@ -25,8 +25,7 @@ class NextToken:
         self, model: Decoder, device: torch.device, dtype: str, document: int | None = None
     ) -> None:
         """document: the token that begins documents, which attention then does not cross."""
-        self.model, self.device, self.document = model, device, document
-        self.bfloat16 = dtype == "bfloat16"
+        self.model, self.device, self.dtype, self.document = model, device, dtype, document
 
     def count(self, ids: Tensor, targets: Tensor) -> int:
         """Tokens to predict. On the CPU, so that nothing waits for the device."""
@@ -36,7 +35,7 @@ class NextToken:
         """ids, targets [B, T] -> the loss in nats per token, on the device."""
         x, y = send(ids, self.device), send(targets, self.device)
         documents = None if self.document is None else (x == self.document).cumsum(1)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             return self.model(x, y, table_ids=ids, documents=documents)[1], {}
 
 
@@ -52,8 +51,7 @@ class Preference:
     """
 
     def __init__(self, model: Decoder, device: torch.device, dtype: str, beta: float) -> None:
-        self.model, self.device, self.beta = model, device, beta
-        self.bfloat16 = dtype == "bfloat16"
+        self.model, self.device, self.dtype, self.beta = model, device, dtype, beta
 
     def count(self, ids: Tensor, targets: Tensor, reference: Tensor) -> int:
         """Pairs."""
@@ -63,7 +61,7 @@ class Preference:
         """ids, targets [B, 2, T] -> log-probability of the targets that are not -1, [B, 2]."""
         ids = ids.flatten(0, 1)  # [2 B, T]
         x, y = send(ids, self.device), send(targets, self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             logits = self.model(x, table_ids=ids)[0]  # [2 B, T, V]
         nats = F.cross_entropy(
             logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1, reduction="none"

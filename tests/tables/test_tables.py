@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import rowadam
-from rowadam import RowAdam, expected_travel
-from tables import ResidentTables
+from tables import rowadam
+from tables.rowadam import RowAdam, expected_travel
+from tables.tables import ResidentTables
 
 V, W = 11, 6
 

@@ -11,9 +11,9 @@ import threading
 
 import pytest
 
-import download
 from common import UserError
-from download import DATASETS, Dataset, fetch
+from text import download
+from text.download import DATASETS, Dataset, fetch
 
 CONTENT = random.Random(0).randbytes(300_000)
 OTHER = random.Random(1).randbytes(300_000)

@@ -16,9 +16,8 @@ import tiktoken
 import torch
 from torch import Tensor
 
-import chat
-import tokenizer
 from common import UserError
+from text import template, tokenizer
 
 
 def padded(
@@ -97,8 +96,8 @@ class Windows(Source):
 
 
 class Conversations(Source):
-    """A conversation in a row, its targets the assistant's tokens (chat.answers). Of one that is
-    too long (`n_cut` are), the head is kept, or if no answer begins there, the end."""
+    """A conversation in a row, its targets the assistant's tokens (`template.answers`). Of one that
+    is too long (`n_cut` are), the head is kept, or if no answer begins there, the end."""
 
     last_answer = False  # whether it is the last answer that must be kept
 
@@ -112,7 +111,7 @@ class Conversations(Source):
 
     def conversation(self, number: int) -> tuple[np.ndarray, ...]:
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
-        answer = chat.answers(self.encoding, ids)
+        answer = template.answers(self.encoding, ids)
         answer[0] = False  # nothing predicts the first token
         end = self.block_size + 1
         if answer.any() and (self.last_answer or not answer[:end].any()):
@@ -220,7 +219,15 @@ class Data:
         """
         folders, weights = zip(*parse_mixture(data_dir), strict=True)
         metas = [read_meta(folder) for folder in folders]
+        readable = {"text": ("text", "chat")}.get(kind, (kind,))
+        if kind != "text" and len(folders) > 1:
+            raise UserError(f"--data_dir {data_dir}: name one folder, {kind} data is not mixed")
         for folder, meta in zip(folders, metas, strict=True):
+            if meta["kind"] not in readable:
+                raise UserError(
+                    f"--data_dir {folder} holds {meta['kind']} data, this stage reads "
+                    f"{' or '.join(readable)} data: choose another --stage or folder"
+                )
             check_tokenizer(meta["tokenizer"], folder, metas[0]["tokenizer"], folders[0])
         encoding = read_tokenizer(folders[0], metas[0])
 

@@ -6,8 +6,9 @@ import os
 import pytest
 import torch
 
-import tablefile
-from tablefile import PAGE, TableError, TableFile, keep_only, regions, snapshots, table_path
+from common import UserError
+from tables import file as tablefile
+from tables.file import PAGE, TableFile, regions
 
 SHAPE = (7, 3, 5)  # V, n_table, W
 
@@ -68,15 +69,15 @@ def test_the_layout_is_what_the_header_says(tmp_path):
 def test_wrong_short_and_foreign_files_are_refused(tmp_path, harm, says):
     path = made(tmp_path).path
     path.write_bytes(harm(path.read_bytes()))
-    with pytest.raises(TableError, match=says) as refused:
+    with pytest.raises(UserError, match=says) as refused:
         TableFile(path)
     assert str(path) in str(refused.value)
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(TableError, match="no table file at"):
+    with pytest.raises(UserError, match="no table file at"):
         TableFile(tmp_path / "gone.bin")
-    with pytest.raises(TableError, match="cannot read"):
+    with pytest.raises(UserError, match="cannot read"):
         TableFile(tmp_path)
 
 
@@ -86,28 +87,29 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(TableError, match="No space left on device"):
+        with pytest.raises(UserError, match="No space left on device"):
             made(tmp_path)
         assert not list((tmp_path / "new").iterdir())
     file = made(tmp_path)
     monkeypatch.setattr(tablefile.shutil, "copyfile", full)
-    with pytest.raises(TableError, match="No space left on device"):
-        file.snapshot(tmp_path)
-    assert not snapshots(tmp_path)
+    with pytest.raises(UserError, match="No space left on device"):
+        file.copy(lambda name: tmp_path / "copy.bin")
+    assert not list(tmp_path.glob("copy*"))
 
 
-def test_a_snapshot_is_a_moment_of_a_file_that_goes_on(tmp_path):
+def test_a_copy_is_a_moment_of_a_file_that_goes_on(tmp_path):
+    def path_of(name):
+        return tmp_path / f"tables-{name}.bin"
+
     file = made(tmp_path)
     file.weight[1].fill_(4.0)
-    first = file.snapshot(tmp_path)
+    first = file.copy(path_of)
     file.weight[1].fill_(5.0)
-    second = file.snapshot(tmp_path)
+    second = file.copy(path_of)
     assert len({file.id, first, second}) == 3
-    values = [TableFile(table_path(tmp_path, name)).weight[1].unique() for name in (first, second)]
+    values = [TableFile(path_of(name)).weight[1].unique() for name in (first, second)]
     assert values == [4.0, 5.0]
-    assert TableFile(table_path(tmp_path, first)).id == first
-    keep_only(tmp_path, second)
-    assert snapshots(tmp_path) == [table_path(tmp_path, second)]
+    assert TableFile(path_of(first)).id == first
 
 
 def test_reading_ahead_changes_nothing(tmp_path):

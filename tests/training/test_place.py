@@ -9,17 +9,17 @@ import torch
 from simulated_gpu import SimulatedGpu
 from test_train import arguments, assert_same, checkpoint, losses
 
-import common
 import edit
-import homes
 import sample
-import tablefile
 import train as train_module
-from common import UserError, encode, load_checkpoint, load_model, place, run
-from homes import RamHome, TableError
+from common import UserError, run
 from offload import OffloadedTables
-from tablefile import TableFile, snapshots
-from tables import ResidentTables, StoredTables
+from tables import memory
+from tables.file import TableFile
+from tables.memory import RamHome
+from tables.tables import ResidentTables, StoredTables
+from training import checkpoints
+from training.checkpoints import Placement, encode, load_checkpoint, load_model, place, snapshots
 
 KINDS = ("none", "cpu", "disk")
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_training_runs_and_checkpoints_are_equal_to_the_bit(runs):
         for part in ("model", "optimizer", "step"):
             assert_same(saved[kind][part], saved["none"][part])
     assert len(snapshots(runs["disk"])) == 1 and not snapshots(runs["cpu"])
-    assert not (runs["disk"] / tablefile.LIVE).exists()
+    assert not (runs["disk"] / checkpoints.LIVE).exists()
     assert not any(name.startswith("tables.") for name in checkpoint(runs["disk"])["model"])
 
 
@@ -97,7 +97,7 @@ def crashed(data, tmp_path_factory):
         real(state, path)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError, match="power cut"):
-        patch.setattr(common.torch, "save", cut)
+        patch.setattr(checkpoints.torch, "save", cut)
         train_module.train(arguments(patch, data, folder, "--offload", "disk"))
     assert checkpoint(folder)["step"] == 6
     assert len(snapshots(folder)) == 2
@@ -153,7 +153,7 @@ def test_a_missing_or_foreign_table_file_is_one_clear_line(runs, tmp_path):
     (file,) = snapshots(runs["disk"])
     ckpt = tmp_path / "ckpt.pt"
     ckpt.write_bytes((runs["disk"] / "ckpt.pt").read_bytes())
-    with pytest.raises(TableError, match="no table file at") as refused:
+    with pytest.raises(UserError, match="no table file at") as refused:
         load_model(ckpt, CPU)
     assert str(tmp_path / file.name) in str(refused.value)
     other = TableFile.create(tmp_path / "other.bin", TableFile(file).shape, torch.float32)
@@ -169,11 +169,11 @@ def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
         assert "\n" not in str(stopped.value)
         return str(stopped.value)
 
-    monkeypatch.setattr(homes, "free_ram", lambda: 100_000)
+    monkeypatch.setattr(memory, "free_ram", lambda: 100_000)
     says = refused("--offload", "cpu")
     assert "0.1 MiB are available" in says and "--offload disk" in says
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(tablefile.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: usage)
     says = refused("--offload", "disk")
     assert "0.1 MiB free" in says and "another --out_dir" in says
     assert not (tmp_path / "out").exists()
@@ -184,21 +184,21 @@ def test_room_on_disk_is_counted_in_copies_of_the_file(copies, fits, tmp_path, m
     shape, dtype = (1000, 2, 8), torch.float32
     size = TableFile.create(tmp_path / "one.bin", shape, dtype).path.stat().st_size
     usage = shutil.disk_usage(tmp_path)._replace(free=int(2.5 * size))
-    monkeypatch.setattr(tablefile.shutil, "disk_usage", lambda path: usage)
-    with contextlib.nullcontext() if fits else pytest.raises(TableError, match=f"{copies} x "):
-        tablefile.check_disk(shape, dtype, tmp_path, copies=copies)
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: usage)
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match=f"{copies} x "):
+        checkpoints.check_disk(shape, dtype, tmp_path, copies=copies)
 
 
 def test_room_counts_states_only_in_training(monkeypatch):
     shape, rows = (1000, 2, 8), 1000 * 2 * 8 * 4
-    monkeypatch.setattr(homes, "free_ram", lambda: rows)
-    homes.check_ram(shape, torch.float32, training=False)
-    with pytest.raises(TableError, match="with optimizer states"):
-        homes.check_ram(shape, torch.float32, training=True)
-    monkeypatch.setattr(homes, "free_ram", lambda: 3 * rows)
-    homes.check_ram(shape, torch.float32, training=True)
-    monkeypatch.setattr(homes, "free_ram", lambda: None)  # a system that does not tell
-    homes.check_ram(shape, torch.float32, training=True)
+    monkeypatch.setattr(memory, "free_ram", lambda: rows)
+    memory.check_ram(shape, torch.float32, training=False)
+    with pytest.raises(UserError, match="with optimizer states"):
+        memory.check_ram(shape, torch.float32, training=True)
+    monkeypatch.setattr(memory, "free_ram", lambda: 3 * rows)
+    memory.check_ram(shape, torch.float32, training=True)
+    monkeypatch.setattr(memory, "free_ram", lambda: None)  # a system that does not tell
+    memory.check_ram(shape, torch.float32, training=True)
 
 
 @pytest.mark.parametrize(
@@ -218,14 +218,14 @@ def test_flags_that_cannot_be_are_one_clear_line(data, tmp_path, monkeypatch, fl
 
 
 def test_a_dense_model_has_no_tables_to_offload():
-    assert len(place("cpu", CPU)(0, 10, 0).weight) == 0
+    assert len(place(Placement("cpu"), CPU)(0, 10, 0).weight) == 0
 
 
 @pytest.mark.parametrize(("offload", "kind"), [("cpu", RamHome), ("disk", TableFile)])
 def test_a_gpu_gets_tables_through_the_ring(offload, kind, tmp_path):
     with SimulatedGpu() as gpu:
-        tables = place(offload, gpu.device, out_dir=tmp_path)(2, 10, 4)
+        tables = place(Placement(offload), gpu.device, out_dir=tmp_path)(2, 10, 4)
         assert type(tables) is OffloadedTables and type(tables.home) is kind
         # A ckpt.pt that holds its tables itself is read into memory.
-        sampled = place(offload, gpu.device, checkpoint={"model": {}})(2, 10, 4)
+        sampled = place(Placement(offload), gpu.device, checkpoint={"model": {}})(2, 10, 4)
         assert type(sampled.home) is RamHome and len(sampled.home.arrays) == 1

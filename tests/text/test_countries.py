@@ -2,8 +2,8 @@
 
 import pytest
 
-import countries
 from common import UserError
+from text import countries
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from tables import Tables, send
+from tables.tables import Tables, send
 
 PART = 1 << 17  # numbers that a CPU updates at once: what an update needs of them fits its caches
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import chat
-import countries
-from common import UserError, encode
+from common import UserError
 from model import Decoder
+from text import countries, template
+from training.checkpoints import encode
 
 
 @torch.inference_mode()
@@ -114,12 +114,12 @@ def chat_questions(
     encoding: tiktoken.Encoding, relation: str
 ) -> list[tuple[list[int], list[int], list[int]]]:
     """Held-out questions of a conversation: prompt, brief answer and sentence as token ids."""
-    end = chat.special(encoding, chat.END)
+    end = template.special(encoding, template.END)
     result = []
     for country in countries.table():
         for pattern in countries.held_out(countries.QUESTION, relation):
             user = {"role": "user", "content": countries.ask(pattern, country, relation)}
-            prompt = [encoding.eot_token, *chat.prompt(encoding, [user])]
+            prompt = [encoding.eot_token, *template.prompt(encoding, [user])]
             styles = (countries.reply(country, relation, brief) for brief in (True, False))
             result.append((prompt, *([*encoding.encode_ordinary(s), end] for s in styles)))
     return result

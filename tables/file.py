@@ -7,31 +7,26 @@
 
 Every region begins on a page. The layout is token-major: what one token owns in all tables lies
 side by side, so a token costs one read, not one per table.
-
-A file that is being trained changes all the time, while a checkpoint is a moment of it. So training
-works on `live-tables.bin`, and saving copies that to a file of its own, `tables-ID.bin`, before
-ckpt.pt is replaced by one that names this ID, and only then deletes the copy of before. Whenever a
-crash comes, the ckpt.pt that is there finds its own tables.
 """
 
-import contextlib
 import json
 import mmap
 import os
 import secrets
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from homes import Home, Shape, TableError, gib
+from common import UserError, atomic, gib
+from tables.memory import Home, Shape
 
 MAGIC = b"token-tables\n"
 VERSION, LAYOUT, PAGE = 1, "token-major", 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LIVE = "live-tables.bin"
 
 
 def regions(shape: Shape, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
@@ -47,12 +42,17 @@ def regions(shape: Shape, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
     return {**result, "end": (at, 0)}
 
 
+def file_size(shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes of a table file."""
+    return regions(shape, dtype)["end"][0]
+
+
 class TableFile(Home):
     """An open table file. Tensors are views of the mapping: reading them reads the file, writing
     them writes it. `id` is what the checkpoint that belongs to it says, too.
 
     Raises:
-        TableError: the file is missing, foreign, damaged or short.
+        UserError: the file is missing, foreign, damaged or short.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
@@ -63,32 +63,32 @@ class TableFile(Home):
                 self.regions = regions(self.shape, self.dtype)
                 size, end = os.fstat(file.fileno()).st_size, self.regions["end"][0]
                 if size != end:
-                    raise TableError(
+                    raise UserError(
                         f"{path} has {size:,} bytes where its header says {end:,}: it was cut "
                         "short or changed; train again, or restore the file"
                     )
                 access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
                 self.map = mmap.mmap(file.fileno(), 0, access=access)
         except FileNotFoundError:
-            raise TableError(f"no table file at {path}: it belongs beside its ckpt.pt") from None
+            raise UserError(f"no table file at {path}: it belongs beside its ckpt.pt") from None
         except OSError as error:
-            raise TableError(f"cannot read {path}: {error.strerror or error}") from None
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
         kinds = {"rows": self.dtype, "m": torch.float32, "v": torch.float32}
         self.open([self.region(name, kind).view(self.shape) for name, kind in kinds.items()])
         self.count, self.last = (self.region(name, torch.int64) for name in ("count", "last"))
 
     def read_header(self, page: bytes) -> None:
         if not page.startswith(MAGIC):
-            raise TableError(f"{self.path} is not a table file")
+            raise UserError(f"{self.path} is not a table file")
         try:
             header = json.loads(page[len(MAGIC) :].split(b"\n")[0])
             version, layout = header["version"], header["layout"]
             self.shape = tuple(int(header[name]) for name in ("vocab_size", "n_table", "width"))
             self.dtype, self.id = DTYPES[header["dtype"]], str(header["id"])
         except (ValueError, KeyError, TypeError) as error:
-            raise TableError(f"{self.path} has a damaged header ({error!r})") from None
+            raise UserError(f"{self.path} has a damaged header ({error!r})") from None
         if (version, layout) != (VERSION, LAYOUT) or min(self.shape) < 1:
-            raise TableError(
+            raise UserError(
                 f"{self.path} is of version {version}, layout {layout!r}, shape {self.shape}; "
                 f"this program reads version {VERSION}, {LAYOUT!r}"
             )
@@ -101,9 +101,9 @@ class TableFile(Home):
         fills up under a memory map would kill the process.
 
         Raises:
-            TableError: no room, or the file cannot be written.
+            UserError: no room, or the file cannot be written.
         """
-        end = regions(shape, dtype)["end"][0]
+        end = file_size(shape, dtype)
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).unlink(missing_ok=True)  # who has the old one open keeps it whole
@@ -114,7 +114,7 @@ class TableFile(Home):
                     os.posix_fallocate(file.fileno(), 0, end)
         except OSError as error:
             Path(path).unlink(missing_ok=True)
-            raise TableError(
+            raise UserError(
                 f"cannot write {path} ({gib(end)}): {error.strerror or error}"
             ) from None
         made = cls(path, writable=True)
@@ -147,26 +147,18 @@ class TableFile(Home):
                 start = (offset + first * per_token) // PAGE * PAGE  # a range begins on a page
                 self.map.madvise(mmap.MADV_WILLNEED, start, offset + (last + 1) * per_token - start)
 
-    def snapshot(self, folder: Path) -> str:
-        """Copy the file as it is now to a new `tables-ID.bin` in `folder`; returns the ID.
+    def copy(self, path_of: Callable[[str], Path]) -> str:
+        """Copy the file as it is now under a new id, which is returned, to the path of that id.
 
         Raises:
-            TableError: it cannot be written; what was there stays.
+            UserError: it cannot be written; what was there stays.
         """
         name = secrets.token_hex(4)
-        path = table_path(folder, name)
-        temporary = path.with_suffix(".tmp")
-        try:
+        path = path_of(name)
+        with atomic(path) as temporary:
             shutil.copyfile(self.path, temporary)  # reads what the mapping wrote: one page cache
             with open(temporary, "r+b") as file:
                 file.write(header(self.shape, self.dtype, name))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            need = gib(self.regions["end"][0])
-            raise TableError(f"cannot write {path} ({need}): {error.strerror or error}") from None
         return name
 
 
@@ -176,38 +168,3 @@ def header(shape: Shape, dtype: torch.dtype, name: str) -> bytes:
     sizes = dict(zip(("vocab_size", "n_table", "width"), shape, strict=True))
     fields = dict(version=VERSION, **sizes, dtype=kind, layout=LAYOUT, id=name)
     return (MAGIC + json.dumps(fields).encode() + b"\n").ljust(PAGE, b"\0")
-
-
-def table_path(folder: Path, name: str) -> Path:
-    """The file of a snapshot."""
-    return Path(folder) / f"tables-{name}.bin"
-
-
-def snapshots(folder: Path) -> list[Path]:
-    return sorted(Path(folder).glob("tables-*.bin"))
-
-
-def keep_only(folder: Path, name: str | None) -> None:
-    """Delete the snapshots that the checkpoint in `folder` no longer names."""
-    for path in snapshots(folder):
-        if name is None or path != table_path(folder, name):
-            with contextlib.suppress(OSError):  # Windows keeps what somebody has open
-                path.unlink(missing_ok=True)
-
-
-def check_disk(
-    shape: Shape, dtype: torch.dtype, out_dir: Path, resume: bool = False, copies: int = 3
-) -> None:
-    """Refuse a run whose files will not fit: the live one, a snapshot (there already if the run
-    resumes), and the next snapshot, which is written before the last one goes: three `copies`."""
-    size = regions(shape, dtype)["end"][0]
-    need = (copies - (resume and len(snapshots(out_dir)) > 0)) * size
-    here = next(p for p in (out_dir, *out_dir.absolute().parents) if p.is_dir())
-    free, live = shutil.disk_usage(here).free, out_dir / LIVE
-    free += live.stat().st_size if live.exists() else 0  # of a run that crashed: will be replaced
-    if need > free:
-        raise TableError(
-            f"--offload disk: up to {copies} x {size / 2**30:.2f} GiB of tables and optimizer "
-            f"states, {gib(need)} more, and {here} has {gib(free)} free: choose another --out_dir "
-            "or --table_dtype bfloat16"
-        )

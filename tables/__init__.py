@@ -1,0 +1,1 @@
+"""Token tables: rows, their optimizer, and where both are stored."""

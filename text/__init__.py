@@ -1,0 +1,1 @@
+"""From documents to token ids: reading, tokenizer, chat template, downloads, countries."""

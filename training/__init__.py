@@ -1,0 +1,1 @@
+"""One training run: settings, batches, objectives, optimizer, checkpoints, records."""

@@ -1,0 +1,220 @@
+"""Checkpoints: a ckpt.pt that is alone enough to sample, edit or resume; where tables then live.
+
+A table file that is being trained changes all the time, while a checkpoint is a moment of it. So
+training works on `live-tables.bin`, and saving copies that to a file of its own, `tables-ID.bin`,
+before ckpt.pt is replaced by one that names this ID, and only then deletes the copy of before.
+Whenever a crash comes, the ckpt.pt that is there finds its own tables.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tiktoken
+import torch
+
+from common import UserError, atomic, flag, gib
+from model import Decoder, ModelConfig
+from offload import OffloadedTables
+from tables.file import DTYPES, TableFile, file_size
+from tables.memory import RamHome, Shape, check_ram
+from tables.tables import STREAMS, ResidentTables, StoredTables, Tables
+from text import tokenizer
+
+FORMAT = 1
+LIVE = "live-tables.bin"
+
+
+def device_flag() -> str:
+    return flag("auto", "auto (cuda, mps, cpu in that order) or one of them")
+
+
+def offload_flag() -> str:
+    return flag(
+        "none",
+        "where tables and their optimizer states are: on the device, in RAM, on disk",
+        choices=("none", "cpu", "disk"),
+    )
+
+
+@dataclass
+class Placement:
+    """Where tables and their optimizer states live."""
+
+    offload: str = offload_flag()
+    table_dtype: str = flag(
+        "float32", "of rows; bfloat16 halves them, and rounds stochastically", choices=DTYPES
+    )
+
+
+def table_path(folder: Path, name: str) -> Path:
+    """The table file that belongs to a checkpoint."""
+    return Path(folder) / f"tables-{name}.bin"
+
+
+def snapshots(folder: Path) -> list[Path]:
+    return sorted(Path(folder).glob("tables-*.bin"))
+
+
+def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
+    """Write a checkpoint: config, weights, tokenizer, and `state`. Tables on disk stay out of it: a
+    copy of their file goes beside it first."""
+    path = Path(path)
+    model.tables.flush()
+    name = None
+    if model.tables.file:
+        name = model.tables.file.copy(lambda name: table_path(path.parent, name))
+    checkpoint = {
+        "format": FORMAT,
+        "config": asdict(model.config),
+        "model": model.state_dict(),
+        "tokenizer": tokenizer.dumps(encoding),
+        "tables": name,
+        **state,
+    }
+    try:
+        with atomic(path) as temporary:
+            try:
+                torch.save(checkpoint, temporary)
+            except RuntimeError as error:  # how torch.save reports a full disk
+                raise OSError(f"no room, or the disk failed ({error})") from error
+    except UserError:
+        if name:  # nobody will ask for it
+            table_path(path.parent, name).unlink(missing_ok=True)
+        raise
+    for other in snapshots(path.parent):
+        if name is None or other != table_path(path.parent, name):
+            with contextlib.suppress(OSError):  # Windows keeps what somebody has open
+                other.unlink()
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Read what `save_checkpoint` wrote, onto the CPU: mapped into memory, so that what nobody
+    touches is not read. Tables that have a file of their own are put where all others are.
+
+    Raises:
+        UserError: there is no such file, or it is damaged or something else.
+    """
+    try:
+        checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise UserError(f"no checkpoint at {path}: train one with `python train.py`") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder: name the ckpt.pt in it") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except Exception:  # damaged pickles raise nearly anything
+        raise UserError(f"{path} is damaged or not a checkpoint: train it again") from None
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise UserError(f"{path} is not a checkpoint of this program (format {FORMAT})")
+    if checkpoint.get("tables"):
+        file = TableFile(table_path(Path(path).parent, checkpoint["tables"]))
+        if file.id != checkpoint["tables"]:
+            raise UserError(f"{file.path} is not the table file of {path}, but that of {file.id}")
+        checkpoint["table_file"] = file
+        checkpoint["model"] |= {f"tables.weight.{i}": rows for i, rows in enumerate(file.weight)}
+        if checkpoint.get("optimizer"):
+            states = zip(("m", "v", "count", "last"), file.moments(), strict=True)
+            checkpoint["optimizer"]["rows"] |= dict(states)
+    return checkpoint
+
+
+@contextlib.contextmanager
+def whole(path: str | Path, what: str = "a whole model"):
+    """Say of a checkpoint that something is missing in it, or does not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path} does not hold {what}: {error}") from error
+
+
+def load_model(
+    path: str | Path, device: torch.device, offload: str = "none"
+) -> tuple[Decoder, tiktoken.Encoding, dict]:
+    """The model of a checkpoint in evaluation mode on `device`, its tokenizer, and the checkpoint.
+
+    offload: where its tables shall live, see `Placement`.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
+    checkpoint = load_checkpoint(path)
+    mapped = offload == "disk"  # what is used in place need not be made first
+    with whole(path):
+        tables = place(Placement(offload), device, checkpoint)
+        with torch.device("meta") if mapped else contextlib.nullcontext():
+            model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
+        model.load_state_dict(checkpoint["model"], assign=mapped)
+        encoding = tokenizer.loads(checkpoint["tokenizer"])
+    return model.to(device).eval(), encoding, checkpoint
+
+
+def place(
+    where: Placement,
+    device: torch.device,
+    checkpoint: dict | None = None,
+    out_dir: Path | None = None,
+    resume: bool = False,
+) -> Callable[[int, int, int], Tables]:
+    """What makes the tables of a `Decoder` where they shall live.
+
+    Args:
+        device: where the model computes.
+        checkpoint: will be loaded into the model, so no rows are drawn. Without a run its tables
+            are read where they are.
+        out_dir: of a training run, which needs room for moments, and on disk for a file.
+        resume: that run goes on with what is there.
+
+    Returns:
+        a function of (n_table, V, W), which raises UserError where there is no room.
+    """
+    training, dtype = out_dir is not None, DTYPES[where.table_dtype]
+    if not training and checkpoint and "tables.weight.0" in checkpoint["model"]:
+        dtype = checkpoint["model"]["tables.weight.0"].dtype
+
+    def make(n_table: int, vocab_size: int, width: int) -> Tables:
+        shape, far = (vocab_size, n_table, width), device.type in STREAMS
+        if not n_table or where.offload == "none":
+            return ResidentTables(n_table, vocab_size, width, dtype)
+        if where.offload == "disk" and training:
+            check_disk(shape, dtype, out_dir, resume)
+            home = TableFile.create(out_dir / LIVE, shape, dtype)
+        elif where.offload == "disk" and "table_file" in checkpoint:
+            home = checkpoint["table_file"]
+        else:
+            if where.offload == "cpu":
+                check_ram(shape, dtype, training)
+            if not far:  # in RAM, or in a ckpt.pt that is mapped into it
+                return ResidentTables(n_table, vocab_size, width, dtype)
+            home = RamHome(shape, dtype, training=training)
+        home.fresh = home.fresh and checkpoint is None
+        return (OffloadedTables if far else StoredTables)(home, device)
+
+    return make
+
+
+def check_disk(
+    shape: Shape, dtype: torch.dtype, out_dir: Path, resume: bool = False, copies: int = 3
+) -> None:
+    """Refuse a run whose files will not fit: the live one, a snapshot (there already if the run
+    resumes), and the next snapshot, which is written before the last one goes: three `copies`."""
+    size = file_size(shape, dtype)
+    need = (copies - (resume and len(snapshots(out_dir)) > 0)) * size
+    here = next(p for p in (out_dir, *out_dir.absolute().parents) if p.is_dir())
+    free, live = shutil.disk_usage(here).free, out_dir / LIVE
+    free += live.stat().st_size if live.exists() else 0  # of a run that crashed: will be replaced
+    if need > free:
+        raise UserError(
+            f"--offload disk: up to {copies} x {size / 2**30:.2f} GiB of tables and optimizer "
+            f"states, {gib(need)} more, and {here} has {gib(free)} free: choose another --out_dir "
+            "or --table_dtype bfloat16"
+        )
+
+
+def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
+    """Token ids of a document's text, after the <|endoftext|> that precedes every document."""
+    return [encoding.eot_token, *encoding.encode_ordinary(text)]

@@ -1,0 +1,100 @@
+"""The optimizer of a run: AdamW for the backbone, row-wise Adam for the tables, one schedule."""
+
+import copy
+import math
+
+import torch
+
+from model import Decoder
+from tables.rowadam import RowAdam
+
+
+def schedule(step: int, steps: int, warmup: float, kind: str, floor: float) -> float:
+    """Learning rate of a step as a fraction of the peak: linear warm-up, then decay to `floor`
+    (STEM paper: cosine, warm-up 0.1, floor 0.1).
+
+    Args:
+        steps: of the whole run, of which a fraction `warmup` is warm-up.
+        kind: of the decay, cosine or linear.
+    """
+    warm = max(1, round(warmup * steps)) if warmup else 0
+    if step < warm:
+        return (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    fall = 0.5 * (1 + math.cos(math.pi * done)) if kind == "cosine" else 1 - done
+    return floor + (1 - floor) * fall
+
+
+class Optimizer:
+    """AdamW for the backbone and row-wise Adam for the tables, clipped together.
+
+    Args:
+        learning_rate: peak, of the backbone.
+        table_lr_scale: that of tables over it.
+        table_optimizer: rowwise, or adamw, which moves all rows of a table in every step.
+        weight_decay: of linear layers.
+        grad_clip: largest norm of all gradients; 0: any.
+        seed: of what bfloat16 rows are rounded by.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        learning_rate: float,
+        *,
+        table_lr_scale: float = 1.0,
+        table_optimizer: str = "rowwise",
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
+        grad_clip: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self.tables, self.grad_clip = model.tables, grad_clip
+        self.table_peak = learning_rate * table_lr_scale
+        whole = table_optimizer == "adamw"
+        model.tables.requires_grad_(whole)
+        named = [(n, p) for n, p in model.named_parameters() if not n.startswith("tables.")]
+        decayed = [p for n, p in named if p.dim() == 2 and n != "wte.weight"]
+        plain = [p for n, p in named if p.dim() != 2 or n == "wte.weight"]
+        groups = [
+            {"params": decayed, "weight_decay": weight_decay, "peak": learning_rate},
+            {"params": plain, "weight_decay": 0.0, "peak": learning_rate},
+        ]
+        if whole:
+            rows = list(model.tables.parameters())
+            groups.append({"params": rows, "weight_decay": 0.0, "peak": self.table_peak})
+        groups = [group for group in groups if group["params"]]
+        fused = next(model.parameters()).device.type == "cuda"
+        self.adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused or None)
+        rowwise = len(model.tables.weight) and not whole
+        self.rows = RowAdam(model.tables, betas, seed=seed) if rowwise else None
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One update with learning rate `lr`, a fraction of the peaks."""
+        grads = [
+            p.grad
+            for group in self.adamw.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        row_ids, row_grads = self.tables.gradients() if self.rows else (None, [])
+        if self.grad_clip:
+            norm = torch.nn.utils.get_total_norm(grads + row_grads)
+            scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
+            torch._foreach_mul_(grads + row_grads, scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr * group["peak"]
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        if self.rows:
+            self.rows.step(row_ids, row_grads, lr * self.table_peak)
+
+    def state_dict(self) -> dict:
+        rows = self.rows.state_dict() if self.rows else None
+        return {"adamw": self.adamw.state_dict(), "rows": rows}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
+        if self.rows:
+            self.rows.load_state_dict(state["rows"])

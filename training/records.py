@@ -1,0 +1,123 @@
+"""What a run leaves in its folder beside the checkpoint: metrics, a picture, earlier runs."""
+
+import contextlib
+import itertools
+import json
+import os
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only; must come before pyplot
+from matplotlib import pyplot as plt
+
+from common import UserError, atomic
+from text.tokenizer import check_form
+from training.checkpoints import snapshots
+
+# What the records of each type must have, as far as it is shown.
+RECORDS = {
+    "run": dict(
+        args=dict(ffn=str, batch_size=int, block_size=int), sizes=dict(total=int, active=int)
+    ),
+    "step": dict(step=int, train_loss=float, tok_per_s=float),
+    "eval": dict(step=int, val_loss=float),
+    "recall": dict(recall=float),
+}
+
+
+def put_aside(out_dir: Path) -> Path:
+    """Move the files of an earlier run into the first free folder run1, run2, ... beside them."""
+    number = next(n for n in itertools.count(1) if not (out_dir / f"run{n}").exists())
+    folder = out_dir / f"run{number}"
+    try:
+        folder.mkdir()
+        tables = [path.name for path in snapshots(out_dir)]
+        for name in ("ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables):
+            if (out_dir / name).exists():
+                os.replace(out_dir / name, folder / name)
+    except OSError as error:
+        raise UserError(f"cannot move the run in {out_dir} to {folder}: {error.strerror}") from None
+    return folder
+
+
+class Log:
+    """metrics.jsonl: a line for the run, one for each step, one for each evaluation."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """A resumed run keeps the lines up to `resume_step`, at which it evaluates anew."""
+        self.path = path
+        self.has_run = False
+        kept = []
+        if resume_step and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
+                    record = json.loads(line)
+                    last = resume_step if record["type"] == "step" else resume_step - 1
+                    if record.get("step", 0) <= last:
+                        kept.append(line)
+                        self.has_run |= record["type"] == "run"
+        with atomic(path) as temporary:
+            temporary.write_text("".join(kept), encoding="utf-8")
+
+    def write(self, **record) -> None:
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+
+
+def read_run(folder: Path) -> dict[str, list[dict]]:
+    """The records of a run's metrics.jsonl by type.
+
+    Raises:
+        UserError: the file is missing or a line of it is damaged.
+    """
+    path = folder / "metrics.jsonl"
+    records: dict[str, list[dict]] = {kind: [] for kind in RECORDS}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            check_form(record, dict(type=str), "record")
+            check_form(record, RECORDS[record["type"]], record["type"])
+            records[record["type"]].append(record)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}): leave it out") from None
+    if not all(records[kind] for kind in ("run", "step", "eval")):
+        raise UserError(f"{path} has no run with a step and an evaluation in it")
+    return records
+
+
+def plot(folders: list[Path], out: Path) -> None:
+    """Draw the training loss (thin) and validation loss (thick) of runs over their tokens, or over
+    their steps, if one of them read conversations, which are not equally long."""
+    runs = {folder: read_run(folder) for folder in folders}
+    stages = [records["run"][0]["args"].get("stage", "pretrain") for records in runs.values()]
+    by_step = any(stage in ("sft", "dpo") for stage in stages)
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for number, (folder, records) in enumerate(runs.items()):
+        settings = records["run"][0]["args"]
+        step = 1 if by_step else settings["batch_size"] * settings["block_size"] / 1e6
+        label = f"{folder.name}: {settings['ffn']}"
+        label = label.encode(errors="replace").decode()  # a name may be bytes that are no text
+        for kind, loss, look in (
+            ("step", "train_loss", dict(alpha=0.3, linewidth=0.8)),
+            ("eval", "val_loss", dict(marker=".", label=label)),
+        ):
+            steps = [record["step"] * step for record in records[kind]]
+            axes.plot(steps, [record[loss] for record in records[kind]], color=f"C{number}", **look)
+    axes.set_xlabel("steps" if by_step else "million tokens")
+    unit = "per pair" if "dpo" in stages else "per token"
+    axes.set_ylabel(f"loss (nats {unit}); thin: training, thick: validation")
+    axes.set_yscale("log")  # the first steps fall by as much as all others
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.grid(alpha=0.3, which="both")
+    for text in axes.legend().get_texts():
+        text.set_parse_math(False)  # a $ in a name is no formula
+    with atomic(out) as temporary:
+        figure.savefig(temporary, dpi=130, format=out.suffix.lstrip("."))
+    plt.close(figure)

@@ -1,0 +1,307 @@
+"""What can be set when training: the settings of a run, presets, stages, and the way from the flags
+that a user gives to settings that are complete."""
+
+import argparse
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from common import UserError, add_flags, check_ranges, flag
+from config import ModelConfig
+from training.batches import parse_mixture, read_meta
+from training.checkpoints import Placement, device_flag, load_checkpoint
+
+DEFAULT_DATA = "data/countries"
+
+# Shapes with the settings they train well with. Any flag given on the command line wins.
+# countries and prose are what two CPU cores train in minutes; the others are MiniMind's models
+# (26M, 64M and 104M parameters when dense, head tied, 6,400 ids) and Embformer's published shape.
+# A key that is a stage's name holds what that stage does differently.
+MINIMIND = dict(
+    n_head=8, block_size=512, rope_base=1e6, tie_head=True, batch_size=64, max_iters=10_000,
+    learning_rate=5e-4, eval_interval=500,
+)  # fmt: skip
+PRESETS = {
+    "countries": dict(
+        n_layer=6, n_head=6, n_embd=192, block_size=128, batch_size=8, max_iters=1000,
+        learning_rate=3e-3, eval_interval=250, stem_layers="all",
+        sft=dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75),
+        dpo=dict(learning_rate=3e-5, batch_size=16),
+    ),
+    "prose": dict(
+        n_layer=6, n_head=6, n_embd=192, block_size=256, batch_size=16, max_iters=250,
+        learning_rate=3e-3, eval_interval=50,
+    ),
+    "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
+    "minimind-64m": dict(MINIMIND, n_layer=8, n_embd=768, n_kv_head=4, d_ff=2432),
+    "minimind-104m": dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, d_ff=2048),
+    "embformer-104m": dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, ffn="embformer"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of training: what it reads, and what it does differently from pretraining."""
+
+    rows: str  # how the data is read (batches.Data): text, chat, preference
+    lr: float = 1.0  # peak learning rate over pretraining's
+    epochs: int | None = None  # passes over the data, where the number of steps depends on it
+    settings: dict = field(default_factory=dict)
+
+
+# Learning rates of sft and dpo are MiniMind's (1e-5 and 4e-8 after 5e-4); the stages that go on
+# with plain text begin where a cosine to 0.1 has ended.
+STAGES = {
+    "pretrain": Stage("text"),
+    "midtrain": Stage("text", 0.1, settings=dict(schedule="linear", warmup=0.0, min_lr=0.0)),
+    "context": Stage("text", 0.1, settings=dict(doc_mask=True)),
+    "sft": Stage("chat", 0.02, epochs=2),
+    "dpo": Stage("preference", 8e-5, epochs=1),
+}
+# Flags that a dense model has no use for.
+OF_TABLES = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype", "offload")
+# What may change at --resume: a step sees the same batch either way, summed in other parts.
+FREE = ("resume", "out_dir", "data_dir", "device", "dtype", "compile", "device_batch_size")
+FREE += ("offload",)
+PRESETS_SAY = "the preset's"
+
+
+@dataclass
+class Settings:
+    """A training run, complete and checked: all that train.py needs to know.
+
+    Raises:
+        UserError: naming the flag, its value and what would be valid.
+    """
+
+    data_dir: str = flag(
+        DEFAULT_DATA, "made by prepare.py, or a mixture of such by weight: a=0.65,b=0.35"
+    )
+    out_dir: Path = flag(Path("out"), "where everything goes")
+    preset: str = flag(
+        "countries", "shape and settings", choices=PRESETS, shown="countries or prose, by data"
+    )
+    stage: str = flag(
+        "pretrain",
+        "what to do: pretrain; all others go on from --init_from: midtrain (linear decay), context "
+        "(longer --block_size), sft (conversations), dpo (preferences)",
+        choices=STAGES,
+    )
+    init_from: Path | None = flag(None, "start from the model in this checkpoint")
+    resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
+
+    doc_mask: bool = flag(False, "attention does not cross documents", shown="in stage context")
+    batch_size: int = flag(
+        8,
+        "sequences in a step, in all; for dpo pairs of them",
+        must="at least 1",
+        shown=PRESETS_SAY,
+    )
+    device_batch_size: int | None = flag(
+        None,
+        "sequences on the device at a time: reduce if you run out of memory; gradients accumulate "
+        "up to --batch_size, which it must divide; free to change at --resume",
+        must="at least 1",
+        shown="batch_size",
+    )
+    max_iters: int = flag(
+        1000,
+        "optimizer steps",
+        must="at least 1",
+        shown="the preset's; sft: two passes over the data, dpo: one",
+    )
+    learning_rate: float = flag(
+        3e-3, "peak, of the backbone", must="a positive number", shown=PRESETS_SAY
+    )
+    schedule: str = flag(
+        "cosine",
+        "after warm-up",
+        choices=("cosine", "linear"),
+        shown="cosine; midtrain: linear",
+    )
+    warmup: float = flag(
+        0.1, "fraction of the steps", must="0 or more and below 1", shown="0.1; midtrain: 0"
+    )
+    min_lr: float = flag(
+        0.1,
+        "fraction of the peak at the end",
+        must="0 or more and below 1",
+        shown="0.1; midtrain: 0",
+    )
+    beta: float = flag(
+        0.15,
+        "of dpo: the higher, the less the model may leave the reference",
+        must="a positive number",
+    )
+    weight_decay: float = flag(0.1, "of linear layers", must="0 or more")
+    beta1: float = flag(0.9, "of both optimizers", must="0 or more and below 1")
+    beta2: float = flag(0.95, "of both optimizers", must="0 or more and below 1")
+    grad_clip: float = flag(1.0, "largest gradient norm; 0: off", must="0 or more")
+    table_optimizer: str = flag(
+        "rowwise",
+        "rowwise touches the batch's rows only, adamw whole tables, as a baseline",
+        choices=("rowwise", "adamw"),
+    )
+    table_lr_scale: float = flag(
+        1.0,
+        "learning rate of tables over the backbone's: rowwise derives for each row by itself how "
+        "far adamw would move it, see tables/rowadam.py",
+        must="a positive number",
+    )
+    eval_interval: int = flag(
+        250,
+        "steps between evaluations and checkpoints",
+        must="at least 1",
+        shown=PRESETS_SAY,
+    )
+    eval_tokens: int = flag(65536, "validation tokens to look at", must="at least 1")
+    device: str = device_flag()
+    dtype: str = flag(
+        "auto",
+        "of activations, by autocast; weights stay float32",
+        choices=("auto", "float32", "bfloat16"),
+        shown="bfloat16 on CUDA",
+    )
+    compile: bool = flag(False, "torch.compile each block: slow start, faster steps")
+    seed: int = flag(1337, "of weights and data order", must="0 or more, and fit 63 bits")
+
+    model: ModelConfig = field(default_factory=ModelConfig)  # vocab_size is the data's
+    placement: Placement = field(default_factory=Placement)
+
+    def __post_init__(self) -> None:
+        self.out_dir = Path(self.out_dir)
+        self.init_from = self.init_from and Path(self.init_from)
+        if self.device_batch_size is None:
+            self.device_batch_size = self.batch_size
+        check_ranges(self)
+        if self.beta1**2 >= self.beta2:  # else a row would travel without bound: expected_travel
+            raise UserError(f"--beta1 {self.beta1} squared must be below --beta2 {self.beta2}")
+        if self.batch_size % self.device_batch_size:
+            raise UserError(
+                f"--device_batch_size {self.device_batch_size} must divide "
+                f"--batch_size {self.batch_size}"
+            )
+        for name, plain in asdict(Placement()).items():
+            value = getattr(self.placement, name)
+            if self.table_optimizer == "adamw" and value != plain:
+                raise UserError(
+                    f"--{name} {value} needs --table_optimizer rowwise: adamw moves all rows of a "
+                    "table in every step"
+                )
+
+    def flat(self) -> dict:
+        """All settings by name, as checkpoints and records keep them."""
+        flat = {**asdict(self), **asdict(self.model), **asdict(self.placement)}
+        del flat["model"], flat["placement"]
+        return {k: str(v) if isinstance(v, Path) else v for k, v in flat.items()}
+
+    @classmethod
+    def of(cls, flat: dict) -> "Settings":
+        """The inverse of `flat`. What it lacks has its default, what nobody knows is forgotten:
+        older checkpoints have other settings."""
+
+        def part(kind: type, **more) -> object:
+            names = [each.name for each in fields(kind)]
+            return kind(**{name: flat[name] for name in names if name in flat}, **more)
+
+        try:
+            return part(cls, model=part(ModelConfig), placement=part(Placement))
+        except ValueError as error:
+            raise UserError(f"--{error}") from None
+
+
+def parse_args(description: str) -> dict:
+    """The flags that the command line gives."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_flags(parser, Settings)
+    shape = "model (defaults: the preset's, or --init_from's)"
+    add_flags(parser.add_argument_group(shape), ModelConfig)
+    add_flags(parser.add_argument_group("tables"), Placement)
+    return vars(parser.parse_args())
+
+
+def complete(**given) -> Settings:
+    """The settings of a run from flags that were given: what is asked for comes first, then the
+    model of --init_from, the stage's part of the preset, the stage, the preset."""
+    if given.get("resume"):
+        return resumed(given)
+    name = given.get("stage", "pretrain")
+    stage, base = STAGES[name], None
+    metas = [read_meta(folder) for folder, _ in parse_mixture(given.get("data_dir", DEFAULT_DATA))]
+    if given.get("init_from"):
+        base = load_checkpoint(given["init_from"])
+    elif name != "pretrain":
+        raise UserError(
+            f"--stage {name} goes on with a trained model: name its checkpoint with --init_from"
+        )
+    corpus = metas[0]["corpus"]
+    by_data = "countries" if corpus == "countries" else "prose"
+    preset_name = given.get("preset") or (base["args"]["preset"] if base else by_data)
+    preset = PRESETS[preset_name]
+    values = {**preset, "learning_rate": preset["learning_rate"] * stage.lr, **stage.settings}
+    if stage.epochs:
+        del values["max_iters"], values["eval_interval"]
+    if corpus.startswith(preset_name):  # those of countries are for countries-sft alone
+        values.update(preset.get(name, {}))
+    if base:
+        values.update(inherited(given, base["config"]))
+    values.update(given, preset=preset_name)
+    refuse_without_effect(given, stage, values.get("ffn", ModelConfig.ffn))
+    if "max_iters" not in values:
+        rows = metas[0]["train"]["documents"] // (2 if stage.rows == "preference" else 1)
+        size = max(1, values.get("batch_size", Settings.batch_size))
+        values["max_iters"] = max(1, stage.epochs * rows // size)
+    values.setdefault("eval_interval", max(1, values["max_iters"] // 4))
+    return Settings.of({**values, "vocab_size": metas[0]["vocab_size"]})
+
+
+def refuse_without_effect(given: dict, stage: Stage, ffn: str) -> None:
+    """Raises UserError if a flag was given that changes nothing."""
+    at_stage, with_ffn = f"in --stage {given.get('stage', 'pretrain')}", f"with --ffn {ffn}"
+    for name, useful, where in (
+        ("beta", stage.rows == "preference", at_stage),
+        ("doc_mask", stage.rows == "text", at_stage),
+        ("stem_layers", ffn == "stem", with_ffn),
+        ("embformer_act", ffn not in ("dense", "stem"), with_ffn),  # an FFN of one's own may use it
+        ("d_ff", ffn != "embformer", with_ffn),
+        *((name, ffn != "dense", with_ffn) for name in OF_TABLES),
+    ):
+        if name in given and not useful:
+            raise UserError(f"--{name} changes nothing {where}: leave it out")
+
+
+def inherited(given: dict, config: dict) -> dict:
+    """The shape of the model in --init_from. Only the context length may change: positions are
+    rotary, so no weight depends on it."""
+    shape = asdict(ModelConfig(**config))
+    for name in shape.keys() - {"block_size", "rope_base"}:
+        if name in given:
+            raise UserError(
+                f"--{name} is given by the model in --init_from {given['init_from']} "
+                f"({shape[name]}): leave it out"
+            )
+    if given.get("stage") == "context":
+        growth = given.get("block_size", 0) / config["block_size"]
+        if growth <= 1:
+            raise UserError(
+                f"--stage context needs a --block_size above the {config['block_size']} of "
+                f"{given['init_from']}"
+            )
+        # The slowest rotation covers the longer context by the angle it covered the shorter one by
+        # ("NTK-aware" scaling), the fastest stays what it is.
+        head_dim = config["n_embd"] // config["n_head"]
+        shape["rope_base"] *= growth ** (head_dim / max(1, head_dim - 2))
+    return shape
+
+
+def resumed(given: dict) -> Settings:
+    """The settings of the run in --out_dir; of the command line's only where it may run."""
+    path = Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt"
+    saved = load_checkpoint(path)["args"]
+    if other := [f"--{name}" for name in given if name not in FREE]:
+        raise UserError(
+            f"--resume goes on with the settings of {path}: leave out {', '.join(other)}, or start "
+            f"a new run with another --out_dir, from this model with --init_from {path}"
+        )
+    return Settings.of({**saved, **given, "out_dir": path.parent})
