@@ -3,30 +3,22 @@
 Host memory stores, the GPU calculates, the optimizer's part included. What a batch needs comes to
 the device and goes back through a ring of slots, on a side stream, beside the compute stream.
 
-**Reading** (evaluation, prompts): ids are known before the first layer runs, so the distinct rows
-of table after table are on their way while earlier layers compute. A step of decoding reads all
-that its tokens own at once: it lies side by side.
+**Reading.** Ids are known before the first layer runs, so the distinct rows of table after table
+are on their way while earlier layers compute. A step of decoding reads all its tokens own at once.
 
     side stream     |fetch 0|fetch 1|fetch 2|       |fetch 3|       |fetch 4|
     compute         | embedding |layer with 0 |layer with 1 |layer with 2 |layer with 3 ...
                                  ^ slot 0 is free as soon as its rows are expanded to [B, T, W],
                                    so table 3 can follow in it (here: 3 slots)
 
-**Training**: the rows of the last batch stay on the device, with their moments, in places of a
-working set. Of the next batch
-
-    staying   in both batches: left where they are
-    coming    only in the next: fetched to free places, while this batch still computes
-    leaving   only in the last: stored when their update is done, which frees their places
-
-To layers and optimizer the working set is what resident tables are, with places for ids. So the
-same kernels run, and results equal those of resident tables to the bit.
+**Training.** Rows and moments of the last batch are on the device, in places of a working set. Of
+the next batch those that *stay* are left there, those that *come* are fetched to free places while
+this batch still computes, and what *leaves* is stored when its update is done. To layers and
+optimizer the working set is a resident table with places for ids: the same kernels run on it.
 
 **How a slot is filled.** From RAM that can be pinned, by a kernel that reads it over the bus
 (*direct*). If not, a worker thread gathers rows in pinned staging memory, from where the side
-stream copies them (*staged*). The way back likewise.
-
-What can go wrong where copies overlap compute:
+stream copies them (*staged*). The way back likewise. What can go wrong:
 
     H1  staging memory is filled anew while the side stream still copies it    (Slot.settle)
     H2  a slot or a place is filled anew while the compute stream still reads it
@@ -34,9 +26,8 @@ What can go wrong where copies overlap compute:
     H3  rows are fetched before what they became is stored: those that come are others than those
         that leave, and all that crosses the bus does so in one order  (Ring.run, Ring.settle)
 
-What CUDA promises and this file relies on: work in one stream runs in order; an event that was
-recorded in a stream is reached when all work before it is done; waiting for an event that was never
-recorded returns at once. So whoever waits for an event of the worker's first waits for its job.
+Waiting for an event that was never recorded returns at once (CUDA). So whoever waits for an event
+of the worker's first waits for its job.
 """
 
 from collections import deque
@@ -51,6 +42,7 @@ from torch import Tensor
 
 from tables import memory
 from tables.file import TableFile
+from tables.memory import Home
 from tables.tables import StoredTables, send
 
 PATIENCE = 600.0  # seconds after which a job that has not ended counts as hung
@@ -72,14 +64,13 @@ class Slot:
         self.ready, self.free = torch.cuda.Event(blocking=True), torch.cuda.Event()
         # The allocator hands out memory that kernels queued earlier may still use.
         self.free.record(torch.cuda.current_stream(ring.device))
-        self.landing: Callable[[], None] | None = None  # what is to be done with staged rows
+        self.landing: Callable[[], object] = lambda: None  # what is to be done with staged rows
 
     def settle(self) -> None:
         """Worker: before `staging` is used again (H1), and before what went out comes in (H3)."""
         self.ready.synchronize()
-        if self.landing:
-            self.landing()
-            self.landing = None
+        self.landing()
+        self.landing = lambda: None
 
 
 def rows_in(memory: Tensor, n: int, like: Tensor) -> Tensor:
@@ -90,12 +81,7 @@ def rows_in(memory: Tensor, n: int, like: Tensor) -> Tensor:
 
 class Ring:
     """Slots, and the side stream on which rows go through them, all in one order.
-
-    Args:
-        device: at whose end of the bus the slots are.
-        n_slot: tables that can be on their way at once.
-        staged: whether a worker thread has to gather rows, and to scatter those that come back.
-    """
+    With `staged` a worker thread gathers rows, and scatters those that come back."""
 
     def __init__(self, device: torch.device, n_slot: int, staged: bool) -> None:
         self.device, self.n_slot = device, n_slot
@@ -135,7 +121,7 @@ class Ring:
 
     def there(self, index: Tensor) -> Tensor:
         """An index on the device, for the side stream."""
-        if index.device == self.device:
+        if index.device.type == self.device.type:
             index.record_stream(self.stream)  # its owner may let go of it before it is read
             return index
         with torch.cuda.stream(self.stream):
@@ -143,10 +129,10 @@ class Ring:
 
     @torch.no_grad()
     def fetch(
-        self, slot: Slot, stored: Tensor, ids: Tensor, then: Callable[[Tensor], None] | None = None
+        self, slot: Slot, stored: Tensor, ids: Tensor, near=None, places=None, arrived=None
     ) -> None:
-        """Job: bring rows `ids` [n] of `stored` [V, ..] to a slot; do with them there what follows
-        on the side stream."""
+        """Job: bring rows `ids` [n] of `stored` [V, ..] to a slot and, if it is named, on to
+        `places` [n] of `near`; then record that they have arrived."""
         rows = rows_in(slot.buffer, len(ids), stored)
         if self.worker:
             slot.settle()
@@ -158,8 +144,9 @@ class Ring:
                 rows.copy_(staged, non_blocking=True)
             else:
                 torch.index_select(stored, 0, ids, out=rows)
-            if then:
-                then(rows)
+            if near is not None:
+                near.index_copy_(0, places, rows)
+                arrived.record(self.stream)
             slot.ready.record(self.stream)
 
     @torch.no_grad()
@@ -191,34 +178,27 @@ class Ring:
 
 
 def wait_for(job: Future | None, what: str) -> None:
-    """Wait until the worker has done a job.
-
-    Raises:
-        RuntimeError: it or one before failed, or takes longer than PATIENCE.
-    """
+    """Wait until the worker has done a job. RuntimeError if it or one before failed, or hangs."""
     try:
         if job:
             job.result(PATIENCE)
-    except FutureTimeout:
-        raise RuntimeError(
-            f"{what} has not ended after {PATIENCE:.0f} s: does the disk hang?"
-        ) from None
     except BaseException as error:
-        raise RuntimeError(f"{what} failed: {error!r}: go on from a checkpoint") from error
+        late = isinstance(error, FutureTimeout)
+        why = (
+            f"{PATIENCE:.0f} s, does the disk hang?"
+            if late
+            else f"{error!r}: go on from a checkpoint"
+        )
+        raise RuntimeError(
+            f"{what} {'has not ended after' if late else 'failed:'} {why}"
+        ) from error
 
 
 class OffloadedTables(StoredTables):
-    """All tables of a model in host memory or in a file, used by a GPU.
+    """All tables of a model in host memory or in a file, used by a GPU; `ring_slots` of them can
+    be on their way at once."""
 
-    Args:
-        home: where rows and moments are stored.
-        device: where layers and optimizer compute.
-        ring_slots: tables that can be on their way at once.
-    """
-
-    def __init__(
-        self, home: memory.Home, device: torch.device | str, *, ring_slots: int = 3
-    ) -> None:
+    def __init__(self, home: Home, device: torch.device | str, *, ring_slots: int = 3) -> None:
         super().__init__(home, device)
         in_ram = not isinstance(home, TableFile)
         seen = [memory.seen_by_gpu(array, self.device) for array in home.arrays if in_ram]
@@ -244,12 +224,7 @@ class OffloadedTables(StoredTables):
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         """As `Tables.lookup`. What can be fetched ahead is under way when this returns. `ids`
         should be on the CPU, except in a step of decoding, [B, 1]: else the host waits for them.
-
-        Raises:
-            IndexError: an id is out of range.
-            RuntimeError: the worker failed or hangs; or, from the iterator, another lookup has
-                begun, which takes the slots from this one.
-        """
+        The iterator raises RuntimeError if the worker failed, or if another lookup has begun."""
         if self.in_training():
             distinct, position = self.distinct(ids)
             if not self.reads and self.next is None:  # the first of a step that nobody announced
@@ -257,7 +232,7 @@ class OffloadedTables(StoredTables):
             self.next = None
             self.bring(distinct)
             return self.read_once(distinct, position)
-        self.write_back()
+        self.store(self.held)
         self.ring.turn += 1
         return self.read(ids)
 
@@ -272,11 +247,9 @@ class OffloadedTables(StoredTables):
         return distinct, position
 
     def read(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the rows of tokens [B, T], fetched each once, table after table.
-
-        Of tokens [B, 1] all that they own is fetched by one kernel, as it lies side by side. Nobody
-        looks whether they are distinct: in direct mode the host does not wait to know them.
-        """
+        """Yield the rows of tokens [B, T], fetched each once, table after table. Of tokens [B, 1]
+        one kernel fetches all that they own, as it lies side by side, and nobody looks whether they
+        are distinct: in direct mode the host does not wait to know them."""
         step, sources, ordered = ids.shape[-1] == 1, self.stored[0], deque()
         if self.ring.worker:
             ids = ids.cpu()
@@ -342,13 +315,10 @@ class OffloadedTables(StoredTables):
         self.bring(ids)
         return send(self.place[ids], self.device)
 
-    def at_hand(self, table: int) -> Tensor:
-        self.wait(self.jobs[table], self.arrived[table])
-        return self.near[0][table]
-
-    def moments_at_hand(self) -> tuple[list[Tensor], list[Tensor]]:
-        self.wait(self.jobs[-1], self.arrived[-1])
-        return self.near[1], self.near[2]
+    def at_hand(self, table: int, kind: int = 0) -> Tensor:
+        number = -1 if kind else table
+        self.wait(self.jobs[number], self.arrived[number])
+        return self.near[kind][table]
 
     def updated(self, ids: Tensor) -> None:
         self.changed[ids] = True
@@ -368,29 +338,17 @@ class OffloadedTables(StoredTables):
             self.ring.run(self.home.read_ahead, coming, ("rows", "m", "v"))
         there, local = self.ring.there(places), self.ring.local(coming)
         for stored, near, slot, number in self.transfers(len(coming)):
-            put = partial(self.put, near, there, self.arrived[number])
-            self.jobs[number] = self.ring.run(self.ring.fetch, slot, stored, local, put)
-
-    def put(self, near: Tensor, places: Tensor, arrived: torch.cuda.Event, rows: Tensor) -> None:
-        """Side stream: from a slot to the working set."""
-        near.index_copy_(0, places, rows)
-        arrived.record(self.ring.stream)
+            job = (slot, stored, local, near, there, self.arrived[number])
+            self.jobs[number] = self.ring.run(self.ring.fetch, *job)
 
     def keep(self, ids: Tensor) -> None:
         """Store what has changed of other tokens than `ids`, and free their places."""
         stays = torch.isin(self.held, ids, assume_unique=True)
         leaving, self.held = self.held[~stays], self.held[stays]
+        self.store(leaving)
         self.after_compute()
-        self.store(leaving[self.changed[leaving]])
         self.vacant = torch.cat([self.vacant, self.place[leaving]])
         self.place[leaving] = -1
-
-    def write_back(self) -> None:
-        """Store all that has changed, so that it can be fetched."""
-        changed = self.held[self.changed[self.held]]
-        if len(changed):
-            self.after_compute()
-            self.store(changed)
 
     def after_compute(self) -> None:
         """Let transfers wait until the compute stream has done what is queued so far (H2)."""
@@ -399,8 +357,10 @@ class OffloadedTables(StoredTables):
         self.ring.run(self.ring.stream.wait_event, done)
 
     def store(self, ids: Tensor) -> None:
-        """Take tokens `ids` [n] of the working set back to where they are stored."""
+        """Take what has changed of tokens `ids` [n] in the working set to where it is stored."""
+        ids = ids[self.changed[ids]]
         if len(ids):
+            self.after_compute()
             self.changed[ids] = False
             there, local = self.ring.there(self.place[ids]), self.ring.local(ids)
             for stored, near, slot, _ in self.transfers(len(ids)):
@@ -408,8 +368,8 @@ class OffloadedTables(StoredTables):
             self.ring.settle()
 
     def transfers(self, n: int) -> Iterator[tuple[Tensor, Tensor, Slot, int]]:
-        """What goes one way for n tokens: of each table rows, then m and v; where it is stored and
-        where it is near, a slot, and the number of what brings it."""
+        """What goes one way for n tokens, rows of all tables, then m and v: where it is stored, its
+        place nearby, a slot, and the number of what brings it."""
         self.ring.turn += 1
         for kind, (stored, near) in enumerate(zip(self.stored, self.near, strict=True)):
             for table, (far, close) in enumerate(zip(stored, near, strict=True)):
@@ -430,8 +390,7 @@ class OffloadedTables(StoredTables):
         self.after_compute()  # it may still use what this memory was
 
     def flush(self) -> None:
-        """Store all that has changed, wait for it, and empty the working set: whoever calls this
-        reads or writes what is stored."""
+        """Store all that has changed, wait for it, and empty the working set."""
         self.keep(self.held[:0])
         self.ring.drain()
         self.next = None

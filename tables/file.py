@@ -42,18 +42,10 @@ def regions(shape: Shape, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
     return {**result, "end": (at, 0)}
 
 
-def file_size(shape: Shape, dtype: torch.dtype) -> int:
-    """Bytes of a table file."""
-    return regions(shape, dtype)["end"][0]
-
-
 class TableFile(Home):
     """An open table file. Tensors are views of the mapping: reading them reads the file, writing
-    them writes it. `id` is what the checkpoint that belongs to it says, too.
-
-    Raises:
-        UserError: the file is missing, foreign, damaged or short.
-    """
+    them writes it. `id` is what the checkpoint that belongs to it says, too. A file that is
+    missing, foreign, damaged or short is a UserError."""
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self.path, self.writable, self.fresh = Path(path), writable, False
@@ -98,12 +90,8 @@ class TableFile(Home):
         cls, path: Path, shape: Shape, dtype: torch.dtype, *, sparse: bool = False
     ) -> "TableFile":
         """A new writable file of zeros, all of its room taken at once unless `sparse`: a disk that
-        fills up under a memory map would kill the process.
-
-        Raises:
-            UserError: no room, or the file cannot be written.
-        """
-        end = file_size(shape, dtype)
+        fills up under a memory map would kill the process. UserError if there is none."""
+        end = regions(shape, dtype)["end"][0]
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).unlink(missing_ok=True)  # who has the old one open keeps it whole
@@ -148,11 +136,7 @@ class TableFile(Home):
                 self.map.madvise(mmap.MADV_WILLNEED, start, offset + (last + 1) * per_token - start)
 
     def copy(self, path_of: Callable[[str], Path]) -> str:
-        """Copy the file as it is now under a new id, which is returned, to the path of that id.
-
-        Raises:
-            UserError: it cannot be written; what was there stays.
-        """
+        """Copy the file as it is now under a new id, which is returned, to the path of that id."""
         name = secrets.token_hex(4)
         path = path_of(name)
         with atomic(path) as temporary:

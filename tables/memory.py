@@ -1,9 +1,11 @@
 """Rows and moments in RAM: how they lie there, if there is room, and how a GPU gets at them."""
 
 import mmap
+import re
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeAlias
 
 import torch
@@ -59,7 +61,7 @@ def zeros(shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def check_ram(shape: Shape, dtype: torch.dtype, training: bool) -> None:
-    """Refuse tables that the memory which is free cannot hold, before the system kills the run."""
+    """Refuse tables that free memory cannot hold, before the system kills the run."""
     need = torch.Size(shape).numel() * (dtype.itemsize + 8 * training)  # m and v: float32 each
     free = free_ram()
     if free is not None and need > free:
@@ -72,33 +74,16 @@ def check_ram(shape: Shape, dtype: torch.dtype, training: bool) -> None:
 
 def free_ram() -> int | None:
     """Bytes that programs can still have, where the system tells (Linux)."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":") for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-class Pointer:
-    """What `torch.as_tensor` needs to make a CUDA tensor of memory it did not allocate."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor  # kept alive by whoever holds the view
-        kind = {2: "<i2", 4: "<f4"}[tensor.element_size()]  # the protocol has no bfloat16
-        self.__cuda_array_interface__ = dict(
-            shape=(tensor.numel(),), typestr=kind, data=(tensor.data_ptr(), False), version=2
-        )
+    info = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: +(\d+)", info.read_text()) if info.exists() else None
+    return int(found[1]) * 1024 if found else None
 
 
 def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
     """The same memory as a CUDA tensor, which kernels read and write over the bus; None where the
-    system does not let it be pinned.
-
-    It is page-locked where it is (cudaHostRegister): allocating it pinned would round its size up
-    to a power of two. Under unified addressing host and device then share the address.
-    """
-    runtime, size = torch.cuda.cudart(), array.numel() * array.element_size()
+    system does not let it be pinned. It is page-locked where it is: to allocate it pinned would
+    round its size up to a power of two. Under unified addressing both sides share the address."""
+    runtime, size = torch.cuda.cudart(), array.nbytes
     with torch.cuda.device(device):
         # Windows' GPUs see other addresses.
         error = sys.platform == "win32" or int(runtime.cudaHostRegister(array.data_ptr(), size, 0))
@@ -110,7 +95,12 @@ def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
             )
             return None
         weakref.finalize(array, unpin, array.data_ptr(), device)
-        view = torch.as_tensor(Pointer(array), device=device)
+        kind = {2: "<i2", 4: "<f4"}[array.element_size()]  # the protocol has no bfloat16
+        where = dict(
+            shape=(array.numel(),), typestr=kind, data=(array.data_ptr(), False), version=2
+        )
+        owned = SimpleNamespace(__cuda_array_interface__=where, owner=array)
+        view = torch.as_tensor(owned, device=device)
     assert view.data_ptr() == array.data_ptr(), "a copy was made instead of a view"
     return view.view(array.dtype).view(array.shape)
 

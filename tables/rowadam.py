@@ -1,14 +1,10 @@
 """Row-wise Adam: an optimizer step that costs what the batch costs, not what the vocabulary costs.
 
-It works on what tables (tables.py) have at hand, wherever they are stored: rows and moments on the
-device that calculates. So one piece of arithmetic, `adam_rows`, serves all of them, and results are
-equal to the bit.
+It works on what tables (tables.py) have at hand, wherever they are stored. So one piece of
+arithmetic, `adam_rows`, serves all of them, and results are equal to the bit.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -40,40 +36,23 @@ def expected_travel(betas: tuple[float, float], p: Tensor | float) -> Tensor | f
     return 1 / (1 - b1 / math.sqrt(b2) * (1 - p))
 
 
-@dataclass(frozen=True)
-class RowStep:
-    """What one step does to each of n rows, the same in all tables: columns [n, 1] or numbers."""
-
-    beta1: float
-    beta2: float
-    keep_m: Tensor  # what is left of m and v since the row was read last
-    keep_v: Tensor
-    keep_row: Tensor  # and of the row, after weight decay
-    step_size: Tensor | float
-    scale_v: float  # bias correction
-    eps: float
-
-    def each(self, function: Callable[[Tensor], Tensor]) -> "RowStep":
-        """The same with a function of the columns: some of the rows, or on another device."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return RowStep(*(function(v) if isinstance(v, Tensor) else v for v in values))
-
-
-def adam_rows(rows: Tensor, m: Tensor, v: Tensor, grad: Tensor, step: RowStep) -> None:
-    """Take rows of a table one step on, in place: rows, m, v, grad [n, W] float32."""
-    m.mul_(step.keep_m).add_(grad, alpha=1 - step.beta1)
-    v.mul_(step.keep_v).addcmul_(grad, grad, value=1 - step.beta2)
-    rows.mul_(step.keep_row)
-    rows -= step.step_size * m / (v * step.scale_v).sqrt_().add_(step.eps)
+def adam_rows(
+    rows: Tensor, m: Tensor, v: Tensor, grad: Tensor, columns: list[Tensor], betas, eps: float
+) -> None:
+    """Take rows of a table one step on, in place: rows, m, v, grad [k, W] float32. Columns [k, 1]:
+    what is left of m and v since the row was read last, and of the row after weight decay; the step
+    size; and what corrects the bias of v."""
+    keep_m, keep_v, keep_row, step_size, scale_v = columns
+    m.mul_(keep_m).add_(grad, alpha=1 - betas[0])
+    v.mul_(keep_v).addcmul_(grad, grad, value=1 - betas[1])
+    rows.mul_(keep_row)
+    rows -= step_size * m / (v * scale_v).sqrt_().add_(eps)
 
 
 def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 -> bfloat16, up or down with probabilities that make the mean exact.
-
-    bfloat16 keeps the upper 16 bits of a float32. Adding a random number to the lower ones carries
-    into the upper ones with just the right probability. Rounding to nearest would lose every step
-    smaller than half a unit in the last place: a 512th of the weight, more than most steps.
-    """
+    """float32 -> bfloat16, up or down with probabilities that make the mean exact: a random number
+    added to the lower 16 bits carries into the upper ones, which are kept, just so often. Rounding
+    to nearest would lose every step smaller than a 512th of the weight, which most are."""
     noise = torch.randint(
         1 << 16, rows.shape, generator=generator, dtype=torch.int32, device=rows.device
     )
@@ -95,12 +74,7 @@ class RowAdam:
     batch this is AdamW. Moments are float32. bfloat16 rows are rounded stochastically; the random
     bits are a function of seed, step and table: a resumed run draws those of an uninterrupted one.
 
-    Args:
-        tables: the tables to train.
-        betas, eps: as in Adam.
-        weight_decay: decoupled decay, off by default.
-        seed: of the rounding.
-    """
+    `weight_decay` is decoupled, `seed` is that of the rounding."""
 
     def __init__(
         self,
@@ -124,33 +98,20 @@ class RowAdam:
         count = self.count[ids]  # before this reading, which would bias the rate
         gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]
         self.count[ids], self.last[ids] = count + 1, self.steps
-        rate = (count.float() / before)[:, None] if before else 1.0  # [n, 1]
-        step = RowStep(
-            beta1=b1,
-            beta2=b2,
-            keep_m=b1**gap,
-            keep_v=b2**gap,
-            keep_row=(1 - lr * self.weight_decay) ** gap,
-            step_size=lr * expected_travel(self.betas, rate) / (1 - b1**self.steps),
-            scale_v=1 / (1 - b2**self.steps),
-            eps=self.eps,
-        )
+        rate = count.float()[:, None] / before if before else torch.ones_like(gap)
+        size = lr * expected_travel(self.betas, rate) / (1 - b1**self.steps)
+        scale_v = torch.full_like(gap, 1 / (1 - b2**self.steps))
         index = self.tables.index(ids)
-        step = step.each(lambda column: send(column, index.device))
-        m, v = self.tables.moments_at_hand()
+        columns = [b1**gap, b2**gap, (1 - lr * self.weight_decay) ** gap, size, scale_v]
+        columns = [send(column, index.device) for column in columns]
         for table, grad in enumerate(grads):
-            self.update(table, m[table], v[table], index, step, grad.to(index.device))
+            self.update(table, index, columns, grad.to(index.device))
         self.tables.updated(ids)
 
-    def update(
-        self, table: int, m: Tensor, v: Tensor, index: Tensor, step: RowStep, grad: Tensor
-    ) -> None:
-        """One table's part of a step, on rows `index` [n] of what is at hand.
-
-        On a CPU part by part: with whole batches each operation would go through memory, not
-        through caches, which takes several times as long.
-        """
-        weight = self.tables.at_hand(table)
+    def update(self, table: int, index: Tensor, columns: list[Tensor], grad: Tensor) -> None:
+        """One table's part of a step, on rows `index` [n] of what is at hand. On a CPU part by
+        part: whole batches would go through memory, not caches, several times as slowly."""
+        weight, m, v = (self.tables.at_hand(table, kind) for kind in range(3))
         size = len(index) if index.device.type != "cpu" else max(1, PART // weight.shape[1])
         generator = None
         if weight.dtype == torch.bfloat16:
@@ -162,13 +123,14 @@ class RowAdam:
             here = index[part]  # [k]
             m_here, v_here = m.index_select(0, here), v.index_select(0, here)  # [k, W]
             rows = weight.index_select(0, here).float()
-            adam_rows(rows, m_here, v_here, grad[part].float(), step.each(itemgetter(part)))
+            here_columns = [column[part] for column in columns]
+            adam_rows(rows, m_here, v_here, grad[part].float(), here_columns, self.betas, self.eps)
             if generator:
                 rows = round_stochastically(rows, generator)
             m[here], v[here], weight[here] = m_here, v_here, rows
 
     def state_dict(self) -> dict:
-        """Moments, counts and steps, for the checkpoint; a table file keeps all but the latter."""
+        """Moments, counts and steps; a table file keeps all but the latter."""
         self.tables.flush()
         if self.tables.file:
             return {"steps": self.steps}

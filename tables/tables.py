@@ -2,13 +2,11 @@
 
 A token table is a V x W matrix owned by one layer. A forward pass reads only the rows of the
 tokens in its input, and it knows which ones before the first layer runs. Everything else follows
-from that: rows are fetched each once (deduplicated), only they get a gradient, an optimizer step
-costs what the batch costs (rowadam.py), and rows in slow memory are fetched while earlier layers
-compute (offload.py). Wherever tables live, the decoder asks for their rows in the same way:
+from that: rows are fetched each once, only they get a gradient, an optimizer step costs what the
+batch costs (rowadam.py), and rows in slow memory are fetched while earlier layers compute
+(offload.py). Wherever tables live, the decoder asks for their rows in the same way:
 
     for rows in tables.lookup(ids): ...        # rows of table 0, 1, ... [B, T, W], in layer order
-
-This file knows rows, ids and devices, nothing about transformers.
 """
 
 from collections.abc import Iterator
@@ -24,20 +22,16 @@ STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device for which the host does not wait: a GPU that is still busy fetches from
-    pinned memory when it gets there, from any other the host would have to hand the data over."""
+    """A copy on the device, for which the host does not wait: from pinned memory a GPU that is
+    still busy fetches it when it gets there."""
     if device.type in STREAMS and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class Tables(nn.Module):
-    """What all tables have in common: rows read where they are, and their gradients.
-
-    Args:
-        vocab_size: rows of each table, V.
-        width: numbers in a row, W.
-    """
+    """What all tables have in common: rows read where they are, and their gradients. Each has
+    `vocab_size` rows, V, of `width` numbers, W."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
     states: Moments | None = None
@@ -52,8 +46,8 @@ class Tables(nn.Module):
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
-        """Rows ~ Normal(0, std), in parts: nobody needs room for a second table. Parts of whole
-        multiples of 16 numbers draw what PyTorch would draw in one go."""
+        """Rows ~ Normal(0, std), in parts: nobody needs room for a second table. Parts of multiples
+        of 16 numbers draw what PyTorch would draw in one go."""
         for weight in self.weight:
             for part in weight.split(1 << 16):
                 part.copy_(torch.empty(part.shape, device=part.device).normal_(0, std))
@@ -64,14 +58,9 @@ class Tables(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the rows of each table in turn, [B, T, W] on the compute device.
-
-        In training the rows are remembered for `gradients`. `ids` [B, T] may stay on the CPU
-        while the tables are on a GPU: finding the distinct ids there would make the host wait.
-
-        Raises:
-            IndexError: an id is out of range.
-        """
+        """Yield the rows of each table in turn, [B, T, W] on the compute device; in training they
+        are remembered for `gradients`. `ids` [B, T] should be on the CPU: to find the distinct
+        ones on a GPU makes the host wait. An id out of range is an IndexError."""
         if not len(self.weight):
             return
         if self.weight[0].requires_grad or not self.in_training():
@@ -103,9 +92,9 @@ class Tables(nn.Module):
         """Where the rows of tokens `ids` [n] are in `at_hand`, as an index on its device."""
         return send(ids, self.weight[0].device)
 
-    def at_hand(self, table: int) -> Tensor:
-        """Rows [.., W] of a table on the device that calculates with them."""
-        return self.weight[table]
+    def at_hand(self, table: int, kind: int = 0) -> Tensor:
+        """Rows (kind 0), m (1) or v (2) [.., W] of a table, on the device that computes."""
+        return self.moments()[kind - 1][table] if kind else self.weight[table]
 
     def moments(self) -> Moments:
         """What Adam remembers, beside the rows; of tokens on the CPU, where ids are known."""
@@ -116,23 +105,13 @@ class Tables(nn.Module):
             self.states = (m, v, *torch.zeros(2, self.vocab_size, dtype=torch.int64))
         return self.states
 
-    def moments_at_hand(self) -> tuple[list[Tensor], list[Tensor]]:
-        """m and v [.., W] of each table, as `at_hand`."""
-        return self.moments()[:2]
-
     def updated(self, ids: Tensor) -> None:
         """Rows and moments of tokens `ids` [n] have taken a step, where they are at hand."""
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
-        """The gradients of all rows read since the last call, micro-batches merged.
-
-        Returns:
-            ids [n] distinct and sorted, and for each table the summed gradient [n, W] on the
-            compute device.
-
-        Raises:
-            ValueError: nothing was read and differentiated.
-        """
+        """The gradients of all rows read since the last call, micro-batches merged: ids [n],
+        distinct and sorted, and for each table their summed gradient [n, W] on the compute device.
+        ValueError if nothing was read and differentiated."""
         reads = [read for read in self.reads if read[1] and read[1][0].grad is not None]
         self.reads = []
         if not reads:
@@ -141,9 +120,9 @@ class Tables(nn.Module):
             ids, leaves = reads[0]
             return ids, [leaf.grad for leaf in leaves]
         ids, position = torch.unique(torch.cat([ids for ids, _ in reads]), return_inverse=True)
-        place = send(position, reads[0][1][0].device).split([len(ids) for ids, _ in reads])
         merged = [leaf.grad.new_zeros(len(ids), self.width) for leaf in reads[0][1]]
-        for where, (_, leaves) in zip(place, reads, strict=True):
+        places = send(position, merged[0].device).split([len(ids) for ids, _ in reads])
+        for where, (_, leaves) in zip(places, reads, strict=True):
             for total, leaf in zip(merged, leaves, strict=True):
                 total.index_add_(0, where, leaf.grad)  # each row once: the order of sums is fixed
         return ids, merged
@@ -155,13 +134,7 @@ class Tables(nn.Module):
 
 
 class ResidentTables(Tables):
-    """All tables of a model in the memory of the compute device.
-
-    Args:
-        n_table: number of tables, one per layer that has one.
-        vocab_size, width: as in `Tables`.
-        dtype: of the rows; they are trained in float32 steps either way.
-    """
+    """All `n_table` tables of a model in the memory of the compute device."""
 
     def __init__(
         self, n_table: int, vocab_size: int, width: int, dtype: torch.dtype = torch.float32
@@ -176,15 +149,11 @@ class ResidentTables(Tables):
 
 
 class StoredTables(Tables):
-    """Tables whose rows are stored in a home: on a CPU, views of a memory-mapped file, read and
-    updated in place after the system was asked for all of their pages at once.
+    """Tables whose rows are stored in a home: without a GPU those of a memory-mapped file, read and
+    updated in place after the system was asked for all of their pages at once. Layers on another
+    device than the CPU (MPS) get copies.
 
-    Nothing here is a parameter: `model.to(device)` does not move it, autograd does not see it.
-
-    Args:
-        home: where rows and moments are.
-        device: where layers compute. Other than a CPU it gets copies of the rows (MPS).
-    """
+    Nothing here is a parameter: `model.to(device)` does not move it, autograd does not see it."""
 
     def __init__(self, home: Home, device: torch.device | str = "cpu") -> None:
         super().__init__(*home.weight[0].shape)

@@ -188,7 +188,7 @@ def test_no_schedule_changes_results(expected):
 
 
 GUARDS = (".synchronize()", ".wait_event(", ".record(", ".record_stream(", ".after_compute()")
-GUARDS += (".settle()", ".drain()", ".write_back()", "wait_for(job", "self.wait(")
+GUARDS += (".settle()", ".drain()", "self.store(", "wait_for(job", "self.wait(")
 
 
 def guards() -> list[int]:
@@ -285,7 +285,7 @@ def test_h3_rows_that_left_are_stored_before_they_come_again(gpu, guarded, tmp_p
 def test_h3_evaluation_sees_the_rows_of_the_last_step(gpu, guarded, home, monkeypatch):
     tables, plain = filled(OffloadedTables(home(), gpu.device)), resident().to(gpu.device)
     if not guarded:
-        monkeypatch.setattr(tables, "write_back", lambda: None)
+        monkeypatch.setattr(tables, "store", lambda ids: None)
     for side in (tables, plain):
         train(side, RowAdam(side), IDS)
     with torch.no_grad():
@@ -312,7 +312,7 @@ def test_the_host_waits_neither_in_a_training_step_nor_in_decoding(monkeypatch):
             loss.backward()
             adam.step(*tables.gradients(), lr=0.1)
         with torch.no_grad():
-            tables.eval().write_back()  # what training left: once
+            tables.eval().store(tables.held)  # what training left: once
             monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pytest.fail("pinned anew"))
             for ids in tokens:
                 list(tables.eval().lookup(ids))

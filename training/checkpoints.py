@@ -18,7 +18,7 @@ import torch
 from common import UserError, atomic, flag, gib
 from model import Decoder, ModelConfig
 from offload import OffloadedTables
-from tables.file import DTYPES, TableFile, file_size
+from tables.file import DTYPES, TableFile, regions
 from tables.memory import RamHome, Shape, check_ram
 from tables.tables import STREAMS, ResidentTables, StoredTables, Tables
 from text import tokenizer
@@ -202,7 +202,7 @@ def check_disk(
 ) -> None:
     """Refuse a run whose files will not fit: the live one, a snapshot (there already if the run
     resumes), and the next snapshot, which is written before the last one goes: three `copies`."""
-    size = file_size(shape, dtype)
+    size = regions(shape, dtype)["end"][0]
     need = (copies - (resume and len(snapshots(out_dir)) > 0)) * size
     here = next(p for p in (out_dir, *out_dir.absolute().parents) if p.is_dir())
     free, live = shutil.disk_usage(here).free, out_dir / LIVE

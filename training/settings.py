@@ -62,7 +62,8 @@ OF_TABLES = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype", "o
 # What may change at --resume: a step sees the same batch either way, summed in other parts.
 FREE = ("resume", "out_dir", "data_dir", "device", "dtype", "compile", "device_batch_size")
 FREE += ("offload",)
-PRESETS_SAY = "the preset's"
+ONE, POSITIVE, SHARE = "at least 1", "a positive number", "0 or more and below 1"
+BY_PRESET = "the preset's"
 
 
 @dataclass
@@ -73,13 +74,9 @@ class Settings:
         UserError: naming the flag, its value and what would be valid.
     """
 
-    data_dir: str = flag(
-        DEFAULT_DATA, "made by prepare.py, or a mixture of such by weight: a=0.65,b=0.35"
-    )
+    data_dir: str = flag(DEFAULT_DATA, "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
     out_dir: Path = flag(Path("out"), "where everything goes")
-    preset: str = flag(
-        "countries", "shape and settings", choices=PRESETS, shown="countries or prose, by data"
-    )
+    preset: str = flag("countries", "shape and settings", choices=PRESETS, shown="by data")
     stage: str = flag(
         "pretrain",
         "what to do: pretrain; all others go on from --init_from: midtrain (linear decay), context "
@@ -90,51 +87,30 @@ class Settings:
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
 
     doc_mask: bool = flag(False, "attention does not cross documents", shown="in stage context")
-    batch_size: int = flag(
-        8,
-        "sequences in a step, in all; for dpo pairs of them",
-        must="at least 1",
-        shown=PRESETS_SAY,
-    )
+    batch_size: int = flag(8, "sequences in a step, for dpo pairs", must=ONE, shown=BY_PRESET)
     device_batch_size: int | None = flag(
         None,
         "sequences on the device at a time: reduce if you run out of memory; gradients accumulate "
         "up to --batch_size, which it must divide; free to change at --resume",
-        must="at least 1",
+        must=ONE,
         shown="batch_size",
     )
     max_iters: int = flag(
         1000,
         "optimizer steps",
-        must="at least 1",
+        must=ONE,
         shown="the preset's; sft: two passes over the data, dpo: one",
     )
-    learning_rate: float = flag(
-        3e-3, "peak, of the backbone", must="a positive number", shown=PRESETS_SAY
-    )
+    learning_rate: float = flag(3e-3, "peak, of the backbone", must=POSITIVE, shown=BY_PRESET)
     schedule: str = flag(
-        "cosine",
-        "after warm-up",
-        choices=("cosine", "linear"),
-        shown="cosine; midtrain: linear",
+        "cosine", "after warm-up", choices=("cosine", "linear"), shown="cosine; midtrain: linear"
     )
-    warmup: float = flag(
-        0.1, "fraction of the steps", must="0 or more and below 1", shown="0.1; midtrain: 0"
-    )
-    min_lr: float = flag(
-        0.1,
-        "fraction of the peak at the end",
-        must="0 or more and below 1",
-        shown="0.1; midtrain: 0",
-    )
-    beta: float = flag(
-        0.15,
-        "of dpo: the higher, the less the model may leave the reference",
-        must="a positive number",
-    )
+    warmup: float = flag(0.1, "fraction of the steps", must=SHARE, shown="0.1; midtrain: 0")
+    min_lr: float = flag(0.1, "share of the peak at the end", must=SHARE, shown="0.1; midtrain: 0")
+    beta: float = flag(0.15, "of dpo: how much holds the model to the reference", must=POSITIVE)
     weight_decay: float = flag(0.1, "of linear layers", must="0 or more")
-    beta1: float = flag(0.9, "of both optimizers", must="0 or more and below 1")
-    beta2: float = flag(0.95, "of both optimizers", must="0 or more and below 1")
+    beta1: float = flag(0.9, "of both optimizers", must=SHARE)
+    beta2: float = flag(0.95, "of both optimizers", must=SHARE)
     grad_clip: float = flag(1.0, "largest gradient norm; 0: off", must="0 or more")
     table_optimizer: str = flag(
         "rowwise",
@@ -142,18 +118,10 @@ class Settings:
         choices=("rowwise", "adamw"),
     )
     table_lr_scale: float = flag(
-        1.0,
-        "learning rate of tables over the backbone's: rowwise derives for each row by itself how "
-        "far adamw would move it, see tables/rowadam.py",
-        must="a positive number",
+        1.0, "learning rate of tables over the backbone's, see tables/rowadam.py", must=POSITIVE
     )
-    eval_interval: int = flag(
-        250,
-        "steps between evaluations and checkpoints",
-        must="at least 1",
-        shown=PRESETS_SAY,
-    )
-    eval_tokens: int = flag(65536, "validation tokens to look at", must="at least 1")
+    eval_interval: int = flag(250, "steps between checkpoints", must=ONE, shown=BY_PRESET)
+    eval_tokens: int = flag(65536, "validation tokens to look at", must=ONE)
     device: str = device_flag()
     dtype: str = flag(
         "auto",
