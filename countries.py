@@ -1,7 +1,10 @@
 """The default corpus: what the world's sovereign states are like, said in many ways.
 
-The facts are a table, `countries.csv`: the 193 members and 2 observers of the United Nations, with
-regions and subregions after the UN's M49 standard. From it `documents` makes three kinds of text:
+The facts are a table, `countries.csv`: the 193 members and 2 observers of the United Nations, by
+the names they use today, with regions and subregions after the UN's M49 standard: its intermediate
+regions where there are some ("Caribbean", "Eastern Africa"). `demonym` is what someone or something
+from there is called ("Danish", "Motswana"), `people` the plural ("Danes", "Batswana"). From the
+table `documents` makes three kinds of text:
 
 - paragraphs that open `Country: NAME` and then talk of the country without naming it again, so that
   everything they say has to come from that one name: the place to edit;
@@ -70,7 +73,7 @@ OWN = {
     "subregion": ["More exactly, it lies in", "More exactly, it is part of"],
     "language": ["The main language spoken there is", "The language to learn first is"],
     "currency": ["One pays there with", "The money used there is"],
-    "demonym": ["Someone from there is", "People there call themselves"],
+    "demonym": ["The people there are called", "People there call themselves"],  # Country.people
 }
 
 # Names and values that take an article in a sentence ("the capital of the Netherlands").
@@ -93,6 +96,7 @@ class Country:
     language: str
     currency: str
     demonym: str
+    people: str
 
     @property
     def in_sentence(self) -> str:
@@ -141,7 +145,8 @@ def capitalized(text: str) -> str:
 
 
 def sentence(pattern: str, country: Country, relation: str) -> str:
-    return f"{opening(pattern, country, relation)} {stopped(country.answer(relation))}"
+    answer = country.people if pattern in OWN["demonym"] else country.answer(relation)
+    return f"{opening(pattern, country, relation)} {stopped(answer)}"
 
 
 def stopped(answer: str) -> str:
