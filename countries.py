@@ -237,14 +237,14 @@ def conversations(seed: int = 0, copies: int = 24) -> tuple[list[list[dict]], li
     """Conversations in which half of the answers are brief, half are sentences.
 
     Returns:
-        for training, `copies` about each country, with one to three questions; for validation,
-        every fact asked for once in a held-out phrasing.
+        for training, `copies` about each country, with three questions; for validation, every fact
+        asked for once in a held-out phrasing.
     """
     rng = random.Random(seed)
     train, val = [], []
     for country in table():
         for _ in range(copies):
-            first, *more = rng.sample(RELATIONS, rng.randint(1, 3))
+            first, *more = rng.sample(RELATIONS, 3)
             asked = [(rng.choice(seen(QUESTION, first)), first)]
             asked += [(rng.choice(FOLLOW_UP), relation) for relation in more]
             said = [exchange(p, country, r, brief=rng.random() < 0.5) for p, r in asked]
