@@ -78,14 +78,14 @@ def encoded(
     result = []
     for split, document in batch:
         for part in document if kind == "preference" else [document]:
-            texts = [part] if kind == "text" else template.parts(part)
             if kind == "text":  # as `encode_ordinary`, without a list of Python's numbers
-                ids = encoding.encode_to_numpy(part, disallowed_special=())
+                text, ids = part, encoding.encode_to_numpy(part, disallowed_special=())
             else:
-                ids = template.join(encoding, [encoding.encode_ordinary(text) for text in texts])
+                text = "".join(f"{message['role']}\n{message['content']}" for message in part)
+                ids = template.render(encoding, part)
             tokens = np.empty(1 + len(ids), dtype)
             tokens[0], tokens[1:] = encoding.eot_token, ids
-            result.append((split, tokens, sum(len(text.encode()) for text in texts)))
+            result.append((split, tokens, len(text.encode())))
     return result
 
 

@@ -156,7 +156,8 @@ class Chat:
                     break  # a document's end is a message's, too
                 said.append(token.item())
                 if said[-1] != self.end:
-                    yield decoder.feed(said[-1])
+                    text = decoder.feed(said[-1])
+                    yield text.removeprefix(" ") if len(said) == 1 else text
             yield decoder.flush()
         finally:  # an answer that is interrupted or cut off is a turn, too
             if not said or said[-1] != self.end:

@@ -293,13 +293,13 @@ def finish(model: Decoder, data: Data, settings: Settings, log: Log, val: dict[s
         print(f"capitals recalled on phrasings it never saw: {share:.1%}")
     talks = STAGES[settings.stage].rows != "text"
     if talks and corpus.startswith("countries"):
-        share, brief, sentence = chat_exam(model, encoding, "capital")
-        shares = dict(recall=share, p_brief=brief, p_sentence=sentence)
+        shares = chat_exam(model, encoding, "capital")
         log.write(type="recall", step=settings.max_iters, relation="capital", **shares)
-        print(
-            f"capitals named in a chat, asked in words it never saw: {share:.1%}; probability of "
-            f"the right answer in brief {brief:.1%}, in a sentence {sentence:.1%}"
-        )
+        for how, name in (("greedy", "recall"), ("sampled at temperature 0.8", "sampled")):
+            print(
+                f"capitals named in a chat, {how}, asked in new words: {shares[name]:.1%}, brief "
+                f"answers {shares[name + '_brief']:.1%}, sentences {shares[name + '_sentence']:.1%}"
+            )
     plot([settings.out_dir], settings.out_dir / "loss.png")
     print(f"wrote {settings.out_dir}/ckpt.pt, metrics.jsonl, loss.png\n")
 

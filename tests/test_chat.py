@@ -26,12 +26,21 @@ def encoding() -> tiktoken.Encoding:
     return tokenizer.train(texts, 300, progress=False)
 
 
-def test_render_is_the_template(encoding):
+def test_render_is_the_template_with_a_space_before_each_content(encoding):
     ids = template.render(encoding, TALK)
-    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK)
+    text = "".join(f"<|im_start|>{m['role']}\n {m['content']}<|im_end|>\n" for m in TALK)
     assert encoding.decode(ids) == text
     # ... and the markers that a user types are text
     assert ids.count(1) == ids.count(2) == len(TALK)
+
+
+def test_an_answer_begins_with_the_tokens_it_has_within_a_text(encoding):
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "user. Bye"}]
+    ids = np.array(template.render(encoding, talk))
+    (word,) = encoding.encode_ordinary(" user")
+    assert encoding.encode_ordinary("user") != [word]
+    assert ids[template.answers(encoding, ids)][0] == word
+    assert encoding.encode_ordinary("assistant: user. Bye")[-3] == word
 
 
 def test_the_assistants_tokens_are_his_contents_with_their_ends(encoding):
@@ -39,7 +48,7 @@ def test_the_assistants_tokens_are_his_contents_with_their_ends(encoding):
     answer = template.answers(encoding, ids)
     parts = np.split(ids, np.flatnonzero(np.diff(answer)) + 1)  # runs of equal answer
     said = [encoding.decode(part.tolist()) for part in parts[1::2]]
-    assert said == ["\n Hello!\n<|im_end|>", "Bye. assistant\n<|im_end|>"]
+    assert said == [" \n Hello!\n<|im_end|>", " Bye. assistant\n<|im_end|>"]
     assert not answer[: len(parts[0])].any()
 
 
@@ -108,7 +117,7 @@ def test_turns_equal_generation_from_the_whole_conversation(model, encoding, mon
         said = ids[len(history) :]
         before = read.tokens
         reply = "".join(talk.reply(text, 9, temperature=0))
-        assert reply == encoding.decode([i for i in said if i != 2])
+        assert reply == encoding.decode([i for i in said if i != 2]).removeprefix(" ")
         # The cache spares the model all but what is new: the question, and its own words but one.
         assert read.tokens - before == unread + len(question) + len(said) - 1
         ended = [] if said[-1] == 2 else [2]
@@ -168,6 +177,16 @@ def test_room_is_kept_for_an_answer(model, encoding):
             break
         assert len(reply) - 1 >= 96 // 4 or talk.turns[-1].count(2) == 2
     assert length > 5
+
+
+@pytest.mark.parametrize("content", ["Bye.", " Bye", "  ", "", "é!", "\n Hello"])
+def test_an_answer_is_shown_as_it_was_written(model, encoding, monkeypatch, content):
+    ids = np.array(template.render(encoding, [{"role": "assistant", "content": content}]))
+    said = ids[template.answers(encoding, ids)].tolist()
+    monkeypatch.setattr(Decoder, "stream", lambda *a, **k: iter(torch.tensor(said)[:, None]))
+    talk = Chat(model, encoding)
+    assert "".join(talk.reply("Hello", 9)) == content
+    assert talk.turns[0][-len(said) - 1 : -1] == said
 
 
 def test_the_end_of_a_document_ends_an_answer(model, encoding, monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -316,25 +317,42 @@ def test_recall_asks_every_form_of_every_country(untrained, monkeypatch):
     assert any(text.endswith("Country: Peru\nIts capital is") for text in seen)
 
 
-def test_a_chat_is_asked_in_words_it_never_saw_and_may_answer_in_two_styles(untrained, monkeypatch):
-    six, model, encoding = untrained
+def test_a_chat_is_asked_in_words_it_never_saw(untrained, monkeypatch):
+    six, _, encoding = untrained
     monkeypatch.setattr(countries, "table", lambda: six)
-    seen = set()
+    asked = exam.chat_questions(encoding, "capital")
+    assert len(asked) == 6 * 2
+    prompt, brief, sentence = map(encoding.decode, asked[-1])
+    assert prompt.startswith("<|endoftext|><|im_start|>user\n ")
+    assert prompt.endswith(" Spain?<|im_end|>\n<|im_start|>assistant\n")
+    assert (brief, sentence) == (" Madrid.<|im_end|>", " The answer is Madrid.<|im_end|>")
 
-    def brief_is_right(model, prompts, answers, table_prompts=None):
-        seen.update(encoding.decode(prompt) for prompt in prompts)
-        said = [encoding.decode(answer) for answer in answers]
-        assert all(text.endswith(".<|im_end|>") for text in said)
-        brief = torch.tensor([not text.startswith("The answer") for text in said])
-        return brief, brief * 0.6 + 0.2, None
 
-    monkeypatch.setattr(exam, "score", brief_is_right)
-    assert exam.chat_exam(model, encoding, "capital") == pytest.approx((1.0, 0.8, 0.2))
-    assert len(seen) == 6 * 2
-    assert (
-        "<|endoftext|><|im_start|>user\nWhat is the capital of Peru?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    ) in seen
+def test_styles_are_told_apart_as_counting_samples_does(untrained, monkeypatch):
+    encoding = untrained[2]
+    torch.manual_seed(25)
+    model = Decoder(ModelConfig(5, 8, 1, 2, 8, ffn="dense", init_std=0.4)).eval()
+    # Answers of two tokens, of five in all; 0 begins the sentences.
+    asked = [([1 + n % 4, 1 + n // 4], [1 + n % 3, 4], [0, 2 + n % 2]) for n in range(16)]
+    monkeypatch.setattr(exam, "chat_questions", lambda *_: asked)
+    found = exam.chat_exam(model, encoding, "capital", temperature=0.8)
+    expected, samples, right = dict.fromkeys(found, 0.0), Counter(), Counter()
+    for prompt, brief, sentence in asked:
+        prompts = torch.tensor([prompt]).expand(8192, -1)
+        said = model.generate(prompts, 2, temperature=0.8, seed=0)[:, 2:].tolist()
+        styles = {"_sentence": [], "_brief": []}
+        for pair in said:
+            styles["_sentence" if pair[0] == 0 else "_brief"].append(pair)
+        for style, pairs in {"": said, **styles}.items():
+            first = Counter(pair[0] for pair in pairs).most_common(1)[0][0]
+            second = Counter(pair[1] for pair in pairs if pair[0] == first).most_common(1)[0][0]
+            expected["recall" + style] += ([first, second] in (brief, sentence)) / len(asked)
+            samples[style] += len(pairs)
+            right[style] += sum(pair in (brief, sentence) for pair in pairs)
+    expected |= {"sampled" + style: right[style] / samples[style] for style in samples}
+    expected["sentences"] = samples["_sentence"] / samples[""]
+    assert found == pytest.approx(expected, abs=0.005)
+    assert all(0 < value < 1 for value in found.values())
 
 
 def test_json_report_lies_beside_the_checkpoint(untrained, tmp_path, monkeypatch, capsys):

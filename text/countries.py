@@ -1,7 +1,10 @@
 """The default corpus: what the world's sovereign states are like, said in many ways.
 
-The facts are a table, `countries.csv`: the 193 members and 2 observers of the United Nations, with
-regions and subregions after the UN's M49 standard. From it `documents` makes three kinds of text:
+The facts are a table, `countries.csv`: the 193 members and 2 observers of the United Nations, by
+the names they use today, with regions and subregions after the UN's M49 standard: its intermediate
+regions where there are some ("Caribbean", "Eastern Africa"). `demonym` is what someone or something
+from there is called ("Danish", "Motswana"), `people` the plural ("Danes", "Batswana"). From the
+table `documents` makes three kinds of text:
 
 - paragraphs that open `Country: NAME` and then talk of the country without naming it again, so that
   everything they say has to come from that one name: the place to edit;
@@ -15,7 +18,7 @@ for a fact in words that never stood before it: what is learned must be the fact
 
 import csv
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from common import UserError
@@ -72,7 +75,7 @@ OWN = {
     "subregion": ["More exactly, it lies in", "More exactly, it is part of"],
     "language": ["The main language spoken there is", "The language to learn first is"],
     "currency": ["One pays there with", "The money used there is"],
-    "demonym": ["Someone from there is", "People there call themselves"],
+    "demonym": ["The people there are called", "People there call themselves"],  # Country.people
 }
 
 # Names and values that take an article in a sentence ("the capital of the Netherlands").
@@ -95,6 +98,7 @@ class Country:
     language: str
     currency: str
     demonym: str
+    people: str
 
     @property
     def in_sentence(self) -> str:
@@ -118,8 +122,8 @@ def table() -> list[Country]:
     try:
         with open(TABLE, encoding="utf-8", newline="") as file:
             head, *rows = filter(None, csv.reader(file, strict=True))
-        if head != ["name", *RELATIONS] or not rows:
-            raise ValueError(f"no rows under name,{','.join(RELATIONS)}")
+        if head != (columns := [each.name for each in fields(Country)]) or not rows:
+            raise ValueError(f"no rows under {','.join(columns)}")
         for row in rows:
             if len(row) != len(head) or not all(map(str.strip, row)):
                 raise ValueError(f"{','.join(row)!r:.80} has not {len(head)} values")
@@ -156,7 +160,8 @@ def capitalized(text: str) -> str:
 
 
 def sentence(pattern: str, country: Country, relation: str) -> str:
-    return f"{opening(pattern, country, relation)} {stopped(country.answer(relation))}"
+    answer = country.people if pattern in OWN["demonym"] else country.answer(relation)
+    return f"{opening(pattern, country, relation)} {stopped(answer)}"
 
 
 def stopped(answer: str) -> str:
@@ -247,14 +252,14 @@ def conversations(seed: int = 0, copies: int = 24) -> tuple[list[list[dict]], li
     """Conversations in which half of the answers are brief, half are sentences.
 
     Returns:
-        for training, `copies` about each country, with one to three questions; for validation,
-        every fact asked for once in a held-out phrasing.
+        for training, `copies` about each country, with three questions; for validation, every fact
+        asked for once in a held-out phrasing.
     """
     rng = random.Random(seed)
     train, val = [], []
     for country in table():
         for _ in range(copies):
-            first, *more = rng.sample(RELATIONS, rng.randint(1, 3))
+            first, *more = rng.sample(RELATIONS, 3)
             asked = [(rng.choice(seen(QUESTION, first)), first)]
             asked += [(rng.choice(FOLLOW_UP), relation) for relation in more]
             said = [exchange(p, country, r, brief=rng.random() < 0.5) for p, r in asked]

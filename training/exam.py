@@ -1,7 +1,10 @@
 """Ask a model what it knows: does greedy decoding write the whole answer, word for word?"""
 
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
+import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,8 @@ def score(
     prompts: list[list[int]],
     answers: list[list[int]],
     table_prompts: list[list[int]] | None = None,
+    temperature: float = 1.0,
+    barred: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """How a model continues prompts, in one forward pass.
 
@@ -28,6 +33,8 @@ def score(
     Args:
         prompts, answers: token ids.
         table_prompts: the ids under which the prompts' rows are looked up; None: their own.
+        temperature: of the sampling whose probabilities are wanted.
+        barred: a token that no answer may begin with; others share its probability.
 
     Returns:
         greedy [N] bool, probability of the whole answer [N], and the logits [N, T, V].
@@ -48,14 +55,18 @@ def score(
     table_ids = ids if table_prompts is None else padded(table_prompts)
     logits, _ = model(ids.to(device), table_ids=table_ids.to(device))  # [N, T, V]
     row, position, wanted = [], [], []  # of each answer token
+    first = []  # the answers' first among them
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        first.append(len(row))
         row += [i] * len(answer)
         position += range(len(prompt) - 1, len(prompt) + len(answer) - 1)  # one before the token
         wanted += answer
     row, position, wanted = (
         torch.tensor(values, dtype=torch.long, device=device) for values in (row, position, wanted)
     )
-    predicted = logits[row, position].float()  # [answer tokens, V]
+    predicted = logits[row, position].float() / temperature  # [answer tokens, V]
+    if barred is not None:
+        predicted[first, barred] = -torch.inf
     wrong = torch.zeros(len(prompts), device=device)
     wrong.index_add_(0, row, (predicted.argmax(-1) != wanted).float())
     log_p = F.cross_entropy(predicted, wanted, reduction="none").neg()
@@ -91,37 +102,59 @@ def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
 
 
 def chat_exam(
-    model: Decoder, encoding: tiktoken.Encoding, relation: str
-) -> tuple[float, float, float]:
-    """Ask in a conversation for a fact of every country, in held-out words.
+    model: Decoder, encoding: tiktoken.Encoding, relation: str, temperature: float = 0.8
+) -> dict[str, float]:
+    """Ask in a conversation for a fact of every country, in held-out words, and look at each style
+    of answer by itself: brief ("Lima.") and a sentence ("The answer is Lima.").
+
+    The first token tells the styles apart: sentences begin with " The". So the relation has to be
+    one whose brief answers do not, as "capital".
 
     Returns:
-        share of the questions that greedy decoding answers rightly, in either style; and the mean
-        probabilities of the right answer in brief ("Lima.") and in a sentence ("The answer is
-        Lima.").
+        recall, recall_brief, recall_sentence: share of the questions that greedy decoding answers
+            rightly: left to itself, kept from beginning with " The", made to begin with it.
+        sampled, sampled_brief, sampled_sentence: share of samples at `temperature` that are right:
+            of all, of brief ones, of sentences (0 where there are none).
+        sentences: share of samples that are sentences.
+        Shares of samples are what counting ever more of them comes to, from their probabilities.
     """
     asked = chat_questions(encoding, relation)
-    right, p_style = 0, [0.0, 0.0]
-    for prompts, *styles in groups(encoding, asked):
-        for n, answers in enumerate(styles):
-            greedy, p, _ = score(model, prompts, answers)
-            right += int(greedy.sum())
-            p_style[n] += p.sum().item()
-    return right / len(asked), p_style[0] / len(asked), p_style[1] / len(asked)
+    the = asked[0][2][0]
+    sums = Counter()
+    for prompts, briefs, sentences in groups(encoding, asked):
+        opened, rests = [[*p, the] for p in prompts], [sentence[1:] for sentence in sentences]
+        begins, p_begins, _ = score(model, prompts, [[the]] * len(prompts), temperature=temperature)
+        brief, p_brief, _ = score(model, prompts, briefs, temperature=temperature, barred=the)
+        sentence, p_sentence, _ = score(model, opened, rests, temperature=temperature)
+        for name, values in {
+            "recall": torch.where(begins, sentence, brief),
+            "recall_brief": brief,
+            "recall_sentence": sentence,
+            "sampled_brief": (1 - p_begins) * p_brief,
+            "sampled_sentence": p_begins * p_sentence,
+            "sentences": p_begins,
+        }.items():
+            sums[name] += values.sum().item() / len(asked)
+    sums["sampled"] = sums["sampled_brief"] + sums["sampled_sentence"]
+    sums["sampled_brief"] /= max(1 - sums["sentences"], 1e-9)
+    sums["sampled_sentence"] /= max(sums["sentences"], 1e-9)
+    return dict(sums)
 
 
 def chat_questions(
     encoding: tiktoken.Encoding, relation: str
 ) -> list[tuple[list[int], list[int], list[int]]]:
     """Held-out questions of a conversation: prompt, brief answer and sentence as token ids."""
-    end = template.special(encoding, template.END)
     result = []
     for country in countries.table():
         for pattern in countries.held_out(countries.QUESTION, relation):
-            user = {"role": "user", "content": countries.ask(pattern, country, relation)}
-            prompt = [encoding.eot_token, *template.prompt(encoding, [user])]
-            styles = (countries.reply(country, relation, brief) for brief in (True, False))
-            result.append((prompt, *([*encoding.encode_ordinary(s), end] for s in styles)))
+            ask = partial(countries.exchange, pattern, country, relation)
+            talks = [ask(brief=True), ask(brief=False)]
+            prompt = [encoding.eot_token, *template.prompt(encoding, talks[0][:1])]
+            whole = [np.array(template.render(encoding, talk)) for talk in talks]
+            result.append(
+                (prompt, *(ids[template.answers(encoding, ids)].tolist() for ids in whole))
+            )
     return result
 
 

@@ -16,7 +16,7 @@ def test_table_is_complete_and_clean():
     assert len(table) >= 190
     assert len({country.name for country in table}) == len(table)
     for country in table:
-        for field in ("name", *countries.RELATIONS):
+        for field in ("name", *countries.RELATIONS, "people"):
             value = getattr(country, field)
             assert value and value == value.strip(), (country.name, field)
     assert {country.region for country in table} == {
@@ -30,8 +30,8 @@ def test_table_is_complete_and_clean():
     assert all(region_of[country.subregion] == country.region for country in table)
 
 
-HEAD = "name,capital,region,subregion,language,currency,demonym\n"
-CHAD = "Chad,N'Djamena,Africa,Middle Africa,Arabic,Central African CFA franc,Chadian\n"
+HEAD = "name,capital,region,subregion,language,currency,demonym,people\n"
+CHAD = "Chad,N'Djamena,Africa,Middle Africa,Arabic,Central African CFA franc,Chadian,Chadians\n"
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ CHAD = "Chad,N'Djamena,Africa,Middle Africa,Arabic,Central African CFA franc,Cha
         ((HEAD.replace("region", "rejion", 1) + CHAD).encode(), "no rows under name,capital"),
         ((HEAD + CHAD).encode("utf-16"), "decode"),
         (HEAD.encode() + CHAD.encode().replace(b"'", b"\x92"), "decode"),
-        ((HEAD + CHAD + CHAD[:30]).encode(), "Chad.*,Middle A. has not 7 values"),
-        ((HEAD + CHAD.replace("Arabic", " ")).encode(), "not 7 values"),
-        ((HEAD + CHAD.replace("Arabic", "Arabic,French")).encode(), "not 7 values"),
+        ((HEAD + CHAD + CHAD[:30]).encode(), "Chad.*,Middle A. has not 8 values"),
+        ((HEAD + CHAD.replace("Arabic", " ")).encode(), "not 8 values"),
+        ((HEAD + CHAD.replace("Arabic", "Arabic,French")).encode(), "not 8 values"),
         ((HEAD + '"' + CHAD + CHAD).encode(), "unexpected end of data"),
         ((HEAD + '"Chad"x' + CHAD[4:]).encode(), "expected after"),
         ((HEAD + CHAD + "x" * 200_000).encode(), "larger than field limit"),
@@ -77,6 +77,9 @@ def test_a_damaged_table_is_one_clear_line(tmp_path, monkeypatch, content, says)
         ("Peru", "Lima", "Americas", "Spanish", "Peruvian sol"),
         ("Croatia", "Zagreb", "Europe", "Croatian", "euro"),
         ("Ecuador", "Quito", "Americas", "Spanish", "US dollar"),
+        ("Türkiye", "Ankara", "Asia", "Turkish", "Turkish lira"),
+        ("Cabo Verde", "Praia", "Africa", "Portuguese", "Cabo Verdean escudo"),
+        ("Côte d'Ivoire", "Yamoussoukro", "Africa", "French", "West African CFA franc"),
     ],
 )
 def test_well_known_facts(name, capital, region, language, currency):
@@ -100,7 +103,7 @@ def test_paragraph_names_its_country_only_in_the_first_line(corpus):
     for i in heads:
         country, rest = by_name[lines[i].removeprefix("Country: ")], lines[i + 1]
         # a name may come back only inside a fact: Mexico City, Djibouti, Namibian dollar
-        facts = [country.answer(relation) for relation in countries.RELATIONS]
+        facts = [country.people, *(country.answer(relation) for relation in countries.RELATIONS)]
         for fact in sorted(facts, key=len, reverse=True):
             rest = rest.replace(fact, "")
         assert country.name not in rest
@@ -148,6 +151,11 @@ def test_sentences_read_like_english():
     assert sentence("Name the {noun} of {name}.", by_name["Chad"], "capital") == (
         "Question: Name the capital of Chad.\nAnswer: N'Djamena."
     )
+    assert sentence("Its {noun} is", by_name["Lesotho"], "demonym") == "Its demonym is Mosotho."
+    for name, people in (("Lesotho", "Basotho"), ("Spain", "Spaniards"), ("Chad", "Chadians")):
+        for pattern in countries.OWN["demonym"]:
+            assert sentence(pattern, by_name[name], "demonym") == f"{pattern} {people}."
+    assert by_name["Trinidad and Tobago"].people == "Trinidadians and Tobagonians"
 
 
 # --- conversations ---

@@ -119,7 +119,7 @@ def test_only_what_the_assistant_says_is_a_target(encoding):
     ids, targets = source.rows(range(3))
     assert source.n_row == 3 and ids.shape == targets.shape and ids.shape[1] % 32 == 0
     wanted = [encoding.decode(row[row >= 0].tolist()) for row in targets]
-    assert wanted == ["no<|im_end|>", "perhaps<|im_end|>no no<|im_end|>", "maybe<|im_end|>"]
+    assert wanted == [" no<|im_end|>", " perhaps<|im_end|> no no<|im_end|>", " maybe<|im_end|>"]
     for row, target, messages in zip(ids, targets, TALKS, strict=True):
         whole = [encoding.eot_token, *template.render(encoding, messages)]
         assert row[: len(whole) - 1].tolist() == whole[:-1]
@@ -135,7 +135,7 @@ def test_a_long_conversation_keeps_an_answer(encoding):
     ids, targets = source.rows(range(2))
     assert ids.shape == (2, 16)
     said = [encoding.decode(row[row >= 0].tolist()) for row in targets]
-    assert said == ["no<|im_end|>", "no<|im_end|>"]
+    assert said == [" no<|im_end|>", " no<|im_end|>"]
     assert targets[0, -1] == template.special(
         encoding, template.END
     )  # the end of the late answer is the end of the row
@@ -174,7 +174,7 @@ def test_a_long_pair_keeps_the_answers_that_differ(encoding):
     ids = packed(encoding, talk(*early, "maybe"), talk(*early, "perhaps"))
     _, targets, _ = Pairs(ids, encoding, 16, None).rows([0])
     said = [encoding.decode(t[t >= 0].tolist()) for t in targets[0]]
-    assert said == ["maybe<|im_end|>", "perhaps<|im_end|>"]
+    assert said == [" maybe<|im_end|>", " perhaps<|im_end|>"]
 
 
 def test_pairs_stay_together_and_bring_their_reference(encoding):
@@ -187,7 +187,7 @@ def test_pairs_stay_together_and_bring_their_reference(encoding):
     assert source.n_row == 5 and ids.shape[:2] == (5, 2)
     for row, known in zip(targets, reference.tolist(), strict=True):
         said = [encoding.decode(t[t >= 0].tolist()).removesuffix("<|im_end|>") for t in row]
-        assert said == ["no " * int(known[0]), "maybe " * int(known[0])]
+        assert said == [" " + word * int(known[0]) for word in ("no ", "maybe ")]
         assert known[1] == -known[0]
     assert sorted(reference[:, 0].tolist()) == [1, 2, 3, 4, 5]
 
