@@ -174,12 +174,19 @@ def fit(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
         f"vocabulary {config.vocab_size:,}: {sizes['total'] / 1e6:.2f} M parameters, "
         f"{sizes['table'] / 1e6:.2f} M of them in tables; a token touches "
-        f"{sizes['active'] / 1e6:.2f} M and costs {sizes['flops_per_token'] / 1e6:.1f} MFLOP"
+        f"{sizes['active'] / 1e6:.2f} M and costs {sizes['flops_per_token'] / 1e6:.1f} MFLOP "
+        "forward, attention included"
+    )
+    a_step = settings.batch_size * block_size * (2 if rows == "preference" else 1)
+    total, there = settings.max_iters * a_step, sum(meta["train"]["tokens"] for meta in metas)
+    print(
+        f"{settings.max_iters} steps of {settings.batch_size} {units[rows]} {block_size} tokens on "
+        f"{objective.device.type} in {objective.dtype}: {a_step:,} a step, {total:,} in all, "
+        f"{total / there:.1f} times the {there:,} of {settings.data_dir}"
     )
     print(
-        f"{settings.max_iters} steps of {settings.batch_size} {units[rows]} {block_size} tokens "
-        f"on {objective.device.type} in {objective.dtype}; {settings.data_dir} has "
-        f"{sum(meta['train']['tokens'] for meta in metas):,} tokens"
+        f"learning rate {settings.learning_rate:g} after {settings.warmup:.0%} of the steps, then "
+        f"{settings.schedule} to {settings.min_lr:g} of it; everything goes to {settings.out_dir}"
     )
     if n_cut := getattr(data.train, "n_cut", 0):
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
@@ -209,33 +216,42 @@ def fit(
     accumulate = settings.batch_size // settings.device_batch_size
     model.train()
     batch = data.train.batch(step, settings.batch_size)
-    bar = tqdm(total=settings.max_iters, initial=step, unit="step", dynamic_ncols=True)
+    # Without a terminal there is no bar, and a line for each evaluation.
+    bar = tqdm(
+        total=settings.max_iters, initial=step, unit="step", dynamic_ncols=True, disable=None
+    )
     val = {}
-    # Ctrl-C lets the step end, so that what is saved is a whole one; a second one stops at once.
-    interrupted = []
+    # Who stops a run (Ctrl-C, a scheduler, a terminal that closes) lets the step end and be saved.
+    stopped: list[int] = []
+    last: dict[str, float] = {}  # figures of the last step
 
-    def interrupt(*_) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        interrupted.append(True)
-        bar.write("stopping after this step (Ctrl-C again: at once, nothing saved)")
+    def stop(number: int, _) -> None:
+        if stopped:
+            raise KeyboardInterrupt
+        stopped.append(number)
+        if number == signal.SIGINT:
+            bar.write("stopping after this step (Ctrl-C again: at once, nothing saved)")
+        else:
+            bar.disable = True  # there may be no terminal any more
 
-    signal.signal(signal.SIGINT, interrupt)
+    signals = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    before = {number: signal.signal(number, stop) for number in filter(None, signals)}
     try:
         while True:
             if not val or step % settings.eval_interval == 0 or step == settings.max_iters:
                 val = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
                 check_finite(val["val_loss"], "validation", step, settings)
                 log.write(type="eval", step=step, **val)
+                bar.write(f"step {step}: " + named({**val, **last}))
                 if step:
                     save()
             if step == settings.max_iters:
                 break
-            if interrupted:
+            if stopped:
                 save()
-                raise UserError(
-                    f"stopped at step {step}; go on with: "
-                    f"python train.py --resume --out_dir {settings.out_dir}"
-                )
+                if stopped == [signal.SIGINT]:
+                    bar.write(f"go on with: python train.py --resume --out_dir {settings.out_dir}")
+                raise SystemExit(128 + stopped[0])  # as a shell reports it
             start = time.perf_counter()
             n, n_token, figures = objective.count(*batch), batch[0].numel(), Counter()
             parts = list(zip(*(t.chunk(accumulate) for t in batch), strict=True))
@@ -268,22 +284,25 @@ def fit(
                 tok_per_s=tok_per_s,
             )
             bar.update()
-            shown = {**figures, **{k: v for k, v in val.items() if "/" not in k}}
-            shown = {k.removesuffix("_loss").replace("_", " "): v for k, v in shown.items()}
-            shown.pop("val loss per byte", None)
-            bar.set_postfix_str(
-                ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
-                + f", {tok_per_s:,.0f} tok/s"
-            )
+            last = {**figures, "tok/s": tok_per_s}
+            bar.set_postfix_str(named(last))
     finally:
         bar.close()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    finish(model, data, settings, log, val)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    finish(model, data, settings, log)
 
 
-def finish(model: Decoder, data: Data, settings: Settings, log: Log, val: dict[str, float]) -> None:
+def named(figures: dict[str, float]) -> str:
+    """Figures for people: 1.2923, 6,800."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:{',.0f' if value >= 1000 else '.4f'}}"
+        for name, value in figures.items()
+    )
+
+
+def finish(model: Decoder, data: Data, settings: Settings, log: Log) -> None:
     """Report what was learned, draw the curve, and say what to try next."""
-    print(", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in val.items()))
     encoding, corpus = data.encoding, data.metas[0]["corpus"]
     model.eval()
     torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
