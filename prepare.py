@@ -98,12 +98,13 @@ class Settings:
         "out, and more of them are an error",
         must="from 0 to 1",
     )
-    seed: int = flag(0, "of a corpus that is made here")
+    seed: int = flag(0, "of a corpus that is made here", shown="0")
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.input and not self.out_dir:
             raise UserError("--input needs --out_dir: say where the token files go")
+        self.out_dir = self.out_dir or Path("data") / self.dataset
         if self.vocab_size and self.tokenizer != "train":
             raise UserError(
                 f"--vocab_size {self.vocab_size} goes with --tokenizer train: "
@@ -114,10 +115,8 @@ class Settings:
 def encoded(
     encoding: tiktoken.Encoding, kind: str, dtype: str, batch: list[Labelled]
 ) -> list[tuple[str, np.ndarray, int]]:
-    """Split, token ids [T], and bytes of text of each document; a preference gives two.
-
-    The bytes of a conversation are those of its headings and contents, without the markers.
-    """
+    """Split, token ids [T], and bytes of text (without markers) of each document; a preference
+    gives two."""
     result = []
     for split, document in batch:
         for part in document if kind == "preference" else [document]:
@@ -191,9 +190,8 @@ def write_dataset(
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
-    splits = ("train", "val")
-    counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in splits}
-    digests = {split: hashlib.sha256() for split in splits}
+    counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}
+    digests = {split: hashlib.sha256() for split in counts}
 
     with ExitStack() as stack:  # left in reverse order: files close, meta.json is replaced last
         names = ("meta.json", "tokenizer.json", "train.bin", "val.bin")
@@ -232,7 +230,7 @@ def train_tokenizer(texts: list[str], vocab_size: int, min_count: int = 2) -> ti
 
 
 def ready_tokenizer(name: str) -> tiktoken.Encoding:
-    """The tokenizer that `--tokenizer` names: one of tiktoken's, a prepared folder's, a model's."""
+    """The tokenizer that --tokenizer names: one of tiktoken's, a prepared folder's, a model's."""
     if name in tokenizer.PRETRAINED:
         try:
             return tokenizer.pretrained(name)
@@ -257,65 +255,47 @@ def ready_tokenizer(name: str) -> tiktoken.Encoding:
         ) from None
 
 
-def prepare_corpus(
-    name: str,
-    out_dir: Path,
-    encoding: tiktoken.Encoding | None = None,
-    vocab_size: int | None = None,
-    seed: int = Settings.seed,
-) -> dict:
+def prepare_corpus(args: Settings, encoding: tiktoken.Encoding | None = None) -> dict:
     """A corpus that is made here. A pair must occur 8 times to become a token, so the vocabulary is
     what fits: in countries, common names are one token, rare ones several."""
-    kind, make = CORPORA[name]
-    train, val = make(seed)
-    encoding = encoding or train_tokenizer(train, vocab_size or 4096, min_count=8)
+    kind, make = CORPORA[args.dataset]
+    train, val = make(args.seed)
+    encoding = encoding or train_tokenizer(train, args.vocab_size or 4096, min_count=8)
     documents = [("train", document) for document in train] + [("val", d) for d in val]
-    return write_dataset(out_dir, documents, encoding, kind, corpus=name, seed=seed)
+    origin = dict(corpus=args.dataset, seed=args.seed)
+    return write_dataset(args.out_dir, documents, encoding, kind, **origin)
 
 
 def prepare_countries(out_dir: Path) -> dict:
-    return prepare_corpus("countries", out_dir)
+    return prepare_corpus(Settings(out_dir=out_dir))
 
 
 def prepare_files(
-    out_dir: Path,
-    paths: list[Path],
-    kind: str,
-    encoding: tiktoken.Encoding | None = None,
-    vocab_size: int | None = None,
-    val_fraction: float = Settings.val_fraction,
-    max_bad: float = Settings.max_bad,
+    args: Settings, paths: list[Path], kind: str, encoding: tiktoken.Encoding | None = None
 ) -> dict:
-    """Documents of one's own, read once or, to train a tokenizer first, twice; never all in memory.
+    """Documents of files, read once or, to train a tokenizer first, twice; never all in memory.
 
     Raises:
-        UserError: more than a share `max_bad` of the documents cannot be used, and all else that
-            can be wrong with files.
+        UserError: all that can be wrong with files.
     """
 
     def documents(report: Report, desc: str) -> Iterator[Labelled]:
         for _, document in read(paths, report, kind, desc):
-            yield "val" if is_validation(document, val_fraction) else "train", document
+            yield "val" if is_validation(document, args.val_fraction) else "train", document
 
     if encoding is None:
         share = min(1.0, SAMPLE / sum(path.stat().st_size for path in paths))
         if share < 1:
             print(f"training the tokenizer on {share:.1%} of the text, chosen by hash")
-        every = documents(Report(max_bad), "counting words")
-        sample = [text for split, text in every if split == "train" and in_sample(text, share)]
-        encoding = train_tokenizer(sample, vocab_size or 6400)
-        del sample
-    report = Report(max_bad)
-    meta = write_dataset(
-        out_dir,
-        documents(report, "encoding"),
-        encoding,
-        kind,
-        report,
-        corpus="files",
-        sources=[path.name for path in paths],
-        val_fraction=val_fraction,
-    )
+        found = documents(Report(args.max_bad), "counting words")
+        encoding = train_tokenizer(
+            [text for split, text in found if split == "train" and in_sample(text, share)],
+            args.vocab_size or 6400,
+        )
+    report = Report(args.max_bad)
+    origin = dict(corpus="files", sources=[p.name for p in paths], val_fraction=args.val_fraction)
+    found = documents(report, "encoding")
+    meta = write_dataset(args.out_dir, found, encoding, kind, report, **origin)
     for line in report.lines():
         print(line)
     return meta
@@ -325,48 +305,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    about = ".txt or .jsonl files of your own"
     several = dict(nargs="+", type=Path, metavar="FILE", default=argparse.SUPPRESS)
-    parser.add_argument("--input", help=about, **several)
+    parser.add_argument("--input", help=".txt or .jsonl files of your own", **several)
     add_flags(parser, Settings)
     given = vars(parser.parse_args())
     args = Settings(**given)
 
-    source = "--input" if args.input else f"--dataset {args.dataset}"
-    made = not args.input and args.dataset in CORPORA
+    made, source = False, f"--dataset {args.dataset}"
     if args.input:
-        useless = ("dataset", "base_url", "seed")
+        source, useless, kind = "--input", ("dataset", "base_url", "seed"), kind_of(args.input)
+    elif args.dataset in CORPORA:
+        made, useless = True, ("base_url", "val_fraction", "max_bad")
+        kind, _ = CORPORA[args.dataset]
     else:
-        useless = ("base_url", "val_fraction", "max_bad") if made else ("seed",)
-    for name in given.keys() & useless:
-        raise UserError(f"--{name} {given[name]} changes nothing with {source}: leave it out")
-    out_dir = args.out_dir or Path("data") / args.dataset
+        useless, kind = ("seed",), DATASETS[args.dataset].kind
+    for name in useless:
+        if name in given:
+            raise UserError(f"--{name} {given[name]} changes nothing with {source}: leave it out")
     encoding = None if args.tokenizer == "train" else ready_tokenizer(args.tokenizer)
-    if args.input:
-        kind = kind_of(args.input)
-    else:
-        kind = CORPORA[args.dataset][0] if made else DATASETS[args.dataset].kind
     if kind != "text" and encoding is None:
         raise UserError(
             f"--tokenizer is needed: {kind} data continue a model, so name the data or the "
             "checkpoint that it began with, as in --tokenizer out/ckpt.pt"
         )
     if made:
-        meta = prepare_corpus(args.dataset, out_dir, encoding, args.vocab_size, args.seed)
+        meta = prepare_corpus(args, encoding)
     else:
         paths = args.input or [fetch(args.dataset, "data/raw", args.base_url)]
-        limits = (args.vocab_size, args.val_fraction, args.max_bad)
-        meta = prepare_files(out_dir, paths, kind, encoding, *limits)
+        meta = prepare_files(args, paths, kind, encoding)
     for split in ("train", "val"):
         counts = meta[split]
         print(
-            f"{out_dir / split}.bin: {counts['documents']:,} documents, "
+            f"{args.out_dir / split}.bin: {counts['documents']:,} documents, "
             f"{counts['tokens']:,} tokens, {counts['bytes'] / counts['tokens']:.2f} bytes per token"
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
     stage = {"text": "", "chat": "--stage sft ", "preference": "--stage dpo "}[kind]
     stage += "--init_from CKPT " if stage else ""
-    print(f"next: python train.py {stage}--data_dir {out_dir}")
+    print(f"next: python train.py {stage}--data_dir {args.out_dir}")
 
 
 if __name__ == "__main__":

@@ -47,14 +47,10 @@ class UsesTools(Exception):
 
 
 class Report:
-    """What of the input was left out. Nothing is dropped without being counted here.
-
-    Args:
-        max_bad: share of the documents that may be bad.
-    """
+    """What of the input was left out. Nothing is dropped without being counted here."""
 
     def __init__(self, max_bad: float) -> None:
-        self.max_bad = max_bad
+        self.max_bad = max_bad  # share of the documents that may be bad
         self.documents = self.tools = 0  # conversations with tools are not bad, but left out
         self.bad: Counter[str] = Counter()  # by reason
         self.named: list[str] = []  # the first few of each reason
@@ -181,11 +177,7 @@ def txt_documents(numbered: Numbered) -> Numbered:
 
 
 def parse(raw: bytes | None, is_json: bool, report: Report) -> Found:
-    """Kind and document of a JSONL line or of a .txt file's document.
-
-    Raises:
-        Bad, UsesTools: it cannot be used.
-    """
+    """Kind and document of a JSONL line or of a .txt file's document; raises Bad or UsesTools."""
     if raw is None:
         raise Bad("huge", f"{HUGE >> 20} MiB or more")
     try:

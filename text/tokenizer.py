@@ -49,11 +49,9 @@ VERSION = 1
 def train(
     texts: Iterable[str], vocab_size: int, min_count: int = 2, progress: bool = True
 ) -> tiktoken.Encoding:
-    """Trains a byte-level BPE vocabulary.
-
-    Each step merges the most frequent pair of neighbouring tokens into a new token; among equally
-    frequent pairs, the one with the smallest first id, then the smallest second id. The result
-    depends only on the word counts, not on the order of the texts.
+    """Trains a byte-level BPE vocabulary: each step merges the most frequent pair of neighbouring
+    tokens into a new token; among equals, that of the smallest first id, then second id. So the
+    order of the texts means nothing.
 
     Args:
         texts: Documents, read once as a stream. Only the distinct words are held in memory. The
@@ -165,11 +163,9 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[t
 
 
 def pretrained(name: str) -> tiktoken.Encoding:
-    """Returns tiktoken's encoding of this name (one of PRETRAINED) with our special tokens after
-    its own.
-
-    Ids that it leaves unused get names, so that whatever a model samples can be decoded. The
-    vocabulary is downloaded once and kept in TIKTOKEN_CACHE_DIR.
+    """Returns tiktoken's encoding of this name, a key of PRETRAINED, with our special tokens after
+    its own. Ids that it leaves unused get names, so that whatever a model samples can be decoded.
+    The vocabulary is downloaded once and kept in TIKTOKEN_CACHE_DIR.
 
     Raises:
         OSError, ValueError: If it cannot be downloaded, or is damaged.
@@ -206,14 +202,8 @@ def dumps(encoding: tiktoken.Encoding) -> str:
 
 
 def check_form(value: object, form: object, name: str) -> None:
-    """Refuses JSON that lacks a key of `form` or has a value of another type there.
-
-    Args:
-        form: A type, or a dict of such forms by key. An int has to be one that counts something.
-
-    Raises:
-        ValueError: The message names the key.
-    """
+    """Raises ValueError, naming the key, if JSON has not the form: a type, or a dict of forms by
+    key, which may have more keys. An int has to be one that counts something."""
     kind = dict if isinstance(form, dict) else form
     if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
         raise ValueError(f"{name} is {value!r:.60}, where {kind.__name__} is expected")
@@ -223,10 +213,8 @@ def check_form(value: object, form: object, name: str) -> None:
 
 
 def loads(text: str) -> tiktoken.Encoding:
-    """Returns the encoding that `dumps` wrote.
-
-    It may split text by a known pattern only: with some (`(a*)*\\1b|.`), a short text takes forever
-    or ends the program.
+    """Returns the encoding that `dumps` wrote. Its pattern must be a known one: with some, like
+    `(a*)*\\1b|.`, a short text takes forever or ends the program.
 
     Raises:
         ValueError: If the text is damaged or something else; the message is one line.
@@ -275,21 +263,16 @@ def loads(text: str) -> tiktoken.Encoding:
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Returns 16 hex digits that are equal for encodings that encode and decode alike.
-
-    It covers all that `dumps` writes except the name.
-    """
+    """Returns 16 hex digits of all that `dumps` writes except the name: equal for encodings that
+    encode and decode alike."""
     data = json.loads(dumps(encoding))
     del data["name"]
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 
 class StreamDecoder:
-    """Turns token ids into text one by one.
-
-    A character can be spread over several tokens; it comes out with the last of them. All that
-    `feed` and `flush` return, joined, is what `encoding.decode` returns for all ids at once.
-    """
+    """Turns token ids into text one by one. A character that several tokens spell comes out with
+    the last of them; all pieces, joined, are what `encoding.decode` returns for all ids at once."""
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding
