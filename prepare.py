@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 
@@ -220,11 +221,12 @@ def write_dataset(
     return meta
 
 
-def train_tokenizer(texts: list[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
-    if not texts:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
+    texts = iter(texts)
+    if (first := next(texts, None)) is None:
         raise UserError(NO_DOCUMENT.format("training"))
     try:
-        return tokenizer.train(texts, vocab_size, min_count)
+        return tokenizer.train(chain([first], texts), vocab_size, min_count)
     except ValueError as error:
         raise UserError(f"--vocab_size {vocab_size}: {error}") from error
 
@@ -288,10 +290,8 @@ def prepare_files(
         if share < 1:
             print(f"training the tokenizer on {share:.1%} of the text, chosen by hash")
         found = documents(Report(args.max_bad), "counting words")
-        encoding = train_tokenizer(
-            [text for split, text in found if split == "train" and in_sample(text, share)],
-            args.vocab_size or 6400,
-        )
+        sample = (text for split, text in found if split == "train" and in_sample(text, share))
+        encoding = train_tokenizer(sample, args.vocab_size or 6400)
     report = Report(args.max_bad)
     origin = dict(corpus="files", sources=[p.name for p in paths], val_fraction=args.val_fraction)
     found = documents(report, "encoding")
