@@ -26,14 +26,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 
 import numpy as np
 import tiktoken
 
-from common import UserError, atomic, run
+from common import UserError, add_flags, atomic, check_ranges, flag, run
 from text import countries, template, tokenizer
 from text.documents import (
     HUGE,
@@ -68,13 +70,54 @@ NO_DOCUMENT = (
 Labelled = tuple[str, Document]  # "train" or "val", document
 
 
+@dataclass
+class Settings:
+    """The flags of this command."""
+
+    input: list[Path] | None = None  # which, having several values, `main` adds itself
+    dataset: str = flag(
+        "countries",
+        "countries, countries-sft, countries-dpo: facts about the world's states, told, asked for, "
+        "and answered in two styles, made here; "
+        + "; ".join(f"{name}: {data.about}, {data.licence}" for name, data in DATASETS.items()),
+        choices=(*CORPORA, *DATASETS),
+    )
+    base_url: str | None = flag(None, "a mirror to download --dataset from")
+    out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
+    tokenizer: str = flag(
+        "train",
+        "train one (for text), the folder of prepared data or a model's ckpt.pt to take its, or "
+        "tiktoken's gpt2 or cl100k_base, whose vocabulary is downloaded",
+    )
+    vocab_size: int | None = flag(
+        None, "most tokens to train, from 259", must="at least 1", shown="6400, for countries 4096"
+    )
+    val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
+    max_bad: float = flag(
+        0.001,
+        "share of documents in files that may be damaged, empty or huge; they are named and left "
+        "out, and more of them are an error",
+        must="from 0 to 1",
+    )
+    seed: int = flag(0, "of a corpus that is made here", shown="0")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.input and not self.out_dir:
+            raise UserError("--input needs --out_dir: say where the token files go")
+        self.out_dir = self.out_dir or Path("data") / self.dataset
+        if self.vocab_size and self.tokenizer != "train":
+            raise UserError(
+                f"--vocab_size {self.vocab_size} goes with --tokenizer train: "
+                f"{self.tokenizer} has its own size"
+            )
+
+
 def encoded(
     encoding: tiktoken.Encoding, kind: str, dtype: str, batch: list[Labelled]
 ) -> list[tuple[str, np.ndarray, int]]:
-    """Split, token ids [T], and bytes of text of each document; a preference gives two.
-
-    The bytes of a conversation are those of its headings and contents, without the markers.
-    """
+    """Split, token ids [T], and bytes of text (without markers) of each document; a preference
+    gives two."""
     result = []
     for split, document in batch:
         for part in document if kind == "preference" else [document]:
@@ -134,7 +177,7 @@ def write_dataset(
 
     Args:
         documents: of any kind (documents.py), each after the name of its split; read once.
-        report: what the reading of the documents left out; it may refuse the whole.
+        report: what the reading of the documents left out.
         origin: what else meta.json should say.
 
     Returns:
@@ -143,53 +186,54 @@ def write_dataset(
     """
     try:
         if kind != "text":
-            template.special(encoding, template.START), template.special(encoding, template.END)
+            template.render(encoding, [])
     except ValueError as error:
         raise UserError(f"--tokenizer: {error}") from None
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
-    splits = ("train", "val")
-    counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in splits}
-    digests = {split: hashlib.sha256() for split in splits}
+    counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}
+    digests = {split: hashlib.sha256() for split in counts}
 
-    with ExitStack() as replaced:  # in reverse order: meta.json comes last
-        names = ("meta.json", "tokenizer.json", *(f"{split}.bin" for split in splits))
-        made = {name: replaced.enter_context(atomic(out_dir / name)) for name in names}
-        with ExitStack() as stack:
-            files = {s: stack.enter_context(open(made[f"{s}.bin"], "wb")) for s in splits}
-            for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
-                for split, ids, size in done:
-                    files[split].write(ids)
-                    digests[split].update(ids)
-                    counts[split]["documents"] += 1
-                    counts[split]["tokens"] += len(ids)
-                    counts[split]["bytes"] += size
+    with ExitStack() as stack:  # left in reverse order: files close, meta.json is replaced last
+        names = ("meta.json", "tokenizer.json", "train.bin", "val.bin")
+        made = {name: stack.enter_context(atomic(out_dir / name)) for name in names}
+        files = {name: stack.enter_context(open(made[name], "wb")) for name in names}
+        for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
+            for split, ids, size in done:
+                files[f"{split}.bin"].write(ids)
+                digests[split].update(ids)
+                counts[split]["documents"] += 1
+                counts[split]["tokens"] += len(ids)
+                counts[split]["bytes"] += size
         if report:
-            report.judge()
-            meta["skipped"] = report.totals()
+            skipped = ("documents", "bad", "tools", "unwritten")
+            meta["skipped"] = {name: vars(report)[name] for name in skipped}
         for split, name in (("train", "training"), ("val", "validation")):
             if not counts[split]["documents"]:
                 raise UserError(NO_DOCUMENT.format(name))
             meta[split] = {**counts[split], "sha256": digests[split].hexdigest()}
-        made["tokenizer.json"].write_text(tokenizer.dumps(encoding), encoding="utf-8")
-        made["meta.json"].write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        for path in made.values():
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())  # where some file systems say that they are full
+        files["tokenizer.json"].write(tokenizer.dumps(encoding).encode())
+        files["meta.json"].write(json.dumps(meta, indent=1).encode() + b"\n")
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())  # where some file systems say that they are full
         (out_dir / "meta.json").unlink(missing_ok=True)  # a mixture of old and new has none
     return meta
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
+    texts = iter(texts)
+    if (first := next(texts, None)) is None:
+        raise UserError(NO_DOCUMENT.format("training"))
     try:
-        return tokenizer.train(texts, vocab_size, min_count)
+        return tokenizer.train(chain([first], texts), vocab_size, min_count)
     except ValueError as error:
         raise UserError(f"--vocab_size {vocab_size}: {error}") from error
 
 
 def ready_tokenizer(name: str) -> tiktoken.Encoding:
-    """The tokenizer that `--tokenizer` names: one of tiktoken's, a prepared folder's, a model's."""
+    """The tokenizer that --tokenizer names: one of tiktoken's, a prepared folder's, a model's."""
     if name in tokenizer.PRETRAINED:
         try:
             return tokenizer.pretrained(name)
@@ -214,72 +258,45 @@ def ready_tokenizer(name: str) -> tiktoken.Encoding:
         ) from None
 
 
-def prepare_corpus(
-    name: str,
-    out_dir: Path,
-    encoding: tiktoken.Encoding | None = None,
-    vocab_size: int = 4096,
-    seed: int = 0,
-) -> dict:
+def prepare_corpus(args: Settings, encoding: tiktoken.Encoding | None = None) -> dict:
     """A corpus that is made here. A pair must occur 8 times to become a token, so the vocabulary is
     what fits: in countries, common names are one token, rare ones several."""
-    kind, make = CORPORA[name]
-    train, val = make(seed)
-    encoding = encoding or train_tokenizer(train, vocab_size, min_count=8)
+    kind, make = CORPORA[args.dataset]
+    train, val = make(args.seed)
+    encoding = encoding or train_tokenizer(train, args.vocab_size or 4096, min_count=8)
     documents = [("train", document) for document in train] + [("val", d) for d in val]
-    return write_dataset(out_dir, documents, encoding, kind, corpus=name, seed=seed)
+    origin = dict(corpus=args.dataset, seed=args.seed)
+    return write_dataset(args.out_dir, documents, encoding, kind, **origin)
 
 
 def prepare_countries(out_dir: Path) -> dict:
-    return prepare_corpus("countries", out_dir)
+    return prepare_corpus(Settings(out_dir=out_dir))
 
 
 def prepare_files(
-    out_dir: Path,
-    paths: list[Path],
-    kind: str,
-    encoding: tiktoken.Encoding | None = None,
-    vocab_size: int = 6400,
-    val_fraction: float = 0.02,
-    max_bad: float = 0.001,
+    args: Settings, paths: list[Path], kind: str, encoding: tiktoken.Encoding | None = None
 ) -> dict:
-    """Documents of one's own, read once or, to train a tokenizer first, twice; never all in memory.
+    """Documents of files, read once or, to train a tokenizer first, twice; never all in memory.
 
     Raises:
-        UserError: more than a share `max_bad` of the documents cannot be used, and all else that
-            can be wrong with files.
+        UserError: all that can be wrong with files.
     """
 
     def documents(report: Report, desc: str) -> Iterator[Labelled]:
         for _, document in read(paths, report, kind, desc):
-            yield "val" if is_validation(document, val_fraction) else "train", document
-
-    def sample(share: float) -> Iterator[str]:
-        report, none = Report(max_bad), True
-        for split, document in documents(report, "counting words"):
-            if split == "train" and in_sample(document, share):
-                none = False
-                yield document
-        report.judge()  # before a tokenizer is trained on what is left
-        if none:
-            raise UserError(NO_DOCUMENT.format("training"))
+            yield "val" if is_validation(document, args.val_fraction) else "train", document
 
     if encoding is None:
-        share = min(1.0, SAMPLE / max(1, sum(path.stat().st_size for path in paths)))
+        share = min(1.0, SAMPLE / sum(path.stat().st_size for path in paths))
         if share < 1:
             print(f"training the tokenizer on {share:.1%} of the text, chosen by hash")
-        encoding = train_tokenizer(sample(share), vocab_size)
-    report = Report(max_bad)
-    meta = write_dataset(
-        out_dir,
-        documents(report, "encoding"),
-        encoding,
-        kind,
-        report,
-        corpus="files",
-        sources=[path.name for path in paths],
-        val_fraction=val_fraction,
-    )
+        found = documents(Report(args.max_bad), "counting words")
+        sample = (text for split, text in found if split == "train" and in_sample(text, share))
+        encoding = train_tokenizer(sample, args.vocab_size or 6400)
+    report = Report(args.max_bad)
+    origin = dict(corpus="files", sources=[p.name for p in paths], val_fraction=args.val_fraction)
+    found = documents(report, "encoding")
+    meta = write_dataset(args.out_dir, found, encoding, kind, report, **origin)
     for line in report.lines():
         print(line)
     return meta
@@ -289,92 +306,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--input", nargs="+", type=Path, metavar="FILE", help=".txt or .jsonl files of your own")
-    about = (f"{name}: {data.about}, {data.licence}" for name, data in DATASETS.items())
-    add(
-        "--dataset",
-        choices=(*CORPORA, *DATASETS),
-        help="countries (the default), countries-sft, countries-dpo: facts about the world's "
-        "states, told, asked for, and answered in two styles, made here; " + "; ".join(about),
-    )
-    add("--base_url", help="a mirror to download --dataset from")
-    add("--out_dir", type=Path, help="default: data/ and the data set's name; needed with --input")
-    add(
-        "--tokenizer",
-        metavar="train|DIR|gpt2|cl100k_base",
-        help="train one (the default for text), take that of a prepared folder or of a model's "
-        "ckpt.pt, or tiktoken's gpt2 or cl100k_base, whose vocabulary is downloaded",
-    )
-    add(
-        "--vocab_size",
-        type=int,
-        help="most tokens to train, from 259; default 6400, for countries 4096",
-    )
-    add("--val_fraction", type=float, help="share of documents in files held out (0.02)")
-    add(
-        "--max_bad",
-        type=float,
-        help="share of documents in files that may be damaged, empty or huge; they are named and "
-        "left out, and more of them are an error (0.001)",
-    )
-    add("--seed", type=int, help="of a corpus that is made here (0)")
-    args = parser.parse_args()
+    several = dict(nargs="+", type=Path, metavar="FILE", default=argparse.SUPPRESS)
+    parser.add_argument("--input", help=".txt or .jsonl files of your own", **several)
+    add_flags(parser, Settings)
+    given = vars(parser.parse_args())
+    args = Settings(**given)
 
-    name = args.dataset or "countries"
-    made = args.input is None and name in CORPORA
-    source, useless = f"--dataset {name}", ("seed",)
+    made, source = False, f"--dataset {args.dataset}"
     if args.input:
-        source, useless = "--input", ("dataset", "base_url", "seed")
-    elif made:
-        useless = ("base_url", "val_fraction", "max_bad")
-    for flag in useless:
-        if (value := getattr(args, flag)) is not None:
-            raise UserError(f"--{flag} {value} changes nothing with {source}: leave it out")
-    if args.input and not args.out_dir:
-        raise UserError("--input needs --out_dir: say where the token files go")
-    out_dir = args.out_dir or Path("data") / name
-    options = {k: vars(args)[k] for k in ("vocab_size", "val_fraction", "max_bad", "seed")}
-    options = {k: value for k, value in options.items() if value is not None}
-    if not 0 < options.get("val_fraction", 0.5) < 1:
-        raise UserError(f"--val_fraction {args.val_fraction} must be between 0 and 1")
-    if not 0 <= options.get("max_bad", 0) <= 1:
-        raise UserError(f"--max_bad {args.max_bad} must be from 0 to 1")
-    encoding = None
-    if args.tokenizer not in (None, "train"):
-        if args.vocab_size is not None:
-            raise UserError(
-                f"--vocab_size {args.vocab_size} goes with --tokenizer train: "
-                f"{args.tokenizer} has its own size"
-            )
-        encoding = ready_tokenizer(args.tokenizer)
-
-    if args.input:
-        kind = kind_of(args.input)
-    elif made:
-        kind = CORPORA[name][0]
+        source, useless, kind = "--input", ("dataset", "base_url", "seed"), kind_of(args.input)
+    elif args.dataset in CORPORA:
+        made, useless = True, ("base_url", "val_fraction", "max_bad")
+        kind, _ = CORPORA[args.dataset]
     else:
-        kind = DATASETS[name].kind
+        useless, kind = ("seed",), DATASETS[args.dataset].kind
+    for name in useless:
+        if name in given:
+            raise UserError(f"--{name} {given[name]} changes nothing with {source}: leave it out")
+    encoding = None if args.tokenizer == "train" else ready_tokenizer(args.tokenizer)
     if kind != "text" and encoding is None:
         raise UserError(
             f"--tokenizer is needed: {kind} data continue a model, so name the data or the "
             "checkpoint that it began with, as in --tokenizer out/ckpt.pt"
         )
     if made:
-        meta = prepare_corpus(name, out_dir, encoding, **options)
+        meta = prepare_corpus(args, encoding)
     else:
-        paths = args.input or [fetch(name, Path("data/raw"), args.base_url)]
-        meta = prepare_files(out_dir, paths, kind, encoding, **options)
+        paths = args.input or [fetch(args.dataset, "data/raw", args.base_url)]
+        meta = prepare_files(args, paths, kind, encoding)
     for split in ("train", "val"):
         counts = meta[split]
         print(
-            f"{out_dir / split}.bin: {counts['documents']:,} documents, "
+            f"{args.out_dir / split}.bin: {counts['documents']:,} documents, "
             f"{counts['tokens']:,} tokens, {counts['bytes'] / counts['tokens']:.2f} bytes per token"
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
     stage = {"text": "", "chat": "--stage sft ", "preference": "--stage dpo "}[kind]
     stage += "--init_from CKPT " if stage else ""
-    print(f"next: python train.py {stage}--data_dir {out_dir}")
+    print(f"next: python train.py {stage}--data_dir {args.out_dir}")
 
 
 if __name__ == "__main__":

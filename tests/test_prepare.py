@@ -29,6 +29,12 @@ from training import batches as data_module
 from training.checkpoints import save_checkpoint
 
 
+def from_files(out, path, kind="text", encoding=None, **flags):
+    """prepare_files() of one file, with flags as on the command line."""
+    args = prepare.Settings(out_dir=out, **flags)
+    return prepare.prepare_files(args, [path], kind, encoding)
+
+
 def texts_in(path):
     return [document for _, document in documents.read([path], documents.Report(0))]
 
@@ -113,7 +119,7 @@ def test_literal_special_tokens_in_text_stay_text(tmp_path):
     path = tmp_path / "odd.jsonl"
     lines = [json.dumps({"text": f"{i} <|endoftext|> is written out"}) for i in range(100)]
     path.write_text("\n".join(lines))
-    meta = prepare.prepare_files(tmp_path / "out", [path], "text", None, 300, 0.1)
+    meta = from_files(tmp_path / "out", path, vocab_size=300, val_fraction=0.1)
     encoding = data_module.read_tokenizer(tmp_path / "out", meta)
     found = [*stored(tmp_path / "out", "train"), *stored(tmp_path / "out", "val")]
     texts = [json.loads(line)["text"] for line in lines]
@@ -232,16 +238,16 @@ def test_bad_lines_are_named_counted_and_left_out(tmp_path, monkeypatch, line, r
     monkeypatch.setattr(documents, "HUGE", 4096 if reason == "huge" else 1 << 20)
     path = jsonl(tmp_path / "a.jsonl", [*TEXTS[:7], b"", line, b"  ", *TEXTS[7:]])
     options = dict(kind="text", vocab_size=300, val_fraction=0.3)
-    meta = prepare.prepare_files(tmp_path / "out", [path], max_bad=0.02, **options)
+    meta = from_files(tmp_path / "out", path, max_bad=0.02, **options)
     skipped = meta["skipped"]
     assert skipped["documents"] == 61 and sum(skipped["bad"].values()) == 1  # blank lines are none
     assert next(iter(skipped["bad"])).startswith(reason)
     assert meta["train"]["documents"] + meta["val"]["documents"] == 60
     clean = jsonl(tmp_path / "b.jsonl", TEXTS)
-    whole = prepare.prepare_files(tmp_path / "clean", [clean], **options)
+    whole = from_files(tmp_path / "clean", clean, **options)
     assert whole["train"] == meta["train"] and whole["val"] == meta["val"]
     with pytest.raises(UserError, match=rf"1 of 61 .*a\.jsonl:9: {reason}.*--max_bad"):
-        prepare.prepare_files(tmp_path / "no", [path], max_bad=0.01, **options)
+        from_files(tmp_path / "no", path, max_bad=0.01, **options)
     assert not (tmp_path / "no" / "meta.json").exists()
 
 
@@ -262,10 +268,10 @@ def test_bad_files_are_refused_before_training_a_tokenizer_and_without_one(
 ):
     path = jsonl(tmp_path / "a.jsonl", [*TEXTS, b"oops"])
     with pytest.raises(UserError, match="1 of 61"):
-        prepare.prepare_files(tmp_path / "out", [path], "text", encoding)
+        from_files(tmp_path / "out", path, "text", encoding)
     monkeypatch.setattr(tokenizer, "_merges", lambda *_: pytest.fail("trained in vain"))
     with pytest.raises(UserError, match="1 of 61"):
-        prepare.prepare_files(tmp_path / "out", [path], "text")
+        from_files(tmp_path / "out", path, "text")
 
 
 def test_a_file_of_rubbish_is_given_up_early(tmp_path):
@@ -646,12 +652,12 @@ def test_the_tokenizer_is_trained_on_a_bounded_sample(tmp_path, monkeypatch, cap
     )
     monkeypatch.setattr(prepare, "SAMPLE", path.stat().st_size // 5)
     for out in ("one", "two"):
-        prepare.prepare_files(tmp_path / out, [path], "text", None, 300, 0.1)
+        from_files(tmp_path / out, path, vocab_size=300, val_fraction=0.1)
     assert 60 < len(seen[0]) < 140 and seen[0] == seen[1]
     assert not any(documents.is_validation(text, 0.1) for text in seen[0])
     assert "20.0%" in capsys.readouterr().out
     monkeypatch.setattr(prepare, "SAMPLE", 1 << 20)
-    meta = prepare.prepare_files(tmp_path / "three", [path], "text", None, 300, 0.1)
+    meta = from_files(tmp_path / "three", path, vocab_size=300, val_fraction=0.1)
     assert len(seen[2]) == meta["train"]["documents"]
 
 
@@ -694,7 +700,7 @@ def test_same_files_and_flags_give_the_same_bytes(tmp_path, encoding, kind):
     made = {}
     for out in (tmp_path / "one", tmp_path / "two"):
         trained = None if kind == "text" else encoding
-        prepare.prepare_files(out, [path], kind, trained, 300, 0.3)
+        from_files(out, path, kind, trained, vocab_size=300, val_fraction=0.3)
         made[out.name] = {file.name: file.read_bytes() for file in out.iterdir()}
     assert made["one"] == made["two"] and len(made["one"]) == 4
 
@@ -705,7 +711,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, encoding, monkeypatch):
     for n in (300, 3000):
         path = jsonl(tmp_path / f"{n}.jsonl", [{"text": f"{i} " + "ab " * 300} for i in range(n)])
         tracemalloc.start()
-        prepare.prepare_files(tmp_path / str(n), [path], "text", encoding)
+        from_files(tmp_path / str(n), path, "text", encoding)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert path.stat().st_size > 2_500_000
@@ -729,7 +735,7 @@ def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding):
         prepare.write_dataset(out, interrupted(), encoding)
     assert contents(out) == before
     with pytest.raises(UserError, match="1 of 61"):
-        prepare.prepare_files(out, [bad], "text", encoding, val_fraction=0.3)
+        from_files(out, bad, "text", encoding, val_fraction=0.3)
     assert contents(out) == before
     largest = max(before, key=lambda name: len(before[name]))
     assert largest == "tokenizer.json"  # which comes late: nothing may be replaced by then

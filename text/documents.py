@@ -11,7 +11,6 @@ import codecs
 import json
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISREG
@@ -51,9 +50,8 @@ class Report:
     """What of the input was left out. Nothing is dropped without being counted here."""
 
     def __init__(self, max_bad: float) -> None:
-        """max_bad: share of the documents that may be bad."""
-        self.max_bad = max_bad
-        self.documents = self.tools = 0
+        self.max_bad = max_bad  # share of the documents that may be bad
+        self.documents = self.tools = 0  # conversations with tools are not bad, but left out
         self.bad: Counter[str] = Counter()  # by reason
         self.named: list[str] = []  # the first few of each reason
         self.unwritten: Counter[str] = Counter()  # conversations, by a key that is not written
@@ -64,21 +62,17 @@ class Report:
             self.named.append(f"{path}:{number}: {bad}")
         # How many lines are to come is not known, so a file is given up early only when it is as
         # good as lost: a hundred bad ones, at ten times the share that is allowed.
-        total = self.bad.total()
-        if total >= 100 and total > 10 * self.max_bad * self.documents:
-            self.refuse()
+        if self.bad.total() >= 100:
+            self.judge(10 * self.max_bad)
 
-    def judge(self) -> None:
-        """Raises UserError if too many documents were bad, now that all have been seen."""
-        if self.bad.total() > self.max_bad * self.documents:
-            self.refuse()
-
-    def refuse(self) -> None:
-        more = "" if self.max_bad == 1 else f" or allow more than --max_bad {self.max_bad:g}"
-        raise UserError(
-            f"{self.bad.total():,} of {self.documents:,} documents cannot be used: "
-            f"{'; '.join(self.named)}: mend them{more}"
-        )
+    def judge(self, allowed: float) -> None:
+        """Raises UserError if more than a share `allowed` of the documents so far is bad."""
+        if self.bad.total() > allowed * self.documents:
+            more = "" if self.max_bad == 1 else f" or allow more than --max_bad {self.max_bad:g}"
+            raise UserError(
+                f"{self.bad.total():,} of {self.documents:,} documents cannot be used: "
+                f"{'; '.join(self.named)}: mend them{more}"
+            )
 
     def lines(self) -> list[str]:
         """What to tell the user; nothing if all was used."""
@@ -92,9 +86,6 @@ class Report:
             lines.append(f'{n:,} conversations have "{key}", which the template does not write')
         return lines
 
-    def totals(self) -> dict:
-        return {key: vars(self)[key] for key in ("documents", "bad", "tools", "unwritten")}
-
 
 def read(
     paths: list[Path], report: Report, kind: str | None = None, desc: str = "reading"
@@ -103,7 +94,7 @@ def read(
     kind than `kind` are left to the report.
 
     Raises:
-        UserError: a file is missing or of another kind, or too much is as bad as to give up early.
+        UserError: a file is missing or of another kind, or more is bad than the report allows.
     """
     try:
         for path in paths:  # a pipe would be waited for, and could be read only once
@@ -129,6 +120,7 @@ def read(
                         report.tools += 1
     except OSError as error:
         raise UserError(f"--input {error.filename or path}: {error.strerror}") from None
+    report.judge(report.max_bad)
 
 
 def kind_of(paths: list[Path]) -> str:
@@ -144,7 +136,7 @@ def kind_of(paths: list[Path]) -> str:
         if not report.documents:
             raise UserError(f"--input {path}: nothing is in it, leave it out")
         if report.bad.total() == report.documents:
-            report.refuse()
+            report.judge(0)
         kinds.setdefault(kind, path)
     if len(kinds) > 1:
         found = ", ".join(f"{path} is {kind}" for kind, path in kinds.items())
@@ -155,7 +147,7 @@ def kind_of(paths: list[Path]) -> str:
 def lines(path: Path, bar: tqdm) -> Numbered:
     """Numbers and bytes of lines; None for one of HUGE bytes or more, which is never in memory."""
     with open(path, "rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, HUGE), b""), 1):
+        for number, line in enumerate(iter(lambda: file.readline(HUGE), b""), 1):
             bar.update(len(line))
             if len(line) == HUGE and not line.endswith(b"\n"):
                 while (rest := file.readline(HUGE)) and not rest.endswith(b"\n"):
@@ -171,25 +163,21 @@ def txt_documents(numbered: Numbered) -> Numbered:
     document: list[bytes] = []
     size = start = 0
     for number, line in numbered:
-        ends = line is not None and line.strip() == b"<|endoftext|>"
-        if not ends:
+        bare = None if line is None else line.strip()
+        if bare != b"<|endoftext|>":
             start = start or number
             size += HUGE if line is None else len(line)
             document.append(line or b"")
             if size >= HUGE:
                 document.clear()
-        if ends or (size >= TXT_DOCUMENT and line is not None and not line.strip()):
+        if bare == b"<|endoftext|>" or (bare == b"" and size >= TXT_DOCUMENT):
             yield start, None if size >= HUGE else b"".join(document)
             document, size, start = [], 0, 0
     yield start, None if size >= HUGE else b"".join(document)
 
 
 def parse(raw: bytes | None, is_json: bool, report: Report) -> Found:
-    """Kind and document of a JSONL line or of a .txt file's document.
-
-    Raises:
-        Bad, UsesTools: it cannot be used.
-    """
+    """Kind and document of a JSONL line or of a .txt file's document; raises Bad or UsesTools."""
     if raw is None:
         raise Bad("huge", f"{HUGE >> 20} MiB or more")
     try:

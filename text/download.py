@@ -9,10 +9,10 @@ breaks off, by the network or by Ctrl-C, is continued by the next try or the nex
 
 import hashlib
 import os
-import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from http.client import HTTPException, HTTPResponse, InvalidURL
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from time import sleep
 from urllib.error import HTTPError
@@ -135,12 +135,15 @@ def fetch(name: str, folder: str | Path, base_url: str | None = None) -> Path:
 
 def download(dataset: Dataset, part: Path) -> None:
     """Bring `part` to its full length, with as many requests as that takes."""
-    failures, furthest = 0, length(part)
-    shown = {"desc": dataset.file, "initial": furthest, "total": dataset.size}
-    with tqdm(**shown, unit="B", unit_scale=True) as bar:
-        while length(part) < dataset.size:
+    failures, furthest, size = 0, length(part), dataset.size
+    with tqdm(desc=dataset.file, initial=furthest, total=size, unit="B", unit_scale=True) as bar:
+        while length(part) < size:
             try:
-                request(dataset, part, bar)
+                for start, data in received(dataset, length(part)):
+                    with open(part, "ab" if start else "wb") as file:
+                        file.write(data)
+                    bar.n = start
+                    bar.update(len(data))
             except Broken as error:
                 # Progress is new ground only: a server that begins anew each time makes none.
                 failures = 1 if length(part) > furthest else failures + 1
@@ -153,19 +156,32 @@ def download(dataset: Dataset, part: Path) -> None:
                 sleep(2 ** (failures - 1))
 
 
-def request(dataset: Dataset, part: Path, bar: tqdm) -> None:
-    """One request, for what is missing. Returns when `part` has its full length."""
-    url, size, start = dataset.url, dataset.size, length(part)
-    headers = {"User-Agent": "token-tables"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
+def received(dataset: Dataset, start: int) -> Iterator[tuple[int, bytes]]:
+    """What one request for the bytes from `start` on brings: pieces in order, each with its place.
+    The first may be at 0: what was there is not to be used. Writing is the caller's, so that a
+    disk's failure is never taken for the network's."""
+    url, size = dataset.url, dataset.size
+    headers = {"User-Agent": "token-tables"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
-        response = urlopen(Request(url, headers=headers), timeout=TIMEOUT)
+        with urlopen(Request(url, headers=headers), timeout=TIMEOUT) as response:
+            span = response.headers["Content-Range"] or ""
+            if response.status == 206 and not span.startswith(f"bytes {start}-"):
+                yield 0, b""  # so that the next request asks for everything
+                raise Broken(f"asked for the bytes from {start:,} on, got others")
+            if response.status != 206:
+                start, promised = 0, response.length  # None: it does not say
+                if promised not in (None, size):
+                    raise UserError(
+                        f"{url}: expected {size:,} bytes, it has {promised:,}: {OTHERWISE}"
+                    )
+            while start < size and (data := response.read1(min(size - start, CHUNK))):
+                yield start, data
+                start += len(data)
     except HTTPError as error:
         error.close()
         reason = f"HTTP {error.code} {error.reason}"
-        if error.code == 416:  # nothing from `start` on: the next request asks for everything
-            part.unlink(missing_ok=True)
+        if error.code == 416:  # nothing from `start` on
+            yield 0, b""
         elif error.code not in (408, 429) and error.code < 500:
             raise UserError(f"cannot fetch {url}: {reason}: {OTHERWISE}") from None
         raise Broken(reason) from None
@@ -173,35 +189,8 @@ def request(dataset: Dataset, part: Path, bar: tqdm) -> None:
         raise UserError(f"--base_url: cannot use {url}: {error}") from None
     except (OSError, HTTPException) as error:
         raise Broken(str(getattr(error, "reason", error)) or type(error).__name__) from error
-
-    with response:
-        if response.status == 206:
-            span = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers["Content-Range"] or "")
-            if not span or int(span[1]) != start:
-                part.unlink(missing_ok=True)  # so that the next request asks for everything
-                raise Broken(f"asked for the bytes from {start:,} on, got others")
-            promised = int(span[2])
-        else:
-            start, promised = 0, response.length  # None: it does not say
-        if promised not in (None, size):
-            raise UserError(f"{url}: expected {size:,} bytes, it has {promised:,}: {OTHERWISE}")
-        bar.n = start
-        with open(part, "ab" if start else "wb") as file:
-            position = start
-            while position < size and (data := receive(response, size - position)):
-                file.write(data)
-                position += len(data)
-                bar.update(len(data))
-        if position < size:
-            raise Broken(f"broke off after {position:,} of {size:,} bytes")
-
-
-def receive(response: HTTPResponse, most: int) -> bytes:
-    """What has arrived, b"" at the end. Only here a failure is the network's, not the disk's."""
-    try:
-        return response.read1(min(most, CHUNK))
-    except (OSError, HTTPException) as error:
-        raise Broken(str(error) or type(error).__name__) from error
+    if start < size:
+        raise Broken(f"broke off after {start:,} of {size:,} bytes")
 
 
 def length(path: Path) -> int:

@@ -1,9 +1,9 @@
 """Byte-level BPE: trained here, saved as JSON text, and run by tiktoken.
 
-Training is plain Python and happens once per data set. Encoding happens all the time, so the
-trained table is put into a `tiktoken.Encoding`, whose merge loop is compiled. The table is one JSON
-text (`dumps`, `loads`) that is kept with the data and inside the checkpoint, so neither can be read
-with the wrong tokenizer; `fingerprint` is the short form that is compared.
+Training is plain Python and happens once per data set; the table it makes is put into a
+`tiktoken.Encoding`, whose merge loop is compiled. As one JSON text (`dumps`, `loads`) it is kept
+with the data and inside the checkpoint, so neither can be read with the wrong tokenizer;
+`fingerprint` is the short form that is compared.
 """
 
 import base64
@@ -38,48 +38,39 @@ PRETRAINED = {
     r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
 }
 
-# Training cuts longer words into pieces of so many characters. A merge rewrites every word that has
-# the pair, so words without an end (a line of base64, a book without spaces) would cost their
-# length squared. What is learned is the same, but for pairs that would lie across the cuts.
+# Training cuts words into pieces of so many characters: a merge rewrites every word that has the
+# pair, so words without an end (base64, a book without spaces) would cost their length squared.
 PIECE = 256
 
 FORMAT = "byte-bpe"
 VERSION = 1
 
-Pair = tuple[int, int]
-
 
 def train(
     texts: Iterable[str], vocab_size: int, min_count: int = 2, progress: bool = True
 ) -> tiktoken.Encoding:
-    """Trains a byte-level BPE vocabulary.
-
-    Each step merges the most frequent pair of neighbouring tokens into a new token; among equally
-    frequent pairs, the one with the smallest first id, then the smallest second id. The result
-    depends only on the word counts, not on the order of the texts.
+    """Trains a byte-level BPE vocabulary: each step merges the most frequent pair of neighbouring
+    tokens into a new token; among equals, that of the smallest first id, then second id. So the
+    order of the texts means nothing.
 
     Args:
         texts: Documents, read once as a stream. Only the distinct words are held in memory. The
-            names of special tokens get no special treatment here: they are ordinary text.
-        vocab_size: Number of ids wanted, counting the special tokens and the 256 bytes.
+            names of special tokens are ordinary text here.
+        vocab_size: Most ids to make, counting the special tokens and the 256 bytes.
         min_count: A pair seen fewer times than this, 1 or more, is not merged. A small corpus can
             run out of pairs, and then `encoding.n_vocab` < `vocab_size`.
         progress: Whether to show a progress bar of the merging on stderr.
 
-    Returns:
-        The encoding, with the ids 0..n_vocab-1 all in use.
-
     Raises:
-        ValueError: If `vocab_size` has no room for the bytes or more than there are code points, or
-            there is no text. A lone surrogate, which has no UTF-8 form, raises its subclass
-            UnicodeEncodeError.
+        ValueError: If `vocab_size` has no room for the bytes or more than there are code points,
+            there is no text, or it has a lone surrogate, which has no UTF-8 form.
     """
     if vocab_size < FIRST_MERGE:
         raise ValueError(
             f"vocab_size must be at least {FIRST_MERGE} "
             f"({len(SPECIALS)} special tokens and 256 bytes), got {vocab_size}"
         )
-    if vocab_size > sys.maxunicode + 1:
+    if vocab_size > sys.maxunicode + 1:  # `_merges` writes ids as characters
         raise ValueError(f"vocab_size must be at most {sys.maxunicode + 1:,}, got {vocab_size}")
 
     word_counts: Counter[str] = Counter()
@@ -93,25 +84,22 @@ def train(
     merges = vocab_size - FIRST_MERGE
     with tqdm(total=merges, desc="merging pairs", unit=" merges", disable=not progress) as bar:
         for first, second in _merges(word_counts, merges, min_count):
-            # tiktoken merges neighbours whose joined bytes are in the table, whichever pair the
-            # bytes were learned from. That is the same thing: where the edges of a stretch of text
-            # are token edges, no merge has crossed them, so the merges inside went as they would
-            # for that stretch alone. Equal bytes therefore always split into the same pair, and no
-            # second pair can spell a token that exists.
+            # tiktoken merges neighbours by their joined bytes, whichever pair these were learned
+            # from. That is the same thing: inside the edges of a token, merges went as they would
+            # for its bytes alone, so equal bytes always split into the same pair.
             table.append(table[first - FIRST_BYTE] + table[second - FIRST_BYTE])
             bar.update()
 
-    ranks = {token: FIRST_BYTE + i for i, token in enumerate(table)}
     return tiktoken.Encoding(
         name=FORMAT,
         pat_str=PATTERN,
-        mergeable_ranks=ranks,
+        mergeable_ranks={token: FIRST_BYTE + i for i, token in enumerate(table)},
         special_tokens=SPECIALS,
         explicit_n_vocab=FIRST_BYTE + len(table),  # tiktoken checks that no token is there twice
     )
 
 
-def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[Pair]:
+def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[tuple[int, int]]:
     """Yields up to `limit` pairs in the order of merging; the i-th makes the id FIRST_MERGE + i.
 
     Words are strings whose characters stand for ids, `chr(id)`, and a pair is two of them: then
@@ -136,38 +124,34 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[P
             if pair_counts[pair] >= min_count:
                 pair_words[pair].append(i)
 
-    # One entry per pair. After the step that makes a pair's newer token, the pair's count can only
-    # fall, so an entry never promises too little: it is enough to correct it when it is at the top,
-    # and what is too rare then is never merged.
+    # One entry per pair. Once its newer token is made, a pair's count can only fall, so an entry
+    # never promises too little: it is enough to correct it when it is at the top.
     heap = [(-count, pair) for pair, count in pair_counts.items() if count >= min_count]
     heapq.heapify(heap)
 
-    for new_id in range(FIRST_MERGE, FIRST_MERGE + limit):
-        while heap and pair_counts[heap[0][1]] != -heap[0][0]:
-            _, pair = heapq.heappop(heap)
-            if pair_counts[pair] >= min_count:
-                heapq.heappush(heap, (-pair_counts[pair], pair))
-        if not heap:
-            return
-        _, pair = heapq.heappop(heap)
+    new_id = FIRST_MERGE
+    while heap and new_id < FIRST_MERGE + limit:
+        promised, pair = heapq.heappop(heap)
+        if (count := pair_counts[pair]) != -promised:
+            if count >= min_count:
+                heapq.heappush(heap, (-count, pair))
+            continue
         (first, second), new = pair, chr(new_id)
         made: defaultdict[str, array] = defaultdict(lambda: array("I"))
         for i in pair_words.pop(pair):
-            count = counts[i]
             between = words[i].split(pair)
             for k, (before, after) in enumerate(pairwise(between)):
+                changes = []
                 if before:
-                    pair_counts[before[-1] + first] -= count
-                    pair_counts[before[-1] + new] += count
-                    made[before[-1] + new].append(i)
+                    changes.append((before[-1] + first, before[-1] + new))
                 elif k:  # the pair twice in a row
-                    pair_counts[second + first] -= count
-                    pair_counts[new + new] += count
-                    made[new + new].append(i)
+                    changes.append((second + first, new + new))
                 if after:
-                    pair_counts[second + after[0]] -= count
-                    pair_counts[new + after[0]] += count
-                    made[new + after[0]].append(i)
+                    changes.append((second + after[0], new + after[0]))
+                for old_pair, new_pair in changes:
+                    pair_counts[old_pair] -= counts[i]
+                    pair_counts[new_pair] += counts[i]
+                    made[new_pair].append(i)
             words[i] = new.join(between)
         del pair_counts[pair]
         for pair, numbers in made.items():
@@ -175,14 +159,13 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[P
                 heapq.heappush(heap, (-pair_counts[pair], pair))
                 pair_words[pair] = numbers
         yield ord(first), ord(second)
+        new_id += 1
 
 
 def pretrained(name: str) -> tiktoken.Encoding:
-    """Returns tiktoken's encoding of this name (one of PRETRAINED) with our special tokens after
-    its own.
-
-    Ids that it leaves unused get names, so that whatever a model samples can be decoded. The
-    vocabulary is downloaded once and kept in TIKTOKEN_CACHE_DIR.
+    """Returns tiktoken's encoding of this name, a key of PRETRAINED, with our special tokens after
+    its own. Ids that it leaves unused get names, so that whatever a model samples can be decoded.
+    The vocabulary is downloaded once and kept in TIKTOKEN_CACHE_DIR.
 
     Raises:
         OSError, ValueError: If it cannot be downloaded, or is damaged.
@@ -204,30 +187,23 @@ def pretrained(name: str) -> tiktoken.Encoding:
 def dumps(encoding: tiktoken.Encoding) -> str:
     """Returns any tiktoken encoding, trained here or not, as one line of JSON for `loads`."""
     # tiktoken has no public access to these; its own guide to extending an encoding reads them too.
+    tables = encoding._special_tokens, encoding._mergeable_ranks
+    special_tokens, ranks = (sorted(ids.items(), key=lambda item: item[1]) for ids in tables)
     return json.dumps(
         {
             "format": FORMAT,
             "version": VERSION,
             "name": encoding.name,
             "pattern": encoding._pat_str,
-            "special_tokens": dict(sorted(encoding._special_tokens.items(), key=lambda x: x[1])),
-            "ranks": [
-                [base64.b64encode(token).decode(), i]
-                for token, i in sorted(encoding._mergeable_ranks.items(), key=lambda x: x[1])
-            ],
+            "special_tokens": dict(special_tokens),
+            "ranks": [[base64.b64encode(token).decode(), i] for token, i in ranks],
         }
     )
 
 
 def check_form(value: object, form: object, name: str) -> None:
-    """Refuses JSON that lacks a key of `form` or has a value of another type there.
-
-    Args:
-        form: A type, or a dict of such forms by key. An int has to be one that counts something.
-
-    Raises:
-        ValueError: The message names the key.
-    """
+    """Raises ValueError, naming the key, if JSON has not the form: a type, or a dict of forms by
+    key, which may have more keys. An int has to be one that counts something."""
     kind = dict if isinstance(form, dict) else form
     if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
         raise ValueError(f"{name} is {value!r:.60}, where {kind.__name__} is expected")
@@ -236,13 +212,9 @@ def check_form(value: object, form: object, name: str) -> None:
             check_form(value.get(key), part, f"{name}.{key}")
 
 
-def loads(text: str, any_pattern: bool = False) -> tiktoken.Encoding:
-    """Returns the encoding that `dumps` wrote.
-
-    Args:
-        text: What `dumps` returned.
-        any_pattern: Whether to split text by any pattern, for files whose origin is trusted. With
-            some patterns (`(a*)*\\1b|.`), a short text takes forever or ends the program.
+def loads(text: str) -> tiktoken.Encoding:
+    """Returns the encoding that `dumps` wrote. Its pattern must be a known one: with some, like
+    `(a*)*\\1b|.`, a short text takes forever or ends the program.
 
     Raises:
         ValueError: If the text is damaged or something else; the message is one line.
@@ -256,13 +228,13 @@ def loads(text: str, any_pattern: bool = False) -> tiktoken.Encoding:
     if data.get("version") != VERSION:
         raise ValueError(f"tokenizer version must be {VERSION}, got {data.get('version')!r:.80}")
     check_form(data, dict(name=str, pattern=str, special_tokens={}, ranks=list), "tokenizer")
-    if not any_pattern and data["pattern"] not in (PATTERN, *PRETRAINED.values()):
+    if data["pattern"] not in (PATTERN, *PRETRAINED.values()):
         raise ValueError(
             f"tokenizer splits text by a pattern of its own, {data['pattern']!r:.60}: as that may "
             f"take forever, only those of this program, {' and '.join(PRETRAINED)} are used"
         )
 
-    ranks: dict[bytes, int] = {}
+    special_tokens, ranks, seen = data["special_tokens"], {}, set()
     for entry in data["ranks"]:
         try:
             encoded, i = entry
@@ -272,48 +244,35 @@ def loads(text: str, any_pattern: bool = False) -> tiktoken.Encoding:
         if not token or token in ranks:
             raise ValueError(f"tokenizer is damaged: token {token!r:.80} is empty or there twice")
         ranks[token] = i
-
-    seen = set()
-    for i in [*ranks.values(), *data["special_tokens"].values()]:
+    for i in [*ranks.values(), *special_tokens.values()]:
         if type(i) is not int or not 0 <= i < 2**32 - 1:  # tiktoken's ids are u32, the last is used
             raise ValueError(f"tokenizer is damaged: {i!r:.80} is not a token id")
         if i in seen:
             raise ValueError(f"tokenizer is damaged: id {i} is there twice")
         seen.add(i)
-    if "" in data["special_tokens"]:
+    if "" in special_tokens:
         raise ValueError("tokenizer is damaged: a special token has an empty name")
-    missing = sum(bytes([b]) not in ranks for b in range(256))
-    if missing:
+    if missing := sum(bytes([b]) not in ranks for b in range(256)):
         raise ValueError(f"tokenizer is damaged: {missing} of the 256 single bytes are missing")
-
-    try:
-        return tiktoken.Encoding(
-            name=data["name"],
-            pat_str=data["pattern"],
-            mergeable_ranks=ranks,
-            special_tokens=data["special_tokens"],
-        )
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"tokenizer is damaged: cannot use its pattern ({reason})") from None
+    return tiktoken.Encoding(
+        name=data["name"],
+        pat_str=data["pattern"],
+        mergeable_ranks=ranks,
+        special_tokens=special_tokens,
+    )
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Returns 16 hex digits that are equal for encodings that encode and decode alike.
-
-    It covers all that `dumps` writes except the name.
-    """
+    """Returns 16 hex digits of all that `dumps` writes except the name: equal for encodings that
+    encode and decode alike."""
     data = json.loads(dumps(encoding))
     del data["name"]
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 
 class StreamDecoder:
-    """Turns token ids into text one by one.
-
-    A character can be spread over several tokens; it comes out with the last of them. All that
-    `feed` and `flush` return, joined, is what `encoding.decode` returns for all ids at once.
-    """
+    """Turns token ids into text one by one. A character that several tokens spell comes out with
+    the last of them; all pieces, joined, are what `encoding.decode` returns for all ids at once."""
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding
