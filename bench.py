@@ -6,9 +6,9 @@
     python bench.py tokenizer --data_dir data/books --input books.jsonl
 
 **offload.** All homes hold the same model and take turns, chunk by chunk, so what slows the
-machine for a while slows all of them. Speeds are medians over the turns; percentages are medians of the
-ratios to `resident` within a turn. Token ids are random with Zipf's frequencies, id k with a
-probability of about 1 / k. Columns:
+machine for a while slows all of them. Speeds are medians over the turns; percentages are medians
+of the ratios to `resident` within a turn. Token ids are random with Zipf's frequencies, id k with
+a probability of about 1 / k. Columns:
 
     decode 1, decode 8   one token at a time for 1 and 8 sequences, tok/s
     prefill, train       forward passes, and whole optimizer steps, tok/s
@@ -21,6 +21,7 @@ and the same split into words, and encode all documents in turn. The ids must be
 """
 
 import argparse
+import itertools
 import json
 import mmap
 import os
@@ -29,16 +30,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import tiktoken
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer, timer
 from tqdm import tqdm
 
-from common import UserError, atomic, gib, pick_device, run
+from common import UserError, add_flags, atomic, check_ranges, flag, gib, pick_device, run
 from model import Decoder, KVCache, ModelConfig
 from offload import OffloadedTables
 from tables.file import TableFile
@@ -46,13 +48,51 @@ from tables.memory import RamHome, check_ram
 from tables.tables import ResidentTables, StoredTables, Tables
 from text import documents
 from training.batches import read_meta, read_tokenizer
-from training.checkpoints import check_disk
+from training.checkpoints import device_flag
 from training.optimizer import Optimizer
 
-# What one wants to know about in minutes: two CPU cores, or a data-centre GPU (238 M parameters in
-# the backbone, 16 tables).
-SMALL = dict(n_layer=6, n_head=6, n_embd=192, vocab_size=6400, block_size=256, batch_size=8)
-LARGE = dict(n_layer=17, n_head=16, n_embd=1024, vocab_size=32768, block_size=1024, batch_size=16)
+TASKS = ("decode 1", "decode 8", "prefill", "train")
+MOVES = ("decode 1", "train")  # those of which bytes that cross the bus are counted
+
+
+def size(small: int, large: int) -> dict:
+    """A flag's default: for two CPU cores, and for a data-centre GPU (238 M parameters in the
+    backbone, 16 tables), so that what one wants to know takes minutes."""
+    return dict(default=(small, large), must="at least 1", shown=f"{small}, on a GPU {large}")
+
+
+@dataclass
+class Bench:
+    """The flags of this command."""
+
+    what: str
+    input: list[Path] | None = None
+    device: str = device_flag()
+    n_layer: int = flag(about="layers, all but the first with a table", **size(6, 17))
+    n_head: int = flag(about="attention heads", **size(6, 16))
+    n_embd: int = flag(about="width of the residual stream", **size(192, 1024))
+    vocab_size: int = flag(about="rows of a table", **size(6400, 32768))
+    block_size: int = flag(about="context length in tokens", **size(256, 1024))
+    batch_size: int = flag(about="sequences in a training step", **size(8, 16))
+    rounds: int = flag(7, "turns that each home takes", must="at least 1")
+    table_gib: float | None = flag(
+        None, "GiB of rows in a sparse file, compared with small tables", must="a positive number"
+    )
+    dir: Path | None = flag(
+        None, "folder on the disk to measure", shown="the system's temporary one"
+    )
+    json: Path | None = flag(None, "write the figures to this file, too")
+    data_dir: Path | None = flag(None, "prepared folder, for its tokenizer")
+
+    def __post_init__(self) -> None:
+        self.on = pick_device(self.device)
+        self.cuda = self.on.type == "cuda"
+        if self.cuda:
+            torch.cuda.set_device(self.on.index or 0)  # which `timer` waits for
+        for name, value in vars(self).items():
+            if isinstance(value, tuple):
+                setattr(self, name, value[self.cuda])
+        check_ranges(self)
 
 
 def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
@@ -63,42 +103,40 @@ def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
 
 
 class Contender:
-    """A model whose tables live somewhere, and what can be timed about it."""
+    """A model whose tables live somewhere, and what was found out about it."""
 
     def __init__(self, config: ModelConfig, tables: Callable, device: torch.device) -> None:
         torch.manual_seed(0)
         self.device, self.batch = device, 0
         self.model = Decoder(config, tables=tables).to(device)
         self.tables = self.model.tables
-        self.optimizer = None
-        self.cold = False  # drop the file from the page cache before each chunk
+        self.optimizer = Optimizer(self.model, learning_rate=1e-3)
+        self.rates = {task: [] for task in TASKS}  # tokens per second, turn by turn
+        self.figures: dict[str, float] = {}
 
     def ids(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Fresh ids, and those under which tables are looked up (more of them with --table_gib)."""
         self.batch += 1
         ids = zipf(shape, self.model.config.vocab_size, self.batch)
-        if self.tables.vocab_size == self.model.config.vocab_size:
-            return ids, ids
-        return ids, zipf(shape, self.tables.vocab_size, self.batch)
+        more = self.tables.vocab_size != self.model.config.vocab_size
+        return ids, zipf(shape, self.tables.vocab_size, self.batch) if more else ids
 
-    def timed(self, task: Callable[["Contender"], int]) -> tuple[int, float]:
-        """Tokens that a task went through, and seconds it took."""
-        if self.cold:
-            drop_pages(self.tables.home)
-        self.wait()
-        start = time.perf_counter()
+    def measure(self, name: str, task: Callable[["Contender"], int]) -> None:
+        """Do a task, which says how many tokens it went through."""
+        ring = self.tables.ring if isinstance(self.tables, OffloadedTables) else None
+        moved, cuda = ring.moved if ring else 0, self.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        start = timer()
         tokens = task(self)
         self.tables.flush()  # what waits belongs to this chunk
-        self.wait()
-        return tokens, time.perf_counter() - start
-
-    def moved(self) -> int:
-        """Bytes that crossed the bus so far."""
-        return self.tables.ring.moved if isinstance(self.tables, OffloadedTables) else 0
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.rates[name].append(tokens / (timer() - start))
+        if ring and name in MOVES:
+            self.figures[f"bytes per token, {name}"] = (ring.moved - moved) / tokens
+        if cuda and name == "train":
+            peak = torch.cuda.max_memory_allocated() - before
+            self.figures["device bytes"] = device_bytes(self) + peak
 
 
 @torch.inference_mode()
@@ -123,8 +161,6 @@ def prefill(it: Contender, batch: int) -> int:
 
 
 def train(it: Contender, batch: int, steps: int) -> int:
-    if it.optimizer is None:
-        it.optimizer = Optimizer(it.model, learning_rate=1e-3)
     it.model.train()
     ids, table_ids = it.ids(batch, it.model.config.block_size)
     for step in range(steps):
@@ -152,25 +188,16 @@ def drop_pages(file: TableFile) -> None:
 
 def copy_speed(device: torch.device) -> float:
     """GB/s of a plain copy of 256 MB: from pinned memory to the GPU, or within RAM."""
-    cuda = device.type == "cuda"
-    source = torch.ones(2**26, pin_memory=cuda)
+    source = torch.ones(2**26, pin_memory=device.type == "cuda")
     target = torch.empty(2**26, device=device)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=cuda)
-        if cuda:
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return source.nbytes / min(seconds) / 1e9
+    copy = Timer("target.copy_(source)", globals=locals(), num_threads=torch.get_num_threads())
+    return source.nbytes / min(copy.timeit(1).mean for _ in range(5)) / 1e9
 
 
 def device_bytes(it: Contender) -> int:
     """What a model occupies on the GPU for good."""
-    tensors = list(it.model.parameters())
-    if it.optimizer:
-        tensors += [t for state in it.optimizer.adamw.state.values() for t in state.values()]
-        tensors += [*it.optimizer.rows.m, *it.optimizer.rows.v]
+    tensors = [*it.model.parameters(), *it.optimizer.rows.m, *it.optimizer.rows.v]
+    tensors += [t for state in it.optimizer.adamw.state.values() for t in state.values()]
     if isinstance(it.tables, OffloadedTables):
         slots = [*it.tables.ring.slots, *filter(None, [it.tables.step_slot])]
         tensors += [slot.buffer for slot in slots] + [t for near in it.tables.near for t in near]
@@ -187,125 +214,88 @@ def max_rss() -> int | None:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def build(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, Contender]:
-    shape = {name: getattr(args, name) for name in SMALL if name != "batch_size"}
+def build(bench: Bench, folder: Path) -> dict[str, Contender]:
+    sparse = bench.table_gib is not None
+    shape = (bench.vocab_size, bench.block_size, bench.n_layer, bench.n_head, bench.n_embd)
     try:
-        config = ModelConfig(**shape, stem_layers="all")
+        config = ModelConfig(*shape, stem_layers="all")
     except ValueError as error:
         raise UserError(f"--{error}") from None
 
-    def stored(where: str, n_table: int, vocab_size: int, width: int) -> Tables:
+    def stored(name: str, n_table: int, vocab_size: int, width: int) -> Tables:
+        if sparse:
+            vocab_size = int(bench.table_gib * 2**30) // (n_table * width * 4)
         shape = (vocab_size, n_table, width)
-        if args.table_gib:
-            shape = (int(args.table_gib * 2**30) // (n_table * width * 4), n_table, width)
-        if where == "cpu":
+        if name == "cpu":
             check_ram(shape, torch.float32, training=True)
-            if device.type != "cuda":
+            if not bench.cuda:
                 return ResidentTables(n_table, vocab_size, width)
             home = RamHome(shape, torch.float32)
-        elif args.table_gib:
-            home = TableFile.create(folder / "sparse.bin", shape, torch.float32, sparse=True)
         else:
-            check_disk(shape, torch.float32, folder, copies=1)  # no snapshots
-            number = len(list(folder.iterdir()))
-            home = TableFile.create(folder / f"{number}.bin", shape, torch.float32)
-        home.fresh = not args.table_gib  # drawing rows would fill a sparse file
-        return (OffloadedTables if device.type == "cuda" else StoredTables)(home, device)
+            home = TableFile.create(folder / name, shape, torch.float32, sparse=sparse)
+        home.fresh = not sparse  # drawing rows would fill a sparse file
+        return (OffloadedTables if bench.cuda else StoredTables)(home, bench.on)
 
-    kinds = {"resident": ResidentTables}
-    if not args.table_gib or device.type == "cuda":
-        kinds["cpu"] = partial(stored, "cpu")
-    if args.table_gib:
-        kinds[f"disk, {args.table_gib:g} GiB of rows"] = partial(stored, "disk")
-    else:
-        kinds["disk, warm"] = kinds["disk, cold"] = partial(stored, "disk")
-    contenders = {}
-    for name, tables in tqdm(kinds.items(), desc="building", unit="model"):
-        contenders[name] = Contender(config, tables, device)
-        contenders[name].cold = name == "disk, cold"
-    return contenders
+    names = ["cpu", "disk, warm", "disk, cold"]
+    if sparse:
+        names = [*["cpu"] * bench.cuda, f"disk, {bench.table_gib:g} GiB of rows"]
+    makers = {"resident": ResidentTables} | {name: partial(stored, name) for name in names}
+    bar = tqdm(makers.items(), desc="building", unit="model")
+    return {name: Contender(config, tables, bench.on) for name, tables in bar}
 
 
-def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dict:
-    contenders = build(args, device, folder)
-    # The last update of a chunk has nothing to hide behind: more steps where steps are short.
-    steps = 5 if device.type == "cuda" else 2
-    tasks = {
-        "decode 1": partial(decode, batch=1, tokens=min(128, args.block_size)),
-        "decode 8": partial(decode, batch=8, tokens=min(64, args.block_size)),
-        "prefill": partial(prefill, batch=args.batch_size),
-        "train": partial(train, batch=args.batch_size, steps=steps),
-    }
-    speed = {name: {task: [] for task in tasks} for name in contenders}
-    figures = {name: {} for name in contenders}
-    chunks = (args.rounds + 1) * len(tasks) * len(contenders)
-    bar = tqdm(total=chunks, unit="chunk", desc="measuring")
-    for turn in range(args.rounds + 1):
-        # Turn 0 warms up. Homes take turns task by task, to be compared within a second or two.
-        for task, timed in tasks.items():
-            # Who follows whom changes from turn to turn: a chunk leaves caches and disk busy.
-            names, first = list(contenders), turn % len(contenders)
-            for name in names[first:] + names[:first]:
-                it = contenders[name]
-                moved = it.moved()
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(device)
-                    before = torch.cuda.memory_allocated(device)
-                tokens, seconds = it.timed(timed)
-                bar.update()
-                if not turn:
-                    continue
-                speed[name][task].append(tokens / seconds)
-                if it.moved() > moved and task in ("decode 1", "train"):
-                    figures[name][f"bytes per token, {task}"] = (it.moved() - moved) / tokens
-                if device.type == "cuda" and task == "train":
-                    peak = torch.cuda.max_memory_allocated(device) - before
-                    figures[name]["device bytes"] = device_bytes(it) + peak
+def measure(bench: Bench, folder: Path) -> dict:
+    contenders = build(bench, folder)
+    functions = (
+        partial(decode, batch=1, tokens=min(128, bench.block_size)),
+        partial(decode, batch=8, tokens=min(64, bench.block_size)),
+        partial(prefill, batch=bench.batch_size),
+        # The last update of a chunk has nothing to hide behind: more steps where steps are short.
+        partial(train, batch=bench.batch_size, steps=5 if bench.cuda else 2),
+    )
+    turns = range(bench.rounds + 1)  # the first warms up
+    bar = tqdm(total=len(turns) * len(TASKS) * len(contenders), unit="chunk", desc="measuring")
+    # Homes take turns task by task, to be compared within a second or two.
+    for turn, task in itertools.product(turns, zip(TASKS, functions, strict=True)):
+        # Who follows whom changes from turn to turn: a chunk leaves caches and disk busy.
+        names, first = list(contenders), turn % len(contenders)
+        for name in names[first:] + names[:first]:
+            if name == "disk, cold":
+                drop_pages(contenders[name].tables.home)
+            contenders[name].measure(*task)
+            bar.update()
     bar.close()
 
-    result = {}
-    for name in contenders:
-        row = dict(figures[name])
-        for task in tasks:
-            rates, plain = speed[name][task], speed["resident"][task]
-            ratios = [a / b for a, b in zip(rates, plain, strict=True)]
-            row[f"{task} tok/s"] = statistics.median(rates)
-            row[f"{task} ratio"] = statistics.median(ratios)
-        result[name] = row
-    model = next(iter(contenders.values())).model
+    resident = contenders["resident"]
+    for it, task in itertools.product(contenders.values(), TASKS):
+        rates, plain = it.rates[task][1:], resident.rates[task][1:]
+        ratios = [a / b for a, b in zip(rates, plain, strict=True)]
+        it.figures[f"{task} tok/s"] = statistics.median(rates)
+        it.figures[f"{task} ratio"] = statistics.median(ratios)
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "backbone": model.sizes()["backbone"],
+        "device": torch.cuda.get_device_name() if bench.cuda else bench.on.type,
+        "backbone": resident.model.sizes()["backbone"],
         "tables": {
             name: sum(w.numel() for w in it.tables.weight) for name, it in contenders.items()
         },
-        "n_table": len(model.tables.weight),
-        "copy GB/s": copy_speed(device),
+        "n_table": len(resident.tables.weight),
+        "copy GB/s": copy_speed(bench.on),
         "threads": torch.get_num_threads(),
         "max RSS bytes": max_rss(),
-        "homes": result,
+        "homes": {name: it.figures for name, it in contenders.items()},
     }
 
 
 def report(result: dict) -> str:
     """The figures as a Markdown table."""
-    tasks = ("decode 1", "decode 8", "prefill", "train")
-    columns = [*tasks, "KB/token", "device"]
-    lines = ["| tables | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-
-    def shown(row: dict, key: str, form: str, scale: float = 1.0) -> str:
-        return form.format(row[key] * scale) if key in row else "-"
-
+    columns = ["tables", *TASKS, "KB/token", "device"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, row in result["homes"].items():
-        cells = [f"{row[f'{task} tok/s']:,.0f} ({row[f'{task} ratio']:.1%})" for task in tasks]
-        moved = [
-            shown(row, f"bytes per token, {task}", "{:.1f}", 1e-3) for task in ("decode 1", "train")
-        ]
-        cells += [
-            ", ".join(moved) if moved != ["-", "-"] else "-",
-            shown(row, "device bytes", "{:.2f} GiB", 2**-30),
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        cells = [f"{row[f'{task} tok/s']:,.0f} ({row[f'{task} ratio']:.1%})" for task in TASKS]
+        moved = [row.get(f"bytes per token, {task}") for task in MOVES]
+        moved = [f"{each / 1e3:.1f}" if each else "-" for each in moved] if any(moved) else ["-"]
+        held = f"{row['device bytes'] / 2**30:.2f} GiB" if "device bytes" in row else "-"
+        lines.append(f"| {' | '.join([name, *cells, ', '.join(moved), held])} |")
     largest = max(result["tables"].values())
     lines += [
         "",
@@ -317,20 +307,6 @@ def report(result: dict) -> str:
     return "\n".join(lines)
 
 
-def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pair that each token was merged from, in order: its bytes, merged by the lower ranks."""
-    result = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        parts = [bytes([byte]) for byte in token]
-        while len(parts) > 2:
-            pairs = [a + b for a, b in pairwise(parts)]
-            best = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], 2**32))
-            parts[best : best + 2] = [pairs[best]]
-        if len(parts) == 2:
-            result.append(tuple(parts))
-    return result
-
-
 def hugging_face(encoding: tiktoken.Encoding):
     """The same tokenizer as an object of that library."""
     try:
@@ -338,20 +314,20 @@ def hugging_face(encoding: tiktoken.Encoding):
     except ImportError:
         raise UserError("the tokenizers package is not here: pip install tokenizers") from None
     # That library spells bytes as printable characters (GPT-2's table).
-    kept = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    spell = {byte: chr(byte) for byte in kept}
-    spell |= {b: chr(256 + n) for n, b in enumerate(b for b in range(256) if b not in spell)}
-
-    def spelled(token: bytes) -> str:
-        return "".join(spell[byte] for byte in token)
-
-    ranks = encoding._mergeable_ranks
-    made = Tokenizer(
-        models.BPE(
-            vocab={spelled(token): i for token, i in ranks.items()},
-            merges=[(spelled(a), spelled(b)) for a, b in merges(ranks)],
-        )
-    )
+    odd = [byte for byte in range(256) if byte == ord(" ") or not chr(byte).isprintable()]
+    spell = {byte: 256 + n for n, byte in enumerate(odd)}
+    vocab = {
+        token.decode("latin-1").translate(spell): rank
+        for token, rank in encoding._mergeable_ranks.items()
+    }
+    # tiktoken merges any two neighbours that make a token, those of the lowest rank first.
+    merges = [
+        (token[:i], token[i:])
+        for token in sorted(vocab, key=vocab.__getitem__)
+        for i in range(1, len(token))
+        if token[:i] in vocab and token[i:] in vocab
+    ]
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     pattern = encoding._pat_str.replace("++", "+")  # possessive: faster in one engine, same split
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -359,12 +335,12 @@ def hugging_face(encoding: tiktoken.Encoding):
     return made
 
 
-def bench_tokenizer(args: argparse.Namespace) -> dict:
+def bench_tokenizer(bench: Bench) -> dict:
     """Bytes a second of both tokenizers, by threads: printed and returned."""
-    if not (args.data_dir and args.input):
+    if not (bench.data_dir and bench.input):
         raise UserError("bench.py tokenizer needs --data_dir and --input")
-    encoding = read_tokenizer(args.data_dir, read_meta(args.data_dir))
-    texts = [text for _, text in documents.read(args.input, documents.Report(1.0), "text")]
+    encoding = read_tokenizer(bench.data_dir, read_meta(bench.data_dir))
+    texts = [text for _, text in documents.read(bench.input, documents.Report(1.0), "text")]
     other = hugging_face(encoding)
     kinds = {
         "1 thread": (
@@ -379,7 +355,7 @@ def bench_tokenizer(args: argparse.Namespace) -> dict:
     size, result = sum(len(text.encode()) for text in texts), {}
     for name, functions in kinds.items():
         seconds: tuple[list[float], list[float]] = ([], [])
-        for _ in range(args.rounds):
+        for _ in range(bench.rounds):
             ids = []
             for function, spent in zip(functions, seconds, strict=True):
                 start = time.perf_counter()
@@ -397,15 +373,15 @@ def bench_tokenizer(args: argparse.Namespace) -> dict:
     return result
 
 
-def bench_offload(args: argparse.Namespace, device: torch.device) -> dict:
+def bench_offload(bench: Bench) -> dict:
     """What `measure` found: printed and returned."""
     try:
-        folder = tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-")
+        folder = tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-")
     except OSError as error:
-        raise UserError(f"--dir {args.dir}: {error.strerror}") from None
+        raise UserError(f"--dir {bench.dir}: {error.strerror}") from None
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
     with folder as path:
-        result = measure(args, device, Path(path))
+        result = measure(bench, Path(path))
     print(report(result))
     return result
 
@@ -414,36 +390,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("what", choices=("offload", "tokenizer"), help="what to compare")
-    add("--device", default="auto", help="auto (cuda, mps, cpu in that order) or one of them")
-    for name, text in dict(
-        n_layer="layers, all but the first with a table", n_head="attention heads",
-        n_embd="width of the residual stream", vocab_size="rows of a table",
-        block_size="context length in tokens", batch_size="sequences in a training step",
-    ).items():  # fmt: skip
-        add(f"--{name}", type=int, help=f"{text} ({SMALL[name]}, on a GPU {LARGE[name]})")
-    add("--rounds", type=int, default=7, help="turns that each home takes (%(default)s)")
-    add("--table_gib", type=float, help="GiB of rows in a sparse file, compared with small tables")
-    add("--dir", type=Path, help="folder on the disk to measure (the system's temporary one)")
-    add("--json", type=Path, help="write the figures to this file, too")
-    add("--data_dir", type=Path, help="prepared folder, for its tokenizer")
-    add("--input", nargs="+", type=Path, help="text to encode, .txt or .jsonl")
-    args = parser.parse_args()
-    device = pick_device(args.device)
-    for name, value in (LARGE if device.type == "cuda" else SMALL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    for name in (*SMALL, "rounds"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
-    if args.table_gib is not None and not args.table_gib > 0:
-        raise UserError(f"--table_gib {args.table_gib} must be positive")
-    result = bench_tokenizer(args) if args.what == "tokenizer" else bench_offload(args, device)
-    if args.json:
-        with atomic(args.json) as temporary:
+    parser.add_argument("what", choices=("offload", "tokenizer"), help="what to compare")
+    add_flags(parser, Bench)
+    parser.add_argument("--input", nargs="+", type=Path, help="text to encode, .txt or .jsonl")
+    bench = Bench(**vars(parser.parse_args()))
+    result = {"offload": bench_offload, "tokenizer": bench_tokenizer}[bench.what](bench)
+    if bench.json:
+        with atomic(bench.json) as temporary:
             temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"\nwrote {args.json}")
+        print(f"\nwrote {bench.json}")
 
 
 if __name__ == "__main__":

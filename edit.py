@@ -15,10 +15,10 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import tiktoken
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -31,8 +31,6 @@ from training.checkpoints import device_flag, encode, load_model, offload_flag
 from training.exam import groups, score
 
 WIDTH = 38  # of a column of text
-
-
 # How a name reads the rows of one with another number of tokens, see `substitute` and `MeanRows`.
 ALIGN = ("last", "first", "pad", "average")
 
@@ -45,32 +43,25 @@ class MeanRows(Tables):
         super().__init__(tables.vocab_size, tables.width)
         self.tables, self.weight = tables, tables.weight
         self.made_up: dict[tuple[int, ...], int] = {}
+        self.means: list[list[Tensor]] = []  # of each made-up token the row [W] in each table
 
+    @torch.no_grad()
     def token(self, ids: list[int]) -> int:
         """The token whose row, in every table, is the mean of the rows of `ids`."""
-        return self.made_up.setdefault(tuple(ids), self.vocab_size + len(self.made_up))
+        if tuple(ids) not in self.made_up:
+            self.made_up[tuple(ids)] = self.vocab_size + len(self.means)
+            self.means.append([rows[0].mean(0) for rows in self.tables.lookup(torch.tensor([ids]))])
+        return self.made_up[tuple(ids)]
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         """As `Tables.lookup`, and made-up tokens in `ids` [B, T] are known."""
         new = ids >= self.vocab_size
-        used, index = ids[new].unique(return_inverse=True)  # made-up tokens; a host-device sync
-        if not len(used):
-            yield from self.tables.lookup(ids)
-            return
-        parts_of = list(self.made_up)
-        parts = [
-            torch.tensor(parts_of[token - self.vocab_size], device=ids.device)
-            for token in used.tolist()
-        ]
-        # One lookup for all: [1, n + tokens that means are made of].
-        both = torch.cat([ids.masked_fill(new, 0).flatten(), *parts])[None]
-        n = ids.numel()
-        place = torch.arange(n, device=ids.device).view(ids.shape)  # [B, T]
-        place[new] = n + index
-        for rows in self.tables.lookup(both):
-            rows, *others = rows[0].split([n, *map(len, parts)])  # [n, W], [len(part), W] ...
-            means = torch.stack([other.mean(0) for other in others])  # [made-up tokens used, W]
-            yield F.embedding(place.to(rows.device), torch.cat([rows, means]))  # [B, T, W]
+        means = [self.means[token - self.vocab_size] for token in ids[new].tolist()]
+        for table, rows in enumerate(self.tables.lookup(ids.masked_fill(new, 0))):
+            if means:
+                where = new.to(rows.device)
+                rows = rows.index_put((where,), torch.stack([mean[table] for mean in means]))
+            yield rows  # [B, T, W]
 
 
 @dataclass
@@ -99,6 +90,8 @@ class Edit:
             raise UserError("--report edits all pairs: leave out --source, --target and --prompt")
         if not self.report and not (self.source and self.target):
             raise UserError("give --source and --target, or --report")
+        if self.source and self.source == self.target:
+            raise UserError(f"--source and --target are both {self.source!r}: nothing would change")
 
 
 def edited_ids(
@@ -110,7 +103,7 @@ def edited_ids(
     tables: MeanRows | None = None,
 ) -> Tensor:
     """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
-    space before it. Equal to `ids` if they don't.
+    space before it.
 
     Args:
         ids: [..., T].
@@ -121,31 +114,24 @@ def edited_ids(
     edited = ids
     for space in (" ", ""):
         names = [encoding.encode_ordinary(space + name) for name in (source, target)]
-        how = align
-        if align == "average":
-            how = "last"  # which repeats a single token as often as needed
-            if len(names[0]) != len(names[1]):
-                names[1] = [tables.token(names[1])]
+        if align == "average" and len(names[0]) != len(names[1]):
+            names[1] = [tables.token(names[1])]
+        how = "last" if align == "average" else align  # repeats one token as often as needed
         changed = substitute(ids, *names, how, encoding.eot_token)
         edited = torch.where(changed != ids, changed, edited)
     return edited
 
 
-# --------------------------------------------------------------------------------------------------
-# one edit, shown
+# --- one edit, shown ---
 
 
-def show(model: Decoder, encoding: tiktoken.Encoding, edit: "Edit") -> None:
+def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> None:
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
-    device = next(model.parameters()).device
-    ids = torch.tensor([encode(encoding, prompt)], device=device)  # [1, T]
-    if ids.shape[1] >= model.config.block_size:
-        raise UserError(
-            f"--prompt has {ids.shape[1]} tokens, room is {model.config.block_size - 1}"
-        )
-    if edit.source == edit.target:
-        raise UserError(f"--source and --target are both {edit.source!r}: nothing would change")
+    ids = torch.tensor([encode(encoding, prompt)], device=model.wte.weight.device)  # [1, T]
+    n, most = ids.shape[1], model.config.block_size - 1
+    if n > most:
+        raise UserError(f"--prompt has {n} tokens, room is {most}")
     table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, model.tables)
     if edit.source not in prompt:
         raise UserError(f"--prompt {prompt!r} does not contain --source {edit.source!r}")
@@ -155,37 +141,31 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: "Edit") -> None:
             f"in this prompt, or a part of {edit.target!r}"
         )
 
-    room = min(edit.max_new_tokens, model.config.block_size - ids.shape[1])
-
-    def write(table_ids: Tensor) -> list[int]:
-        options = dict(temperature=0, stop=encoding.eot_token, table_ids=table_ids)
-        return model.generate(ids, room, **options)[0, ids.shape[1] :].tolist()
-
+    sides, answers = [], []
     with torch.inference_mode():
         logits = model(ids)[0]
-        before, after = write(ids), write(table_ids)
+        for rows in (ids, table_ids):
+            options = dict(temperature=0, stop=encoding.eot_token, table_ids=rows)
+            all_ids = model.generate(ids, min(edit.max_new_tokens, most + 1 - n), **options)
+            written = all_ids[0, n:].tolist()
+            # The answer is what is written up to the end of the sentence.
+            answers.append(first_sentence(encoding, written))
+            text = encoding.decode([token for token in written if token != encoding.eot_token])
+            sides.append(["-" * WIDTH, *columns(text)])
         undone = torch.equal(logits, model(ids)[0])
-
-    # The answer is what is written up to the end of the sentence.
-    tokens = [first_sentence(encoding, written) for written in (before, after)]
-    answers = [encoding.decode(answer) for answer in tokens]
-    before, after = (
-        encoding.decode([token for token in written if token != encoding.eot_token])
-        for written in (before, after)
-    )
-    prompts = [ids[0].tolist()] * 2
-    _, p_before, _ = score(model, prompts, tokens)
-    _, p_after, _ = score(model, prompts, tokens, [table_ids[0].tolist()] * 2)
+    probabilities = [
+        score(model, ids.tolist() * 2, answers, rows.tolist() * 2)[1].tolist()
+        for rows in (ids, table_ids)
+    ]
 
     print(f"prompt  {prompt!r}\n")
-    left = ["before", "-" * WIDTH, *columns(before)]
-    right = [f"after: {edit.source} reads {edit.target}'s rows", "-" * WIDTH, *columns(after)]
-    for i in range(max(len(left), len(right))):
-        a, b = (side[i] if i < len(side) else "" for side in (left, right))
-        print(f"{a:<{WIDTH}}   {b}".rstrip())
+    print(f"{'before':<{WIDTH}}   after: {edit.source} reads {edit.target}'s rows")
+    for before, after in itertools.zip_longest(*sides, fillvalue=""):
+        print(f"{before:<{WIDTH}}   {after}".rstrip())
     print()
-    for answer, p, q in zip(answers, p_before.tolist(), p_after.tolist(), strict=True):
-        print(f"probability of {answer.strip()!r:<28} before {p:6.1%}   after {q:6.1%}")
+    for answer, p, q in zip(answers, *probabilities, strict=True):
+        said = encoding.decode(answer).strip()
+        print(f"probability of {said!r:<28} before {p:6.1%}   after {q:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
 
 
@@ -199,13 +179,11 @@ def first_sentence(encoding: tiktoken.Encoding, written: list[int]) -> list[int]
 
 
 def columns(text: str) -> list[str]:
-    return [
-        part for line in text.strip().splitlines() for part in textwrap.wrap(line, WIDTH) or [""]
-    ]
+    lines = text.strip().splitlines()
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]]
 
 
-# --------------------------------------------------------------------------------------------------
-# all pairs, measured
+# --- all pairs, measured ---
 
 
 def openings(
@@ -216,6 +194,11 @@ def openings(
     asked = [countries.questions(relation, "paragraph", country)[0] for country in table]
     prompts = [encode(encoding, question.prompt) for question in asked]
     return prompts, [encoding.encode_ordinary(question.answer) for question in asked]
+
+
+def read_as(encoding: tiktoken.Encoding, ids: list[int], source, target, *how) -> list[int]:
+    """`edited_ids` of a prompt, as lists, for two countries."""
+    return edited_ids(encoding, torch.tensor(ids), source.name, target.name, *how).tolist()
 
 
 def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
@@ -230,68 +213,41 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
         unchanged: share of the pairs whose edit leaves the logits of the prompt about the target,
             which does not name the source, equal to the bit.
     """
-    single = [
-        country
-        for country in countries.table()
-        if len(encoding.encode_ordinary(" " + country.name)) == 1
-    ]
+    single = [c for c in countries.table() if len(encoding.encode_ordinary(" " + c.name)) == 1]
     relations = ("capital", "language", "region")
-    if any(len({country.answer(relation) for country in single}) < 2 for relation in relations):
+    facts = {relation: [country.answer(relation) for country in single] for relation in relations}
+    if any(len(set(of_all)) < 2 for of_all in facts.values()):
         raise UserError(
             "--report needs a model of the countries corpus: this tokenizer has too few country "
             f"names that are one token ({', '.join(c.name for c in single) or 'none'})"
         )
-    totals = {
-        relation: dict.fromkeys(("recall", "success", "unchanged"), (0, 0))
-        for relation in relations
-    }
-
-    def count(relation: str, name: str, outcome: Tensor) -> None:
-        hit, n = totals[relation][name]
-        totals[relation][name] = (hit + int(outcome.sum()), n + len(outcome))
-
-    bar = tqdm(total=len(relations) * len(single), unit="source", desc="editing")
-    for relation in relations:
+    found = {relation: dict(recall=[], success=[], unchanged=[]) for relation in facts}
+    bar = tqdm(total=len(facts) * len(single), unit="source", desc="editing")
+    for relation, here in found.items():
         prompts, answers = openings(encoding, relation, single)
-        count(relation, "recall", score(model, prompts, answers)[0])
+        here["recall"] += score(model, prompts, answers)[0].tolist()
         nothing = [[] for _ in single]
-        _, _, logits = score(model, prompts, nothing)
-        for source, prompt in zip(single, prompts, strict=True):
-            others = [
-                i
-                for i, target in enumerate(single)
-                if target.answer(relation) != source.answer(relation)
-            ]
-
-            def edited(ids: list[int], target: int, source: str = source.name) -> list[int]:
-                return edited_ids(encoding, torch.tensor(ids), source, single[target].name).tolist()
-
-            greedy, _, _ = score(
-                model,
-                [prompt] * len(others),
-                [answers[i] for i in others],
-                [edited(prompt, i) for i in others],
-            )
-            count(relation, "success", greedy)
-            # The same batch as without edit; row i under the edit of the source into country i.
-            _, _, after = score(
-                model, prompts, nothing, [edited(ids, i) for i, ids in enumerate(prompts)]
-            )
-            count(relation, "unchanged", (after == logits).flatten(1).all(1)[others])
+        logits = score(model, prompts, nothing)[2]
+        for source, prompt, fact in zip(single, prompts, facts[relation], strict=True):
+            others = [i for i, other in enumerate(facts[relation]) if other != fact]
+            edited = [read_as(encoding, prompt, source, single[i]) for i in others]
+            wanted = [answers[i] for i in others]
+            here["success"] += score(model, [prompt] * len(others), wanted, edited)[0].tolist()
+            # The same batch as without edit; in each row the source reads that row's country.
+            edited = [read_as(encoding, prompts[i], source, row) for i, row in enumerate(single)]
+            after = score(model, prompts, nothing, edited)[2]
+            here["unchanged"] += (after == logits).flatten(1).all(1)[others].tolist()
             bar.update()
     bar.close()
 
-    def shares(parts: list[dict]) -> dict[str, float]:
-        return {
-            name: sum(p[name][0] for p in parts) / sum(p[name][1] for p in parts)
-            for name in ("recall", "success", "unchanged")
-        }
+    def shares(*parts: dict[str, list[bool]]) -> dict[str, float]:
+        return {name: fmean(hit for part in parts for hit in part[name]) for name in parts[0]}
 
     return {
         "countries": len(single),
-        "pairs": {relation: totals[relation]["success"][1] for relation in relations},
-        **shares(list(totals.values())),
-        "relations": {relation: shares([totals[relation]]) for relation in relations},
+        "pairs": {relation: len(part["success"]) for relation, part in found.items()},
+        **shares(*found.values()),
+        "relations": {relation: shares(part) for relation, part in found.items()},
     }
 
 
@@ -310,27 +266,24 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     prompts, answers = openings(encoding, "capital", table)
     kinds = {"equal length": [], "longer source": [], "longer target": []}
     for i, j in itertools.permutations(range(len(table)), 2):
-        if table[i].answer("capital") == table[j].answer("capital") or length[i] + length[j] == 2:
-            continue
-        kind = "equal length"
-        if length[i] != length[j]:
-            kind = "longer source" if length[i] > length[j] else "longer target"
-        kinds[kind].append((i, j))
+        a, b = length[i], length[j]
+        kind = "equal length" if a == b else "longer source" if a > b else "longer target"
+        if table[i].answer("capital") != table[j].answer("capital") and a + b > 2:
+            kinds[kind].append((i, j))
     bar = tqdm(total=len(ALIGN) * sum(map(len, kinds.values())), unit="edit", desc="lengths")
-    result = {}
+    result = {kind: {"pairs": len(pairs)} for kind, pairs in kinds.items()}
     for kind, pairs in kinds.items():
-        result[kind] = {"pairs": len(pairs)}
         for align in ALIGN:
-            hits = 0
+            hits = []
             for sources, targets in groups(encoding, pairs):
-                edited = []
-                for i, j in zip(sources, targets, strict=True):
-                    ids, names = torch.tensor(prompts[i]), (table[i].name, table[j].name)
-                    edited.append(edited_ids(encoding, ids, *names, align, model.tables).tolist())
+                edited = [
+                    read_as(encoding, prompts[i], table[i], table[j], align, model.tables)
+                    for i, j in zip(sources, targets, strict=True)
+                ]
                 asked, wanted = [prompts[i] for i in sources], [answers[j] for j in targets]
-                hits += int(score(model, asked, wanted, edited)[0].sum())
+                hits += score(model, asked, wanted, edited)[0].tolist()
                 bar.update(len(edited))
-            result[kind][align] = hits / len(pairs) if pairs else None
+            result[kind][align] = fmean(hits) if hits else None
     bar.close()
     return result
 

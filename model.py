@@ -49,8 +49,7 @@ class KVCache:
 
     def __init__(self, config: ModelConfig, batch: int, device, dtype: torch.dtype) -> None:
         shape = (config.n_layer, batch, config.n_kv_head, config.block_size, config.head_dim)
-        self.k = torch.empty(shape, device=device, dtype=dtype)
-        self.v = torch.empty(shape, device=device, dtype=dtype)
+        self.k, self.v = (torch.empty(shape, device=device, dtype=dtype) for _ in range(2))
         self.length = 0  # tokens in the cache; the decoder advances it after its last layer
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,18 +67,13 @@ class LinearQKV(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim = (
-            config.n_head,
-            config.n_kv_head,
-            config.head_dim,
-        )
-        heads = config.n_head + 2 * config.n_kv_head
-        self.qkv = nn.Linear(config.n_embd, heads * config.head_dim, bias=False)
+        self.heads = (config.n_head, config.n_kv_head, config.n_kv_head)
+        self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=False)
 
     def forward(self, x: Tensor, rows: None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, n_embd] -> q [B, T, n_head, head_dim], k and v [B, T, n_kv_head, head_dim]."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, heads, head_dim]
-        return heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=-2)
+        heads = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, heads, head_dim]
+        return heads.split(self.heads, dim=-2)
 
 
 class SwiGLU(nn.Module):
@@ -112,14 +106,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module) -> None:
         super().__init__()
-        self.layer = layer
-        self.grouped = config.n_kv_head != config.n_head
-        self.qkv = qkv
-        self.out = (
-            nn.Identity()
-            if config.embedding_only
-            else nn.Linear(config.n_embd, config.n_embd, bias=False)
-        )
+        self.layer, self.qkv = layer, qkv
+        self.out = nn.Identity()
+        if not config.embedding_only:
+            self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(
         self,
@@ -138,15 +128,13 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, head_dim]
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # [B, n_kv_head, S, head_dim]
-        grouped = self.grouped
+        groups = q.shape[1] // k.shape[1]
         # Kernels of MPS do not know grouped queries; nor do CUDA's fast ones that take a mask.
-        if grouped and (mask is not None or q.device.type == "mps"):
-            groups = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            grouped = False
+        if groups > 1 and (mask is not None or q.device.type == "mps"):
+            k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         causal = mask is None and q.shape[2] > 1
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1
         )
         return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, n_head * head_dim] = [B, T, n_embd]
 
@@ -165,18 +153,11 @@ class Block(nn.Module):
         self.row_split = (self.attn.qkv.row_width, self.ffn.row_width)
         self.row_width = sum(self.row_split)
 
-    def forward(
-        self,
-        x: Tensor,
-        rows: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """x [B, T, n_embd], rows [B, T, row_width] or None -> [B, T, n_embd]."""
+    def forward(self, x: Tensor, rows: Tensor | None, *context) -> Tensor:
+        """x [B, T, n_embd], rows [B, T, row_width] or None -> [B, T, n_embd]; `context` is what
+        `Attention` is given besides: cos, sin, mask, cache."""
         attn_rows, ffn_rows = (None, None) if rows is None else rows.split(self.row_split, dim=-1)
-        x = x + self.attn(self.attn_norm(x), attn_rows, cos, sin, mask, cache)
+        x = x + self.attn(self.attn_norm(x), attn_rows, *context)
         return x + self.ffn(self.ffn_norm(x), ffn_rows)
 
 
@@ -250,9 +231,7 @@ class Decoder(nn.Module):
             ValueError: more tokens than `block_size`, or `documents` with a cache.
         """
         if documents is not None and cache is not None:
-            raise ValueError(
-                "documents mark parts of one packed sequence: not for use with a cache"
-            )
+            raise ValueError("documents are parts of one sequence: not for use with a cache")
         start = cache.length if cache is not None else 0
         end = start + ids.shape[1]
         if end > self.config.block_size:
@@ -262,9 +241,8 @@ class Decoder(nn.Module):
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_base)
         mask = None  # causal
         if documents is not None:
-            mask = self.additive(  # [B, 1, T, T]
-                (documents[:, None, :, None] == documents[:, None, None]).tril_()
-            )
+            same = documents[:, None, :, None] == documents[:, None, None]  # [B, 1, T, T]
+            mask = self.additive(same.tril_())
         elif 0 < start < end - 1:  # several tokens after a filled cache
             seen = torch.ones((end - start, end), dtype=torch.bool, device=ids.device)
             mask = self.additive(seen.tril_(start))
@@ -275,12 +253,10 @@ class Decoder(nn.Module):
             cache.length = end
         x = self.norm(x[:, -1:] if last_only else x)
         logits = F.linear(x, self.wte.weight) if self.head is None else self.head(x)
-        loss = None
-        if targets is not None:
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1
-            )  # [B * T, V], [B * T]
-        return logits, loss
+        if targets is None:
+            return logits, None
+        flat = logits.flatten(0, 1).float()  # [B * T, V]
+        return logits, F.cross_entropy(flat, targets.flatten(), ignore_index=-1)
 
     def additive(self, seen: Tensor) -> Tensor:
         """What a mask adds to attention's logits, once for all layers: from booleans each layer
@@ -288,8 +264,7 @@ class Decoder(nn.Module):
         device, dtype = seen.device.type, self.wte.weight.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return mask.masked_fill_(seen.logical_not_(), -torch.inf)
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(seen.logical_not_(), -torch.inf)
 
     @torch.inference_mode()
     def stream(
@@ -371,17 +346,16 @@ class Decoder(nn.Module):
         table = sum(weight.numel() for weight in self.tables.weight)
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
         backbone = sum(p.numel() for p in dense)
-        wte = self.wte.weight.numel()
-        multiplied = sum(p.numel() for p in dense if p.dim() == 2)
-        multiplied -= 0 if config.tie_head else wte
+        wte = 0 if config.tie_head else self.wte.weight.numel()  # where it is only looked up
+        multiplied = sum(p.numel() for p in dense if p.dim() == 2) - wte
         rows = len(self.tables.weight) * self.tables.width
+        attention = 4 * config.n_layer * config.n_embd * config.block_size // 2
         return {
             "total": backbone + table,
             "table": table,
             "backbone": backbone,
-            "active": backbone + rows - (0 if config.tie_head else wte - config.n_embd),
-            "flops_per_token": 2 * multiplied
-            + 4 * config.n_layer * config.n_embd * config.block_size // 2,
+            "active": backbone + rows - (wte - config.n_embd if wte else 0),
+            "flops_per_token": 2 * multiplied + attention,
         }
 
 
@@ -404,6 +378,5 @@ def sample(
     if top_p is not None and top_p < 1:
         ordered, token = probability.sort(descending=True)
         before = ordered.cumsum(-1) - ordered  # what the more probable tokens sum up to
-        ordered = ordered.masked_fill(before >= top_p, 0.0)
-        probability = torch.zeros_like(probability).scatter_(-1, token, ordered)
+        probability.scatter_(-1, token, ordered.masked_fill(before >= top_p, 0.0))
     return torch.multinomial(probability, 1, generator=generator)[:, 0]
