@@ -130,7 +130,8 @@ class Contender:
             before = torch.cuda.memory_allocated()
         start = timer()
         tokens = task(self)
-        self.tables.flush()  # what waits belongs to this chunk
+        if ring:
+            ring.drain()  # what is on its way belongs to this chunk
         self.rates[name].append(tokens / (timer() - start))
         if ring and name in MOVES:
             self.figures[f"bytes per token, {name}"] = (ring.moved - moved) / tokens

@@ -156,7 +156,6 @@ class Ring:
         if self.worker:
             slot.settle()
         with torch.cuda.stream(self.stream):
-            self.stream.wait_event(slot.free)  # H2
             torch.index_select(near, 0, places, out=rows)
             if self.worker:
                 staged = rows_in(slot.staging, len(ids), stored)
@@ -360,10 +359,11 @@ class OffloadedTables(StoredTables):
         """Take what has changed of tokens `ids` [n] in the working set to where it is stored."""
         ids = ids[self.changed[ids]]
         if len(ids):
-            self.after_compute()
+            moves = list(self.transfers(len(ids)))
+            self.after_compute()  # of what reads the slots, too
             self.changed[ids] = False
             there, local = self.ring.there(self.place[ids]), self.ring.local(ids)
-            for stored, near, slot, _ in self.transfers(len(ids)):
+            for stored, near, slot, _ in moves:
                 self.ring.run(self.ring.store, slot, stored, local, near, there)
             self.ring.settle()
 

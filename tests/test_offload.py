@@ -119,11 +119,12 @@ def work(make) -> list[torch.Tensor]:
                 tables.eval()
                 there = send(ids(number), device)
                 tables.lookup(there[:, :1].clone())  # is left before it is read
-                for part in (ids(number), *there[:, :3].split(1, dim=1)):
+                for part in (*there[:, :3].split(1, dim=1), ids(number)):
                     seen += [row * 2 for row in tables.lookup(part)]
             tables.train()
-        if number in (3, 6):
+        if number in (1, 3, 6):
             tables.flush()
+            seen += [weight.detach().to("cpu", copy=True) for weight in tables.weight]
     tables.flush()
     stored = [*tables.weight, *adam.m, *adam.v, adam.count, adam.last]
     return [x.detach().to("cpu", copy=True) for x in [*stored, *seen]]
@@ -154,13 +155,13 @@ def differs(number: int, expected: list[torch.Tensor], module=offload) -> bool:
 
         def make(late: float = 0.0):
             home = RamHome(SMALL, torch.float32)
-            made = module.OffloadedTables(home, gpu.device, ring_slots=rng.choice([1, 2, 4]))
+            made = module.OffloadedTables(home, gpu.device, ring_slots=rng.choice([1, 2, 9]))
             if late:  # for each job of the worker
                 attempt = made.ring.attempt
                 made.ring.attempt = lambda *job: (time.sleep(late), attempt(*job))
             for stream in gpu.streams:
                 gpu.paces[stream] = rng.choice([0.0, 0.2, 1.0])
-            if rng.random() < 0.7:  # slots will not grow any more: who takes a new one waits, too
+            if rng.random() < 0.5:  # slots will not grow any more: who takes a new one waits, too
                 list(filled(made).eval().lookup(torch.arange(V)[None]))
             return filled(made).train()
 
