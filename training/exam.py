@@ -26,13 +26,12 @@ def score(
     temperature: float = 1.0,
     barred: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How a model continues prompts, in one forward pass.
+    """How a model continues prompts (token ids), in one forward pass.
 
     Every answer token is compared with the most probable one after the prompt and the answer so
     far: all equal means that greedy decoding writes exactly this answer.
 
     Args:
-        prompts, answers: token ids.
         table_prompts: the ids under which the prompts' rows are looked up; None: their own.
         temperature: of the sampling whose probabilities are wanted.
         barred: a token that no answer may begin with; others share its probability.
