@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import tiktoken
 import torch
@@ -45,11 +46,14 @@ class Sampling:
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.chat and (self.prompt or self.num_samples > 1):
-            raise UserError(
-                "--chat takes messages from the terminal: leave out --prompt, --num_samples"
-            )
+            alone = "--chat takes messages from the terminal"
+            raise UserError(f"{alone}: leave out --prompt, --num_samples")
         if self.system is not None and not self.chat:
             raise UserError("--system goes with --chat")
+
+
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def sample_text(
@@ -74,10 +78,7 @@ def write(
     """Continue a prompt several times; tokens and seconds as for `converse`."""
     n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
     if n_prompt > block_size:
-        print(
-            f"note: of {n_prompt} prompt tokens the model sees the last {block_size}",
-            file=sys.stderr,
-        )
+        note(f"of {n_prompt} prompt tokens the model sees the last {block_size}")
     tokens, start = 0, time.perf_counter()
     for number in range(num_samples):
         if number:
@@ -94,16 +95,8 @@ class Chat:
     """A conversation with a model that remembers it: each turn feeds the model only what is new,
     the rest is in its KV cache.
 
-    When a turn does not fit into the model's context, the oldest turns are forgotten, the system
-    message is not.
-
-    Args:
-        model: a Decoder in evaluation mode.
-        system: content of a system message at the beginning.
-
-    Raises:
-        ValueError: the tokenizer has no markers, or the system message is too long.
-    """
+    When a turn does not fit into the model's context, the oldest turns are forgotten, the `system`
+    message at the beginning is not. ValueError: it is too long, or the tokenizer has no markers."""
 
     def __init__(
         self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None
@@ -127,31 +120,24 @@ class Chat:
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
         """Yield the answer to the user's next message piece by piece; `options` are those of
-        `Decoder.stream`.
-
-        Raises:
-            ValueError: the message alone is too long for the model.
-        """
-        device = self.model.wte.weight.device
+        `Decoder.stream`. ValueError: the message alone is too long for the model."""
         question = template.prompt(self.encoding, [{"role": "user", "content": text}])
         block_size = self.model.config.block_size
-        needed = len(self.head) + len(question) + min(max_new_tokens, block_size // 4)
-        if needed > block_size:
+        room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
+        if len(question) > room:
             raise ValueError(
-                f"the message has {len(question)} tokens, and there is room for "
-                f"{block_size - needed + len(question)}: say it in fewer words"
+                f"the message has {len(question)} tokens, and there is room for {room}: say it in "
+                "fewer words"
             )
-        while sum(map(len, self.turns)) + needed > block_size:
+        while sum(map(len, self.turns)) + len(question) > room:
             self.turns.pop(0)
             self.cache.length = 0  # what follows has moved, it must be read anew
-        ids = [*self.head, *(token for turn in self.turns for token in turn), *question]
-        room = min(max_new_tokens, block_size - len(ids))
+        ids = [[*self.head, *chain(*self.turns), *question]]
+        ids = torch.tensor(ids, device=self.model.wte.weight.device)  # [1, T]
+        new = min(max_new_tokens, block_size - ids.shape[1])
         decoder, said = StreamDecoder(self.encoding), []
-        stream = self.model.stream(
-            torch.tensor([ids], device=device), room, stop=self.end, cache=self.cache, **options
-        )
         try:
-            for token in stream:
+            for token in self.model.stream(ids, new, stop=self.end, cache=self.cache, **options):
                 if token.item() == self.encoding.eot_token:
                     break  # a document's end is a message's, too
                 said.append(token.item())
@@ -166,11 +152,7 @@ class Chat:
 
 
 def converse(chat: Chat, max_new_tokens: int, seed: int, **options) -> tuple[int, float]:
-    """Hold a conversation in the terminal.
-
-    Returns:
-        tokens the model wrote, and the seconds it took.
-    """
+    """Hold a conversation in the terminal; the tokens the model wrote, and the seconds it took."""
     asks = sys.stdin.isatty()
     if asks:
         print("/new forgets the conversation; Ctrl-C ends an answer, Ctrl-D the program")
@@ -181,10 +163,9 @@ def converse(chat: Chat, max_new_tokens: int, seed: int, **options) -> tuple[int
             text = input("> " if asks else "").strip()
         except EOFError:
             return tokens, seconds
-        if not text:
-            continue
         if text == "/new":
             chat.forget()
+        if text in ("", "/new"):
             continue
         start = time.perf_counter()
         try:
@@ -208,11 +189,8 @@ def main() -> None:
     options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     options |= dict(max_new_tokens=args.max_new_tokens, seed=args.seed)
     if args.chat:
-        stage = checkpoint.get("args", {}).get("stage")
-        if stage not in ("sft", "dpo"):
-            print(
-                f"note: {args.ckpt} has not learned to talk (train.py --stage sft)", file=sys.stderr
-            )
+        if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
+            note(f"{args.ckpt} has not learned to talk (train.py --stage sft)")
         try:
             chat = Chat(model, encoding, args.system)
         except ValueError as error:

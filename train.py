@@ -28,29 +28,19 @@ from sample import sample_text
 from text import tokenizer
 from text.template import END, special
 from training.batches import Data, check_tokenizer
-from training.checkpoints import (
-    LIVE,
-    load_checkpoint,
-    place,
-    save_checkpoint,
-    whole,
-)
+from training.checkpoints import LIVE, load_checkpoint, place, save_checkpoint, whole
 from training.exam import chat_exam, longest_question, recall
-from training.objectives import NextToken, Preference, validate, validation_rows
+from training.objectives import NextToken, Objective, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
 from training.records import Log, plot, put_aside
 from training.settings import DEFAULT_DATA, STAGES, Settings, complete, parse_args
 
 
 def train(settings: Settings) -> None:
-    """A whole training run: what `python train.py` does, once its flags have become settings.
-
-    Raises:
-        UserError: something that the user can put right.
-    """
-    saved, checkpoint, base = settings.out_dir / "ckpt.pt", None, None
+    """A whole training run: what `python train.py` does, once its flags have become settings."""
+    checkpoint = base = None
     if settings.resume:
-        checkpoint = load_checkpoint(saved)
+        checkpoint = load_checkpoint(settings.out_dir / "ckpt.pt")
     elif settings.init_from:
         base = load_checkpoint(settings.init_from)
         if settings.init_from.resolve().parent == settings.out_dir.resolve():
@@ -59,10 +49,9 @@ def train(settings: Settings) -> None:
                 "it away: choose another --out_dir"
             )
 
-    # data
     rows, block_size = STAGES[settings.stage].rows, settings.model.block_size
     total = settings.max_iters * settings.batch_size
-    data = Data.open(settings.data_dir, rows, block_size, settings.seed, total)
+    data = Data(settings.data_dir, rows, block_size, settings.seed, total)
     meta = data.metas[0]
     if base:
         theirs = tokenizer.fingerprint(tokenizer.loads(base["tokenizer"]))
@@ -91,49 +80,41 @@ def train(settings: Settings) -> None:
 
 def build(
     settings: Settings, data: Data, checkpoint: dict | None, base: dict | None
-) -> tuple[Decoder, Optimizer, NextToken | Preference, int]:
-    """Model, optimizer, objective and step: new ones, those of the `checkpoint` to resume, or a
-    new run from the model in `base`."""
+) -> tuple[Optimizer, Objective, int]:
+    """Optimizer, objective with its model, and step: new ones, those of the `checkpoint` to
+    resume, or a new run from the model in `base`."""
     device, dtype = pick_device(settings.device), settings.dtype
     if dtype == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         dtype = "bfloat16" if has_bf16 else "float32"
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
-    tables = place(
-        settings.placement, device, checkpoint or base, settings.out_dir, settings.resume
-    )
+    start, out_dir = checkpoint or base, settings.out_dir
+    tables = place(settings.placement, device, start, out_dir, settings.resume)
     try:
         model = Decoder(settings.model, tables=tables).to(device)
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    optimizer = Optimizer(
-        model,
-        settings.learning_rate,
-        table_lr_scale=settings.table_lr_scale,
-        table_optimizer=settings.table_optimizer,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        grad_clip=settings.grad_clip,
-        seed=settings.seed,
-    )
+    betas = (settings.beta1, settings.beta2)
+    others = ("table_lr_scale", "table_optimizer", "weight_decay", "grad_clip", "seed")
+    options = {name: getattr(settings, name) for name in others}
+    optimizer = Optimizer(model, settings.learning_rate, betas=betas, **options)
     if settings.stage == "dpo":
         objective = Preference(model, device, dtype, settings.beta)
     else:
         document = data.encoding.eot_token if settings.doc_mask else None
         objective = NextToken(model, device, dtype, document)
-    step = 0
     if base:
         with whole(settings.init_from):
             model.load_state_dict(base["model"])
-    if checkpoint:
-        with whole(f"{settings.out_dir}/ckpt.pt", "a whole run"):
-            model.load_state_dict(checkpoint["model"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            step = checkpoint["step"]
-            for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
-                pairs.reference[:] = known.numpy()
-    return model, optimizer, objective, step
+    if not checkpoint:
+        return optimizer, objective, 0
+    with whole(f"{out_dir}/ckpt.pt", "a whole run"):
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
+            pairs.reference[:] = known.numpy()
+        return optimizer, objective, checkpoint["step"]
 
 
 def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
@@ -148,25 +129,20 @@ def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
 
 
 def fit(
-    settings: Settings,
-    data: Data,
-    model: Decoder,
-    optimizer: Optimizer,
-    objective: NextToken | Preference,
-    step: int,
+    settings: Settings, data: Data, optimizer: Optimizer, objective: Objective, step: int
 ) -> None:
     """Train from `step` to the last one, then `finish`."""
-    encoding, metas, rows = data.encoding, data.metas, STAGES[settings.stage].rows
-    block_size = settings.model.block_size
+    model, out_dir, saved = objective.model, settings.out_dir, settings.out_dir / "ckpt.pt"
+    rows, block_size = STAGES[settings.stage].rows, settings.model.block_size
+    max_iters, batch_size = settings.max_iters, settings.batch_size
     if settings.compile:
         for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
             block.compile()
-    if settings.stage == "dpo" and not settings.resume:
-        for pairs in data.pairs:
-            seen = min(pairs.n_row, settings.max_iters * settings.batch_size)
-            if pairs is not data.train:
-                seen = validation_rows(pairs, settings.eval_tokens)
-            objective.refer(pairs, seen, settings.device_batch_size)
+    for pairs in [] if settings.resume else data.pairs:
+        seen = validation_rows(pairs, settings.eval_tokens)
+        if pairs is data.train:
+            seen = min(pairs.n_row, max_iters * batch_size)
+        objective.refer(pairs, seen, settings.device_batch_size)
 
     config, sizes = model.config, model.sizes()
     units = {"text": "windows of", "chat": "conversations of up to", "preference": "pairs of up to"}
@@ -177,53 +153,43 @@ def fit(
         f"{sizes['active'] / 1e6:.2f} M and costs {sizes['flops_per_token'] / 1e6:.1f} MFLOP "
         "forward, attention included"
     )
-    a_step = settings.batch_size * block_size * (2 if rows == "preference" else 1)
-    total, there = settings.max_iters * a_step, sum(meta["train"]["tokens"] for meta in metas)
+    a_step = batch_size * block_size * (2 if rows == "preference" else 1)
+    total, there = max_iters * a_step, sum(meta["train"]["tokens"] for meta in data.metas)
     print(
-        f"{settings.max_iters} steps of {settings.batch_size} {units[rows]} {block_size} tokens on "
+        f"{max_iters} steps of {batch_size} {units[rows]} {block_size} tokens on "
         f"{objective.device.type} in {objective.dtype}: {a_step:,} a step, {total:,} in all, "
         f"{total / there:.1f} times the {there:,} of {settings.data_dir}"
     )
     print(
         f"learning rate {settings.learning_rate:g} after {settings.warmup:.0%} of the steps, then "
-        f"{settings.schedule} to {settings.min_lr:g} of it; everything goes to {settings.out_dir}"
+        f"{settings.schedule} to {settings.min_lr:g} of it; everything goes to {out_dir}"
     )
     if n_cut := getattr(data.train, "n_cut", 0):
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
 
     # records
-    saved = settings.out_dir / "ckpt.pt"
     if saved.exists() and not settings.resume:
-        print(f"kept the run that was in {settings.out_dir} as {put_aside(settings.out_dir)}")
-    log = Log(settings.out_dir / "metrics.jsonl", step)
+        print(f"kept the run that was in {out_dir} as {put_aside(out_dir)}")
+    log = Log(out_dir / "metrics.jsonl", step)
     if not log.has_run:
-        log.write(type="run", args=settings.flat(), sizes=sizes, data=metas)
+        log.write(type="run", args=settings.flat(), sizes=sizes, data=data.metas)
 
     def save() -> None:
-        save_checkpoint(
-            saved,
-            model,
-            encoding,
-            optimizer=optimizer.state_dict(),
-            step=step,  # the loop's position and the data's
-            data=metas,
-            weights=data.weights,
-            reference=[torch.from_numpy(pairs.reference) for pairs in data.pairs],
-            args=settings.flat(),
-        )
+        reference = [torch.from_numpy(pairs.reference) for pairs in data.pairs]
+        # The step is the loop's position and the data's.
+        state = dict(optimizer=optimizer.state_dict(), step=step, reference=reference)
+        state |= dict(data=data.metas, weights=data.weights, args=settings.flat())
+        save_checkpoint(saved, model, data.encoding, **state)
 
     # the loop
-    accumulate = settings.batch_size // settings.device_batch_size
+    accumulate = batch_size // settings.device_batch_size
     model.train()
-    batch = data.train.batch(step, settings.batch_size)
+    batch = data.train.batch(step, batch_size)
     # Without a terminal there is no bar, and a line for each evaluation.
-    bar = tqdm(
-        total=settings.max_iters, initial=step, unit="step", dynamic_ncols=True, disable=None
-    )
-    val = {}
+    bar = tqdm(total=max_iters, initial=step, unit="step", dynamic_ncols=True, disable=None)
+    val, last = {}, {}  # figures of the last evaluation and step
     # Who stops a run (Ctrl-C, a scheduler, a terminal that closes) lets the step end and be saved.
     stopped: list[int] = []
-    last: dict[str, float] = {}  # figures of the last step
 
     def stop(number: int, _) -> None:
         if stopped:
@@ -238,19 +204,19 @@ def fit(
     before = {number: signal.signal(number, stop) for number in filter(None, signals)}
     try:
         while True:
-            if not val or step % settings.eval_interval == 0 or step == settings.max_iters:
+            if not val or step % settings.eval_interval == 0 or step == max_iters:
                 val = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
                 check_finite(val["val_loss"], "validation", step, settings)
                 log.write(type="eval", step=step, **val)
                 bar.write(f"step {step}: " + named({**val, **last}))
                 if step:
                     save()
-            if step == settings.max_iters:
+            if step == max_iters:
                 break
             if stopped:
                 save()
                 if stopped == [signal.SIGINT]:
-                    bar.write(f"go on with: python train.py --resume --out_dir {settings.out_dir}")
+                    bar.write(f"go on with: python train.py --resume --out_dir {out_dir}")
                 raise SystemExit(128 + stopped[0])  # as a shell reports it
             start = time.perf_counter()
             n, n_token, figures = objective.count(*batch), batch[0].numel(), Counter()
@@ -258,17 +224,15 @@ def fit(
             for part in parts:
                 share = objective.count(*part) / n  # a mean of means would weigh tokens unequally
                 micro, more = objective(*part)
-                if part is parts[-1] and step + 1 < settings.max_iters:
+                if part is parts[-1] and step + 1 < max_iters:
                     # A GPU is still computing: time to make the next batch, and to have its rows
                     # brought while the backward pass runs.
-                    batch = data.train.batch(step + 1, settings.batch_size)
+                    batch = data.train.batch(step + 1, batch_size)
                     model.tables.prefetch(batch[0])
                 (micro * share).backward()
                 for name, value in {"loss": micro.detach(), **more}.items():
                     figures[name] += value * share
-            lr = schedule(
-                step, settings.max_iters, settings.warmup, settings.schedule, settings.min_lr
-            )
+            lr = schedule(step, max_iters, settings.warmup, settings.schedule, settings.min_lr)
             optimizer.step(lr)
             # a host-device sync: the host waits for the step here
             figures = {f"train_{name}": value.item() for name, value in figures.items()}
@@ -276,13 +240,8 @@ def fit(
             # the padding of short rows included, for which the machine works, too
             tok_per_s = n_token / (time.perf_counter() - start)
             step += 1
-            log.write(
-                type="step",
-                step=step,
-                **figures,
-                lr=lr * settings.learning_rate,
-                tok_per_s=tok_per_s,
-            )
+            rates = dict(lr=lr * settings.learning_rate, tok_per_s=tok_per_s)
+            log.write(type="step", step=step, **figures, **rates)
             bar.update()
             last = {**figures, "tok/s": tok_per_s}
             bar.set_postfix_str(named(last))
@@ -303,7 +262,7 @@ def named(figures: dict[str, float]) -> str:
 
 def finish(model: Decoder, data: Data, settings: Settings, log: Log) -> None:
     """Report what was learned, draw the curve, and say what to try next."""
-    encoding, corpus = data.encoding, data.metas[0]["corpus"]
+    encoding, corpus, out_dir = data.encoding, data.metas[0]["corpus"], settings.out_dir
     model.eval()
     torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
     if corpus == "countries":
@@ -319,10 +278,9 @@ def finish(model: Decoder, data: Data, settings: Settings, log: Log) -> None:
                 f"capitals named in a chat, {how}, asked in new words: {shares[name]:.1%}, brief "
                 f"answers {shares[name + '_brief']:.1%}, sentences {shares[name + '_sentence']:.1%}"
             )
-    plot([settings.out_dir], settings.out_dir / "loss.png")
-    print(f"wrote {settings.out_dir}/ckpt.pt, metrics.jsonl, loss.png\n")
-
-    ckpt = settings.out_dir / "ckpt.pt"
+    plot([out_dir], out_dir / "loss.png")
+    ckpt = out_dir / "ckpt.pt"
+    print(f"wrote {out_dir}/ckpt.pt, metrics.jsonl, loss.png\n")
     if talks:
         ids, targets = next(iter(data.val.values())).conversation(0)
         question = torch.from_numpy(ids[None, : (targets >= 0).argmax() + 1])  # [1, T]

@@ -191,7 +191,7 @@ def test_a_step_of_conversations_weighs_tokens_equally(stage):
 
 def model_and_pairs(folders):
     torch.manual_seed(0)
-    data = Data.open(str(folders["preference"]), "preference", 64, 1, 100)
+    data = Data(str(folders["preference"]), "preference", 64, 1, 100)
     model = Decoder(ModelConfig(data.encoding.n_vocab, 64, 2, 2, 32, init_std=0.2, table_std=1.0))
     return model, data
 
@@ -254,7 +254,7 @@ def test_only_pairs_that_are_looked_at_get_a_reference(stage, folders, tokens, p
 
 
 def test_evaluate_means_over_tokens_whatever_the_batch(folders):
-    data = Data.open(str(folders["chat"]), "chat", 64, 1, 100)
+    data = Data(str(folders["chat"]), "chat", 64, 1, 100)
     torch.manual_seed(0)
     objective = NextToken(
         Decoder(ModelConfig(data.encoding.n_vocab, 64, 2, 2, 32, init_std=0.2)),

@@ -7,7 +7,6 @@ uninterrupted one would have read, and the step is all that a checkpoint needs t
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -59,17 +58,14 @@ class Source:
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         """Inputs [.., T], targets [.., T] (-1: not to be predicted) and what else belongs to it."""
-        raise NotImplementedError
 
     def rows(self, indices: Iterable[int]) -> tuple[Tensor, ...]:
         """Rows as tensors [B, .., T] on the CPU, the short ones `padded` on the right."""
         parts = list(zip(*(self.row(index) for index in indices), strict=True))
         longest = max(row.shape[-1] for row in parts[0])
         if any(row.shape[-1] < longest for row in parts[0]):
-            # Few distinct shapes: a compiled block likes that.
-            longest = min(-(-longest // 32) * 32, self.block_size)
-
-        made = (*padded(parts[0], parts[1], longest), *(np.stack(part) for part in parts[2:]))
+            longest = min(-(-longest // 32) * 32, self.block_size)  # few shapes, to be compiled
+        made = (*padded(*parts[:2], longest), *(np.stack(part) for part in parts[2:]))
         return tuple(torch.from_numpy(array) for array in made)
 
     def batch(self, number: int, size: int) -> tuple[Tensor, ...]:
@@ -89,8 +85,8 @@ class Windows(Source):
         self.offset = int(rng.integers(len(self.ids) - self.n_row * self.block_size))
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
-        start = self.place(index) * self.block_size  # draws the offset of a new epoch
-        start += self.offset
+        place = self.place(index)  # draws the offset of a new epoch
+        start = place * self.block_size + self.offset
         ids = self.ids[start : start + self.block_size + 1].astype(np.int64)
         return ids[:-1], ids[1:]
 
@@ -99,6 +95,7 @@ class Conversations(Source):
     """A conversation in a row, its targets the assistant's tokens (`template.answers`). Of one that
     is too long (`n_cut` are), the head is kept, or if no answer begins there, the end."""
 
+    per_row = 1
     last_answer = False  # whether it is the last answer that must be kept
 
     def __init__(
@@ -107,7 +104,7 @@ class Conversations(Source):
         self.ids, self.encoding = ids, encoding
         self.starts = document_starts(ids, encoding.eot_token)
         self.n_cut = int((np.diff(self.starts) > block_size + 1).sum())
-        super().__init__(len(self.starts) - 1, block_size, seed)
+        super().__init__((len(self.starts) - 1) // self.per_row, block_size, seed)
 
     def conversation(self, number: int) -> tuple[np.ndarray, ...]:
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
@@ -127,14 +124,12 @@ class Pairs(Conversations):
     """Two conversations in a row, the chosen and the rejected: [2, T]. With them comes what
     `reference` [n_row, 2] holds for the pair, the reference model's log-probabilities."""
 
+    per_row = 2
     last_answer = True  # in which they differ
 
-    def __init__(
-        self, ids: np.ndarray, encoding: tiktoken.Encoding, block_size: int, seed: int | None
-    ) -> None:
-        super().__init__(ids, encoding, block_size, seed)
-        self.n_row //= 2
-        self.reference = np.full((self.n_row, 2), np.nan, dtype=np.float32)
+    @cached_property
+    def reference(self) -> np.ndarray:
+        return np.full((self.n_row, 2), np.nan, dtype=np.float32)  # until `Preference.refer`
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         pair = self.place(index)
@@ -144,11 +139,8 @@ class Pairs(Conversations):
 
 
 class Mixture(Source):
-    """Rows of several sources, each drawn with the probability of its source.
-
-    Args:
-        total: rows of the whole run, so that row n's source is fixed beforehand.
-    """
+    """Rows of several sources, each drawn with the probability of its source: for all `total` rows
+    of the run beforehand, so that a row's source depends on its number alone."""
 
     def __init__(
         self, sources: Sequence[Source], weights: Sequence[float], total: int, seed: int
@@ -157,10 +149,8 @@ class Mixture(Source):
         self.sources = sources
         share = np.array(weights) / sum(weights)
         self.which = np.random.default_rng(seed).choice(len(sources), size=total, p=share)
-        self.nth = np.zeros(total, dtype=np.int64)  # the source's how manieth row this is
-        for n in range(len(sources)):
-            mine = self.which == n
-            self.nth[mine] = np.arange(mine.sum())
+        drawn = self.which[:, None] == np.arange(len(sources))  # [total, sources]
+        self.nth = (drawn.cumsum(0) - 1)[drawn]  # the source's how manieth row this is
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         return self.sources[self.which[index]].row(int(self.nth[index]))
@@ -173,52 +163,37 @@ def document_starts(ids: np.ndarray, eot: int, chunk: int = 1 << 24) -> np.ndarr
     return np.concatenate([*found, [len(ids)]])
 
 
-def open_tokens(folder: Path, split: str, meta: dict, check: bool = True) -> np.ndarray:
-    """The token ids of a split [tokens], memory-mapped.
-
-    Args:
-        check: read all of it once, 0.06 s for 100 MB in memory. Otherwise other contents of the
-            same length go unnoticed, and an id beyond the vocabulary is an IndexError later.
-
-    Raises:
-        UserError: the file is missing or not the one that meta.json describes.
-    """
+def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
+    """The token ids of a split [tokens], memory-mapped and read once to be checked, 0.06 s for
+    100 MB in memory. UserError: the file is missing or not the one that meta.json describes."""
     path = folder / f"{split}.bin"
     try:
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
         if len(ids) != meta[split]["tokens"]:
             raise ValueError(f"{len(ids)} tokens where meta.json says {meta[split]['tokens']}")
-        if check and hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
+        if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
             raise ValueError("damaged: another sha256 than meta.json says")
-        if check and (most := ids.max()) >= meta["vocab_size"]:
+        if (most := ids.max()) >= meta["vocab_size"]:
             raise ValueError(f"token id {most} in a vocabulary of {meta['vocab_size']}")
         return ids
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({error}): run prepare.py again") from None
 
 
-@dataclass
 class Data:
-    """What a run reads: folders, the tokenizer they share, and their rows."""
+    """What a run reads from `data_dir`, a folder or a mixture: `total` rows of a kind, text, chat
+    or preference. UserError: a file is missing, damaged or too small, or tokenizers differ.
 
-    metas: list[dict]  # as prepare.py wrote them
-    weights: list[float]  # of the folders, summing up to one
-    encoding: tiktoken.Encoding
-    train: Source
-    val: dict[str, Source]  # by folder
+    Attributes:
+        metas, weights: of the folders, as prepare.py wrote them, and summing up to one.
+        encoding: the tokenizer that the folders share.
+        train, val: rows to learn from, and by folder those to validate with.
+    """
 
-    @classmethod
-    def open(
-        cls, data_dir: str, kind: str, block_size: int, seed: int, total: int, check: bool = True
-    ) -> "Data":
-        """`total` rows of a kind, text, chat or preference, will be read from `data_dir`, a folder
-        or a mixture of such. `check`: as in `open_tokens`.
-
-        Raises:
-            UserError: a file is missing, damaged or too small, or tokenizers differ.
-        """
+    def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
         folders, weights = zip(*parse_mixture(data_dir), strict=True)
-        metas = [read_meta(folder) for folder in folders]
+        self.weights = [weight / sum(weights) for weight in weights]
+        self.metas = metas = [read_meta(folder) for folder in folders]
         readable = {"text": ("text", "chat")}.get(kind, (kind,))
         if kind != "text" and len(folders) > 1:
             raise UserError(f"--data_dir {data_dir}: name one folder, {kind} data is not mixed")
@@ -229,15 +204,15 @@ class Data:
                     f"{' or '.join(readable)} data: choose another --stage or folder"
                 )
             check_tokenizer(meta["tokenizer"], folder, metas[0]["tokenizer"], folders[0])
-        encoding = read_tokenizer(folders[0], metas[0])
+        self.encoding = read_tokenizer(folders[0], metas[0])
 
         def source(folder: Path, meta: dict, split: str, seed: int | None) -> Source:
-            ids = open_tokens(folder, split, meta, check)
+            ids = open_tokens(folder, split, meta)
             if kind == "text":
                 made = Windows(ids, block_size, seed)
             else:
-                rows = {"chat": Conversations, "preference": Pairs}[kind]
-                made = rows(ids, encoding, block_size, seed)
+                talks = Conversations if kind == "chat" else Pairs
+                made = talks(ids, self.encoding, block_size, seed)
             if made.n_row < 1:
                 raise UserError(
                     f"{folder}/{split}.bin has no row of {kind} in its {len(ids)} tokens: give "
@@ -247,9 +222,8 @@ class Data:
 
         both = list(zip(folders, metas, strict=True))
         train = [source(folder, meta, "train", seed) for folder, meta in both]
-        mixed = train[0] if len(train) == 1 else Mixture(train, weights, total, seed)
-        val = {str(folder): source(folder, meta, "val", None) for folder, meta in both}
-        return cls(metas, [w / sum(weights) for w in weights], encoding, mixed, val)
+        self.train = train[0] if len(train) == 1 else Mixture(train, weights, total, seed)
+        self.val = {str(folder): source(folder, meta, "val", None) for folder, meta in both}
 
     @cached_property
     def token_lengths(self) -> Tensor:
@@ -275,11 +249,7 @@ def check_tokenizer(mine: str, folder: object, other: str, of: object) -> None:
 
 
 def parse_mixture(data_dir: str) -> list[tuple[Path, float]]:
-    """Folders and their weights: `data/a` or `data/a=0.65,data/b=0.35`.
-
-    Raises:
-        UserError: a part is no folder=weight.
-    """
+    """Folders and their weights: `data/a` or `data/a=0.65,data/b=0.35`, else UserError."""
     if "=" not in data_dir:
         return [(Path(data_dir), 1.0)]
     parts: dict[Path, float] = {}
@@ -305,11 +275,7 @@ META = dict(corpus=str, kind=str, vocab_size=int, dtype=str, tokenizer=str, trai
 
 
 def read_meta(folder: Path) -> dict:
-    """What prepare.py wrote about a folder.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
+    """What prepare.py wrote about a folder. UserError: there is none, or it is damaged."""
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
@@ -318,19 +284,15 @@ def read_meta(folder: Path) -> dict:
             raise ValueError(f"format {meta.get('format')!r:.60} of {meta['dtype']} is unknown")
         return meta
     except FileNotFoundError:
-        raise UserError(
-            f"no data in {folder}: make it with prepare.py --out_dir {folder}"
-        ) from None
+        make = f"prepare.py --out_dir {folder}"
+        raise UserError(f"no data in {folder}: make it with {make}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): run prepare.py again") from None
 
 
 def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
-    """The tokenizer that the folder's token files were made with.
-
-    Raises:
-        UserError: it is missing, damaged or another one.
-    """
+    """The tokenizer that the folder's token files were made with. UserError: it is missing, damaged
+    or another one."""
     path = folder / "tokenizer.json"
     try:
         encoding = tokenizer.loads(path.read_text(encoding="utf-8"))

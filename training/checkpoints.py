@@ -10,6 +10,7 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import tiktoken
@@ -32,11 +33,8 @@ def device_flag() -> str:
 
 
 def offload_flag() -> str:
-    return flag(
-        "none",
-        "where tables and their optimizer states are: on the device, in RAM, on disk",
-        choices=("none", "cpu", "disk"),
-    )
+    about = "where tables and their optimizer states are: on the device, in RAM, on disk"
+    return flag("none", about, choices=("none", "cpu", "disk"))
 
 
 @dataclass
@@ -51,29 +49,22 @@ class Placement:
 
 def table_path(folder: Path, name: str) -> Path:
     """The table file that belongs to a checkpoint."""
-    return Path(folder) / f"tables-{name}.bin"
+    return folder / f"tables-{name}.bin"
 
 
 def snapshots(folder: Path) -> list[Path]:
-    return sorted(Path(folder).glob("tables-*.bin"))
+    return sorted(folder.glob("tables-*.bin"))
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
     """Write a checkpoint: config, weights, tokenizer, and `state`. Tables on disk stay out of it: a
     copy of their file goes beside it first."""
-    path = Path(path)
+    folder, file, name = Path(path).parent, model.tables.file, None
     model.tables.flush()
-    name = None
-    if model.tables.file:
-        name = model.tables.file.copy(lambda name: table_path(path.parent, name))
-    checkpoint = {
-        "format": FORMAT,
-        "config": asdict(model.config),
-        "model": model.state_dict(),
-        "tokenizer": tokenizer.dumps(encoding),
-        "tables": name,
-        **state,
-    }
+    if file:
+        name = file.copy(partial(table_path, folder))
+    checkpoint = dict(format=FORMAT, config=asdict(model.config), model=model.state_dict())
+    checkpoint |= dict(tokenizer=tokenizer.dumps(encoding), tables=name, **state)
     try:
         with atomic(path) as temporary:
             try:
@@ -82,10 +73,10 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
                 raise OSError(f"no room, or the disk failed ({error})") from error
     except UserError:
         if name:  # nobody will ask for it
-            table_path(path.parent, name).unlink(missing_ok=True)
+            table_path(folder, name).unlink(missing_ok=True)
         raise
-    for other in snapshots(path.parent):
-        if name is None or other != table_path(path.parent, name):
+    for other in snapshots(folder):
+        if other != table_path(folder, name):
             with contextlib.suppress(OSError):  # Windows keeps what somebody has open
                 other.unlink()
 
@@ -93,10 +84,7 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
 def load_checkpoint(path: str | Path) -> dict:
     """Read what `save_checkpoint` wrote, onto the CPU: mapped into memory, so that what nobody
     touches is not read. Tables that have a file of their own are put where all others are.
-
-    Raises:
-        UserError: there is no such file, or it is damaged or something else.
-    """
+    UserError: there is no such file, or it is damaged or something else."""
     try:
         checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
@@ -135,13 +123,8 @@ def whole(path: str | Path, what: str = "a whole model"):
 def load_model(
     path: str | Path, device: torch.device, offload: str = "none"
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """The model of a checkpoint in evaluation mode on `device`, its tokenizer, and the checkpoint.
-
-    offload: where its tables shall live, see `Placement`.
-
-    Raises:
-        UserError: as `load_checkpoint`.
-    """
+    """The model of a checkpoint in evaluation mode on `device`, its tables where `offload` says
+    (`Placement`), its tokenizer, and the checkpoint. UserError: as `load_checkpoint`."""
     checkpoint = load_checkpoint(path)
     mapped = offload == "disk"  # what is used in place need not be made first
     with whole(path):
@@ -160,17 +143,14 @@ def place(
     out_dir: Path | None = None,
     resume: bool = False,
 ) -> Callable[[int, int, int], Tables]:
-    """What makes the tables of a `Decoder` where they shall live.
+    """What makes the tables of a `Decoder` on `device` where they shall live: a function of
+    (n_table, V, W), which raises UserError where there is no room.
 
     Args:
-        device: where the model computes.
         checkpoint: will be loaded into the model, so no rows are drawn. Without a run its tables
             are read where they are.
         out_dir: of a training run, which needs room for moments, and on disk for a file.
         resume: that run goes on with what is there.
-
-    Returns:
-        a function of (n_table, V, W), which raises UserError where there is no room.
     """
     training, dtype = out_dir is not None, DTYPES[where.table_dtype]
     if not training and checkpoint and "tables.weight.0" in checkpoint["model"]:
@@ -178,19 +158,16 @@ def place(
 
     def make(n_table: int, vocab_size: int, width: int) -> Tables:
         shape, far = (vocab_size, n_table, width), device.type in STREAMS
-        if not n_table or where.offload == "none":
-            return ResidentTables(n_table, vocab_size, width, dtype)
-        if where.offload == "disk" and training:
+        file = where.offload == "disk" and (training or "table_file" in checkpoint)
+        if n_table and where.offload == "cpu":
+            check_ram(shape, dtype, training)
+        if not n_table or where.offload == "none" or not (file or far):
+            return ResidentTables(n_table, vocab_size, width, dtype)  # maybe a mapped ckpt.pt's
+        if file and training:
             check_disk(shape, dtype, out_dir, resume)
             home = TableFile.create(out_dir / LIVE, shape, dtype)
-        elif where.offload == "disk" and "table_file" in checkpoint:
-            home = checkpoint["table_file"]
         else:
-            if where.offload == "cpu":
-                check_ram(shape, dtype, training)
-            if not far:  # in RAM, or in a ckpt.pt that is mapped into it
-                return ResidentTables(n_table, vocab_size, width, dtype)
-            home = RamHome(shape, dtype, training=training)
+            home = checkpoint["table_file"] if file else RamHome(shape, dtype, training=training)
         home.fresh = home.fresh and checkpoint is None
         return (OffloadedTables if far else StoredTables)(home, device)
 

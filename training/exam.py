@@ -9,6 +9,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from common import UserError
 from model import Decoder
@@ -25,13 +26,12 @@ def score(
     temperature: float = 1.0,
     barred: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How a model continues prompts, in one forward pass.
+    """How a model continues prompts (token ids), in one forward pass.
 
     Every answer token is compared with the most probable one after the prompt and the answer so
     far: all equal means that greedy decoding writes exactly this answer.
 
     Args:
-        prompts, answers: token ids.
         table_prompts: the ids under which the prompts' rows are looked up; None: their own.
         temperature: of the sampling whose probabilities are wanted.
         barred: a token that no answer may begin with; others share its probability.
@@ -47,30 +47,25 @@ def score(
             f"{model.config.block_size}"
         )
 
-    def padded(starts: list[list[int]]) -> Tensor:  # on the right: causal, so nothing sees it
-        rows = [s + a for s, a in zip(starts, answers, strict=True)]
-        return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    def padded(rows: list[list[int]], filler: int) -> Tensor:  # causal, so nothing sees the right
+        rows = [torch.tensor(row) for row in rows]
+        return pad_sequence(rows, batch_first=True, padding_value=filler).to(device)  # [N, T]
 
-    ids = padded(prompts)  # [N, T]
-    table_ids = ids if table_prompts is None else padded(table_prompts)
-    logits, _ = model(ids.to(device), table_ids=table_ids.to(device))  # [N, T, V]
-    row, position, wanted = [], [], []  # of each answer token
-    first = []  # the answers' first among them
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        first.append(len(row))
-        row += [i] * len(answer)
-        position += range(len(prompt) - 1, len(prompt) + len(answer) - 1)  # one before the token
-        wanted += answer
-    row, position, wanted = (
-        torch.tensor(values, dtype=torch.long, device=device) for values in (row, position, wanted)
-    )
-    predicted = logits[row, position].float() / temperature  # [answer tokens, V]
+    def answered(starts: list[list[int]]) -> Tensor:
+        return padded([s + a for s, a in zip(starts, answers, strict=True)], 0)
+
+    before = [len(prompt) - 1 for prompt in prompts]  # the position that predicts an answer
+    both = zip(before, answers, strict=True)
+    targets = padded([[-1] * n + answer + [-1] for n, answer in both], -1)
+    logits, _ = model(answered(prompts), table_ids=answered(table_prompts or prompts))  # [N, T, V]
     if barred is not None:
-        predicted[first, barred] = -torch.inf
-    wrong = torch.zeros(len(prompts), device=device)
-    wrong.index_add_(0, row, (predicted.argmax(-1) != wanted).float())
-    log_p = F.cross_entropy(predicted, wanted, reduction="none").neg()
-    return wrong == 0, torch.zeros_like(wrong).index_add_(0, row, log_p).exp(), logits
+        logits[range(len(prompts)), before, barred] = -torch.inf
+    wanted = targets >= 0
+    row, predicted = wanted.nonzero()[:, 0], logits[wanted].float() / temperature  # [n], [n, V]
+    sums = torch.zeros(2, len(prompts), device=device)  # over an answer's tokens
+    sums[0].index_add_(0, row, (predicted.argmax(-1) != targets[wanted]).float())
+    sums[1].index_add_(0, row, F.cross_entropy(predicted, targets[wanted], reduction="none"))
+    return sums[0] == 0, sums[1].neg().exp(), logits
 
 
 def exam(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], list[int]]]:
@@ -95,9 +90,7 @@ def groups(encoding: tiktoken.Encoding, asked: list[tuple]) -> Iterator[list[lis
 def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
     """Share of the questions of `exam` that greedy decoding answers in full."""
     asked = exam(encoding, relation)
-    right = 0
-    for prompts, answers in groups(encoding, asked):
-        right += int(score(model, prompts, answers)[0].sum())
+    right = sum(score(model, *group)[0].sum().item() for group in groups(encoding, asked))
     return right / len(asked)
 
 
@@ -141,9 +134,7 @@ def chat_exam(
     return dict(sums)
 
 
-def chat_questions(
-    encoding: tiktoken.Encoding, relation: str
-) -> list[tuple[list[int], list[int], list[int]]]:
+def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], ...]]:
     """Held-out questions of a conversation: prompt, brief answer and sentence as token ids."""
     result = []
     for country in countries.table():
@@ -152,20 +143,14 @@ def chat_questions(
             talks = [ask(brief=True), ask(brief=False)]
             prompt = [encoding.eot_token, *template.prompt(encoding, talks[0][:1])]
             whole = [np.array(template.render(encoding, talk)) for talk in talks]
-            result.append(
-                (prompt, *(ids[template.answers(encoding, ids)].tolist() for ids in whole))
-            )
+            styles = [ids[template.answers(encoding, ids)].tolist() for ids in whole]
+            result.append((prompt, *styles))
     return result
 
 
 def longest_question(corpus: str, encoding: tiktoken.Encoding) -> int:
     """The tokens of the longest question, with its answer, that train.py asks about a corpus."""
-    if corpus == "countries":
-        return max(sum(map(len, asked)) for r in countries.RELATIONS for asked in exam(encoding, r))
-    if corpus in ("countries-sft", "countries-dpo"):
-        return max(
-            len(prompt) + max(map(len, styles))
-            for r in countries.RELATIONS
-            for prompt, *styles in chat_questions(encoding, r)
-        )
-    return 0
+    chat = dict.fromkeys(("countries-sft", "countries-dpo"), chat_questions)
+    ask = {"countries": exam, **chat}.get(corpus, lambda *_: [])
+    asked = [question for r in countries.RELATIONS for question in ask(encoding, r)]
+    return max((len(p) + max(map(len, answers)) for p, *answers in asked), default=0)

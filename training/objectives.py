@@ -1,10 +1,11 @@
 """What training minimizes: next-token prediction, or preferring one answer to another (DPO).
 
-An objective is called with a batch that comes from the CPU (data.py) and returns its mean loss with
-further figures by name. `count` says what the mean is over, so that means of parts can be combined.
+An objective is called with a batch that comes from the CPU (batches.py) and returns its mean loss
+with further figures by name. `count` says what the mean is over, so that means of parts combine.
 """
 
-from collections import defaultdict
+from collections import Counter
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,25 @@ from training.batches import Data, Pairs, Source
 Figures = dict[str, Tensor]
 
 
-class NextToken:
-    """Cross-entropy of the targets, in the run's precision and attention."""
+@dataclass
+class Objective:
+    """A model and the precision it runs in: float32, or bfloat16 by autocast."""
 
-    def __init__(
-        self, model: Decoder, device: torch.device, dtype: str, document: int | None = None
-    ) -> None:
-        """document: the token that begins documents, which attention then does not cross."""
-        self.model, self.device, self.dtype, self.document = model, device, dtype, document
+    model: Decoder
+    device: torch.device
+    dtype: str
+
+    def run(self, ids: Tensor, **more: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """`Decoder.forward` of ids [B, T] on the CPU, where finding the distinct ones is cheap."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
+            return self.model(send(ids, self.device), table_ids=ids, **more)
+
+
+@dataclass
+class NextToken(Objective):
+    """Cross-entropy of the targets."""
+
+    document: int | None = None  # the token that begins documents, which attention won't cross
 
     def count(self, ids: Tensor, targets: Tensor) -> int:
         """Tokens to predict. On the CPU, so that nothing waits for the device."""
@@ -33,13 +45,14 @@ class NextToken:
 
     def __call__(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Figures]:
         """ids, targets [B, T] -> the loss in nats per token, on the device."""
-        x, y = send(ids, self.device), send(targets, self.device)
-        documents = None if self.document is None else (x == self.document).cumsum(1)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            return self.model(x, y, table_ids=ids, documents=documents)[1], {}
+        documents = None
+        if self.document is not None:
+            documents = send((ids == self.document).cumsum(1), self.device)
+        return self.run(ids, targets=send(targets, self.device), documents=documents)[1], {}
 
 
-class Preference:
+@dataclass
+class Preference(Objective):
     """Direct preference optimization (Rafailov et al., 2023, equation 7):
 
         loss = -log sigmoid(margin)
@@ -50,8 +63,7 @@ class Preference:
     (`refer`): no second model takes memory, and no step pays for it.
     """
 
-    def __init__(self, model: Decoder, device: torch.device, dtype: str, beta: float) -> None:
-        self.model, self.device, self.dtype, self.beta = model, device, dtype, beta
+    beta: float
 
     def count(self, ids: Tensor, targets: Tensor, reference: Tensor) -> int:
         """Pairs."""
@@ -59,20 +71,15 @@ class Preference:
 
     def log_probability(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets [B, 2, T] -> log-probability of the targets that are not -1, [B, 2]."""
-        ids = ids.flatten(0, 1)  # [2 B, T]
-        x, y = send(ids, self.device), send(targets, self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            logits = self.model(x, table_ids=ids)[0]  # [2 B, T, V]
-        nats = F.cross_entropy(
-            logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1, reduction="none"
-        )  # [2 B * T]
+        logits = self.run(ids.flatten(0, 1))[0].flatten(0, 1).float()  # [2 B * T, V]
+        y = send(targets, self.device)
+        nats = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="none")  # [2 B * T]
         return -nats.view(y.shape).sum(-1)
 
     def __call__(self, ids: Tensor, targets: Tensor, reference: Tensor) -> tuple[Tensor, Figures]:
         """ids, targets [B, 2, T], chosen first; reference [B, 2] -> the loss; the mean margin and
         accuracy, the share of pairs whose margin is positive."""
-        reference = send(reference, self.device)
-        gain = self.log_probability(ids, targets) - reference  # [B, 2]
+        gain = self.log_probability(ids, targets) - send(reference, self.device)  # [B, 2]
         margin = self.beta * (gain[:, 0] - gain[:, 1])
         figures = {"margin": margin.mean(), "accuracy": (margin > 0).float().mean()}
         return -F.logsigmoid(margin).mean(), {k: v.detach() for k, v in figures.items()}
@@ -91,19 +98,12 @@ class Preference:
 
 @torch.no_grad()
 def evaluate(
-    objective: NextToken | Preference, source: Source, n_row: int, size: int, lengths: Tensor
+    objective: Objective, source: Source, n_row: int, size: int, lengths: Tensor
 ) -> dict[str, float]:
-    """The mean loss and figures over the first `n_row` rows of a source, `size` at a time.
-
-    Args:
-        lengths: bytes of text in each token [V], on the CPU.
-
-    Returns:
-        val_loss (nats per token or pair), what else the objective gives as val_..., and for tokens
-        val_loss_per_byte.
-    """
-    sums: defaultdict[str, float] = defaultdict(float)
-    count = n_byte = 0
+    """The mean loss and figures over the first `n_row` rows of a source, `size` at a time: val_loss
+    (nats per token or pair), what else the objective gives as val_..., and for tokens
+    val_loss_per_byte, `lengths` [V] being the bytes of text in each token, on the CPU."""
+    sums, count, n_byte = Counter(), 0, 0
     objective.model.eval()
     for at in range(0, n_row, size):
         batch = source.rows(range(at, min(n_row, at + size)))
@@ -125,17 +125,15 @@ def validation_rows(source: Source, n_token: int) -> int:
     return max(1, min(source.n_row, n_token // source.block_size))
 
 
-def validate(
-    objective: NextToken | Preference, data: Data, n_token: int, size: int
-) -> dict[str, float]:
+def validate(objective: Objective, data: Data, n_token: int, size: int) -> dict[str, float]:
     """What `evaluate` says of the `validation_rows` of each folder: of a mixture the mean by its
     weights, and the loss of each part as val_loss/<folder>."""
-    figures: dict[str, float] = {}
+    figures = Counter()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
         n_row = validation_rows(source, n_token)
         part = evaluate(objective, source, n_row, size, data.token_lengths)
         for key, value in part.items():
-            figures[key] = figures.get(key, 0.0) + weight * value
+            figures[key] += weight * value
         if len(data.val) > 1:
             figures[f"val_loss/{name}"] = part["val_loss"]
     return figures

@@ -11,12 +11,8 @@ from tables.rowadam import RowAdam
 
 def schedule(step: int, steps: int, warmup: float, kind: str, floor: float) -> float:
     """Learning rate of a step as a fraction of the peak: linear warm-up, then decay to `floor`
-    (STEM paper: cosine, warm-up 0.1, floor 0.1).
-
-    Args:
-        steps: of the whole run, of which a fraction `warmup` is warm-up.
-        kind: of the decay, cosine or linear.
-    """
+    (STEM paper: cosine, warm-up 0.1, floor 0.1). `kind` of the decay: cosine or linear; a fraction
+    `warmup` of all `steps` is warm-up."""
     warm = max(1, round(warmup * steps)) if warmup else 0
     if step < warm:
         return (step + 1) / warm
@@ -28,14 +24,8 @@ def schedule(step: int, steps: int, warmup: float, kind: str, floor: float) -> f
 class Optimizer:
     """AdamW for the backbone and row-wise Adam for the tables, clipped together.
 
-    Args:
-        learning_rate: peak, of the backbone.
-        table_lr_scale: that of tables over it.
-        table_optimizer: rowwise, or adamw, which moves all rows of a table in every step.
-        weight_decay: of linear layers.
-        grad_clip: largest norm of all gradients; 0: any.
-        seed: of what bfloat16 rows are rounded by.
-    """
+    What the arguments mean is said of the flags of these names, in settings.py; `seed` is that of
+    what bfloat16 rows are rounded by."""
 
     def __init__(
         self,
@@ -56,13 +46,12 @@ class Optimizer:
         named = [(n, p) for n, p in model.named_parameters() if not n.startswith("tables.")]
         decayed = [p for n, p in named if p.dim() == 2 and n != "wte.weight"]
         plain = [p for n, p in named if p.dim() != 2 or n == "wte.weight"]
+        rows = list(model.tables.parameters()) if whole else []
         groups = [
             {"params": decayed, "weight_decay": weight_decay, "peak": learning_rate},
             {"params": plain, "weight_decay": 0.0, "peak": learning_rate},
+            {"params": rows, "weight_decay": 0.0, "peak": self.table_peak},
         ]
-        if whole:
-            rows = list(model.tables.parameters())
-            groups.append({"params": rows, "weight_decay": 0.0, "peak": self.table_peak})
         groups = [group for group in groups if group["params"]]
         fused = next(model.parameters()).device.type == "cuda"
         self.adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused or None)
@@ -72,12 +61,8 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One update with learning rate `lr`, a fraction of the peaks."""
-        grads = [
-            p.grad
-            for group in self.adamw.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        params = [p for group in self.adamw.param_groups for p in group["params"]]
+        grads = [p.grad for p in params if p.grad is not None]
         row_ids, row_grads = self.tables.gradients() if self.rows else (None, [])
         if self.grad_clip:
             norm = torch.nn.utils.get_total_norm(grads + row_grads)
@@ -86,7 +71,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr * group["peak"]
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        self.adamw.zero_grad()
         if self.rows:
             self.rows.step(row_ids, row_grads, lr * self.table_peak)
 

@@ -16,10 +16,9 @@ from text.tokenizer import check_form
 from training.checkpoints import snapshots
 
 # What the records of each type must have, as far as it is shown.
+ARGS = dict(ffn=str, batch_size=int, block_size=int)
 RECORDS = {
-    "run": dict(
-        args=dict(ffn=str, batch_size=int, block_size=int), sizes=dict(total=int, active=int)
-    ),
+    "run": dict(args=ARGS, sizes=dict(total=int, active=int)),
     "step": dict(step=int, train_loss=float, tok_per_s=float),
     "eval": dict(step=int, val_loss=float),
     "recall": dict(recall=float),
@@ -46,9 +45,7 @@ class Log:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """A resumed run keeps the lines up to `resume_step`, at which it evaluates anew."""
-        self.path = path
-        self.has_run = False
-        kept = []
+        self.path, self.has_run, kept = path, False, []
         if resume_step and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
@@ -69,11 +66,7 @@ class Log:
 
 
 def read_run(folder: Path) -> dict[str, list[dict]]:
-    """The records of a run's metrics.jsonl by type.
-
-    Raises:
-        UserError: the file is missing or a line of it is damaged.
-    """
+    """The records of a run's metrics.jsonl by type. UserError: it is missing or damaged."""
     path = folder / "metrics.jsonl"
     records: dict[str, list[dict]] = {kind: [] for kind in RECORDS}
     try:
@@ -94,24 +87,22 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
 def plot(folders: list[Path], out: Path) -> None:
     """Draw the training loss (thin) and validation loss (thick) of runs over their tokens, or over
     their steps, if one of them read conversations, which are not equally long."""
-    runs = {folder: read_run(folder) for folder in folders}
-    stages = [records["run"][0]["args"].get("stage", "pretrain") for records in runs.values()]
-    by_step = any(stage in ("sft", "dpo") for stage in stages)
+    runs = [read_run(folder) for folder in folders]
+    stages = [records["run"][0]["args"].get("stage") for records in runs]
+    by_step = "sft" in stages or "dpo" in stages
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for number, (folder, records) in enumerate(runs.items()):
-        settings = records["run"][0]["args"]
-        step = 1 if by_step else settings["batch_size"] * settings["block_size"] / 1e6
-        label = f"{folder.name}: {settings['ffn']}"
+    for number, (folder, records) in enumerate(zip(folders, runs, strict=True)):
+        args = records["run"][0]["args"]
+        unit = 1 if by_step else args["batch_size"] * args["block_size"] / 1e6
+        label = f"{folder.name}: {args['ffn']}"
         label = label.encode(errors="replace").decode()  # a name may be bytes that are no text
-        for kind, loss, look in (
-            ("step", "train_loss", dict(alpha=0.3, linewidth=0.8)),
-            ("eval", "val_loss", dict(marker=".", label=label)),
-        ):
-            steps = [record["step"] * step for record in records[kind]]
-            axes.plot(steps, [record[loss] for record in records[kind]], color=f"C{number}", **look)
+        thin, thick = dict(alpha=0.3, linewidth=0.8), dict(marker=".", label=label)
+        for kind, loss, look in (("step", "train_loss", thin), ("eval", "val_loss", thick)):
+            points = [(record["step"] * unit, record[loss]) for record in records[kind]]
+            axes.plot(*zip(*points, strict=True), color=f"C{number}", **look)
     axes.set_xlabel("steps" if by_step else "million tokens")
-    unit = "per pair" if "dpo" in stages else "per token"
-    axes.set_ylabel(f"loss (nats {unit}); thin: training, thick: validation")
+    what = "pair" if "dpo" in stages else "token"
+    axes.set_ylabel(f"loss (nats per {what}); thin: training, thick: validation")
     axes.set_yscale("log")  # the first steps fall by as much as all others
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")

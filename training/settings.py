@@ -68,11 +68,8 @@ BY_PRESET = "the preset's"
 
 @dataclass
 class Settings:
-    """A training run, complete and checked: all that train.py needs to know.
-
-    Raises:
-        UserError: naming the flag, its value and what would be valid.
-    """
+    """A training run, complete and checked: all that train.py needs to know. UserError names the
+    flag, its value and what would be valid."""
 
     data_dir: str = flag(DEFAULT_DATA, "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
     out_dir: Path = flag(Path("out"), "where everything goes")
@@ -92,15 +89,12 @@ class Settings:
         None,
         "sequences on the device at a time: reduce if you run out of memory; gradients accumulate "
         "up to --batch_size, which it must divide; free to change at --resume",
-        must=ONE,
-        shown="batch_size",
-    )
+        must=ONE, shown="batch_size",
+    )  # fmt: skip
     max_iters: int = flag(
-        1000,
-        "optimizer steps",
-        must=ONE,
+        1000, "optimizer steps", must=ONE,
         shown="the preset's; sft: two passes over the data, dpo: one",
-    )
+    )  # fmt: skip
     learning_rate: float = flag(3e-3, "peak, of the backbone", must=POSITIVE, shown=BY_PRESET)
     schedule: str = flag(
         "cosine", "after warm-up", choices=("cosine", "linear"), shown="cosine; midtrain: linear"
@@ -113,10 +107,9 @@ class Settings:
     beta2: float = flag(0.95, "of both optimizers", must=SHARE)
     grad_clip: float = flag(1.0, "largest gradient norm; 0: off", must="0 or more")
     table_optimizer: str = flag(
-        "rowwise",
-        "rowwise touches the batch's rows only, adamw whole tables, as a baseline",
+        "rowwise", "rowwise touches the batch's rows only, adamw whole tables, as a baseline",
         choices=("rowwise", "adamw"),
-    )
+    )  # fmt: skip
     table_lr_scale: float = flag(
         1.0, "learning rate of tables over the backbone's, see tables/rowadam.py", must=POSITIVE
     )
@@ -124,11 +117,9 @@ class Settings:
     eval_tokens: int = flag(65536, "validation tokens to look at", must=ONE)
     device: str = device_flag()
     dtype: str = flag(
-        "auto",
-        "of activations, by autocast; weights stay float32",
-        choices=("auto", "float32", "bfloat16"),
-        shown="bfloat16 on CUDA",
-    )
+        "auto", "of activations, by autocast; weights stay float32",
+        choices=("auto", "float32", "bfloat16"), shown="bfloat16 on CUDA",
+    )  # fmt: skip
     compile: bool = flag(False, "torch.compile each block: slow start, faster steps")
     seed: int = flag(1337, "of weights and data order", must="0 or more, and fit 63 bits")
 
@@ -144,10 +135,8 @@ class Settings:
         if self.beta1**2 >= self.beta2:  # else a row would travel without bound: expected_travel
             raise UserError(f"--beta1 {self.beta1} squared must be below --beta2 {self.beta2}")
         if self.batch_size % self.device_batch_size:
-            raise UserError(
-                f"--device_batch_size {self.device_batch_size} must divide "
-                f"--batch_size {self.batch_size}"
-            )
+            part, whole = self.device_batch_size, self.batch_size
+            raise UserError(f"--device_batch_size {part} must divide --batch_size {whole}")
         for name, plain in asdict(Placement()).items():
             value = getattr(self.placement, name)
             if self.table_optimizer == "adamw" and value != plain:
@@ -158,8 +147,8 @@ class Settings:
 
     def flat(self) -> dict:
         """All settings by name, as checkpoints and records keep them."""
-        flat = {**asdict(self), **asdict(self.model), **asdict(self.placement)}
-        del flat["model"], flat["placement"]
+        flat = asdict(self)
+        flat |= flat.pop("model") | flat.pop("placement")
         return {k: str(v) if isinstance(v, Path) else v for k, v in flat.items()}
 
     @classmethod
@@ -168,8 +157,7 @@ class Settings:
         older checkpoints have other settings."""
 
         def part(kind: type, **more) -> object:
-            names = [each.name for each in fields(kind)]
-            return kind(**{name: flat[name] for name in names if name in flat}, **more)
+            return kind(**{f.name: flat[f.name] for f in fields(kind) if f.name in flat}, **more)
 
         try:
             return part(cls, model=part(ModelConfig), placement=part(Placement))
@@ -179,9 +167,8 @@ class Settings:
 
 def parse_args(description: str) -> dict:
     """The flags that the command line gives."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     add_flags(parser, Settings)
     shape = "model (defaults: the preset's, or --init_from's)"
     add_flags(parser.add_argument_group(shape), ModelConfig)
@@ -194,34 +181,32 @@ def complete(**given) -> Settings:
     model of --init_from, the stage's part of the preset, the stage, the preset."""
     if given.get("resume"):
         return resumed(given)
-    name = given.get("stage", "pretrain")
-    stage, base = STAGES[name], None
-    metas = [read_meta(folder) for folder, _ in parse_mixture(given.get("data_dir", DEFAULT_DATA))]
+    name, base = given.get("stage", "pretrain"), None
+    stage = STAGES[name]
+    (folder, _), *_ = parse_mixture(given.get("data_dir", DEFAULT_DATA))
+    meta = read_meta(folder)
     if given.get("init_from"):
         base = load_checkpoint(given["init_from"])
     elif name != "pretrain":
         raise UserError(
             f"--stage {name} goes on with a trained model: name its checkpoint with --init_from"
         )
-    corpus = metas[0]["corpus"]
-    by_data = "countries" if corpus == "countries" else "prose"
+    by_data = "countries" if meta["corpus"] == "countries" else "prose"
     preset_name = given.get("preset") or (base["args"]["preset"] if base else by_data)
     preset = PRESETS[preset_name]
     values = {**preset, "learning_rate": preset["learning_rate"] * stage.lr, **stage.settings}
     if stage.epochs:
         del values["max_iters"], values["eval_interval"]
-    if corpus.startswith(preset_name):  # those of countries are for countries-sft alone
-        values.update(preset.get(name, {}))
-    if base:
-        values.update(inherited(given, base["config"]))
-    values.update(given, preset=preset_name)
+    if meta["corpus"].startswith(preset_name):  # those of countries are for countries-sft alone
+        values |= preset.get(name, {})
+    values |= inherited(given, base["config"]) if base else {}
+    values |= given | {"preset": preset_name, "vocab_size": meta["vocab_size"]}
     refuse_without_effect(given, stage, values.get("ffn", ModelConfig.ffn))
     if "max_iters" not in values:
-        rows = metas[0]["train"]["documents"] // (2 if stage.rows == "preference" else 1)
-        size = max(1, values.get("batch_size", Settings.batch_size))
-        values["max_iters"] = max(1, stage.epochs * rows // size)
+        rows = meta["train"]["documents"] // (2 if stage.rows == "preference" else 1)
+        values["max_iters"] = max(1, stage.epochs * rows // max(1, values["batch_size"]))
     values.setdefault("eval_interval", max(1, values["max_iters"] // 4))
-    return Settings.of({**values, "vocab_size": metas[0]["vocab_size"]})
+    return Settings.of(values)
 
 
 def refuse_without_effect(given: dict, stage: Stage, ffn: str) -> None:
@@ -243,19 +228,16 @@ def inherited(given: dict, config: dict) -> dict:
     """The shape of the model in --init_from. Only the context length may change: positions are
     rotary, so no weight depends on it."""
     shape = asdict(ModelConfig(**config))
-    for name in shape.keys() - {"block_size", "rope_base"}:
-        if name in given:
-            raise UserError(
-                f"--{name} is given by the model in --init_from {given['init_from']} "
-                f"({shape[name]}): leave it out"
-            )
+    model = given["init_from"]
+    for name in given:
+        if name in shape and name not in ("block_size", "rope_base"):
+            is_given = f"--{name} is given by the model in --init_from {model} ({shape[name]})"
+            raise UserError(f"{is_given}: leave it out")
     if given.get("stage") == "context":
-        growth = given.get("block_size", 0) / config["block_size"]
+        before = config["block_size"]
+        growth = given.get("block_size", 0) / before
         if growth <= 1:
-            raise UserError(
-                f"--stage context needs a --block_size above the {config['block_size']} of "
-                f"{given['init_from']}"
-            )
+            raise UserError(f"--stage context needs a --block_size above the {before} of {model}")
         # The slowest rotation covers the longer context by the angle it covered the shorter one by
         # ("NTK-aware" scaling), the fastest stays what it is.
         head_dim = config["n_embd"] // config["n_head"]
