@@ -342,7 +342,9 @@ def main() -> None:
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
     stage = {"text": "", "chat": "--stage sft ", "preference": "--stage dpo "}[kind]
-    stage += "--init_from CKPT " if stage else ""
+    if stage:
+        begun = args.tokenizer if args.tokenizer.endswith(".pt") else "CKPT"
+        stage += f"--init_from {begun} --out_dir out/{args.out_dir.name} "
     print(f"next: python train.py {stage}--data_dir {args.out_dir}")
 
 

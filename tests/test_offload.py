@@ -202,6 +202,7 @@ def guards() -> list[int]:
     return [number for number, call in enumerate(calls) if call]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "number", guards(), ids=lambda n: inspect.getsource(offload).splitlines()[n].strip()
 )

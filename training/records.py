@@ -94,8 +94,8 @@ def plot(folders: list[Path], out: Path) -> None:
     for number, (folder, records) in enumerate(zip(folders, runs, strict=True)):
         args = records["run"][0]["args"]
         unit = 1 if by_step else args["batch_size"] * args["block_size"] / 1e6
-        label = f"{folder.name}: {args['ffn']}"
-        label = label.encode(errors="replace").decode()  # a name may be bytes that are no text
+        named = folder.name if folder.name == args["ffn"] else f"{folder.name}: {args['ffn']}"
+        label = named.encode(errors="replace").decode()  # a name may be bytes that are no text
         thin, thick = dict(alpha=0.3, linewidth=0.8), dict(marker=".", label=label)
         for kind, loss, look in (("step", "train_loss", thin), ("eval", "val_loss", thick)):
             points = [(record["step"] * unit, record[loss]) for record in records[kind]]
