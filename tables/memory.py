@@ -30,8 +30,6 @@ class Home:
     """
 
     fresh = True
-    count: Tensor
-    last: Tensor
 
     def open(self, arrays: list[Tensor]) -> None:
         self.arrays, self.weight = arrays, list(arrays[0].unbind(1))

@@ -71,10 +71,9 @@ class RowAdam:
       expected at the rate at which the token came so far.
 
     A row that is not in the batch stays bit-identical, moments and all; if every row is in every
-    batch this is AdamW. Moments are float32. bfloat16 rows are rounded stochastically; the random
-    bits are a function of seed, step and table: a resumed run draws those of an uninterrupted one.
-
-    `weight_decay` is decoupled, `seed` is that of the rounding."""
+    batch this is AdamW. Moments are float32, `weight_decay` is decoupled. bfloat16 rows are rounded
+    stochastically; the random bits are a function of `seed`, step and table: a resumed run draws
+    those of an uninterrupted one."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""chat.py: the template, whose tokens are the assistant's, and conversations with a model."""
+"""The chat template, whose tokens are the assistant's, and conversations with a model."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""prepare.py and data.py: from text to batches, and everything that can be wrong with a file."""
+"""prepare.py and the token files: from text to batches, and what can be wrong with a file."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""train.py, settings.py and compare.py, inside the process and as a user runs them."""
+"""train.py, its settings and compare.py, inside the process and as a user runs them."""
 
 import json
 import math
