@@ -163,13 +163,15 @@ def place(
             check_ram(shape, dtype, training)
         if not n_table or where.offload == "none" or not (file or far):
             return ResidentTables(n_table, vocab_size, width, dtype)  # maybe a mapped ckpt.pt's
-        if file and training:
-            check_disk(shape, dtype, out_dir, resume)
-            home = TableFile.create(out_dir / LIVE, shape, dtype)
-        else:
-            home = checkpoint["table_file"] if file else RamHome(shape, dtype, training=training)
-        home.fresh = home.fresh and checkpoint is None
-        return (OffloadedTables if far else StoredTables)(home, device)
+        with torch.device("cpu"):  # whatever device the rest of the model is made on
+            if file and training:
+                check_disk(shape, dtype, out_dir, resume)
+                home = TableFile.create(out_dir / LIVE, shape, dtype)
+            else:
+                there = checkpoint["table_file"] if file else None
+                home = there or RamHome(shape, dtype, training=training)
+            home.fresh = home.fresh and checkpoint is None
+            return (OffloadedTables if far else StoredTables)(home, device)
 
     return make
 

@@ -227,5 +227,7 @@ def test_a_gpu_gets_tables_through_the_ring(offload, kind, tmp_path):
         tables = place(Placement(offload), gpu.device, out_dir=tmp_path)(2, 10, 4)
         assert type(tables) is OffloadedTables and type(tables.home) is kind
         # A ckpt.pt that holds its tables itself is read into memory.
-        sampled = place(Placement(offload), gpu.device, checkpoint={"model": {}})(2, 10, 4)
+        with torch.device("meta"):  # where models are made whose weights are mapped
+            sampled = place(Placement(offload), gpu.device, checkpoint={"model": {}})(2, 10, 4)
         assert type(sampled.home) is RamHome and len(sampled.home.arrays) == 1
+        assert sampled.place.device.type == "cpu"
