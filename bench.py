@@ -20,7 +20,6 @@ pip install tokenizers first. Both get the vocabulary of --data_dir, the merges 
 and the same split into words, and encode all documents in turn. The ids must be equal.
 """
 
-import argparse
 import itertools
 import json
 import mmap
@@ -40,7 +39,17 @@ from torch import Tensor
 from torch.utils.benchmark import Timer, timer
 from tqdm import tqdm
 
-from common import UserError, add_flags, atomic, check_ranges, flag, gib, pick_device, run
+from common import (
+    UserError,
+    add_flags,
+    atomic,
+    check_ranges,
+    flag,
+    gib,
+    make_parser,
+    pick_device,
+    run,
+)
 from model import Decoder, KVCache, ModelConfig
 from offload import OffloadedTables
 from tables.file import TableFile
@@ -388,9 +397,7 @@ def bench_offload(bench: Bench) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("what", choices=("offload", "tokenizer"), help="what to compare")
     add_flags(parser, Bench)
     parser.add_argument("--input", nargs="+", type=Path, help="text to encode, .txt or .jsonl")

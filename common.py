@@ -73,10 +73,10 @@ def flag(
     )
 
 
-def add_flags(parser, kind: type, only: Iterable[str] | None = None) -> None:
+def add_flags(parser, kind: type) -> None:
     """Add the flags of a dataclass to a parser. What is not given is not in its namespace."""
     for each in fields(kind):
-        if "about" not in each.metadata or each.name not in (only or [each.name]):
+        if "about" not in each.metadata:
             continue
         about, shown = each.metadata["about"], each.metadata["shown"]
         if shown is None and each.default not in (None, False, "", MISSING):
@@ -91,15 +91,20 @@ def add_flags(parser, kind: type, only: Iterable[str] | None = None) -> None:
         parser.add_argument(f"--{each.name}", default=argparse.SUPPRESS, **options)
 
 
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """A parser that shows a command's docstring as it is written."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def parse(kind: type, description: str) -> Any:
     """The command line of a command whose flags are those of a dataclass, as one of it.
 
     Raises:
         UserError: a value is out of its range.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(description)
     add_flags(parser, kind)
     return kind(**vars(parser.parse_args()))
 

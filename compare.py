@@ -5,11 +5,10 @@
 Reads the metrics.jsonl that train.py writes and prints a Markdown table.
 """
 
-import argparse
 import statistics
 from pathlib import Path
 
-from common import UserError, run
+from common import UserError, make_parser, run
 from training.records import plot, read_run
 
 
@@ -37,9 +36,7 @@ def table(folders: list[Path]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="output folders of train.py")
     parser.add_argument("--out", type=Path, default=Path("loss.png"), help="picture (%(default)s)")
     args = parser.parse_args()

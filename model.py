@@ -14,8 +14,8 @@ The picture this file draws:
        +--> wte --> block 0 (x, rows) --> block 1 (x, rows) --> ... --> norm --> head --> logits
 
 A layer never indexes a table. It declares how wide its row is (`row_width`) and receives rows;
-where they come from is the business of `tables.py`. `LAYERS` below says what a layer is made of:
-to try an idea of your own, add a line there.
+where they come from is the business of `tables/tables.py`. `LAYERS` below says what a layer is made
+of: to try an idea of your own, add a line there.
 """
 
 from collections.abc import Callable, Iterator
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
     """The whole model: embedding, blocks, norm, head, and the tables the blocks read."""
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
-        """tables: makes the tables' home when called as (n_table, V, W), see tables.py."""
+        """tables: makes the tables' home when called as (n_table, V, W), see tables/tables.py."""
         super().__init__()
         if config.ffn not in LAYERS:
             raise ValueError(f"ffn={config.ffn!r} is not one of {', '.join(LAYERS)}")

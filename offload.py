@@ -252,11 +252,13 @@ class OffloadedTables(StoredTables):
         step, sources, ordered = ids.shape[-1] == 1, self.stored[0], deque()
         if self.ring.worker:
             ids = ids.cpu()
-        if not step or ids.device.type == "cpu":
+        if step:
+            if ids.device.type == "cpu":
+                self.distinct(ids)  # are they in range?
+            wanted, sources = ids.reshape(-1), [self.whole]
+        else:
             wanted, position = self.distinct(ids)
             position = send(position, self.device)
-        if step:
-            wanted, sources = ids.reshape(-1), [self.whole]
         if self.ring.worker:
             self.home.read_ahead(wanted)
         n, wanted = len(wanted), self.ring.local(wanted)

@@ -3,7 +3,7 @@
     python prepare.py                                           # the default corpus, countries
     python prepare.py --input book.txt --out_dir data/book      # text of your own
     python prepare.py --input a.jsonl b.jsonl --out_dir data/mine --vocab_size 6400
-    python prepare.py --dataset tinystories                     # a public data set (download.py)
+    python prepare.py --dataset tinystories                     # a public data set
     python prepare.py --dataset minimind-sft --tokenizer data/minimind-pretrain
 
 `.jsonl` files hold one document a line: {"text": "..."}; a conversation, {"conversations":
@@ -35,7 +35,7 @@ from stat import S_ISREG
 import numpy as np
 import tiktoken
 
-from common import UserError, add_flags, atomic, check_ranges, flag, run
+from common import UserError, add_flags, atomic, check_ranges, flag, make_parser, run
 from text import countries, template, tokenizer
 from text.documents import (
     HUGE,
@@ -176,7 +176,7 @@ def write_dataset(
     replace what was there.
 
     Args:
-        documents: of any kind (documents.py), each after the name of its split; read once.
+        documents: of any kind (text/documents.py), each after the name of its split; read once.
         report: what the reading of the documents left out.
         origin: what else meta.json should say.
 
@@ -303,9 +303,7 @@ def prepare_files(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     several = dict(nargs="+", type=Path, metavar="FILE", default=argparse.SUPPRESS)
     parser.add_argument("--input", help=".txt or .jsonl files of your own", **several)
     add_flags(parser, Settings)

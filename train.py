@@ -208,9 +208,10 @@ def fit(
                 val = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
                 check_finite(val["val_loss"], "validation", step, settings)
                 log.write(type="eval", step=step, **val)
-                bar.write(f"step {step}: " + named({**val, **last}))
                 if step:
                     save()
+                # Last: whoever reads what we say may have gone.
+                bar.write(f"step {step}: " + named({**val, **last}))
             if step == max_iters:
                 break
             if stopped:

@@ -32,11 +32,11 @@ class Home:
     fresh = True
 
     def open(self, arrays: list[Tensor]) -> None:
-        self.arrays, self.weight = arrays, list(arrays[0].unbind(1))
+        self.arrays, self.tables = arrays, [list(array.unbind(1)) for array in arrays]
+        self.weight = self.tables[0]
 
     def moments(self) -> Moments:
-        m, v = (list(array.unbind(1)) for array in self.arrays[1:])
-        return m, v, self.count, self.last
+        return (*self.tables[1:], self.count, self.last)
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
         """Begin to read what tokens `ids` own of `rows`, `m` or `v`, without waiting for it."""
@@ -81,10 +81,10 @@ def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
     """The same memory as a CUDA tensor, which kernels read and write over the bus; None where the
     system does not let it be pinned. It is page-locked where it is: to allocate it pinned would
     round its size up to a power of two. Under unified addressing both sides share the address."""
-    runtime, size = torch.cuda.cudart(), array.nbytes
+    runtime, at, size = torch.cuda.cudart(), array.data_ptr(), array.nbytes
     with torch.cuda.device(device):
         # Windows' GPUs see other addresses.
-        error = sys.platform == "win32" or int(runtime.cudaHostRegister(array.data_ptr(), size, 0))
+        error = sys.platform == "win32" or int(runtime.cudaHostRegister(at, size, 0))
         if error:
             print(
                 f"note: {gib(size)} of tables cannot be pinned (CUDA error {error}, see `ulimit "
@@ -92,14 +92,12 @@ def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
                 file=sys.stderr,
             )
             return None
-        weakref.finalize(array, unpin, array.data_ptr(), device)
+        weakref.finalize(array, unpin, at, device)
         kind = {2: "<i2", 4: "<f4"}[array.element_size()]  # the protocol has no bfloat16
-        where = dict(
-            shape=(array.numel(),), typestr=kind, data=(array.data_ptr(), False), version=2
-        )
+        where = dict(shape=(array.numel(),), typestr=kind, data=(at, False), version=2)
         owned = SimpleNamespace(__cuda_array_interface__=where, owner=array)
         view = torch.as_tensor(owned, device=device)
-    assert view.data_ptr() == array.data_ptr(), "a copy was made instead of a view"
+    assert view.data_ptr() == at, "a copy was made instead of a view"
     return view.view(array.dtype).view(array.shape)
 
 

@@ -1,11 +1,10 @@
 """What can be set when training: the settings of a run, presets, stages, and the way from the flags
 that a user gives to settings that are complete."""
 
-import argparse
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from common import UserError, add_flags, check_ranges, flag
+from common import UserError, add_flags, check_ranges, flag, make_parser
 from config import ModelConfig
 from training.batches import parse_mixture, read_meta
 from training.checkpoints import Placement, device_flag, load_checkpoint
@@ -167,8 +166,7 @@ class Settings:
 
 def parse_args(description: str) -> dict:
     """The flags that the command line gives."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser = make_parser(description)
     add_flags(parser, Settings)
     shape = "model (defaults: the preset's, or --init_from's)"
     add_flags(parser.add_argument_group(shape), ModelConfig)
