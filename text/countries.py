@@ -18,7 +18,7 @@ for a fact in words that never stood before it: what is learned must be the fact
 
 import csv
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from common import UserError
@@ -100,10 +100,6 @@ class Country:
     demonym: str
     people: str
 
-    @property
-    def in_sentence(self) -> str:
-        return with_article(self.name)
-
     def answer(self, relation: str) -> str:
         value = getattr(self, relation)
         return f"the {value}" if relation == "currency" else with_article(value)
@@ -114,21 +110,14 @@ def with_article(name: str) -> str:
 
 
 def table() -> list[Country]:
-    """All countries, by name.
-
-    Raises:
-        UserError: countries.csv is missing or damaged.
-    """
+    """All countries, by name. UserError: countries.csv is missing or damaged."""
     try:
         with open(TABLE, encoding="utf-8", newline="") as file:
             head, *rows = filter(None, csv.reader(file, strict=True))
-        if head != (columns := [each.name for each in fields(Country)]) or not rows:
-            raise ValueError(f"no rows under {','.join(columns)}")
-        for row in rows:
-            if len(row) != len(head) or not all(map(str.strip, row)):
-                raise ValueError(f"{','.join(row)!r:.80} has not {len(head)} values")
+        if bad := [row for row in rows if len(row) != len(head) or "" in row]:
+            raise ValueError(f"{','.join(bad[0])!r:.80} has not {len(head)} values")
         return [Country(*row) for row in rows]
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, TypeError, ValueError, csv.Error) as error:
         raise UserError(f"cannot read {TABLE} ({error}): mend it or get it again") from None
 
 
@@ -146,13 +135,11 @@ def seen(patterns: list[str], relation: str) -> list[str]:
 def opening(pattern: str, country: Country, relation: str) -> str:
     """A pattern filled in, up to where the answer goes."""
     text = ask(pattern, country, relation)
-    if pattern in QUESTION:
-        return f"Question: {text}\nAnswer:"
-    return capitalized(text)
+    return f"Question: {text}\nAnswer:" if pattern in QUESTION else capitalized(text)
 
 
 def ask(pattern: str, country: Country, relation: str) -> str:
-    return pattern.format(noun=NOUNS[relation], name=country.in_sentence)
+    return pattern.format(noun=NOUNS[relation], name=with_article(country.name))
 
 
 def capitalized(text: str) -> str:
@@ -195,21 +182,13 @@ def questions(relation: str, form: str, country: Country) -> list[Question]:
     return result
 
 
-def documents(seed: int = 0, copies: int = 12) -> tuple[list[str], list[str]]:
-    """The corpus.
-
-    Args:
-        seed: of the order and the choice of phrasings; the same seed gives the same text.
-        copies: paragraphs for each country; the other kinds go along.
-
-    Returns:
-        training documents in random order, and validation documents made of the held-out phrasings
-        only (every fact, once in every form).
-    """
+def documents(seed: int = 0) -> tuple[list[str], list[str]]:
+    """The corpus: training documents in random order, and validation documents made of the held-out
+    phrasings only, every fact once in every form. The same seed gives the same text."""
     rng = random.Random(seed)
     train, val = [], []
     for country in table():
-        for _ in range(copies):
+        for _ in range(12):
             relations = rng.sample(RELATIONS, rng.randint(2, len(RELATIONS)))
             said = [
                 sentence(rng.choice(seen(PARAGRAPH, r) + OWN[r]), country, r) for r in relations
@@ -217,7 +196,7 @@ def documents(seed: int = 0, copies: int = 12) -> tuple[list[str], list[str]]:
             train.append(paragraph(country, said))
         for relation in RELATIONS:
             for patterns in (QUESTION, PROSE):
-                for pattern in rng.choices(seen(patterns, relation), k=copies // 4):
+                for pattern in rng.choices(seen(patterns, relation), k=3):
                     train.append(sentence(pattern, country, relation))
             for form in FORMS:
                 question = rng.choice(questions(relation, form, country))
@@ -234,31 +213,23 @@ def documents(seed: int = 0, copies: int = 12) -> tuple[list[str], list[str]]:
 FOLLOW_UP = ["And its {noun}?", "And the {noun}?", "What about the {noun}?", "Its {noun}, too?"]
 
 
-def reply(country: Country, relation: str, brief: bool) -> str:
-    """The answer in a conversation: "Lima." or "The answer is Lima." """
-    answer = stopped(country.answer(relation))
-    return capitalized(answer) if brief else f"The answer is {answer}"
-
-
 def exchange(pattern: str, country: Country, relation: str, brief: bool) -> list[dict]:
-    """A question and its answer, as messages."""
+    """A question and its answer, "Lima." or "The answer is Lima.", as messages."""
+    answer = stopped(country.answer(relation))
+    said = capitalized(answer) if brief else f"The answer is {answer}"
     return [
         {"role": "user", "content": ask(pattern, country, relation)},
-        {"role": "assistant", "content": reply(country, relation, brief)},
+        {"role": "assistant", "content": said},
     ]
 
 
-def conversations(seed: int = 0, copies: int = 24) -> tuple[list[list[dict]], list[list[dict]]]:
-    """Conversations in which half of the answers are brief, half are sentences.
-
-    Returns:
-        for training, `copies` about each country, with three questions; for validation, every fact
-        asked for once in a held-out phrasing.
-    """
+def conversations(seed: int = 0) -> tuple[list[list[dict]], list[list[dict]]]:
+    """Conversations in which half of the answers are brief, half are sentences: for training, each
+    with three questions; for validation, every fact asked for once in a held-out phrasing."""
     rng = random.Random(seed)
     train, val = [], []
     for country in table():
-        for _ in range(copies):
+        for _ in range(24):
             first, *more = rng.sample(RELATIONS, 3)
             asked = [(rng.choice(seen(QUESTION, first)), first)]
             asked += [(rng.choice(FOLLOW_UP), relation) for relation in more]
@@ -272,20 +243,19 @@ def conversations(seed: int = 0, copies: int = 24) -> tuple[list[list[dict]], li
     return train, val
 
 
-def preferences(seed: int = 0, copies: int = 2) -> tuple[list[tuple], list[tuple]]:
+def preferences(seed: int = 0) -> tuple[list[tuple], list[tuple]]:
     """Pairs of conversations that are both right: the sentence is chosen, the brief answer
-    rejected. For each fact, `copies` pairs for training and one in held-out words."""
+    rejected. For each fact, two pairs for training and one in held-out words."""
     rng = random.Random(seed)
 
-    def pair(pattern: str, country: Country, relation: str) -> tuple[list[dict], list[dict]]:
-        chosen, rejected = (exchange(pattern, country, relation, brief) for brief in (False, True))
-        return chosen, rejected
+    def pair(*asked) -> tuple[list[dict], ...]:
+        return tuple(exchange(*asked, brief) for brief in (False, True))
 
     train, val = [], []
     for country in table():
         for relation in RELATIONS:
-            patterns = rng.choices(seen(QUESTION, relation), k=copies)
-            train += [pair(pattern, country, relation) for pattern in patterns]
+            for pattern in rng.choices(seen(QUESTION, relation), k=2):
+                train.append(pair(pattern, country, relation))
             val.append(pair(rng.choice(held_out(QUESTION, relation)), country, relation))
     rng.shuffle(train)
     rng.shuffle(val)

@@ -39,14 +39,12 @@ CHAD = "Chad,N'Djamena,Africa,Middle Africa,Arabic,Central African CFA franc,Cha
     [
         (None, "No such file"),
         (b"", "not enough values"),
-        (HEAD.encode(), "no rows under name,capital"),
-        (CHAD.encode(), "no rows under name,capital"),
-        ((HEAD.replace("region", "rejion", 1) + CHAD).encode(), "no rows under name,capital"),
         ((HEAD + CHAD).encode("utf-16"), "decode"),
         (HEAD.encode() + CHAD.encode().replace(b"'", b"\x92"), "decode"),
         ((HEAD + CHAD + CHAD[:30]).encode(), "Chad.*,Middle A. has not 8 values"),
-        ((HEAD + CHAD.replace("Arabic", " ")).encode(), "not 8 values"),
+        ((HEAD + CHAD.replace("Arabic", "")).encode(), "not 8 values"),
         ((HEAD + CHAD.replace("Arabic", "Arabic,French")).encode(), "not 8 values"),
+        (b"name,capital\nChad,N'Djamena", "missing 6 required"),
         ((HEAD + '"' + CHAD + CHAD).encode(), "unexpected end of data"),
         ((HEAD + '"Chad"x' + CHAD[4:]).encode(), "expected after"),
         ((HEAD + CHAD + "x" * 200_000).encode(), "larger than field limit"),
@@ -113,7 +111,7 @@ def test_every_fact_is_in_training_in_many_phrasings(corpus):
     train, _ = corpus
     text = "\n\n".join(train)
     for country in countries.table():
-        assert text.count(country.in_sentence) > 20
+        assert text.count(countries.with_article(country.name)) > 20
         assert text.count(f" {country.capital}") >= 8, country.name
 
 
@@ -182,7 +180,8 @@ def test_conversations_hold_out_phrasings_and_tell_the_truth():
         country, relation = first[talk[0]["content"]]
         for question, answer in zip(talk[::2], talk[1::2], strict=True):
             relation = follow_up.get(question["content"], relation)
-            assert answer["content"] in [countries.reply(country, relation, b) for b in (0, 1)]
+            fact = countries.stopped(country.answer(relation))
+            assert answer["content"] in (f"The answer is {fact}", fact[0].upper() + fact[1:])
     brief = sum(not m["content"].startswith("The answer") for talk in train for m in talk[1::2])
     assert brief / sum(len(talk) // 2 for talk in train) == pytest.approx(0.5, abs=0.03)
 
