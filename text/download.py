@@ -10,12 +10,12 @@ breaks off, by the network or by Ctrl-C, is continued by the next try or the nex
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http.client import HTTPException, InvalidURL
 from pathlib import Path
+from ssl import SSLError
 from time import sleep
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from tqdm import tqdm
@@ -24,8 +24,9 @@ from common import UserError
 
 TRIES = 5  # in a row without a new byte
 TIMEOUT = 30  # seconds of silence
-CHUNK = 1 << 18  # bytes
 OTHERWISE = "use --input with files of your own, or --base_url with a mirror"
+# What the network and servers fail with, which may pass; any other OSError is the disk's.
+NETWORK = (URLError, ConnectionError, TimeoutError, SSLError, HTTPException)
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,6 @@ DATASETS: dict[str, Dataset] = {
 }
 
 
-class Broken(Exception):
-    """The network or the server failed in a way that may pass."""
-
-
 def fetch(name: str, folder: str | Path, base_url: str | None = None) -> Path:
     """The file of a data set (a key of DATASETS) in `folder`, downloaded unless it is there whole.
 
@@ -106,10 +103,7 @@ def fetch(name: str, folder: str | Path, base_url: str | None = None) -> Path:
         UserError: no network, no room, or the file is not the published one.
     """
     dataset = DATASETS[name]
-    if base_url is not None:
-        dataset = replace(dataset, url=f"{base_url.rstrip('/')}/{dataset.file}")
-    if not dataset.url.startswith(("http://", "https://")):
-        raise UserError(f"--base_url {base_url}: must begin with http:// or https://")
+    url = dataset.url if base_url is None else f"{base_url.rstrip('/')}/{dataset.file}"
     path = Path(folder) / dataset.file
     part = path.with_name(path.name + ".part")
     try:
@@ -120,7 +114,7 @@ def fetch(name: str, folder: str | Path, base_url: str | None = None) -> Path:
         if missing > (free := shutil.disk_usage(path.parent).free):
             raise UserError(f"no room for {path}: {missing:,} bytes to come, {free:,} are free")
         for _ in range(2):
-            download(dataset, part)
+            download(url, dataset.size, part)
             if (got := sha256(part)) == dataset.sha256:
                 os.replace(part, path)
                 return path
@@ -128,69 +122,41 @@ def fetch(name: str, folder: str | Path, base_url: str | None = None) -> Path:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     raise UserError(
-        f"{dataset.url} is not the published {dataset.file}: "
+        f"{url} is not the published {dataset.file}: "
         f"expected sha256 {dataset.sha256}, got {got}: {OTHERWISE}"
     )
 
 
-def download(dataset: Dataset, part: Path) -> None:
-    """Bring `part` to its full length, with as many requests as that takes."""
-    failures, furthest, size = 0, length(part), dataset.size
-    with tqdm(desc=dataset.file, initial=furthest, total=size, unit="B", unit_scale=True) as bar:
-        while length(part) < size:
-            try:
-                for start, data in received(dataset, length(part)):
-                    with open(part, "ab" if start else "wb") as file:
-                        file.write(data)
-                    bar.n = start
-                    bar.update(len(data))
-            except Broken as error:
-                # Progress is new ground only: a server that begins anew each time makes none.
-                failures = 1 if length(part) > furthest else failures + 1
-                furthest = max(furthest, length(part))
-                if failures == TRIES:
-                    raise UserError(
-                        f"cannot fetch {dataset.url}: {error}: check the network and run again "
-                        f"(what came is kept), or {OTHERWISE}"
-                    ) from error
-                sleep(2 ** (failures - 1))
-
-
-def received(dataset: Dataset, start: int) -> Iterator[tuple[int, bytes]]:
-    """What one request for the bytes from `start` on brings: pieces in order, each with its place.
-    The first may be at 0: what was there is not to be used. Writing is the caller's, so that a
-    disk's failure is never taken for the network's."""
-    url, size = dataset.url, dataset.size
-    headers = {"User-Agent": "token-tables"} | ({"Range": f"bytes={start}-"} if start else {})
-    try:
-        with urlopen(Request(url, headers=headers), timeout=TIMEOUT) as response:
-            span = response.headers["Content-Range"] or ""
-            if response.status == 206 and not span.startswith(f"bytes {start}-"):
-                yield 0, b""  # so that the next request asks for everything
-                raise Broken(f"asked for the bytes from {start:,} on, got others")
-            if response.status != 206:
-                start, promised = 0, response.length  # None: it does not say
-                if promised not in (None, size):
-                    raise UserError(
-                        f"{url}: expected {size:,} bytes, it has {promised:,}: {OTHERWISE}"
-                    )
-            while start < size and (data := response.read1(min(size - start, CHUNK))):
-                yield start, data
-                start += len(data)
-    except HTTPError as error:
-        error.close()
-        reason = f"HTTP {error.code} {error.reason}"
-        if error.code == 416:  # nothing from `start` on
-            yield 0, b""
-        elif error.code not in (408, 429) and error.code < 500:
-            raise UserError(f"cannot fetch {url}: {reason}: {OTHERWISE}") from None
-        raise Broken(reason) from None
-    except (InvalidURL, ValueError) as error:
-        raise UserError(f"--base_url: cannot use {url}: {error}") from None
-    except (OSError, HTTPException) as error:
-        raise Broken(str(getattr(error, "reason", error)) or type(error).__name__) from error
-    if start < size:
-        raise Broken(f"broke off after {start:,} of {size:,} bytes")
+def download(url: str, size: int, part: Path) -> None:
+    """Bring `part` to its full size, with as many requests as that takes."""
+    failures, furthest = 0, length(part)
+    while (start := length(part)) < size:
+        headers = {"User-Agent": "token-tables", "Range": f"bytes={start}-"}
+        try:
+            with urlopen(Request(url, headers=headers), timeout=TIMEOUT) as response:
+                start = start if response.status == 206 else 0  # else it comes from its beginning
+                options = dict(total=size, initial=start, desc=part.stem, unit="B", unit_scale=True)
+                with (
+                    open(part, "ab" if start else "wb") as file,
+                    tqdm.wrapattr(file, "write", **options) as writer,
+                ):
+                    shutil.copyfileobj(response, writer)
+            if (got := length(part)) < size:
+                raise ConnectionError(f"broke off after {got:,} of {size:,} bytes")
+        except (*NETWORK, ValueError) as error:
+            # Progress is new ground only: a server that begins anew each time makes none.
+            failures = 1 if length(part) > furthest else failures + 1
+            furthest = max(furthest, length(part))
+            if isinstance(error, HTTPError):
+                passing = error.code in (408, 429) or error.code >= 500
+            else:
+                passing = not isinstance(error, (ValueError, InvalidURL))
+            if not passing or failures == TRIES:
+                raise UserError(
+                    f"cannot fetch {url}: {error or type(error).__name__}: check the network and "
+                    f"run again (what came is kept), or {OTHERWISE}"
+                ) from error
+            sleep(2 ** (failures - 1))
 
 
 def length(path: Path) -> int:
