@@ -28,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 
@@ -63,10 +62,6 @@ CORPORA: dict[str, tuple[str, Callable[[int], tuple[list, list]]]] = {
     "countries-sft": ("chat", countries.conversations),
     "countries-dpo": ("preference", countries.preferences),
 }
-NO_DOCUMENT = (
-    "no document for {}: give more text (a .txt needs blank lines) or change --val_fraction"
-)
-
 Labelled = tuple[str, Document]  # "train" or "val", document
 
 
@@ -211,7 +206,10 @@ def write_dataset(
             meta["skipped"] = {name: vars(report)[name] for name in skipped}
         for split, name in (("train", "training"), ("val", "validation")):
             if not counts[split]["documents"]:
-                raise UserError(NO_DOCUMENT.format(name))
+                raise UserError(
+                    f"no document for {name}: give more text (a .txt needs blank lines) or change "
+                    "--val_fraction"
+                )
             meta[split] = {**counts[split], "sha256": digests[split].hexdigest()}
         files["tokenizer.json"].write(tokenizer.dumps(encoding).encode())
         files["meta.json"].write(json.dumps(meta, indent=1).encode() + b"\n")
@@ -220,16 +218,6 @@ def write_dataset(
             os.fsync(file.fileno())  # where some file systems say that they are full
         (out_dir / "meta.json").unlink(missing_ok=True)  # a mixture of old and new has none
     return meta
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
-    texts = iter(texts)
-    if (first := next(texts, None)) is None:
-        raise UserError(NO_DOCUMENT.format("training"))
-    try:
-        return tokenizer.train(chain([first], texts), vocab_size, min_count)
-    except ValueError as error:
-        raise UserError(f"--vocab_size {vocab_size}: {error}") from error
 
 
 def ready_tokenizer(name: str) -> tiktoken.Encoding:
@@ -263,7 +251,7 @@ def prepare_corpus(args: Settings, encoding: tiktoken.Encoding | None = None) ->
     what fits: in countries, common names are one token, rare ones several."""
     kind, make = CORPORA[args.dataset]
     train, val = make(args.seed)
-    encoding = encoding or train_tokenizer(train, args.vocab_size or 4096, min_count=8)
+    encoding = encoding or tokenizer.train(train, args.vocab_size or 4096, min_count=8)
     documents = [("train", document) for document in train] + [("val", d) for d in val]
     origin = dict(corpus=args.dataset, seed=args.seed)
     return write_dataset(args.out_dir, documents, encoding, kind, **origin)
@@ -292,7 +280,7 @@ def prepare_files(
             print(f"training the tokenizer on {share:.1%} of the text, chosen by hash")
         found = documents(Report(args.max_bad), "counting words")
         sample = (text for split, text in found if split == "train" and in_sample(text, share))
-        encoding = train_tokenizer(sample, args.vocab_size or 6400)
+        encoding = tokenizer.train(sample, args.vocab_size or 6400)
     report = Report(args.max_bad)
     origin = dict(corpus="files", sources=[p.name for p in paths], val_fraction=args.val_fraction)
     found = documents(report, "encoding")

@@ -23,7 +23,7 @@ TALK = [
 @pytest.fixture(scope="module")
 def encoding() -> tiktoken.Encoding:
     texts = ["Hello assistant, be kind to the user. Bye, bye. system user assistant\n"] * 9
-    return tokenizer.train(texts, 300, progress=False)
+    return tokenizer.train(texts, 300)
 
 
 def test_render_is_the_template_with_a_space_before_each_content(encoding):

@@ -143,7 +143,7 @@ def test_groups_hold_every_question_once_and_in_order(n_vocab, most):
 
 def test_edited_ids_find_the_name_with_and_without_a_space():
     texts = ["Spain is here. In Spain, and in Spanish.", "Germany is there. In Germany."] * 20
-    encoding = tokenizer.train(texts, 400, progress=False)
+    encoding = tokenizer.train(texts, 400)
     ids = torch.tensor(encoding.encode_ordinary("Spain is here. In Spain, and in Spanish."))
     table_ids = edit.edited_ids(encoding, ids, "Spain", "Germany")
     expected = encoding.encode_ordinary("Germany is here. In Germany, and in Spanish.")
@@ -183,7 +183,7 @@ def test_made_up_tokens_read_the_mean_of_rows(home):
 
 def test_edited_ids_make_up_a_token_for_names_of_different_length():
     texts = ["Chad is here. In Chad we meet.", "New Zealand is there. In New Zealand."] * 20
-    encoding = tokenizer.train(texts, 400, progress=False)
+    encoding = tokenizer.train(texts, 400)
     tables = edit.MeanRows(ResidentTables(1, encoding.n_vocab, 4))
     ids = torch.tensor(encoding.encode_ordinary("Chad and Chad"))
     first, *_, last = edit.edited_ids(encoding, ids, "Chad", "New Zealand", "average", tables)
@@ -200,7 +200,7 @@ def untrained():
         c for c in countries.table() if c.name in ["Spain", "Peru", "Japan", "Chad", "Fiji", "Oman"]
     ]
     texts = [countries.sentence(p, c, "capital") for c in six for p in countries.PROSE]
-    encoding = tokenizer.train(texts * 9, 600, progress=False)
+    encoding = tokenizer.train(texts * 9, 600)
     torch.manual_seed(0)
     config = ModelConfig(encoding.n_vocab, 64, 2, 2, 32, stem_layers="all", table_std=1.0)
     return six, Decoder(config).eval(), encoding

@@ -11,7 +11,6 @@ import codecs
 import hashlib
 import heapq
 import json
-import sys
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,8 @@ from itertools import pairwise
 import regex
 import tiktoken
 from tqdm import tqdm
+
+from common import UserError
 
 # Ids 0..2 are special, 3..258 are the 256 single bytes, and from 259 on every id is a merge.
 SPECIALS = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
@@ -42,13 +43,11 @@ PRETRAINED = {
 # pair, so words without an end (base64, a book without spaces) would cost their length squared.
 PIECE = 256
 
-FORMAT = "byte-bpe"
-VERSION = 1
+FORMAT, VERSION = "byte-bpe", 1
+FORM = dict(format=str, version=int, name=str, pattern=str, special_tokens={}, ranks=list)
 
 
-def train(
-    texts: Iterable[str], vocab_size: int, min_count: int = 2, progress: bool = True
-) -> tiktoken.Encoding:
+def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
     """Trains a byte-level BPE vocabulary: each step merges the most frequent pair of neighbouring
     tokens into a new token; among equals, that of the smallest first id, then second id. So the
     order of the texts means nothing.
@@ -59,30 +58,23 @@ def train(
         vocab_size: Most ids to make, counting the special tokens and the 256 bytes.
         min_count: A pair seen fewer times than this, 1 or more, is not merged. A small corpus can
             run out of pairs, and then `encoding.n_vocab` < `vocab_size`.
-        progress: Whether to show a progress bar of the merging on stderr.
 
     Raises:
-        ValueError: If `vocab_size` has no room for the bytes or more than there are code points,
-            there is no text, or it has a lone surrogate, which has no UTF-8 form.
+        UserError: `vocab_size` is too small for the bytes.
     """
     if vocab_size < FIRST_MERGE:
-        raise ValueError(
-            f"vocab_size must be at least {FIRST_MERGE} "
-            f"({len(SPECIALS)} special tokens and 256 bytes), got {vocab_size}"
+        raise UserError(
+            f"--vocab_size {vocab_size} must be at least {FIRST_MERGE}, "
+            f"for {len(SPECIALS)} special tokens and 256 bytes"
         )
-    if vocab_size > sys.maxunicode + 1:  # `_merges` writes ids as characters
-        raise ValueError(f"vocab_size must be at most {sys.maxunicode + 1:,}, got {vocab_size}")
-
     word_counts: Counter[str] = Counter()
     split = regex.compile(PATTERN)
     for text in texts:
         word_counts.update(split.findall(text))
-    if not word_counts:
-        raise ValueError("cannot train a tokenizer on no text: texts are empty")
 
     table = [bytes([b]) for b in range(256)]  # table[i] is the token with id FIRST_BYTE + i
     merges = vocab_size - FIRST_MERGE
-    with tqdm(total=merges, desc="merging pairs", unit=" merges", disable=not progress) as bar:
+    with tqdm(total=merges, desc="merging pairs", unit=" merges") as bar:
         for first, second in _merges(word_counts, merges, min_count):
             # tiktoken merges neighbours by their joined bytes, whichever pair these were learned
             # from. That is the same thing: inside the edges of a token, merges went as they would
@@ -221,45 +213,28 @@ def loads(text: str) -> tiktoken.Encoding:
     """
     try:
         data = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a tokenizer: not JSON ({error})") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ValueError(f'not a tokenizer: expected a JSON object with "format": "{FORMAT}"')
-    if data.get("version") != VERSION:
-        raise ValueError(f"tokenizer version must be {VERSION}, got {data.get('version')!r:.80}")
-    check_form(data, dict(name=str, pattern=str, special_tokens={}, ranks=list), "tokenizer")
-    if data["pattern"] not in (PATTERN, *PRETRAINED.values()):
-        raise ValueError(
-            f"tokenizer splits text by a pattern of its own, {data['pattern']!r:.60}: as that may "
-            f"take forever, only those of this program, {' and '.join(PRETRAINED)} are used"
+        check_form(data, FORM, "tokenizer")
+        if data["format"] != FORMAT or data["version"] != VERSION:
+            raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
+        if data["pattern"] not in (PATTERN, *PRETRAINED.values()):
+            raise ValueError(
+                f"it splits text by {data['pattern']!r:.60}: as that may take forever, only "
+                f"those of this program, {' and '.join(PRETRAINED)} are used"
+            )
+        ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
+        ids = {*ranks.values(), *data["special_tokens"].values()}
+        if len(ids) < len(data["ranks"]) + len(data["special_tokens"]):
+            raise ValueError("a token or an id is there twice")
+        if not ranks.keys() >= {bytes([b]) for b in range(256)}:
+            raise ValueError("some of the 256 single bytes are missing")
+        return tiktoken.Encoding(
+            name=data["name"],
+            pat_str=data["pattern"],
+            mergeable_ranks=ranks,
+            special_tokens=data["special_tokens"],
         )
-
-    special_tokens, ranks, seen = data["special_tokens"], {}, set()
-    for entry in data["ranks"]:
-        try:
-            encoded, i = entry
-            token = base64.b64decode(encoded, validate=True)
-        except (TypeError, ValueError):
-            raise ValueError(f"tokenizer is damaged: {entry!r:.80} is not [base64, id]") from None
-        if not token or token in ranks:
-            raise ValueError(f"tokenizer is damaged: token {token!r:.80} is empty or there twice")
-        ranks[token] = i
-    for i in [*ranks.values(), *special_tokens.values()]:
-        if type(i) is not int or not 0 <= i < 2**32 - 1:  # tiktoken's ids are u32, the last is used
-            raise ValueError(f"tokenizer is damaged: {i!r:.80} is not a token id")
-        if i in seen:
-            raise ValueError(f"tokenizer is damaged: id {i} is there twice")
-        seen.add(i)
-    if "" in special_tokens:
-        raise ValueError("tokenizer is damaged: a special token has an empty name")
-    if missing := sum(bytes([b]) not in ranks for b in range(256)):
-        raise ValueError(f"tokenizer is damaged: {missing} of the 256 single bytes are missing")
-    return tiktoken.Encoding(
-        name=data["name"],
-        pat_str=data["pattern"],
-        mergeable_ranks=ranks,
-        special_tokens=special_tokens,
-    )
+    except (OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"not a tokenizer, or a damaged one: {error}") from None
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:

@@ -13,6 +13,7 @@ import regex
 import tiktoken
 from tiktoken_ext import openai_public
 
+from common import UserError
 from text import tokenizer
 from text.tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, PRETRAINED, SPECIALS, StreamDecoder
 
@@ -117,7 +118,7 @@ def spelled(merges: list[tuple[int, int]]) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def encoding() -> tiktoken.Encoding:
-    return tokenizer.train(CORPUS, 380, progress=False)
+    return tokenizer.train(CORPUS, 380)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def foreign() -> tiktoken.Encoding:
 def test_hand_example():
     # aaabdaaabac: "aa" is there 4 times. Then "aa"+"a" and "a"+"b" both twice: the smaller ids win.
     # Then "aa"+"ab" twice, and after that no pair occurs twice.
-    encoding = tokenizer.train(["aaabdaaabac"], 1000, progress=False)
+    encoding = tokenizer.train(["aaabdaaabac"], 1000)
     assert tokens_of(encoding)[256:] == [b"aa", b"ab", b"aaab"]
     assert encoding.n_vocab == 262
     a, c, d, aaab = 100, 102, 103, 261
@@ -145,7 +146,7 @@ def test_hand_example():
 
 @pytest.mark.parametrize("min_count", [1, 2, 5])
 def test_same_merges_as_naive_trainer(min_count):
-    encoding = tokenizer.train(CORPUS, 460, min_count, progress=False)
+    encoding = tokenizer.train(CORPUS, 460, min_count)
     assert tokens_of(encoding) == spelled(naive_train(CORPUS, 460, min_count))
 
 
@@ -155,7 +156,7 @@ def test_same_merges_and_ids_on_overlapping_repeats(seed):
     rng = random.Random(seed)
     letters = "abc"[: 2 + seed % 2]
     texts = [" ".join("".join(rng.choices(letters, k=rng.randint(1, 14))) for _ in range(40))]
-    encoding = tokenizer.train(texts, 350, min_count=1, progress=False)
+    encoding = tokenizer.train(texts, 350, min_count=1)
     merges = naive_train(texts, 350, min_count=1)
     assert tokens_of(encoding) == spelled(merges)
     other = "".join(rng.choices(letters, k=300))
@@ -167,14 +168,14 @@ def test_long_words_are_learned_from_in_pieces(monkeypatch):
     monkeypatch.setattr(tokenizer, "PIECE", 4)
     words = ["abcabcabcab", "cabbacabba"]
     pieces = [word[i : i + 4] for word in words for i in range(0, len(word), 4)]
-    encoding = tokenizer.train(words, 400, progress=False)
+    encoding = tokenizer.train(words, 400)
     assert tokens_of(encoding) == spelled(naive_train(pieces, 400))
 
 
 def test_a_word_without_end_takes_no_quadratic_time():
     word = "".join(random.Random(0).choices("abcdefgh", k=100_000))
     start = time.process_time()
-    encoding = tokenizer.train([word], 6400, progress=False)
+    encoding = tokenizer.train([word], 6400)
     assert encoding.decode(encoding.encode_ordinary(word)) == word
     assert time.process_time() - start < 20  # half a second; a word rewritten whole: 100
 
@@ -190,42 +191,28 @@ def test_encodes_by_merges_in_order(encoding):
 
 def test_depends_only_on_word_counts(encoding):
     texts = CORPUS[::-1]
-    again = tokenizer.train((text for text in texts), 380, progress=False)
+    again = tokenizer.train((text for text in texts), 380)
     assert tokenizer.dumps(again) == tokenizer.dumps(encoding)
 
 
 def test_min_count_stops_early():
-    sizes = [tokenizer.train(CORPUS, 10_000, n, progress=False).n_vocab for n in (1, 2, 10, 1000)]
+    sizes = [tokenizer.train(CORPUS, 10_000, n).n_vocab for n in (1, 2, 10, 1000)]
     assert 10_000 > sizes[0] > sizes[1] > sizes[2] > sizes[3] == FIRST_MERGE
     exact = ["xy"] * 7  # the pair occurs exactly 7 times
-    assert tokenizer.train(exact, 300, 7, progress=False).n_vocab == FIRST_MERGE + 1
-    assert tokenizer.train(exact, 300, 8, progress=False).n_vocab == FIRST_MERGE
+    assert tokenizer.train(exact, 300, 7).n_vocab == FIRST_MERGE + 1
+    assert tokenizer.train(exact, 300, 8).n_vocab == FIRST_MERGE
 
 
 def test_vocab_size_is_met_exactly(encoding):
     assert encoding.n_vocab == 380
     assert len(set(tokens_of(encoding))) == 380 - FIRST_BYTE
-    assert tokenizer.train(CORPUS, FIRST_MERGE, progress=False).n_vocab == FIRST_MERGE
+    assert tokenizer.train(CORPUS, FIRST_MERGE).n_vocab == FIRST_MERGE
 
 
-def test_train_refuses():
-    with pytest.raises(ValueError, match="vocab_size must be at least 259"):
-        tokenizer.train(CORPUS, 258, progress=False)
-    with pytest.raises(ValueError, match="vocab_size must be at most 1,114,112"):
-        tokenizer.train(CORPUS, 2_000_000, progress=False)
-    for nothing in ([], ["", ""]):
-        with pytest.raises(ValueError, match="texts are empty"):
-            tokenizer.train(nothing, 300, progress=False)
-    with pytest.raises(UnicodeEncodeError):
-        tokenizer.train(["lone \ud800 surrogate"], 300, progress=False)
-
-
-def test_progress_can_be_turned_off(capfd):
-    tokenizer.train(CORPUS, 300, progress=False)
-    assert capfd.readouterr() == ("", "")
-    tokenizer.train(CORPUS, 300, progress=True)
-    out, err = capfd.readouterr()
-    assert not out and "41/41" in err
+def test_train_refuses_too_small_a_vocabulary():
+    with pytest.raises(UserError, match="--vocab_size 258 must be at least 259"):
+        tokenizer.train(CORPUS, 258)
+    assert tokenizer.train([], 300).n_vocab == 259  # of no text, the bytes
 
 
 # Encoding and decoding
@@ -244,7 +231,7 @@ def test_unseen_script_is_its_bytes(encoding):
 
 
 def test_digits_go_in_threes():
-    encoding = tokenizer.train(["1234567"] * 9, 1000, progress=False)
+    encoding = tokenizer.train(["1234567"] * 9, 1000)
     assert encoding.decode_tokens_bytes(encoding.encode("1234567")) == [b"123", b"456", b"7"]
 
 
@@ -269,7 +256,7 @@ def test_special_tokens_only_when_allowed(encoding):
 
 
 def test_special_names_in_the_texts_are_ordinary():
-    encoding = tokenizer.train(["<|endoftext|>"] * 9, 1000, progress=False)
+    encoding = tokenizer.train(["<|endoftext|>"] * 9, 1000)
     assert encoding.encode_ordinary("<|endoftext|>") == [
         encoding.encode_single_token(part) for part in ("<|", "endoftext", "|>")
     ]
@@ -329,50 +316,42 @@ def damaged(encoding: tiktoken.Encoding) -> dict[str, tuple[str, str]]:
         return json.dumps(data | {"ranks": [*ranks, *entries]})
 
     new = base64.b64encode(b"a new token").decode()
+
+    def with_special(i) -> str:
+        return json.dumps(data | {"special_tokens": special | {"<|x|>": i}})
+
     cases = {
-        "empty": ("", "not JSON"),
-        "prose": (CORPUS[0], "not JSON"),
-        "truncated": (text[:-100], "not JSON"),
-        "deep": ("[" * 1_000_000, "not JSON"),
-        "list": ("[]", "expected a JSON object"),
-        "other format": (json.dumps(data | {"format": "wordpiece"}), '"format": "byte-bpe"'),
-        "no format": ('{"version": 1}', '"format": "byte-bpe"'),
-        "version": (json.dumps(data | {"version": 2}), "version must be 1, got 2"),
-        "no version": (json.dumps({"format": "byte-bpe"}), "version must be 1, got None"),
+        "empty": ("", "Expecting value"),
+        "prose": (CORPUS[0], "Expecting value"),
+        "truncated": (text[:-100], "Expecting"),
+        "deep": ("[" * 1_000_000, "damaged"),
+        "list": ("[]", r"tokenizer is \[\], where dict"),
+        "other format": (json.dumps(data | {"format": "wordpiece"}), "format is not byte-bpe"),
+        "no format": ('{"version": 1}', r"tokenizer\.format is None"),
+        "version": (json.dumps(data | {"version": 2}), "format is not byte-bpe, version 1"),
+        "no version": (json.dumps({"format": "byte-bpe"}), r"tokenizer\.version is None"),
         "ranks as object": (
             json.dumps(data | {"ranks": {}}),
             r"tokenizer\.ranks is {}, where list is",
         ),
-        "bad base64": (with_ranks(["no base64!", 400]), "'no base64!', 400"),
-        "base64 is a number": (with_ranks([7, 400]), r"\[7, 400\] is not \[base64, id\]"),
-        "bare string": (with_ranks("YQ=="), "'YQ==' is not"),
-        "bare number": (with_ranks(7), "7 is not"),
-        "no id": (with_ranks([new]), r"is not \[base64, id\]"),
-        "empty token": (with_ranks(["", 400]), "is empty or there twice"),
-        "token twice": (with_ranks([last[0], 400]), "is empty or there twice"),
-        "id twice": (with_ranks([new, last[1]]), f"id {last[1]} is there twice"),
-        "id of special": (with_ranks([new, 0]), "id 0 is there twice"),
-        "special twice": (
-            json.dumps(data | {"special_tokens": special | {"<|x|>": 1}}),
-            "id 1 is there twice",
-        ),
-        "negative id": (with_ranks([new, -1]), "-1 is not a token id"),
-        "huge id": (with_ranks([new, 2**32]), "4294967296 is not a token id"),
-        "fraction": (with_ranks([new, 400.0]), "400.0 is not a token id"),
-        "true": (with_ranks([new, True]), "True is not a token id"),
-        "id as text": (
-            json.dumps(data | {"special_tokens": special | {"<|x|>": "9"}}),
-            "'9' is not a token id",
-        ),
-        "unnamed special": (
-            json.dumps(data | {"special_tokens": special | {"": 400}}),
-            "empty name",
-        ),
+        "bad base64": (with_ranks(["no base64!", 400]), "base64"),
+        "base64 is a number": (with_ranks([7, 400]), "not 'int'"),
+        "bare string": (with_ranks("YQ=="), "unpack"),
+        "bare number": (with_ranks(7), "unpack"),
+        "no id": (with_ranks([new]), "unpack"),
+        "token twice": (with_ranks([last[0], 400]), "is there twice"),
+        "id twice": (with_ranks([new, last[1]]), "is there twice"),
+        "id of special": (with_ranks([new, 0]), "is there twice"),
+        "special twice": (with_special(1), "is there twice"),
+        "negative id": (with_ranks([new, -1]), "damaged"),
+        "huge id": (with_ranks([new, 2**32]), "damaged"),
+        "fraction": (with_ranks([new, 400.0]), "damaged"),
+        "id as text": (with_special("9"), "damaged"),
         "byte missing": (
             json.dumps(data | {"ranks": [r for r in ranks if r != first]}),
-            "1 of the 256 single bytes are missing",
+            "bytes are missing",
         ),
-        "no ranks": (json.dumps(data | {"ranks": []}), "256 of the 256 single bytes"),
+        "no ranks": (json.dumps(data | {"ranks": []}), "bytes are missing"),
     }
     for key in ("name", "pattern", "special_tokens", "ranks"):
         without = {k: v for k, v in data.items() if k != key}
@@ -420,7 +399,7 @@ def stream(encoding: tiktoken.Encoding, ids: list[int]) -> list[str]:
 
 def test_stream_gives_whole_characters():
     # Without merges every byte is a token, so every character is cut wherever it can be.
-    encoding = tokenizer.train(["x"], FIRST_MERGE, progress=False)
+    encoding = tokenizer.train(["x"], FIRST_MERGE)
     text = "né 日本 👩‍👩‍👧 \U0010ffff"
     pieces = stream(encoding, encoding.encode(text))
     assert "".join(pieces) == text

@@ -31,7 +31,7 @@ IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
 @pytest.fixture(scope="module", params=[0, 5])
 def encoding(request) -> tiktoken.Encoding:
     """A tokenizer of ours, and one whose <|endoftext|> is not 0, as those of GPT-2 and GPT-4."""
-    made = tokenizer.train(["user assistant yes no maybe perhaps\n"] * 9, 290, progress=False)
+    made = tokenizer.train(["user assistant yes no maybe perhaps\n"] * 9, 290)
     if not request.param:
         return made
     n = made.n_vocab
@@ -246,7 +246,7 @@ def test_a_folder_that_is_there_twice_is_refused():
 
 
 def test_folders_of_two_tokenizers_do_not_mix(tmp_path, encoding):
-    other = tokenizer.train(["quite different words"] * 9, 270, progress=False)
+    other = tokenizer.train(["quite different words"] * 9, 270)
     folder(tmp_path / "a", encoding), folder(tmp_path / "b", other)
     with pytest.raises(UserError, match=r"b was made with another tokenizer .* --tokenizer"):
         Data(f"{tmp_path}/a=1,{tmp_path}/b=1", "text", 10, 1, 50)
