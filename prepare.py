@@ -36,16 +36,7 @@ import tiktoken
 
 from common import UserError, add_flags, atomic, check_ranges, flag, make_parser, run
 from text import countries, template, tokenizer
-from text.documents import (
-    HUGE,
-    Document,
-    Report,
-    canonical,
-    in_sample,
-    is_validation,
-    kind_of,
-    read,
-)
+from text.documents import HUGE, Document, Report, in_sample, is_validation, kind_of, read
 from text.download import DATASETS, fetch
 from training.checkpoints import load_checkpoint
 
@@ -132,7 +123,7 @@ def batches(documents: Iterable[Labelled]) -> Iterator[tuple[list[Labelled], int
     batch, size = [], 0
     for split, document in documents:
         batch.append((split, document))
-        size += len(canonical(document))
+        size += len(str(document))
         if size >= BATCH:
             yield batch, size
             batch, size = [], 0

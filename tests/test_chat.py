@@ -68,15 +68,6 @@ def test_prompt_is_what_stands_before_an_answer(encoding):
     ) - len(encoding.encode_ordinary("\n"))
 
 
-@pytest.mark.parametrize(
-    "wrong", [None, [], {}, ["Hi"], [{"role": "user"}], [{"role": "a b", "content": ""}],
-              [{"role": "user", "content": 3}]],
-)  # fmt: skip
-def test_what_is_no_conversation_is_refused(wrong):
-    with pytest.raises(ValueError):
-        template.check(wrong)
-
-
 def test_a_tokenizer_without_markers_is_refused():
     plain = tiktoken.Encoding(
         "plain", pat_str=".", mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={}

@@ -7,24 +7,21 @@ Three kinds of document, recognised by the keys of a JSONL file's first good lin
     preference   (chosen, rejected)     {"chosen": [...], "rejected": [...]}, equal but for the end
 """
 
-import codecs
 import json
 from collections import Counter
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
-from stat import S_ISREG
 from typing import TypeAlias
 
 from tqdm import tqdm
 
 from common import UserError
-from text import template
 
 Messages: TypeAlias = list[dict[str, str]]
 Document: TypeAlias = str | Messages | tuple[Messages, Messages]
 Found: TypeAlias = tuple[str, Document]  # kind, document
-Numbered: TypeAlias = Iterator[tuple[int, bytes | None]]
+Numbered: TypeAlias = Iterator[tuple[int, bytes | bytearray]]
 
 # Bytes after which a .txt document ends at the next blank line.
 TXT_DOCUMENT = 2000
@@ -34,12 +31,8 @@ HUGE = 16 << 20
 NAMED = 3  # bad documents named of each reason
 
 
-class Bad(ValueError):
-    """A document that cannot be used: the reason, which is counted, and what is special here."""
-
-    def __init__(self, reason: str, detail: object = "") -> None:
-        super().__init__(f"{reason} ({detail})" if detail else reason)
-        self.reason = reason
+class Bad(Exception):
+    """A document that cannot be used: the reason, which is counted, and maybe what is special."""
 
 
 class UsesTools(Exception):
@@ -55,24 +48,6 @@ class Report:
         self.bad: Counter[str] = Counter()  # by reason
         self.named: list[str] = []  # the first few of each reason
         self.unwritten: Counter[str] = Counter()  # conversations, by a key that is not written
-
-    def skip(self, path: Path, number: int, bad: Bad) -> None:
-        self.bad[bad.reason] += 1
-        if self.bad[bad.reason] <= NAMED:
-            self.named.append(f"{path}:{number}: {bad}")
-        # How many lines are to come is not known, so a file is given up early only when it is as
-        # good as lost: a hundred bad ones, at ten times the share that is allowed.
-        if self.bad.total() >= 100:
-            self.judge(10 * self.max_bad)
-
-    def judge(self, allowed: float) -> None:
-        """Raises UserError if more than a share `allowed` of the documents so far is bad."""
-        if self.bad.total() > allowed * self.documents:
-            more = "" if self.max_bad == 1 else f" or allow more than --max_bad {self.max_bad:g}"
-            raise UserError(
-                f"{self.bad.total():,} of {self.documents:,} documents cannot be used: "
-                f"{'; '.join(self.named)}: mend them{more}"
-            )
 
     def lines(self) -> list[str]:
         """What to tell the user; nothing if all was used."""
@@ -97,16 +72,16 @@ def read(
         UserError: a file is missing or of another kind, or more is bad than the report allows.
     """
     try:
-        for path in paths:  # a pipe would be waited for, and could be read only once
-            if path.suffix not in (".txt", ".jsonl") or not S_ISREG(path.stat().st_mode):
-                raise UserError(f"--input {path}: only regular .txt and .jsonl files can be read")
         size = sum(path.stat().st_size for path in paths)
         with tqdm(total=size, desc=desc, unit="B", unit_scale=True, delay=3) as bar:
             for path in paths:
-                is_json = path.suffix == ".jsonl"
+                if path.suffix not in (".txt", ".jsonl"):
+                    raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
                 numbered = lines(path, bar)
-                for number, raw in numbered if is_json else txt_documents(numbered):
-                    if raw is not None and not raw.strip():
+                if not (is_json := path.suffix == ".jsonl"):
+                    numbered = txt_documents(numbered)
+                for number, raw in numbered:
+                    if not raw.strip():
                         continue  # blank lines are nobody's mistake
                     report.documents += 1
                     try:
@@ -114,13 +89,20 @@ def read(
                         if found != (kind or found):
                             raise Bad(f"of kind {found} in a file of kind {kind}")
                         yield found, document
-                    except Bad as bad:
-                        report.skip(path, number, bad)
                     except UsesTools:
                         report.tools += 1
+                    except Bad as bad:
+                        reason, *detail = bad.args
+                        report.bad[reason] += 1
+                        if report.bad[reason] <= NAMED:
+                            report.named.append(": ".join([f"{path}:{number}", reason, *detail]))
     except OSError as error:
         raise UserError(f"--input {error.filename or path}: {error.strerror}") from None
-    report.judge(report.max_bad)
+    if report.bad.total() > report.max_bad * report.documents:
+        raise UserError(
+            f"{report.bad.total():,} of {report.documents:,} documents cannot be used: "
+            f"{'; '.join(report.named)}: mend them or allow more than --max_bad {report.max_bad:g}"
+        )
 
 
 def kind_of(paths: list[Path]) -> str:
@@ -133,95 +115,88 @@ def kind_of(paths: list[Path]) -> str:
     for path in paths:
         report = Report(max_bad=1)
         kind, _ = next(read([path], report), ("chat", None))  # as nothing else uses tools
-        if not report.documents:
-            raise UserError(f"--input {path}: nothing is in it, leave it out")
         if report.bad.total() == report.documents:
-            report.judge(0)
-        kinds.setdefault(kind, path)
+            why = "; ".join(report.named) or "nothing is in it"
+            raise UserError(
+                f"--input {path}: no document can be used: {why}: mend it or leave it out"
+            )
+        kinds[kind] = path
     if len(kinds) > 1:
         found = ", ".join(f"{path} is {kind}" for kind, path in kinds.items())
         raise UserError(f"--input: files of different kinds ({found}): prepare them separately")
-    return next(iter(kinds))
+    return kind
 
 
 def lines(path: Path, bar: tqdm) -> Numbered:
-    """Numbers and bytes of lines; None for one of HUGE bytes or more, which is never in memory."""
+    """Numbers and bytes of lines. Of a longer one, only its first HUGE bytes are ever in memory."""
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(HUGE), b""), 1):
             bar.update(len(line))
-            if len(line) == HUGE and not line.endswith(b"\n"):
-                while (rest := file.readline(HUGE)) and not rest.endswith(b"\n"):
-                    bar.update(len(rest))
-                line = None
-            elif number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
+            rest = line
+            while len(rest) == HUGE and not rest.endswith(b"\n"):
+                rest = file.readline(HUGE)
             yield number, line
 
 
 def txt_documents(numbered: Numbered) -> Numbered:
-    """Documents cut at <|endoftext|> lines and at blank lines, with their first lines' numbers."""
-    document: list[bytes] = []
-    size = start = 0
+    """Documents cut at <|endoftext|> lines and at blank lines, with their first lines' numbers. One
+    that is HUGE lacks its end."""
+    document, start = bytearray(), 0
     for number, line in numbered:
-        bare = None if line is None else line.strip()
+        bare = line.strip()
         if bare != b"<|endoftext|>":
             start = start or number
-            size += HUGE if line is None else len(line)
-            document.append(line or b"")
-            if size >= HUGE:
-                document.clear()
-        if bare == b"<|endoftext|>" or (bare == b"" and size >= TXT_DOCUMENT):
-            yield start, None if size >= HUGE else b"".join(document)
-            document, size, start = [], 0, 0
-    yield start, None if size >= HUGE else b"".join(document)
+            if len(document) < HUGE:
+                document += line
+        if bare == b"<|endoftext|>" or (bare == b"" and len(document) >= TXT_DOCUMENT):
+            yield start, document
+            document, start = bytearray(), 0
+    yield start, document
 
 
-def parse(raw: bytes | None, is_json: bool, report: Report) -> Found:
+def parse(raw: bytes | bytearray, is_json: bool, report: Report) -> Found:
     """Kind and document of a JSONL line or of a .txt file's document; raises Bad or UsesTools."""
-    if raw is None:
+    if len(raw) >= HUGE:
         raise Bad("huge", f"{HUGE >> 20} MiB or more")
     try:
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")
         if not is_json:
             return "text", text.replace("\r\n", "\n").replace("\r", "\n")
         record = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise Bad("not UTF-8", f"byte 0x{raw[error.start]:02x}: convert it first") from None
+        json.dumps(record, ensure_ascii=False).encode()  # JSON can name half a surrogate pair
+    except UnicodeError as error:
+        raise Bad("not UTF-8", f"{error}") from None
     except (ValueError, RecursionError) as error:
-        raise Bad("not JSON", error) from None
+        raise Bad("not JSON", f"{error}") from None
     if not isinstance(record, dict):
         raise Bad("not a JSON object")
     if "chosen" in record or "rejected" in record:
-        kind, document = "preference", preference(record, report)
-    elif "conversations" in record or "messages" in record:
-        key = "conversations" if "conversations" in record else "messages"
-        kind, document = "chat", conversation(record, key, report)
-        if not any(message["role"] == "assistant" for message in document):
-            raise Bad("a conversation without an assistant message")
-    else:
-        kind, document = "text", record.get("text")
-        if not isinstance(document, str):
-            raise Bad('no "text", "conversations" or "chosen" and "rejected"')
-        if not document.strip():
-            raise Bad("empty text")
-    try:
-        canonical(document).encode()
-    except UnicodeEncodeError as error:  # JSON can name half a surrogate pair, which is no text
-        raise Bad("half a surrogate pair", ascii(error.object[error.start])) from None
-    return kind, document
+        return "preference", preference(record, report)
+    for key in ("conversations", "messages"):
+        if key in record:
+            document = conversation(record, key, report)
+            if not any(message["role"] == "assistant" for message in document):
+                raise Bad("a conversation without an assistant message")
+            return "chat", document
+    if not isinstance(record.get("text"), str):
+        raise Bad('no "text", "conversations" or "chosen" and "rejected"')
+    if not record["text"].strip():
+        raise Bad("empty text")
+    return "text", record["text"]
 
 
 def conversation(record: dict, key: str, report: Report) -> Messages:
     """The messages under a key, with what the chat template writes of them."""
     messages = record.get(key)
-    if isinstance(messages, list):
-        for holder in (record, *(m for m in messages if isinstance(m, dict))):
-            if holder.get("tools") or holder.get("tool_calls") or holder.get("role") == "tool":
-                raise UsesTools
-    try:
-        template.check(messages)
-    except ValueError as error:
-        raise Bad(f'"{key}" is no conversation', error) from None
+    if not (isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)):
+        raise Bad(f'"{key}" is no conversation', "it has to be a list of messages")
+    for part in (record, *messages):
+        if part.get("tools") or part.get("tool_calls") or part.get("role") == "tool":
+            raise UsesTools
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if not (isinstance(role, str) and role.isidentifier() and isinstance(content, str)):
+            raise Bad(f'"{key}" is no conversation', 'a message needs "role" and "content"')
     report.unwritten.update(
         {k for message in messages for k, v in message.items() if v} - {"role", "content"}
     )
@@ -239,14 +214,10 @@ def preference(record: dict, report: Report) -> tuple[Messages, Messages]:
     return chosen, rejected
 
 
-def canonical(document: Document) -> str:
-    """What stands for a document when it is hashed: a text itself, anything else as JSON."""
-    return document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
-
-
 def hashed(document: Document) -> int:
     """64 bits that depend on a document alone."""
-    return int.from_bytes(blake2b(canonical(document).encode(), digest_size=8).digest(), "big")
+    text = document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def is_validation(document: Document, fraction: float) -> bool:

@@ -32,24 +32,6 @@ def special(encoding: tiktoken.Encoding, marker: str) -> int:
         raise ValueError(f"the tokenizer {encoding.name} has no {marker}") from None
 
 
-def check(messages: object) -> None:
-    """Refuse what is not a conversation.
-
-    Raises:
-        ValueError: saying what is wrong.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("a conversation is a list of messages, at least one")
-    for message in messages:
-        if not isinstance(message, dict):
-            raise ValueError(f"a message is an object, not {type(message).__name__}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise ValueError(f'a message needs "{key}", a text')
-        if not message["role"].isidentifier():
-            raise ValueError(f"role {message['role'][:40]!r} is not a word")
-
-
 def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
     """Token ids of a conversation, without the <|endoftext|> that precedes a document.
 
