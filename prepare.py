@@ -25,24 +25,21 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from stat import S_ISREG
 
 import numpy as np
 import tiktoken
 
 from common import UserError, add_flags, atomic, check_ranges, flag, make_parser, run
 from text import countries, template, tokenizer
-from text.documents import HUGE, Document, Report, in_sample, is_validation, kind_of, read
+from text.documents import Document, Report, in_sample, is_validation, kind_of, read
 from text.download import DATASETS, fetch
 from training.checkpoints import load_checkpoint
 
-# Characters that one thread encodes at a time, and that are under way in all: enough to keep the
-# cores busy, at some 20 bytes of memory each.
-BATCH, UNDER_WAY = 1 << 19, 2 * HUGE
+# Characters that one thread encodes at a time, at some 20 bytes of memory each.
+BATCH = 1 << 19
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
@@ -118,36 +115,32 @@ def encoded(
     return result
 
 
-def batches(documents: Iterable[Labelled]) -> Iterator[tuple[list[Labelled], int]]:
-    """Documents in lists of about BATCH characters, and their characters."""
+def batches(documents: Iterable[Labelled]) -> Iterator[list[Labelled]]:
+    """Documents in lists of about BATCH characters."""
     batch, size = [], 0
     for split, document in documents:
         batch.append((split, document))
         size += len(str(document))
         if size >= BATCH:
-            yield batch, size
+            yield batch
             batch, size = [], 0
-    if batch:
-        yield batch, size
+    yield batch
 
 
-def in_order(function: Callable, sized: Iterable[tuple[list, int]]) -> Iterator:
-    """`function` of each list, on all cores, in their order. Few lists are in memory at a time.
+def in_order(function: Callable, items: Iterable) -> Iterator:
+    """`function` of each item, on all cores, in their order. Few items are in memory at a time.
 
     Threads do for that: tiktoken encodes outside of Python's lock, which takes most of the time.
     """
     workers = os.cpu_count() or 1
-    waiting, size = deque(), 0
     with ThreadPoolExecutor(workers) as pool:
-        for batch, more in sized:
-            while waiting and (len(waiting) >= 2 * workers or size + more > UNDER_WAY):
-                done, less = waiting.popleft()
-                size -= less
-                yield done.result()
-            waiting.append((pool.submit(function, batch), more))
-            size += more
-        while waiting:
-            yield waiting.popleft()[0].result()
+        waiting = deque()
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        for done in waiting:
+            yield done.result()
 
 
 def write_dataset(
@@ -170,70 +163,62 @@ def write_dataset(
         meta.json's content. For each split it has documents, tokens (with one <|endoftext|> a
         document), bytes (of the text) and the file's sha256.
     """
-    try:
-        if kind != "text":
-            template.render(encoding, [])
-    except ValueError as error:
-        raise UserError(f"--tokenizer: {error}") from None
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
     counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}
     digests = {split: hashlib.sha256() for split in counts}
 
-    with ExitStack() as stack:  # left in reverse order: files close, meta.json is replaced last
-        names = ("meta.json", "tokenizer.json", "train.bin", "val.bin")
-        made = {name: stack.enter_context(atomic(out_dir / name)) for name in names}
-        files = {name: stack.enter_context(open(made[name], "wb")) for name in names}
-        for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
-            for split, ids, size in done:
-                files[f"{split}.bin"].write(ids)
-                digests[split].update(ids)
-                counts[split]["documents"] += 1
-                counts[split]["tokens"] += len(ids)
-                counts[split]["bytes"] += size
+    with (
+        atomic(out_dir / "meta.json") as meta_file,  # left in reverse order: replaced last
+        atomic(out_dir / "tokenizer.json") as tokenizer_file,
+        atomic(out_dir / "train.bin") as train_file,
+        atomic(out_dir / "val.bin") as val_file,
+    ):
+        with open(train_file, "wb") as train, open(val_file, "wb") as val:
+            files = {"train": train, "val": val}
+            for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
+                for split, ids, size in done:
+                    files[split].write(ids)
+                    digests[split].update(ids)
+                    counts[split]["documents"] += 1
+                    counts[split]["tokens"] += len(ids)
+                    counts[split]["bytes"] += size
         if report:
             skipped = ("documents", "bad", "tools", "unwritten")
             meta["skipped"] = {name: vars(report)[name] for name in skipped}
-        for split, name in (("train", "training"), ("val", "validation")):
+        for split in counts:
             if not counts[split]["documents"]:
                 raise UserError(
-                    f"no document for {name}: give more text (a .txt needs blank lines) or change "
-                    "--val_fraction"
+                    f"no document for {split}.bin: give more text (a .txt needs blank lines) or "
+                    "change --val_fraction"
                 )
             meta[split] = {**counts[split], "sha256": digests[split].hexdigest()}
-        files["tokenizer.json"].write(tokenizer.dumps(encoding).encode())
-        files["meta.json"].write(json.dumps(meta, indent=1).encode() + b"\n")
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())  # where some file systems say that they are full
+        tokenizer_file.write_bytes(tokenizer.dumps(encoding).encode())
+        meta_file.write_bytes(json.dumps(meta, indent=1).encode() + b"\n")
         (out_dir / "meta.json").unlink(missing_ok=True)  # a mixture of old and new has none
     return meta
 
 
-def ready_tokenizer(name: str) -> tiktoken.Encoding:
+def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding:
     """The tokenizer that --tokenizer names: one of tiktoken's, a prepared folder's, a model's."""
-    if name in tokenizer.PRETRAINED:
-        try:
-            return tokenizer.pretrained(name)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--tokenizer {name}: cannot fetch its vocabulary ({error}): connect to the "
-                "network once, or set TIKTOKEN_CACHE_DIR to a folder that has it, or use "
-                "--tokenizer train or the folder of prepared data"
-            ) from None
     path = Path(name)
     try:
-        path = path / "tokenizer.json" if path.is_dir() else path
-        if not S_ISREG(path.stat().st_mode):
-            raise ValueError("no regular file")
-        if path.suffix == ".json":
-            return tokenizer.loads(path.read_text(encoding="utf-8"))
-        return tokenizer.loads(load_checkpoint(path).get("tokenizer"))
+        if name in tokenizer.PRETRAINED:
+            encoding = tokenizer.pretrained(name)
+        elif path.is_dir() or path.suffix == ".json":
+            file = path / "tokenizer.json" if path.is_dir() else path
+            encoding = tokenizer.loads(file.read_text(encoding="utf-8"))
+        else:
+            encoding = tokenizer.loads(load_checkpoint(path).get("tokenizer"))
+        if kind != "text":
+            template.render(encoding, [])  # has it the markers?
+        return encoding
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--tokenizer {name}: cannot use {path} ({error}): name train, "
-            f"{', '.join(tokenizer.PRETRAINED)}, the folder of prepared data, or a ckpt.pt"
+            f"--tokenizer {name}: cannot use it ({error}): name train, a folder of prepared data, "
+            f"a ckpt.pt, or {' or '.join(tokenizer.PRETRAINED)}, whose vocabulary comes from the "
+            "network or the folder TIKTOKEN_CACHE_DIR"
         ) from None
 
 
@@ -248,18 +233,10 @@ def prepare_corpus(args: Settings, encoding: tiktoken.Encoding | None = None) ->
     return write_dataset(args.out_dir, documents, encoding, kind, **origin)
 
 
-def prepare_countries(out_dir: Path) -> dict:
-    return prepare_corpus(Settings(out_dir=out_dir))
-
-
 def prepare_files(
     args: Settings, paths: list[Path], kind: str, encoding: tiktoken.Encoding | None = None
 ) -> dict:
-    """Documents of files, read once or, to train a tokenizer first, twice; never all in memory.
-
-    Raises:
-        UserError: all that can be wrong with files.
-    """
+    """Documents of files, read once or, to train a tokenizer first, twice; never all in memory."""
 
     def documents(report: Report, desc: str) -> Iterator[Labelled]:
         for _, document in read(paths, report, kind, desc):
@@ -276,8 +253,7 @@ def prepare_files(
     origin = dict(corpus="files", sources=[p.name for p in paths], val_fraction=args.val_fraction)
     found = documents(report, "encoding")
     meta = write_dataset(args.out_dir, found, encoding, kind, report, **origin)
-    for line in report.lines():
-        print(line)
+    report.show()
     return meta
 
 
@@ -289,18 +265,17 @@ def main() -> None:
     given = vars(parser.parse_args())
     args = Settings(**given)
 
-    made, source = False, f"--dataset {args.dataset}"
-    if args.input:
-        source, useless, kind = "--input", ("dataset", "base_url", "seed"), kind_of(args.input)
-    elif args.dataset in CORPORA:
-        made, useless = True, ("base_url", "val_fraction", "max_bad")
-        kind, _ = CORPORA[args.dataset]
+    made = not args.input and args.dataset in CORPORA
+    if made:
+        kind, useless = CORPORA[args.dataset][0], ("base_url", "val_fraction", "max_bad")
+    elif args.input:
+        kind, useless = kind_of(args.input), ("dataset", "base_url", "seed")
     else:
-        useless, kind = ("seed",), DATASETS[args.dataset].kind
+        kind, useless = DATASETS[args.dataset].kind, ("seed",)
     for name in useless:
         if name in given:
-            raise UserError(f"--{name} {given[name]} changes nothing with {source}: leave it out")
-    encoding = None if args.tokenizer == "train" else ready_tokenizer(args.tokenizer)
+            raise UserError(f"--{name} {given[name]} changes nothing here: leave it out")
+    encoding = None if args.tokenizer == "train" else ready_tokenizer(args.tokenizer, kind)
     if kind != "text" and encoding is None:
         raise UserError(
             f"--tokenizer is needed: {kind} data continue a model, so name the data or the "

@@ -304,7 +304,7 @@ def main() -> None:
     folder = given.get("data_dir", DEFAULT_DATA)
     if folder == DEFAULT_DATA and not (Path(folder) / "meta.json").exists():
         print(f"no data in {folder} yet: preparing the default corpus")
-        prepare.prepare_countries(Path(folder))
+        prepare.prepare_corpus(prepare.Settings(out_dir=Path(folder)))
     train(complete(**given))
 
 

@@ -148,7 +148,7 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, monkeypatch):
     assert "no such" in error("--input", "gone.txt", "--out_dir", "x").lower()
     assert "--out_dir" in error("--input", story)
     both = ("--input", story, "--dataset", "tinystories", "--out_dir", "x")
-    assert "--dataset tinystories changes nothing with --input" in error(*both)
+    assert "--dataset tinystories changes nothing" in error(*both)
     assert "--vocab_size 100" in error("--input", story, "--out_dir", "x", "--vocab_size", 100)
     assert "--val_fraction" in error("--input", story, "--out_dir", "x", "--val_fraction", 2)
     assert "--vocab_size 100" in error("--vocab_size", 100)
@@ -281,8 +281,8 @@ def test_bad_files_are_refused_before_training_a_tokenizer_and_without_one(
         ("a.jsonl", b'{"txt": "x"}\n' * 3, r"a\.jsonl:1"),
         ("a.txt", b"", "nothing is in it"),
         ("a.jsonl", b"\n \n", "nothing is in it"),
-        ("a.jsonl", b'{"text": "just one"}\n', "no document for validation"),
-        ("a.jsonl", b'{"text": "number 120"}\n', "no document for training"),
+        ("a.jsonl", b'{"text": "just one"}\n', r"no document for val\.bin"),
+        ("a.jsonl", b'{"text": "number 120"}\n', r"no document for train\.bin"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"}\n[]\n', r"a\.jsonl:3"),
     ],
 )
@@ -617,9 +617,7 @@ def test_vocabularies_that_cannot_be_fetched(tmp_path, story, vocabularies, monk
         run_main(monkeypatch, *flags, "--tokenizer", "gpt2")
     server.shutdown()
     server.server_close()
-    with pytest.raises(
-        UserError, match=r"--tokenizer gpt2: .*TIKTOKEN_CACHE_DIR.*--tokenizer train"
-    ):
+    with pytest.raises(UserError, match=r"--tokenizer gpt2: .*name train.*TIKTOKEN_CACHE_DIR"):
         run_main(monkeypatch, *flags, "--tokenizer", "gpt2")
     assert not (tmp_path / "out").exists()
 
@@ -657,24 +655,21 @@ def test_threads_and_batches_change_no_byte(tmp_path, encoding, monkeypatch):
 
 def test_results_come_in_order_and_little_is_read_ahead(monkeypatch):
     monkeypatch.setattr(prepare.os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(prepare, "UNDER_WAY", 100)
     taken = []
 
-    def sized(size):
+    def numbers():
         for i in range(50):
             taken.append(i)
-            yield [i], size
+            yield i
 
-    def slow_when_even(batch):
-        time.sleep(0.002 * (batch[0] % 2 == 0))
-        return batch[0]
+    def slow_when_even(number):
+        time.sleep(0.002 * (number % 2 == 0))
+        return number
 
-    for size, ahead in ((10, 8), (40, 2), (1000, 1)):
-        taken.clear()
-        for wanted, result in enumerate(prepare.in_order(slow_when_even, sized(size))):
-            assert result == wanted
-            assert len(taken) <= wanted + 1 + ahead
-        assert wanted == 49
+    for wanted, result in enumerate(prepare.in_order(slow_when_even, numbers())):
+        assert result == wanted
+        assert len(taken) <= wanted + 1 + 8
+    assert wanted == 49
 
 
 @pytest.mark.parametrize("kind", ["text", "preference"])

@@ -49,17 +49,16 @@ class Report:
         self.named: list[str] = []  # the first few of each reason
         self.unwritten: Counter[str] = Counter()  # conversations, by a key that is not written
 
-    def lines(self) -> list[str]:
-        """What to tell the user; nothing if all was used."""
-        lines = [f"skipped {name}" for name in self.named]
+    def show(self) -> None:
+        for name in self.named:
+            print(f"skipped {name}")
         if self.bad:
             reasons = ", ".join(f"{n:,} {reason}" for reason, n in self.bad.most_common())
-            lines.append(f"skipped {self.bad.total():,} of {self.documents:,} documents: {reasons}")
+            print(f"skipped {self.bad.total():,} of {self.documents:,} documents: {reasons}")
         if self.tools:
-            lines.append(f"left out {self.tools:,} conversations: the template writes no tools")
+            print(f"left out {self.tools:,} conversations: the template writes no tools")
         for key, n in self.unwritten.most_common():
-            lines.append(f'{n:,} conversations have "{key}", which the template does not write')
-        return lines
+            print(f'{n:,} conversations have "{key}", which the template does not write')
 
 
 def read(
