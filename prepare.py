@@ -19,7 +19,6 @@ output folder:
 """
 
 import argparse
-import hashlib
 import json
 import os
 from collections import deque
@@ -35,7 +34,7 @@ import tiktoken
 from common import UserError, add_flags, atomic, check_ranges, flag, make_parser, run
 from text import countries, template, tokenizer
 from text.documents import Document, Report, in_sample, is_validation, kind_of, read
-from text.download import DATASETS, fetch
+from text.download import DATASETS, fetch, sha256
 from training.checkpoints import load_checkpoint
 
 # Characters that one thread encodes at a time, at some 20 bytes of memory each.
@@ -167,7 +166,6 @@ def write_dataset(
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
     counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}
-    digests = {split: hashlib.sha256() for split in counts}
 
     with (
         atomic(out_dir / "meta.json") as meta_file,  # left in reverse order: replaced last
@@ -180,20 +178,19 @@ def write_dataset(
             for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
                 for split, ids, size in done:
                     files[split].write(ids)
-                    digests[split].update(ids)
                     counts[split]["documents"] += 1
                     counts[split]["tokens"] += len(ids)
                     counts[split]["bytes"] += size
         if report:
             skipped = ("documents", "bad", "tools", "unwritten")
             meta["skipped"] = {name: vars(report)[name] for name in skipped}
-        for split in counts:
+        for split, file in (("train", train_file), ("val", val_file)):
             if not counts[split]["documents"]:
                 raise UserError(
                     f"no document for {split}.bin: give more text (a .txt needs blank lines) or "
                     "change --val_fraction"
                 )
-            meta[split] = {**counts[split], "sha256": digests[split].hexdigest()}
+            meta[split] = {**counts[split], "sha256": sha256(file)}
         tokenizer_file.write_bytes(tokenizer.dumps(encoding).encode())
         meta_file.write_bytes(json.dumps(meta, indent=1).encode() + b"\n")
         (out_dir / "meta.json").unlink(missing_ok=True)  # a mixture of old and new has none
