@@ -63,9 +63,7 @@ def flag(
 
 def add_flags(parser, kind: type) -> None:
     """Add the flags of a dataclass to a parser. What is not given is not in its namespace."""
-    for each in fields(kind):
-        if "about" not in each.metadata:
-            continue
+    for each in [each for each in fields(kind) if "about" in each.metadata]:
         about, shown = each.metadata["about"], each.metadata["shown"]
         if not shown and each.default not in (None, False, "", MISSING):
             shown = str(each.default)

@@ -29,8 +29,9 @@ def padded(ids: np.ndarray, targets: np.ndarray, length: int) -> tuple[np.ndarra
 
 
 class Source:
-    """Rows of token ids, each a pair of inputs and targets [.., T], in the order of the file or,
-    with a seed, shuffled anew every epoch."""
+    """Rows of token ids in the order of the file or, with a seed, shuffled anew every epoch. What
+    `row` number n is says each kind of source: inputs [.., T], targets [.., T] (-1: not to be
+    predicted), and what else belongs to them."""
 
     offset = 0  # how far this epoch moves the cuts between rows
     room = 1  # for how many such offsets the text leaves room
@@ -49,9 +50,6 @@ class Source:
             self.order, self.epoch = rng.permutation(self.n_row), epoch
         return int(self.order[at])
 
-    def row(self, index: int) -> tuple[np.ndarray, ...]:
-        """Inputs [.., T], targets [.., T] (-1: not to be predicted) and what else belongs to it."""
-
     def rows(self, indices: Iterable[int]) -> tuple[Tensor, ...]:
         """Rows as tensors [B, .., T] on the CPU, the short ones `padded` on the right."""
         rows = [self.row(index) for index in indices]
@@ -62,7 +60,6 @@ class Source:
         return tuple(torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
 
     def batch(self, number: int, size: int) -> tuple[Tensor, ...]:
-        """Training batch `number` of `size` rows."""
         return self.rows(range(number * size, (number + 1) * size))
 
 
@@ -86,7 +83,6 @@ class Conversations(Source):
     is too long (`n_cut` are), the head is kept, or if no answer begins there, the end."""
 
     per_row = 1
-    last_answer = False  # whether it is the last answer that must be kept
 
     def __init__(
         self, ids: np.ndarray, encoding: tiktoken.Encoding, block_size: int, seed: int | None
@@ -101,7 +97,7 @@ class Conversations(Source):
         answer = template.answers(self.encoding, ids)
         answer[0] = False  # nothing predicts the first token
         end = self.block_size + 1
-        if answer.any() and (self.last_answer or not answer[:end].any()):
+        if answer.any() and (self.per_row == 2 or not answer[:end].any()):
             end = max(end, np.flatnonzero(answer)[-1] + 1)
         ids, answer = (array[max(0, end - self.block_size - 1) : end] for array in (ids, answer))
         return ids[:-1], np.where(answer, ids, -1)[1:]
@@ -111,11 +107,11 @@ class Conversations(Source):
 
 
 class Pairs(Conversations):
-    """Two conversations in a row, the chosen and the rejected: [2, T]. With them comes what
-    `reference` [n_row, 2] holds for the pair, the reference model's log-probabilities."""
+    """Two conversations in a row, chosen and rejected: [2, T]. They differ in the last answer, so
+    that is kept. With them comes what `reference` [n_row, 2] holds, the log-probabilities of both.
+    """
 
     per_row = 2
-    last_answer = True  # in which they differ
 
     @cached_property
     def reference(self) -> np.ndarray:
@@ -151,8 +147,6 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     path = folder / f"{split}.bin"
     try:
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
-        if len(ids) != meta[split]["tokens"]:
-            raise ValueError(f"{len(ids)} tokens where meta.json says {meta[split]['tokens']}")
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
             raise ValueError("damaged: another sha256 than meta.json says")
         if (most := ids.max()) >= meta["vocab_size"]:
@@ -170,6 +164,7 @@ class Data:
         metas, weights: of the folders, as prepare.py wrote them, and summing up to one.
         encoding: the tokenizer that the folders share.
         train, val: rows to learn from, and by folder those to validate with.
+        pairs: those of both that need a reference model's opinion.
     """
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
@@ -206,6 +201,7 @@ class Data:
         train = [source(folder, meta, "train", seed) for folder, meta in both]
         self.train = train[0] if len(train) == 1 else Mixture(train, self.weights, total, seed)
         self.val = {str(folder): source(folder, meta, "val", None) for folder, meta in both}
+        self.pairs = [s for s in (self.train, *self.val.values()) if isinstance(s, Pairs)]
 
     @cached_property
     def token_lengths(self) -> Tensor:
@@ -214,11 +210,6 @@ class Data:
         for text in self.encoding.token_byte_values():
             lengths[self.encoding.encode_single_token(text)] = len(text)
         return lengths
-
-    @property
-    def pairs(self) -> list[Pairs]:
-        """The sources that need a reference model's opinion."""
-        return [s for s in (self.train, *self.val.values()) if isinstance(s, Pairs)]
 
 
 def check_tokenizer(mine: str, folder: object, other: str, of: object) -> None:
@@ -262,8 +253,7 @@ def read_meta(folder: Path) -> dict:
             raise ValueError(f"format {meta.get('format')!r:.60} of {meta['dtype']} is unknown")
         return meta
     except FileNotFoundError:
-        make = f"prepare.py --out_dir {folder}"
-        raise UserError(f"no data in {folder}: make it with {make}") from None
+        raise UserError(f"no data in {folder}: run prepare.py --out_dir {folder}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): run prepare.py again") from None
 
