@@ -451,6 +451,6 @@ def test_compare_prints_a_table_and_draws_a_picture(trained, tmp_path):
     final = read_run(trained["stem"])["eval"][-1]["val_loss"]
     assert f"| {final:.3f} |" in rows[2]
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
-    assert "cannot read" in command("compare.py", "nothing", cwd=tmp_path, fails=True).stderr
+    assert "No such file" in command("compare.py", "nothing", cwd=tmp_path, fails=True).stderr
     (tmp_path / "metrics.jsonl").write_text('{"type": "st')
     assert "damaged" in command("compare.py", ".", cwd=tmp_path, fails=True).stderr

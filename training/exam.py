@@ -41,7 +41,7 @@ def score(
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     if longest > model.config.block_size:
         block_size = model.config.block_size
-        raise UserError(f"a question has {longest} tokens, the model's block_size is {block_size}")
+        raise UserError(f"prompt and answer have {longest} tokens, block_size is {block_size}")
 
     def padded(before: list[list[int]], after: list[list[int]], filler: int) -> Tensor:  # [N, T]
         rows = [torch.tensor(a + b) for a, b in zip(before, after, strict=True)]
