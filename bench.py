@@ -59,6 +59,7 @@ from text import documents
 from training.batches import read_meta, read_tokenizer
 from training.checkpoints import device_flag
 from training.optimizer import Optimizer
+from training.settings import Settings
 
 TASKS = ("decode 1", "decode 8", "prefill", "train")
 MOVES = ("decode 1", "train")  # those of which bytes that cross the bus are counted
@@ -119,7 +120,7 @@ class Contender:
         self.device, self.batch = device, 0
         self.model = Decoder(config, tables=tables).to(device)
         self.tables = self.model.tables
-        self.optimizer = Optimizer(self.model, learning_rate=1e-3)
+        self.optimizer = Optimizer(self.model, Settings(learning_rate=1e-3))
         self.rates = {task: [] for task in TASKS}  # tokens per second, turn by turn
         self.figures: dict[str, float] = {}
 

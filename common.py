@@ -53,41 +53,27 @@ def run(main: Callable[[], None]) -> None:
 
 
 def flag(
-    default: Any,
-    about: str,
-    *,
-    must: str | None = None,
-    choices: Iterable[str] | None = None,
-    shown: str | None = None,
+    default: Any, about: str, *, must: str = "", choices: Iterable[str] = (), shown: str = ""
 ) -> Any:
-    """A field of a dataclass that is a flag of a command, too.
-
-    Args:
-        about: what `-h` says.
-        must: what its value must be, a key of RANGES; None is left alone.
-        choices: all values that it may have.
-        shown: what `-h` says of its default.
-    """
-    return field(
-        default=default, metadata=dict(about=about, must=must, choices=choices, shown=shown)
-    )
+    """A field of a dataclass that is a flag of a command, too. `-h` says what it is `about`, and
+    `shown` for its default. `must` is a key of RANGES, for values other than None."""
+    metadata = dict(about=about, must=must, choices=choices, shown=shown)
+    return field(default=default, metadata=metadata)
 
 
 def add_flags(parser, kind: type) -> None:
     """Add the flags of a dataclass to a parser. What is not given is not in its namespace."""
-    for each in fields(kind):
-        if "about" not in each.metadata:
-            continue
+    for each in [each for each in fields(kind) if "about" in each.metadata]:
         about, shown = each.metadata["about"], each.metadata["shown"]
-        if shown is None and each.default not in (None, False, "", MISSING):
-            shown = each.default
-        options = dict(help=f"{about} ({shown})" if shown is not None else about)
+        if not shown and each.default not in (None, False, "", MISSING):
+            shown = str(each.default)
+        options = dict(help=f"{about} ({shown})" if shown else about)
         types = [t for t in (get_args(each.type) or [each.type]) if t is not NoneType]
         if types == [bool]:
-            on = each.default is False and shown is None
+            on = each.default is False and not shown
             options["action"] = "store_true" if on else argparse.BooleanOptionalAction
         else:
-            options.update(type=types[0], choices=each.metadata["choices"])
+            options.update(type=types[0], choices=each.metadata["choices"] or None)
         parser.add_argument(f"--{each.name}", default=argparse.SUPPRESS, **options)
 
 
@@ -99,11 +85,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def parse(kind: type, description: str) -> Any:
-    """The command line of a command whose flags are those of a dataclass, as one of it.
-
-    Raises:
-        UserError: a value is out of its range.
-    """
+    """The command line of a command whose flags are those of a dataclass, as one of it."""
     parser = make_parser(description)
     add_flags(parser, kind)
     return kind(**vars(parser.parse_args()))
@@ -118,36 +100,21 @@ def check_ranges(settings: Any) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA, then MPS, then the CPU.
-
-    Raises:
-        UserError: the device is unknown or not there.
-    """
-    has = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
+    """`auto` is CUDA, then MPS, then the CPU. UserError: the device is unknown or not there."""
     if name == "auto":
-        name = next(kind for kind in has if has[kind])
+        cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+        name = "cuda" if cuda else "mps" if mps else "cpu"
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device {name}: unknown, use auto, cuda, mps or cpu") from None
-    beyond = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
-    if not has.get(device.type, False) or beyond:
-        here = ", ".join(kind for kind in has if has[kind])
-        raise UserError(f"--device {name}: not available here, use one of: {here}")
-    return device
+        torch.zeros(1, device=name).item()  # what a device is good for
+        return torch.device(name)
+    except (RuntimeError, AssertionError, ImportError):
+        raise UserError(f"--device {name} is not available here: auto finds what is") from None
 
 
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to `path` on success: readers never see half a file.
-
-    Raises:
-        UserError: the file cannot be written (no room, no permission).
-    """
+    UserError: it cannot be written (no room, no permission)."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:

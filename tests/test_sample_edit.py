@@ -56,7 +56,7 @@ def test_samples_depend_on_the_seed_alone(trained, tmp_path):
         ("--ckpt half.pt", "damaged or not a checkpoint"),
         ("--ckpt foreign.pt", "not a checkpoint of this program"),
         ("--ckpt hollow.pt", "does not hold a whole model"),
-        ("--ckpt .", "is a folder: name the ckpt.pt in it"),
+        ("--ckpt .", "Is a directory, name a ckpt.pt"),
     ],
 )
 def test_sample_refuses_in_one_line(trained, tmp_path, flags, says):
@@ -335,7 +335,7 @@ def test_styles_are_told_apart_as_counting_samples_does(untrained, monkeypatch):
     # Answers of two tokens, of five in all; 0 begins the sentences.
     asked = [([1 + n % 4, 1 + n // 4], [1 + n % 3, 4], [0, 2 + n % 2]) for n in range(16)]
     monkeypatch.setattr(exam, "chat_questions", lambda *_: asked)
-    found = exam.chat_exam(model, encoding, "capital", temperature=0.8)
+    found = exam.chat_exam(model, encoding, "capital")
     expected, samples, right = dict.fromkeys(found, 0.0), Counter(), Counter()
     for prompt, brief, sentence in asked:
         prompts = torch.tensor([prompt]).expand(8192, -1)

@@ -16,7 +16,7 @@ from common import UserError
 from model import Decoder, ModelConfig
 from training.batches import Data
 from training.checkpoints import load_model
-from training.objectives import NextToken, Preference, evaluate
+from training.objectives import NextToken, Preference, validate
 from training.records import read_run
 
 RUN = [*SMALL[SMALL.index("--block_size") :]]  # the shape comes from --init_from
@@ -253,17 +253,13 @@ def test_only_pairs_that_are_looked_at_get_a_reference(stage, folders, tokens, p
     assert math.isfinite(read_run(out)["eval"][-1]["val_loss"])
 
 
-def test_evaluate_means_over_tokens_whatever_the_batch(folders):
+def test_validation_means_over_tokens_whatever_the_batch(folders):
     data = Data(str(folders["chat"]), "chat", 64, 1, 100)
     torch.manual_seed(0)
-    objective = NextToken(
-        Decoder(ModelConfig(data.encoding.n_vocab, 64, 2, 2, 32, init_std=0.2)),
-        torch.device("cpu"),
-        "float32",
-    )
-    source, lengths = data.val[str(folders["chat"])], torch.ones(data.encoding.n_vocab)
-    n = source.n_row
-    results = [evaluate(objective, source, n, size, lengths) for size in (1, 3, n)]
+    model = Decoder(ModelConfig(data.encoding.n_vocab, 64, 2, 2, 32, init_std=0.2))
+    objective = NextToken(model, torch.device("cpu"), "float32")
+    n = data.val[str(folders["chat"])].n_row
+    results = [validate(objective, data, n * 64, size) for size in (1, 3, n)]
     for result in results[1:]:
         assert result["val_loss"] == pytest.approx(results[0]["val_loss"], rel=1e-5)
 

@@ -19,28 +19,25 @@ from common import UserError
 from text import template, tokenizer
 
 
-def padded(
-    inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray], length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [.., T] of different T as one array [rows, .., length] each.
+def padded(ids: np.ndarray, targets: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
+    """Inputs and targets [.., T], filled up to [.., length].
 
     The model being causal, nothing sees the padding, and its targets are -1. It repeats the last
     token, whose table rows are read anyway: no other row may count as read."""
-
-    def stacked(rows: Sequence[np.ndarray], **how) -> np.ndarray:
-        rooms = [[(0, 0)] * (row.ndim - 1) + [(0, length - row.shape[-1])] for row in rows]
-        return np.stack([np.pad(row, room, **how) for row, room in zip(rows, rooms, strict=True)])
-
-    return stacked(inputs, mode="edge"), stacked(targets, constant_values=-1)
+    room = [(0, 0)] * (ids.ndim - 1) + [(0, length - ids.shape[-1])]
+    return np.pad(ids, room, mode="edge"), np.pad(targets, room, constant_values=-1)
 
 
 class Source:
-    """Rows of token ids, each a pair of inputs and targets [.., T], in the order of the file or,
-    with a seed, shuffled anew every epoch."""
+    """Rows of token ids in the order of the file or, with a seed, shuffled anew every epoch. What
+    `row` number n is says each kind of source: inputs [.., T], targets [.., T] (-1: not to be
+    predicted), and what else belongs to them."""
+
+    offset = 0  # how far this epoch moves the cuts between rows
+    room = 1  # for how many such offsets the text leaves room
 
     def __init__(self, n_row: int, block_size: int, seed: int | None) -> None:
-        self.n_row, self.block_size, self.seed = n_row, block_size, seed
-        self.epoch, self.order = -1, np.empty(0, dtype=np.int64)
+        self.n_row, self.block_size, self.seed, self.epoch = n_row, block_size, seed, -1
 
     def place(self, index: int) -> int:
         """Which of the n_row rows comes as number `index`, counted over all epochs."""
@@ -49,27 +46,20 @@ class Source:
         epoch, at = divmod(index, self.n_row)
         if epoch != self.epoch:
             rng = np.random.default_rng((self.seed, epoch))
-            self.begin_epoch(rng)
+            self.offset = int(rng.integers(self.room))
             self.order, self.epoch = rng.permutation(self.n_row), epoch
         return int(self.order[at])
 
-    def begin_epoch(self, rng: np.random.Generator) -> None:
-        """What else is drawn anew in an epoch."""
-
-    def row(self, index: int) -> tuple[np.ndarray, ...]:
-        """Inputs [.., T], targets [.., T] (-1: not to be predicted) and what else belongs to it."""
-
     def rows(self, indices: Iterable[int]) -> tuple[Tensor, ...]:
         """Rows as tensors [B, .., T] on the CPU, the short ones `padded` on the right."""
-        parts = list(zip(*(self.row(index) for index in indices), strict=True))
-        longest = max(row.shape[-1] for row in parts[0])
-        if any(row.shape[-1] < longest for row in parts[0]):
+        rows = [self.row(index) for index in indices]
+        longest = max(row[0].shape[-1] for row in rows)
+        if any(row[0].shape[-1] < longest for row in rows):
             longest = min(-(-longest // 32) * 32, self.block_size)  # few shapes, to be compiled
-        made = (*padded(*parts[:2], longest), *(np.stack(part) for part in parts[2:]))
-        return tuple(torch.from_numpy(array) for array in made)
+        rows = [(*padded(*row[:2], longest), *row[2:]) for row in rows]
+        return tuple(torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
 
     def batch(self, number: int, size: int) -> tuple[Tensor, ...]:
-        """Training batch `number` of `size` rows."""
         return self.rows(range(number * size, (number + 1) * size))
 
 
@@ -79,10 +69,7 @@ class Windows(Source):
 
     def __init__(self, ids: np.ndarray, block_size: int, seed: int | None) -> None:
         super().__init__((len(ids) - 1) // block_size, block_size, seed)
-        self.ids, self.offset = ids, 0
-
-    def begin_epoch(self, rng: np.random.Generator) -> None:
-        self.offset = int(rng.integers(len(self.ids) - self.n_row * self.block_size))
+        self.ids, self.room = ids, len(ids) - self.n_row * block_size
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         place = self.place(index)  # draws the offset of a new epoch
@@ -96,13 +83,12 @@ class Conversations(Source):
     is too long (`n_cut` are), the head is kept, or if no answer begins there, the end."""
 
     per_row = 1
-    last_answer = False  # whether it is the last answer that must be kept
 
     def __init__(
         self, ids: np.ndarray, encoding: tiktoken.Encoding, block_size: int, seed: int | None
     ) -> None:
         self.ids, self.encoding = ids, encoding
-        self.starts = document_starts(ids, encoding.eot_token)
+        self.starts = np.append(np.flatnonzero(ids == encoding.eot_token), len(ids))
         self.n_cut = int((np.diff(self.starts) > block_size + 1).sum())
         super().__init__((len(self.starts) - 1) // self.per_row, block_size, seed)
 
@@ -111,7 +97,7 @@ class Conversations(Source):
         answer = template.answers(self.encoding, ids)
         answer[0] = False  # nothing predicts the first token
         end = self.block_size + 1
-        if answer.any() and (self.last_answer or not answer[:end].any()):
+        if answer.any() and (self.per_row == 2 or not answer[:end].any()):
             end = max(end, np.flatnonzero(answer)[-1] + 1)
         ids, answer = (array[max(0, end - self.block_size - 1) : end] for array in (ids, answer))
         return ids[:-1], np.where(answer, ids, -1)[1:]
@@ -121,11 +107,11 @@ class Conversations(Source):
 
 
 class Pairs(Conversations):
-    """Two conversations in a row, the chosen and the rejected: [2, T]. With them comes what
-    `reference` [n_row, 2] holds for the pair, the reference model's log-probabilities."""
+    """Two conversations in a row, chosen and rejected: [2, T]. They differ in the last answer, so
+    that is kept. With them comes what `reference` [n_row, 2] holds, the log-probabilities of both.
+    """
 
     per_row = 2
-    last_answer = True  # in which they differ
 
     @cached_property
     def reference(self) -> np.ndarray:
@@ -135,7 +121,8 @@ class Pairs(Conversations):
         pair = self.place(index)
         two = [self.conversation(2 * pair + n) for n in (0, 1)]
         longest = max(len(ids) for ids, _ in two)
-        return *padded(*zip(*two, strict=True), longest), self.reference[pair]
+        ids, targets = zip(*(padded(*one, longest) for one in two), strict=True)
+        return np.stack(ids), np.stack(targets), self.reference[pair]
 
 
 class Mixture(Source):
@@ -145,22 +132,13 @@ class Mixture(Source):
     def __init__(
         self, sources: Sequence[Source], weights: Sequence[float], total: int, seed: int
     ) -> None:
-        super().__init__(sum(source.n_row for source in sources), sources[0].block_size, seed)
-        self.sources = sources
-        share = np.array(weights) / sum(weights)
-        self.which = np.random.default_rng(seed).choice(len(sources), size=total, p=share)
+        self.sources, self.block_size = sources, sources[0].block_size
+        self.which = np.random.default_rng(seed).choice(len(sources), size=total, p=weights)
         drawn = self.which[:, None] == np.arange(len(sources))  # [total, sources]
         self.nth = (drawn.cumsum(0) - 1)[drawn]  # the source's how manieth row this is
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         return self.sources[self.which[index]].row(int(self.nth[index]))
-
-
-def document_starts(ids: np.ndarray, eot: int, chunk: int = 1 << 24) -> np.ndarray:
-    """Where documents begin, and at last where the tokens end; a memory-mapped file is read in
-    parts."""
-    found = [at + np.flatnonzero(ids[at : at + chunk] == eot) for at in range(0, len(ids), chunk)]
-    return np.concatenate([*found, [len(ids)]])
 
 
 def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
@@ -169,8 +147,6 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     path = folder / f"{split}.bin"
     try:
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
-        if len(ids) != meta[split]["tokens"]:
-            raise ValueError(f"{len(ids)} tokens where meta.json says {meta[split]['tokens']}")
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
             raise ValueError("damaged: another sha256 than meta.json says")
         if (most := ids.max()) >= meta["vocab_size"]:
@@ -188,11 +164,12 @@ class Data:
         metas, weights: of the folders, as prepare.py wrote them, and summing up to one.
         encoding: the tokenizer that the folders share.
         train, val: rows to learn from, and by folder those to validate with.
+        pairs: those of both that need a reference model's opinion.
     """
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
-        folders, weights = zip(*parse_mixture(data_dir), strict=True)
-        self.weights = [weight / sum(weights) for weight in weights]
+        mixture = parse_mixture(data_dir)
+        folders, self.weights = list(mixture), list(mixture.values())
         self.metas = metas = [read_meta(folder) for folder in folders]
         readable = {"text": ("text", "chat")}.get(kind, (kind,))
         if kind != "text" and len(folders) > 1:
@@ -222,8 +199,9 @@ class Data:
 
         both = list(zip(folders, metas, strict=True))
         train = [source(folder, meta, "train", seed) for folder, meta in both]
-        self.train = train[0] if len(train) == 1 else Mixture(train, weights, total, seed)
+        self.train = train[0] if len(train) == 1 else Mixture(train, self.weights, total, seed)
         self.val = {str(folder): source(folder, meta, "val", None) for folder, meta in both}
+        self.pairs = [s for s in (self.train, *self.val.values()) if isinstance(s, Pairs)]
 
     @cached_property
     def token_lengths(self) -> Tensor:
@@ -232,11 +210,6 @@ class Data:
         for text in self.encoding.token_byte_values():
             lengths[self.encoding.encode_single_token(text)] = len(text)
         return lengths
-
-    @property
-    def pairs(self) -> list[Pairs]:
-        """The sources that need a reference model's opinion."""
-        return [s for s in (self.train, *self.val.values()) if isinstance(s, Pairs)]
 
 
 def check_tokenizer(mine: str, folder: object, other: str, of: object) -> None:
@@ -248,25 +221,21 @@ def check_tokenizer(mine: str, folder: object, other: str, of: object) -> None:
         )
 
 
-def parse_mixture(data_dir: str) -> list[tuple[Path, float]]:
-    """Folders and their weights: `data/a` or `data/a=0.65,data/b=0.35`, else UserError."""
+def parse_mixture(data_dir: str) -> dict[Path, float]:
+    """Folders and their weights, which sum up to one: `data/a` or `data/a=0.65,data/b=0.35`."""
     if "=" not in data_dir:
-        return [(Path(data_dir), 1.0)]
-    parts: dict[Path, float] = {}
-    for part in data_dir.split(","):
-        folder, _, text = part.rpartition("=")
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = 0.0
-        if not folder or not 0 < weight < 1e9:
-            raise UserError(
-                f"--data_dir {data_dir}: {part!r} is not folder=weight with a weight above 0"
-            )
-        if Path(folder) in parts:
-            raise UserError(f"--data_dir {data_dir}: {folder} is there twice, give it one weight")
-        parts[Path(folder)] = weight
-    return list(parts.items())
+        return {Path(data_dir): 1.0}
+    parts = [part.rpartition("=") for part in data_dir.split(",")]
+    try:
+        weights = {Path(folder): float(weight) for folder, _, weight in parts if folder}
+    except ValueError:
+        weights = {}
+    if len(weights) < len(parts) or not all(0 < weight < 1e9 for weight in weights.values()):
+        raise UserError(
+            f"--data_dir {data_dir} is not folder=weight,folder=weight with a weight above 0 for "
+            "each folder, which is named once"
+        )
+    return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
 
 
 # What meta.json must have, and of which type, as far as it is read.
@@ -284,8 +253,7 @@ def read_meta(folder: Path) -> dict:
             raise ValueError(f"format {meta.get('format')!r:.60} of {meta['dtype']} is unknown")
         return meta
     except FileNotFoundError:
-        make = f"prepare.py --out_dir {folder}"
-        raise UserError(f"no data in {folder}: make it with {make}") from None
+        raise UserError(f"no data in {folder}: run prepare.py --out_dir {folder}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): run prepare.py again") from None
 

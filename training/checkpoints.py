@@ -9,8 +9,7 @@ Whenever a crash comes, the ckpt.pt that is there finds its own tables.
 import contextlib
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 
 import tiktoken
@@ -20,12 +19,12 @@ from common import UserError, atomic, flag, gib
 from model import Decoder, ModelConfig
 from offload import OffloadedTables
 from tables.file import DTYPES, TableFile, regions
-from tables.memory import RamHome, Shape, check_ram
+from tables.memory import RamHome, check_ram
 from tables.tables import STREAMS, ResidentTables, StoredTables, Tables
 from text import tokenizer
 
 FORMAT = 1
-LIVE = "live-tables.bin"
+LIVE, TABLES = "live-tables.bin", "tables-{}.bin"
 
 
 def device_flag() -> str:
@@ -37,46 +36,28 @@ def offload_flag() -> str:
     return flag("none", about, choices=("none", "cpu", "disk"))
 
 
-@dataclass
-class Placement:
-    """Where tables and their optimizer states live."""
-
-    offload: str = offload_flag()
-    table_dtype: str = flag(
-        "float32", "of rows; bfloat16 halves them, and rounds stochastically", choices=DTYPES
-    )
-
-
-def table_path(folder: Path, name: str) -> Path:
-    """The table file that belongs to a checkpoint."""
-    return folder / f"tables-{name}.bin"
-
-
 def snapshots(folder: Path) -> list[Path]:
-    return sorted(folder.glob("tables-*.bin"))
+    return sorted(folder.glob(TABLES.format("*")))
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
     """Write a checkpoint: config, weights, tokenizer, and `state`. Tables on disk stay out of it: a
     copy of their file goes beside it first."""
-    folder, file, name = Path(path).parent, model.tables.file, None
+    folder, name = Path(path).parent, None
     model.tables.flush()
-    if file:
-        name = file.copy(partial(table_path, folder))
+    if model.tables.file:
+        name = model.tables.file.copy(lambda name: folder / TABLES.format(name))
+    own = folder / TABLES.format(name)
     checkpoint = dict(format=FORMAT, config=asdict(model.config), model=model.state_dict())
     checkpoint |= dict(tokenizer=tokenizer.dumps(encoding), tables=name, **state)
     try:
-        with atomic(path) as temporary:
-            try:
-                torch.save(checkpoint, temporary)
-            except RuntimeError as error:  # how torch.save reports a full disk
-                raise OSError(f"no room, or the disk failed ({error})") from error
+        with atomic(path) as temporary, open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
     except UserError:
-        if name:  # nobody will ask for it
-            table_path(folder, name).unlink(missing_ok=True)
+        own.unlink(missing_ok=True)  # nobody will ask for it
         raise
     for other in snapshots(folder):
-        if other != table_path(folder, name):
+        if other != own:
             with contextlib.suppress(OSError):  # Windows keeps what somebody has open
                 other.unlink()
 
@@ -89,16 +70,14 @@ def load_checkpoint(path: str | Path) -> dict:
         checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(f"no checkpoint at {path}: train one with `python train.py`") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder: name the ckpt.pt in it") from None
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}, name a ckpt.pt") from None
     except Exception:  # damaged pickles raise nearly anything
         raise UserError(f"{path} is damaged or not a checkpoint: train it again") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of this program (format {FORMAT})")
     if checkpoint.get("tables"):
-        file = TableFile(table_path(Path(path).parent, checkpoint["tables"]))
+        file = TableFile(Path(path).parent / TABLES.format(checkpoint["tables"]))
         if file.id != checkpoint["tables"]:
             raise UserError(f"{file.path} is not the table file of {path}, but that of {file.id}")
         checkpoint["table_file"] = file
@@ -110,25 +89,25 @@ def load_checkpoint(path: str | Path) -> dict:
 
 
 @contextlib.contextmanager
-def whole(path: str | Path, what: str = "a whole model"):
+def whole(path: str | Path):
     """Say of a checkpoint that something is missing in it, or does not fit."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path} does not hold {what}: {error}") from error
+        raise UserError(f"{path} does not hold a whole model: {error}") from error
 
 
 def load_model(
     path: str | Path, device: torch.device, offload: str = "none"
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint in evaluation mode on `device`, its tables where `offload` says
-    (`Placement`), its tokenizer, and the checkpoint. UserError: as `load_checkpoint`."""
+    (`offload_flag`), its tokenizer, and the checkpoint. UserError: as `load_checkpoint`."""
     checkpoint = load_checkpoint(path)
     mapped = offload == "disk"  # what is used in place need not be made first
     with whole(path):
-        tables = place(Placement(offload), device, checkpoint)
+        tables = place(offload, device, checkpoint)
         with torch.device("meta") if mapped else contextlib.nullcontext():
             model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
         model.load_state_dict(checkpoint["model"], assign=mapped)
@@ -137,60 +116,52 @@ def load_model(
 
 
 def place(
-    where: Placement,
+    offload: str,
     device: torch.device,
     checkpoint: dict | None = None,
     out_dir: Path | None = None,
+    table_dtype: str = "float32",
     resume: bool = False,
 ) -> Callable[[int, int, int], Tables]:
     """What makes the tables of a `Decoder` on `device` where they shall live: a function of
-    (n_table, V, W), which raises UserError where there is no room.
-
-    Args:
-        checkpoint: will be loaded into the model, so no rows are drawn. Without a run its tables
-            are read where they are.
-        out_dir: of a training run, which needs room for moments, and on disk for a file.
-        resume: that run goes on with what is there.
-    """
-    training, dtype = out_dir is not None, DTYPES[where.table_dtype]
-    if not training and checkpoint and "tables.weight.0" in checkpoint["model"]:
+    (n_table, V, W), which raises UserError where there is no room. The tables of a `checkpoint` are
+    read where they are, or by a training run, which also needs room for moments, copied; it is a
+    run if there is an `out_dir`."""
+    training, dtype = out_dir is not None, DTYPES[table_dtype]
+    if not training and "tables.weight.0" in checkpoint["model"]:
         dtype = checkpoint["model"]["tables.weight.0"].dtype
 
     def make(n_table: int, vocab_size: int, width: int) -> Tables:
         shape, far = (vocab_size, n_table, width), device.type in STREAMS
-        file = where.offload == "disk" and (training or "table_file" in checkpoint)
-        if n_table and where.offload == "cpu":
+        file = offload == "disk" and (training or "table_file" in checkpoint)
+        if n_table and offload == "cpu":
             check_ram(shape, dtype, training)
-        if not n_table or where.offload == "none" or not (file or far):
+        if not n_table or offload == "none" or not (file or far):
             return ResidentTables(n_table, vocab_size, width, dtype)  # maybe a mapped ckpt.pt's
         with torch.device("cpu"):  # whatever device the rest of the model is made on
-            if file and training:
-                check_disk(shape, dtype, out_dir, resume)
+            if not file:
+                home = RamHome(shape, dtype, training=training)
+            elif training:
+                check_disk(regions(shape, dtype)["end"][0], out_dir, resume)
                 home = TableFile.create(out_dir / LIVE, shape, dtype)
             else:
-                there = checkpoint["table_file"] if file else None
-                home = there or RamHome(shape, dtype, training=training)
-            home.fresh = home.fresh and checkpoint is None
+                home = checkpoint["table_file"]
+            home.fresh = checkpoint is None
             return (OffloadedTables if far else StoredTables)(home, device)
 
     return make
 
 
-def check_disk(
-    shape: Shape, dtype: torch.dtype, out_dir: Path, resume: bool = False, copies: int = 3
-) -> None:
-    """Refuse a run whose files will not fit: the live one, a snapshot (there already if the run
-    resumes), and the next snapshot, which is written before the last one goes: three `copies`."""
-    size = regions(shape, dtype)["end"][0]
-    need = (copies - (resume and len(snapshots(out_dir)) > 0)) * size
+def check_disk(size: int, out_dir: Path, resume: bool) -> None:
+    """Refuse a run without room for three table files: the live one, a snapshot (there already if
+    the run resumes), and the next snapshot, which is written before the last one goes."""
+    (out_dir / LIVE).unlink(missing_ok=True)  # of a run that crashed
+    need = (2 if resume and snapshots(out_dir) else 3) * size
     here = next(p for p in (out_dir, *out_dir.absolute().parents) if p.is_dir())
-    free, live = shutil.disk_usage(here).free, out_dir / LIVE
-    free += live.stat().st_size if live.exists() else 0  # of a run that crashed: will be replaced
-    if need > free:
+    if need > (free := shutil.disk_usage(here).free):
         raise UserError(
-            f"--offload disk: up to {copies} x {size / 2**30:.2f} GiB of tables and optimizer "
-            f"states, {gib(need)} more, and {here} has {gib(free)} free: choose another --out_dir "
-            "or --table_dtype bfloat16"
+            f"--offload disk needs {gib(need)} for tables and optimizer states, and {here} has "
+            f"{gib(free)} free: choose another --out_dir or --table_dtype bfloat16"
         )
 
 

@@ -26,10 +26,8 @@ def score(
     temperature: float = 1.0,
     barred: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How a model continues prompts (token ids), in one forward pass.
-
-    Every answer token is compared with the most probable one after the prompt and the answer so
-    far: all equal means that greedy decoding writes exactly this answer.
+    """How a model continues prompts (token ids), in one forward pass: greedy decoding writes just
+    this answer if each of its tokens is the most probable one after the prompt and those before.
 
     Args:
         table_prompts: the ids under which the prompts' rows are looked up; None: their own.
@@ -42,24 +40,20 @@ def score(
     device = next(model.parameters()).device
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     if longest > model.config.block_size:
-        raise UserError(
-            f"a prompt with its answer has {longest} tokens, the model's block_size is "
-            f"{model.config.block_size}"
-        )
+        block_size = model.config.block_size
+        raise UserError(f"prompt and answer have {longest} tokens, block_size is {block_size}")
 
-    def padded(rows: list[list[int]], filler: int) -> Tensor:  # causal, so nothing sees the right
-        rows = [torch.tensor(row) for row in rows]
-        return pad_sequence(rows, batch_first=True, padding_value=filler).to(device)  # [N, T]
+    def padded(before: list[list[int]], after: list[list[int]], filler: int) -> Tensor:  # [N, T]
+        rows = [torch.tensor(a + b) for a, b in zip(before, after, strict=True)]
+        return pad_sequence(rows, batch_first=True, padding_value=filler).to(device)
 
-    def answered(starts: list[list[int]]) -> Tensor:
-        return padded([s + a for s, a in zip(starts, answers, strict=True)], 0)
-
-    before = [len(prompt) - 1 for prompt in prompts]  # the position that predicts an answer
-    both = zip(before, answers, strict=True)
-    targets = padded([[-1] * n + answer + [-1] for n, answer in both], -1)
-    logits, _ = model(answered(prompts), table_ids=answered(table_prompts or prompts))  # [N, T, V]
+    # The model being causal, nothing sees the padding.
+    last = [len(prompt) - 1 for prompt in prompts]  # the position that predicts an answer
+    targets = padded([[-1] * n for n in last], [[*answer, -1] for answer in answers], -1)
+    table_ids = padded(table_prompts or prompts, answers, 0)
+    logits, _ = model(padded(prompts, answers, 0), table_ids=table_ids)  # [N, T, V]
     if barred is not None:
-        logits[range(len(prompts)), before, barred] = -torch.inf
+        logits[range(len(prompts)), last, barred] = -torch.inf
     wanted = targets >= 0
     row, predicted = wanted.nonzero()[:, 0], logits[wanted].float() / temperature  # [n], [n, V]
     sums = torch.zeros(2, len(prompts), device=device)  # over an answer's tokens
@@ -94,20 +88,16 @@ def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
     return right / len(asked)
 
 
-def chat_exam(
-    model: Decoder, encoding: tiktoken.Encoding, relation: str, temperature: float = 0.8
-) -> dict[str, float]:
+def chat_exam(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> dict[str, float]:
     """Ask in a conversation for a fact of every country, in held-out words, and look at each style
-    of answer by itself: brief ("Lima.") and a sentence ("The answer is Lima.").
-
-    The first token tells the styles apart: sentences begin with " The". So the relation has to be
-    one whose brief answers do not, as "capital".
+    of answer by itself: brief ("Lima.") and a sentence ("The answer is Lima."). Sentences begin
+    with " The", so the relation has to be one whose brief answers do not, as "capital".
 
     Returns:
         recall, recall_brief, recall_sentence: share of the questions that greedy decoding answers
             rightly: left to itself, kept from beginning with " The", made to begin with it.
-        sampled, sampled_brief, sampled_sentence: share of samples at `temperature` that are right:
-            of all, of brief ones, of sentences (0 where there are none).
+        sampled, sampled_brief, sampled_sentence: share of samples at temperature 0.8 that are
+            right: of all, of brief ones, of sentences (0 where there are none).
         sentences: share of samples that are sentences.
         Shares of samples are what counting ever more of them comes to, from their probabilities.
     """
@@ -116,9 +106,9 @@ def chat_exam(
     sums = Counter()
     for prompts, briefs, sentences in groups(encoding, asked):
         opened, rests = [[*p, the] for p in prompts], [sentence[1:] for sentence in sentences]
-        begins, p_begins, _ = score(model, prompts, [[the]] * len(prompts), temperature=temperature)
-        brief, p_brief, _ = score(model, prompts, briefs, temperature=temperature, barred=the)
-        sentence, p_sentence, _ = score(model, opened, rests, temperature=temperature)
+        begins, p_begins, _ = score(model, prompts, [[the]] * len(prompts), temperature=0.8)
+        brief, p_brief, _ = score(model, prompts, briefs, temperature=0.8, barred=the)
+        sentence, p_sentence, _ = score(model, opened, rests, temperature=0.8)
         for name, values in {
             "recall": torch.where(begins, sentence, brief),
             "recall_brief": brief,
@@ -146,11 +136,3 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
             styles = [ids[template.answers(encoding, ids)].tolist() for ids in whole]
             result.append((prompt, *styles))
     return result
-
-
-def longest_question(corpus: str, encoding: tiktoken.Encoding) -> int:
-    """The tokens of the longest question, with its answer, that train.py asks about a corpus."""
-    chat = dict.fromkeys(("countries-sft", "countries-dpo"), chat_questions)
-    ask = {"countries": exam, **chat}.get(corpus, lambda *_: [])
-    asked = [question for r in countries.RELATIONS for question in ask(encoding, r)]
-    return max((len(p) + max(map(len, answers)) for p, *answers in asked), default=0)

@@ -16,8 +16,6 @@ from model import Decoder
 from tables.tables import send
 from training.batches import Data, Pairs, Source
 
-Figures = dict[str, Tensor]
-
 
 @dataclass
 class Objective:
@@ -43,7 +41,7 @@ class NextToken(Objective):
         """Tokens to predict. On the CPU, so that nothing waits for the device."""
         return int((targets >= 0).sum())
 
-    def __call__(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Figures]:
+    def __call__(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, dict]:
         """ids, targets [B, T] -> the loss in nats per token, on the device."""
         documents = None
         if self.document is not None:
@@ -66,7 +64,6 @@ class Preference(Objective):
     beta: float
 
     def count(self, ids: Tensor, targets: Tensor, reference: Tensor) -> int:
-        """Pairs."""
         return len(ids)
 
     def log_probability(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -76,7 +73,7 @@ class Preference(Objective):
         nats = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="none")  # [2 B * T]
         return -nats.view(y.shape).sum(-1)
 
-    def __call__(self, ids: Tensor, targets: Tensor, reference: Tensor) -> tuple[Tensor, Figures]:
+    def __call__(self, ids: Tensor, targets: Tensor, reference: Tensor) -> tuple[Tensor, dict]:
         """ids, targets [B, 2, T], chosen first; reference [B, 2] -> the loss; the mean margin and
         accuracy, the share of pairs whose margin is positive."""
         gain = self.log_probability(ids, targets) - send(reference, self.device)  # [B, 2]
@@ -96,44 +93,34 @@ class Preference(Objective):
         self.model.train()
 
 
-@torch.no_grad()
-def evaluate(
-    objective: Objective, source: Source, n_row: int, size: int, lengths: Tensor
-) -> dict[str, float]:
-    """The mean loss and figures over the first `n_row` rows of a source, `size` at a time: val_loss
-    (nats per token or pair), what else the objective gives as val_..., and for tokens
-    val_loss_per_byte, `lengths` [V] being the bytes of text in each token, on the CPU."""
-    sums, count, n_byte = Counter(), 0, 0
-    objective.model.eval()
-    for at in range(0, n_row, size):
-        batch = source.rows(range(at, min(n_row, at + size)))
-        loss, figures = objective(*batch)
-        n = objective.count(*batch)
-        count += n
-        n_byte += int(lengths[batch[1][batch[1] >= 0]].sum())
-        for name, value in {"loss": loss, **figures}.items():
-            sums[name] += value.item() * n  # a host-device sync
-    objective.model.train()
-    result = {f"val_{name}": value / count for name, value in sums.items()}
-    if isinstance(objective, NextToken):
-        result["val_loss_per_byte"] = sums["loss"] / max(1, n_byte)
-    return result
-
-
 def validation_rows(source: Source, n_token: int) -> int:
     """How many rows `validate` looks at: about `n_token` tokens, rows being counted as full."""
     return max(1, min(source.n_row, n_token // source.block_size))
 
 
+@torch.no_grad()
 def validate(objective: Objective, data: Data, n_token: int, size: int) -> dict[str, float]:
-    """What `evaluate` says of the `validation_rows` of each folder: of a mixture the mean by its
-    weights, and the loss of each part as val_loss/<folder>."""
+    """Means over the first `validation_rows` of each folder, `size` rows at a time: val_loss (nats
+    per token or pair), for tokens val_loss_per_byte of text, and what else the objective gives as
+    val_... Of a mixture the mean by its weights, and the loss of each part as val_loss/<folder>."""
     figures = Counter()
+    objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
+        sums, count, n_byte = Counter(), 0, 0
         n_row = validation_rows(source, n_token)
-        part = evaluate(objective, source, n_row, size, data.token_lengths)
-        for key, value in part.items():
-            figures[key] += weight * value
+        for at in range(0, n_row, size):
+            batch = source.rows(range(at, min(n_row, at + size)))
+            loss, more = objective(*batch)
+            n = objective.count(*batch)
+            count += n
+            n_byte += int(data.token_lengths[batch[1][batch[1] >= 0]].sum())
+            for key, value in {"loss": loss, **more}.items():
+                sums[key] += value.item() * n  # a host-device sync
+        for key, value in sums.items():
+            figures[f"val_{key}"] += weight * (value / count)
+        if isinstance(objective, NextToken):
+            figures["val_loss_per_byte"] += weight * (sums["loss"] / max(1, n_byte))
         if len(data.val) > 1:
-            figures[f"val_loss/{name}"] = part["val_loss"]
+            figures[f"val_loss/{name}"] = sums["loss"] / count
+    objective.model.train()
     return figures

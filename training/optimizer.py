@@ -7,56 +7,44 @@ import torch
 
 from model import Decoder
 from tables.rowadam import RowAdam
+from training.settings import Settings
 
 
-def schedule(step: int, steps: int, warmup: float, kind: str, floor: float) -> float:
-    """Learning rate of a step as a fraction of the peak: linear warm-up, then decay to `floor`
-    (STEM paper: cosine, warm-up 0.1, floor 0.1). `kind` of the decay: cosine or linear; a fraction
-    `warmup` of all `steps` is warm-up."""
-    warm = max(1, round(warmup * steps)) if warmup else 0
+def schedule(step: int, settings: Settings) -> float:
+    """Learning rate of a step as a fraction of the peak: linear warm-up, then decay to `min_lr`
+    (STEM paper: cosine, warm-up 0.1, floor 0.1)."""
+    steps, floor = settings.max_iters, settings.min_lr
+    warm = max(1, round(settings.warmup * steps)) if settings.warmup else 0
     if step < warm:
         return (step + 1) / warm
     done = (step - warm) / max(1, steps - warm)
-    fall = 0.5 * (1 + math.cos(math.pi * done)) if kind == "cosine" else 1 - done
+    fall = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
     return floor + (1 - floor) * fall
 
 
 class Optimizer:
-    """AdamW for the backbone and row-wise Adam for the tables, clipped together.
+    """AdamW for the backbone and row-wise Adam for the tables, clipped together."""
 
-    What the arguments mean is said of the flags of these names, in settings.py; `seed` is that of
-    what bfloat16 rows are rounded by."""
-
-    def __init__(
-        self,
-        model: Decoder,
-        learning_rate: float,
-        *,
-        table_lr_scale: float = 1.0,
-        table_optimizer: str = "rowwise",
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.1,
-        grad_clip: float = 1.0,
-        seed: int = 0,
-    ) -> None:
-        self.tables, self.grad_clip = model.tables, grad_clip
-        self.table_peak = learning_rate * table_lr_scale
-        whole = table_optimizer == "adamw"
+    def __init__(self, model: Decoder, settings: Settings) -> None:
+        self.tables, self.grad_clip = model.tables, settings.grad_clip
+        peak, betas = settings.learning_rate, (settings.beta1, settings.beta2)
+        self.table_peak = peak * settings.table_lr_scale
+        whole = settings.table_optimizer == "adamw"
         model.tables.requires_grad_(whole)
         named = [(n, p) for n, p in model.named_parameters() if not n.startswith("tables.")]
         decayed = [p for n, p in named if p.dim() == 2 and n != "wte.weight"]
         plain = [p for n, p in named if p.dim() != 2 or n == "wte.weight"]
         rows = list(model.tables.parameters()) if whole else []
         groups = [
-            {"params": decayed, "weight_decay": weight_decay, "peak": learning_rate},
-            {"params": plain, "weight_decay": 0.0, "peak": learning_rate},
+            {"params": decayed, "weight_decay": settings.weight_decay, "peak": peak},
+            {"params": plain, "weight_decay": 0.0, "peak": peak},
             {"params": rows, "weight_decay": 0.0, "peak": self.table_peak},
         ]
         groups = [group for group in groups if group["params"]]
         fused = next(model.parameters()).device.type == "cuda"
-        self.adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused or None)
+        self.adamw = torch.optim.AdamW(groups, lr=peak, betas=betas, fused=fused or None)
         rowwise = len(model.tables.weight) and not whole
-        self.rows = RowAdam(model.tables, betas, seed=seed) if rowwise else None
+        self.rows = RowAdam(model.tables, betas, seed=settings.seed) if rowwise else None
 
     @torch.no_grad()
     def step(self, lr: float) -> None:

@@ -27,16 +27,13 @@ RECORDS = {
 
 def put_aside(out_dir: Path) -> Path:
     """Move the files of an earlier run into the first free folder run1, run2, ... beside them."""
-    number = next(n for n in itertools.count(1) if not (out_dir / f"run{n}").exists())
-    folder = out_dir / f"run{number}"
-    try:
-        folder.mkdir()
-        tables = [path.name for path in snapshots(out_dir)]
-        for name in ("ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables):
-            if (out_dir / name).exists():
-                os.replace(out_dir / name, folder / name)
-    except OSError as error:
-        raise UserError(f"cannot move the run in {out_dir} to {folder}: {error.strerror}") from None
+    folders = (out_dir / f"run{number}" for number in itertools.count(1))
+    folder = next(folder for folder in folders if not folder.exists())
+    folder.mkdir()
+    tables = [path.name for path in snapshots(out_dir)]
+    for name in ("ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables):
+        if (out_dir / name).exists():
+            os.replace(out_dir / name, folder / name)
     return folder
 
 
@@ -45,7 +42,7 @@ class Log:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """A resumed run keeps the lines up to `resume_step`, at which it evaluates anew."""
-        self.path, self.has_run, kept = path, False, []
+        self.path, kept = path, []
         if resume_step and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
@@ -53,7 +50,6 @@ class Log:
                     last = resume_step if record["type"] == "step" else resume_step - 1
                     if record.get("step", 0) <= last:
                         kept.append(line)
-                        self.has_run |= record["type"] == "run"
         with atomic(path) as temporary:
             temporary.write_text("".join(kept), encoding="utf-8")
 
@@ -66,7 +62,7 @@ class Log:
 
 
 def read_run(folder: Path) -> dict[str, list[dict]]:
-    """The records of a run's metrics.jsonl by type. UserError: it is missing or damaged."""
+    """The records of a run's metrics.jsonl by type. UserError: it is damaged."""
     path = folder / "metrics.jsonl"
     records: dict[str, list[dict]] = {kind: [] for kind in RECORDS}
     try:
@@ -75,8 +71,6 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
             check_form(record, dict(type=str), "record")
             check_form(record, RECORDS[record["type"]], record["type"])
             records[record["type"]].append(record)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): leave it out") from None
     if not all(records[kind] for kind in ("run", "step", "eval")):

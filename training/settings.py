@@ -1,13 +1,13 @@
-"""What can be set when training: the settings of a run, presets, stages, and the way from the flags
-that a user gives to settings that are complete."""
+"""What can be set when training: presets, stages, the settings of a run, and the way from flags."""
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from common import UserError, add_flags, check_ranges, flag, make_parser
 from config import ModelConfig
+from tables.file import DTYPES
 from training.batches import parse_mixture, read_meta
-from training.checkpoints import Placement, device_flag, load_checkpoint
+from training.checkpoints import device_flag, load_checkpoint, offload_flag
 
 DEFAULT_DATA = "data/countries"
 
@@ -37,7 +37,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stage:
     """A stage of training: what it reads, and what it does differently from pretraining."""
 
@@ -56,19 +56,16 @@ STAGES = {
     "sft": Stage("chat", 0.02, epochs=2),
     "dpo": Stage("preference", 8e-5, epochs=1),
 }
-# Flags that a dense model has no use for.
-OF_TABLES = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype", "offload")
 # What may change at --resume: a step sees the same batch either way, summed in other parts.
-FREE = ("resume", "out_dir", "data_dir", "device", "dtype", "compile", "device_batch_size")
-FREE += ("offload",)
+FREE = ("resume", "out_dir", "data_dir", "offload", "device", "dtype", "compile")
+FREE += ("device_batch_size",)
 ONE, POSITIVE, SHARE = "at least 1", "a positive number", "0 or more and below 1"
 BY_PRESET = "the preset's"
 
 
 @dataclass
 class Settings:
-    """A training run, complete and checked: all that train.py needs to know. UserError names the
-    flag, its value and what would be valid."""
+    """A training run, complete and checked: all that train.py needs to know."""
 
     data_dir: str = flag(DEFAULT_DATA, "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
     out_dir: Path = flag(Path("out"), "where everything goes")
@@ -85,15 +82,11 @@ class Settings:
     doc_mask: bool = flag(False, "attention does not cross documents", shown="in stage context")
     batch_size: int = flag(8, "sequences in a step, for dpo pairs", must=ONE, shown=BY_PRESET)
     device_batch_size: int | None = flag(
-        None,
-        "sequences on the device at a time: reduce if you run out of memory; gradients accumulate "
-        "up to --batch_size, which it must divide; free to change at --resume",
-        must=ONE, shown="batch_size",
-    )  # fmt: skip
+        None, "on the device at a time: fewer take less memory; a divisor", must=ONE, shown="all"
+    )
     max_iters: int = flag(
-        1000, "optimizer steps", must=ONE,
-        shown="the preset's; sft: two passes over the data, dpo: one",
-    )  # fmt: skip
+        1000, "optimizer steps", must=ONE, shown="the preset's; sft: two epochs, dpo: one"
+    )
     learning_rate: float = flag(3e-3, "peak, of the backbone", must=POSITIVE, shown=BY_PRESET)
     schedule: str = flag(
         "cosine", "after warm-up", choices=("cosine", "linear"), shown="cosine; midtrain: linear"
@@ -106,11 +99,14 @@ class Settings:
     beta2: float = flag(0.95, "of both optimizers", must=SHARE)
     grad_clip: float = flag(1.0, "largest gradient norm; 0: off", must="0 or more")
     table_optimizer: str = flag(
-        "rowwise", "rowwise touches the batch's rows only, adamw whole tables, as a baseline",
-        choices=("rowwise", "adamw"),
-    )  # fmt: skip
+        "rowwise", "rowwise moves the batch's rows, adamw all of them", choices=("rowwise", "adamw")
+    )
     table_lr_scale: float = flag(
         1.0, "learning rate of tables over the backbone's, see tables/rowadam.py", must=POSITIVE
+    )
+    offload: str = offload_flag()
+    table_dtype: str = flag(
+        "float32", "of rows; bfloat16 halves them, and rounds stochastically", choices=DTYPES
     )
     eval_interval: int = flag(250, "steps between checkpoints", must=ONE, shown=BY_PRESET)
     eval_tokens: int = flag(65536, "validation tokens to look at", must=ONE)
@@ -123,7 +119,6 @@ class Settings:
     seed: int = flag(1337, "of weights and data order", must="0 or more, and fit 63 bits")
 
     model: ModelConfig = field(default_factory=ModelConfig)  # vocab_size is the data's
-    placement: Placement = field(default_factory=Placement)
 
     def __post_init__(self) -> None:
         self.out_dir = Path(self.out_dir)
@@ -136,18 +131,14 @@ class Settings:
         if self.batch_size % self.device_batch_size:
             part, whole = self.device_batch_size, self.batch_size
             raise UserError(f"--device_batch_size {part} must divide --batch_size {whole}")
-        for name, plain in asdict(Placement()).items():
-            value = getattr(self.placement, name)
-            if self.table_optimizer == "adamw" and value != plain:
-                raise UserError(
-                    f"--{name} {value} needs --table_optimizer rowwise: adamw moves all rows of a "
-                    "table in every step"
-                )
+        far = self.offload != "none" or self.table_dtype != "float32"
+        if far and self.table_optimizer == "adamw":
+            raise UserError("--table_optimizer adamw needs --offload none, --table_dtype float32")
 
     def flat(self) -> dict:
         """All settings by name, as checkpoints and records keep them."""
         flat = asdict(self)
-        flat |= flat.pop("model") | flat.pop("placement")
+        flat |= flat.pop("model")
         return {k: str(v) if isinstance(v, Path) else v for k, v in flat.items()}
 
     @classmethod
@@ -159,7 +150,7 @@ class Settings:
             return kind(**{f.name: flat[f.name] for f in fields(kind) if f.name in flat}, **more)
 
         try:
-            return part(cls, model=part(ModelConfig), placement=part(Placement))
+            return part(cls, model=part(ModelConfig))
         except ValueError as error:
             raise UserError(f"--{error}") from None
 
@@ -168,38 +159,41 @@ def parse_args(description: str) -> dict:
     """The flags that the command line gives."""
     parser = make_parser(description)
     add_flags(parser, Settings)
-    shape = "model (defaults: the preset's, or --init_from's)"
-    add_flags(parser.add_argument_group(shape), ModelConfig)
-    add_flags(parser.add_argument_group("tables"), Placement)
+    add_flags(parser.add_argument_group("model (--init_from's, or by preset)"), ModelConfig)
     return vars(parser.parse_args())
 
 
 def complete(**given) -> Settings:
     """The settings of a run from flags that were given: what is asked for comes first, then the
-    model of --init_from, the stage's part of the preset, the stage, the preset."""
+    model of --init_from, the stage's part of the preset, the stage, the preset. A run that resumes
+    has its own, and of those given what is FREE."""
     if given.get("resume"):
-        return resumed(given)
+        path = Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt"
+        saved = load_checkpoint(path)["args"]
+        if other := [f"--{name}" for name in given if name not in FREE]:
+            raise UserError(
+                f"--resume goes on with the settings of {path}: leave out {', '.join(other)}, or "
+                f"start a new run with another --out_dir, from this model with --init_from {path}"
+            )
+        return Settings.of({**saved, **given, "out_dir": path.parent})
     name, base = given.get("stage", "pretrain"), None
     stage = STAGES[name]
-    (folder, _), *_ = parse_mixture(given.get("data_dir", DEFAULT_DATA))
-    meta = read_meta(folder)
+    meta = read_meta(next(iter(parse_mixture(given.get("data_dir", DEFAULT_DATA)))))
     if given.get("init_from"):
         base = load_checkpoint(given["init_from"])
     elif name != "pretrain":
-        raise UserError(
-            f"--stage {name} goes on with a trained model: name its checkpoint with --init_from"
-        )
+        raise UserError(f"--stage {name} goes on with a trained model: name it with --init_from")
     by_data = "countries" if meta["corpus"] == "countries" else "prose"
     preset_name = given.get("preset") or (base["args"]["preset"] if base else by_data)
-    preset = PRESETS[preset_name]
-    values = {**preset, "learning_rate": preset["learning_rate"] * stage.lr, **stage.settings}
+    values = {**PRESETS[preset_name], **stage.settings, "preset": preset_name}
+    values["learning_rate"] *= stage.lr
     if stage.epochs:
         del values["max_iters"], values["eval_interval"]
     if meta["corpus"].startswith(preset_name):  # those of countries are for countries-sft alone
-        values |= preset.get(name, {})
+        values |= values.get(name, {})
     values |= inherited(given, base["config"]) if base else {}
-    values |= given | {"preset": preset_name, "vocab_size": meta["vocab_size"]}
-    refuse_without_effect(given, stage, values.get("ffn", ModelConfig.ffn))
+    values |= given
+    refuse_without_effect(values, given)
     if "max_iters" not in values:
         rows = meta["train"]["documents"] // (2 if stage.rows == "preference" else 1)
         values["max_iters"] = max(1, stage.epochs * rows // max(1, values["batch_size"]))
@@ -207,30 +201,31 @@ def complete(**given) -> Settings:
     return Settings.of(values)
 
 
-def refuse_without_effect(given: dict, stage: Stage, ffn: str) -> None:
+def refuse_without_effect(values: dict, given: dict) -> None:
     """Raises UserError if a flag was given that changes nothing."""
-    at_stage, with_ffn = f"in --stage {given.get('stage', 'pretrain')}", f"with --ffn {ffn}"
-    for name, useful, where in (
-        ("beta", stage.rows == "preference", at_stage),
-        ("doc_mask", stage.rows == "text", at_stage),
-        ("stem_layers", ffn == "stem", with_ffn),
-        ("embformer_act", ffn not in ("dense", "stem"), with_ffn),  # an FFN of one's own may use it
-        ("d_ff", ffn != "embformer", with_ffn),
-        *((name, ffn != "dense", with_ffn) for name in OF_TABLES),
-    ):
-        if name in given and not useful:
+    stage, ffn = values.get("stage", "pretrain"), values.get("ffn", ModelConfig.ffn)
+    useless = {
+        "beta": stage != "dpo",
+        "doc_mask": STAGES[stage].rows != "text",
+        "stem_layers": ffn != "stem",
+        "embformer_act": ffn in ("dense", "stem"),  # an FFN of one's own may use it
+        "d_ff": ffn == "embformer",
+    }
+    of_tables = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype", "offload")
+    useless |= dict.fromkeys(of_tables, ffn == "dense")
+    for name in given:
+        if useless.get(name):
+            where = f"in --stage {stage}" if name in ("beta", "doc_mask") else f"with --ffn {ffn}"
             raise UserError(f"--{name} changes nothing {where}: leave it out")
 
 
 def inherited(given: dict, config: dict) -> dict:
     """The shape of the model in --init_from. Only the context length may change: positions are
     rotary, so no weight depends on it."""
-    shape = asdict(ModelConfig(**config))
-    model = given["init_from"]
+    shape, model = asdict(ModelConfig(**config)), given["init_from"]
     for name in given:
         if name in shape and name not in ("block_size", "rope_base"):
-            is_given = f"--{name} is given by the model in --init_from {model} ({shape[name]})"
-            raise UserError(f"{is_given}: leave it out")
+            raise UserError(f"--{name} is given by the model in --init_from {model}: leave it out")
     if given.get("stage") == "context":
         before = config["block_size"]
         growth = given.get("block_size", 0) / before
@@ -241,15 +236,3 @@ def inherited(given: dict, config: dict) -> dict:
         head_dim = config["n_embd"] // config["n_head"]
         shape["rope_base"] *= growth ** (head_dim / max(1, head_dim - 2))
     return shape
-
-
-def resumed(given: dict) -> Settings:
-    """The settings of the run in --out_dir; of the command line's only where it may run."""
-    path = Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt"
-    saved = load_checkpoint(path)["args"]
-    if other := [f"--{name}" for name in given if name not in FREE]:
-        raise UserError(
-            f"--resume goes on with the settings of {path}: leave out {', '.join(other)}, or start "
-            f"a new run with another --out_dir, from this model with --init_from {path}"
-        )
-    return Settings.of({**saved, **given, "out_dir": path.parent})

@@ -19,7 +19,7 @@ from tables.file import TableFile
 from tables.memory import RamHome
 from tables.tables import ResidentTables, StoredTables
 from training import checkpoints
-from training.checkpoints import Placement, encode, load_checkpoint, load_model, place, snapshots
+from training.checkpoints import encode, load_checkpoint, load_model, place, snapshots
 
 KINDS = ("none", "cpu", "disk")
 CPU = torch.device("cpu")
@@ -179,14 +179,14 @@ def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("copies", "fits"), [(1, True), (2, True), (3, False)])
-def test_room_on_disk_is_counted_in_copies_of_the_file(copies, fits, tmp_path, monkeypatch):
-    shape, dtype = (1000, 2, 8), torch.float32
-    size = TableFile.create(tmp_path / "one.bin", shape, dtype).path.stat().st_size
-    usage = shutil.disk_usage(tmp_path)._replace(free=int(2.5 * size))
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: usage)
-    with contextlib.nullcontext() if fits else pytest.raises(UserError, match=f"{copies} x "):
-        checkpoints.check_disk(shape, dtype, tmp_path, copies=copies)
+@pytest.mark.parametrize(("resume", "need"), [(False, 3), (True, 2)])
+def test_room_on_disk_is_counted_in_copies_of_the_file(resume, need, tmp_path, monkeypatch):
+    (tmp_path / "tables-0.bin").touch()  # a run that resumes has one already
+    for size, fits in ((100 // need, True), (100 // need + 1, False)):
+        usage = shutil.disk_usage(tmp_path)._replace(free=100)
+        monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path, usage=usage: usage)
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="needs"):
+            checkpoints.check_disk(size, tmp_path, resume)
 
 
 def test_room_counts_states_only_in_training(monkeypatch):
@@ -206,9 +206,12 @@ def test_room_counts_states_only_in_training(monkeypatch):
     [
         (
             "--offload disk --table_optimizer adamw",
-            "--offload disk needs --table_optimizer rowwise",
+            "--table_optimizer adamw needs --offload none",
         ),
-        ("--table_dtype bfloat16 --table_optimizer adamw", "needs --table_optimizer rowwise"),
+        (
+            "--table_dtype bfloat16 --table_optimizer adamw",
+            "needs --offload none, --table_dtype",
+        ),
     ],
 )
 def test_flags_that_cannot_be_are_one_clear_line(data, tmp_path, monkeypatch, flags, says):
@@ -218,16 +221,16 @@ def test_flags_that_cannot_be_are_one_clear_line(data, tmp_path, monkeypatch, fl
 
 
 def test_a_dense_model_has_no_tables_to_offload():
-    assert len(place(Placement("cpu"), CPU)(0, 10, 0).weight) == 0
+    assert len(place("cpu", CPU, {"model": {}})(0, 10, 0).weight) == 0
 
 
 @pytest.mark.parametrize(("offload", "kind"), [("cpu", RamHome), ("disk", TableFile)])
 def test_a_gpu_gets_tables_through_the_ring(offload, kind, tmp_path):
     with SimulatedGpu() as gpu:
-        tables = place(Placement(offload), gpu.device, out_dir=tmp_path)(2, 10, 4)
+        tables = place(offload, gpu.device, out_dir=tmp_path)(2, 10, 4)
         assert type(tables) is OffloadedTables and type(tables.home) is kind
         # A ckpt.pt that holds its tables itself is read into memory.
         with torch.device("meta"):  # where models are made whose weights are mapped
-            sampled = place(Placement(offload), gpu.device, checkpoint={"model": {}})(2, 10, 4)
+            sampled = place(offload, gpu.device, checkpoint={"model": {}})(2, 10, 4)
         assert type(sampled.home) is RamHome and len(sampled.home.arrays) == 1
         assert sampled.place.device.type == "cpu"
