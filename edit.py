@@ -11,6 +11,7 @@ An edit changes no weight: where the prompt says Spain, tables are looked up und
 
 import itertools
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,25 +43,24 @@ class MeanRows(Tables):
     def __init__(self, tables: Tables) -> None:
         super().__init__(tables.vocab_size, tables.width)
         self.tables, self.weight = tables, tables.weight
-        self.made_up: dict[tuple[int, ...], int] = {}
-        self.means: list[list[Tensor]] = []  # of each made-up token the row [W] in each table
+        # For each made-up token the tokens behind it, and their mean [W] in each table.
+        self.means: dict[tuple[int, ...], list[Tensor]] = {}
 
     @torch.no_grad()
     def token(self, ids: list[int]) -> int:
         """The token whose row, in every table, is the mean of the rows of `ids`."""
-        if tuple(ids) not in self.made_up:
-            self.made_up[tuple(ids)] = self.vocab_size + len(self.means)
-            self.means.append([rows[0].mean(0) for rows in self.tables.lookup(torch.tensor([ids]))])
-        return self.made_up[tuple(ids)]
+        if tuple(ids) not in self.means:
+            rows = self.tables.lookup(torch.tensor([ids]))
+            self.means[tuple(ids)] = [of_table[0].mean(0) for of_table in rows]
+        return self.vocab_size + list(self.means).index(tuple(ids))
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """As `Tables.lookup`, and made-up tokens in `ids` [B, T] are known."""
-        new = ids >= self.vocab_size
-        means = [self.means[token - self.vocab_size] for token in ids[new].tolist()]
+        new, means = ids >= self.vocab_size, list(self.means.values())
+        needed = [means[token - self.vocab_size] for token in ids[new].tolist()]
         for table, rows in enumerate(self.tables.lookup(ids.masked_fill(new, 0))):
-            if means:
+            if needed:
                 where = new.to(rows.device)
-                rows = rows.index_put((where,), torch.stack([mean[table] for mean in means]))
+                rows = rows.index_put((where,), torch.stack([mean[table] for mean in needed]))
             yield rows  # [B, T, W]
 
 
@@ -96,22 +96,15 @@ class Edit:
 
 def edited_ids(
     encoding: tiktoken.Encoding,
-    ids: Tensor,
+    ids: list[int],
     source: str,
     target: str,
     align: str = "last",
     tables: MeanRows | None = None,
-) -> Tensor:
+) -> list[int]:
     """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
-    space before it.
-
-    Args:
-        ids: [..., T].
-        align: one of ALIGN: `average` makes up a token that all of the source's read, the others
-            are `stem.substitute`'s.
-        tables: for `average`, the model's, which must be MeanRows.
-    """
-    edited = ids
+    space before it. `align` is one of ALIGN; for `average`, `tables` are the model's."""
+    edited = ids = torch.tensor(ids)  # [T]
     for space in (" ", ""):
         names = [encoding.encode_ordinary(space + name) for name in (source, target)]
         if align == "average" and len(names[0]) != len(names[1]):
@@ -119,71 +112,55 @@ def edited_ids(
         how = "last" if align == "average" else align  # repeats one token as often as needed
         changed = substitute(ids, *names, how, encoding.eot_token)
         edited = torch.where(changed != ids, changed, edited)
-    return edited
-
-
-# --- one edit, shown ---
+    return edited.tolist()
 
 
 def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> None:
+    """One edit: what the model writes before and after it, side by side."""
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
-    ids = torch.tensor([encode(encoding, prompt)], device=model.wte.weight.device)  # [1, T]
-    n, most = ids.shape[1], model.config.block_size - 1
-    if n > most:
-        raise UserError(f"--prompt has {n} tokens, room is {most}")
-    table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, model.tables)
+    ids = encode(encoding, prompt)
+    room = model.config.block_size - len(ids)
+    if room < 1:
+        raise UserError(f"--prompt has {len(ids)} tokens, room is {model.config.block_size - 1}")
     if edit.source not in prompt:
         raise UserError(f"--prompt {prompt!r} does not contain --source {edit.source!r}")
-    if torch.equal(ids, table_ids):
+    table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, model.tables)
+    if ids == table_ids:
         raise UserError(
             f"{edit.source!r} reads the same rows as before: as tokens it is not a word of its own "
             f"in this prompt, or a part of {edit.target!r}"
         )
 
+    given = torch.tensor([ids, ids], device=model.wte.weight.device)  # [2, T]
+    logits = model(given)[0]
+    options = dict(temperature=0, stop=encoding.eot_token)
+    options["table_ids"] = torch.tensor([ids, table_ids])
+    written = model.generate(given, min(edit.max_new_tokens, room), **options)[:, len(ids) :]
+    undone = torch.equal(logits, model(given)[0])
+
     sides, answers = [], []
-    with torch.inference_mode():
-        logits = model(ids)[0]
-        for rows in (ids, table_ids):
-            options = dict(temperature=0, stop=encoding.eot_token, table_ids=rows)
-            all_ids = model.generate(ids, min(edit.max_new_tokens, most + 1 - n), **options)
-            written = all_ids[0, n:].tolist()
-            # The answer is what is written up to the end of the sentence.
-            answers.append(first_sentence(encoding, written))
-            text = encoding.decode([token for token in written if token != encoding.eot_token])
-            sides.append(["-" * WIDTH, *columns(text)])
-        undone = torch.equal(logits, model(ids)[0])
-    probabilities = [
-        score(model, ids.tolist() * 2, answers, rows.tolist() * 2)[1].tolist()
-        for rows in (ids, table_ids)
-    ]
+    titles = ("before", f"after: {edit.source} reads {edit.target}'s rows")
+    for title, tokens in zip(titles, written.tolist(), strict=True):
+        said = [token for token in tokens if token != encoding.eot_token]
+        # The answer is what is written up to the end of the sentence, at least one token.
+        ends = [n for n, token in enumerate(said) if re.search(r"[.\n]", encoding.decode([token]))]
+        end = next(filter(None, ends), None)
+        answers.append(said[:end] or tokens[:1])
+        lines = encoding.decode(said).strip().splitlines()
+        column = [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]]
+        sides.append([title, "-" * WIDTH, *column])
+    rows = [ids, ids, table_ids, table_ids]
+    before, after = score(model, [ids] * 4, answers * 2, rows)[1].view(2, 2).tolist()
 
     print(f"prompt  {prompt!r}\n")
-    print(f"{'before':<{WIDTH}}   after: {edit.source} reads {edit.target}'s rows")
-    for before, after in itertools.zip_longest(*sides, fillvalue=""):
-        print(f"{before:<{WIDTH}}   {after}".rstrip())
+    for left, right in itertools.zip_longest(*sides, fillvalue=""):
+        print(f"{left:<{WIDTH}}   {right}".rstrip())
     print()
-    for answer, p, q in zip(answers, *probabilities, strict=True):
+    for answer, p, q in zip(answers, before, after, strict=True):
         said = encoding.decode(answer).strip()
         print(f"probability of {said!r:<28} before {p:6.1%}   after {q:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
-
-
-def first_sentence(encoding: tiktoken.Encoding, written: list[int]) -> list[int]:
-    """The tokens before the first with a full stop or a line break, at least one."""
-    for n, token in enumerate(written):
-        text = encoding.decode([token])
-        if n and (token == encoding.eot_token or "." in text or "\n" in text):
-            return written[:n]
-    return written
-
-
-def columns(text: str) -> list[str]:
-    lines = text.strip().splitlines()
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]]
-
-
-# --- all pairs, measured ---
 
 
 def openings(
@@ -196,9 +173,26 @@ def openings(
     return prompts, [encoding.encode_ordinary(question.answer) for question in asked]
 
 
-def read_as(encoding: tiktoken.Encoding, ids: list[int], source, target, *how) -> list[int]:
-    """`edited_ids` of a prompt, as lists, for two countries."""
-    return edited_ids(encoding, torch.tensor(ids), source.name, target.name, *how).tolist()
+def successes(
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    relation: str,
+    table: list[countries.Country],
+    pairs: list[tuple[int, int]],
+    align: str = "last",
+) -> list[bool]:
+    """For each pair of source and target, indices of `table`: does the model, asked about the
+    source, greedily answer with the target's fact after the edit?"""
+    prompts, answers = openings(encoding, relation, table)
+    hits, asked = [], list(groups(encoding, pairs))
+    for sources, targets in tqdm(asked, desc=f"{relation}, {align}", leave=False):
+        edited = [
+            edited_ids(encoding, prompts[i], table[i].name, table[j].name, align, model.tables)
+            for i, j in zip(sources, targets, strict=True)
+        ]
+        about, wanted = [prompts[i] for i in sources], [answers[j] for j in targets]
+        hits += score(model, about, wanted, edited)[0].tolist()
+    return hits
 
 
 def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
@@ -214,31 +208,30 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
             which does not name the source, equal to the bit.
     """
     single = [c for c in countries.table() if len(encoding.encode_ordinary(" " + c.name)) == 1]
-    relations = ("capital", "language", "region")
-    facts = {relation: [country.answer(relation) for country in single] for relation in relations}
-    if any(len(set(of_all)) < 2 for of_all in facts.values()):
-        raise UserError(
-            "--report needs a model of the countries corpus: this tokenizer has too few country "
-            f"names that are one token ({', '.join(c.name for c in single) or 'none'})"
-        )
-    found = {relation: dict(recall=[], success=[], unchanged=[]) for relation in facts}
-    bar = tqdm(total=len(facts) * len(single), unit="source", desc="editing")
-    for relation, here in found.items():
+    found = {}
+    for relation in ("capital", "language", "region"):
+        facts = [country.answer(relation) for country in single]
+        both = itertools.permutations(range(len(single)), 2)
+        pairs = [(i, j) for i, j in both if facts[i] != facts[j]]
+        if not pairs:
+            raise UserError(
+                "--report needs a model of the countries corpus: this tokenizer has too few "
+                f"country names that are one token ({', '.join(c.name for c in single) or 'none'})"
+            )
         prompts, answers = openings(encoding, relation, single)
-        here["recall"] += score(model, prompts, answers)[0].tolist()
-        nothing = [[] for _ in single]
-        logits = score(model, prompts, nothing)[2]
-        for source, prompt, fact in zip(single, prompts, facts[relation], strict=True):
-            others = [i for i, other in enumerate(facts[relation]) if other != fact]
-            edited = [read_as(encoding, prompt, source, single[i]) for i in others]
-            wanted = [answers[i] for i in others]
-            here["success"] += score(model, [prompt] * len(others), wanted, edited)[0].tolist()
+        recall, _, logits = score(model, prompts, answers)
+        same = []  # by source and target
+        for source in tqdm(single, desc=f"{relation}, unchanged", leave=False):
             # The same batch as without edit; in each row the source reads that row's country.
-            edited = [read_as(encoding, prompts[i], source, row) for i, row in enumerate(single)]
-            after = score(model, prompts, nothing, edited)[2]
-            here["unchanged"] += (after == logits).flatten(1).all(1)[others].tolist()
-            bar.update()
-    bar.close()
+            rows = zip(prompts, single, strict=True)
+            edited = [edited_ids(encoding, ids, source.name, row.name) for ids, row in rows]
+            after = score(model, prompts, answers, edited)[2]
+            same.append((after == logits).flatten(1).all(1).tolist())
+        found[relation] = dict(
+            recall=recall.tolist(),
+            success=successes(model, encoding, relation, single, pairs),
+            unchanged=[same[i][j] for i, j in pairs],
+        )
 
     def shares(*parts: dict[str, list[bool]]) -> dict[str, float]:
         return {name: fmean(hit for part in parts for hit in part[name]) for name in parts[0]}
@@ -263,28 +256,16 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     """
     table = countries.table()
     length = [len(encoding.encode_ordinary(" " + country.name)) for country in table]
-    prompts, answers = openings(encoding, "capital", table)
     kinds = {"equal length": [], "longer source": [], "longer target": []}
     for i, j in itertools.permutations(range(len(table)), 2):
         a, b = length[i], length[j]
         kind = "equal length" if a == b else "longer source" if a > b else "longer target"
-        if table[i].answer("capital") != table[j].answer("capital") and a + b > 2:
+        if table[i].capital != table[j].capital and a + b > 2:
             kinds[kind].append((i, j))
-    bar = tqdm(total=len(ALIGN) * sum(map(len, kinds.values())), unit="edit", desc="lengths")
     result = {kind: {"pairs": len(pairs)} for kind, pairs in kinds.items()}
-    for kind, pairs in kinds.items():
-        for align in ALIGN:
-            hits = []
-            for sources, targets in groups(encoding, pairs):
-                edited = [
-                    read_as(encoding, prompts[i], table[i], table[j], align, model.tables)
-                    for i, j in zip(sources, targets, strict=True)
-                ]
-                asked, wanted = [prompts[i] for i in sources], [answers[j] for j in targets]
-                hits += score(model, asked, wanted, edited)[0].tolist()
-                bar.update(len(edited))
-            result[kind][align] = fmean(hits) if hits else None
-    bar.close()
+    for (kind, pairs), align in itertools.product(kinds.items(), ALIGN):
+        hits = successes(model, encoding, "capital", table, pairs, align)
+        result[kind][align] = fmean(hits) if hits else None
     return result
 
 
