@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import tiktoken
 import torch
@@ -66,8 +67,6 @@ class MeanRows(Tables):
 
 @dataclass
 class Edit:
-    """The flags of this command."""
-
     ckpt: Path = flag(Path("out/ckpt.pt"), "checkpoint of train.py")
     source: str | None = flag(None, "the name whose knowledge to replace: Spain")
     target: str | None = flag(None, "the name whose rows to read instead: Germany")
@@ -163,35 +162,41 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> None:
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
 
 
-def openings(
-    encoding: tiktoken.Encoding, relation: str, table: list[countries.Country]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Held-out paragraph openings ("Country: Spain\\nIts capital is") about each country, and what
-    goes on rightly, as token ids."""
-    asked = [countries.questions(relation, "paragraph", country)[0] for country in table]
-    prompts = [encode(encoding, question.prompt) for question in asked]
-    return prompts, [encoding.encode_ordinary(question.answer) for question in asked]
+class Asked(NamedTuple):
+    """A country, and a question about it as token ids: a held-out paragraph opening, such as
+    "Country: Spain\\nIts capital is", and what goes on rightly."""
+
+    name: str
+    length: int  # of the name, in tokens
+    prompt: list[int]
+    answer: list[int]
+
+
+def openings(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
+    asked, plain = [], encoding.encode_ordinary
+    for country in countries.table():
+        question = countries.questions(relation, "paragraph", country)[0]
+        ids = (encode(encoding, question.prompt), plain(question.answer))
+        asked.append(Asked(country.name, len(plain(f" {country.name}")), *ids))
+    return asked
 
 
 def successes(
     model: Decoder,
     encoding: tiktoken.Encoding,
-    relation: str,
-    table: list[countries.Country],
-    pairs: list[tuple[int, int]],
+    pairs: list[tuple[Asked, Asked]],
     align: str = "last",
 ) -> list[bool]:
-    """For each pair of source and target, indices of `table`: does the model, asked about the
-    source, greedily answer with the target's fact after the edit?"""
-    prompts, answers = openings(encoding, relation, table)
-    hits, asked = [], list(groups(encoding, pairs))
-    for sources, targets in tqdm(asked, desc=f"{relation}, {align}", leave=False):
+    """For each pair of source and target: does the model, asked about the source, greedily answer
+    with the target's fact after the edit?"""
+    hits, parts = [], list(groups(encoding, pairs))
+    for sources, targets in tqdm(parts, desc=f"success, {align}", leave=False):
         edited = [
-            edited_ids(encoding, prompts[i], table[i].name, table[j].name, align, model.tables)
-            for i, j in zip(sources, targets, strict=True)
+            edited_ids(encoding, source.prompt, source.name, target.name, align, model.tables)
+            for source, target in zip(sources, targets, strict=True)
         ]
-        about, wanted = [prompts[i] for i in sources], [answers[j] for j in targets]
-        hits += score(model, about, wanted, edited)[0].tolist()
+        prompts, wanted = [one.prompt for one in sources], [one.answer for one in targets]
+        hits += score(model, prompts, wanted, edited)[0].tolist()
     return hits
 
 
@@ -207,31 +212,26 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
         unchanged: share of the pairs whose edit leaves the logits of the prompt about the target,
             which does not name the source, equal to the bit.
     """
-    single = [c for c in countries.table() if len(encoding.encode_ordinary(" " + c.name)) == 1]
     found = {}
     for relation in ("capital", "language", "region"):
-        facts = [country.answer(relation) for country in single]
-        both = itertools.permutations(range(len(single)), 2)
-        pairs = [(i, j) for i, j in both if facts[i] != facts[j]]
+        single = [one for one in openings(encoding, relation) if one.length == 1]
+        pairs = [(a, b) for a, b in itertools.permutations(single, 2) if a.answer != b.answer]
         if not pairs:
             raise UserError(
                 "--report needs a model of the countries corpus: this tokenizer has too few "
                 f"country names that are one token ({', '.join(c.name for c in single) or 'none'})"
             )
-        prompts, answers = openings(encoding, relation, single)
-        recall, _, logits = score(model, prompts, answers)
-        same = []  # by source and target
+        batch = [one.prompt for one in single], [one.answer for one in single]
+        recall, _, logits = score(model, *batch)
+        unchanged = []
         for source in tqdm(single, desc=f"{relation}, unchanged", leave=False):
             # The same batch as without edit; in each row the source reads that row's country.
-            rows = zip(prompts, single, strict=True)
-            edited = [edited_ids(encoding, ids, source.name, row.name) for ids, row in rows]
-            after = score(model, prompts, answers, edited)[2]
-            same.append((after == logits).flatten(1).all(1).tolist())
-        found[relation] = dict(
-            recall=recall.tolist(),
-            success=successes(model, encoding, relation, single, pairs),
-            unchanged=[same[i][j] for i, j in pairs],
-        )
+            edited = [edited_ids(encoding, one.prompt, source.name, one.name) for one in single]
+            same = (score(model, *batch, edited)[2] == logits).flatten(1).all(1).tolist()
+            rows = zip(same, single, strict=True)
+            unchanged += [equal for equal, one in rows if one.answer != source.answer]
+        success = successes(model, encoding, pairs)
+        found[relation] = dict(recall=recall.tolist(), success=success, unchanged=unchanged)
 
     def shares(*parts: dict[str, list[bool]]) -> dict[str, float]:
         return {name: fmean(hit for part in parts for hit in part[name]) for name in parts[0]}
@@ -245,26 +245,20 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
 
 
 def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
-    """Edit countries whose names have several tokens, or read the rows of one that has.
+    """Edit countries whose names have several tokens, or read the rows of one that has: for names
+    of equal length, longer sources and longer targets the number of pairs, and for each way of
+    ALIGN the share of them where the target's capital is the greedy answer.
 
-    Args:
-        model: whose tables are MeanRows.
-
-    Returns:
-        for names of equal length, longer sources and longer targets: the number of pairs, and for
-        each way of ALIGN the share of them where the target's capital is the greedy answer.
-    """
-    table = countries.table()
-    length = [len(encoding.encode_ordinary(" " + country.name)) for country in table]
+    `model.tables` are MeanRows."""
     kinds = {"equal length": [], "longer source": [], "longer target": []}
-    for i, j in itertools.permutations(range(len(table)), 2):
-        a, b = length[i], length[j]
+    for source, target in itertools.permutations(openings(encoding, "capital"), 2):
+        a, b = source.length, target.length
         kind = "equal length" if a == b else "longer source" if a > b else "longer target"
-        if table[i].capital != table[j].capital and a + b > 2:
-            kinds[kind].append((i, j))
+        if source.answer != target.answer and a + b > 2:
+            kinds[kind].append((source, target))
     result = {kind: {"pairs": len(pairs)} for kind, pairs in kinds.items()}
     for (kind, pairs), align in itertools.product(kinds.items(), ALIGN):
-        hits = successes(model, encoding, "capital", table, pairs, align)
+        hits = successes(model, encoding, pairs, align)
         result[kind][align] = fmean(hits) if hits else None
     return result
 
