@@ -6,14 +6,11 @@
     python bench.py tokenizer --data_dir data/books --input books.jsonl
 
 **offload.** All homes hold the same model and take turns, chunk by chunk, so what slows the
-machine for a while slows all of them. Speeds are medians over the turns; percentages are medians
-of the ratios to `resident` within a turn. Token ids are random with Zipf's frequencies, id k with
-a probability of about 1 / k. Columns:
-
-    decode 1, decode 8   one token at a time for 1 and 8 sequences, tok/s
-    prefill, train       forward passes, and whole optimizer steps, tok/s
-    KB/token             bytes that crossed the bus, per token of decode 1 and of train (GPU)
-    device               peak memory on the GPU in training
+machine for a while slows all of them. Speeds in tok/s are medians over the turns; percentages are
+medians of the ratios to `resident` within a turn. Token ids are random with Zipf's frequencies.
+`decode` 1 and 8 is one token at a time for so many sequences, `prefill` forward passes, `train`
+whole optimizer steps. On a GPU, KB/token crossed the bus per token of decode 1 and of train, and
+`device` is its peak memory in training.
 
 **tokenizer.** Encoding, beside Hugging Face's tokenizers, which is no dependency of this project:
 pip install tokenizers first. Both get the vocabulary of --data_dir, the merges that follow from it

@@ -209,8 +209,8 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
         counts, and for each relation and overall:
         recall: share of the countries whose fact is the greedy answer before any edit.
         success: share of the pairs where the target's fact is the greedy answer after the edit.
-        unchanged: share of the pairs whose edit leaves the logits of the prompt about the target,
-            which does not name the source, equal to the bit.
+        unchanged: share of the pairs whose edit changes no id under which the prompt about the
+            target, which does not name the source, reads rows: its logits are equal to the bit.
     """
     found = {}
     for relation in ("capital", "language", "region"):
@@ -221,17 +221,14 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
                 "--report needs a model of the countries corpus: this tokenizer has too few "
                 f"country names that are one token ({', '.join(c.name for c in single) or 'none'})"
             )
-        batch = [one.prompt for one in single], [one.answer for one in single]
-        recall, _, logits = score(model, *batch)
-        unchanged = []
-        for source in tqdm(single, desc=f"{relation}, unchanged", leave=False):
-            # The same batch as without edit; in each row the source reads that row's country.
-            edited = [edited_ids(encoding, one.prompt, source.name, one.name) for one in single]
-            same = (score(model, *batch, edited)[2] == logits).flatten(1).all(1).tolist()
-            rows = zip(same, single, strict=True)
-            unchanged += [equal for equal, one in rows if one.answer != source.answer]
-        success = successes(model, encoding, pairs)
-        found[relation] = dict(recall=recall.tolist(), success=success, unchanged=unchanged)
+        found[relation] = dict(
+            recall=successes(model, encoding, [(one, one) for one in single]),
+            success=successes(model, encoding, pairs),
+            unchanged=[
+                edited_ids(encoding, other.prompt, source.name, other.name) == other.prompt
+                for source, other in pairs
+            ],
+        )
 
     def shares(*parts: dict[str, list[bool]]) -> dict[str, float]:
         return {name: fmean(hit for part in parts for hit in part[name]) for name in parts[0]}

@@ -123,17 +123,15 @@ class Chat:
         decoder, said = StreamDecoder(self.encoding), []
         try:
             for token in self.model.stream(ids, new, stop=self.end, cache=self.cache, **options):
-                if token.item() == self.encoding.eot_token:
+                if token.item() in (self.end, self.encoding.eot_token):
                     break  # a document's end is a message's, too
                 said.append(token.item())
-                if said[-1] != self.end:
-                    text = decoder.feed(said[-1])
-                    yield text.removeprefix(" ") if len(said) == 1 else text
+                text = decoder.feed(said[-1])
+                yield text.removeprefix(" ") if len(said) == 1 else text
             yield decoder.flush()
         finally:  # an answer that is interrupted or cut off is a turn, too
-            if not said or said[-1] != self.end:
-                said.append(self.end)
-            self.turns.append([*question, *said, *self.encoding.encode_ordinary("\n")])
+            newline = self.encoding.encode_ordinary("\n")
+            self.turns.append([*question, *said, self.end, *newline])
 
 
 def converse(chat: Chat, seconds: list[float], seed: int, **options) -> None:
