@@ -33,7 +33,7 @@ from statistics import median
 import tiktoken
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer, timer
+from torch.utils.benchmark import timer
 from tqdm import tqdm
 
 from common import UserError, add_flags, atomic, check_ranges, flag, make_parser, pick_device, run
@@ -66,12 +66,8 @@ class Bench:
     block_size: int = flag(about="context length in tokens", **size(256, 1024))
     batch_size: int = flag(about="sequences in a training step", **size(8, 16))
     rounds: int = flag(7, "turns that each home takes", must="at least 1")
-    table_gib: float | None = flag(
-        None, "GiB of rows in a sparse file, compared with small tables", must="a positive number"
-    )
-    dir: Path | None = flag(
-        None, "folder on the disk to measure", shown="the system's temporary one"
-    )
+    table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
+    dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
     json: Path | None = flag(None, "write the figures to this file, too")
     data_dir: Path | None = flag(None, "prepared folder, for its tokenizer")
 
@@ -188,14 +184,6 @@ def drop_pages(file: TableFile) -> None:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def copy_speed(device: torch.device) -> float:
-    """GB/s of a plain copy of 256 MB: from pinned memory to the GPU, or within RAM."""
-    source = torch.ones(2**26, pin_memory=device.type == "cuda")
-    target = torch.empty(2**26, device=device)
-    copy = Timer("target.copy_(source)", globals=locals(), num_threads=torch.get_num_threads())
-    return source.nbytes / min(copy.timeit(1).mean for _ in range(5)) / 1e9
-
-
 def max_rss() -> int | None:
     """The most memory that the process had resident, in bytes, where the system tells."""
     try:
@@ -264,7 +252,6 @@ def bench_offload(bench: Bench) -> dict:
         "backbone": resident.model.sizes()["backbone"],
         "tables": {name: it.model.sizes()["table"] for name, it in contenders.items()},
         "n_table": len(resident.tables.weight),
-        "copy GB/s": copy_speed(bench.on),
         "threads": torch.get_num_threads(),
         "max RSS bytes": max_rss(),
         "homes": {name: it.figures for name, it in contenders.items()},
@@ -288,8 +275,7 @@ def report(result: dict) -> None:
     print(
         f"\n{result['backbone'] / 1e6:.1f} M parameters in the backbone, "
         f"{max(result['tables'].values()) / 1e6:,.1f} M in {result['n_table']} tables; "
-        f"{result['device']}, {result['threads']} threads; a plain copy runs at "
-        f"{result['copy GB/s']:.1f} GB/s; the process held at most {held}"
+        f"{result['device']}, {result['threads']} threads; the process held at most {held}"
     )
 
 

@@ -13,11 +13,11 @@ import itertools
 import json
 import re
 import textwrap
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import tiktoken
 import torch
@@ -47,7 +47,6 @@ class MeanRows(Tables):
         # For each made-up token the tokens behind it, and their mean [W] in each table.
         self.means: dict[tuple[int, ...], list[Tensor]] = {}
 
-    @torch.no_grad()
     def token(self, ids: list[int]) -> int:
         """The token whose row, in every table, is the mean of the rows of `ids`."""
         if tuple(ids) not in self.means:
@@ -89,8 +88,6 @@ class Edit:
             raise UserError("--report edits all pairs: leave out --source, --target and --prompt")
         if not self.report and not (self.source and self.target):
             raise UserError("give --source and --target, or --report")
-        if self.source and self.source == self.target:
-            raise UserError(f"--source and --target are both {self.source!r}: nothing would change")
 
 
 def edited_ids(
@@ -122,13 +119,11 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> None:
     room = model.config.block_size - len(ids)
     if room < 1:
         raise UserError(f"--prompt has {len(ids)} tokens, room is {model.config.block_size - 1}")
-    if edit.source not in prompt:
-        raise UserError(f"--prompt {prompt!r} does not contain --source {edit.source!r}")
     table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, model.tables)
     if ids == table_ids:
         raise UserError(
-            f"{edit.source!r} reads the same rows as before: as tokens it is not a word of its own "
-            f"in this prompt, or a part of {edit.target!r}"
+            f"--prompt {prompt!r} does not contain --source {edit.source!r} as a word of its own, "
+            f"or as a part of {edit.target!r} it reads the same rows as before"
         )
 
     given = torch.tensor([ids, ids], device=model.wte.weight.device)  # [2, T]
@@ -162,17 +157,12 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> None:
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
 
 
-class Asked(NamedTuple):
-    """A country, and a question about it as token ids: a held-out paragraph opening, such as
-    "Country: Spain\\nIts capital is", and what goes on rightly."""
-
-    name: str
-    length: int  # of the name, in tokens
-    prompt: list[int]
-    answer: list[int]
+# A country's name, its length in tokens, and as token ids a question about it with its answer.
+Asked = namedtuple("Asked", ("name", "length", "prompt", "answer"))
 
 
 def openings(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
+    """About each country a held-out opening of a paragraph: "Country: Spain\\nIts capital is"."""
     asked, plain = [], encoding.encode_ordinary
     for country in countries.table():
         question = countries.questions(relation, "paragraph", country)[0]

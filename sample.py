@@ -35,9 +35,7 @@ class Sampling:
         None, "draw from the most probable tokens that sum up to p", must="above 0 and at most 1"
     )
     num_samples: int = flag(1, "how many", must="at least 1")
-    seed: int = flag(
-        1337, "of the first sample, then one more each", must="0 or more, and fit 63 bits"
-    )
+    seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
     device: str = device_flag()
     offload: str = offload_flag()
 
@@ -99,10 +97,6 @@ class Chat:
         weight = model.wte.weight
         self.cache = KVCache(model.config, 1, weight.device, weight.dtype)
 
-    def forget(self) -> None:
-        """Begin a new conversation."""
-        self.turns, self.cache.length = [], 0
-
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
         """Yield the answer to the user's next message piece by piece; `options` are those of
         `Decoder.stream`. ValueError: the message alone is too long for the model."""
@@ -146,7 +140,7 @@ def converse(chat: Chat, seconds: list[float], seed: int, **options) -> None:
         except EOFError:
             return
         if text == "/new":
-            chat.forget()
+            chat.turns, chat.cache.length = [], 0
         if text in ("", "/new"):
             continue
         try:
