@@ -84,8 +84,7 @@ class Bench:
 
 def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
     """Ids whose frequency falls as 1 / (id + 1): the logarithm of id + 1 is uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    u = torch.rand(shape, generator=generator, dtype=torch.float64)
+    u = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return ((vocab_size + 1) ** u).long().clamp_(1, vocab_size) - 1
 
 
@@ -270,8 +269,7 @@ def report(result: dict) -> None:
         moved = ", ".join(f"{each / 1e3:.1f}" for each in moved if each is not None) or "-"
         held = f"{row['device bytes'] / 2**30:.2f} GiB" if "device bytes" in row else "-"
         print(f"| {' | '.join([name, *cells, moved, held])} |")
-    most = result["max RSS bytes"]
-    held = f"{most / 2**30:.2f} GiB" if most else "-"
+    held = f"{result['max RSS bytes'] / 2**30:.2f} GiB" if result["max RSS bytes"] else "-"
     print(
         f"\n{result['backbone'] / 1e6:.1f} M parameters in the backbone, "
         f"{max(result['tables'].values()) / 1e6:,.1f} M in {result['n_table']} tables; "
@@ -288,14 +286,12 @@ def hugging_face(encoding: tiktoken.Encoding):
     # That library spells bytes as printable characters (GPT-2's table).
     odd = [byte for byte in range(256) if byte == ord(" ") or not chr(byte).isprintable()]
     spell = {byte: 256 + n for n, byte in enumerate(odd)}
-    vocab = {
-        token.decode("latin-1").translate(spell): rank
-        for token, rank in encoding._mergeable_ranks.items()
-    }
+    ranks = encoding._mergeable_ranks.items()
+    vocab = {token.decode("latin-1").translate(spell): rank for token, rank in ranks}
     # tiktoken merges any two neighbours that make a token, those of the lowest rank first.
     merges = [
         (token[:i], token[i:])
-        for token in sorted(vocab, key=vocab.__getitem__)
+        for token in sorted(vocab, key=vocab.get)
         for i in range(1, len(token))
         if token[:i] in vocab and token[i:] in vocab
     ]

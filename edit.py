@@ -234,9 +234,8 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
 def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     """Edit countries whose names have several tokens, or read the rows of one that has: for names
     of equal length, longer sources and longer targets the number of pairs, and for each way of
-    ALIGN the share of them where the target's capital is the greedy answer.
-
-    `model.tables` are MeanRows."""
+    ALIGN the share of them where the target's capital is the greedy answer. `model.tables` are
+    MeanRows."""
     kinds = {"equal length": [], "longer source": [], "longer target": []}
     for source, target in itertools.permutations(openings(encoding, "capital"), 2):
         a, b = source.length, target.length
@@ -255,8 +254,7 @@ def main() -> None:
     model, encoding, _ = load_model(args.ckpt, pick_device(args.device), args.offload)
     if not len(model.tables.weight):
         raise UserError(f"{args.ckpt} is a {model.config.ffn} model: it has no tables to edit")
-    if args.report or args.align == "average":
-        model.tables = MeanRows(model.tables)
+    model.tables = MeanRows(model.tables)
     if not args.report:
         show(model, encoding, args)
         return

@@ -54,9 +54,8 @@ def note(text: str) -> None:
 def sample_text(
     model: Decoder, encoding: tiktoken.Encoding, prompt: str, max_new_tokens: int, **options
 ) -> Iterator[str]:
-    """Yield the prompt, then the model's text token by token, until it ends the document.
-
-    `options` are those of `Decoder.stream`."""
+    """Yield the prompt, then the model's text token by token, until it ends the document; `options`
+    are those of `Decoder.stream`."""
     device = next(model.parameters()).device
     ids = torch.tensor([encode(encoding, prompt)], device=device)  # [1, T]
     decoder = StreamDecoder(encoding)
