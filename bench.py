@@ -6,14 +6,11 @@
     python bench.py tokenizer --data_dir data/books --input books.jsonl
 
 **offload.** All homes hold the same model and take turns, chunk by chunk, so what slows the
-machine for a while slows all of them. Speeds are medians over the turns; percentages are medians
-of the ratios to `resident` within a turn. Token ids are random with Zipf's frequencies, id k with
-a probability of about 1 / k. Columns:
-
-    decode 1, decode 8   one token at a time for 1 and 8 sequences, tok/s
-    prefill, train       forward passes, and whole optimizer steps, tok/s
-    KB/token             bytes that crossed the bus, per token of decode 1 and of train (GPU)
-    device               peak memory on the GPU in training
+machine for a while slows all of them. Speeds in tok/s are medians over the turns; percentages are
+medians of the ratios to `resident` within a turn. Token ids are random with Zipf's frequencies.
+`decode` 1 and 8 is one token at a time for so many sequences, `prefill` forward passes, `train`
+whole optimizer steps. On a GPU, KB/token crossed the bus per token of decode 1 and of train, and
+`device` is its peak memory in training.
 
 **tokenizer.** Encoding, beside Hugging Face's tokenizers, which is no dependency of this project:
 pip install tokenizers first. Both get the vocabulary of --data_dir, the merges that follow from it
@@ -24,32 +21,22 @@ import itertools
 import json
 import mmap
 import os
-import statistics
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import tiktoken
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer, timer
+from torch.utils.benchmark import timer
 from tqdm import tqdm
 
-from common import (
-    UserError,
-    add_flags,
-    atomic,
-    check_ranges,
-    flag,
-    gib,
-    make_parser,
-    pick_device,
-    run,
-)
+from common import UserError, add_flags, atomic, check_ranges, flag, make_parser, pick_device, run
 from model import Decoder, KVCache, ModelConfig
 from offload import OffloadedTables
 from tables.file import TableFile
@@ -61,9 +48,6 @@ from training.checkpoints import device_flag
 from training.optimizer import Optimizer
 from training.settings import Settings
 
-TASKS = ("decode 1", "decode 8", "prefill", "train")
-MOVES = ("decode 1", "train")  # those of which bytes that cross the bus are counted
-
 
 def size(small: int, large: int) -> dict:
     """A flag's default: for two CPU cores, and for a data-centre GPU (238 M parameters in the
@@ -73,8 +57,6 @@ def size(small: int, large: int) -> dict:
 
 @dataclass
 class Bench:
-    """The flags of this command."""
-
     what: str
     input: list[Path] | None = None
     device: str = device_flag()
@@ -85,12 +67,8 @@ class Bench:
     block_size: int = flag(about="context length in tokens", **size(256, 1024))
     batch_size: int = flag(about="sequences in a training step", **size(8, 16))
     rounds: int = flag(7, "turns that each home takes", must="at least 1")
-    table_gib: float | None = flag(
-        None, "GiB of rows in a sparse file, compared with small tables", must="a positive number"
-    )
-    dir: Path | None = flag(
-        None, "folder on the disk to measure", shown="the system's temporary one"
-    )
+    table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
+    dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
     json: Path | None = flag(None, "write the figures to this file, too")
     data_dir: Path | None = flag(None, "prepared folder, for its tokenizer")
 
@@ -107,55 +85,55 @@ class Bench:
 
 def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
     """Ids whose frequency falls as 1 / (id + 1): the logarithm of id + 1 is uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    u = torch.rand(shape, generator=generator, dtype=torch.float64)
+    u = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return ((vocab_size + 1) ** u).long().clamp_(1, vocab_size) - 1
 
 
 class Contender:
     """A model whose tables live somewhere, and what was found out about it."""
 
-    def __init__(self, config: ModelConfig, tables: Callable, device: torch.device) -> None:
+    def __init__(self, bench: Bench, config: ModelConfig, tables: Callable) -> None:
         torch.manual_seed(0)
-        self.device, self.batch = device, 0
-        self.model = Decoder(config, tables=tables).to(device)
+        before = torch.cuda.memory_allocated()  # 0 without a GPU
+        self.bench, self.batch = bench, 0
+        self.model = Decoder(config, tables=tables).to(bench.on)
         self.tables = self.model.tables
         self.optimizer = Optimizer(self.model, Settings(learning_rate=1e-3))
-        self.rates = {task: [] for task in TASKS}  # tokens per second, turn by turn
+        self.held = torch.cuda.memory_allocated() - before  # bytes on the GPU between tasks
         self.figures: dict[str, float] = {}
 
     def ids(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Fresh ids, and those under which tables are looked up (more of them with --table_gib)."""
         self.batch += 1
-        ids = zipf(shape, self.model.config.vocab_size, self.batch)
-        more = self.tables.vocab_size != self.model.config.vocab_size
-        return ids, zipf(shape, self.tables.vocab_size, self.batch) if more else ids
+        sizes = (self.model.config.vocab_size, self.tables.vocab_size)
+        return tuple(zipf(shape, size, self.batch) for size in sizes)
 
-    def measure(self, name: str, task: Callable[["Contender"], int]) -> None:
-        """Do a task, which says how many tokens it went through."""
-        ring = self.tables.ring if isinstance(self.tables, OffloadedTables) else None
-        moved, cuda = ring.moved if ring else 0, self.device.type == "cuda"
-        if cuda:
+    def measure(self, name: str) -> float:
+        """Tokens per second of a task."""
+        ring = getattr(self.tables, "ring", None)
+        moved, before = ring.moved if ring else 0, torch.cuda.memory_allocated()
+        if self.bench.cuda:
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
         start = timer()
-        tokens = task(self)
+        tokens = TASKS[name](self)
         if ring:
             ring.drain()  # what is on its way belongs to this chunk
-        self.rates[name].append(tokens / (timer() - start))
-        if ring and name in MOVES:
+        seconds = timer() - start
+        if ring:
             self.figures[f"bytes per token, {name}"] = (ring.moved - moved) / tokens
-        if cuda and name == "train":
-            peak = torch.cuda.max_memory_allocated() - before
-            self.figures["device bytes"] = device_bytes(self) + peak
+        if self.bench.cuda and name == "train":
+            self.figures["device bytes"] = self.held + torch.cuda.max_memory_allocated() - before
+        self.held += torch.cuda.memory_allocated() - before
+        return tokens / seconds
 
 
 @torch.inference_mode()
 def decode(it: Contender, batch: int, tokens: int) -> int:
     """Sampling as `Decoder.stream` does it: the ids come from the device."""
     it.model.eval()
-    ids, table_ids = (t.to(it.device) for t in it.ids(batch, tokens))
-    cache = KVCache(it.model.config, batch, it.device, torch.float32)
+    tokens = min(tokens, it.bench.block_size)
+    ids, table_ids = (t.to(it.bench.on) for t in it.ids(batch, tokens))
+    cache = KVCache(it.model.config, batch, it.bench.on, torch.float32)
     for t in range(tokens):
         new = slice(t, t + 1)
         logits, _ = it.model(ids[:, new], table_ids=table_ids[:, new], cache=cache)
@@ -164,27 +142,36 @@ def decode(it: Contender, batch: int, tokens: int) -> int:
 
 
 @torch.inference_mode()
-def prefill(it: Contender, batch: int) -> int:
+def prefill(it: Contender) -> int:
     it.model.eval()
-    ids, table_ids = it.ids(batch, it.model.config.block_size)
-    it.model(ids.to(it.device), table_ids=table_ids, last_only=True)
+    ids, table_ids = it.ids(it.bench.batch_size, it.bench.block_size)
+    it.model(ids.to(it.bench.on), table_ids=table_ids, last_only=True)
     return ids.numel()
 
 
-def train(it: Contender, batch: int, steps: int) -> int:
+def train(it: Contender) -> int:
     it.model.train()
-    ids, table_ids = it.ids(batch, it.model.config.block_size)
-    for step in range(steps):
-        there = ids.to(it.device)
-        with torch.autocast(it.device.type, torch.bfloat16, enabled=it.device.type == "cuda"):
+    # The last update of a chunk has nothing to hide behind: more steps where steps are short.
+    steps = 5 if it.bench.cuda else 2
+    batches = [it.ids(it.bench.batch_size, it.bench.block_size) for _ in range(steps)]
+    for step, (ids, table_ids) in enumerate(batches):
+        there = ids.to(it.bench.on)
+        with torch.autocast(it.bench.on.type, torch.bfloat16, enabled=it.bench.cuda):
             loss = it.model(there, there, table_ids=table_ids)[1]
         if step + 1 < steps:
-            ids, table_ids = it.ids(batch, it.model.config.block_size)
-            it.tables.prefetch(table_ids)
+            it.tables.prefetch(batches[step + 1][1])
         loss.backward()
         it.optimizer.step(1.0)
         loss.item()  # as the training loop does
-    return ids.numel() * steps
+    return steps * ids.numel()
+
+
+TASKS = {  # which say how many tokens they went through
+    "decode 1": partial(decode, batch=1, tokens=128),
+    "decode 8": partial(decode, batch=8, tokens=64),
+    "prefill": prefill,
+    "train": train,
+}
 
 
 def drop_pages(file: TableFile) -> None:
@@ -195,24 +182,6 @@ def drop_pages(file: TableFile) -> None:
     file.map.madvise(mmap.MADV_DONTNEED)  # and only such that nobody has mapped
     with open(file.path, "rb") as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def copy_speed(device: torch.device) -> float:
-    """GB/s of a plain copy of 256 MB: from pinned memory to the GPU, or within RAM."""
-    source = torch.ones(2**26, pin_memory=device.type == "cuda")
-    target = torch.empty(2**26, device=device)
-    copy = Timer("target.copy_(source)", globals=locals(), num_threads=torch.get_num_threads())
-    return source.nbytes / min(copy.timeit(1).mean for _ in range(5)) / 1e9
-
-
-def device_bytes(it: Contender) -> int:
-    """What a model occupies on the GPU for good."""
-    tensors = [*it.model.parameters(), *it.optimizer.rows.m, *it.optimizer.rows.v]
-    tensors += [t for state in it.optimizer.adamw.state.values() for t in state.values()]
-    if isinstance(it.tables, OffloadedTables):
-        slots = [*it.tables.ring.slots, *filter(None, [it.tables.step_slot])]
-        tensors += [slot.buffer for slot in slots] + [t for near in it.tables.near for t in near]
-    return sum(t.nbytes for t in tensors if t.is_cuda)
 
 
 def max_rss() -> int | None:
@@ -252,70 +221,61 @@ def build(bench: Bench, folder: Path) -> dict[str, Contender]:
         names = [*["cpu"] * bench.cuda, f"disk, {bench.table_gib:g} GiB of rows"]
     makers = {"resident": ResidentTables} | {name: partial(stored, name) for name in names}
     bar = tqdm(makers.items(), desc="building", unit="model")
-    return {name: Contender(config, tables, bench.on) for name, tables in bar}
+    return {name: Contender(bench, config, tables) for name, tables in bar}
 
 
-def measure(bench: Bench, folder: Path) -> dict:
-    contenders = build(bench, folder)
-    functions = (
-        partial(decode, batch=1, tokens=min(128, bench.block_size)),
-        partial(decode, batch=8, tokens=min(64, bench.block_size)),
-        partial(prefill, batch=bench.batch_size),
-        # The last update of a chunk has nothing to hide behind: more steps where steps are short.
-        partial(train, batch=bench.batch_size, steps=5 if bench.cuda else 2),
-    )
-    turns = range(bench.rounds + 1)  # the first warms up
-    bar = tqdm(total=len(turns) * len(TASKS) * len(contenders), unit="chunk", desc="measuring")
-    # Homes take turns task by task, to be compared within a second or two.
-    for turn, task in itertools.product(turns, zip(TASKS, functions, strict=True)):
-        # Who follows whom changes from turn to turn: a chunk leaves caches and disk busy.
-        names, first = list(contenders), turn % len(contenders)
-        for name in names[first:] + names[:first]:
+def bench_offload(bench: Bench) -> dict:
+    """Measure all homes: figures, printed and returned."""
+    torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
+    rates: dict[tuple[str, str], list[float]] = {}  # tokens per second, by home and task
+    with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
+        contenders = build(bench, Path(folder))
+        names = list(contenders)
+        # Homes take turns task by task, to be compared within a second or two. Who follows whom
+        # changes from turn to turn: a chunk leaves caches and disk busy. The first turn warms up.
+        turns = [*itertools.product(range(bench.rounds + 1), TASKS, range(len(names)))]
+        for turn, task, place in tqdm(turns, desc="measuring", unit="chunk"):
+            name = names[(turn + place) % len(names)]
             if name == "disk, cold":
                 drop_pages(contenders[name].tables.home)
-            contenders[name].measure(*task)
-            bar.update()
-    bar.close()
+            rate = contenders[name].measure(task)
+            if turn:
+                rates.setdefault((name, task), []).append(rate)
 
+    for (name, task), speeds in rates.items():
+        ratios = [a / b for a, b in zip(speeds, rates["resident", task], strict=True)]
+        figures = {f"{task} tok/s": median(speeds), f"{task} ratio": median(ratios)}
+        contenders[name].figures |= figures
     resident = contenders["resident"]
-    for it, task in itertools.product(contenders.values(), TASKS):
-        rates, plain = it.rates[task][1:], resident.rates[task][1:]
-        ratios = [a / b for a, b in zip(rates, plain, strict=True)]
-        it.figures[f"{task} tok/s"] = statistics.median(rates)
-        it.figures[f"{task} ratio"] = statistics.median(ratios)
-    return {
+    result = {
         "device": torch.cuda.get_device_name() if bench.cuda else bench.on.type,
         "backbone": resident.model.sizes()["backbone"],
-        "tables": {
-            name: sum(w.numel() for w in it.tables.weight) for name, it in contenders.items()
-        },
+        "tables": {name: it.model.sizes()["table"] for name, it in contenders.items()},
         "n_table": len(resident.tables.weight),
-        "copy GB/s": copy_speed(bench.on),
         "threads": torch.get_num_threads(),
         "max RSS bytes": max_rss(),
         "homes": {name: it.figures for name, it in contenders.items()},
     }
+    report(result)
+    return result
 
 
-def report(result: dict) -> str:
-    """The figures as a Markdown table."""
+def report(result: dict) -> None:
+    """Print the figures as a Markdown table."""
     columns = ["tables", *TASKS, "KB/token", "device"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
     for name, row in result["homes"].items():
         cells = [f"{row[f'{task} tok/s']:,.0f} ({row[f'{task} ratio']:.1%})" for task in TASKS]
-        moved = [row.get(f"bytes per token, {task}") for task in MOVES]
-        moved = [f"{each / 1e3:.1f}" if each else "-" for each in moved] if any(moved) else ["-"]
+        moved = [row.get(f"bytes per token, {task}") for task in ("decode 1", "train")]
+        moved = ", ".join(f"{each / 1e3:.1f}" for each in moved if each is not None) or "-"
         held = f"{row['device bytes'] / 2**30:.2f} GiB" if "device bytes" in row else "-"
-        lines.append(f"| {' | '.join([name, *cells, ', '.join(moved), held])} |")
-    largest = max(result["tables"].values())
-    lines += [
-        "",
-        f"{result['backbone'] / 1e6:.1f} M parameters in the backbone, {largest / 1e6:,.1f} M in "
-        f"{result['n_table']} tables; {result['device']}, {result['threads']} threads; a plain "
-        f"copy runs at {result['copy GB/s']:.1f} GB/s; the process held at most "
-        + (gib(result["max RSS bytes"]) if result["max RSS bytes"] else "-"),
-    ]
-    return "\n".join(lines)
+        print(f"| {' | '.join([name, *cells, moved, held])} |")
+    held = f"{result['max RSS bytes'] / 2**30:.2f} GiB" if result["max RSS bytes"] else "-"
+    print(
+        f"\n{result['backbone'] / 1e6:.1f} M parameters in the backbone, "
+        f"{max(result['tables'].values()) / 1e6:,.1f} M in {result['n_table']} tables; "
+        f"{result['device']}, {result['threads']} threads; the process held at most {held}"
+    )
 
 
 def hugging_face(encoding: tiktoken.Encoding):
@@ -327,14 +287,12 @@ def hugging_face(encoding: tiktoken.Encoding):
     # That library spells bytes as printable characters (GPT-2's table).
     odd = [byte for byte in range(256) if byte == ord(" ") or not chr(byte).isprintable()]
     spell = {byte: 256 + n for n, byte in enumerate(odd)}
-    vocab = {
-        token.decode("latin-1").translate(spell): rank
-        for token, rank in encoding._mergeable_ranks.items()
-    }
+    ranks = encoding._mergeable_ranks.items()
+    vocab = {token.decode("latin-1").translate(spell): rank for token, rank in ranks}
     # tiktoken merges any two neighbours that make a token, those of the lowest rank first.
     merges = [
         (token[:i], token[i:])
-        for token in sorted(vocab, key=vocab.__getitem__)
+        for token in sorted(vocab, key=vocab.get)
         for i in range(1, len(token))
         if token[:i] in vocab and token[i:] in vocab
     ]
@@ -347,7 +305,7 @@ def hugging_face(encoding: tiktoken.Encoding):
 
 
 def bench_tokenizer(bench: Bench) -> dict:
-    """Bytes a second of both tokenizers, by threads: printed and returned."""
+    """Bytes per second of both tokenizers, by threads: printed and returned."""
     if not (bench.data_dir and bench.input):
         raise UserError("bench.py tokenizer needs --data_dir and --input")
     encoding = read_tokenizer(bench.data_dir, read_meta(bench.data_dir))
@@ -365,35 +323,17 @@ def bench_tokenizer(bench: Bench) -> dict:
     }
     size, result = sum(len(text.encode()) for text in texts), {}
     for name, functions in kinds.items():
-        seconds: tuple[list[float], list[float]] = ([], [])
-        for _ in range(bench.rounds):
-            ids = []
-            for function, spent in zip(functions, seconds, strict=True):
-                start = time.perf_counter()
-                ids.append(function())
-                spent.append(time.perf_counter() - start)
-            if ids[0] != ids[1]:
-                raise UserError("the two disagree: the merges or the split differ")
-        ours, theirs = map(statistics.median, seconds)
-        ratio = statistics.median(b / a for a, b in zip(*seconds, strict=True))
+        ids, others = (function() for function in functions)
+        if ids != others:
+            raise UserError("the two disagree: the merges or the split differ")
+        seconds = [[timeit.timeit(f, number=1) for f in functions] for _ in range(bench.rounds)]
+        ours, theirs = (size / median(each) for each in zip(*seconds, strict=True))
+        ratio = median(b / a for a, b in seconds)
         print(
-            f"{name}: {sum(map(len, ids[0])):,} equal ids; tiktoken {size / ours / 1e6:.1f} MB/s, "
-            f"tokenizers {size / theirs / 1e6:.1f} MB/s; ratio {ratio:.2f}"
+            f"{name}: {sum(map(len, ids)):,} equal ids; tiktoken {ours / 1e6:.1f} MB/s, "
+            f"tokenizers {theirs / 1e6:.1f} MB/s; ratio {ratio:.2f}"
         )
-        result[name] = dict(tiktoken=size / ours, tokenizers=size / theirs, ratio=ratio)
-    return result
-
-
-def bench_offload(bench: Bench) -> dict:
-    """What `measure` found: printed and returned."""
-    try:
-        folder = tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-")
-    except OSError as error:
-        raise UserError(f"--dir {bench.dir}: {error.strerror}") from None
-    torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
-    with folder as path:
-        result = measure(bench, Path(path))
-    print(report(result))
+        result[name] = dict(tiktoken=ours, tokenizers=theirs, ratio=ratio)
     return result
 
 

@@ -11,7 +11,9 @@ An edit changes no weight: where the prompt says Spain, tables are looked up und
 
 import itertools
 import json
+import re
 import textwrap
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,32 +44,28 @@ class MeanRows(Tables):
     def __init__(self, tables: Tables) -> None:
         super().__init__(tables.vocab_size, tables.width)
         self.tables, self.weight = tables, tables.weight
-        self.made_up: dict[tuple[int, ...], int] = {}
-        self.means: list[list[Tensor]] = []  # of each made-up token the row [W] in each table
+        # For each made-up token the tokens behind it, and their mean [W] in each table.
+        self.means: dict[tuple[int, ...], list[Tensor]] = {}
 
-    @torch.no_grad()
     def token(self, ids: list[int]) -> int:
         """The token whose row, in every table, is the mean of the rows of `ids`."""
-        if tuple(ids) not in self.made_up:
-            self.made_up[tuple(ids)] = self.vocab_size + len(self.means)
-            self.means.append([rows[0].mean(0) for rows in self.tables.lookup(torch.tensor([ids]))])
-        return self.made_up[tuple(ids)]
+        if tuple(ids) not in self.means:
+            rows = self.tables.lookup(torch.tensor([ids]))
+            self.means[tuple(ids)] = [of_table[0].mean(0) for of_table in rows]
+        return self.vocab_size + list(self.means).index(tuple(ids))
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """As `Tables.lookup`, and made-up tokens in `ids` [B, T] are known."""
-        new = ids >= self.vocab_size
-        means = [self.means[token - self.vocab_size] for token in ids[new].tolist()]
+        new, means = ids >= self.vocab_size, list(self.means.values())
+        needed = [means[token - self.vocab_size] for token in ids[new].tolist()]
         for table, rows in enumerate(self.tables.lookup(ids.masked_fill(new, 0))):
-            if means:
+            if needed:
                 where = new.to(rows.device)
-                rows = rows.index_put((where,), torch.stack([mean[table] for mean in means]))
+                rows = rows.index_put((where,), torch.stack([mean[table] for mean in needed]))
             yield rows  # [B, T, W]
 
 
 @dataclass
 class Edit:
-    """The flags of this command."""
-
     ckpt: Path = flag(Path("out/ckpt.pt"), "checkpoint of train.py")
     source: str | None = flag(None, "the name whose knowledge to replace: Spain")
     target: str | None = flag(None, "the name whose rows to read instead: Germany")
@@ -90,28 +88,19 @@ class Edit:
             raise UserError("--report edits all pairs: leave out --source, --target and --prompt")
         if not self.report and not (self.source and self.target):
             raise UserError("give --source and --target, or --report")
-        if self.source and self.source == self.target:
-            raise UserError(f"--source and --target are both {self.source!r}: nothing would change")
 
 
 def edited_ids(
     encoding: tiktoken.Encoding,
-    ids: Tensor,
+    ids: list[int],
     source: str,
     target: str,
     align: str = "last",
     tables: MeanRows | None = None,
-) -> Tensor:
+) -> list[int]:
     """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
-    space before it.
-
-    Args:
-        ids: [..., T].
-        align: one of ALIGN: `average` makes up a token that all of the source's read, the others
-            are `stem.substitute`'s.
-        tables: for `average`, the model's, which must be MeanRows.
-    """
-    edited = ids
+    space before it. `align` is one of ALIGN; for `average`, `tables` are the model's."""
+    edited = ids = torch.tensor(ids)  # [T]
     for space in (" ", ""):
         names = [encoding.encode_ordinary(space + name) for name in (source, target)]
         if align == "average" and len(names[0]) != len(names[1]):
@@ -119,86 +108,86 @@ def edited_ids(
         how = "last" if align == "average" else align  # repeats one token as often as needed
         changed = substitute(ids, *names, how, encoding.eot_token)
         edited = torch.where(changed != ids, changed, edited)
-    return edited
-
-
-# --- one edit, shown ---
+    return edited.tolist()
 
 
 def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> None:
+    """One edit: what the model writes before and after it, side by side."""
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
-    ids = torch.tensor([encode(encoding, prompt)], device=model.wte.weight.device)  # [1, T]
-    n, most = ids.shape[1], model.config.block_size - 1
-    if n > most:
-        raise UserError(f"--prompt has {n} tokens, room is {most}")
+    ids = encode(encoding, prompt)
+    room = model.config.block_size - len(ids)
+    if room < 1:
+        raise UserError(f"--prompt has {len(ids)} tokens, room is {model.config.block_size - 1}")
     table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, model.tables)
-    if edit.source not in prompt:
-        raise UserError(f"--prompt {prompt!r} does not contain --source {edit.source!r}")
-    if torch.equal(ids, table_ids):
+    if ids == table_ids:
         raise UserError(
-            f"{edit.source!r} reads the same rows as before: as tokens it is not a word of its own "
-            f"in this prompt, or a part of {edit.target!r}"
+            f"--prompt {prompt!r} does not contain --source {edit.source!r} as a word of its own, "
+            f"or as a part of {edit.target!r} it reads the same rows as before"
         )
 
+    given = torch.tensor([ids, ids], device=model.wte.weight.device)  # [2, T]
+    logits = model(given)[0]
+    options = dict(temperature=0, stop=encoding.eot_token)
+    options["table_ids"] = torch.tensor([ids, table_ids])
+    written = model.generate(given, min(edit.max_new_tokens, room), **options)[:, len(ids) :]
+    undone = torch.equal(logits, model(given)[0])
+
     sides, answers = [], []
-    with torch.inference_mode():
-        logits = model(ids)[0]
-        for rows in (ids, table_ids):
-            options = dict(temperature=0, stop=encoding.eot_token, table_ids=rows)
-            all_ids = model.generate(ids, min(edit.max_new_tokens, most + 1 - n), **options)
-            written = all_ids[0, n:].tolist()
-            # The answer is what is written up to the end of the sentence.
-            answers.append(first_sentence(encoding, written))
-            text = encoding.decode([token for token in written if token != encoding.eot_token])
-            sides.append(["-" * WIDTH, *columns(text)])
-        undone = torch.equal(logits, model(ids)[0])
-    probabilities = [
-        score(model, ids.tolist() * 2, answers, rows.tolist() * 2)[1].tolist()
-        for rows in (ids, table_ids)
-    ]
+    titles = ("before", f"after: {edit.source} reads {edit.target}'s rows")
+    for title, tokens in zip(titles, written.tolist(), strict=True):
+        said = [token for token in tokens if token != encoding.eot_token]
+        # The answer is what is written up to the end of the sentence, at least one token.
+        ends = [n for n, token in enumerate(said) if re.search(r"[.\n]", encoding.decode([token]))]
+        end = next(filter(None, ends), None)
+        answers.append(said[:end] or tokens[:1])
+        lines = encoding.decode(said).strip().splitlines()
+        column = [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]]
+        sides.append([title, "-" * WIDTH, *column])
+    rows = [ids, ids, table_ids, table_ids]
+    before, after = score(model, [ids] * 4, answers * 2, rows)[1].view(2, 2).tolist()
 
     print(f"prompt  {prompt!r}\n")
-    print(f"{'before':<{WIDTH}}   after: {edit.source} reads {edit.target}'s rows")
-    for before, after in itertools.zip_longest(*sides, fillvalue=""):
-        print(f"{before:<{WIDTH}}   {after}".rstrip())
+    for left, right in itertools.zip_longest(*sides, fillvalue=""):
+        print(f"{left:<{WIDTH}}   {right}".rstrip())
     print()
-    for answer, p, q in zip(answers, *probabilities, strict=True):
+    for answer, p, q in zip(answers, before, after, strict=True):
         said = encoding.decode(answer).strip()
         print(f"probability of {said!r:<28} before {p:6.1%}   after {q:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
 
 
-def first_sentence(encoding: tiktoken.Encoding, written: list[int]) -> list[int]:
-    """The tokens before the first with a full stop or a line break, at least one."""
-    for n, token in enumerate(written):
-        text = encoding.decode([token])
-        if n and (token == encoding.eot_token or "." in text or "\n" in text):
-            return written[:n]
-    return written
+# A country's name, its length in tokens, and as token ids a question about it with its answer.
+Asked = namedtuple("Asked", ("name", "length", "prompt", "answer"))
 
 
-def columns(text: str) -> list[str]:
-    lines = text.strip().splitlines()
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]]
+def openings(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
+    """About each country a held-out opening of a paragraph: "Country: Spain\\nIts capital is"."""
+    asked, plain = [], encoding.encode_ordinary
+    for country in countries.table():
+        question = countries.questions(relation, "paragraph", country)[0]
+        ids = (encode(encoding, question.prompt), plain(question.answer))
+        asked.append(Asked(country.name, len(plain(f" {country.name}")), *ids))
+    return asked
 
 
-# --- all pairs, measured ---
-
-
-def openings(
-    encoding: tiktoken.Encoding, relation: str, table: list[countries.Country]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Held-out paragraph openings ("Country: Spain\\nIts capital is") about each country, and what
-    goes on rightly, as token ids."""
-    asked = [countries.questions(relation, "paragraph", country)[0] for country in table]
-    prompts = [encode(encoding, question.prompt) for question in asked]
-    return prompts, [encoding.encode_ordinary(question.answer) for question in asked]
-
-
-def read_as(encoding: tiktoken.Encoding, ids: list[int], source, target, *how) -> list[int]:
-    """`edited_ids` of a prompt, as lists, for two countries."""
-    return edited_ids(encoding, torch.tensor(ids), source.name, target.name, *how).tolist()
+def successes(
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    pairs: list[tuple[Asked, Asked]],
+    align: str = "last",
+) -> list[bool]:
+    """For each pair of source and target: does the model, asked about the source, greedily answer
+    with the target's fact after the edit?"""
+    hits, parts = [], list(groups(encoding, pairs))
+    for sources, targets in tqdm(parts, desc=f"success, {align}", leave=False):
+        edited = [
+            edited_ids(encoding, source.prompt, source.name, target.name, align, model.tables)
+            for source, target in zip(sources, targets, strict=True)
+        ]
+        prompts, wanted = [one.prompt for one in sources], [one.answer for one in targets]
+        hits += score(model, prompts, wanted, edited)[0].tolist()
+    return hits
 
 
 def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
@@ -210,35 +199,26 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
         counts, and for each relation and overall:
         recall: share of the countries whose fact is the greedy answer before any edit.
         success: share of the pairs where the target's fact is the greedy answer after the edit.
-        unchanged: share of the pairs whose edit leaves the logits of the prompt about the target,
-            which does not name the source, equal to the bit.
+        unchanged: share of the pairs whose edit changes no id under which the prompt about the
+            target, which does not name the source, reads rows: its logits are equal to the bit.
     """
-    single = [c for c in countries.table() if len(encoding.encode_ordinary(" " + c.name)) == 1]
-    relations = ("capital", "language", "region")
-    facts = {relation: [country.answer(relation) for country in single] for relation in relations}
-    if any(len(set(of_all)) < 2 for of_all in facts.values()):
-        raise UserError(
-            "--report needs a model of the countries corpus: this tokenizer has too few country "
-            f"names that are one token ({', '.join(c.name for c in single) or 'none'})"
+    found = {}
+    for relation in ("capital", "language", "region"):
+        single = [one for one in openings(encoding, relation) if one.length == 1]
+        pairs = [(a, b) for a, b in itertools.permutations(single, 2) if a.answer != b.answer]
+        if not pairs:
+            raise UserError(
+                "--report needs a model of the countries corpus: this tokenizer has too few "
+                f"country names that are one token ({', '.join(c.name for c in single) or 'none'})"
+            )
+        found[relation] = dict(
+            recall=successes(model, encoding, [(one, one) for one in single]),
+            success=successes(model, encoding, pairs),
+            unchanged=[
+                edited_ids(encoding, other.prompt, source.name, other.name) == other.prompt
+                for source, other in pairs
+            ],
         )
-    found = {relation: dict(recall=[], success=[], unchanged=[]) for relation in facts}
-    bar = tqdm(total=len(facts) * len(single), unit="source", desc="editing")
-    for relation, here in found.items():
-        prompts, answers = openings(encoding, relation, single)
-        here["recall"] += score(model, prompts, answers)[0].tolist()
-        nothing = [[] for _ in single]
-        logits = score(model, prompts, nothing)[2]
-        for source, prompt, fact in zip(single, prompts, facts[relation], strict=True):
-            others = [i for i, other in enumerate(facts[relation]) if other != fact]
-            edited = [read_as(encoding, prompt, source, single[i]) for i in others]
-            wanted = [answers[i] for i in others]
-            here["success"] += score(model, [prompt] * len(others), wanted, edited)[0].tolist()
-            # The same batch as without edit; in each row the source reads that row's country.
-            edited = [read_as(encoding, prompts[i], source, row) for i, row in enumerate(single)]
-            after = score(model, prompts, nothing, edited)[2]
-            here["unchanged"] += (after == logits).flatten(1).all(1)[others].tolist()
-            bar.update()
-    bar.close()
 
     def shares(*parts: dict[str, list[bool]]) -> dict[str, float]:
         return {name: fmean(hit for part in parts for hit in part[name]) for name in parts[0]}
@@ -252,39 +232,20 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
 
 
 def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
-    """Edit countries whose names have several tokens, or read the rows of one that has.
-
-    Args:
-        model: whose tables are MeanRows.
-
-    Returns:
-        for names of equal length, longer sources and longer targets: the number of pairs, and for
-        each way of ALIGN the share of them where the target's capital is the greedy answer.
-    """
-    table = countries.table()
-    length = [len(encoding.encode_ordinary(" " + country.name)) for country in table]
-    prompts, answers = openings(encoding, "capital", table)
+    """Edit countries whose names have several tokens, or read the rows of one that has: for names
+    of equal length, longer sources and longer targets the number of pairs, and for each way of
+    ALIGN the share of them where the target's capital is the greedy answer. `model.tables` are
+    MeanRows."""
     kinds = {"equal length": [], "longer source": [], "longer target": []}
-    for i, j in itertools.permutations(range(len(table)), 2):
-        a, b = length[i], length[j]
+    for source, target in itertools.permutations(openings(encoding, "capital"), 2):
+        a, b = source.length, target.length
         kind = "equal length" if a == b else "longer source" if a > b else "longer target"
-        if table[i].answer("capital") != table[j].answer("capital") and a + b > 2:
-            kinds[kind].append((i, j))
-    bar = tqdm(total=len(ALIGN) * sum(map(len, kinds.values())), unit="edit", desc="lengths")
+        if source.answer != target.answer and a + b > 2:
+            kinds[kind].append((source, target))
     result = {kind: {"pairs": len(pairs)} for kind, pairs in kinds.items()}
-    for kind, pairs in kinds.items():
-        for align in ALIGN:
-            hits = []
-            for sources, targets in groups(encoding, pairs):
-                edited = [
-                    read_as(encoding, prompts[i], table[i], table[j], align, model.tables)
-                    for i, j in zip(sources, targets, strict=True)
-                ]
-                asked, wanted = [prompts[i] for i in sources], [answers[j] for j in targets]
-                hits += score(model, asked, wanted, edited)[0].tolist()
-                bar.update(len(edited))
-            result[kind][align] = fmean(hits) if hits else None
-    bar.close()
+    for (kind, pairs), align in itertools.product(kinds.items(), ALIGN):
+        hits = successes(model, encoding, pairs, align)
+        result[kind][align] = fmean(hits) if hits else None
     return result
 
 
@@ -293,8 +254,7 @@ def main() -> None:
     model, encoding, _ = load_model(args.ckpt, pick_device(args.device), args.offload)
     if not len(model.tables.weight):
         raise UserError(f"{args.ckpt} is a {model.config.ffn} model: it has no tables to edit")
-    if args.report or args.align == "average":
-        model.tables = MeanRows(model.tables)
+    model.tables = MeanRows(model.tables)
     if not args.report:
         show(model, encoding, args)
         return

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 
 import tiktoken
 import torch
@@ -24,8 +24,6 @@ from training.checkpoints import device_flag, encode, load_model, offload_flag
 
 @dataclass
 class Sampling:
-    """The flags of this command."""
-
     ckpt: str = flag("out/ckpt.pt", "checkpoint of train.py")
     prompt: str = flag("", 'text to continue, "\\n" is a line break; none: a new document')
     chat: bool = flag(False, "talk: a message a line, from the keyboard or a pipe")
@@ -37,17 +35,14 @@ class Sampling:
         None, "draw from the most probable tokens that sum up to p", must="above 0 and at most 1"
     )
     num_samples: int = flag(1, "how many", must="at least 1")
-    seed: int = flag(
-        1337, "of the first sample, then one more each", must="0 or more, and fit 63 bits"
-    )
+    seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
     device: str = device_flag()
     offload: str = offload_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.chat and (self.prompt or self.num_samples > 1):
-            alone = "--chat takes messages from the terminal"
-            raise UserError(f"{alone}: leave out --prompt, --num_samples")
+            raise UserError("--chat reads standard input: leave out --prompt, --num_samples")
         if self.system is not None and not self.chat:
             raise UserError("--system goes with --chat")
 
@@ -59,9 +54,8 @@ def note(text: str) -> None:
 def sample_text(
     model: Decoder, encoding: tiktoken.Encoding, prompt: str, max_new_tokens: int, **options
 ) -> Iterator[str]:
-    """Yield the prompt, then the model's text token by token, until it ends the document.
-
-    `options` are those of `Decoder.stream`."""
+    """Yield the prompt, then the model's text token by token, until it ends the document; `options`
+    are those of `Decoder.stream`."""
     device = next(model.parameters()).device
     ids = torch.tensor([encode(encoding, prompt)], device=device)  # [1, T]
     decoder = StreamDecoder(encoding)
@@ -72,23 +66,13 @@ def sample_text(
     yield decoder.flush()
 
 
-def write(
-    model: Decoder, encoding: tiktoken.Encoding, prompt: str, num_samples: int, seed: int, **options
-) -> tuple[int, float]:
-    """Continue a prompt several times; tokens and seconds as for `converse`."""
-    n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
-    if n_prompt > block_size:
-        note(f"of {n_prompt} prompt tokens the model sees the last {block_size}")
-    tokens, start = 0, time.perf_counter()
-    for number in range(num_samples):
-        if number:
-            print("\n" + "-" * 40)
-        for piece in sample_text(model, encoding, prompt, seed=seed + number, **options):
-            print(piece, end="", flush=True)
-            tokens += 1
-        print()
-        tokens -= 2  # the prompt and the flush
-    return tokens, time.perf_counter() - start
+def say(pieces: Iterator[str], seconds: list[float]) -> None:
+    """Print a text as it comes; `seconds` gets how long each piece of it took."""
+    start = time.perf_counter()
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        seconds.append(time.perf_counter() - start)
+        start += seconds[-1]
 
 
 class Chat:
@@ -98,9 +82,7 @@ class Chat:
     When a turn does not fit into the model's context, the oldest turns are forgotten, the `system`
     message at the beginning is not. ValueError: it is too long, or the tokenizer has no markers."""
 
-    def __init__(
-        self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None
-    ) -> None:
+    def __init__(self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None):
         self.model, self.encoding = model, encoding
         self.end = template.special(encoding, template.END)
         first = [] if system is None else [{"role": "system", "content": system}]
@@ -113,10 +95,6 @@ class Chat:
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
         weight = model.wte.weight
         self.cache = KVCache(model.config, 1, weight.device, weight.dtype)
-
-    def forget(self) -> None:
-        """Begin a new conversation."""
-        self.turns, self.cache.length = [], 0
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
         """Yield the answer to the user's next message piece by piece; `options` are those of
@@ -138,47 +116,39 @@ class Chat:
         decoder, said = StreamDecoder(self.encoding), []
         try:
             for token in self.model.stream(ids, new, stop=self.end, cache=self.cache, **options):
-                if token.item() == self.encoding.eot_token:
+                if token.item() in (self.end, self.encoding.eot_token):
                     break  # a document's end is a message's, too
                 said.append(token.item())
-                if said[-1] != self.end:
-                    text = decoder.feed(said[-1])
-                    yield text.removeprefix(" ") if len(said) == 1 else text
+                text = decoder.feed(said[-1])
+                yield text.removeprefix(" ") if len(said) == 1 else text
             yield decoder.flush()
         finally:  # an answer that is interrupted or cut off is a turn, too
-            if not said or said[-1] != self.end:
-                said.append(self.end)
-            self.turns.append([*question, *said, *self.encoding.encode_ordinary("\n")])
+            newline = self.encoding.encode_ordinary("\n")
+            self.turns.append([*question, *said, self.end, *newline])
 
 
-def converse(chat: Chat, max_new_tokens: int, seed: int, **options) -> tuple[int, float]:
-    """Hold a conversation in the terminal; the tokens the model wrote, and the seconds it took."""
+def converse(chat: Chat, seconds: list[float], seed: int, **options) -> None:
+    """Hold a conversation in the terminal; `seconds` as for `say`."""
     asks = sys.stdin.isatty()
     if asks:
         print("/new forgets the conversation; Ctrl-C ends an answer, Ctrl-D the program")
     sys.stdin.reconfigure(errors="replace")
-    tokens, seconds, turn = 0, 0.0, 0
-    while True:
+    for turn in count():
         try:
             text = input("> " if asks else "").strip()
         except EOFError:
-            return tokens, seconds
+            return
         if text == "/new":
-            chat.forget()
+            chat.turns, chat.cache.length = [], 0
         if text in ("", "/new"):
             continue
-        start = time.perf_counter()
         try:
-            for piece in chat.reply(text, max_new_tokens, seed=seed + turn, **options):
-                print(piece, end="", flush=True)
-                tokens += 1
+            say(chat.reply(text, seed=seed + turn, **options), seconds)
         except ValueError as error:
             print(f"({error})", end="", file=sys.stderr)
         except KeyboardInterrupt:
             if not asks:
                 raise
-        seconds += time.perf_counter() - start
-        turn += 1
         print()
 
 
@@ -186,8 +156,9 @@ def main() -> None:
     args = parse(Sampling, __doc__)
     device = pick_device(args.device)
     model, encoding, checkpoint = load_model(args.ckpt, device, args.offload)
-    options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    options |= dict(max_new_tokens=args.max_new_tokens, seed=args.seed)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p")
+    options = {name: getattr(args, name) for name in names}
+    seconds: list[float] = []
     if args.chat:
         if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
             note(f"{args.ckpt} has not learned to talk (train.py --stage sft)")
@@ -195,12 +166,21 @@ def main() -> None:
             chat = Chat(model, encoding, args.system)
         except ValueError as error:
             raise UserError(f"--chat with {args.ckpt}: {error}") from None
-        tokens, seconds = converse(chat, **options)
+        converse(chat, seconds, args.seed, **options)
     else:
         prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
-        tokens, seconds = write(model, encoding, prompt, args.num_samples, **options)
+        n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
+        if n_prompt > block_size:
+            note(f"of {n_prompt} prompt tokens the model sees the last {block_size}")
+        for number in range(args.num_samples):
+            if number:
+                print("\n" + "-" * 40)
+            say(sample_text(model, encoding, prompt, seed=args.seed + number, **options), seconds)
+            print()
+    # A sample has two pieces that are no tokens: the prompt and the flush.
+    tokens = len(seconds) - (0 if args.chat else 2 * args.num_samples)
     if tokens:
-        speed = f"{tokens / seconds:,.0f} tok/s on {device.type}"
+        speed = f"{tokens / sum(seconds):,.0f} tok/s on {device.type}"
         print(f"\n{tokens} tokens, {speed}", file=sys.stderr)
 
 

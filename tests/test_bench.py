@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from conftest import command
 
 import bench
 from common import run
@@ -52,10 +53,14 @@ def test_ids_follow_zipf():
     assert torch.equal(ids, bench.zipf((100_000,), 6400, 0))
 
 
-@pytest.mark.parametrize("flags", ["--rounds 0", "--table_gib -1", "--n_head 5", "--dir gone"])
+@pytest.mark.parametrize("flags", ["--rounds 0", "--table_gib -1", "--n_head 5"])
 def test_bad_flags_are_one_clear_line(monkeypatch, tmp_path, flags):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["bench.py", *TINY, *flags.split()])
     with pytest.raises(SystemExit) as stopped:
         run(bench.main)
     assert str(stopped.value).startswith("error: --") and flags.split()[0][2:] in str(stopped.value)
+
+
+def test_a_folder_that_is_not_there_is_one_clear_line(tmp_path):
+    assert "gone" in command("bench.py", *TINY, "--dir", "gone", cwd=tmp_path, fails=True).stderr

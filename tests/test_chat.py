@@ -145,7 +145,7 @@ def test_forgetting_begins_anew(model, encoding):
     talk = Chat(model, encoding)
     first = list(talk.reply("Hello", 8, temperature=0))
     list(talk.reply("Bye", 8, temperature=0))
-    talk.forget()
+    talk.turns, talk.cache.length = [], 0  # as /new does
     assert list(talk.reply("Hello", 8, temperature=0)) == first
 
 

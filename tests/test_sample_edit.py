@@ -144,10 +144,10 @@ def test_groups_hold_every_question_once_and_in_order(n_vocab, most):
 def test_edited_ids_find_the_name_with_and_without_a_space():
     texts = ["Spain is here. In Spain, and in Spanish.", "Germany is there. In Germany."] * 20
     encoding = tokenizer.train(texts, 400)
-    ids = torch.tensor(encoding.encode_ordinary("Spain is here. In Spain, and in Spanish."))
+    ids = encoding.encode_ordinary("Spain is here. In Spain, and in Spanish.")
     table_ids = edit.edited_ids(encoding, ids, "Spain", "Germany")
     expected = encoding.encode_ordinary("Germany is here. In Germany, and in Spanish.")
-    assert table_ids.tolist() == expected
+    assert table_ids == expected
 
 
 @pytest.mark.parametrize("home", ["resident", "stored"])
@@ -185,12 +185,12 @@ def test_edited_ids_make_up_a_token_for_names_of_different_length():
     texts = ["Chad is here. In Chad we meet.", "New Zealand is there. In New Zealand."] * 20
     encoding = tokenizer.train(texts, 400)
     tables = edit.MeanRows(ResidentTables(1, encoding.n_vocab, 4))
-    ids = torch.tensor(encoding.encode_ordinary("Chad and Chad"))
+    ids = encoding.encode_ordinary("Chad and Chad")
     first, *_, last = edit.edited_ids(encoding, ids, "Chad", "New Zealand", "average", tables)
-    parts = {token: list(part) for part, token in tables.made_up.items()}
-    assert parts[first.item()] == encoding.encode_ordinary("New Zealand")
-    assert parts[last.item()] == encoding.encode_ordinary(" New Zealand")
-    assert torch.equal(edit.edited_ids(encoding, ids, "Peru", "Mali", "average", tables), ids)
+    parts = dict(enumerate(map(list, tables.means), encoding.n_vocab))
+    assert parts[first] == encoding.encode_ordinary("New Zealand")
+    assert parts[last] == encoding.encode_ordinary(" New Zealand")
+    assert edit.edited_ids(encoding, ids, "Peru", "Mali", "average", tables) == ids
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_report_of_lengths_tells_longer_sources_from_longer_targets(untrained, m
 def test_report_notices_an_edit_that_touches_other_prompts(untrained, monkeypatch):
     six, model, encoding = untrained
     monkeypatch.setattr(countries, "table", lambda: six)
-    monkeypatch.setattr(edit, "edited_ids", lambda encoding, ids, *names: ids.flip(-1))
+    monkeypatch.setattr(edit, "edited_ids", lambda encoding, ids, *names: ids[::-1])
     assert edit.report(model, encoding)["unchanged"] == 0.0
 
 
@@ -277,7 +277,7 @@ def test_report_counts_what_a_perfect_editor_would_do(untrained, monkeypatch):
             asked[key[1]] = relation
 
     class Oracle:
-        config = ModelConfig()
+        config, tables = ModelConfig(), None
 
         def parameters(self):
             return iter([torch.zeros(1)])
