@@ -51,15 +51,8 @@ class ModelConfig:
             self.d_ff = -(-8 * self.n_embd // 3 // 64) * 64
         if self.tie_head is None:
             self.tie_head = self.embedding_only
-        for name in (
-            "vocab_size",
-            "block_size",
-            "n_layer",
-            "n_head",
-            "n_embd",
-            "n_kv_head",
-            "d_ff",
-        ):
+        counts = "vocab_size block_size n_layer n_head n_embd n_kv_head d_ff"
+        for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.n_embd % (2 * self.n_head):
