@@ -93,8 +93,7 @@ class Chat:
                 f"context of {model.config.block_size}"
             )
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
-        weight = model.wte.weight
-        self.cache = KVCache(model.config, 1, weight.device, weight.dtype)
+        self.cache = KVCache(model.config, 1, model.device, torch.float32)
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
         """Yield the answer to the user's next message piece by piece; `options` are those of
@@ -111,7 +110,7 @@ class Chat:
             self.turns.pop(0)
             self.cache.length = 0  # what follows has moved, it must be read anew
         ids = [[*self.head, *chain(*self.turns), *question]]
-        ids = torch.tensor(ids, device=self.model.wte.weight.device)  # [1, T]
+        ids = torch.tensor(ids, device=self.model.device)  # [1, T]
         new = min(max_new_tokens, block_size - ids.shape[1])
         decoder, said = StreamDecoder(self.encoding), []
         try:

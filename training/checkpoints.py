@@ -76,15 +76,18 @@ def load_checkpoint(path: str | Path) -> dict:
         raise UserError(f"{path} is damaged or not a checkpoint: train it again") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of this program (format {FORMAT})")
+    rows = checkpoint.get("optimizer", {}).get("rows")
+    if rows and "steps" in rows:  # an older one, which trained no embedding by rows
+        checkpoint["optimizer"]["rows"] = {"tables": rows}
+    rows = rows and rows.get("tables", rows)
     if checkpoint.get("tables"):
         file = TableFile(Path(path).parent / TABLES.format(checkpoint["tables"]))
         if file.id != checkpoint["tables"]:
             raise UserError(f"{file.path} is not the table file of {path}, but that of {file.id}")
         checkpoint["table_file"] = file
         checkpoint["model"] |= {f"tables.weight.{i}": rows for i, rows in enumerate(file.weight)}
-        if checkpoint.get("optimizer"):
-            states = zip(("m", "v", "count", "last"), file.moments(), strict=True)
-            checkpoint["optimizer"]["rows"] |= dict(states)
+        if rows:
+            rows |= dict(zip(("m", "v", "count", "last"), file.moments(), strict=True))
     return checkpoint
 
 
@@ -112,7 +115,8 @@ def load_model(
             model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
         model.load_state_dict(checkpoint["model"], assign=mapped)
         encoding = tokenizer.loads(checkpoint["tokenizer"])
-    return model.to(device).eval(), encoding, checkpoint
+    model = model.to(device).eval()
+    return model.by_columns() if device.type == "cpu" else model, encoding, checkpoint
 
 
 def place(
