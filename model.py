@@ -49,23 +49,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, in buffers allocated once.
+    """Keys and values of the tokens seen so far, in buffers allocated once, with `room` for so
+    many tokens (block_size, if None).
 
     `padding` [B]: how many tokens at the left of each sequence are none, nobody attends to them.
     That is all there is to prompts of different length in one batch: rotary positions being
     relative, they need not begin at 0."""
 
     def __init__(
-        self, config: ModelConfig, batch: int, device, dtype: torch.dtype, padding=None
+        self,
+        config: ModelConfig,
+        batch: int,
+        device,
+        dtype: torch.dtype,
+        *,
+        room: int | None = None,
+        padding: Tensor | None = None,
     ) -> None:
-        shape = (batch, config.n_kv_head, config.block_size, config.head_dim)
+        self.room = min(room or config.block_size, config.block_size)
+        shape = (batch, config.n_kv_head, self.room, config.head_dim)
         # Of each layer. Zeros: where memory holds NaN, a weight of zero would not hide it.
         self.k, self.v = (
             [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
             for _ in range(2)
         )
-        self.cos, self.sin = rotary(config.block_size, config, device)
-        self.slots = torch.arange(config.block_size, device=device)
+        self.cos, self.sin = rotary(self.room, config, device)
+        self.slots = torch.arange(self.room, device=device)
         self.padding = None if padding is None else padding.to(device)
         self.length = 0  # tokens in the cache
 
@@ -173,7 +182,7 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k, v)  # [B, n_kv_head, S, head_dim]
         groups = q.shape[1] // k.shape[1]
         # Kernels of MPS do not know grouped queries; nor do CUDA's fast ones that take a mask.
-        if groups > 1 and (mask is not None or q.device.type == "mps"):
+        if groups > 1 and q.device.type in (("mps",) if mask is None else ("mps", "cuda")):
             k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         causal = mask is None and q.shape[2] > 1
         y = F.scaled_dot_product_attention(
@@ -278,8 +287,9 @@ class Decoder(nn.Module):
         if documents is not None and cache is not None:
             raise ValueError("documents are parts of one sequence: not for use with a cache")
         n = ids.shape[1]
-        if (end := n + (cache.length if cache else 0)) > self.config.block_size:
-            raise ValueError(f"{end} tokens do not fit into block_size={self.config.block_size}")
+        end, room = (n + cache.length, cache.room) if cache else (n, self.config.block_size)
+        if end > room:
+            raise ValueError(f"{end} tokens do not fit into block_size={room}")
         rows = self.tables.lookup(ids if table_ids is None else table_ids)
         x = self.wte(send(ids, self.device)) if self.head is None else next(self.wte.lookup(ids))
         layers = self.layers
@@ -377,13 +387,16 @@ class Decoder(nn.Module):
         table_ids = ids if table_ids is None else table_ids.to(ids.device)
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for _ in range(max_new_tokens):
-            if cache is None or cache.length == block_size:
+            if cache is None or cache.length == cache.room:
                 keep = block_size if cache is None else max(1, block_size // 2)
                 if padding is not None:
                     padding = (padding - max(0, ids.shape[1] - keep)).clamp(min=0)
                 ids, table_ids = ids[:, -keep:], table_ids[:, -keep:]
+                # Of few sizes, each of which would be compiled anew.
+                room = -(-(ids.shape[1] + max_new_tokens) // 128) * 128
                 dtype = next(self.parameters()).dtype
-                cache = KVCache(self.config, len(ids), ids.device, dtype, padding)
+                more = dict(room=room, padding=padding)
+                cache = KVCache(self.config, len(ids), ids.device, dtype, **more)
             new = slice(cache.length, None)  # what the cache has not seen: the prompt, then a token
             logits, _ = self(ids[:, new], table_ids=table_ids[:, new], cache=cache, last_only=True)
             token = sample(logits[:, -1], temperature, top_k, top_p, generator)  # [B]

@@ -35,6 +35,7 @@ class Sampling:
         None, "draw from the most probable tokens that sum up to p", must="above 0 and at most 1"
     )
     num_samples: int = flag(1, "how many", must="at least 1")
+    compile: bool = flag(False, "torch.compile a step of decoding: slow start, faster tokens")
     seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
     device: str = device_flag()
     offload: str = offload_flag()
@@ -155,6 +156,8 @@ def main() -> None:
     args = parse(Sampling, __doc__)
     device = pick_device(args.device)
     model, encoding, checkpoint = load_model(args.ckpt, device, args.offload)
+    if args.compile:
+        model.compile_steps()
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     options = {name: getattr(args, name) for name in names}
     seconds: list[float] = []
