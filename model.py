@@ -70,7 +70,7 @@ class LinearQKV(nn.Module):
         self.heads = (config.n_head, config.n_kv_head, config.n_kv_head)
         self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=False)
 
-    def forward(self, x: Tensor, rows: None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, n_embd] -> q [B, T, n_head, head_dim], k and v [B, T, n_kv_head, head_dim]."""
         heads = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, heads, head_dim]
         return heads.split(self.heads, dim=-2)
@@ -87,13 +87,14 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(config.n_embd, config.d_ff, bias=False)
         self.down = nn.Linear(config.d_ff, config.n_embd, bias=False)
 
-    def forward(self, x: Tensor, rows: None) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))  # [B, T, d_ff] -> [B, T, n_embd]
 
 
 # What a layer is made of: where queries, keys and values come from, and the FFN. A class is built
 # as Class(config), says how much of the token's row it reads (`row_width`, 0: none), and is called
-# as (x, rows) with rows [B, T, row_width], or None in a block without a table.
+# as (x, rows) with rows [B, T, row_width]. In a block without a table `rows` are instead the ids
+# [B, T] under which it would have been read.
 LAYERS = {
     "dense": (LinearQKV, SwiGLU),
     "stem": (LinearQKV, StemFFN),
@@ -114,7 +115,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rows: Tensor | None,
+        rows: Tensor,
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | None,
@@ -153,10 +154,10 @@ class Block(nn.Module):
         self.row_split = (self.attn.qkv.row_width, self.ffn.row_width)
         self.row_width = sum(self.row_split)
 
-    def forward(self, x: Tensor, rows: Tensor | None, *context) -> Tensor:
-        """x [B, T, n_embd], rows [B, T, row_width] or None -> [B, T, n_embd]; `context` is what
-        `Attention` is given besides: cos, sin, mask, cache."""
-        attn_rows, ffn_rows = (None, None) if rows is None else rows.split(self.row_split, dim=-1)
+    def forward(self, x: Tensor, rows: Tensor, *context) -> Tensor:
+        """x [B, T, n_embd], rows as LAYERS says -> [B, T, n_embd]; `context` is what `Attention` is
+        given besides: cos, sin, mask, cache."""
+        attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (rows, rows)
         x = x + self.attn(self.attn_norm(x), attn_rows, *context)
         return x + self.ffn(self.ffn_norm(x), ffn_rows)
 
@@ -236,7 +237,8 @@ class Decoder(nn.Module):
         end = start + ids.shape[1]
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit into block_size={self.config.block_size}")
-        rows = iter(self.tables.lookup(ids if table_ids is None else table_ids))
+        table_ids = ids if table_ids is None else table_ids
+        rows = iter(self.tables.lookup(table_ids))
         positions = torch.arange(start, end, device=ids.device)
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_base)
         mask = None  # causal
@@ -248,7 +250,7 @@ class Decoder(nn.Module):
             mask = self.additive(seen.tril_(start))
         x = self.wte(ids)  # [B, T, n_embd]
         for block in self.blocks:
-            x = block(x, next(rows) if block.row_width else None, cos, sin, mask, cache)
+            x = block(x, next(rows) if block.row_width else table_ids, cos, sin, mask, cache)
         if cache is not None:
             cache.length = end
         x = self.norm(x[:, -1:] if last_only else x)
