@@ -30,6 +30,16 @@ class Objective:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             return self.model(send(ids, self.device), table_ids=ids, **more)
 
+    def complete(self, loss: Tensor, figures: dict[str, Tensor]) -> tuple[Tensor, dict]:
+        """A loss and its figures with what layers add in training, as moe's router to spread its
+        load (baselines.py)."""
+        layers = [block.ffn for block in self.model.blocks if self.model.training]
+        added = [layer.auxiliary_loss for layer in layers if hasattr(layer, "auxiliary_loss")]
+        if not added:
+            return loss, figures
+        balance = torch.stack(added).sum()
+        return loss + balance, {**figures, "balance": balance.detach()}
+
 
 @dataclass
 class NextToken(Objective):
@@ -46,7 +56,8 @@ class NextToken(Objective):
         documents = None
         if self.document is not None:
             documents = send((ids == self.document).cumsum(1), self.device)
-        return self.run(ids, targets=send(targets, self.device), documents=documents)[1], {}
+        loss = self.run(ids, targets=send(targets, self.device), documents=documents)[1]
+        return self.complete(loss, {})
 
 
 @dataclass
@@ -79,7 +90,8 @@ class Preference(Objective):
         gain = self.log_probability(ids, targets) - send(reference, self.device)  # [B, 2]
         margin = self.beta * (gain[:, 0] - gain[:, 1])
         figures = {"margin": margin.mean(), "accuracy": (margin > 0).float().mean()}
-        return -F.logsigmoid(margin).mean(), {k: v.detach() for k, v in figures.items()}
+        figures = {k: v.detach() for k, v in figures.items()}
+        return self.complete(-F.logsigmoid(margin).mean(), figures)
 
     @torch.no_grad()
     def refer(self, pairs: Pairs, n_row: int, size: int) -> None:
