@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baselines import DeepEmbedFFN, HashMoEFFN, MoEFFN, PerLayerEmbeddingFFN, ProductKeyMemory
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
 from stem import StemFFN
@@ -99,6 +100,11 @@ LAYERS = {
     "dense": (LinearQKV, SwiGLU),
     "stem": (LinearQKV, StemFFN),
     "embformer": (RowQKV, EmbformerFFN),
+    "moe": (LinearQKV, MoEFFN),
+    "hash_moe": (LinearQKV, HashMoEFFN),
+    "pkm": (LinearQKV, ProductKeyMemory),
+    "deepembed": (LinearQKV, DeepEmbedFFN),
+    "ple": (LinearQKV, PerLayerEmbeddingFFN),
 }
 
 
@@ -340,7 +346,8 @@ class Decoder(nn.Module):
         Returns:
             total, table, backbone: parameters in all, in tables, elsewhere (the tied head once).
             active: parameters that one token touches: the backbone with one row of its embedding
-                (all of it where it is the head too), and one row of each table.
+                (all of it where it is the head too), without what is `idle` in a layer, as experts
+                not chosen (baselines.py), and one row of each table.
             flops_per_token: of a forward pass, 2 per multiplied weight, plus attention over
                 block_size / 2 tokens, the mean under a causal mask.
         """
@@ -349,14 +356,15 @@ class Decoder(nn.Module):
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
         backbone = sum(p.numel() for p in dense)
         wte = 0 if config.tie_head else self.wte.weight.numel()  # where it is only looked up
-        multiplied = sum(p.numel() for p in dense if p.dim() == 2) - wte
+        idle = sum(getattr(block.ffn, "idle", 0) for block in self.blocks)
+        multiplied = sum(p.numel() for p in dense if p.dim() == 2) - wte - idle
         rows = len(self.tables.weight) * self.tables.width
         attention = 4 * config.n_layer * config.n_embd * config.block_size // 2
         return {
             "total": backbone + table,
             "table": table,
             "backbone": backbone,
-            "active": backbone + rows - (wte - config.n_embd if wte else 0),
+            "active": backbone - idle + rows - (wte - config.n_embd if wte else 0),
             "flops_per_token": 2 * multiplied + attention,
         }
 

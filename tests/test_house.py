@@ -11,7 +11,7 @@ FLOORS = [
     COMMANDS,
     ("training",),
     ("model",),
-    ("stem", "embformer", "offload", "config"),
+    ("stem", "embformer", "baselines", "offload", "config"),
     ("tables", "text"),
     ("common",),
 ]

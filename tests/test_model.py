@@ -215,7 +215,9 @@ def test_a_token_changes_no_logits_before_it(ffn):
         changed = ids.clone()
         changed[:, t] = (ids[:, t] + 1) % TINY["vocab_size"]
         after, _ = model(changed)
-        assert torch.equal(after[:, :t], before[:, :t])
+        # How many tokens an expert has may decide how PyTorch multiplies them.
+        close = dict(rtol=0, atol=1e-6 if "moe" in ffn else 0)
+        torch.testing.assert_close(after[:, :t], before[:, :t], **close)
         assert not torch.isclose(after[:, t:], before[:, t:]).all(-1).any()  # each one from t on
 
 
