@@ -15,8 +15,9 @@ from itertools import chain, count
 import tiktoken
 import torch
 
+from attention import KVCache
 from common import UserError, check_ranges, flag, parse, pick_device, run
-from model import Decoder, KVCache
+from model import Decoder
 from text import template
 from text.tokenizer import StreamDecoder
 from training.checkpoints import device_flag, encode, load_model, offload_flag

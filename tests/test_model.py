@@ -8,17 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attention import Attention, KVCache, LinearQKV, rotary, rotate
 from model import (
     LAYERS,
-    Attention,
     Decoder,
-    KVCache,
-    LinearQKV,
     ModelConfig,
     SwiGLU,
     left_padded,
-    rotary,
-    rotate,
     sample,
 )
 from tables.rowadam import RowAdam
@@ -217,7 +213,9 @@ def test_a_token_changes_no_logits_before_it(ffn):
         changed = ids.clone()
         changed[:, t] = (ids[:, t] + 1) % TINY["vocab_size"]
         after, _ = model(changed)
-        assert torch.equal(after[:, :t], before[:, :t])
+        # How many tokens an expert has may decide how PyTorch multiplies them.
+        close = dict(rtol=0, atol=1e-6 if "moe" in ffn else 0)
+        torch.testing.assert_close(after[:, :t], before[:, :t], **close)
         assert not torch.isclose(after[:, t:], before[:, t:]).all(-1).any()  # each one from t on
 
 
@@ -256,7 +254,8 @@ def test_last_only_gives_the_logits_of_the_last_position():
 def test_loss_is_the_mean_over_targets_that_are_not_minus_one():
     model, ids, targets = decoder(ffn="dense"), tokens(2, 6), tokens(2, 6, seed=2)
     targets[0, :4] = targets[1, 2] = -1
-    logits, loss = model(ids)[0].detach(), model(ids, targets)[1]
+    logits, loss = model(ids, targets)
+    logits = logits.detach()
     probability = logits.double().exp() / logits.double().exp().sum(-1, keepdim=True)
     nats = [
         -math.log(probability[b, t, targets[b, t]])
@@ -621,9 +620,9 @@ def test_a_step_of_one_shape_equals_a_step_as_long_as_needed(ffn, padded):
     plain = model.generate(ids, 20, temperature=0, padding=padding)
     shapes = []
 
-    def layers(x, rows, cos, sin, mask, cache):
+    def layers(x, rows, ids, cos, sin, mask, cache):
         shapes.append((x.shape, mask.shape, cache.end))
-        return Decoder.layers(model, x, rows, cos, sin, mask, cache)
+        return Decoder.layers(model, x, rows, ids, cos, sin, mask, cache)
 
     model.compiled = layers  # what `compile_steps` compiles
     assert torch.equal(model.generate(ids, 20, temperature=0, padding=padding), plain)

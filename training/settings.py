@@ -208,11 +208,14 @@ def refuse_without_effect(values: dict, given: dict) -> None:
         "beta": stage != "dpo",
         "doc_mask": STAGES[stage].rows != "text",
         "stem_layers": ffn != "stem",
-        "embformer_act": ffn in ("dense", "stem"),  # an FFN of one's own may use it
         "d_ff": ffn == "embformer",
     }
+    users = dict(embformer_act="embformer", balance="moe", n_key="pkm", ple_width="ple")
+    users |= dict(n_expert="moe hash_moe", top_k="moe hash_moe pkm")
+    ours = ffn in ["dense", "stem", "embformer", "moe", "hash_moe", "pkm", "deepembed", "ple"]
+    useless |= {name: ours and ffn not in kinds.split() for name, kinds in users.items()}
     of_tables = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype", "offload")
-    useless |= dict.fromkeys(of_tables, ffn == "dense")
+    useless |= dict.fromkeys(of_tables, ffn in ("dense", "moe", "hash_moe", "pkm"))
     for name in given:
         if useless.get(name):
             where = f"in --stage {stage}" if name in ("beta", "doc_mask") else f"with --ffn {ffn}"
