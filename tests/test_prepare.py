@@ -101,6 +101,19 @@ def test_a_public_data_set_by_name(tmp_path, monkeypatch):
     assert meta["train"]["bytes"] + meta["val"]["bytes"] == len(scenes)
 
 
+def test_the_novel_in_the_repository_needs_no_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "fetch", None)
+    run_main(monkeypatch, "--dataset", "moby-dick", "--out_dir", tmp_path, "--vocab_size", 300)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert meta["train"]["documents"] + meta["val"]["documents"] == 347
+    ids = np.fromfile(tmp_path / "train.bin", dtype="uint16").tolist()
+    encoding = tokenizer.loads((tmp_path / "tokenizer.json").read_text())
+    assert "Call me Ishmael. Some years ago" in encoding.decode(ids)
+    for useless in ("--seed", "--base_url"):
+        with pytest.raises(UserError, match=f"{useless} 1 changes nothing here"):
+            run_main(monkeypatch, "--dataset", "moby-dick", useless, "1")
+
+
 def test_a_data_set_of_conversations_needs_a_tokenizer_before_it_is_fetched(tmp_path, data):
     nowhere = ("--base_url", "http://127.0.0.1:9", "--out_dir", tmp_path / "out")
     for name in ("minimind-sft", "minimind-dpo"):

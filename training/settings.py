@@ -27,7 +27,7 @@ PRESETS = {
         dpo=dict(learning_rate=3e-5, batch_size=16),
     ),
     "prose": dict(
-        n_layer=6, n_head=6, n_embd=192, block_size=256, batch_size=16, max_iters=250,
+        n_layer=6, n_head=6, n_embd=192, block_size=256, batch_size=8, max_iters=250,
         learning_rate=3e-3, eval_interval=50,
     ),
     "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
