@@ -6,6 +6,7 @@
     python train.py --preset minimind-26m --data_dir data/big --device_batch_size 8
     python train.py --resume                                # go on where out/ckpt.pt stopped
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
+    python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
 Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.jsonl, loss.png;
 with --offload disk also the tables-ID.bin that ckpt.pt names.
@@ -27,8 +28,8 @@ from model import Decoder
 from sample import sample_text
 from text import tokenizer
 from text.template import END, special
-from training.batches import Data, check_tokenizer
-from training.checkpoints import LIVE, load_checkpoint, place, save_checkpoint, whole
+from training.batches import Data, check_tokenizer, read_meta
+from training.checkpoints import LIVE, load_checkpoint, load_model, place, save_checkpoint, whole
 from training.exam import chat_exam, recall
 from training.objectives import NextToken, Objective, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
@@ -38,6 +39,8 @@ from training.settings import DEFAULT_DATA, STAGES, Settings, complete, parse_ar
 
 def train(settings: Settings) -> None:
     """A whole training run: what `python train.py` does, once its flags have become settings."""
+    if settings.eval_only:
+        return evaluate(settings)
     out_dir, resume = settings.out_dir, settings.resume
     origin = out_dir / "ckpt.pt" if resume else settings.init_from
     checkpoint = load_checkpoint(origin) if origin else None
@@ -71,10 +74,8 @@ def build(
     """Optimizer, objective with its model, and step: new ones, or those of the `checkpoint` at
     `origin` to resume, of which a new run takes the model alone."""
     out_dir, resume = settings.out_dir, settings.resume
-    device, dtype = pick_device(settings.device), settings.dtype
-    if dtype == "auto":
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        dtype = "bfloat16" if has_bf16 else "float32"
+    device = pick_device(settings.device)
+    dtype = precision(settings.dtype, device)
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     tables = place(settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume)
@@ -98,6 +99,35 @@ def build(
                     pairs.reference[:] = known.numpy()
                 step = checkpoint["step"]
     return optimizer, objective, step
+
+
+def precision(dtype: str, device: torch.device) -> str:
+    """What --dtype auto means on a device."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return dtype if dtype != "auto" else "bfloat16" if has_bf16 else "float32"
+
+
+def evaluate(settings: Settings) -> None:
+    """Print what a checkpoint loses on the validation text, or the answers, of prepared folders,
+    and ask what their corpora have questions for. Writes nothing."""
+    path, device = settings.init_from, pick_device(settings.device)
+    model, encoding, _ = load_model(path, device, settings.offload)
+    document = encoding.eot_token if settings.doc_mask else None
+    objective = NextToken(model, device, precision(settings.dtype, device), document)
+    lines = [f"| {path} on | loss per token | per byte | tokens | recall |", "|---" * 5 + "|"]
+    for folder in [part.partition("=")[0] for part in settings.data_dir.split(",")]:  # no weights
+        meta = read_meta(Path(folder))
+        check_tokenizer(meta["tokenizer"], folder, tokenizer.fingerprint(encoding), path)
+        kind = "text" if meta["kind"] == "text" else "chat"
+        data = Data(folder, kind, model.config.block_size, settings.seed, total=1)
+        val = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
+        (source,) = data.val.values()
+        seen = objective.count(*source.rows(range(validation_rows(source, settings.eval_tokens))))
+        shares = ask(model, data, talks=kind == "chat")
+        recalled = f"{shares['recall']:.1%}" if shares else ""
+        losses = f"{val['val_loss']:.4f} | {val['val_loss_per_byte']:.4f}"
+        lines.append(f"| {folder} | {losses} | {seen:,} | {recalled} |")
+    print("\n".join(lines))
 
 
 def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
@@ -237,24 +267,30 @@ def named(figures: dict[str, float]) -> str:
     )
 
 
+def ask(model: Decoder, data: Data, talks: bool) -> dict[str, float]:
+    """Ask for capitals, in a chat if the model `talks`, say what is right, and return the shares by
+    name, `recall` first: none where the corpus is another, or questions do not fit the model."""
+    corpus, shares = data.metas[0]["corpus"], {}
+    model.eval()
+    try:
+        if corpus == "countries":
+            shares = dict(recall=recall(model, data.encoding, "capital"))
+            print(f"capitals recalled on phrasings it never saw: {shares['recall']:.1%}")
+        elif talks and corpus.startswith("countries"):
+            shares = chat_exam(model, data.encoding, "capital")
+            print("capitals named in a chat, asked in new words: " + named(shares))
+    except UserError as error:  # --block_size is less than a question needs
+        print(f"capitals were not asked for: {error}")
+    return shares
+
+
 def finish(model: Decoder, data: Data, settings: Settings, log: Log) -> None:
     """Report what was learned, draw the curve, and say what to try next."""
     encoding, corpus, out_dir = data.encoding, data.metas[0]["corpus"], settings.out_dir
     talks = STAGES[settings.stage].rows != "text"
-    model.eval()
     torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
-    shares = {}
-    try:
-        if corpus == "countries":
-            shares = dict(recall=recall(model, encoding, "capital"))
-            print(f"capitals recalled on phrasings it never saw: {shares['recall']:.1%}")
-        elif talks and corpus.startswith("countries"):
-            shares = chat_exam(model, encoding, "capital")
-            print("capitals named in a chat, asked in new words: " + named(shares))
-        if shares:
-            log.write(type="recall", step=settings.max_iters, relation="capital", **shares)
-    except UserError as error:  # --block_size is less than a question needs
-        print(f"capitals were not asked for: {error}")
+    if shares := ask(model, data, talks):
+        log.write(type="recall", step=settings.max_iters, relation="capital", **shares)
     plot([out_dir], out_dir / "loss.png")
     ckpt = out_dir / "ckpt.pt"
     print(f"wrote {out_dir}/ckpt.pt, metrics.jsonl, loss.png\n")
@@ -278,7 +314,8 @@ def finish(model: Decoder, data: Data, settings: Settings, log: Log) -> None:
 def main() -> None:
     given = parse_args(__doc__)
     folder = given.get("data_dir", DEFAULT_DATA)
-    if folder == DEFAULT_DATA and not (Path(folder) / "meta.json").exists():
+    there = given.get("eval_only") or (Path(folder) / "meta.json").exists()
+    if folder == DEFAULT_DATA and not there:
         print(f"no data in {folder} yet: preparing the default corpus")
         prepare.prepare_corpus(prepare.Settings(out_dir=Path(folder)))
     train(complete(**given))

@@ -300,6 +300,31 @@ def test_training_from_python_needs_no_command_line(data, tmp_path):
         Settings(device_batch_size=3)
 
 
+def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(
+    trained, data, tmp_path, monkeypatch, capsys
+):
+    other = shutil.copytree(data, tmp_path / "other")  # the same text as another corpus
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps({**meta, "corpus": "countries"}))
+    monkeypatch.setattr(train_module, "recall", lambda model, *_: 0.5 - model.training)
+    for ffn, flags in (("dense", {}), ("stem", {}), ("embformer", {"offload": "disk"})):
+        before = {path: path.read_bytes() for path in trained[ffn].iterdir()}
+        asked = dict(eval_only=True, out_dir=trained[ffn], data_dir=f"{data},{other}/")
+        train_module.train(complete(**asked, **flags))
+        last = read_run(trained[ffn])["eval"][-1]
+        figures = f"{last['val_loss']:.4f} | {last['val_loss_per_byte']:.4f}"
+        tokens = f"{meta['val']['tokens'] // 32 * 32:,}"  # whole windows of block_size
+        printed = capsys.readouterr().out
+        assert f"| {data} | {figures} | {tokens} |  |" in printed
+        assert f"| {other}/ | {figures} | {tokens} | 50.0% |" in printed
+        assert {path: path.read_bytes() for path in trained[ffn].iterdir()} == before
+    (other / "meta.json").write_text(json.dumps({**meta, "tokenizer": "another"}))
+    with pytest.raises(UserError, match=r"other was made with another tokenizer \(another\)"):
+        train_module.train(complete(eval_only=True, out_dir=trained["dense"], data_dir=f"{other}"))
+    with pytest.raises(UserError, match="leave out --out_dir, --seed"):
+        complete(eval_only=True, init_from="x.pt", out_dir="x", seed=3)
+
+
 def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, story):
     folder = tmp_path / "run"
     folder.mkdir()
