@@ -8,8 +8,9 @@
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
-Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.jsonl, loss.png;
-with --offload disk also the tables-ID.bin that ckpt.pt names.
+Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), best.pt (the model with the
+lowest validation loss, without what resuming needs), metrics.jsonl, loss.png; with --offload disk
+the tables-ID.bin that ckpt.pt names, and no best.pt.
 """
 
 import contextlib
@@ -35,6 +36,8 @@ from training.objectives import NextToken, Objective, Preference, validate, vali
 from training.optimizer import Optimizer, schedule
 from training.records import Log, plot, put_aside
 from training.settings import DEFAULT_DATA, STAGES, Settings, complete, parse_args
+
+Best = tuple[float, int]  # the lowest validation loss after the first step, and its step
 
 
 def train(settings: Settings) -> None:
@@ -70,9 +73,9 @@ def train(settings: Settings) -> None:
 
 def build(
     settings: Settings, data: Data, origin: Path | None, checkpoint: dict | None
-) -> tuple[Optimizer, Objective, int]:
-    """Optimizer, objective with its model, and step: new ones, or those of the `checkpoint` at
-    `origin` to resume, of which a new run takes the model alone."""
+) -> tuple[Optimizer, Objective, int, Best]:
+    """Optimizer, objective with its model, step, and best evaluation so far: new ones, or those of
+    the `checkpoint` at `origin` to resume, of which a new run takes the model alone."""
     out_dir, resume = settings.out_dir, settings.resume
     device = pick_device(settings.device)
     dtype = precision(settings.dtype, device)
@@ -89,7 +92,7 @@ def build(
     else:
         document = data.encoding.eot_token if settings.doc_mask else None
         objective = NextToken(model, device, dtype, document)
-    step = 0
+    step, best = 0, (math.inf, 0)
     if checkpoint:
         with whole(origin):
             model.load_state_dict(checkpoint["model"])
@@ -97,8 +100,8 @@ def build(
                 optimizer.load_state_dict(checkpoint["optimizer"])
                 for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                     pairs.reference[:] = known.numpy()
-                step = checkpoint["step"]
-    return optimizer, objective, step
+                step, best = checkpoint["step"], checkpoint.get("best", best)
+    return optimizer, objective, step, best
 
 
 def precision(dtype: str, device: torch.device) -> str:
@@ -140,7 +143,12 @@ def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
 
 
 def fit(
-    settings: Settings, data: Data, optimizer: Optimizer, objective: Objective, step: int
+    settings: Settings,
+    data: Data,
+    optimizer: Optimizer,
+    objective: Objective,
+    step: int,
+    best: Best,
 ) -> None:
     """Train from `step` to the last one, then `finish`."""
     model, out_dir, saved = objective.model, settings.out_dir, settings.out_dir / "ckpt.pt"
@@ -186,9 +194,12 @@ def fit(
     def save() -> None:
         reference = [torch.from_numpy(pairs.reference) for pairs in data.pairs]
         state = dict(optimizer=optimizer.state_dict(), step=step, reference=reference)
-        state |= dict(data=data.metas, weights=data.weights, args=settings.flat())
+        state |= dict(data=data.metas, weights=data.weights, args=settings.flat(), best=best)
         save_checkpoint(saved, model, data.encoding, **state)
 
+    best_file, keep_best = out_dir / "best.pt", settings.keep_best and not model.tables.file
+    if settings.keep_best and not keep_best:
+        print("best.pt is not kept: that would be one more copy of the tables on disk")
     accumulate = batch_size // settings.device_batch_size
     batch = data.train.batch(step, batch_size)
     # Without a terminal there is no bar, and a line for each evaluation.
@@ -216,6 +227,14 @@ def fit(
                 log.write(type="eval", step=step, **val)
                 if step:
                     save()
+                    # Second, and unknown to ckpt.pt: after a crash here, resuming evaluates anew.
+                    if val["val_loss"] < best[0]:
+                        best = (val["val_loss"], step)
+                        if keep_best:
+                            told = dict(step=step, args=settings.flat())
+                            save_checkpoint(best_file, model, data.encoding, **told)
+                        else:
+                            best_file.unlink(missing_ok=True)  # of when it was kept
                 # Last: whoever reads what we say may have gone.
                 bar.write(f"step {step}: " + named({**val, **last}))
             if step == max_iters:
@@ -256,7 +275,7 @@ def fit(
         bar.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-    finish(model, data, settings, log)
+    finish(model, data, settings, log, best if keep_best else None)
 
 
 def named(figures: dict[str, float]) -> str:
@@ -284,7 +303,7 @@ def ask(model: Decoder, data: Data, talks: bool) -> dict[str, float]:
     return shares
 
 
-def finish(model: Decoder, data: Data, settings: Settings, log: Log) -> None:
+def finish(model: Decoder, data: Data, settings: Settings, log: Log, best: Best | None) -> None:
     """Report what was learned, draw the curve, and say what to try next."""
     encoding, corpus, out_dir = data.encoding, data.metas[0]["corpus"], settings.out_dir
     talks = STAGES[settings.stage].rows != "text"
@@ -293,7 +312,8 @@ def finish(model: Decoder, data: Data, settings: Settings, log: Log) -> None:
         log.write(type="recall", step=settings.max_iters, relation="capital", **shares)
     plot([out_dir], out_dir / "loss.png")
     ckpt = out_dir / "ckpt.pt"
-    print(f"wrote {out_dir}/ckpt.pt, metrics.jsonl, loss.png\n")
+    kept = "best.pt (val loss {:.4f}, step {}), ".format(*best) if best else ""
+    print(f"wrote {out_dir}/ckpt.pt, {kept}metrics.jsonl, loss.png\n")
     if talks:
         ids, targets = next(iter(data.val.values())).conversation(0)
         question = torch.from_numpy(ids[None, : (targets >= 0).argmax() + 1])  # [1, T]

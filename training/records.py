@@ -31,7 +31,7 @@ def put_aside(out_dir: Path) -> Path:
     folder = next(folder for folder in folders if not folder.exists())
     folder.mkdir()
     tables = [path.name for path in snapshots(out_dir)]
-    for name in ("ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables):
+    for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables):
         if (out_dir / name).exists():
             os.replace(out_dir / name, folder / name)
     return folder

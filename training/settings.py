@@ -114,6 +114,9 @@ class Settings:
         "float32", "of rows; bfloat16 halves them, and rounds stochastically", choices=DTYPES
     )
     eval_interval: int = flag(250, "steps between checkpoints", must=ONE, shown=BY_PRESET)
+    keep_best: bool = flag(
+        True, "best.pt: the model with the lowest validation loss, if its tables are not on disk"
+    )
     eval_tokens: int = flag(65536, "validation tokens to look at", must=ONE)
     device: str = device_flag()
     dtype: str = flag(
