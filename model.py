@@ -106,7 +106,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module) -> None:
         super().__init__()
-        self.layer, self.qkv = layer, qkv
+        self.layer, self.qkv, self.dropout = layer, qkv, config.dropout
         self.out = nn.Identity()
         if not config.embedding_only:
             self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -133,8 +133,9 @@ class Attention(nn.Module):
         if groups > 1 and (mask is not None or q.device.type == "mps"):
             k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         causal = mask is None and q.shape[2] > 1
+        dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=groups > 1
         )
         return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, n_head * head_dim] = [B, T, n_embd]
 
@@ -152,13 +153,14 @@ class Block(nn.Module):
         self.ffn = ffn_class(config)
         self.row_split = (self.attn.qkv.row_width, self.ffn.row_width)
         self.row_width = sum(self.row_split)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rows: Tensor | None, *context) -> Tensor:
         """x [B, T, n_embd], rows [B, T, row_width] or None -> [B, T, n_embd]; `context` is what
         `Attention` is given besides: cos, sin, mask, cache."""
         attn_rows, ffn_rows = (None, None) if rows is None else rows.split(self.row_split, dim=-1)
-        x = x + self.attn(self.attn_norm(x), attn_rows, *context)
-        return x + self.ffn(self.ffn_norm(x), ffn_rows)
+        x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
+        return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
 
 
 class Decoder(nn.Module):
@@ -246,7 +248,7 @@ class Decoder(nn.Module):
         elif 0 < start < end - 1:  # several tokens after a filled cache
             seen = torch.ones((end - start, end), dtype=torch.bool, device=ids.device)
             mask = self.additive(seen.tril_(start))
-        x = self.wte(ids)  # [B, T, n_embd]
+        x = F.dropout(self.wte(ids), self.config.dropout, self.training)  # [B, T, n_embd]
         for block in self.blocks:
             x = block(x, next(rows) if block.row_width else None, cos, sin, mask, cache)
         if cache is not None:

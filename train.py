@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -246,6 +247,8 @@ def fit(
                 raise SystemExit(128 + stopped[0])  # as a shell reports it
             start = time.perf_counter()
             n, n_token, figures = objective.count(*batch), batch[0].numel(), Counter()
+            if config.dropout:  # a step draws the same however the run came to it
+                torch.manual_seed(int(np.random.default_rng((settings.seed, step)).integers(2**63)))
             parts = list(zip(*(t.chunk(accumulate) for t in batch), strict=True))
             for part in parts:
                 share = objective.count(*part) / n  # a mean of means would weigh tokens unequally

@@ -237,11 +237,11 @@ def refuse_without_effect(values: dict, given: dict) -> None:
 
 
 def inherited(given: dict, config: dict) -> dict:
-    """The shape of the model in --init_from. Only the context length may change: positions are
-    rotary, so no weight depends on it."""
+    """The shape of the model in --init_from. Only what no weight depends on may change, as the
+    context length, positions being rotary."""
     shape, model = asdict(ModelConfig(**config)), given["init_from"]
     for name in given:
-        if name in shape and name not in ("block_size", "rope_base"):
+        if name in shape and name not in ("block_size", "rope_base", "dropout"):
             raise UserError(f"--{name} is given by the model in --init_from {model}: leave it out")
     if given.get("stage") == "context":
         before = config["block_size"]
