@@ -10,8 +10,8 @@
 `.jsonl` files hold one document a line: {"text": "..."}; a conversation, {"conversations":
 [{"role": "user", "content": "..."}, ...]} (or "messages"); or a preference, {"chosen": [...],
 "rejected": [...]}, two conversations that differ in the last answer. A `.txt` file is cut into
-documents at lines that say <|endoftext|>, and at blank lines after 2,000 bytes. Written to the
-output folder:
+documents at lines that say <|endoftext|>, and at blank lines after 2,000 bytes; of a book, Project
+Gutenberg's header and licence are left out. Written to the output folder:
 
     tokenizer.json          the byte-level BPE, trained on the training documents or given
     train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>;
@@ -289,7 +289,7 @@ def main() -> None:
         meta = prepare_corpus(args, encoding)
     else:
         kept = [MOBY_DICK] if args.dataset == "moby-dick" else []
-        paths = args.input or kept or [fetch(args.dataset, "data/raw", args.base_url)]
+        paths = args.input or kept or fetch(args.dataset, "data/raw", args.base_url)
         meta = prepare_files(args, paths, kind, encoding)
     for split in ("train", "val"):
         counts = meta[split]

@@ -79,6 +79,18 @@ def test_txt_is_cut_at_endoftext_lines(tmp_path):
     assert texts_in(path) == ["One.\nstill one.\n", "Two.\n", "Three."]
 
 
+def test_what_stands_around_a_book_of_project_gutenberg_is_left_out(tmp_path):
+    book = "One.\r\n\r\n" + "Two. " * 400 + "\r\n\r\nThree. The start of it.\r\n"
+    text = "\ufeffThe Project Gutenberg EBook of Numbers\r\n\r\nThis eBook is for ...\r\n\r\n"
+    text += "*** START OF THIS PROJECT GUTENBERG EBOOK NUMBERS ***\r\n" + book
+    text += "\r\nEnd of Project Gutenberg’s Numbers\r\n\r\n*** END OF THE PROJECT GUTENBERG EBOOK"
+    text += " NUMBERS ***\r\n\r\n" + "Small print. \r\n\r\n" * 300
+    path = tmp_path / "book.txt"
+    path.write_bytes(2 * text.encode())  # two books in one file
+    found = texts_in(path)
+    assert len(found) == 4 and "".join(found) == 2 * (book + "\r\n").replace("\r\n", "\n")
+
+
 def test_a_public_data_set_by_name(tmp_path, monkeypatch):
     """Downloaded from a mirror on this machine, then prepared like a file of one's own."""
     scenes = "\n\n".join(f"{name}:\n" + "Speak, speak. " * 200 for name in "ABCDEFGH").encode()
