@@ -115,7 +115,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module) -> None:
         super().__init__()
-        self.layer, self.qkv = layer, qkv
+        self.layer, self.qkv, self.dropout = layer, qkv, config.dropout
         self.out = nn.Identity()
         if not config.embedding_only:
             self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -142,7 +142,8 @@ class Attention(nn.Module):
         if groups > 1 and q.device.type in (("mps",) if mask is None else ("mps", "cuda")):
             k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         causal = mask is None and q.shape[2] > 1
+        dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=groups > 1
         )
         return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, n_head * head_dim] = [B, T, n_embd]

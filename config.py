@@ -48,6 +48,7 @@ class ModelConfig:
     tie_head: bool | None = flag(
         None, "head = input embedding", shown="for embformer, and by preset"
     )
+    dropout: float = flag(0.0, "share of embeddings, attention and layers left out", shown="0")
     rope_base: float = flag(10000.0, "base of the rotary positions")
     norm_eps: float = flag(1e-6, "epsilon of the norms")
     # See Decoder.init_weights for both.
@@ -85,6 +86,8 @@ class ModelConfig:
             )
         if self.embformer_act not in ("silu", "identity"):
             raise ValueError(f"embformer_act={self.embformer_act!r} is not silu or identity")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be 0 or more and below 1")
         for name in ("rope_base", "norm_eps", "init_std", "table_std"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be a positive number")

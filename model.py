@@ -77,13 +77,14 @@ class Block(nn.Module):
         self.ffn = ffn_class(config)
         self.row_split = (self.attn.qkv.row_width, self.ffn.row_width)
         self.row_width = sum(self.row_split)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rows: Tensor, *context) -> Tensor:
         """x [B, T, n_embd], rows as LAYERS says -> [B, T, n_embd]; `context` is what `Attention` is
         given besides: cos, sin, mask, cache."""
         attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (rows, rows)
-        x = x + self.attn(self.attn_norm(x), attn_rows, *context)
-        return x + self.ffn(self.ffn_norm(x), ffn_rows)
+        x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
+        return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
 
 
 class Decoder(nn.Module):
@@ -159,7 +160,7 @@ class Decoder(nn.Module):
         table_ids = ids if table_ids is None else table_ids
         rows = self.tables.lookup(table_ids)
         x = self.wte(send(ids, self.device)) if self.head is None else next(self.wte.lookup(ids))
-        layers = self.layers
+        x, layers = F.dropout(x, config.dropout, self.training), self.layers
         if cache is not None:
             static = self.compiled is not None and n == 1 < end
             layers, rows = (self.compiled, list(rows)) if static else (layers, rows)

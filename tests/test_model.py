@@ -106,6 +106,7 @@ def naive_dense(model, ids):
         (dict(n_head=6, n_kv_head=4), "n_head=6 must be a multiple of n_kv_head=4"),
         (dict(ffn="embformer", tie_head=False), "tie_head=False"),
         (dict(embformer_act="relu"), "embformer_act='relu' is not silu or identity"),
+        (dict(dropout=1.0), "dropout=1.0 must be 0 or more and below 1"),
         (dict(rope_base=0.0), "rope_base=0.0"),
         (dict(norm_eps=-1e-6), "norm_eps=-1e-06"),
         (dict(table_std=math.nan), "table_std=nan"),
@@ -203,6 +204,46 @@ def test_dense_logits_equal_a_naive_pre_norm_decoder(n_kv_head, tie_head, rope_b
     for b in range(2):
         expected = naive_dense(model, ids[b]).float()
         torch.testing.assert_close(logits[b], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ffn", LAYERS)
+def test_dropout_leaves_out_a_share_and_scales_the_rest_in_training_only(ffn, monkeypatch):
+    ids, share, seen = tokens(8, 16), 0.25, {}
+    model, plain = (
+        decoder(ffn=ffn, stem_layers="all", dropout=share),
+        decoder(ffn=ffn, stem_layers="all"),
+    )
+    assert torch.equal(model(ids)[0], plain(ids)[0])
+    assert torch.equal(plain.train()(ids)[0], plain.eval()(ids)[0])
+
+    real, block, p = F.scaled_dot_product_attention, model.blocks[0], []
+
+    def kernel(*args, dropout_p, **options):
+        p.append(dropout_p)
+        return real(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    for name, part in (
+        ("block", block),
+        ("attn", block.attn),
+        ("norm", block.ffn_norm),
+        ("ffn", block.ffn),
+    ):
+        part.register_forward_hook(lambda _, x, y, name=name: seen.update({name: (x[0], y)}))
+    model.train()(ids)
+    model.eval()(ids[:1])
+    assert p == [share] * 3 + [0.0] * 3
+    model.train()(ids)
+    (x, y), middle = seen["block"], seen["norm"][0]
+    for whole, dropped in (
+        (model.wte(ids), x),
+        (seen["attn"][1], middle - x),
+        (seen["ffn"][1], y - middle),
+    ):
+        left = dropped / whole
+        gone = (left.abs() < 0.1).float().mean().item()  # of 4,096 numbers
+        assert gone == pytest.approx(share, abs=0.03)
+        assert left[left.abs() >= 0.1].median().item() == pytest.approx(1 / (1 - share), rel=1e-3)
 
 
 @pytest.mark.parametrize("ffn", LAYERS)

@@ -27,7 +27,7 @@ PRESETS = {
         dpo=dict(learning_rate=3e-5, batch_size=16),
     ),
     "prose": dict(
-        n_layer=6, n_head=6, n_embd=192, block_size=256, batch_size=16, max_iters=250,
+        n_layer=6, n_head=6, n_embd=192, block_size=256, batch_size=8, max_iters=250,
         learning_rate=3e-3, eval_interval=50,
     ),
     "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
@@ -59,6 +59,8 @@ STAGES = {
 # What may change at --resume: a step sees the same batch either way, summed in other parts.
 FREE = ("resume", "out_dir", "data_dir", "offload", "device", "dtype", "compile")
 FREE += ("device_batch_size",)
+# What an evaluation may be told besides the checkpoint; all else is the run's that made it.
+ASKED = ("eval_only", "data_dir", "eval_tokens", "offload", "device", "dtype", "device_batch_size")
 ONE, POSITIVE, SHARE = "at least 1", "a positive number", "0 or more and below 1"
 BY_PRESET = "the preset's"
 
@@ -78,6 +80,9 @@ class Settings:
     )
     init_from: Path | None = flag(None, "start from the model in this checkpoint")
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
+    eval_only: bool = flag(
+        False, "print what --init_from, or the ckpt.pt in --out_dir, loses on --data_dir a,b"
+    )
 
     doc_mask: bool = flag(False, "attention does not cross documents", shown="in stage context")
     batch_size: int = flag(8, "sequences in a step, for dpo pairs", must=ONE, shown=BY_PRESET)
@@ -109,6 +114,9 @@ class Settings:
         "float32", "of rows; bfloat16 halves them, and rounds stochastically", choices=DTYPES
     )
     eval_interval: int = flag(250, "steps between checkpoints", must=ONE, shown=BY_PRESET)
+    keep_best: bool = flag(
+        True, "best.pt: the model with the lowest validation loss, if its tables are not on disk"
+    )
     eval_tokens: int = flag(65536, "validation tokens to look at", must=ONE)
     device: str = device_flag()
     dtype: str = flag(
@@ -166,7 +174,7 @@ def parse_args(description: str) -> dict:
 def complete(**given) -> Settings:
     """The settings of a run from flags that were given: what is asked for comes first, then the
     model of --init_from, the stage's part of the preset, the stage, the preset. A run that resumes
-    has its own, and of those given what is FREE."""
+    has its own, and of those given what is FREE, an evaluation what is ASKED."""
     if given.get("resume"):
         path = Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt"
         saved = load_checkpoint(path)["args"]
@@ -176,6 +184,15 @@ def complete(**given) -> Settings:
                 f"start a new run with another --out_dir, from this model with --init_from {path}"
             )
         return Settings.of({**saved, **given, "out_dir": path.parent})
+    if given.get("eval_only"):
+        whose = "init_from" if "init_from" in given else "out_dir"
+        if other := [f"--{name}" for name in given if name not in (*ASKED, whose)]:
+            raise UserError(
+                f"--eval_only takes all else from its checkpoint: leave out {', '.join(other)}"
+            )
+        path = given.get("init_from", Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt")
+        here = dict(offload="none", device="auto", resume=False, init_from=path)
+        return Settings.of({**load_checkpoint(path)["args"], **here, **given})
     name, base = given.get("stage", "pretrain"), None
     stage = STAGES[name]
     meta = read_meta(next(iter(parse_mixture(given.get("data_dir", DEFAULT_DATA)))))
@@ -223,11 +240,11 @@ def refuse_without_effect(values: dict, given: dict) -> None:
 
 
 def inherited(given: dict, config: dict) -> dict:
-    """The shape of the model in --init_from. Only the context length may change: positions are
-    rotary, so no weight depends on it."""
+    """The shape of the model in --init_from. Only what no weight depends on may change, as the
+    context length, positions being rotary."""
     shape, model = asdict(ModelConfig(**config)), given["init_from"]
     for name in given:
-        if name in shape and name not in ("block_size", "rope_base"):
+        if name in shape and name not in ("block_size", "rope_base", "dropout"):
             raise UserError(f"--{name} is given by the model in --init_from {model}: leave it out")
     if given.get("stage") == "context":
         before = config["block_size"]
