@@ -159,8 +159,8 @@ class Decoder(nn.Module):
             raise ValueError(f"{end} tokens do not fit into block_size={room}")
         table_ids = ids if table_ids is None else table_ids
         rows = self.tables.lookup(table_ids)
-        x = self.wte(send(ids, self.device)) if self.head is None else next(self.wte.lookup(ids))
-        x, layers = F.dropout(x, config.dropout, self.training), self.layers
+        x = F.dropout(self.embed(ids), config.dropout, self.training)
+        layers = self.layers
         if cache is not None:
             static = self.compiled is not None and n == 1 < end
             layers, rows = (self.compiled, list(rows)) if static else (layers, rows)
@@ -169,6 +169,10 @@ class Decoder(nn.Module):
             mask = None if documents is None else document_mask(documents, x.dtype)
             context = (*rotary(n, config, x.device), mask, None)
         return layers(x, rows, send(table_ids, x.device), *context)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, n_embd]."""
+        return self.wte(send(ids, self.device)) if self.head is None else next(self.wte.lookup(ids))
 
     def layers(self, x: Tensor, rows: Iterable[Tensor], ids: Tensor, *context) -> Tensor:
         """From the embedding [B, T, n_embd] and the rows of each table to what the head reads;

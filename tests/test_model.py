@@ -236,7 +236,7 @@ def test_dropout_leaves_out_a_share_and_scales_the_rest_in_training_only(ffn, mo
     model.train()(ids)
     (x, y), middle = seen["block"], seen["norm"][0]
     for whole, dropped in (
-        (model.wte(ids), x),
+        (model.embed(ids), x),
         (seen["attn"][1], middle - x),
         (seen["ffn"][1], y - middle),
     ):
