@@ -196,12 +196,13 @@ def plot(
 ) -> None:
     """Draw as bars the probabilities [2, V] of the most probable next tokens, before and after."""
     best = p.amax(0).topk(10).indices
+    rows = range(len(best))
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for side, title in enumerate(titles):
-        places = torch.arange(len(best)) + 0.4 * side
-        axes.barh(places, p[side, best], height=0.4, label=title)
+        places = [row + 0.4 * side for row in rows]
+        axes.barh(places, p[side, best].tolist(), height=0.4, label=title)
     names = [repr(encoding.decode([token])) for token in best.tolist()]
-    axes.set_yticks(torch.arange(len(best)) + 0.2, names, parse_math=False)
+    axes.set_yticks([row + 0.2 for row in rows], names, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlabel("probability of the next token")
     axes.set_title(repr(prompt), parse_math=False, fontsize="medium", wrap=True)

@@ -243,7 +243,7 @@ def test_bars_show_the_probabilities_of_the_next_token(trained, tmp_path, monkey
     drawn, draw = [], Axes.barh
 
     def barh(self, y, width, **options):
-        drawn.append(width.tolist())
+        drawn.append(width)
         return draw(self, y, width, **options)
 
     monkeypatch.setattr(Axes, "barh", barh)
