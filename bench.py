@@ -44,7 +44,7 @@ from tables.memory import RamHome, check_ram
 from tables.tables import ResidentTables, StoredTables, Tables
 from text import documents
 from training.batches import read_meta, read_tokenizer
-from training.checkpoints import device_flag
+from training.checkpoints import check_memory, device_flag
 from training.optimizer import Optimizer
 from training.settings import Settings
 
@@ -199,6 +199,7 @@ def build(bench: Bench, folder: Path) -> dict[str, Contender]:
     shape = (bench.vocab_size, bench.block_size, bench.n_layer, bench.n_head, bench.n_embd)
     try:
         config = ModelConfig(*shape, stem_layers="all")
+        check_memory(config, 4, 4)
     except ValueError as error:
         raise UserError(f"--{error}") from None
 
