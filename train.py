@@ -22,13 +22,22 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from common import UserError, pick_device, run
+from common import UserError, locked, pick_device, run
 from model import Decoder
 from sample import sample_text
+from tables.file import DTYPES
 from text import tokenizer
 from text.template import END, special
 from training.batches import Data, check_tokenizer
-from training.checkpoints import LIVE, load_checkpoint, place, save_checkpoint, whole
+from training.checkpoints import (
+    LIVE,
+    check_memory,
+    clear,
+    load_checkpoint,
+    place,
+    save_checkpoint,
+    whole,
+)
 from training.exam import chat_exam, recall
 from training.objectives import NextToken, Objective, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
@@ -39,30 +48,40 @@ from training.settings import DEFAULT_DATA, STAGES, Settings, complete, parse_ar
 def train(settings: Settings) -> None:
     """A whole training run: what `python train.py` does, once its flags have become settings."""
     out_dir, resume = settings.out_dir, settings.resume
-    origin = out_dir / "ckpt.pt" if resume else settings.init_from
-    checkpoint = load_checkpoint(origin) if origin else None
     total = settings.max_iters * settings.batch_size
     rows, block_size = STAGES[settings.stage].rows, settings.model.block_size
     data = Data(settings.data_dir, rows, block_size, settings.seed, total)
-    meta = data.metas[0]
-    settings.model.vocab_size = meta["vocab_size"]
-    if resume and [checkpoint.get(k) for k in ("data", "weights")] != [data.metas, data.weights]:
-        raise UserError(
-            f"{settings.data_dir} does not hold the text of the run in {out_dir}: prepare it again"
-        )
-    if origin and not resume:
-        if origin.resolve().parent == out_dir.resolve():
-            raise UserError(f"a new run would move --init_from {origin}: choose another --out_dir")
-        theirs = tokenizer.fingerprint(tokenizer.loads(checkpoint["tokenizer"]))
-        check_tokenizer(meta["tokenizer"], settings.data_dir, theirs, origin)
+    settings.model.vocab_size = data.metas[0]["vocab_size"]
+    with locked(out_dir):
+        clear(out_dir)
+        origin = out_dir / "ckpt.pt" if resume else settings.init_from
+        checkpoint = load_checkpoint(origin, settings.verify) if origin else None
+        if origin:
+            check_origin(settings, data, origin, checkpoint)
+        try:
+            made = build(settings, data, origin, checkpoint)
+            checkpoint = None  # unmaps its file: a deleted one would go on taking up room
+            fit(settings, data, *made)
+        finally:
+            with contextlib.suppress(OSError):  # Windows keeps what is still open
+                (out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it
 
-    try:
-        made = build(settings, data, origin, checkpoint)
-        checkpoint = None  # unmaps its file: a deleted one would go on taking up room
-        fit(settings, data, *made)
-    finally:
-        with contextlib.suppress(OSError):  # Windows keeps what is still open
-            (out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it
+
+def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
+    """Raises UserError if what a run starts or goes on from does not belong to it."""
+    out_dir, meta = settings.out_dir, data.metas[0]
+    if settings.resume:
+        if [checkpoint.get(k) for k in ("data", "weights")] != [data.metas, data.weights]:
+            raise UserError(
+                f"{settings.data_dir} does not hold the text of the run in {out_dir}: prepare it "
+                "again"
+            )
+        return
+    if origin.resolve().parent == out_dir.resolve():
+        raise UserError(f"a new run would move --init_from {origin}: choose another --out_dir")
+    with whole(origin):
+        theirs = tokenizer.fingerprint(tokenizer.loads(checkpoint["tokenizer"]))
+    check_tokenizer(meta["tokenizer"], settings.data_dir, theirs, origin)
 
 
 def build(
@@ -78,7 +97,15 @@ def build(
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     tables = place(settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume)
+    # At least so much: weights, and on a CPU gradients and moments, rows and their moments, two
+    # batches of ids and targets, and logits with their gradient.
+    size, host = DTYPES[settings.table_dtype].itemsize, device.type == "cpu"
+    tokens = settings.model.block_size if STAGES[settings.stage].rows == "text" else 2
+    logits = 8 * settings.device_batch_size * tokens * settings.model.vocab_size
+    more = 32 * settings.batch_size * tokens + (logits if host else 0)
+    row = 0 if settings.offload != "none" else size + 8 if host else size
     try:
+        check_memory(settings.model, 16 if host else 4, row, more)
         model = Decoder(settings.model, tables=tables).to(device)
     except ValueError as error:
         raise UserError(f"--{error}") from None
@@ -97,15 +124,19 @@ def build(
                 for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                     pairs.reference[:] = known.numpy()
                 step = checkpoint["step"]
+                if not 0 <= step <= settings.max_iters:
+                    raise ValueError(f"it is of step {step} of {settings.max_iters}")
     return optimizer, objective, step
 
 
 def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
     """Stop before weights that are not numbers get into a checkpoint."""
     if not math.isfinite(loss):
+        rate = f"--learning_rate {settings.learning_rate}"
+        blame = rate if step else "--init_std, --table_std or --norm_eps, or mend --init_from"
         raise UserError(
-            f"the {kind} loss became {loss} at step {step}: lower --learning_rate "
-            f"{settings.learning_rate} (a ckpt.pt in {settings.out_dir} is of before)"
+            f"the {kind} loss became {loss} at step {step}: lower {blame} "
+            f"(a ckpt.pt in {settings.out_dir} is of before)"
         )
 
 
