@@ -132,11 +132,11 @@ def build(
 def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
     """Stop before weights that are not numbers get into a checkpoint."""
     if not math.isfinite(loss):
-        rate = f"--learning_rate {settings.learning_rate}"
-        blame = rate if step else "--init_std, --table_std or --norm_eps, or mend --init_from"
+        model = settings.model
         raise UserError(
-            f"the {kind} loss became {loss} at step {step}: lower {blame} "
-            f"(a ckpt.pt in {settings.out_dir} is of before)"
+            f"the {kind} loss became {loss} at step {step}: lower --learning_rate "
+            f"{settings.learning_rate}, --init_std {model.init_std} or --table_std "
+            f"{model.table_std} (a ckpt.pt in {settings.out_dir} is of before)"
         )
 
 
