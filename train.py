@@ -97,15 +97,15 @@ def build(
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     tables = place(settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume)
-    # At least so much: weights, and on a CPU gradients and moments, rows and their moments, two
-    # batches of ids and targets, and logits with their gradient.
-    size, host = DTYPES[settings.table_dtype].itemsize, device.type == "cpu"
-    tokens = settings.model.block_size if STAGES[settings.stage].rows == "text" else 2
-    logits = 8 * settings.device_batch_size * tokens * settings.model.vocab_size
-    more = 32 * settings.batch_size * tokens + (logits if host else 0)
-    row = 0 if settings.offload != "none" else size + 8 if host else size
+    # At least so much: two batches of ids and targets, and on a CPU what each layer keeps for the
+    # backward pass; below, weights and on a CPU their moments, and the same of rows.
+    config, host = settings.model, device.type == "cpu"
+    tokens = config.block_size if STAGES[settings.stage].rows == "text" else 2
+    kept = 4 * config.n_layer * config.n_embd * settings.device_batch_size if host else 0
+    size = DTYPES[settings.table_dtype].itemsize + 8 * host
+    row = size if settings.offload == "none" else 0  # else checked where they are made
     try:
-        check_memory(settings.model, 16 if host else 4, row, more)
+        check_memory(config, 4 + 8 * host, row, tokens * (32 * settings.batch_size + kept))
         model = Decoder(settings.model, tables=tables).to(device)
     except ValueError as error:
         raise UserError(f"--{error}") from None

@@ -30,7 +30,7 @@ from text import tokenizer
 FORMAT = 1
 LIVE, TABLES = "live-tables.bin", "tables-{}.bin"
 # What PyTorch says of a pickle that names what it would have to call.
-CODE = r"GLOBAL (\S+)|((?:call reduce|instantiate|build) .{,60})"
+CODE = r"(?<=GLOBAL )\S+|(?:call reduce|instantiate|build) .{,60}"
 
 
 def device_flag() -> str:
@@ -134,7 +134,7 @@ def damaged(path: str | Path) -> Iterator[None]:
             raise UserError(f"cannot read {path}: {error.strerror}, name a ckpt.pt") from None
         if isinstance(error, pickle.UnpicklingError) and (code := re.search(CODE, str(error))):
             raise UserError(
-                f"{path} was not opened: it would run code ({code[1]}), which no checkpoint of "
+                f"{path} was not opened: it would run code ({code[0]}), which no checkpoint of "
                 "this program does: do not trust it, unless you know that it is damaged"
             ) from None
         raise UserError(f"{path} is damaged or not a checkpoint: train it again") from None
@@ -162,10 +162,7 @@ def load_model(
         if not mapped:
             check_memory(ModelConfig(**checkpoint["config"]), 4, 2)
         tables = place(offload, device, checkpoint)
-        with contextlib.ExitStack() as outline:
-            if mapped:
-                outline.enter_context(NoNumbers())
-                outline.enter_context(torch.device("meta"))
+        with outline() if mapped else contextlib.nullcontext():
             model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
         model.load_state_dict(checkpoint["model"], assign=mapped)
         encoding = tokenizer.loads(checkpoint["tokenizer"])
@@ -209,18 +206,25 @@ def place(
     return make
 
 
-class NoNumbers(TorchFunctionMode):
-    """Draws nothing. On the meta device, where numbers take no memory, PyTorch would import its
-    compiler to do so, which takes a second."""
+class NoDraws(TorchFunctionMode):
+    """Leaves out random numbers: on the meta device PyTorch would import its compiler for them,
+    which takes a second."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return None if func.__name__ == "normal_" else func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def outline() -> Iterator[None]:
+    """Models that are made here have shapes, but no numbers."""
+    with NoDraws(), torch.device("meta"):
+        yield
+
+
 def check_memory(config: ModelConfig, dense: int, table: int, more: int = 0) -> None:
     """Refuse a model that free memory cannot hold, before the system kills who builds it: so many
     bytes for a number of the backbone and for one of tables, and `more`. ValueError: as Decoder."""
-    with NoNumbers(), torch.device("meta"):
+    with outline():
         sizes = Decoder(config).sizes()
     need, free = dense * sizes["backbone"] + table * sizes["table"] + more, free_ram()
     if free is not None and need > free:
