@@ -3,7 +3,7 @@
     python tests/soak.py                      # all of it: 300 kills, 500 files, 500 command lines, 20 pairs
     python tests/soak.py --quick              # a few of each
     python tests/soak.py --only files --n 50 --seed 7
-    python tests/soak.py --only kills --trial 17            # one of them again, with what it said
+    python tests/soak.py --only kills --first 17 --n 1      # one of them again, with what it said
 
 A trial fails if it ends in a traceback, a signal that nobody sent or a hang, says more or less than
 one line, loses work, or exits with 0 and another result than an undisturbed run, to the bit. PyTorch is imported
@@ -478,7 +478,7 @@ def main() -> None:
     parser.add_argument("--only", choices=NUMBERS, help="one kind of trials")
     parser.add_argument("--n", type=int, help="how many of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of all chance (%(default)s)")
-    parser.add_argument("--trial", type=int, help="this one alone, by its number")
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     args = parser.parse_args()
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # no thread: a fork would take over what it holds
@@ -490,8 +490,7 @@ def main() -> None:
         for name in [args.only] if args.only else kinds:
             n = args.n or (QUICK if args.quick else NUMBERS)[name]
             outcomes: Counter[str] = Counter()
-            numbers = range(n) if args.trial is None else [args.trial]
-            for number in tqdm(numbers, desc=name, unit="trial"):
+            for number in tqdm(range(args.first, args.first + n), desc=name, unit="trial"):
                 here = Path(folder) / "trial"
                 here.mkdir()
                 try:
@@ -499,10 +498,11 @@ def main() -> None:
                     outcomes[kinds[name](world, chance, here)] += 1
                 except Exception as error:
                     why = error if isinstance(error, Broken) else traceback.format_exc()
-                    broken.append(f"--only {name} --seed {args.seed} --trial {number}: {why}")
+                    again = f"--only {name} --seed {args.seed} --first {number} --n 1"
+                    broken.append(f"{again}: {why}")
                     tqdm.write(broken[-1])
                 shutil.rmtree(here)
-            rows.append((name, len(numbers), outcomes))
+            rows.append((name, n, outcomes))
     print(f"\n| {'trials':<9} | tried | held | what it came to |\n|---|---|---|---|")
     for name, n, outcomes in rows:
         said = "; ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))
