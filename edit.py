@@ -111,6 +111,7 @@ def edited_ids(
     return edited.tolist()
 
 
+@torch.inference_mode()
 def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> None:
     """One edit: what the model writes before and after it, side by side."""
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
@@ -126,7 +127,7 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> None:
             f"or as a part of {edit.target!r} it reads the same rows as before"
         )
 
-    given = torch.tensor([ids, ids], device=model.wte.weight.device)  # [2, T]
+    given = torch.tensor([ids, ids], device=model.device)  # [2, T]
     logits = model(given)[0]
     options = dict(temperature=0, stop=encoding.eot_token)
     options["table_ids"] = torch.tensor([ids, table_ids])

@@ -35,15 +35,12 @@ class RowQKV(nn.Module):
         return F.rms_norm(q, norm, eps=self.norm_eps), F.rms_norm(k, norm, eps=self.norm_eps), v
 
 
-def mix(x: Tensor, n_head: int) -> Tensor:
-    """Parameter-free channel mixing: seen as [n_head, head_dim], output [i, j] takes input
-    [(i + j) mod n_head, j], so that each head's output draws on every head's input.
-
-    x [..., n_embd] -> [..., n_embd]."""
-    head_dim = x.shape[-1] // n_head
-    i = torch.arange(n_head, device=x.device)[:, None]
-    j = torch.arange(head_dim, device=x.device)
-    return x.index_select(-1, ((i + j) % n_head * head_dim + j).flatten())
+def mix(n_head: int, head_dim: int) -> Tensor:
+    """The parameter-free mixing of channels [n_embd] as an index: seen as [n_head, head_dim],
+    output [i, j] takes input [(i + j) mod n_head, j], so that each head's output draws on every
+    head's input."""
+    i, j = torch.arange(n_head, device="cpu")[:, None], torch.arange(head_dim, device="cpu")
+    return ((i + j) % n_head * head_dim + j).flatten()
 
 
 class EmbformerFFN(nn.Module):
@@ -54,13 +51,13 @@ class EmbformerFFN(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.n_head = config.n_head
+        self.register_buffer("mix", mix(config.n_head, config.head_dim), persistent=False)
         self.act = {"silu": F.silu, "identity": lambda x: x}[config.embformer_act]
         self.row_width = config.n_embd
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows F_l[t] [B, T, n_embd] -> [B, T, n_embd]."""
-        return mix(self.act(x) * rows.to(x.dtype), self.n_head)
+        return (self.act(x) * rows.to(x.dtype))[..., self.mix]
 
 
 def linear_as_attention(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

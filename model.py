@@ -2,7 +2,8 @@
 
     from model import Decoder, ModelConfig
     model = Decoder(ModelConfig(vocab_size=6400, ffn="stem", stem_layers="third"))
-    logits, loss = model(ids, targets)                      # ids, targets [B, T]
+    logits, _ = model(ids)                                  # [B, T] -> [B, T, V]
+    _, loss = model(ids, targets)                           # without ever making all logits
     text = model.generate(ids, max_new_tokens=64, temperature=0.8, top_k=50)
 
 The picture this file draws:
@@ -18,46 +19,97 @@ where they come from is the business of `tables/tables.py`. `LAYERS` below says 
 of: to try an idea of your own, add a line there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
+from loss import head_loss
 from stem import StemFFN
-from tables.tables import ResidentTables, Tables
+from tables.tables import ResidentTables, Tables, send
 
 
-def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of rotary positions (Su et al., 2021): [T] -> two of [T, head_dim/2]."""
-    frequency = base ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angle = positions.float()[:, None] * frequency
-    return angle.cos(), angle.sin()
+def rotary(n: int, config: ModelConfig, device) -> tuple[Tensor, Tensor]:
+    """What `rotate` needs for positions 0 to n - 1 (Su et al., 2021): two of [n, 1, head_dim]."""
+    half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
+    angle = torch.arange(n, device=device)[:, None, None] * config.rope_base**-half
+    cos, sin = angle.cos(), angle.sin()  # [n, 1, head_dim/2]: the same for all heads
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel i and i + head_dim/2 of x [B, T, H, head_dim] by the angle of their position."""
-    a, b = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]  # [T, 1, head_dim/2]: the same for all heads
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+    """Turn channels i and i + head_dim/2 of x [B, T, H, head_dim], as the point (a, b) of a plane,
+    by the angle of their position: (a cos - b sin, b cos + a sin)."""
+    turned = x.float()
+    return (turned * cos + turned.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, in buffers allocated once."""
+    """Keys and values of the tokens seen so far, in buffers allocated once, with `room` for so
+    many tokens (block_size, if None).
 
-    def __init__(self, config: ModelConfig, batch: int, device, dtype: torch.dtype) -> None:
-        shape = (config.n_layer, batch, config.n_kv_head, config.block_size, config.head_dim)
-        self.k, self.v = (torch.empty(shape, device=device, dtype=dtype) for _ in range(2))
-        self.length = 0  # tokens in the cache; the decoder advances it after its last layer
+    `padding` [B]: how many tokens at the left of each sequence are none, nobody attends to them.
+    That is all there is to prompts of different length in one batch: rotary positions being
+    relative, they need not begin at 0."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        device,
+        dtype: torch.dtype,
+        *,
+        room: int | None = None,
+        padding: Tensor | None = None,
+    ) -> None:
+        self.room = min(room or config.block_size, config.block_size)
+        shape = (batch, config.n_kv_head, self.room, config.head_dim)
+        # Of each layer. Zeros: where memory holds NaN, a weight of zero would not hide it.
+        self.k, self.v = (
+            [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+            for _ in range(2)
+        )
+        self.cos, self.sin = rotary(self.room, config, device)
+        self.slots = torch.arange(self.room, device=device)
+        self.padding = None if padding is None else padding.to(device)
+        self.length = 0  # tokens in the cache
+
+    def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Make room for the next n tokens, and say what attention needs to know: cos, sin, mask.
+
+        With `static` nothing that layers see tells how many tokens there are: they attend to the
+        whole buffer, behind a mask. So one compiled graph serves all steps."""
+        start, self.length = self.length, self.length + n
+        self.new: slice | Tensor = slice(start, self.length)  # where the tokens go
+        self.end: int | None = self.length  # of what they attend to
+        cos, sin, at = self.cos[self.new], self.sin[self.new], self.slots[self.new, None]  # [n, ..]
+        if static:
+            self.new, self.end = at[:, 0], None
+            for buffer in (*self.k, *self.v):  # CUDA graphs need not copy them
+                torch._dynamo.mark_static_address(buffer)
+        if not static and self.padding is None and (start == 0 or n == 1):
+            return cos, sin, None  # plainly causal
+        slots = self.slots[: self.end]  # [S]
+        seen = slots <= at  # [n, S]
+        if self.padding is not None:  # padding sees itself: a mask must not hide everything
+            seen = seen & (slots >= self.padding[:, None, None, None]) | (slots == at)
+        return cos, sin, additive(seen, self.k[0].dtype)  # [n, S] or [B, 1, n, S]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim]."""
-        end = self.length + k.shape[2]
-        self.k[layer, :, :, self.length : end] = k
-        self.v[layer, :, :, self.length : end] = v
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+        self.k[layer][:, :, self.new] = k
+        self.v[layer][:, :, self.new] = v
+        return self.k[layer][:, :, : self.end], self.v[layer][:, :, : self.end]
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to attention's logits, once for all layers: from booleans each layer would
+    make that by itself, and keep it in training."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 class LinearQKV(nn.Module):
@@ -130,7 +182,7 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k, v)  # [B, n_kv_head, S, head_dim]
         groups = q.shape[1] // k.shape[1]
         # Kernels of MPS do not know grouped queries; nor do CUDA's fast ones that take a mask.
-        if groups > 1 and (mask is not None or q.device.type == "mps"):
+        if groups > 1 and q.device.type in (("mps",) if mask is None else ("mps", "cuda")):
             k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         causal = mask is None and q.shape[2] > 1
         y = F.scaled_dot_product_attention(
@@ -170,17 +222,19 @@ class Decoder(nn.Module):
         if config.ffn not in LAYERS:
             raise ValueError(f"ffn={config.ffn!r} is not one of {', '.join(LAYERS)}")
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        # The embedding is a token table, too, unless it is the head as well, which reads all of it.
+        tied, size = config.tie_head, (config.vocab_size, config.n_embd)
+        self.wte = nn.Embedding(*size) if tied else ResidentTables(1, *size)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         scale = not config.embedding_only
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps, elementwise_affine=scale)
-        self.head = (
-            None if config.tie_head else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        )
+        self.head = None if tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         widths = [block.row_width for block in self.blocks if block.row_width]
         if len(set(widths)) > 1:
             raise ValueError(f"all layers with a table must read rows of one width, got {widths}")
         self.tables = tables(len(widths), config.vocab_size, widths[0] if widths else 0)
+        self.compiled = None  # `layers`, see `compile_steps`
+        self.register_load_state_dict_pre_hook(rename_wte)
         self.init_weights()
 
     @torch.no_grad()
@@ -212,14 +266,14 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Next-token logits, and their loss if there are targets.
+        """Next-token logits or, if there are targets, their loss.
 
         Args:
-            ids: [B, T] token ids on the model's device.
+            ids: [B, T] token ids. In training they should be on the CPU, where finding the distinct
+                ones does not make the host wait for a GPU.
             targets: [B, T] ids to predict, -1 where the loss should not look.
             table_ids: [B, T] ids under which tables are looked up, `ids` if None. Other tokens' ids
-                edit what the model knows. May be on the CPU, where finding the distinct ones does
-                not make the host wait for the GPU.
+                edit what the model knows.
             documents: [B, T] number of the document that a token belongs to. Attention then stays
                 inside documents, as if each ran alone: rotary positions being relative, theirs
                 need not restart.
@@ -227,46 +281,65 @@ class Decoder(nn.Module):
             last_only: compute logits of the last position alone, as decoding needs.
 
         Returns:
-            logits [B, T, V] (or [B, 1, V]) and the mean cross-entropy in nats, or None.
+            logits [B, T, V] (or [B, 1, V]) and None; or None and the mean cross-entropy in nats.
 
         Raises:
             ValueError: more tokens than `block_size`, or `documents` with a cache.
         """
         if documents is not None and cache is not None:
             raise ValueError("documents are parts of one sequence: not for use with a cache")
-        start = cache.length if cache is not None else 0
-        end = start + ids.shape[1]
-        if end > self.config.block_size:
-            raise ValueError(f"{end} tokens do not fit into block_size={self.config.block_size}")
-        rows = iter(self.tables.lookup(ids if table_ids is None else table_ids))
-        positions = torch.arange(start, end, device=ids.device)
-        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_base)
-        mask = None  # causal
-        if documents is not None:
-            same = documents[:, None, :, None] == documents[:, None, None]  # [B, 1, T, T]
-            mask = self.additive(same.tril_())
-        elif 0 < start < end - 1:  # several tokens after a filled cache
-            seen = torch.ones((end - start, end), dtype=torch.bool, device=ids.device)
-            mask = self.additive(seen.tril_(start))
-        x = self.wte(ids)  # [B, T, n_embd]
-        for block in self.blocks:
-            x = block(x, next(rows) if block.row_width else None, cos, sin, mask, cache)
+        n = ids.shape[1]
+        end, room = (n + cache.length, cache.room) if cache else (n, self.config.block_size)
+        if end > room:
+            raise ValueError(f"{end} tokens do not fit into block_size={room}")
+        rows = self.tables.lookup(ids if table_ids is None else table_ids)
+        x = self.wte(send(ids, self.device)) if self.head is None else next(self.wte.lookup(ids))
+        layers = self.layers
         if cache is not None:
-            cache.length = end
-        x = self.norm(x[:, -1:] if last_only else x)
-        logits = F.linear(x, self.wte.weight) if self.head is None else self.head(x)
+            static = self.compiled is not None and n == 1 < end
+            layers, rows = (self.compiled, list(rows)) if static else (layers, rows)
+            context = (*cache.begin(n, static), cache)
+        else:
+            mask = None  # causal
+            if documents is not None:
+                same = documents[:, None, :, None] == documents[:, None, None]  # [B, 1, T, T]
+                kind, dtype = x.device.type, x.dtype
+                if torch.is_autocast_enabled(kind):
+                    dtype = torch.get_autocast_dtype(kind)
+                mask = additive(same.tril_(), dtype)
+            context = (*rotary(n, self.config, x.device), mask, None)
+        x = layers(x, rows, *context)
+        x = x[:, -1:] if last_only else x
+        head = self.wte.weight if self.head is None else self.head.weight
         if targets is None:
-            return logits, None
-        flat = logits.flatten(0, 1).float()  # [B * T, V]
-        return logits, F.cross_entropy(flat, targets.flatten(), ignore_index=-1)
+            return F.linear(x, head), None
+        return None, head_loss(x.flatten(0, 1), head, send(targets, x.device).flatten())
 
-    def additive(self, seen: Tensor) -> Tensor:
-        """What a mask adds to attention's logits, once for all layers: from booleans each layer
-        would make that by itself, and keep it in training."""
-        device, dtype = seen.device.type, self.wte.weight.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        return torch.zeros_like(seen, dtype=dtype).masked_fill_(seen.logical_not_(), -torch.inf)
+    def layers(self, x: Tensor, rows: Iterable[Tensor], *context) -> Tensor:
+        """From the embedding [B, T, n_embd] and the rows of each table to what the head reads."""
+        rows = iter(rows)
+        for block in self.blocks:
+            x = block(x, next(rows) if block.row_width else None, *context)
+        return self.norm(x)
+
+    def compile_steps(self) -> None:
+        """Compile what a token goes through in decoding: slow start, fast steps. On a GPU that is
+        one CUDA graph, which gets rows from tables wherever they are."""
+        mode = "reduce-overhead" if self.device.type == "cuda" else None
+        self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
+
+    @torch.no_grad()
+    def by_columns(self) -> "Decoder":
+        """Let weights that widen lie in memory by columns. On a CPU a step of decoding, one row
+        times all weights, then reads them twice as fast; nothing else changes."""
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2 and weight.shape[0] > weight.shape[1] and "tables." not in name:
+                weight.data = weight.T.contiguous().T
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
     @torch.inference_mode()
     def stream(
@@ -281,8 +354,9 @@ class Decoder(nn.Module):
         seed: int | None = None,
         table_ids: Tensor | None = None,
         cache: KVCache | None = None,
+        padding: Tensor | None = None,
     ) -> Iterator[Tensor]:
-        """Yield one new token [B] per step, for prompts `ids` [B, T] of equal length.
+        """Yield one new token [B] per step, for prompts `ids` [B, T].
 
         Args:
             temperature: 0 is greedy decoding.
@@ -294,6 +368,8 @@ class Decoder(nn.Module):
             table_ids: [B, T], see `forward`. New tokens are looked up under their own ids.
             cache: one that holds the first tokens of `ids` already; only the others are read. The
                 new tokens are added to it, except the last.
+            padding: [B] how many ids at the left of each prompt are none, where their lengths
+                differ (`left_padded`).
 
         When the context is full it goes on with its last half.
 
@@ -313,10 +389,16 @@ class Decoder(nn.Module):
         table_ids = ids if table_ids is None else table_ids.to(ids.device)
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for _ in range(max_new_tokens):
-            if cache is None or cache.length == block_size:
+            if cache is None or cache.length == cache.room:
                 keep = block_size if cache is None else max(1, block_size // 2)
+                if padding is not None:
+                    padding = (padding - max(0, ids.shape[1] - keep)).clamp(min=0)
                 ids, table_ids = ids[:, -keep:], table_ids[:, -keep:]
-                cache = KVCache(self.config, len(ids), ids.device, self.wte.weight.dtype)
+                # Of few sizes, each of which would be compiled anew.
+                room = -(-(ids.shape[1] + max_new_tokens) // 128) * 128
+                dtype = next(self.parameters()).dtype
+                more = dict(room=room, padding=padding)
+                cache = KVCache(self.config, len(ids), ids.device, dtype, **more)
             new = slice(cache.length, None)  # what the cache has not seen: the prompt, then a token
             logits, _ = self(ids[:, new], table_ids=table_ids[:, new], cache=cache, last_only=True)
             token = sample(logits[:, -1], temperature, top_k, top_p, generator)  # [B]
@@ -348,7 +430,7 @@ class Decoder(nn.Module):
         table = sum(weight.numel() for weight in self.tables.weight)
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
         backbone = sum(p.numel() for p in dense)
-        wte = 0 if config.tie_head else self.wte.weight.numel()  # where it is only looked up
+        wte = 0 if config.tie_head else config.vocab_size * config.n_embd  # is only looked up
         multiplied = sum(p.numel() for p in dense if p.dim() == 2) - wte
         rows = len(self.tables.weight) * self.tables.width
         attention = 4 * config.n_layer * config.n_embd * config.block_size // 2
@@ -359,6 +441,20 @@ class Decoder(nn.Module):
             "active": backbone + rows - (wte - config.n_embd if wte else 0),
             "flops_per_token": 2 * multiplied + attention,
         }
+
+
+def left_padded(prompts: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
+    """Prompts of different length as one batch: ids [B, T], and `padding` [B] for `stream`."""
+    ids = [torch.tensor(prompt) for prompt in prompts]
+    padded = pad_sequence(ids, batch_first=True, padding_value=filler, padding_side="left")
+    return padded, padded.shape[1] - torch.tensor([len(prompt) for prompt in ids])
+
+
+def rename_wte(model: Decoder, state: dict, prefix: str, *_) -> None:
+    """Older checkpoints have the embedding as a plain one, even where it is not the head."""
+    old = f"{prefix}wte.weight"
+    if model.head is not None and old in state:
+        state[f"{old}.0"] = state.pop(old)
 
 
 def sample(

@@ -35,6 +35,7 @@ class Sampling:
         None, "draw from the most probable tokens that sum up to p", must="above 0 and at most 1"
     )
     num_samples: int = flag(1, "how many", must="at least 1")
+    compile: bool = flag(False, "torch.compile a step of decoding: slow start, faster tokens")
     seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
     device: str = device_flag()
     offload: str = offload_flag()
@@ -93,8 +94,7 @@ class Chat:
                 f"context of {model.config.block_size}"
             )
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
-        weight = model.wte.weight
-        self.cache = KVCache(model.config, 1, weight.device, weight.dtype)
+        self.cache = KVCache(model.config, 1, model.device, torch.float32)
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
         """Yield the answer to the user's next message piece by piece; `options` are those of
@@ -111,7 +111,7 @@ class Chat:
             self.turns.pop(0)
             self.cache.length = 0  # what follows has moved, it must be read anew
         ids = [[*self.head, *chain(*self.turns), *question]]
-        ids = torch.tensor(ids, device=self.model.wte.weight.device)  # [1, T]
+        ids = torch.tensor(ids, device=self.model.device)  # [1, T]
         new = min(max_new_tokens, block_size - ids.shape[1])
         decoder, said = StreamDecoder(self.encoding), []
         try:
@@ -156,6 +156,8 @@ def main() -> None:
     args = parse(Sampling, __doc__)
     device = pick_device(args.device)
     model, encoding, checkpoint = load_model(args.ckpt, device, args.offload)
+    if args.compile:
+        model.compile_steps()
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     options = {name: getattr(args, name) for name in names}
     seconds: list[float] = []

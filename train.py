@@ -293,7 +293,7 @@ def finish(model: Decoder, data: Data, settings: Settings, log: Log) -> None:
         ids, targets = next(iter(data.val.values())).conversation(0)
         question = torch.from_numpy(ids[None, : (targets >= 0).argmax() + 1])  # [1, T]
         options = dict(temperature=0, stop=special(encoding, END))
-        talk = model.generate(question.to(model.wte.weight.device), 60, **options)
+        talk = model.generate(question.to(model.device), 60, **options)
         print(encoding.decode(talk[0, 1:].tolist()))
         print(f"\nnext:\n  python sample.py --ckpt {ckpt} --chat")
         return

@@ -44,6 +44,25 @@ def test_tables_larger_than_the_models_vocabulary(monkeypatch, tmp_path):
     assert figures["max RSS bytes"] > 1e7
 
 
+def test_all_of_it_in_a_quick_run(monkeypatch, tmp_path, capsys):
+    argv = ["bench.py", "all", "--quick", "--device", "cpu", "--json", str(tmp_path / "all.json")]
+    monkeypatch.setattr("sys.argv", [*argv, "--plot", str(tmp_path / "vocab.png")])
+    bench.main()
+    figures = json.loads((tmp_path / "all.json").read_text())
+    assert list(figures) == ["train", "decode", "vocab", "offload"]
+    printed = capsys.readouterr().out
+    for name, row in {**figures["train"], **figures["decode"]}.items():
+        assert row["tok/s"] > 0 and f"| {name} |" in printed
+        assert row["over dense"] == 1.0 or not name.startswith("dense")
+    memory = {name: row["GiB"] for name, row in figures["vocab"].items()}
+    # Nearly all of it is rows and their moments.
+    for way in ("rows", "whole tables"):
+        assert memory[f"{way}, V = 10,000"] / memory[f"{way}, V = 500"] == pytest.approx(
+            20, rel=0.3
+        )
+    assert (tmp_path / "vocab.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_ids_follow_zipf():
     ids = bench.zipf((100_000,), 6400, 0)
     assert ids.min() >= 0 and ids.max() < 6400

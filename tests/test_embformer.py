@@ -62,22 +62,19 @@ def test_queries_and_keys_have_unit_mean_square_per_head():
 @pytest.mark.parametrize(("n_head", "head_dim"), [(4, 8), (3, 2), (2, 7), (6, 6)])
 def test_mix_equals_the_double_loop_and_is_a_permutation(n_head, head_dim):
     x = torch.arange(n_head * head_dim)
-    mixed = mix(x, n_head)
+    mixed = x[mix(n_head, head_dim)]
     assert torch.equal(mixed, naive_mix(x, n_head))
     assert torch.equal(mixed.sort().values, x)
-    batch = torch.stack((x, x + 100)).unsqueeze(1)  # [2, 1, n_embd]
-    assert torch.equal(mix(batch, n_head), torch.stack((mixed, mixed + 100)).unsqueeze(1))
 
 
 def test_each_head_draws_on_every_head():
-    came_from = mix(torch.arange(4).repeat_interleave(8), 4).view(4, 8)  # 4 heads of 8 channels
+    heads = torch.arange(4).repeat_interleave(8)
+    came_from = heads[mix(4, 8)].view(4, 8)  # 4 heads of 8 channels
     assert all(set(head.tolist()) == {0, 1, 2, 3} for head in came_from)
 
 
 def test_mix_with_one_head_is_the_identity():
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 10)
-    assert torch.equal(mix(x, 1), x)
+    assert torch.equal(mix(1, 10), torch.arange(10))
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -102,7 +99,7 @@ def test_every_parameter_is_the_input_embedding_or_a_table():
     assert parameters["wte.weight"].shape == (23, 32)
     assert parameters["tables.weight.0"].shape == (23, 3 * 32)  # K | V | F
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
-    assert list(model.buffers()) == []
+    assert not set(model.state_dict()) - set(parameters)
 
 
 @pytest.mark.parametrize(("n_kv_head", "act"), [(4, "silu"), (2, "identity"), (1, "silu")])

@@ -11,7 +11,7 @@ FLOORS = [
     COMMANDS,
     ("training",),
     ("model",),
-    ("stem", "embformer", "offload", "config"),
+    ("stem", "embformer", "loss", "offload", "config"),
     ("tables", "text"),
     ("common",),
 ]

@@ -65,7 +65,7 @@ def test_sample_refuses_in_one_line(trained, tmp_path, flags, says):
     (tmp_path / "half.pt").write_bytes(good[: len(good) // 2])
     torch.save({"weights": 1}, tmp_path / "foreign.pt")
     saved = torch.load(trained["stem"] / "ckpt.pt", weights_only=True)
-    saved["model"].pop("wte.weight")
+    saved["model"].pop("wte.weight.0")
     torch.save(saved, tmp_path / "hollow.pt")
     flags = flags.split()
     if "--ckpt" not in flags:
@@ -330,7 +330,7 @@ def test_a_chat_is_asked_in_words_it_never_saw(untrained, monkeypatch):
 
 def test_styles_are_told_apart_as_counting_samples_does(untrained, monkeypatch):
     encoding = untrained[2]
-    torch.manual_seed(25)
+    torch.manual_seed(29)
     model = Decoder(ModelConfig(5, 8, 1, 2, 8, ffn="dense", init_std=0.4)).eval()
     # Answers of two tokens, of five in all; 0 begins the sentences.
     asked = [([1 + n % 4, 1 + n // 4], [1 + n % 3, 4], [0, 2 + n % 2]) for n in range(16)]

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+import re
 import shutil
 
 import pytest
@@ -85,8 +86,8 @@ def test_the_whole_chain(stage, folders, trained, tmp_path):
     talk = command("sample.py", "--ckpt", dpo / "ckpt.pt", "--chat", "--temperature", 0,
                    "--device", "cpu", "--max_new_tokens", 12, cwd=tmp_path,
                    stdin="Who sees Anna?\n\nWho sees Björn?\n/new\nWho sees Anna?\n")  # fmt: skip
-    answers = talk.stdout.splitlines()
-    assert len(answers) == 3 and answers[0] == answers[2] != ""
+    # Three answers, of which the first and the last are equal.
+    assert re.fullmatch(r"(.+\n)(.+\n)\1", talk.stdout, re.DOTALL)
     assert "tok/s" in talk.stderr and "has not learned to talk" not in talk.stderr
     first, last = checkpoint(trained["stem"]), checkpoint(dpo)
     assert last["config"] == {**first["config"], "block_size": 64}

@@ -381,7 +381,8 @@ def one_step(lr, **other):
     ids = torch.tensor([[1, 2, 3, 2]])
     model(ids, ids)[1].backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    rows = [leaf.grad.clone() for leaf in model.tables.reads[0][1]]
+    reads = [*model.tables.reads, *model.wte.reads]  # one of each
+    rows = [leaf.grad.clone() for _, leaves in reads for leaf in leaves]
     optimizer.step(lr)
     moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
     return before, moved, grads, rows, optimizer
@@ -393,19 +394,21 @@ def test_first_step_moves_backbone_and_rows_by_their_own_rates():
         where = grads[name].abs() > 1e-6  # Adam's first step is lr * sign(gradient)
         expected = -0.5 * 0.1 * grads[name].sign()
         torch.testing.assert_close(moved[name][where], expected[where], rtol=2e-2, atol=0.0)
-    table = moved["tables.weight.0"]
-    where = rows[0].abs() > 1e-6
-    expected = -0.5 * 0.1 * 3.0 * rows[0].sign()
-    torch.testing.assert_close(table[1:4][where], expected[where], rtol=2e-2, atol=0.0)
-    assert table[4:].abs().max() == 0
+    both, peaks = (moved["tables.weight.0"], moved["wte.weight.0"]), (0.1 * 3.0, 0.1)
+    for table, grad, peak in zip(both, rows, peaks, strict=True):
+        where = grad.abs() > 1e-6
+        expected = -0.5 * peak * grad.sign()
+        torch.testing.assert_close(table[1:4][where], expected[where], rtol=2e-2, atol=0.0)
+        assert table[4:].abs().max() == 0
 
 
 def test_gradients_of_backbone_and_rows_are_clipped_together():
     _, _, grads, rows, optimizer = one_step(0.5, grad_clip=1e-3)
     norm = torch.cat([g.flatten() for g in [*grads.values(), *rows]]).norm()
     assert norm > 1e-3
-    m = optimizer.rows.m[0][1:4]  # first moment after one step: 0.1 * clipped gradient
-    torch.testing.assert_close(m, 0.1 * rows[0] * 1e-3 / norm, rtol=1e-3, atol=1e-12)
+    for (adam, _), grad in zip(optimizer.rows.values(), rows, strict=True):
+        m = adam.m[0][1:4]  # first moment after one step: 0.1 * clipped gradient
+        torch.testing.assert_close(m, 0.1 * grad * 1e-3 / norm, rtol=1e-3, atol=1e-12)
     for group in optimizer.adamw.param_groups:
         for p in group["params"]:
             m = optimizer.adamw.state[p]["exp_avg"]
@@ -416,7 +419,7 @@ def test_weight_decay_shrinks_linear_layers_only():
     before, plain, *_ = one_step(0.5)
     _, decayed, *_ = one_step(0.5, weight_decay=0.2)
     for name, start in before.items():
-        linear = start.dim() == 2 and name != "wte.weight" and not name.startswith("tables.")
+        linear = start.dim() == 2 and not name.startswith("wte.") and not name.startswith("tables.")
         shrunk = decayed[name] - plain[name]
         expected = -0.5 * 0.1 * 0.2 * start if linear else torch.zeros_like(start)
         torch.testing.assert_close(shrunk, expected, rtol=1e-3, atol=1e-7)

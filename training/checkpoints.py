@@ -91,6 +91,10 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
             if bad := records.testzip():
                 raise ValueError(f"checksum of {bad}")
     with whole(path):
+        rows = checkpoint.get("optimizer", {}).get("rows")
+        if rows and "steps" in rows:  # an older one, which trained no embedding by rows
+            checkpoint["optimizer"]["rows"] = {"tables": rows}
+        rows = rows and rows.get("tables", rows)
         if name := checkpoint.get("tables"):
             try:
                 file = TableFile(Path(path).parent / TABLES.format(name))
@@ -103,11 +107,9 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
             if verify:
                 file.verify()
             checkpoint["table_file"] = file
-            rows = {f"tables.weight.{i}": rows for i, rows in enumerate(file.weight)}
-            checkpoint["model"] |= rows
-            if checkpoint.get("optimizer"):
-                states = zip(("m", "v", "count", "last"), file.moments(), strict=True)
-                checkpoint["optimizer"]["rows"] |= dict(states)
+            checkpoint["model"] |= {f"tables.weight.{i}": w for i, w in enumerate(file.weight)}
+            if rows:
+                rows |= dict(zip(("m", "v", "count", "last"), file.moments(), strict=True))
     return checkpoint
 
 
@@ -166,7 +168,8 @@ def load_model(
             model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
         model.load_state_dict(checkpoint["model"], assign=mapped)
         encoding = tokenizer.loads(checkpoint["tokenizer"])
-    return model.to(device).eval(), encoding, checkpoint
+    model = model.to(device).eval()
+    return model.by_columns() if device.type == "cpu" else model, encoding, checkpoint
 
 
 def place(

@@ -26,9 +26,8 @@ class Objective:
     dtype: str
 
     def run(self, ids: Tensor, **more: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """`Decoder.forward` of ids [B, T] on the CPU, where finding the distinct ones is cheap."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            return self.model(send(ids, self.device), table_ids=ids, **more)
+            return self.model(ids, **more)
 
 
 @dataclass
@@ -46,7 +45,7 @@ class NextToken(Objective):
         documents = None
         if self.document is not None:
             documents = send((ids == self.document).cumsum(1), self.device)
-        return self.run(ids, targets=send(targets, self.device), documents=documents)[1], {}
+        return self.run(ids, targets=targets, documents=documents)[1], {}
 
 
 @dataclass

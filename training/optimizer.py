@@ -2,11 +2,13 @@
 
 import copy
 import math
+from collections import defaultdict
 
 import torch
 
 from model import Decoder
 from tables.rowadam import RowAdam
+from tables.tables import Tables
 from training.settings import Settings
 
 
@@ -26,48 +28,55 @@ class Optimizer:
     """AdamW for the backbone and row-wise Adam for the tables, clipped together."""
 
     def __init__(self, model: Decoder, settings: Settings) -> None:
-        self.tables, self.grad_clip = model.tables, settings.grad_clip
+        self.grad_clip, whole = settings.grad_clip, settings.table_optimizer == "adamw"
         peak, betas = settings.learning_rate, (settings.beta1, settings.beta2)
-        self.table_peak = peak * settings.table_lr_scale
-        whole = settings.table_optimizer == "adamw"
-        model.tables.requires_grad_(whole)
-        named = [(n, p) for n, p in model.named_parameters() if not n.startswith("tables.")]
-        decayed = [p for n, p in named if p.dim() == 2 and n != "wte.weight"]
-        plain = [p for n, p in named if p.dim() != 2 or n == "wte.weight"]
-        rows = list(model.tables.parameters()) if whole else []
+        # What is trained by rows, unless by AdamW as a whole, and the peak of its learning rate.
+        peaks = {"tables": peak * settings.table_lr_scale, "wte": peak}
+        tables = {name: getattr(model, name) for name in peaks}
+        tables = {n: t for n, t in tables.items() if isinstance(t, Tables) and len(t.weight)}
+        for each in tables.values():
+            each.requires_grad_(whole)
+        groups = defaultdict(list)  # parameters by weight decay and peak
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                owner = name.split(".")[0]
+                decays = parameter.dim() == 2 and owner not in peaks
+                decay = settings.weight_decay if decays else 0.0
+                groups[decay, peaks.get(owner, peak)].append(parameter)
         groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay, "peak": peak},
-            {"params": plain, "weight_decay": 0.0, "peak": peak},
-            {"params": rows, "weight_decay": 0.0, "peak": self.table_peak},
+            {"params": params, "weight_decay": decay, "peak": peak}
+            for (decay, peak), params in sorted(groups.items(), reverse=True)
         ]
-        groups = [group for group in groups if group["params"]]
-        fused = next(model.parameters()).device.type == "cuda"
-        self.adamw = torch.optim.AdamW(groups, lr=peak, betas=betas, fused=fused or None)
-        rowwise = len(model.tables.weight) and not whole
-        self.rows = RowAdam(model.tables, betas, seed=settings.seed) if rowwise else None
+        self.adamw = torch.optim.AdamW(groups, lr=peak, betas=betas, fused=True)
+        self.rows = {
+            name: (RowAdam(each, betas, seed=settings.seed), peaks[name])
+            for name, each in tables.items()
+            if not whole
+        }
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One update with learning rate `lr`, a fraction of the peaks."""
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
-        row_ids, row_grads = self.tables.gradients() if self.rows else (None, [])
+        read = {name: adam.tables.gradients() for name, (adam, _) in self.rows.items()}
+        grads += [grad for _, row_grads in read.values() for grad in row_grads]
         if self.grad_clip:
-            norm = torch.nn.utils.get_total_norm(grads + row_grads)
+            norm = torch.nn.utils.get_total_norm(grads)
             scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
-            torch._foreach_mul_(grads + row_grads, scale)
+            torch._foreach_mul_(grads, scale)
         for group in self.adamw.param_groups:
             group["lr"] = lr * group["peak"]
         self.adamw.step()
         self.adamw.zero_grad()
-        if self.rows:
-            self.rows.step(row_ids, row_grads, lr * self.table_peak)
+        for name, (adam, peak) in self.rows.items():
+            adam.step(*read[name], lr * peak)
 
     def state_dict(self) -> dict:
-        rows = self.rows.state_dict() if self.rows else None
+        rows = {name: adam.state_dict() for name, (adam, _) in self.rows.items()}
         return {"adamw": self.adamw.state_dict(), "rows": rows}
 
     def load_state_dict(self, state: dict) -> None:
         self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
-        if self.rows:
-            self.rows.load_state_dict(state["rows"])
+        for name, (adam, _) in self.rows.items():
+            adam.load_state_dict(state["rows"][name])
