@@ -179,18 +179,23 @@ def flipped(path, at) -> None:
     path.write_bytes(raw)
 
 
+def flip_a_weight(path) -> None:
+    weight = torch.load(path, weights_only=True)["model"]["blocks.0.attn.out.weight"]
+    flipped(path, path.read_bytes().index(weight.numpy().tobytes()) + 3 * 4 + 1)  # of a mantissa
+
+
 def test_one_other_bit_of_weights_is_noticed_by_who_goes_on(disk, data, tmp_path, monkeypatch):
-    weight = checkpoint(disk)["model"]["wte.weight"].numpy().tobytes()
-    at = (disk / "ckpt.pt").read_bytes().index(weight) + 3 * 4 + 1  # of a mantissa
-    out = shutil.copytree(disk, tmp_path / "out")
-    flipped(out / "ckpt.pt", at)
+    out, new = shutil.copytree(disk, tmp_path / "out"), tmp_path / "new"
+    flip_a_weight(out / "ckpt.pt")
     assert "damaged" in resume(monkeypatch, out)
     start = ("--stage", "midtrain", "--init_from", out / "ckpt.pt", "--data_dir", data)
-    start += ("--out_dir", tmp_path / "new", "--max_iters", 1, "--eval_tokens", 64)
+    start += ("--out_dir", new, "--max_iters", 1, "--eval_tokens", 64)
     assert "damaged" in says(monkeypatch, train_module, *start)
     load_model(out / "ckpt.pt", CPU)  # who samples reads it as it is
     monkeypatch.setattr("sys.argv", ["train.py", *map(str, start), "--no-verify"])
     train_module.main()
+    flip_a_weight(new / "ckpt.pt")
+    assert "damaged" in resume(monkeypatch, new)  # the flag is not one that a run keeps
 
 
 def test_one_other_bit_of_tables_is_noticed_by_who_goes_on(disk, tmp_path, monkeypatch):
