@@ -1,14 +1,14 @@
-"""Kill runs, damage files, give odd flags, start two at once: what docs/promises.md promises, tried.
+"""Kill runs, damage files, give odd flags, start two at once: docs/promises.md, put to the test.
 
-    python tests/soak.py                      # all of it: 300 kills, 500 files, 500 command lines, 20 pairs
-    python tests/soak.py --quick              # a few of each
+    python tests/soak.py                # 300 kills, 500 files, 500 command lines, 20 pairs
+    python tests/soak.py --quick        # a few of each
     python tests/soak.py --only files --n 50 --seed 7
-    python tests/soak.py --only kills --first 17 --n 1      # one of them again, with what it said
+    python tests/soak.py --only kills --first 17 --n 1          # one of them again
 
-A trial fails if it ends in a traceback, a signal that nobody sent or a hang, says more or less than
-one line, loses work, or exits with 0 and another result than an undisturbed run, to the bit. PyTorch is imported
-once: every command runs in a fork of this process, which has one thread.
-"""  # noqa: E501
+A trial fails if it ends in a traceback, a hang, or a signal that nobody sent, if it says more or
+less than one line, loses work, or exits with 0 and another result than an undisturbed run, to the
+bit. Every command runs in a fork of this process, which imports PyTorch once and has one thread.
+"""
 
 import argparse
 import hashlib
@@ -392,7 +392,7 @@ ODD = {
     float: (0, -1, 0.5, 1e-9, 1e9, "nan", "inf", "-inf", 1e-320, 1e38, 1e308, "1e999", "-0.0", "",
             "x", 1e-45),
     str: ("", "x" * 300, "a$\\frac$", "\udcff", "/dev/zero", "pipe", ".", "gone", "-", "a=b,c=d",
-          "0,1", "-1", "9" * 30, "\n", "%s%n", "a=nan,b=1", "text=1,text=1", "=1", "../../.."),
+          "0,1", "-1", "9" * 30, "\n", "%s%n", "a=nan,b=1", "text=1,text=1", "=1", "../trial/x"),
 }  # fmt: skip
 
 
