@@ -70,7 +70,7 @@ from tables.memory import RamHome, check_ram
 from tables.tables import ResidentTables, StoredTables, Tables, send
 from text import documents
 from training.batches import read_meta, read_tokenizer
-from training.checkpoints import device_flag
+from training.checkpoints import check_memory, device_flag
 from training.loss import head_loss
 from training.optimizer import Optimizer
 from training.settings import Settings
@@ -116,7 +116,9 @@ class Bench:
     def model(self, **more) -> ModelConfig:
         names = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         try:
-            return ModelConfig(**{name: getattr(self, name) for name in names} | more)
+            config = ModelConfig(**{name: getattr(self, name) for name in names} | more)
+            check_memory(config, 4, 4)
+            return config
         except ValueError as error:
             raise UserError(f"--{error}") from None
 

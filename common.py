@@ -1,8 +1,10 @@
-"""The ground that everything stands on: errors a user can act on, flags, devices, atomic files."""
+"""The ground that everything stands on: errors a user can act on, flags, devices, files."""
 
 import argparse
 import contextlib
+import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, field, fields
@@ -11,6 +13,11 @@ from types import NoneType
 from typing import Any, get_args
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 # What a value must be, in words and as a test, which what is not a number never passes.
 RANGES: dict[str, Callable[[Any], bool]] = {
@@ -23,6 +30,8 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0 and at most 1": lambda value: 0 < value <= 1,
     "0 or more, and fit 63 bits": lambda value: 0 <= value < 2**63,
 }
+# The most that it may be: beyond what anybody wants, but products still fit float32 and 63 bits.
+MOST = {"at least 1": 2**28, "a positive number": 1e9, "0 or more": 1e9}
 
 
 class UserError(Exception):
@@ -40,16 +49,44 @@ def run(main: Callable[[], None]) -> None:
         sys.stdout.flush()
     except UserError as error:
         sys.exit("error: " + " ".join(str(error).split()))
-    except torch.OutOfMemoryError:
-        sys.exit(
-            "error: out of GPU memory: lower --device_batch_size, --offload cpu or --device cpu"
-        )
-    except OSError as error:  # the output is full, or its reader has gone: `| head`
+    except Exception as error:
+        if no_memory(error):
+            sys.exit(f"error: {no_memory(error)}")
+        if not isinstance(error, OSError):
+            raise
+        # The output is full, or its reader has gone: `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         where = error.filename or "standard output"
         sys.exit(1 if isinstance(error, BrokenPipeError) else f"error: {where}: {error.strerror}")
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports Ctrl-C
+
+
+def no_memory(error: BaseException) -> str:
+    """What to say of an error that means that memory is used up, "" of any other."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "MPS backend out of memory" in text:
+        return "out of GPU memory: lower --device_batch_size, --offload cpu or --device cpu"
+    refused = getattr(error, "errno", None) == errno.ENOMEM
+    # PyTorch: "can't allocate memory", "unable to mmap ...", and sizes beyond what can be counted.
+    said = isinstance(error, RuntimeError) and re.search(r"t alloc|allocate mem|size calc", text)
+    if not (isinstance(error, MemoryError) or refused or said):
+        return ""
+    wanted = re.search(r"allocate (\d+) bytes", text)
+    need = f" ({gib(int(wanted[1]))} more at once)" if wanted else ""
+    free = free_ram()
+    there = f", {gib(free)} are available" if free is not None else ""
+    return (
+        f"out of memory{need}{there}: lower --device_batch_size, --batch_size or the sizes of the "
+        "model, or take --offload disk"
+    )
+
+
+def free_ram() -> int | None:
+    """Bytes that programs can still have, where the system tells (Linux)."""
+    info = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: +(\d+)", info.read_text()) if info.exists() else None
+    return int(found[1]) * 1024 if found else None
 
 
 def flag(
@@ -97,6 +134,8 @@ def check_ranges(settings: Any) -> None:
         must, value = each.metadata.get("must"), getattr(settings, each.name)
         if must and value is not None and not RANGES[must](value):
             raise UserError(f"--{each.name} {value} must be {must}")
+        if must in MOST and value is not None and value > MOST[must]:
+            raise UserError(f"--{each.name} {value} must be at most {MOST[must]:,.0f}")
 
 
 def pick_device(name: str) -> torch.device:
@@ -111,6 +150,37 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"--device {name} is not available here: auto finds what is") from None
 
 
+def regular(path: str | Path) -> Path:
+    """The path of a file to read. OSError: it is a pipe or a device, which one would wait for."""
+    path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "Is a pipe or a device, not a file", str(path))
+    return path
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
+    whatever way, so no lock is ever left behind. UserError: somebody else has it."""
+    path = Path(folder) / ".lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(regular(path), "a")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+    with file:
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run is writing to {folder}: wait for it, or choose another --out_dir"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to `path` on success: readers never see half a file.
@@ -119,6 +189,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)  # of who was killed
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())  # a power cut after the renaming must not find it empty

@@ -71,6 +71,9 @@ class ModelConfig:
         for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            most = 1024 if name == "n_layer" else 2**28
+            if getattr(self, name) > most:  # before anything is counted up to it
+                raise ValueError(f"{name}={getattr(self, name)} must be at most {most:,}")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(
                 f"n_embd={self.n_embd} must be a multiple of 2 * n_head={2 * self.n_head}: "
@@ -89,9 +92,11 @@ class ModelConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be 0 or more and below 1")
         for name in ("rope_base", "norm_eps", "init_std", "table_std"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)} must be a positive number")
-        if not 0 <= self.balance < float("inf"):
+            if not 1e-30 <= getattr(self, name) <= 1e30:  # as float32 neither zero nor infinite
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be a positive number, 1e-30 to 1e30"
+                )
+        if not 0 <= self.balance < 1e30:
             raise ValueError(f"balance={self.balance} must be 0 or more")
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)

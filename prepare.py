@@ -32,7 +32,17 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from common import UserError, add_flags, atomic, check_ranges, flag, make_parser, run
+from common import (
+    UserError,
+    add_flags,
+    atomic,
+    check_ranges,
+    flag,
+    locked,
+    make_parser,
+    regular,
+    run,
+)
 from text import countries, template, tokenizer
 from text.documents import Document, Report, in_sample, is_validation, kind_of, read
 from text.download import DATASETS, fetch, sha256
@@ -173,6 +183,7 @@ def write_dataset(
     counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}
 
     with (
+        locked(out_dir),
         atomic(out_dir / "meta.json") as meta_file,  # left in reverse order: replaced last
         atomic(out_dir / "tokenizer.json") as tokenizer_file,
         atomic(out_dir / "train.bin") as train_file,
@@ -210,7 +221,7 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding:
             encoding = tokenizer.pretrained(name)
         elif path.is_dir() or path.suffix == ".json":
             file = path / "tokenizer.json" if path.is_dir() else path
-            encoding = tokenizer.loads(file.read_text(encoding="utf-8"))
+            encoding = tokenizer.loads(regular(file).read_text(encoding="utf-8"))
         else:
             encoding = tokenizer.loads(load_checkpoint(path).get("tokenizer"))
         if kind != "text":

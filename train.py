@@ -25,13 +25,23 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from common import UserError, pick_device, run
+from common import UserError, locked, pick_device, run
 from model import Decoder
 from sample import sample_text
+from tables.file import DTYPES
 from text import tokenizer
 from text.template import END, special
 from training.batches import Data, check_tokenizer, read_meta
-from training.checkpoints import LIVE, load_checkpoint, load_model, place, save_checkpoint, whole
+from training.checkpoints import (
+    LIVE,
+    check_memory,
+    clear,
+    load_checkpoint,
+    load_model,
+    place,
+    save_checkpoint,
+    whole,
+)
 from training.exam import chat_exam, recall
 from training.objectives import NextToken, Objective, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
@@ -46,30 +56,40 @@ def train(settings: Settings) -> None:
     if settings.eval_only:
         return evaluate(settings)
     out_dir, resume = settings.out_dir, settings.resume
-    origin = out_dir / "ckpt.pt" if resume else settings.init_from
-    checkpoint = load_checkpoint(origin) if origin else None
     total = settings.max_iters * settings.batch_size
     rows, block_size = STAGES[settings.stage].rows, settings.model.block_size
     data = Data(settings.data_dir, rows, block_size, settings.seed, total)
-    meta = data.metas[0]
-    settings.model.vocab_size = meta["vocab_size"]
-    if resume and [checkpoint.get(k) for k in ("data", "weights")] != [data.metas, data.weights]:
-        raise UserError(
-            f"{settings.data_dir} does not hold the text of the run in {out_dir}: prepare it again"
-        )
-    if origin and not resume:
-        if origin.resolve().parent == out_dir.resolve():
-            raise UserError(f"a new run would move --init_from {origin}: choose another --out_dir")
-        theirs = tokenizer.fingerprint(tokenizer.loads(checkpoint["tokenizer"]))
-        check_tokenizer(meta["tokenizer"], settings.data_dir, theirs, origin)
+    settings.model.vocab_size = data.metas[0]["vocab_size"]
+    with locked(out_dir):
+        clear(out_dir)
+        origin = out_dir / "ckpt.pt" if resume else settings.init_from
+        checkpoint = load_checkpoint(origin, settings.verify) if origin else None
+        if origin:
+            check_origin(settings, data, origin, checkpoint)
+        try:
+            made = build(settings, data, origin, checkpoint)
+            checkpoint = None  # unmaps its file: a deleted one would go on taking up room
+            fit(settings, data, *made)
+        finally:
+            with contextlib.suppress(OSError):  # Windows keeps what is still open
+                (out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it
 
-    try:
-        made = build(settings, data, origin, checkpoint)
-        checkpoint = None  # unmaps its file: a deleted one would go on taking up room
-        fit(settings, data, *made)
-    finally:
-        with contextlib.suppress(OSError):  # Windows keeps what is still open
-            (out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it
+
+def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
+    """Raises UserError if what a run starts or goes on from does not belong to it."""
+    out_dir, meta = settings.out_dir, data.metas[0]
+    if settings.resume:
+        if [checkpoint.get(k) for k in ("data", "weights")] != [data.metas, data.weights]:
+            raise UserError(
+                f"{settings.data_dir} does not hold the text of the run in {out_dir}: prepare it "
+                "again"
+            )
+        return
+    if origin.resolve().parent == out_dir.resolve():
+        raise UserError(f"a new run would move --init_from {origin}: choose another --out_dir")
+    with whole(origin):
+        theirs = tokenizer.fingerprint(tokenizer.loads(checkpoint["tokenizer"]))
+    check_tokenizer(meta["tokenizer"], settings.data_dir, theirs, origin)
 
 
 def build(
@@ -83,7 +103,15 @@ def build(
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     tables = place(settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume)
+    # At least so much: two batches of ids and targets, and on a CPU what each layer keeps for the
+    # backward pass; below, weights and on a CPU their moments, and the same of rows.
+    config, host = settings.model, device.type == "cpu"
+    tokens = config.block_size if STAGES[settings.stage].rows == "text" else 2
+    kept = 4 * config.n_layer * config.n_embd * settings.device_batch_size if host else 0
+    size = DTYPES[settings.table_dtype].itemsize + 8 * host
+    row = size if settings.offload == "none" else 0  # else checked where they are made
     try:
+        check_memory(config, 4 + 8 * host, row, tokens * (32 * settings.batch_size + kept))
         model = Decoder(settings.model, tables=tables).to(device)
     except ValueError as error:
         raise UserError(f"--{error}") from None
@@ -102,6 +130,8 @@ def build(
                 for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                     pairs.reference[:] = known.numpy()
                 step, best = checkpoint["step"], checkpoint.get("best", best)
+                if not 0 <= step <= settings.max_iters:
+                    raise ValueError(f"it is of step {step} of {settings.max_iters}")
     return optimizer, objective, step, best
 
 
@@ -137,9 +167,11 @@ def evaluate(settings: Settings) -> None:
 def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
     """Stop before weights that are not numbers get into a checkpoint."""
     if not math.isfinite(loss):
+        model = settings.model
         raise UserError(
             f"the {kind} loss became {loss} at step {step}: lower --learning_rate "
-            f"{settings.learning_rate} (a ckpt.pt in {settings.out_dir} is of before)"
+            f"{settings.learning_rate}, --init_std {model.init_std} or --table_std "
+            f"{model.table_std} (a ckpt.pt in {settings.out_dir} is of before)"
         )
 
 

@@ -1,6 +1,7 @@
 """Table files: rows and optimizer states of all tables in one memory-mapped file.
 
-    page 0      a line of magic, then a line of JSON: version, shape, dtype, layout, id
+    page 0      a line of magic, then a line of JSON: version, shape, dtype, layout, id; and in
+                snapshots crc32, of each region (older ones have none)
     rows        [V, n_table, W] in the tables' dtype
     m, v        [V, n_table, W] float32 each
     count, last [V] int64 each: readings of a token in training, the step of the last one
@@ -13,19 +14,20 @@ import json
 import mmap
 import os
 import secrets
-import shutil
 import warnings
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common import UserError, atomic, gib
+from common import UserError, atomic, gib, regular
 from tables.memory import Home, Shape
 
 MAGIC = b"token-tables\n"
 VERSION, LAYOUT, PAGE = 1, "token-major", 4096
+PART = 1 << 20  # bytes to copy at a time
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -50,7 +52,7 @@ class TableFile(Home):
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self.path, self.writable, self.fresh = Path(path), writable, False
         try:
-            with open(path, "r+b" if writable else "rb") as file:
+            with open(regular(path), "r+b" if writable else "rb") as file:
                 self.read_header(file.read(PAGE))
                 self.regions = regions(self.shape, self.dtype)
                 size, end = os.fstat(file.fileno()).st_size, self.regions["end"][0]
@@ -77,7 +79,8 @@ class TableFile(Home):
             version, layout = header["version"], header["layout"]
             self.shape = tuple(int(header[name]) for name in ("vocab_size", "n_table", "width"))
             self.dtype, self.id = DTYPES[header["dtype"]], str(header["id"])
-        except (ValueError, KeyError, TypeError) as error:
+            self.crc32 = dict(header.get("crc32", {}))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{self.path} has a damaged header ({error!r})") from None
         if (version, layout) != (VERSION, LAYOUT) or min(self.shape) < 1:
             raise UserError(
@@ -135,31 +138,50 @@ class TableFile(Home):
                 start = (offset + first * per_token) // PAGE * PAGE  # a range begins on a page
                 self.map.madvise(mmap.MADV_WILLNEED, start, offset + (last + 1) * per_token - start)
 
+    def parts(self, name: str) -> Iterator[memoryview]:
+        """What a region holds, in parts that fit a cache."""
+        offset, size = self.regions[name]
+        region = memoryview(self.map)[offset : offset + size]
+        return (region[at : at + PART] for at in range(0, size, PART))
+
     def copy(self, path_of: Callable[[str], Path]) -> str:
         """Copy the file as it is now under a new id, which is returned, to the path of that id."""
-        name = secrets.token_hex(4)
-        path = path_of(name)
-        with atomic(path) as temporary:
-            copy_blocks(self.path, temporary)  # reads what the mapping wrote: one page cache
-            with open(temporary, "r+b") as file:
-                file.write(header(self.shape, self.dtype, name))
+        name, crc32 = secrets.token_hex(4), dict.fromkeys(self.regions, 0)
+        del crc32["end"]
+        with atomic(path_of(name)) as temporary, open(temporary, "wb") as file:
+            for region in crc32:
+                file.seek(self.regions[region][0])
+                for part in self.parts(region):
+                    crc32[region] = zlib.crc32(part, crc32[region])
+                    file.write(part)
+            file.truncate(self.regions["end"][0])
+            file.seek(0)
+            file.write(header(self.shape, self.dtype, name, crc32=crc32))
         return name
 
+    def checksums(self) -> dict[str, int]:
+        """Of what the regions hold now."""
+        found = dict.fromkeys(self.regions, 0)
+        for region in found:
+            for part in self.parts(region):
+                found[region] = zlib.crc32(part, found[region])
+        return found
 
-def copy_blocks(source: Path, target: Path) -> None:
-    """Copy a file. Where the file system can (Btrfs, XFS), both share their blocks until one is
-    written to, which takes no time and no room."""
-    try:
-        with open(source, "rb") as old, open(target, "wb") as new:
-            while os.copy_file_range(old.fileno(), new.fileno(), 1 << 30):
-                pass
-    except (AttributeError, OSError):  # not on this system, or not between these two
-        shutil.copyfile(source, target)
+    def seal(self) -> None:
+        """Put the checksums of what was written into page 0."""
+        self.crc32 = self.checksums()
+        self.map[:PAGE] = header(self.shape, self.dtype, self.id, crc32=self.crc32)
+        self.map.flush()
+
+    def verify(self) -> None:
+        """UserError: the file is not what was written, as far as it says what that was."""
+        if self.crc32 and self.crc32.items() - self.checksums().items():
+            raise UserError(f"{self.path} is damaged (its checksums differ): restore the file")
 
 
-def header(shape: Shape, dtype: torch.dtype, name: str) -> bytes:
+def header(shape: Shape, dtype: torch.dtype, name: str, **more: object) -> bytes:
     """Page 0 of a file."""
     kind = next(key for key, value in DTYPES.items() if value == dtype)
     sizes = dict(zip(("vocab_size", "n_table", "width"), shape, strict=True))
-    fields = dict(version=VERSION, **sizes, dtype=kind, layout=LAYOUT, id=name)
+    fields = dict(version=VERSION, **sizes, dtype=kind, layout=LAYOUT, id=name, **more)
     return (MAGIC + json.dumps(fields).encode() + b"\n").ljust(PAGE, b"\0")

@@ -1,17 +1,15 @@
 """Rows and moments in RAM: how they lie there, if there is room, and how a GPU gets at them."""
 
 import mmap
-import re
 import sys
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from common import UserError, gib
+from common import UserError, free_ram, gib
 
 # What Adam remembers: m and v [V, W] float32 of each table; count and last [V] int64 of each token,
 # how often it was read in training, and in which step for the last time.
@@ -68,13 +66,6 @@ def check_ram(shape: Shape, dtype: torch.dtype, training: bool) -> None:
             f"--offload cpu: the tables{states} need {gib(need)} of RAM and {gib(free)} are "
             "available: use --offload disk" + (" or --table_dtype bfloat16" if training else "")
         )
-
-
-def free_ram() -> int | None:
-    """Bytes that programs can still have, where the system tells (Linux)."""
-    info = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable: +(\d+)", info.read_text()) if info.exists() else None
-    return int(found[1]) * 1024 if found else None
 
 
 def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:

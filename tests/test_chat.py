@@ -92,13 +92,13 @@ class Counted:
     """Counts the tokens that a model reads."""
 
     def __init__(self, model, monkeypatch):
-        self.tokens, forward = 0, Decoder.forward
+        self.tokens, forward = 0, Decoder.hidden
 
         def counting(this, ids, *args, **kwargs):
             self.tokens += ids.shape[1]
             return forward(this, ids, *args, **kwargs)
 
-        monkeypatch.setattr(Decoder, "forward", counting)
+        monkeypatch.setattr(Decoder, "hidden", counting)
 
 
 def test_turns_equal_generation_from_the_whole_conversation(model, encoding, monkeypatch):

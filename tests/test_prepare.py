@@ -706,7 +706,7 @@ def test_same_files_and_flags_give_the_same_bytes(tmp_path, encoding, kind):
         trained = None if kind == "text" else encoding
         from_files(out, path, kind, trained, vocab_size=300, val_fraction=0.3)
         made[out.name] = {file.name: file.read_bytes() for file in out.iterdir()}
-    assert made["one"] == made["two"] and len(made["one"]) == 4
+    assert made["one"] == made["two"] and len(made["one"]) == 5  # the lock is one of them
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path, encoding, monkeypatch):
@@ -774,4 +774,4 @@ def test_between_old_files_and_new_ones_nothing_looks_complete(tmp_path, encodin
     meta = prepare.write_dataset(tmp_path, [("train", "c"), ("val", "d")], encoding, corpus="x")
     assert len(seen) == 4 and seen[-1] == ("meta.json", False)
     assert not any(complete for _, complete in seen)
-    assert data_module.read_meta(tmp_path) == meta and len(contents(tmp_path)) == 4
+    assert data_module.read_meta(tmp_path) == meta and len(contents(tmp_path)) == 5

@@ -106,7 +106,7 @@ def test_pretraining_may_go_on_from_a_model(stage, trained):
 
 def crash_in_step(monkeypatch, number):
     """A power cut in training step `number`."""
-    calls, forward = [], Decoder.forward
+    calls, forward = [], Decoder.hidden
 
     def crash(self, *args, **kwargs):
         calls.append(self.training)
@@ -114,7 +114,7 @@ def crash_in_step(monkeypatch, number):
             raise RuntimeError("power cut")
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(Decoder, "forward", crash)
+    monkeypatch.setattr(Decoder, "hidden", crash)
 
 
 @pytest.mark.parametrize("name", ["midtrain", "context", "sft", "dpo"])

@@ -81,7 +81,7 @@ def test_validation_loss_per_byte_is_the_total_over_the_bytes(trained, data):
 def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatch, more):
     train_module.train(arguments(monkeypatch, data, tmp_path / "whole", *more))
 
-    calls, forward = [], Decoder.forward
+    calls, forward = [], Decoder.hidden
 
     def crash(self, *args, **kwargs):
         calls.append(self.training)
@@ -90,7 +90,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatc
         return forward(self, *args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        patch.setattr(Decoder, "forward", crash)
+        patch.setattr(Decoder, "hidden", crash)
         train_module.train(arguments(monkeypatch, data, tmp_path / "cut", *more))
     assert checkpoint(tmp_path / "cut")["step"] == 6
     command("train.py", "--resume", "--out_dir", tmp_path / "cut", cwd=tmp_path)

@@ -15,7 +15,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from common import UserError
+from common import UserError, regular
 from text import template, tokenizer
 
 
@@ -146,7 +146,7 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     100 MB in memory. UserError: the file is missing or not the one that meta.json describes."""
     path = folder / f"{split}.bin"
     try:
-        ids = np.memmap(path, dtype=meta["dtype"], mode="r")
+        ids = np.memmap(regular(path), dtype=meta["dtype"], mode="r")
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
             raise ValueError("damaged: another sha256 than meta.json says")
         if (most := ids.max()) >= meta["vocab_size"]:
@@ -247,7 +247,7 @@ def read_meta(folder: Path) -> dict:
     """What prepare.py wrote about a folder. UserError: there is none, or it is damaged."""
     path = folder / "meta.json"
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = json.loads(regular(path).read_text(encoding="utf-8"))
         tokenizer.check_form(meta, META, "meta")
         if meta.get("format") != 2 or meta["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"format {meta.get('format')!r:.60} of {meta['dtype']} is unknown")
@@ -263,7 +263,7 @@ def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
     or another one."""
     path = folder / "tokenizer.json"
     try:
-        encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
+        encoding = tokenizer.loads(regular(path).read_text(encoding="utf-8"))
         made_with = (tokenizer.fingerprint(encoding), encoding.n_vocab)
         if made_with != (meta["tokenizer"], meta["vocab_size"]):
             raise ValueError("not the tokenizer that the token files were made with")

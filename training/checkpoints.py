@@ -7,16 +7,20 @@ Whenever a crash comes, the ckpt.pt that is there finds its own tables.
 """
 
 import contextlib
+import pickle
+import re
 import shutil
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import tiktoken
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from common import UserError, atomic, flag, gib
+from common import UserError, atomic, flag, free_ram, gib, no_memory, regular
 from model import Decoder, ModelConfig
 from offload import OffloadedTables
 from tables.file import DTYPES, TableFile, regions
@@ -26,6 +30,8 @@ from text import tokenizer
 
 FORMAT = 1
 LIVE, TABLES = "live-tables.bin", "tables-{}.bin"
+# What PyTorch says of a pickle that names what it would have to call.
+CODE = r"(?<=GLOBAL )\S+|(?:call reduce|instantiate|build) .{,60}"
 
 
 def device_flag() -> str:
@@ -39,6 +45,18 @@ def offload_flag() -> str:
 
 def snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob(TABLES.format("*")))
+
+
+def clear(out_dir: Path) -> None:
+    """Remove what a run that was killed left in its folder; for who has `locked` it."""
+    names = ("ckpt.pt", "metrics.jsonl", "loss.png", TABLES.format("*"), "run*")
+    left = [out_dir / LIVE, *(path for name in names for path in out_dir.glob(name + ".tmp"))]
+    with contextlib.suppress(UserError):  # who does not know what is named removes nothing
+        named = TABLES.format(read_checkpoint(out_dir / "ckpt.pt").get("tables"))
+        left += [path for path in snapshots(out_dir) if path.name != named]
+    for path in left:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
@@ -97,48 +115,81 @@ def rewrite(
     for weight, new in zip(weights, rows, strict=True):
         weight[ids] = new
     if file:
-        file.map.flush()
+        file.seal()
     write(path, checkpoint)
 
 
-def load_checkpoint(path: str | Path) -> dict:
+def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     """Read what `save_checkpoint` wrote, onto the CPU: mapped into memory, so that what nobody
-    touches is not read. Tables that have a file of their own are put where all others are.
-    UserError: there is no such file, or it is damaged or something else."""
-    try:
-        checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise UserError(f"no checkpoint at {path}: train one with `python train.py`") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}, name a ckpt.pt") from None
-    except Exception:  # damaged pickles raise nearly anything
-        raise UserError(f"{path} is damaged or not a checkpoint: train it again") from None
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        raise UserError(f"{path} is not a checkpoint of this program (format {FORMAT})")
-    rows = checkpoint.get("optimizer", {}).get("rows")
-    if rows and "steps" in rows:  # an older one, which trained no embedding by rows
-        checkpoint["optimizer"]["rows"] = {"tables": rows}
-    rows = rows and rows.get("tables", rows)
-    if checkpoint.get("tables"):
-        file = TableFile(Path(path).parent / TABLES.format(checkpoint["tables"]))
-        if file.id != checkpoint["tables"]:
-            raise UserError(f"{file.path} is not the table file of {path}, but that of {file.id}")
-        checkpoint["table_file"] = file
-        checkpoint["model"] |= {f"tables.weight.{i}": rows for i, rows in enumerate(file.weight)}
-        if rows:
-            rows |= dict(zip(("m", "v", "count", "last"), file.moments(), strict=True))
+    touches is not read, unless it is to `verify` the checksums. Tables that have a file of their
+    own are put where all others are. UserError: there is no such file, or it is damaged or
+    something else."""
+    checkpoint = read_checkpoint(path)
+    if verify:
+        with damaged(path), zipfile.ZipFile(path) as records:
+            if bad := records.testzip():
+                raise ValueError(f"checksum of {bad}")
+    with whole(path):
+        rows = checkpoint.get("optimizer", {}).get("rows")
+        if rows and "steps" in rows:  # an older one, which trained no embedding by rows
+            checkpoint["optimizer"]["rows"] = {"tables": rows}
+        rows = rows and rows.get("tables", rows)
+        if name := checkpoint.get("tables"):
+            try:
+                file = TableFile(Path(path).parent / TABLES.format(name))
+            except UserError:
+                if read_checkpoint(path).get("tables") == name:
+                    raise
+                return load_checkpoint(path, verify)  # a training run saved in between
+            if file.id != name:
+                raise UserError(f"{file.path} is not the table file of {path}, but of {file.id}")
+            if verify:
+                file.verify()
+            checkpoint["table_file"] = file
+            checkpoint["model"] |= {f"tables.weight.{i}": w for i, w in enumerate(file.weight)}
+            if rows:
+                rows |= dict(zip(("m", "v", "count", "last"), file.moments(), strict=True))
     return checkpoint
 
 
+def read_checkpoint(path: str | Path) -> dict:
+    """The file of a checkpoint alone, as `load_checkpoint`."""
+    with damaged(path):
+        loaded = torch.load(str(regular(path)), map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(loaded, dict) or loaded.get("format") != FORMAT:
+        raise UserError(f"{path} is not a checkpoint of this program (format {FORMAT})")
+    return loaded
+
+
 @contextlib.contextmanager
-def whole(path: str | Path):
+def damaged(path: str | Path) -> Iterator[None]:
+    """Say of a checkpoint that it cannot be read, and why."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"no checkpoint at {path}: train one with `python train.py`") from None
+    except Exception as error:  # damaged pickles raise nearly anything
+        if no_memory(error):
+            raise
+        if isinstance(error, OSError) and error.strerror:
+            raise UserError(f"cannot read {path}: {error.strerror}, name a ckpt.pt") from None
+        if isinstance(error, pickle.UnpicklingError) and (code := re.search(CODE, str(error))):
+            raise UserError(
+                f"{path} was not opened: it would run code ({code[0]}), which no checkpoint of "
+                "this program does: do not trust it, unless you know that it is damaged"
+            ) from None
+        raise UserError(f"{path} is damaged or not a checkpoint: train it again") from None
+
+
+@contextlib.contextmanager
+def whole(path: str | Path) -> Iterator[None]:
     """Say of a checkpoint that something is missing in it, or does not fit."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path} does not hold a whole model: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
+        if no_memory(e):
+            raise
+        raise UserError(f"{path} does not hold a whole model: {e}") from e
 
 
 def load_model(
@@ -149,8 +200,10 @@ def load_model(
     checkpoint = load_checkpoint(path)
     mapped = offload == "disk"  # what is used in place need not be made first
     with whole(path):
+        if not mapped:
+            check_memory(ModelConfig(**checkpoint["config"]), 4, 2)
         tables = place(offload, device, checkpoint)
-        with torch.device("meta") if mapped else contextlib.nullcontext():
+        with outline() if mapped else contextlib.nullcontext():
             model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
         model.load_state_dict(checkpoint["model"], assign=mapped)
         encoding = tokenizer.loads(checkpoint["tokenizer"])
@@ -195,10 +248,37 @@ def place(
     return make
 
 
+class NoDraws(TorchFunctionMode):
+    """Leaves out random numbers: on the meta device PyTorch would import its compiler for them,
+    which takes a second."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return None if func.__name__ == "normal_" else func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def outline() -> Iterator[None]:
+    """Models that are made here have shapes, but no numbers."""
+    with NoDraws(), torch.device("meta"):
+        yield
+
+
+def check_memory(config: ModelConfig, dense: int, table: int, more: int = 0) -> None:
+    """Refuse a model that free memory cannot hold, before the system kills who builds it: so many
+    bytes for a number of the backbone and for one of tables, and `more`. ValueError: as Decoder."""
+    with outline():
+        sizes = Decoder(config).sizes()
+    need, free = dense * sizes["backbone"] + table * sizes["table"] + more, free_ram()
+    if free is not None and need > free:
+        raise UserError(
+            f"the model needs {gib(need)} of RAM and {gib(free)} are available: lower its sizes, "
+            "--batch_size or --device_batch_size, or take --offload disk"
+        )
+
+
 def check_disk(size: int, out_dir: Path, resume: bool) -> None:
     """Refuse a run without room for three table files: the live one, a snapshot (there already if
     the run resumes), and the next snapshot, which is written before the last one goes."""
-    (out_dir / LIVE).unlink(missing_ok=True)  # of a run that crashed
     need = (2 if resume and snapshots(out_dir) else 3) * size
     here = next(p for p in (out_dir, *out_dir.absolute().parents) if p.is_dir())
     if need > (free := shutil.disk_usage(here).free):

@@ -1,9 +1,10 @@
 """What a run leaves in its folder beside the checkpoint: metrics, a picture, earlier runs."""
 
-import contextlib
 import itertools
 import json
 import os
+import shutil
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -12,7 +13,7 @@ import numpy as np
 matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
-from common import UserError, atomic
+from common import UserError, atomic, regular
 from text.tokenizer import check_form
 from training.checkpoints import snapshots
 
@@ -28,14 +29,27 @@ RECORDS = {
 
 
 def put_aside(out_dir: Path) -> Path:
-    """Move the files of an earlier run into the first free folder run1, run2, ... beside them."""
+    """Move the files of an earlier run into the first free folder run1, run2, ... beside them. They
+    are linked into one that gets its name when all are there: whenever a kill comes, the run is
+    whole, at the old place or at the new one. UserError: there is no room."""
+    tables = [path.name for path in snapshots(out_dir)]
+    names = ["ckpt.pt", "best.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables]
+    names = [name for name in names if (out_dir / name).exists()]
     folders = (out_dir / f"run{number}" for number in itertools.count(1))
     folder = next(folder for folder in folders if not folder.exists())
-    folder.mkdir()
-    tables = [path.name for path in snapshots(out_dir)]
-    for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables):
-        if (out_dir / name).exists():
-            os.replace(out_dir / name, folder / name)
+    temporary = folder.with_name(folder.name + ".tmp")
+    try:
+        temporary.mkdir()
+        for name in names:
+            try:
+                os.link(out_dir / name, temporary / name)
+            except OSError:  # a file system without links
+                shutil.copy2(out_dir / name, temporary / name)
+        os.rename(temporary, folder)
+        for name in names:  # ckpt.pt first: without it, nobody looks for the others
+            (out_dir / name).unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
     return folder
 
 
@@ -43,17 +57,27 @@ class Log:
     """metrics.jsonl: a line for the run, one for each step, one for each evaluation."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        """A resumed run keeps the lines up to `resume_step`, at which it evaluates anew."""
-        self.path, kept = path, []
-        if resume_step and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
-                    record = json.loads(line)
-                    last = resume_step if record["type"] == "step" else resume_step - 1
-                    if record.get("step", 0) <= last:
-                        kept.append(line)
+        """A resumed run keeps the lines up to `resume_step`, at which it evaluates anew, and says
+        how many others it cannot read."""
+        self.path, kept, bad = path, [], 0
+        try:
+            lines = regular(path).read_bytes().splitlines() if resume_step else []
+        except OSError as error:
+            lines = []
+            print(f"note: {path} begins anew ({error.strerror})", file=sys.stderr)
+        for line in lines:
+            try:
+                record = parse(line)
+                last = resume_step if record["type"] == "step" else resume_step - 1
+                if record.get("step", 0) <= last:
+                    kept.append(line + b"\n")
+            except (ValueError, KeyError, TypeError, RecursionError):  # cut off by a crash
+                bad += 1
+        if bad:
+            said = f"note: {bad} of {len(lines)} lines of {path} were damaged and are left out"
+            print(said, file=sys.stderr)
         with atomic(path) as temporary:
-            temporary.write_text("".join(kept), encoding="utf-8")
+            temporary.write_bytes(b"".join(kept))
 
     def write(self, **record) -> None:
         try:
@@ -63,19 +87,25 @@ class Log:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
 
 
+def parse(line: bytes) -> dict:
+    """A record of metrics.jsonl. ValueError, KeyError, RecursionError: it is none."""
+    record = json.loads(line.decode())
+    check_form(record, dict(type=str), "record")
+    check_form(record, RECORDS[record["type"]], record["type"])
+    return record
+
+
 def read_run(folder: Path) -> dict[str, list[dict]]:
     """The records of a run's metrics.jsonl by type, and as `edits` what its edit_report.json says,
     if there is one. UserError: a file is damaged."""
     path = folder / "metrics.jsonl"
     records: dict[str, list[dict]] = {kind: [] for kind in RECORDS}
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            check_form(record, dict(type=str), "record")
-            check_form(record, RECORDS[record["type"]], record["type"])
+        for line in regular(path).read_bytes().splitlines():
+            record = parse(line)
             records[record["type"]].append(record)
         if (report := folder / "edit_report.json").exists():
-            path, record = report, json.loads(report.read_text(encoding="utf-8"))
+            path, record = report, json.loads(regular(report).read_bytes())
             check_form(record, RECORDS["edits"], "edits")
             records["edits"].append(record)
     except (ValueError, KeyError, RecursionError) as error:

@@ -2,12 +2,13 @@
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import get_args
 
 from common import UserError, add_flags, check_ranges, flag, make_parser
 from config import ModelConfig
 from tables.file import DTYPES
 from training.batches import parse_mixture, read_meta
-from training.checkpoints import device_flag, load_checkpoint, offload_flag
+from training.checkpoints import device_flag, load_checkpoint, offload_flag, whole
 
 DEFAULT_DATA = "data/countries"
 
@@ -58,7 +59,7 @@ STAGES = {
 }
 # What may change at --resume: a step sees the same batch either way, summed in other parts.
 FREE = ("resume", "out_dir", "data_dir", "offload", "device", "dtype", "compile")
-FREE += ("device_batch_size",)
+FREE += ("device_batch_size", "verify")
 # What an evaluation may be told besides the checkpoint; all else is the run's that made it.
 ASKED = ("eval_only", "data_dir", "eval_tokens", "offload", "device", "dtype", "device_batch_size")
 ONE, POSITIVE, SHARE = "at least 1", "a positive number", "0 or more and below 1"
@@ -83,6 +84,7 @@ class Settings:
     eval_only: bool = flag(
         False, "print what --init_from, or the ckpt.pt in --out_dir, loses on --data_dir a,b"
     )
+    verify: bool = flag(True, "check the checksums of what it starts or goes on from", shown="yes")
 
     doc_mask: bool = flag(False, "attention does not cross documents", shown="in stage context")
     batch_size: int = flag(8, "sequences in a step, for dpo pairs", must=ONE, shown=BY_PRESET)
@@ -155,6 +157,11 @@ class Settings:
         older checkpoints have other settings."""
 
         def part(kind: type, **more) -> object:
+            for each in fields(kind):
+                types = get_args(each.type) or (each.type,)
+                types += tuple({float: int, Path: str}.get(kind, kind) for kind in types)
+                if each.name in flat and not isinstance(flat[each.name], types):
+                    raise UserError(f"--{each.name} cannot be {flat[each.name]!r:.60}")
             return kind(**{f.name: flat[f.name] for f in fields(kind) if f.name in flat}, **more)
 
         try:
@@ -177,13 +184,15 @@ def complete(**given) -> Settings:
     has its own, and of those given what is FREE, an evaluation what is ASKED."""
     if given.get("resume"):
         path = Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt"
-        saved = load_checkpoint(path)["args"]
+        with whole(path):
+            saved = {**load_checkpoint(path)["args"], "verify": True}
         if other := [f"--{name}" for name in given if name not in FREE]:
             raise UserError(
                 f"--resume goes on with the settings of {path}: leave out {', '.join(other)}, or "
                 f"start a new run with another --out_dir, from this model with --init_from {path}"
             )
-        return Settings.of({**saved, **given, "out_dir": path.parent})
+        with whole(path):
+            return Settings.of({**saved, **given, "out_dir": path.parent})
     if given.get("eval_only"):
         whose = "init_from" if "init_from" in given else "out_dir"
         if other := [f"--{name}" for name in given if name not in (*ASKED, whose)]:
@@ -192,7 +201,8 @@ def complete(**given) -> Settings:
             )
         path = given.get("init_from", Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt")
         here = dict(offload="none", device="auto", resume=False, init_from=path)
-        return Settings.of({**load_checkpoint(path)["args"], **here, **given})
+        with whole(path):
+            return Settings.of({**load_checkpoint(path)["args"], **here, **given})
     name, base = given.get("stage", "pretrain"), None
     stage = STAGES[name]
     meta = read_meta(next(iter(parse_mixture(given.get("data_dir", DEFAULT_DATA)))))
@@ -201,14 +211,16 @@ def complete(**given) -> Settings:
     elif name != "pretrain":
         raise UserError(f"--stage {name} goes on with a trained model: name it with --init_from")
     by_data = "countries" if meta["corpus"] == "countries" else "prose"
-    preset_name = given.get("preset") or (base["args"]["preset"] if base else by_data)
-    values = {**PRESETS[preset_name], **stage.settings, "preset": preset_name}
+    with whole(given.get("init_from")):
+        preset_name = given.get("preset") or (base["args"]["preset"] if base else by_data)
+        values = {**PRESETS[preset_name], **stage.settings, "preset": preset_name}
     values["learning_rate"] *= stage.lr
     if stage.epochs:
         del values["max_iters"], values["eval_interval"]
     if meta["corpus"].startswith(preset_name):  # those of countries are for countries-sft alone
         values |= values.get(name, {})
-    values |= inherited(given, base["config"]) if base else {}
+    with whole(given.get("init_from")):
+        values |= inherited(given, base["config"]) if base else {}
     values |= given
     refuse_without_effect(values, given)
     if "max_iters" not in values:
