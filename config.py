@@ -52,7 +52,9 @@ class ModelConfig:
     rope_base: float = flag(10000.0, "base of the rotary positions")
     norm_eps: float = flag(1e-6, "epsilon of the norms")
     # See Decoder.init_weights for both.
-    init_std: float = flag(0.02, "standard deviation of new dense weights and embeddings")
+    init_std: float | None = flag(
+        None, "standard deviation of new dense weights and embeddings", shown="1 / sqrt(n_embd)"
+    )
     table_std: float = flag(0.02, "standard deviation of new table rows")
 
     def __post_init__(self) -> None:
@@ -64,6 +66,9 @@ class ModelConfig:
             self.top_k = 16 if self.ffn == "pkm" else 4
         if self.ple_width is None:
             self.ple_width = max(1, self.n_embd // 8)
+        if self.init_std is None:
+            # Of two digits, which one can type: 0.072 for 192.
+            self.init_std = float(f"{max(1, self.n_embd) ** -0.5:.2g}")
         if self.tie_head is None:
             self.tie_head = self.embedding_only
         counts = "vocab_size block_size n_layer n_head n_embd n_kv_head d_ff "

@@ -113,14 +113,11 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Normal(0, init_std), GPT-2's 0.02, with the layers that write to the residual stream
-        scaled down by sqrt(2 n_layer); table rows Normal(0, table_std).
+        """Normal(0, init_std), with the layers that write to the residual stream scaled down by
+        sqrt(2 n_layer), as in GPT-2; table rows Normal(0, table_std).
 
-        Small dense weights pass little on at first: so facts settle in the tables, where swapping
-        rows moves them. In trials 1 / sqrt(fan-in) reached the same loss, but left the facts in
-        the dense weights. Rows of 0.02 let 99.7 % of edits succeed, rows of 1 let 67 % (README)."""
-        if self.device.type == "meta":
-            return  # there is nothing to draw
+        Rows start small, as noise of size 1 would have to be unlearned first: facts then settle
+        where swapping rows does not move them (docs/results.md, Editing)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or name.startswith("tables."):
                 continue  # norms stay at one

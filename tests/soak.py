@@ -49,7 +49,7 @@ from training.checkpoints import load_checkpoint, snapshots
 from training.settings import Settings
 
 NUMBERS = dict(kills=300, files=500, commands=500, pairs=20)
-QUICK = dict(kills=3, files=12, commands=20, pairs=1)
+QUICK = dict(kills=2, files=8, commands=12, pairs=1)
 COMMANDS = {m.__name__: m for m in (train, sample, edit, prepare, compare, bench)}
 HOMES, STAGES = ("none", "cpu", "disk"), ("pretrain", "midtrain", "sft", "dpo")
 PATIENCE = 120  # seconds after which a command counts as hung: they take one or two
