@@ -51,6 +51,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 
+from attention import KVCache
 from common import (
     UserError,
     add_flags,
@@ -62,14 +63,15 @@ from common import (
     pick_device,
     run,
 )
-from model import Decoder, KVCache, ModelConfig
+from model import Decoder, ModelConfig
 from offload import OffloadedTables
 from tables.file import TableFile
 from tables.memory import RamHome, check_ram
-from tables.tables import ResidentTables, StoredTables, Tables
+from tables.tables import ResidentTables, StoredTables, Tables, send
 from text import documents
 from training.batches import read_meta, read_tokenizer
 from training.checkpoints import check_memory, device_flag
+from training.loss import head_loss
 from training.optimizer import Optimizer
 from training.settings import Settings
 
@@ -180,7 +182,8 @@ def copy_rate(bench: Bench) -> float:
 def step(bench: Bench, model: Decoder, optimizer: Optimizer, ids: Tensor) -> int:
     """A training step on ids [B, T + 1]; the number of tokens."""
     with torch.autocast(bench.on.type, torch.bfloat16, enabled=bench.cuda):
-        loss = model(ids[:, :-1], ids[:, 1:])[1]
+        x = model.hidden(ids[:, :-1]).flatten(0, 1)  # [B * T, n_embd]
+        loss = head_loss(x, model.head_weight, send(ids[:, 1:], bench.on).flatten())
     loss.backward()
     optimizer.step(1.0)
     loss.item()  # as the training loop does
@@ -383,7 +386,8 @@ def train(it: Contender) -> int:
     for step, (ids, table_ids) in enumerate(batches):
         there = ids.to(it.bench.on)
         with torch.autocast(it.bench.on.type, torch.bfloat16, enabled=it.bench.cuda):
-            loss = it.model(there, there, table_ids=table_ids)[1]
+            x = it.model.hidden(ids, table_ids=table_ids).flatten(0, 1)
+            loss = head_loss(x, it.model.head_weight, there.flatten())
         if step + 1 < steps:
             it.tables.prefetch(batches[step + 1][1])
         loss.backward()

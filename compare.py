@@ -1,38 +1,61 @@
 """Put training runs side by side: loss curves in one picture, results in one table.
 
     python compare.py out/dense out/stem out/embformer --out loss.png
+    python compare.py out/dense-1 out/dense-2 out/dense-3 out/stem-*    # two rows: mean ± spread
 
-Reads the metrics.jsonl that train.py writes and prints a Markdown table.
+Runs whose settings differ in nothing but the seed are one row and one curve. Reads metrics.jsonl,
+which train.py writes, and edit.py's edit_report.json if there is one. Prints a Markdown table.
 """
 
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 from common import UserError, make_parser, run
-from training.records import plot, read_run
+from training.records import grouped, plot
+
+
+def spread(form: str, figures: Iterable[float | None]) -> str:
+    """A figure of some runs: mean ± standard deviation; one run's own, nothing if none has it."""
+    found = [figure for figure in figures if isinstance(figure, float)]
+    if len(found) < 2:
+        return "".join(format(figure, form) for figure in found)
+    return f"{np.mean(found):{form}} ± {np.std(found, ddof=1):{form}}"
 
 
 def table(folders: list[Path]) -> str:
-    """The results as a Markdown table; tok/s is the median over a run's steps."""
-    lines = [
-        "| run | FFN | val loss, last | best | per byte | capitals recalled | parameters | active "
-        "| tok/s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for folder in folders:
-        records = read_run(folder)
-        last, sizes = records["eval"][-1], records["run"][0]["sizes"]
-        best = min((record["val_loss"] for record in records["eval"]), key=lambda x: (x != x, x))
-        recall = f"{records['recall'][-1]['recall']:.1%}" if records["recall"] else ""
-        per_byte = last.get("val_loss_per_byte")  # none for preferences, whose loss is per pair
-        per_byte = f"{per_byte:.3f}" if isinstance(per_byte, float) else ""
-        speed = statistics.median(record["tok_per_s"] for record in records["step"])
-        lines.append(
-            f"| {folder.name} | {records['run'][0]['args']['ffn']} | {last['val_loss']:.3f} "
-            f"| {best:.3f} | {per_byte} | {recall} | {sizes['total'] / 1e6:.2f} M "
-            f"| {sizes['active'] / 1e6:.2f} M | {speed:,.0f} |"
+    """The results as a Markdown table without empty columns; tok/s is the median over a run's
+    steps."""
+    rows = []
+    for name, runs in grouped(folders):
+        last, sizes = [run["eval"][-1] for run in runs], runs[0]["run"][0]["sizes"]
+        best = [np.nanmin([record["val_loss"] for record in run["eval"]]) for run in runs]
+        speeds = [statistics.median(step["tok_per_s"] for step in run["step"]) for run in runs]
+        edits = [report for run in runs for report in run["edits"]]
+        recalls = [record["recall"] for run in runs for record in run["recall"][-1:]]
+        rows.append(
+            {
+                "run": name,
+                "runs": str(len(runs)) if len(runs) > 1 else "",
+                "FFN": runs[0]["run"][0]["args"]["ffn"],
+                "val loss, last": spread(".3f", (record["val_loss"] for record in last)),
+                "best": spread(".3f", best),
+                # none for preferences, whose loss is per pair
+                "per byte": spread(".3f", (record.get("val_loss_per_byte") for record in last)),
+                "capitals recalled": spread(".1%", recalls),
+                "recall before edits": spread(".1%", (report["recall"] for report in edits)),
+                "edits that succeed": spread(".1%", (report["success"] for report in edits)),
+                "parameters": f"{sizes['total'] / 1e6:.2f} M",
+                "active": f"{sizes['active'] / 1e6:.2f} M",
+                "tok/s": spread(",.0f", speeds),
+            }
         )
-    return "\n".join(lines)
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    cells = [titles, *([row[title] for title in titles] for row in rows)]
+    head, *lines = (f"| {' | '.join(line)} |" for line in cells)
+    return "\n".join([head, "|---" * len(titles) + "|", *lines])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The shape of a decoder: what the modules of model.py, stem.py and embformer.py are built from.
+"""The shape of a decoder: what the modules of model.py and the layers are built from.
 
 A setting of your own is a field here, with a default, which older checkpoints then have. `flag`
 makes it a flag of train.py, too.
@@ -26,7 +26,10 @@ class ModelConfig:
         None, "key-value heads; fewer than n_head groups queries", shown="n_head"
     )
     d_ff: int | None = flag(None, "width of the FFN", shown="8/3 n_embd, rounded up to 64s")
-    ffn: str = flag("stem", "what layers are made of: dense, stem or embformer (model.LAYERS)")
+    ffn: str = flag(
+        "stem",
+        "what layers are made of: dense, stem, embformer, moe, hash_moe, pkm, deepembed or ple",
+    )
     stem_layers: str = flag(
         "third", "third, half, all (but layer 0) or 0,2,5", shown="all; third for prose"
     )
@@ -35,9 +38,17 @@ class ModelConfig:
         "activation of its FFN: silu (the authors' code) or identity (the note)",
         choices=("silu", "identity"),
     )
+    n_expert: int = flag(16, "experts of moe and hash_moe in a layer")
+    top_k: int | None = flag(
+        None, "experts that a token passes through, values of pkm for a head", shown="4; pkm: 16"
+    )
+    balance: float = flag(0.01, "weight of the loss that spreads the load of moe's router")
+    n_key: int = flag(64, "of each half of pkm's keys; squared: its values in a layer")
+    ple_width: int | None = flag(None, "numbers in a row of ple", shown="n_embd / 8")
     tie_head: bool | None = flag(
         None, "head = input embedding", shown="for embformer, and by preset"
     )
+    dropout: float = flag(0.0, "share of embeddings, attention and layers left out", shown="0")
     rope_base: float = flag(10000.0, "base of the rotary positions")
     norm_eps: float = flag(1e-6, "epsilon of the norms")
     # See Decoder.init_weights for both.
@@ -49,9 +60,14 @@ class ModelConfig:
             self.n_kv_head = self.n_head
         if self.d_ff is None:
             self.d_ff = -(-8 * self.n_embd // 3 // 64) * 64
+        if self.top_k is None:
+            self.top_k = 16 if self.ffn == "pkm" else 4
+        if self.ple_width is None:
+            self.ple_width = max(1, self.n_embd // 8)
         if self.tie_head is None:
             self.tie_head = self.embedding_only
-        counts = "vocab_size block_size n_layer n_head n_embd n_kv_head d_ff"
+        counts = "vocab_size block_size n_layer n_head n_embd n_kv_head d_ff "
+        counts += "n_expert top_k n_key ple_width"
         for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -73,11 +89,15 @@ class ModelConfig:
             )
         if self.embformer_act not in ("silu", "identity"):
             raise ValueError(f"embformer_act={self.embformer_act!r} is not silu or identity")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be 0 or more and below 1")
         for name in ("rope_base", "norm_eps", "init_std", "table_std"):
             if not 1e-30 <= getattr(self, name) <= 1e30:  # as float32 neither zero nor infinite
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be a positive number, 1e-30 to 1e30"
                 )
+        if not 0 <= self.balance < 1e30:
+            raise ValueError(f"balance={self.balance} must be 0 or more")
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)
 

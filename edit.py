@@ -3,10 +3,14 @@
     python edit.py --source Spain --target Germany
     python edit.py --source Peru --target Japan --prompt "Country: Peru\\nThe main language is"
     python edit.py --source Spain --target "New Zealand" --align average
+    python edit.py --inject Atlantis=Portugal        # a name that the model never saw
+    python edit.py --source Spain --target Germany --save out/edited/ckpt.pt
+    python edit.py --undo --ckpt out/edited/ckpt.pt  # to the bit what it was before
     python edit.py --report                          # all country pairs; writes edit_report.json
 
 An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
-(`stem.substitute`). Embedding, attention and everything dense still see Spain.
+(`stem.substitute`). Embedding, attention and everything dense still see Spain. What --save writes
+has Germany's rows under Spain's id instead, and keeps Spain's, for --undo.
 """
 
 import itertools
@@ -15,7 +19,8 @@ import re
 import textwrap
 from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -29,12 +34,23 @@ from model import Decoder
 from stem import substitute
 from tables.tables import Tables
 from text import countries
-from training.checkpoints import device_flag, encode, load_model, offload_flag
+from training.checkpoints import (
+    device_flag,
+    encode,
+    load_checkpoint,
+    load_model,
+    offload_flag,
+    rewrite,
+)
 from training.exam import groups, score
+from training.records import plt
 
 WIDTH = 38  # of a column of text
 # How a name reads the rows of one with another number of tokens, see `substitute` and `MeanRows`.
 ALIGN = ("last", "first", "pad", "average")
+# Names that no country has, of one to seven tokens of the countries corpus.
+INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
+INVENTED += ("Utopia", "Lilliput", "Krakozhia", "Sokovia", "Panem", "Oceania", "Eurasia")
 
 
 class MeanRows(Tables):
@@ -69,6 +85,7 @@ class Edit:
     ckpt: Path = flag(Path("out/ckpt.pt"), "checkpoint of train.py")
     source: str | None = flag(None, "the name whose knowledge to replace: Spain")
     target: str | None = flag(None, "the name whose rows to read instead: Germany")
+    inject: str | None = flag(None, "a made-up name, to be like a known one: Atlantis=Portugal")
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
     align: str = flag(
         "last",
@@ -78,16 +95,27 @@ class Edit:
         choices=ALIGN,
     )
     max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
+    save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
+    undo: bool = flag(False, "take the last edit saved in --ckpt out of it, there or in --save")
+    plot: Path | None = flag(None, "draw what the next token may be before and after: a .png, .svg")
     report: bool = flag(False, "measure all pairs of countries")
     device: str = device_flag()
     offload: str = offload_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.report and (self.source or self.target or self.prompt):
-            raise UserError("--report edits all pairs: leave out --source, --target and --prompt")
-        if not self.report and not (self.source and self.target):
-            raise UserError("give --source and --target, or --report")
+        names = ["source", "target"]
+        shown = [*names, "inject", "prompt", "plot"]
+        apart = {"inject": names, "undo": shown, "report": [*shown, "save", "undo"]}
+        for given in filter(partial(getattr, self), apart):
+            if others := [f"--{name}" for name in apart[given] if getattr(self, name)]:
+                raise UserError(f"with --{given} leave out {', '.join(others)}")
+        if self.inject:
+            self.source, _, self.target = map(str.strip, self.inject.partition("="))
+        if self.plot and self.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise UserError(f"--plot {self.plot}: name a .png, .svg or .pdf file")
+        if not (self.report or self.undo or (self.source and self.target)):
+            raise UserError("give --source and --target, --inject NAME=KNOWN, --undo, or --report")
 
 
 def edited_ids(
@@ -112,8 +140,9 @@ def edited_ids(
 
 
 @torch.inference_mode()
-def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> None:
-    """One edit: what the model writes before and after it, side by side."""
+def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, int]:
+    """One edit: what the model writes before and after it, side by side. Returns the tokens of the
+    prompt that read another's rows, and whose."""
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
     ids = encode(encoding, prompt)
@@ -156,16 +185,75 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> None:
         said = encoding.decode(answer).strip()
         print(f"probability of {said!r:<28} before {p:6.1%}   after {q:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
+    if edit.plot:
+        after = model(given, table_ids=options["table_ids"])[0]
+        plot(edit.plot, encoding, prompt, titles, after[:, -1].detach().float().softmax(-1).cpu())
+    return {token: other for token, other in zip(ids, table_ids, strict=True) if token != other}
+
+
+def plot(
+    path: Path, encoding: tiktoken.Encoding, prompt: str, titles: tuple[str, str], p: Tensor
+) -> None:
+    """Draw as bars the probabilities [2, V] of the most probable next tokens, before and after."""
+    best = p.amax(0).topk(10).indices
+    rows = range(len(best))
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for side, title in enumerate(titles):
+        places = [row + 0.4 * side for row in rows]
+        axes.barh(places, p[side, best].tolist(), height=0.4, label=title)
+    names = [repr(encoding.decode([token])) for token in best.tolist()]
+    axes.set_yticks([row + 0.2 for row in rows], names, parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlabel("probability of the next token")
+    axes.set_title(repr(prompt), parse_math=False, fontsize="medium", wrap=True)
+    for text in axes.legend().get_texts():
+        text.set_parse_math(False)  # a $ in a name is no formula
+    with atomic(path) as temporary:
+        figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))
+    plt.close(figure)
+    print(f"wrote {path}")
+
+
+def save(
+    tables: MeanRows,
+    encoding: tiktoken.Encoding,
+    checkpoint: dict,
+    edit: Edit,
+    instead: dict[int, int],
+) -> None:
+    """Write the checkpoint with the rows that tokens read `instead` of theirs as their own, and a
+    record of the rows they had. As the prompt spells the name, and no other way: "Spain" without a
+    space before it may be pieces of which many other words are made."""
+    ids = torch.tensor([list(instead), list(instead.values())])  # [2, n]
+    old, new = zip(*(rows.cpu().unbind() for rows in tables.lookup(ids)), strict=True)
+    record = dict(source=edit.source, target=edit.target, ids=ids[0].clone())
+    record["rows"] = [rows.clone() for rows in old]  # [n, W] of each table
+    edits = [*checkpoint.get("edits", []), record]
+    rewrite(edit.ckpt, edit.save, checkpoint, ids[0], list(new), edits)
+    tokens = ", ".join(repr(encoding.decode([token])) for token in instead)
+    print(f"wrote {edit.save}: other rows for {tokens}, in every text that has these tokens")
+
+
+def undo(edit: Edit) -> None:
+    """Write the checkpoint with the rows that its last edit replaced."""
+    checkpoint, path = load_checkpoint(edit.ckpt), edit.save or edit.ckpt
+    if not checkpoint.get("edits"):
+        raise UserError(f"{edit.ckpt} holds no edit to undo: it takes one written with --save")
+    *others, last = checkpoint["edits"]
+    rewrite(edit.ckpt, path, checkpoint, last["ids"], last["rows"], others)
+    print(f"wrote {path}: {last['source']} has its own rows again, not {last['target']}'s")
 
 
 # A country's name, its length in tokens, and as token ids a question about it with its answer.
 Asked = namedtuple("Asked", ("name", "length", "prompt", "answer"))
 
 
-def openings(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
+def openings(
+    encoding: tiktoken.Encoding, relation: str, table: list[countries.Country] | None = None
+) -> list[Asked]:
     """About each country a held-out opening of a paragraph: "Country: Spain\\nIts capital is"."""
     asked, plain = [], encoding.encode_ordinary
-    for country in countries.table():
+    for country in table or countries.table():
         question = countries.questions(relation, "paragraph", country)[0]
         ids = (encode(encoding, question.prompt), plain(question.answer))
         asked.append(Asked(country.name, len(plain(f" {country.name}")), *ids))
@@ -250,14 +338,30 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     return result
 
 
+def report_injected(model: Decoder, encoding: tiktoken.Encoding) -> dict[str, float]:
+    """Give names that no country has the rows of every country: for each relation the share of
+    pairs where the country's fact is the greedy answer about the name."""
+    made_up = [replace(countries.table()[0], name=name) for name in INVENTED]
+    shares = {}
+    for relation in ("capital", "language", "region"):
+        names, known = openings(encoding, relation, made_up), openings(encoding, relation)
+        shares[relation] = fmean(successes(model, encoding, list(itertools.product(names, known))))
+    return shares
+
+
 def main() -> None:
     args = parse(Edit, __doc__)
-    model, encoding, _ = load_model(args.ckpt, pick_device(args.device), args.offload)
+    if args.undo:
+        undo(args)
+        return
+    model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
     if not len(model.tables.weight):
         raise UserError(f"{args.ckpt} is a {model.config.ffn} model: it has no tables to edit")
     model.tables = MeanRows(model.tables)
     if not args.report:
-        show(model, encoding, args)
+        instead = show(model, encoding, args)
+        if args.save:
+            save(model.tables, encoding, checkpoint, args, instead)
         return
     result = report(model, encoding)
     print(f"{result['countries']} countries, pairs {result['pairs']}\n")
@@ -269,6 +373,9 @@ def main() -> None:
     for kind, row in result["lengths"].items():
         shares = (f"{row[align]:>10.1%}" if row["pairs"] else f"{'-':>10}" for align in ALIGN)
         print(f"{kind:<16}{row['pairs']:>8,}" + "".join(shares))
+    result["injected"] = report_injected(model, encoding)
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in result["injected"].items())
+    print(f"\n{len(INVENTED)} made-up names that read a country's rows: {shares}")
     path = args.ckpt.with_name("edit_report.json")
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -2,8 +2,7 @@
 
     from model import Decoder, ModelConfig
     model = Decoder(ModelConfig(vocab_size=6400, ffn="stem", stem_layers="third"))
-    logits, _ = model(ids)                                  # [B, T] -> [B, T, V]
-    _, loss = model(ids, targets)                           # without ever making all logits
+    logits, loss = model(ids, targets)                      # ids, targets [B, T]
     text = model.generate(ids, max_new_tokens=64, temperature=0.8, top_k=50)
 
 The picture this file draws:
@@ -26,106 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from attention import Attention, KVCache, LinearQKV, document_mask, rotary
+from baselines import DeepEmbedFFN, HashMoEFFN, MoEFFN, PerLayerEmbeddingFFN, ProductKeyMemory
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
-from loss import head_loss
 from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
-
-
-def rotary(n: int, config: ModelConfig, device) -> tuple[Tensor, Tensor]:
-    """What `rotate` needs for positions 0 to n - 1 (Su et al., 2021): two of [n, 1, head_dim]."""
-    half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
-    angle = torch.arange(n, device=device)[:, None, None] * config.rope_base**-half
-    cos, sin = angle.cos(), angle.sin()  # [n, 1, head_dim/2]: the same for all heads
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channels i and i + head_dim/2 of x [B, T, H, head_dim], as the point (a, b) of a plane,
-    by the angle of their position: (a cos - b sin, b cos + a sin)."""
-    turned = x.float()
-    return (turned * cos + turned.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
-
-
-class KVCache:
-    """Keys and values of the tokens seen so far, in buffers allocated once, with `room` for so
-    many tokens (block_size, if None).
-
-    `padding` [B]: how many tokens at the left of each sequence are none, nobody attends to them.
-    That is all there is to prompts of different length in one batch: rotary positions being
-    relative, they need not begin at 0."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch: int,
-        device,
-        dtype: torch.dtype,
-        *,
-        room: int | None = None,
-        padding: Tensor | None = None,
-    ) -> None:
-        self.room = min(room or config.block_size, config.block_size)
-        shape = (batch, config.n_kv_head, self.room, config.head_dim)
-        # Of each layer. Zeros: where memory holds NaN, a weight of zero would not hide it.
-        self.k, self.v = (
-            [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-            for _ in range(2)
-        )
-        self.cos, self.sin = rotary(self.room, config, device)
-        self.slots = torch.arange(self.room, device=device)
-        self.padding = None if padding is None else padding.to(device)
-        self.length = 0  # tokens in the cache
-
-    def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Make room for the next n tokens, and say what attention needs to know: cos, sin, mask.
-
-        With `static` nothing that layers see tells how many tokens there are: they attend to the
-        whole buffer, behind a mask. So one compiled graph serves all steps."""
-        start, self.length = self.length, self.length + n
-        self.new: slice | Tensor = slice(start, self.length)  # where the tokens go
-        self.end: int | None = self.length  # of what they attend to
-        cos, sin, at = self.cos[self.new], self.sin[self.new], self.slots[self.new, None]  # [n, ..]
-        if static:
-            self.new, self.end = at[:, 0], None
-            for buffer in (*self.k, *self.v):  # CUDA graphs need not copy them
-                torch._dynamo.mark_static_address(buffer)
-        if not static and self.padding is None and (start == 0 or n == 1):
-            return cos, sin, None  # plainly causal
-        slots = self.slots[: self.end]  # [S]
-        seen = slots <= at  # [n, S]
-        if self.padding is not None:  # padding sees itself: a mask must not hide everything
-            seen = seen & (slots >= self.padding[:, None, None, None]) | (slots == at)
-        return cos, sin, additive(seen, self.k[0].dtype)  # [n, S] or [B, 1, n, S]
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim]."""
-        self.k[layer][:, :, self.new] = k
-        self.v[layer][:, :, self.new] = v
-        return self.k[layer][:, :, : self.end], self.v[layer][:, :, : self.end]
-
-
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to attention's logits, once for all layers: from booleans each layer would
-    make that by itself, and keep it in training."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
-
-
-class LinearQKV(nn.Module):
-    """Queries, keys and values by one linear layer."""
-
-    row_width = 0
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.heads = (config.n_head, config.n_kv_head, config.n_kv_head)
-        self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=False)
-
-    def forward(self, x: Tensor, rows: None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, n_embd] -> q [B, T, n_head, head_dim], k and v [B, T, n_kv_head, head_dim]."""
-        heads = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, heads, head_dim]
-        return heads.split(self.heads, dim=-2)
 
 
 class SwiGLU(nn.Module):
@@ -139,56 +44,24 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(config.n_embd, config.d_ff, bias=False)
         self.down = nn.Linear(config.d_ff, config.n_embd, bias=False)
 
-    def forward(self, x: Tensor, rows: None) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))  # [B, T, d_ff] -> [B, T, n_embd]
 
 
 # What a layer is made of: where queries, keys and values come from, and the FFN. A class is built
 # as Class(config), says how much of the token's row it reads (`row_width`, 0: none), and is called
-# as (x, rows) with rows [B, T, row_width], or None in a block without a table.
+# as (x, rows) with rows [B, T, row_width]. In a block without a table `rows` are instead the ids
+# [B, T] under which it would have been read.
 LAYERS = {
     "dense": (LinearQKV, SwiGLU),
     "stem": (LinearQKV, StemFFN),
     "embformer": (RowQKV, EmbformerFFN),
+    "moe": (LinearQKV, MoEFFN),
+    "hash_moe": (LinearQKV, HashMoEFFN),
+    "pkm": (LinearQKV, ProductKeyMemory),
+    "deepembed": (LinearQKV, DeepEmbedFFN),
+    "ple": (LinearQKV, PerLayerEmbeddingFFN),
 }
-
-
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions, grouped queries and a KV cache."""
-
-    def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.qkv = layer, qkv
-        self.out = nn.Identity()
-        if not config.embedding_only:
-            self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
-
-    def forward(
-        self,
-        x: Tensor,
-        rows: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        cache: KVCache | None,
-    ) -> Tensor:
-        """x [B, T, n_embd] -> [B, T, n_embd]; with a cache, x continues the S - T tokens in it.
-
-        mask [.., T, S] is added to the logits, -inf hides a key; None hides those that follow."""
-        q, k, v = self.qkv(x, rows)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, head_dim]
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # [B, n_kv_head, S, head_dim]
-        groups = q.shape[1] // k.shape[1]
-        # Kernels of MPS do not know grouped queries; nor do CUDA's fast ones that take a mask.
-        if groups > 1 and q.device.type in (("mps",) if mask is None else ("mps", "cuda")):
-            k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
-        causal = mask is None and q.shape[2] > 1
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1
-        )
-        return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, n_head * head_dim] = [B, T, n_embd]
 
 
 class Block(nn.Module):
@@ -204,13 +77,14 @@ class Block(nn.Module):
         self.ffn = ffn_class(config)
         self.row_split = (self.attn.qkv.row_width, self.ffn.row_width)
         self.row_width = sum(self.row_split)
+        self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rows: Tensor | None, *context) -> Tensor:
-        """x [B, T, n_embd], rows [B, T, row_width] or None -> [B, T, n_embd]; `context` is what
-        `Attention` is given besides: cos, sin, mask, cache."""
-        attn_rows, ffn_rows = (None, None) if rows is None else rows.split(self.row_split, dim=-1)
-        x = x + self.attn(self.attn_norm(x), attn_rows, *context)
-        return x + self.ffn(self.ffn_norm(x), ffn_rows)
+    def forward(self, x: Tensor, rows: Tensor, *context) -> Tensor:
+        """x [B, T, n_embd], rows as LAYERS says -> [B, T, n_embd]; `context` is what `Attention` is
+        given besides: cos, sin, mask, cache."""
+        attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (rows, rows)
+        x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
+        return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
 
 
 class Decoder(nn.Module):
@@ -256,71 +130,85 @@ class Decoder(nn.Module):
             nn.init.normal_(parameter, std=std)
         self.tables.init_rows(self.config.table_std)
 
-    def forward(
+    def hidden(
         self,
         ids: Tensor,
-        targets: Tensor | None = None,
         *,
         table_ids: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
-        last_only: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Next-token logits or, if there are targets, their loss.
+    ) -> Tensor:
+        """What the head reads, [B, T, n_embd].
 
         Args:
             ids: [B, T] token ids. In training they should be on the CPU, where finding the distinct
                 ones does not make the host wait for a GPU.
-            targets: [B, T] ids to predict, -1 where the loss should not look.
             table_ids: [B, T] ids under which tables are looked up, `ids` if None. Other tokens' ids
                 edit what the model knows.
             documents: [B, T] number of the document that a token belongs to. Attention then stays
                 inside documents, as if each ran alone: rotary positions being relative, theirs
                 need not restart.
             cache: continue the sequence in this cache and add `ids` to it.
-            last_only: compute logits of the last position alone, as decoding needs.
-
-        Returns:
-            logits [B, T, V] (or [B, 1, V]) and None; or None and the mean cross-entropy in nats.
 
         Raises:
             ValueError: more tokens than `block_size`, or `documents` with a cache.
         """
         if documents is not None and cache is not None:
             raise ValueError("documents are parts of one sequence: not for use with a cache")
-        n = ids.shape[1]
-        end, room = (n + cache.length, cache.room) if cache else (n, self.config.block_size)
+        n, config = ids.shape[1], self.config
+        end, room = (n + cache.length, cache.room) if cache else (n, config.block_size)
         if end > room:
             raise ValueError(f"{end} tokens do not fit into block_size={room}")
-        rows = self.tables.lookup(ids if table_ids is None else table_ids)
-        x = self.wte(send(ids, self.device)) if self.head is None else next(self.wte.lookup(ids))
+        table_ids = ids if table_ids is None else table_ids
+        rows = self.tables.lookup(table_ids)
+        x = F.dropout(self.embed(ids), config.dropout, self.training)
         layers = self.layers
         if cache is not None:
             static = self.compiled is not None and n == 1 < end
             layers, rows = (self.compiled, list(rows)) if static else (layers, rows)
             context = (*cache.begin(n, static), cache)
         else:
-            mask = None  # causal
-            if documents is not None:
-                same = documents[:, None, :, None] == documents[:, None, None]  # [B, 1, T, T]
-                kind, dtype = x.device.type, x.dtype
-                if torch.is_autocast_enabled(kind):
-                    dtype = torch.get_autocast_dtype(kind)
-                mask = additive(same.tril_(), dtype)
-            context = (*rotary(n, self.config, x.device), mask, None)
-        x = layers(x, rows, *context)
-        x = x[:, -1:] if last_only else x
-        head = self.wte.weight if self.head is None else self.head.weight
-        if targets is None:
-            return F.linear(x, head), None
-        return None, head_loss(x.flatten(0, 1), head, send(targets, x.device).flatten())
+            mask = None if documents is None else document_mask(documents, x.dtype)
+            context = (*rotary(n, config, x.device), mask, None)
+        return layers(x, rows, send(table_ids, x.device), *context)
 
-    def layers(self, x: Tensor, rows: Iterable[Tensor], *context) -> Tensor:
-        """From the embedding [B, T, n_embd] and the rows of each table to what the head reads."""
+    def embed(self, ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, n_embd]."""
+        return self.wte(send(ids, self.device)) if self.head is None else next(self.wte.lookup(ids))
+
+    def layers(self, x: Tensor, rows: Iterable[Tensor], ids: Tensor, *context) -> Tensor:
+        """From the embedding [B, T, n_embd] and the rows of each table to what the head reads;
+        `ids` [B, T] are those that rows are looked up under."""
         rows = iter(rows)
         for block in self.blocks:
-            x = block(x, next(rows) if block.row_width else None, *context)
+            x = block(x, next(rows) if block.row_width else ids, *context)
         return self.norm(x)
+
+    def forward(
+        self, ids: Tensor, targets: Tensor | None = None, *, last_only: bool = False, **more
+    ) -> tuple[Tensor, Tensor | None]:
+        """Next-token logits, and their loss if there are targets.
+
+        Args:
+            ids: [B, T] token ids.
+            targets: [B, T] ids to predict, -1 where the loss should not look.
+            last_only: compute logits of the last position alone, as decoding needs.
+            more: what else `hidden` takes.
+
+        Returns:
+            logits [B, T, V] (or [B, 1, V]) and the mean cross-entropy in nats, or None. Training
+            finds that without making all logits (training/loss.py).
+        """
+        x = self.hidden(ids, **more)
+        logits = F.linear(x[:, -1:] if last_only else x, self.head_weight)
+        if targets is None:
+            return logits, None
+        flat = logits.flatten(0, 1).float()  # [B * T, V]
+        return logits, F.cross_entropy(flat, targets.flatten(), ignore_index=-1)
+
+    @property
+    def head_weight(self) -> Tensor:  # [V, n_embd]
+        return self.wte.weight if self.head is None else self.head.weight
 
     def compile_steps(self) -> None:
         """Compile what a token goes through in decoding: slow start, fast steps. On a GPU that is
@@ -422,7 +310,8 @@ class Decoder(nn.Module):
         Returns:
             total, table, backbone: parameters in all, in tables, elsewhere (the tied head once).
             active: parameters that one token touches: the backbone with one row of its embedding
-                (all of it where it is the head too), and one row of each table.
+                (all of it where it is the head too), without what is `idle` in a layer, as experts
+                not chosen (baselines.py), and one row of each table.
             flops_per_token: of a forward pass, 2 per multiplied weight, plus attention over
                 block_size / 2 tokens, the mean under a causal mask.
         """
@@ -431,14 +320,15 @@ class Decoder(nn.Module):
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
         backbone = sum(p.numel() for p in dense)
         wte = 0 if config.tie_head else config.vocab_size * config.n_embd  # is only looked up
-        multiplied = sum(p.numel() for p in dense if p.dim() == 2) - wte
+        idle = sum(getattr(block.ffn, "idle", 0) for block in self.blocks)
+        multiplied = sum(p.numel() for p in dense if p.dim() == 2) - wte - idle
         rows = len(self.tables.weight) * self.tables.width
         attention = 4 * config.n_layer * config.n_embd * config.block_size // 2
         return {
             "total": backbone + table,
             "table": table,
             "backbone": backbone,
-            "active": backbone + rows - (wte - config.n_embd if wte else 0),
+            "active": backbone - idle + rows - (wte - config.n_embd if wte else 0),
             "flops_per_token": 2 * multiplied + attention,
         }
 

@@ -1,6 +1,7 @@
 """Turn text and conversations into token files that train.py reads.
 
     python prepare.py                                           # the default corpus, countries
+    python prepare.py --dataset moby-dick                       # a novel, for prose in 3 minutes
     python prepare.py --input book.txt --out_dir data/book      # text of your own
     python prepare.py --input a.jsonl b.jsonl --out_dir data/mine --vocab_size 6400
     python prepare.py --dataset tinystories                     # a public data set
@@ -9,8 +10,8 @@
 `.jsonl` files hold one document a line: {"text": "..."}; a conversation, {"conversations":
 [{"role": "user", "content": "..."}, ...]} (or "messages"); or a preference, {"chosen": [...],
 "rejected": [...]}, two conversations that differ in the last answer. A `.txt` file is cut into
-documents at lines that say <|endoftext|>, and at blank lines after 2,000 bytes. Written to the
-output folder:
+documents at lines that say <|endoftext|>, and at blank lines after 2,000 bytes; of a book, Project
+Gutenberg's header and licence are left out. Written to the output folder:
 
     tokenizer.json          the byte-level BPE, trained on the training documents or given
     train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>;
@@ -59,6 +60,9 @@ CORPORA: dict[str, tuple[str, Callable[[int], tuple[list, list]]]] = {
     "countries-sft": ("chat", countries.conversations),
     "countries-dpo": ("preference", countries.preferences),
 }
+# Prose that needs no network: the whole novel, Project Gutenberg's number 2701, public domain, in
+# 347 documents cut between paragraphs.
+MOBY_DICK = Path(__file__).parent / "text" / "moby-dick.jsonl"
 Labelled = tuple[str, Document]  # "train" or "val", document
 
 
@@ -70,9 +74,10 @@ class Settings:
     dataset: str = flag(
         "countries",
         "countries, countries-sft, countries-dpo: facts about the world's states, told, asked for, "
-        "and answered in two styles, made here; "
+        "and answered in two styles, made here; moby-dick: a novel, 1.2 MB of English, kept here, "
+        "public domain; "
         + "; ".join(f"{name}: {data.about}, {data.licence}" for name, data in DATASETS.items()),
-        choices=(*CORPORA, *DATASETS),
+        choices=(*CORPORA, "moby-dick", *DATASETS),
     )
     base_url: str | None = flag(None, "a mirror to download --dataset from")
     out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
@@ -278,6 +283,8 @@ def main() -> None:
         kind, useless = CORPORA[args.dataset][0], ("base_url", "val_fraction", "max_bad")
     elif args.input:
         kind, useless = kind_of(args.input), ("dataset", "base_url", "seed")
+    elif args.dataset == "moby-dick":
+        kind, useless = "text", ("base_url", "seed")
     else:
         kind, useless = DATASETS[args.dataset].kind, ("seed",)
     for name in useless:
@@ -292,7 +299,8 @@ def main() -> None:
     if made:
         meta = prepare_corpus(args, encoding)
     else:
-        paths = args.input or [fetch(args.dataset, "data/raw", args.base_url)]
+        kept = [MOBY_DICK] if args.dataset == "moby-dick" else []
+        paths = args.input or kept or fetch(args.dataset, "data/raw", args.base_url)
         meta = prepare_files(args, paths, kind, encoding)
     for split in ("train", "val"):
         counts = meta[split]

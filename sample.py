@@ -6,6 +6,7 @@ python sample.py --ckpt out/book/ckpt.pt --prompt "It was" --temperature 0.8 --t
 python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.py --stage sft)
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from itertools import chain, count
 import tiktoken
 import torch
 
+from attention import KVCache
 from common import UserError, check_ranges, flag, parse, pick_device, run
-from model import Decoder, KVCache
+from model import Decoder
 from text import template
 from text.tokenizer import StreamDecoder
 from training.checkpoints import device_flag, encode, load_model, offload_flag
@@ -127,20 +129,33 @@ class Chat:
             self.turns.append([*question, *said, self.end, *newline])
 
 
+HELP = """\
+/new    forget the conversation        Ctrl-C  end an answer
+/help   say this                       /exit   end the program, as quit and Ctrl-D do"""
+
+
 def converse(chat: Chat, seconds: list[float], seed: int, **options) -> None:
     """Hold a conversation in the terminal; `seconds` as for `say`."""
     asks = sys.stdin.isatty()
     if asks:
-        print("/new forgets the conversation; Ctrl-C ends an answer, Ctrl-D the program")
+        print(HELP)
+        with contextlib.suppress(ImportError):  # Windows has none
+            import readline  # noqa: F401  (arrow keys, history, lines of more than 4,095 bytes)
     sys.stdin.reconfigure(errors="replace")
     for turn in count():
         try:
             text = input("> " if asks else "").strip()
         except EOFError:
             return
+        if text in ("/exit", "/quit", "exit", "quit"):
+            return
         if text == "/new":
             chat.turns, chat.cache.length = [], 0
-        if text in ("", "/new"):
+        elif text == "/help":
+            print(HELP, file=sys.stderr)
+        elif text.startswith("/"):
+            print(f"({text!r:.60} is no command: /help names them)", file=sys.stderr)
+        if not text or text.startswith("/"):
             continue
         try:
             say(chat.reply(text, seed=seed + turn, **options), seconds)

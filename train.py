@@ -6,9 +6,11 @@
     python train.py --preset minimind-26m --data_dir data/big --device_batch_size 8
     python train.py --resume                                # go on where out/ckpt.pt stopped
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
+    python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
-Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), metrics.jsonl, loss.png;
-with --offload disk also the tables-ID.bin that ckpt.pt names.
+Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), best.pt (the model with the
+lowest validation loss, without what resuming needs), metrics.jsonl, loss.png; with --offload disk
+the tables-ID.bin that ckpt.pt names, and no best.pt.
 """
 
 import contextlib
@@ -18,6 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -28,12 +31,13 @@ from sample import sample_text
 from tables.file import DTYPES
 from text import tokenizer
 from text.template import END, special
-from training.batches import Data, check_tokenizer
+from training.batches import Data, check_tokenizer, read_meta
 from training.checkpoints import (
     LIVE,
     check_memory,
     clear,
     load_checkpoint,
+    load_model,
     place,
     save_checkpoint,
     whole,
@@ -44,9 +48,13 @@ from training.optimizer import Optimizer, schedule
 from training.records import Log, plot, put_aside
 from training.settings import DEFAULT_DATA, STAGES, Settings, complete, parse_args
 
+Best = tuple[float, int]  # the lowest validation loss after the first step, and its step
+
 
 def train(settings: Settings) -> None:
     """A whole training run: what `python train.py` does, once its flags have become settings."""
+    if settings.eval_only:
+        return evaluate(settings)
     out_dir, resume = settings.out_dir, settings.resume
     total = settings.max_iters * settings.batch_size
     rows, block_size = STAGES[settings.stage].rows, settings.model.block_size
@@ -86,14 +94,12 @@ def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict)
 
 def build(
     settings: Settings, data: Data, origin: Path | None, checkpoint: dict | None
-) -> tuple[Optimizer, Objective, int]:
-    """Optimizer, objective with its model, and step: new ones, or those of the `checkpoint` at
-    `origin` to resume, of which a new run takes the model alone."""
+) -> tuple[Optimizer, Objective, int, Best]:
+    """Optimizer, objective with its model, step, and best evaluation so far: new ones, or those of
+    the `checkpoint` at `origin` to resume, of which a new run takes the model alone."""
     out_dir, resume = settings.out_dir, settings.resume
-    device, dtype = pick_device(settings.device), settings.dtype
-    if dtype == "auto":
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        dtype = "bfloat16" if has_bf16 else "float32"
+    device = pick_device(settings.device)
+    dtype = precision(settings.dtype, device)
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     tables = place(settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume)
@@ -115,7 +121,7 @@ def build(
     else:
         document = data.encoding.eot_token if settings.doc_mask else None
         objective = NextToken(model, device, dtype, document)
-    step = 0
+    step, best = 0, (math.inf, 0)
     if checkpoint:
         with whole(origin):
             model.load_state_dict(checkpoint["model"])
@@ -123,10 +129,39 @@ def build(
                 optimizer.load_state_dict(checkpoint["optimizer"])
                 for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                     pairs.reference[:] = known.numpy()
-                step = checkpoint["step"]
+                step, best = checkpoint["step"], checkpoint.get("best", best)
                 if not 0 <= step <= settings.max_iters:
                     raise ValueError(f"it is of step {step} of {settings.max_iters}")
-    return optimizer, objective, step
+    return optimizer, objective, step, best
+
+
+def precision(dtype: str, device: torch.device) -> str:
+    """What --dtype auto means on a device."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return dtype if dtype != "auto" else "bfloat16" if has_bf16 else "float32"
+
+
+def evaluate(settings: Settings) -> None:
+    """Print what a checkpoint loses on the validation text, or the answers, of prepared folders,
+    and ask what their corpora have questions for. Writes nothing."""
+    path, device = settings.init_from, pick_device(settings.device)
+    model, encoding, _ = load_model(path, device, settings.offload)
+    document = encoding.eot_token if settings.doc_mask else None
+    objective = NextToken(model, device, precision(settings.dtype, device), document)
+    lines = [f"| {path} on | loss per token | per byte | tokens | recall |", "|---" * 5 + "|"]
+    for folder in [part.partition("=")[0] for part in settings.data_dir.split(",")]:  # no weights
+        meta = read_meta(Path(folder))
+        check_tokenizer(meta["tokenizer"], folder, tokenizer.fingerprint(encoding), path)
+        kind = "text" if meta["kind"] == "text" else "chat"
+        data = Data(folder, kind, model.config.block_size, settings.seed, total=1)
+        val = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
+        (source,) = data.val.values()
+        seen = objective.count(*source.rows(range(validation_rows(source, settings.eval_tokens))))
+        shares = ask(model, data, talks=kind == "chat")
+        recalled = f"{shares['recall']:.1%}" if shares else ""
+        losses = f"{val['val_loss']:.4f} | {val['val_loss_per_byte']:.4f}"
+        lines.append(f"| {folder} | {losses} | {seen:,} | {recalled} |")
+    print("\n".join(lines))
 
 
 def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
@@ -141,7 +176,12 @@ def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
 
 
 def fit(
-    settings: Settings, data: Data, optimizer: Optimizer, objective: Objective, step: int
+    settings: Settings,
+    data: Data,
+    optimizer: Optimizer,
+    objective: Objective,
+    step: int,
+    best: Best,
 ) -> None:
     """Train from `step` to the last one, then `finish`."""
     model, out_dir, saved = objective.model, settings.out_dir, settings.out_dir / "ckpt.pt"
@@ -187,9 +227,12 @@ def fit(
     def save() -> None:
         reference = [torch.from_numpy(pairs.reference) for pairs in data.pairs]
         state = dict(optimizer=optimizer.state_dict(), step=step, reference=reference)
-        state |= dict(data=data.metas, weights=data.weights, args=settings.flat())
+        state |= dict(data=data.metas, weights=data.weights, args=settings.flat(), best=best)
         save_checkpoint(saved, model, data.encoding, **state)
 
+    best_file, keep_best = out_dir / "best.pt", settings.keep_best and not model.tables.file
+    if settings.keep_best and not keep_best:
+        print("best.pt is not kept: that would be one more copy of the tables on disk")
     accumulate = batch_size // settings.device_batch_size
     batch = data.train.batch(step, batch_size)
     # Without a terminal there is no bar, and a line for each evaluation.
@@ -217,6 +260,14 @@ def fit(
                 log.write(type="eval", step=step, **val)
                 if step:
                     save()
+                    # Second, and unknown to ckpt.pt: after a crash here, resuming evaluates anew.
+                    if val["val_loss"] < best[0]:
+                        best = (val["val_loss"], step)
+                        if keep_best:
+                            told = dict(step=step, args=settings.flat())
+                            save_checkpoint(best_file, model, data.encoding, **told)
+                        else:
+                            best_file.unlink(missing_ok=True)  # of when it was kept
                 # Last: whoever reads what we say may have gone.
                 bar.write(f"step {step}: " + named({**val, **last}))
             if step == max_iters:
@@ -228,6 +279,8 @@ def fit(
                 raise SystemExit(128 + stopped[0])  # as a shell reports it
             start = time.perf_counter()
             n, n_token, figures = objective.count(*batch), batch[0].numel(), Counter()
+            if config.dropout:  # a step draws the same however the run came to it
+                torch.manual_seed(int(np.random.default_rng((settings.seed, step)).integers(2**63)))
             parts = list(zip(*(t.chunk(accumulate) for t in batch), strict=True))
             for part in parts:
                 share = objective.count(*part) / n  # a mean of means would weigh tokens unequally
@@ -257,7 +310,7 @@ def fit(
         bar.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-    finish(model, data, settings, log)
+    finish(model, data, settings, log, best if keep_best else None)
 
 
 def named(figures: dict[str, float]) -> str:
@@ -268,27 +321,34 @@ def named(figures: dict[str, float]) -> str:
     )
 
 
-def finish(model: Decoder, data: Data, settings: Settings, log: Log) -> None:
+def ask(model: Decoder, data: Data, talks: bool) -> dict[str, float]:
+    """Ask for capitals, in a chat if the model `talks`, say what is right, and return the shares by
+    name, `recall` first: none where the corpus is another, or questions do not fit the model."""
+    corpus, shares = data.metas[0]["corpus"], {}
+    model.eval()
+    try:
+        if corpus == "countries":
+            shares = dict(recall=recall(model, data.encoding, "capital"))
+            print(f"capitals recalled on phrasings it never saw: {shares['recall']:.1%}")
+        elif talks and corpus.startswith("countries"):
+            shares = chat_exam(model, data.encoding, "capital")
+            print("capitals named in a chat, asked in new words: " + named(shares))
+    except UserError as error:  # --block_size is less than a question needs
+        print(f"capitals were not asked for: {error}")
+    return shares
+
+
+def finish(model: Decoder, data: Data, settings: Settings, log: Log, best: Best | None) -> None:
     """Report what was learned, draw the curve, and say what to try next."""
     encoding, corpus, out_dir = data.encoding, data.metas[0]["corpus"], settings.out_dir
     talks = STAGES[settings.stage].rows != "text"
-    model.eval()
     torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
-    shares = {}
-    try:
-        if corpus == "countries":
-            shares = dict(recall=recall(model, encoding, "capital"))
-            print(f"capitals recalled on phrasings it never saw: {shares['recall']:.1%}")
-        elif talks and corpus.startswith("countries"):
-            shares = chat_exam(model, encoding, "capital")
-            print("capitals named in a chat, asked in new words: " + named(shares))
-        if shares:
-            log.write(type="recall", step=settings.max_iters, relation="capital", **shares)
-    except UserError as error:  # --block_size is less than a question needs
-        print(f"capitals were not asked for: {error}")
+    if shares := ask(model, data, talks):
+        log.write(type="recall", step=settings.max_iters, relation="capital", **shares)
     plot([out_dir], out_dir / "loss.png")
     ckpt = out_dir / "ckpt.pt"
-    print(f"wrote {out_dir}/ckpt.pt, metrics.jsonl, loss.png\n")
+    kept = "best.pt (val loss {:.4f}, step {}), ".format(*best) if best else ""
+    print(f"wrote {out_dir}/ckpt.pt, {kept}metrics.jsonl, loss.png\n")
     if talks:
         ids, targets = next(iter(data.val.values())).conversation(0)
         question = torch.from_numpy(ids[None, : (targets >= 0).argmax() + 1])  # [1, T]
@@ -309,7 +369,8 @@ def finish(model: Decoder, data: Data, settings: Settings, log: Log) -> None:
 def main() -> None:
     given = parse_args(__doc__)
     folder = given.get("data_dir", DEFAULT_DATA)
-    if folder == DEFAULT_DATA and not (Path(folder) / "meta.json").exists():
+    there = given.get("eval_only") or (Path(folder) / "meta.json").exists()
+    if folder == DEFAULT_DATA and not there:
         print(f"no data in {folder} yet: preparing the default corpus")
         prepare.prepare_corpus(prepare.Settings(out_dir=Path(folder)))
     train(complete(**given))

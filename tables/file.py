@@ -159,17 +159,23 @@ class TableFile(Home):
             file.write(header(self.shape, self.dtype, name, crc32=crc32))
         return name
 
-    def sums(self) -> dict[str, int]:
-        """The CRC-32 of each region."""
-        found = {name: 0 for name in self.regions if name != "end"}
-        for name in found:
-            for part in self.parts(name):
-                found[name] = zlib.crc32(part, found[name])
+    def checksums(self) -> dict[str, int]:
+        """Of what the regions hold now."""
+        found = dict.fromkeys(self.regions, 0)
+        for region in found:
+            for part in self.parts(region):
+                found[region] = zlib.crc32(part, found[region])
         return found
+
+    def seal(self) -> None:
+        """Put the checksums of what was written into page 0."""
+        self.crc32 = self.checksums()
+        self.map[:PAGE] = header(self.shape, self.dtype, self.id, crc32=self.crc32)
+        self.map.flush()
 
     def verify(self) -> None:
         """UserError: the file is not what was written, as far as it says what that was."""
-        if self.crc32 and self.crc32 != self.sums():
+        if self.crc32 and self.crc32.items() - self.checksums().items():
             raise UserError(f"{self.path} is damaged (its checksums differ): restore the file")
 
 

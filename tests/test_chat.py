@@ -1,11 +1,16 @@
 """The chat template, whose tokens are the assistant's, and conversations with a model."""
 
 import itertools
+import os
+import subprocess
+import sys
+import threading
 
 import numpy as np
 import pytest
 import tiktoken
 import torch
+from conftest import ROOT
 
 from model import Decoder, ModelConfig
 from sample import Chat
@@ -87,13 +92,13 @@ class Counted:
     """Counts the tokens that a model reads."""
 
     def __init__(self, model, monkeypatch):
-        self.tokens, forward = 0, Decoder.forward
+        self.tokens, forward = 0, Decoder.hidden
 
         def counting(this, ids, *args, **kwargs):
             self.tokens += ids.shape[1]
             return forward(this, ids, *args, **kwargs)
 
-        monkeypatch.setattr(Decoder, "forward", counting)
+        monkeypatch.setattr(Decoder, "hidden", counting)
 
 
 def test_turns_equal_generation_from_the_whole_conversation(model, encoding, monkeypatch):
@@ -187,3 +192,45 @@ def test_the_end_of_a_document_ends_an_answer(model, encoding, monkeypatch):
     talk = Chat(model, encoding)
     assert "".join(talk.reply("Hello", 9)) == encoding.decode([70, 71])
     assert talk.turns[0][-4:] == [70, 71, 2, *encoding.encode_ordinary("\n")]
+
+
+ECHO = """
+import sample
+class Echo:
+    turns, cache = [], type("Cache", (), {})
+    def reply(self, text, **options):
+        yield f"{len(text)} letters, {text[-4:]}"
+sample.converse(Echo(), [], seed=0)
+"""
+
+
+def test_a_terminal_has_long_lines_a_history_and_commands():
+    pty, _ = pytest.importorskip("pty"), pytest.importorskip("readline")
+    master, slave = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", ECHO], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    watchdog = threading.Timer(60, child.kill)  # then reading fails
+    watchdog.start()
+
+    def until(end):
+        said = b""
+        while end not in said:
+            said += os.read(master, 10_000)
+        return said.decode()
+
+    assert "/exit   end the program" in until(b"> ")
+    for typed, answer in {
+        "a" * 5000 + "last": "5004 letters, last",
+        "\x1b[A": "5004 letters, last",  # arrow up: the line before
+        "/new york": "('/new york' is no command: /help names them)",
+        "/help": "/new    forget the conversation",
+        "ab\x1b[Dc": "3 letters, acb",  # arrow left
+    }.items():
+        os.write(master, f"{typed}\n".encode())
+        until(answer.encode())
+    os.write(master, b"quit\n")
+    assert child.wait() == 0
+    watchdog.cancel()
+    os.close(master)

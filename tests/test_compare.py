@@ -102,3 +102,40 @@ def test_names_of_folders_are_shown_as_they_are(tmp_path, name, monkeypatch):
     assert not any(text.get_parse_math() for text in shown)
     readable = name.replace(b"\xe9", b"?").replace(b"\xff", b"?").decode()
     assert [text.get_text() for text in shown] == [f"{readable}: stem"] * 2
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve_with_a_band(tmp_path):
+    folders = []
+    for number, loss in enumerate((6.0, 7.0, 9.5)):
+        args = {**ARGS, "seed": number, "out_dir": f"out/stem-{number}"}
+        run, evaluation = {**RECORDS[0], "args": args}, {**RECORDS[3], "val_loss": loss}
+        first = {**RECORDS[3], "step": 0, "val_loss": 8.0}
+        folders.append(made(tmp_path / f"stem-{number}", [run, *RECORDS[1:3], first, evaluation]))
+        if number:
+            report = json.dumps({"recall": 1.0, "success": 0.4 + number / 5})
+            (folders[-1] / "edit_report.json").write_text(report)
+    other = made(tmp_path / "other", [changed(RECORDS[0], ["args", "ffn"], "dense"), *RECORDS[1:]])
+    head, _, row, last = compare.table([folders[0], other, *folders[1:]]).splitlines()
+    cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
+    assert cells["| run"] == "| stem" and cells["runs"] == "3"
+    assert cells["val loss, last"] == "7.500 ± 1.803"  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
+    assert cells["best"] == "7.000 ± 1.000" and cells["per byte"] == "1.500 ± 0.000"
+    assert cells["recall before edits"] == "100.0% ± 0.0%"
+    assert cells["edits that succeed"] == "70.0% ± 14.1%" and cells["capitals recalled"] == ""
+    assert last.startswith("| other |  | dense | 6.500 | 6.500 | 1.500 | 25.0% |  |  | 9.00 M |")
+
+    bands = []
+
+    def band(axes, x, low, high, **look):
+        bands.append([list(low), list(high)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records.plt.Axes, "fill_between", band)
+        records.plot([*folders, other], tmp_path / "loss.png")
+    assert bands == [[[8.0, 6.0], [8.0, 9.5]]]
+
+
+def test_a_damaged_report_is_one_clear_line(tmp_path):
+    (made(tmp_path / "run") / "edit_report.json").write_text('{"recall": 1.0}')
+    with pytest.raises(UserError, match=r"edit_report\.json is damaged \(edits\.success is None"):
+        compare.table([tmp_path / "run"])

@@ -11,7 +11,7 @@ FLOORS = [
     COMMANDS,
     ("training",),
     ("model",),
-    ("stem", "embformer", "loss", "offload", "config"),
+    ("attention", "stem", "embformer", "baselines", "offload", "config"),
     ("tables", "text"),
     ("common",),
 ]

@@ -79,6 +79,18 @@ def test_txt_is_cut_at_endoftext_lines(tmp_path):
     assert texts_in(path) == ["One.\nstill one.\n", "Two.\n", "Three."]
 
 
+def test_what_stands_around_a_book_of_project_gutenberg_is_left_out(tmp_path):
+    book = "One.\r\n\r\n" + "Two. " * 400 + "\r\n\r\nThree. The start of it.\r\n"
+    text = "\ufeffThe Project Gutenberg EBook of Numbers\r\n\r\nThis eBook is for ...\r\n\r\n"
+    text += "*** START OF THIS PROJECT GUTENBERG EBOOK NUMBERS ***\r\n" + book
+    text += "\r\nEnd of Project Gutenberg’s Numbers\r\n\r\n*** END OF THE PROJECT GUTENBERG EBOOK"
+    text += " NUMBERS ***\r\n\r\n" + "Small print. \r\n\r\n" * 300
+    path = tmp_path / "book.txt"
+    path.write_bytes(2 * text.encode())  # two books in one file
+    found = texts_in(path)
+    assert len(found) == 4 and "".join(found) == 2 * (book + "\r\n").replace("\r\n", "\n")
+
+
 def test_a_public_data_set_by_name(tmp_path, monkeypatch):
     """Downloaded from a mirror on this machine, then prepared like a file of one's own."""
     scenes = "\n\n".join(f"{name}:\n" + "Speak, speak. " * 200 for name in "ABCDEFGH").encode()
@@ -99,6 +111,19 @@ def test_a_public_data_set_by_name(tmp_path, monkeypatch):
     assert (tmp_path / "data/raw/input.txt").read_bytes() == scenes
     meta = data_module.read_meta(tmp_path / "data/shakespeare")
     assert meta["train"]["bytes"] + meta["val"]["bytes"] == len(scenes)
+
+
+def test_the_novel_in_the_repository_needs_no_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "fetch", None)
+    run_main(monkeypatch, "--dataset", "moby-dick", "--out_dir", tmp_path, "--vocab_size", 300)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert meta["train"]["documents"] + meta["val"]["documents"] == 347
+    ids = np.fromfile(tmp_path / "train.bin", dtype="uint16").tolist()
+    encoding = tokenizer.loads((tmp_path / "tokenizer.json").read_text())
+    assert "Call me Ishmael. Some years ago" in encoding.decode(ids)
+    for useless in ("--seed", "--base_url"):
+        with pytest.raises(UserError, match=f"{useless} 1 changes nothing here"):
+            run_main(monkeypatch, "--dataset", "moby-dick", useless, "1")
 
 
 def test_a_data_set_of_conversations_needs_a_tokenizer_before_it_is_fetched(tmp_path, data):

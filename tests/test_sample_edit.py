@@ -3,20 +3,25 @@
 import copy
 import itertools
 import json
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import command
+from conftest import SMALL, command
+from matplotlib.axes import Axes
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import edit
 from common import UserError
 from model import Decoder, ModelConfig
+from tables.file import copy_blocks
 from tables.memory import RamHome
 from tables.tables import ResidentTables, StoredTables
 from text import countries, tokenizer
 from training import exam
-from training.checkpoints import encode, load_model
+from training.checkpoints import encode, load_checkpoint, load_model
 
 
 def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
@@ -94,8 +99,8 @@ def test_edit_shows_both_sides(trained, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "flags", "says"),
     [
-        ("stem", "", "--source and --target, or --report"),
-        ("stem", "--source Anna", "--source and --target, or --report"),
+        ("stem", "", "give --source and --target"),
+        ("stem", "--source Anna", "give --source and --target"),
         ("stem", "--source Emil --target Anna --prompt Nobody", "does not contain --source"),
         ("dense", "--source Anna --target Chloë", "no tables to edit"),
         ("stem", "--report", "needs a model of the countries corpus"),
@@ -106,6 +111,152 @@ def test_edit_refuses_in_one_line(trained, tmp_path, kind, flags, says):
     ckpt = trained[kind] / "ckpt.pt"
     error = command("edit.py", "--ckpt", ckpt, *flags.split(), cwd=tmp_path, fails=True)
     assert says in error.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (dict(report=True, save="x.pt", plot="x.png"), "with --report leave out --plot, --save"),
+        (dict(undo=True, inject="A=B"), "with --undo leave out --inject"),
+        (dict(inject="A=B", target="Anna"), "with --inject leave out --target"),
+        (dict(inject="Atlantis"), "give .* --inject NAME=KNOWN"),
+        (dict(inject="A=B", plot=Path("x.txt")), "--plot x.txt: name a .png, .svg or .pdf file"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags, says):
+    with pytest.raises(UserError, match=says):
+        edit.Edit(**flags)
+
+
+# --- edits that last ---
+
+
+@pytest.fixture(scope="module")
+def on_disk(data):
+    """The folder of a run whose tables are in a file."""
+    out = data.parent / "on_disk"
+    command("train.py", "--data_dir", data, "--out_dir", out, "--offload", "disk", *SMALL, cwd=data)
+    return out
+
+
+@pytest.fixture(params=["none", "disk"])
+def edits(request, trained, on_disk, tmp_path, monkeypatch):
+    """A copy of a run, and edit.py with flags in this process."""
+    shutil.copytree({"none": trained["stem"], "disk": on_disk}[request.param], tmp_path / "run")
+
+    def run(*flags):
+        flags = ("--offload", request.param, "--device", "cpu", *flags)
+        monkeypatch.setattr("sys.argv", ["edit.py", *map(str, flags)])
+        edit.main()
+
+    return tmp_path / "run" / "ckpt.pt", run
+
+
+def contents(path):
+    """Every tensor and number of a checkpoint, tables in a file included."""
+    checkpoint = load_checkpoint(path)
+    for name in ("edits", "table_file", "tables"):  # a record, an object, and the name of a file
+        checkpoint.pop(name, None)
+    return {
+        keystr(key): leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+        for key, leaf in tree_flatten_with_path(checkpoint)[0]
+    }
+
+
+def differing(a, b):
+    """The names of what differs in two checkpoints, to the bit."""
+    assert a.keys() == b.keys()
+    same = {
+        key: torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key]
+        for key in a
+    }
+    return [key for key in same if not same[key]]
+
+
+@pytest.mark.parametrize("align", edit.ALIGN)
+def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_bit(edits, align):
+    ckpt, run = edits
+    before, files = contents(ckpt), set(ckpt.parent.iterdir())
+    saved, restored = ckpt.parent.parent / "a" / "ckpt.pt", ckpt.parent.parent / "b" / "ckpt.pt"
+    prompt = "Björn sees Anna at the river"
+    names = ("--source", "Anna at", "--target", "river", "--align", align)
+    run("--ckpt", ckpt, *names, "--prompt", prompt, "--save", saved)
+
+    model, encoding, _ = load_model(ckpt, torch.device("cpu"))
+    edited, _, _ = load_model(saved, torch.device("cpu"))
+    ids = encode(encoding, prompt)
+    tables = model.tables = edit.MeanRows(model.tables)
+    table_ids = edit.edited_ids(encoding, ids, "Anna at", "river", align, tables)
+    expected = model(torch.tensor([ids]), table_ids=torch.tensor([table_ids]))[0]
+    assert torch.equal(edited(torch.tensor([ids]))[0], expected)
+    changed = differing(before, contents(saved))
+    assert changed == ["['model']['tables.weight.0']"]  # and no other weight, moment, setting
+    rows = [weights[changed[0]] for weights in (before, contents(saved))]
+    moved = (rows[0] != rows[1]).any(-1).nonzero()[:, 0].tolist()
+    assert moved == sorted({a for a, b in zip(ids, table_ids, strict=True) if a != b})
+
+    run("--ckpt", saved, "--undo", "--save", restored)
+    assert differing(before, contents(restored)) == []
+    assert differing(before, contents(ckpt)) == [] and set(ckpt.parent.iterdir()) == files
+
+
+def test_edits_in_place_are_undone_last_first(edits, capsys):
+    ckpt, run = edits
+    states = [contents(ckpt)]
+    for pair in ("Anna=Chloë", "Anna=Björn"):
+        run("--ckpt", ckpt, "--inject", pair, "--prompt", "Then Anna", "--save", ckpt)
+        states.append(contents(ckpt))
+    assert len(differing(*states[:2])) == len(differing(*states[1:])) == 1
+    assert "other rows for ' Anna'" in capsys.readouterr().out
+    n_file = len(list(ckpt.parent.glob("tables-*.bin")))
+    for state in (states[1], states[0]):
+        run("--ckpt", ckpt, "--undo")
+        assert differing(state, contents(ckpt)) == []
+    assert len(list(ckpt.parent.glob("tables-*.bin"))) == n_file <= 1
+    with pytest.raises(UserError, match="holds no edit to undo"):
+        run("--ckpt", ckpt, "--undo")
+
+
+def test_saving_an_edit_replaces_no_other_checkpoint(edits, on_disk, tmp_path):
+    ckpt, run = edits
+    shutil.copytree(on_disk, tmp_path / "other")
+    before = {path: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+    for name, says in (("ckpt.pt", "exists: choose another"), ("new.pt", "another folder")):
+        with pytest.raises(UserError, match=says):
+            path = tmp_path / "other" / name
+            run("--ckpt", ckpt, "--inject", "Emil=Anna", "--prompt", "Emil", "--save", path)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+
+
+def test_a_table_file_is_copied_where_blocks_cannot_be_shared(on_disk, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError
+
+    (source,) = on_disk.glob("tables-*.bin")
+    copy_blocks(source, tmp_path / "one")
+    monkeypatch.setattr("os.copy_file_range", refuse, raising=False)
+    copy_blocks(source, tmp_path / "two")
+    assert source.read_bytes() == (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_bars_show_the_probabilities_of_the_next_token(trained, tmp_path, monkeypatch):
+    drawn, draw = [], Axes.barh
+
+    def barh(self, y, width, **options):
+        drawn.append(width)
+        return draw(self, y, width, **options)
+
+    monkeypatch.setattr(Axes, "barh", barh)
+    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", torch.device("cpu"))
+    ids = torch.tensor([encode(encoding, "Then Anna"), encode(encoding, "Then Chloë")])
+    flags = ["--ckpt", trained["stem"] / "ckpt.pt", "--inject", "Anna=Chloë", "--prompt"]
+    flags += ["Then Anna", "--plot", tmp_path / "bars.png", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["edit.py", *map(str, flags)])
+    edit.main()
+    p = model(ids[[0, 0]], table_ids=ids)[0][:, -1].softmax(-1)
+    best = p.amax(0).sort(descending=True).indices[:10]
+    assert drawn == [pytest.approx(side[best].tolist()) for side in p]
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_score_agrees_with_generating(trained):
@@ -254,6 +405,37 @@ def test_report_of_lengths_tells_longer_sources_from_longer_targets(untrained, m
     assert result["longer source"] == dict(last=1.0, first=1.0, pad=1.0, average=0.0)
     assert result["longer target"] == dict.fromkeys(edit.ALIGN, 0.0)
     assert result["equal length"] == dict.fromkeys(edit.ALIGN, 1.0 if numbers[0] else None)
+
+
+@pytest.mark.parametrize("edits_work", [True, False])
+def test_report_of_made_up_names(untrained, monkeypatch, edits_work):
+    """With a judge to whom an injection succeeds if the made-up name reads the country's row."""
+    six, model, encoding = untrained
+    rows = {
+        tuple(encoding.encode_ordinary(question.answer)): set()
+        for relation in ("capital", "language", "region")
+        for country in six
+        for question in countries.questions(relation, "paragraph", country)
+    }
+    for answer, country in itertools.product(rows, six):
+        said = [country.answer(r) for r in ("capital", "language", "region")]
+        if encoding.decode(list(answer)).strip(" .") in said:
+            rows[answer] |= set(encoding.encode_ordinary(" " + country.name))
+
+    def judge(model, prompts, answers, edited):
+        assert all(len(a) == len(b) for a, b in zip(prompts, edited, strict=True))
+        read = [set(ids) for ids in edited]
+        return torch.tensor(
+            [bool(rows[tuple(a)] & ids) for a, ids in zip(answers, read, strict=True)]
+        ), *(None, None)
+
+    monkeypatch.setattr(countries, "table", lambda: six)
+    monkeypatch.setattr(edit, "score", judge)
+    if not edits_work:
+        monkeypatch.setattr(edit, "edited_ids", lambda encoding, ids, *names: ids)
+    expected = dict.fromkeys(("capital", "language", "region"), 1.0 if edits_work else 0.0)
+    model = copy.deepcopy(model)
+    assert edit.report_injected(model, encoding) == expected
 
 
 def test_report_notices_an_edit_that_touches_other_prompts(untrained, monkeypatch):

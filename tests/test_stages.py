@@ -19,6 +19,7 @@ from training.batches import Data
 from training.checkpoints import load_model
 from training.objectives import NextToken, Preference, validate
 from training.records import read_run
+from training.settings import complete
 
 RUN = [*SMALL[SMALL.index("--block_size") :]]  # the shape comes from --init_from
 
@@ -64,12 +65,14 @@ def stage(folders, trained, tmp_path, monkeypatch):
     return run_stage
 
 
-def test_the_whole_chain(stage, folders, trained, tmp_path):
+def test_the_whole_chain(stage, folders, trained, tmp_path, capsys):
     sft = stage(
         "sft", "sft", more=("--block_size", 64, "--max_iters", 60, "--learning_rate", "3e-3")
     )
     evals = [record["val_loss"] for record in read_run(sft)["eval"]]
     assert evals[-1] < 0.5 * evals[0]
+    train_module.train(complete(eval_only=True, out_dir=sft))
+    assert f"| {folders['chat']} | {evals[-1]:.4f} |" in capsys.readouterr().out
     dpo = stage(
         "dpo",
         "dpo",
@@ -103,7 +106,7 @@ def test_pretraining_may_go_on_from_a_model(stage, trained):
 
 def crash_in_step(monkeypatch, number):
     """A power cut in training step `number`."""
-    calls, forward = [], Decoder.forward
+    calls, forward = [], Decoder.hidden
 
     def crash(self, *args, **kwargs):
         calls.append(self.training)
@@ -111,7 +114,7 @@ def crash_in_step(monkeypatch, number):
             raise RuntimeError("power cut")
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(Decoder, "forward", crash)
+    monkeypatch.setattr(Decoder, "hidden", crash)
 
 
 @pytest.mark.parametrize("name", ["midtrain", "context", "sft", "dpo"])

@@ -77,12 +77,11 @@ def test_validation_loss_per_byte_is_the_total_over_the_bytes(trained, data):
     assert ratio == pytest.approx(len(predicted) / len(text))
 
 
-@pytest.mark.parametrize("table_optimizer", ["rowwise", "adamw"])
-def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatch, table_optimizer):
-    more = ("--table_optimizer", table_optimizer)
+@pytest.mark.parametrize("more", [("--dropout", 0.2), ("--table_optimizer", "adamw")])
+def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatch, more):
     train_module.train(arguments(monkeypatch, data, tmp_path / "whole", *more))
 
-    calls, forward = [], Decoder.forward
+    calls, forward = [], Decoder.hidden
 
     def crash(self, *args, **kwargs):
         calls.append(self.training)
@@ -91,7 +90,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatc
         return forward(self, *args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        patch.setattr(Decoder, "forward", crash)
+        patch.setattr(Decoder, "hidden", crash)
         train_module.train(arguments(monkeypatch, data, tmp_path / "cut", *more))
     assert checkpoint(tmp_path / "cut")["step"] == 6
     command("train.py", "--resume", "--out_dir", tmp_path / "cut", cwd=tmp_path)
@@ -100,8 +99,58 @@ def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatc
     evals = [read_run(tmp_path / name)["eval"] for name in ("cut", "whole")]
     assert evals[0] == evals[1]
     whole, cut = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "cut")
-    for part in ("model", "optimizer", "step", "config", "tokenizer"):
+    for part in ("model", "optimizer", "step", "config", "tokenizer", "best"):
         assert_same(whole[part], cut[part])
+
+
+def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
+    data, tmp_path, monkeypatch, capsys
+):
+    """Losses are made up, their minimum is at step 6 of 12; the power fails between ckpt.pt and
+    best.pt there, and again, with best.pt written, before step 9."""
+    made_up = {0: 1.0, 3: 8.0, 6: 6.0, 9: 7.0, 12: 6.0}
+    real, save = train_module.validate, train_module.save_checkpoint
+
+    def validate(*args):
+        lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+        step = max(json.loads(line).get("step", 0) for line in lines)
+        return {**real(*args), "val_loss": made_up[step]}
+
+    def fails(path, *args, **state):
+        if path.name == "best.pt" and state["step"] == 6:
+            raise RuntimeError("power cut")
+        save(path, *args, **state)
+
+    monkeypatch.setattr(train_module, "validate", validate)
+    settings = arguments(monkeypatch, data, tmp_path / "out", "--eval_interval", "3")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        patch.setattr(train_module, "save_checkpoint", fails)
+        train_module.train(settings)
+    best = torch.load(tmp_path / "out/best.pt", weights_only=True)
+    assert best["step"] == 3 and checkpoint(tmp_path / "out")["step"] == 6
+    model = checkpoint(tmp_path / "out")["model"]
+    train_module.train(complete(resume=True, out_dir=tmp_path / "out"))
+    assert "best.pt (val loss 6.0000, step 6)" in capsys.readouterr().out
+    best = torch.load(tmp_path / "out/best.pt", weights_only=True)
+    assert best["step"] == 6 and "optimizer" not in best
+    assert_same(best["model"], model)
+    assert checkpoint(tmp_path / "out")["best"] == (6.0, 6)
+    sizes = [(tmp_path / "out" / name).stat().st_size for name in ("best.pt", "ckpt.pt")]
+    assert sizes[0] < 0.5 * sizes[1]
+
+
+def test_no_best_is_kept_when_it_is_not_wanted_or_tables_are_on_disk(
+    data, tmp_path, monkeypatch, capsys
+):
+    for more in (["--no-keep_best"], ["--offload", "disk"]):
+        (tmp_path / "best.pt").write_text("of another run")
+        train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2", *more))
+        assert not (tmp_path / "best.pt").exists()
+    assert "best.pt is not kept" in capsys.readouterr().out
+    train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2"))
+    assert (tmp_path / "best.pt").exists()
+    train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2"))
+    assert (tmp_path / "run3" / "best.pt").exists()
 
 
 def test_resuming_in_smaller_parts_sees_the_same_batches(data, tmp_path, monkeypatch):
@@ -298,6 +347,31 @@ def test_training_from_python_needs_no_command_line(data, tmp_path):
         Settings(learning_rate=-1)
     with pytest.raises(UserError, match="--device_batch_size 3 must divide"):
         Settings(device_batch_size=3)
+
+
+def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(
+    trained, data, tmp_path, monkeypatch, capsys
+):
+    other = shutil.copytree(data, tmp_path / "other")  # the same text as another corpus
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps({**meta, "corpus": "countries"}))
+    monkeypatch.setattr(train_module, "recall", lambda model, *_: 0.5 - model.training)
+    for ffn, flags in (("dense", {}), ("stem", {}), ("embformer", {"offload": "disk"})):
+        before = {path: path.read_bytes() for path in trained[ffn].iterdir()}
+        asked = dict(eval_only=True, out_dir=trained[ffn], data_dir=f"{data},{other}/")
+        train_module.train(complete(**asked, **flags))
+        last = read_run(trained[ffn])["eval"][-1]
+        figures = f"{last['val_loss']:.4f} | {last['val_loss_per_byte']:.4f}"
+        tokens = f"{meta['val']['tokens'] // 32 * 32:,}"  # whole windows of block_size
+        printed = capsys.readouterr().out
+        assert f"| {data} | {figures} | {tokens} |  |" in printed
+        assert f"| {other}/ | {figures} | {tokens} | 50.0% |" in printed
+        assert {path: path.read_bytes() for path in trained[ffn].iterdir()} == before
+    (other / "meta.json").write_text(json.dumps({**meta, "tokenizer": "another"}))
+    with pytest.raises(UserError, match=r"other was made with another tokenizer \(another\)"):
+        train_module.train(complete(eval_only=True, out_dir=trained["dense"], data_dir=f"{other}"))
+    with pytest.raises(UserError, match="leave out --out_dir, --seed"):
+        complete(eval_only=True, init_from="x.pt", out_dir="x", seed=3)
 
 
 def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, story):

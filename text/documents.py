@@ -8,6 +8,7 @@ Three kinds of document, recognised by the keys of a JSONL file's first good lin
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -28,6 +29,7 @@ TXT_DOCUMENT = 2000
 # Bytes of a document that is taken for damage. Whole novels have 1 to 4 MB; a file that lost its
 # line breaks has gigabytes, and to look at those one needs them in memory.
 HUGE = 16 << 20
+GUTENBERG = re.compile(rb"(?:\*\*\* ?)?(start|end) of (?:th(?:e|is) )?project gutenberg", re.I)
 NAMED = 3  # bad documents named of each reason
 
 
@@ -139,15 +141,19 @@ def lines(path: Path, bar: tqdm) -> Numbered:
 
 def txt_documents(numbered: Numbered) -> Numbered:
     """Documents cut at <|endoftext|> lines and at blank lines, with their first lines' numbers. One
-    that is HUGE lacks its end."""
-    document, start = bytearray(), 0
+    that is HUGE lacks its end. What Project Gutenberg puts around a book is left out."""
+    document, start, licence = bytearray(), 0, False
     for number, line in numbered:
         bare = line.strip()
-        if bare != b"<|endoftext|>":
+        if edge := GUTENBERG.match(bare):
+            licence = edge[1].lower() == b"end"
+            if not licence:
+                document.clear()  # of the header
+        elif not licence and bare != b"<|endoftext|>":
             start = start or number
             if len(document) < HUGE:
                 document += line
-        if bare == b"<|endoftext|>" or (bare == b"" and len(document) >= TXT_DOCUMENT):
+        if edge or bare == b"<|endoftext|>" or (bare == b"" and len(document) >= TXT_DOCUMENT):
             yield start, document
             document, start = bytearray(), 0
     yield start, document

@@ -1,7 +1,7 @@
 """Public data sets by name: where they are, and fetching them so that nothing half-done is ever
 taken for whole.
 
-    path = fetch("shakespeare", "data/raw")    # data/raw/input.txt, downloaded once
+    (path,) = fetch("shakespeare", "data/raw")    # data/raw/input.txt, downloaded once
 
 A download grows in `<file>.part` and gets its name only when its size and checksum are right. What
 breaks off, by the network or by Ctrl-C, is continued by the next try or the next run.
@@ -30,17 +30,22 @@ NETWORK = (URLError, ConnectionError, TimeoutError, SSLError, HTTPException)
 
 
 @dataclass(frozen=True)
-class Dataset:
+class File:
     url: str
     size: int  # bytes
     sha256: str
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Dataset(File):
     licence: str
     about: str
     kind: str = "text"  # of documents (documents.py)
-
-    @property
-    def file(self) -> str:
-        return self.url.rpartition("/")[2]
+    more: tuple[File, ...] = ()  # that belong to it, of the same kind
 
 
 # All addresses are pinned to a commit: the files of a branch are renamed and replaced (MiniMind's
@@ -48,6 +53,7 @@ class Dataset:
 GITHUB = "https://raw.githubusercontent.com"
 HUB = "https://huggingface.co/datasets"
 CHAR_RNN = f"{GITHUB}/karpathy/char-rnn/6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e"
+NOVELS = f"{GITHUB}/GITenberg"
 TINYSTORIES = f"{HUB}/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
 MINIMIND = f"{HUB}/jingyaogong/minimind_dataset/resolve/312afb4f76391145c6902f765bb51691c09a12f5"
 MINIMIND_LICENCE = "Apache-2.0 and CC-BY-NC-2.0, by source"
@@ -59,6 +65,31 @@ DATASETS: dict[str, Dataset] = {
         "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
         "public domain (the repository: MIT)",
         "scenes of Shakespeare, 1.1 MB of English",
+    ),
+    "novels": Dataset(
+        f"{NOVELS}/War-and-Peace_2600/fa22ab90f00f627e83d14acabe32d91602d2365d/2600-0.txt",
+        3_359_542,
+        "6cbcc5ca5e590fb9ace161a5b93e4ecf280d7118104be0d63b686c004cfa70ae",
+        "public domain",
+        "War and Peace, Les Misérables, Moby-Dick and Don Quixote, 10 MB of English",
+        more=(
+            File(
+                f"{NOVELS}/Les-Mis-rables_135/913d26c4e33bc23cc91d79104ad0e939b4cd91ea/135-0.txt",
+                3_324_334,
+                "a878fd45f6d14808624d71154c1c1c75f64cb71ca5537f79bed1454255329004",
+            ),
+            File(
+                f"{NOVELS}/Moby-Dick--Or-The-Whale_2701/bdf1948e6cd00963730971e5624e764a35f238c3/"
+                "2701-0.txt",
+                1_276_201,
+                "baf9b04fcf6e0008f30eaaa6697277751448c1070b20175e0082f28cbb161fd3",
+            ),
+            File(
+                f"{NOVELS}/Don-Quixote_996/9d5a482d065513226b76275851de05ff41b7e2f4/996.txt",
+                2_347_853,
+                "69ef241e632ef4fba882bde06ad31ecb395d865b11028cc046c4d253f4cf118e",
+            ),
+        ),
     ),
     "tinystories": Dataset(
         f"{TINYSTORIES}/TinyStoriesV2-GPT4-train.txt",
@@ -93,37 +124,43 @@ DATASETS: dict[str, Dataset] = {
 }
 
 
-def fetch(name: str, folder: str | Path, base_url: str | None = None) -> Path:
-    """The file of a data set (a key of DATASETS) in `folder`, downloaded unless it is there whole.
+def fetch(name: str, folder: str | Path, base_url: str | None = None) -> list[Path]:
+    """The files of a data set (a key of DATASETS) in `folder`, downloaded unless they are there
+    whole.
 
     Args:
-        base_url: a mirror; the file is looked for at base_url + "/" + file name.
+        base_url: a mirror; a file is looked for at base_url + "/" + its name.
 
     Raises:
-        UserError: no network, no room, or the file is not the published one.
+        UserError: no network, no room, or a file is not the published one.
     """
     dataset = DATASETS[name]
-    url = dataset.url if base_url is None else f"{base_url.rstrip('/')}/{dataset.file}"
-    path = Path(folder) / dataset.file
+    return [fetch_file(file, Path(folder), base_url) for file in (dataset, *dataset.more)]
+
+
+def fetch_file(file: File, folder: Path, base_url: str | None) -> Path:
+    """One file of `fetch`."""
+    url = file.url if base_url is None else f"{base_url.rstrip('/')}/{file.name}"
+    path = folder / file.name
     part = path.with_name(path.name + ".part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and sha256(path) == dataset.sha256:
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.is_file() and sha256(path) == file.sha256:
             return path
-        missing = dataset.size - length(part)
-        if missing > (free := shutil.disk_usage(path.parent).free):
+        missing = file.size - length(part)
+        if missing > (free := shutil.disk_usage(folder).free):
             raise UserError(f"no room for {path}: {missing:,} bytes to come, {free:,} are free")
         for _ in range(2):
-            download(url, dataset.size, part)
-            if (got := sha256(part)) == dataset.sha256:
+            download(url, file.size, part)
+            if (got := sha256(part)) == file.sha256:
                 os.replace(part, path)
                 return path
             part.unlink()  # it may have begun as something else: once more, from nothing
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     raise UserError(
-        f"{url} is not the published {dataset.file}: "
-        f"expected sha256 {dataset.sha256}, got {got}: {OTHERWISE}"
+        f"{url} is not the published {file.name}: "
+        f"expected sha256 {file.sha256}, got {got}: {OTHERWISE}"
     )
 
 

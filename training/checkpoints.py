@@ -17,6 +17,7 @@ from pathlib import Path
 
 import tiktoken
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from common import UserError, atomic, flag, free_ram, gib, no_memory, regular
@@ -48,7 +49,7 @@ def snapshots(folder: Path) -> list[Path]:
 
 def clear(out_dir: Path) -> None:
     """Remove what a run that was killed left in its folder; for who has `locked` it."""
-    names = ("ckpt.pt", "metrics.jsonl", "loss.png", TABLES.format("*"), "run*")
+    names = ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png", TABLES.format("*"), "run*")
     left = [out_dir / LIVE, *(path for name in names for path in out_dir.glob(name + ".tmp"))]
     with contextlib.suppress(UserError):  # who does not know what is named removes nothing
         named = TABLES.format(read_checkpoint(out_dir / "ckpt.pt").get("tables"))
@@ -65,19 +66,57 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
     model.tables.flush()
     if model.tables.file:
         name = model.tables.file.copy(lambda name: folder / TABLES.format(name))
-    own = folder / TABLES.format(name)
     checkpoint = dict(format=FORMAT, config=asdict(model.config), model=model.state_dict())
     checkpoint |= dict(tokenizer=tokenizer.dumps(encoding), tables=name, **state)
+    write(Path(path), checkpoint)
+
+
+def write(path: Path, checkpoint: dict) -> None:
+    """Put a checkpoint in its place, and remove the tables of the one that was there."""
+    own = path.with_name(TABLES.format(checkpoint["tables"]))
     try:
         with atomic(path) as temporary, open(temporary, "wb") as file:
             torch.save(checkpoint, file)
     except UserError:
         own.unlink(missing_ok=True)  # nobody will ask for it
         raise
-    for other in snapshots(folder):
+    for other in snapshots(path.parent):
         if other != own:
             with contextlib.suppress(OSError):  # Windows keeps what somebody has open
                 other.unlink()
+
+
+def rewrite(
+    origin: Path, path: Path, checkpoint: dict, ids: Tensor, rows: list[Tensor], edits: list[dict]
+) -> None:
+    """Write the checkpoint that was loaded from `origin` to `path`, with other `rows` [n, W] for
+    tokens `ids` [n] in each table, and the record of `edits` made so far. All else goes from file
+    to file. UserError: another checkpoint, or the tables of one, would be lost."""
+    checkpoint = {**checkpoint, "model": dict(checkpoint["model"]), "edits": edits}
+    if not (path.exists() and path.samefile(origin)):
+        if path.exists():
+            raise UserError(f"--save {path} exists: choose another name, or {origin} itself")
+        if snapshots(path.parent):
+            raise UserError(
+                f"--save {path}: tables of another checkpoint are in {path.parent}, which one that "
+                "is written there replaces: choose another folder"
+            )
+    weights = [checkpoint["model"].pop(f"tables.weight.{i}") for i in range(len(rows))]
+    if file := checkpoint.pop("table_file", None):
+        name = file.copy(lambda name: path.with_name(TABLES.format(name)))
+        file = TableFile(path.with_name(TABLES.format(name)), writable=True)
+        weights, checkpoint["tables"] = file.weight, name
+        if optimizer := checkpoint.get("optimizer"):
+            by_rows = optimizer["rows"]
+            steps = {"steps": by_rows["tables"]["steps"]}  # the file has all else
+            checkpoint["optimizer"] = {**optimizer, "rows": {**by_rows, "tables": steps}}
+    else:  # mapped from ckpt.pt, which is not written to: pages that change become our own
+        checkpoint["model"] |= {f"tables.weight.{i}": w for i, w in enumerate(weights)}
+    for weight, new in zip(weights, rows, strict=True):
+        weight[ids] = new
+    if file:
+        file.seal()
+    write(path, checkpoint)
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:

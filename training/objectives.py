@@ -15,6 +15,7 @@ from tqdm import tqdm
 from model import Decoder
 from tables.tables import send
 from training.batches import Data, Pairs, Source
+from training.loss import head_loss
 
 
 @dataclass
@@ -25,9 +26,18 @@ class Objective:
     device: torch.device
     dtype: str
 
-    def run(self, ids: Tensor, **more: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            return self.model(ids, **more)
+    def precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
+
+    def complete(self, loss: Tensor, figures: dict[str, Tensor]) -> tuple[Tensor, dict]:
+        """A loss and its figures with what layers add in training, as moe's router to spread its
+        load (baselines.py)."""
+        layers = [block.ffn for block in self.model.blocks if self.model.training]
+        added = [layer.auxiliary_loss for layer in layers if hasattr(layer, "auxiliary_loss")]
+        if not added:
+            return loss, figures
+        balance = torch.stack(added).sum()
+        return loss + balance, {**figures, "balance": balance.detach()}
 
 
 @dataclass
@@ -45,7 +55,10 @@ class NextToken(Objective):
         documents = None
         if self.document is not None:
             documents = send((ids == self.document).cumsum(1), self.device)
-        return self.run(ids, targets=targets, documents=documents)[1], {}
+        with self.precision():
+            x = self.model.hidden(ids, documents=documents).flatten(0, 1)  # [B * T, n_embd]
+            loss = head_loss(x, self.model.head_weight, send(targets, self.device).flatten())
+        return self.complete(loss, {})
 
 
 @dataclass
@@ -67,7 +80,8 @@ class Preference(Objective):
 
     def log_probability(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets [B, 2, T] -> log-probability of the targets that are not -1, [B, 2]."""
-        logits = self.run(ids.flatten(0, 1))[0].flatten(0, 1).float()  # [2 B * T, V]
+        with self.precision():
+            logits = self.model(ids.flatten(0, 1))[0].flatten(0, 1).float()  # [2 B * T, V]
         y = send(targets, self.device)
         nats = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="none")  # [2 B * T]
         return -nats.view(y.shape).sum(-1)
@@ -78,7 +92,8 @@ class Preference(Objective):
         gain = self.log_probability(ids, targets) - send(reference, self.device)  # [B, 2]
         margin = self.beta * (gain[:, 0] - gain[:, 1])
         figures = {"margin": margin.mean(), "accuracy": (margin > 0).float().mean()}
-        return -F.logsigmoid(margin).mean(), {k: v.detach() for k, v in figures.items()}
+        figures = {k: v.detach() for k, v in figures.items()}
+        return self.complete(-F.logsigmoid(margin).mean(), figures)
 
     @torch.no_grad()
     def refer(self, pairs: Pairs, n_row: int, size: int) -> None:

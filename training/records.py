@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
@@ -23,6 +24,7 @@ RECORDS = {
     "step": dict(step=int, train_loss=float, tok_per_s=float),
     "eval": dict(step=int, val_loss=float),
     "recall": dict(recall=float),
+    "edits": dict(recall=float, success=float),  # a file of its own
 }
 
 
@@ -31,7 +33,7 @@ def put_aside(out_dir: Path) -> Path:
     are linked into one that gets its name when all are there: whenever a kill comes, the run is
     whole, at the old place or at the new one. UserError: there is no room."""
     tables = [path.name for path in snapshots(out_dir)]
-    names = ["ckpt.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables]
+    names = ["ckpt.pt", "best.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables]
     names = [name for name in names if (out_dir / name).exists()]
     folders = (out_dir / f"run{number}" for number in itertools.count(1))
     folder = next(folder for folder in folders if not folder.exists())
@@ -94,13 +96,18 @@ def parse(line: bytes) -> dict:
 
 
 def read_run(folder: Path) -> dict[str, list[dict]]:
-    """The records of a run's metrics.jsonl by type. UserError: it is damaged."""
+    """The records of a run's metrics.jsonl by type, and as `edits` what its edit_report.json says,
+    if there is one. UserError: a file is damaged."""
     path = folder / "metrics.jsonl"
     records: dict[str, list[dict]] = {kind: [] for kind in RECORDS}
     try:
         for line in regular(path).read_bytes().splitlines():
             record = parse(line)
             records[record["type"]].append(record)
+        if (report := folder / "edit_report.json").exists():
+            path, record = report, json.loads(regular(report).read_bytes())
+            check_form(record, RECORDS["edits"], "edits")
+            records["edits"].append(record)
     except (ValueError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): leave it out") from None
     if not all(records[kind] for kind in ("run", "step", "eval")):
@@ -108,22 +115,44 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
     return records
 
 
+def grouped(folders: list[Path]) -> list[tuple[str, list[dict]]]:
+    """The records of runs, those together whose settings differ in nothing but the seed, after the
+    name of the first one's folder, of several without its number."""
+    groups: dict[str, list[tuple[str, dict]]] = {}
+    for folder in folders:
+        records = read_run(folder)
+        same = {**records["run"][0]["args"], "seed": None, "out_dir": None}
+        groups.setdefault(json.dumps(same, sort_keys=True), []).append((folder.name, records))
+    result = []
+    for group in groups.values():
+        names, runs = zip(*group, strict=True)
+        shared = names[0].rstrip("0123456789").rstrip("-_.") if len(names) > 1 else ""
+        result.append((shared or names[0], list(runs)))
+    return result
+
+
 def plot(folders: list[Path], out: Path) -> None:
     """Draw the training loss (thin) and validation loss (thick) of runs over their tokens, or over
-    their steps, if one of them read conversations, which are not equally long."""
-    runs = [read_run(folder) for folder in folders]
-    stages = [records["run"][0]["args"].get("stage") for records in runs]
+    their steps, if one of them read conversations, which are not equally long. A group of runs is
+    the mean of their losses, with a band from the lowest to the highest validation loss."""
+    groups = grouped(folders)
+    stages = [runs[0]["run"][0]["args"].get("stage") for _, runs in groups]
     by_step = "sft" in stages or "dpo" in stages
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for number, (folder, records) in enumerate(zip(folders, runs, strict=True)):
-        args = records["run"][0]["args"]
+    for number, (name, runs) in enumerate(groups):
+        args = runs[0]["run"][0]["args"]
         unit = 1 if by_step else args["batch_size"] * args["block_size"] / 1e6
-        named = folder.name if folder.name == args["ffn"] else f"{folder.name}: {args['ffn']}"
+        named = name if name == args["ffn"] else f"{name}: {args['ffn']}"
         label = named.encode(errors="replace").decode()  # a name may be bytes that are no text
         thin, thick = dict(alpha=0.3, linewidth=0.8), dict(marker=".", label=label)
         for kind, loss, look in (("step", "train_loss", thin), ("eval", "val_loss", thick)):
-            points = [(record["step"] * unit, record[loss]) for record in records[kind]]
-            axes.plot(*zip(*points, strict=True), color=f"C{number}", **look)
+            losses = [{record["step"]: record[loss] for record in run[kind]} for run in runs]
+            steps = sorted(set.intersection(*map(set, losses)))  # a run may have stopped earlier
+            points = np.array([[each[step] for step in steps] for each in losses])  # [runs, steps]
+            x = [step * unit for step in steps]
+            axes.plot(x, points.mean(0), color=f"C{number}", **look)
+            if kind == "eval" and len(runs) > 1:
+                axes.fill_between(x, points.min(0), points.max(0), color=f"C{number}", alpha=0.2)
     axes.set_xlabel("steps" if by_step else "million tokens")
     what = "pair" if "dpo" in stages else "token"
     axes.set_ylabel(f"loss (nats per {what}); thin: training, thick: validation")

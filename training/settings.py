@@ -28,7 +28,7 @@ PRESETS = {
         dpo=dict(learning_rate=3e-5, batch_size=16),
     ),
     "prose": dict(
-        n_layer=6, n_head=6, n_embd=192, block_size=256, batch_size=16, max_iters=250,
+        n_layer=6, n_head=6, n_embd=192, block_size=256, batch_size=8, max_iters=250,
         learning_rate=3e-3, eval_interval=50,
     ),
     "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
@@ -60,6 +60,8 @@ STAGES = {
 # What may change at --resume: a step sees the same batch either way, summed in other parts.
 FREE = ("resume", "out_dir", "data_dir", "offload", "device", "dtype", "compile")
 FREE += ("device_batch_size", "verify")
+# What an evaluation may be told besides the checkpoint; all else is the run's that made it.
+ASKED = ("eval_only", "data_dir", "eval_tokens", "offload", "device", "dtype", "device_batch_size")
 ONE, POSITIVE, SHARE = "at least 1", "a positive number", "0 or more and below 1"
 BY_PRESET = "the preset's"
 
@@ -79,6 +81,9 @@ class Settings:
     )
     init_from: Path | None = flag(None, "start from the model in this checkpoint")
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
+    eval_only: bool = flag(
+        False, "print what --init_from, or the ckpt.pt in --out_dir, loses on --data_dir a,b"
+    )
     verify: bool = flag(True, "check the checksums of what it starts or goes on from", shown="yes")
 
     doc_mask: bool = flag(False, "attention does not cross documents", shown="in stage context")
@@ -111,6 +116,9 @@ class Settings:
         "float32", "of rows; bfloat16 halves them, and rounds stochastically", choices=DTYPES
     )
     eval_interval: int = flag(250, "steps between checkpoints", must=ONE, shown=BY_PRESET)
+    keep_best: bool = flag(
+        True, "best.pt: the model with the lowest validation loss, if its tables are not on disk"
+    )
     eval_tokens: int = flag(65536, "validation tokens to look at", must=ONE)
     device: str = device_flag()
     dtype: str = flag(
@@ -173,7 +181,7 @@ def parse_args(description: str) -> dict:
 def complete(**given) -> Settings:
     """The settings of a run from flags that were given: what is asked for comes first, then the
     model of --init_from, the stage's part of the preset, the stage, the preset. A run that resumes
-    has its own, and of those given what is FREE."""
+    has its own, and of those given what is FREE, an evaluation what is ASKED."""
     if given.get("resume"):
         path = Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt"
         with whole(path):
@@ -185,6 +193,16 @@ def complete(**given) -> Settings:
             )
         with whole(path):
             return Settings.of({**saved, **given, "out_dir": path.parent})
+    if given.get("eval_only"):
+        whose = "init_from" if "init_from" in given else "out_dir"
+        if other := [f"--{name}" for name in given if name not in (*ASKED, whose)]:
+            raise UserError(
+                f"--eval_only takes all else from its checkpoint: leave out {', '.join(other)}"
+            )
+        path = given.get("init_from", Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt")
+        here = dict(offload="none", device="auto", resume=False, init_from=path)
+        with whole(path):
+            return Settings.of({**load_checkpoint(path)["args"], **here, **given})
     name, base = given.get("stage", "pretrain"), None
     stage = STAGES[name]
     meta = read_meta(next(iter(parse_mixture(given.get("data_dir", DEFAULT_DATA)))))
@@ -219,11 +237,14 @@ def refuse_without_effect(values: dict, given: dict) -> None:
         "beta": stage != "dpo",
         "doc_mask": STAGES[stage].rows != "text",
         "stem_layers": ffn != "stem",
-        "embformer_act": ffn in ("dense", "stem"),  # an FFN of one's own may use it
         "d_ff": ffn == "embformer",
     }
+    users = dict(embformer_act="embformer", balance="moe", n_key="pkm", ple_width="ple")
+    users |= dict(n_expert="moe hash_moe", top_k="moe hash_moe pkm")
+    ours = ffn in ["dense", "stem", "embformer", "moe", "hash_moe", "pkm", "deepembed", "ple"]
+    useless |= {name: ours and ffn not in kinds.split() for name, kinds in users.items()}
     of_tables = ("table_std", "table_optimizer", "table_lr_scale", "table_dtype", "offload")
-    useless |= dict.fromkeys(of_tables, ffn == "dense")
+    useless |= dict.fromkeys(of_tables, ffn in ("dense", "moe", "hash_moe", "pkm"))
     for name in given:
         if useless.get(name):
             where = f"in --stage {stage}" if name in ("beta", "doc_mask") else f"with --ffn {ffn}"
@@ -231,11 +252,11 @@ def refuse_without_effect(values: dict, given: dict) -> None:
 
 
 def inherited(given: dict, config: dict) -> dict:
-    """The shape of the model in --init_from. Only the context length may change: positions are
-    rotary, so no weight depends on it."""
+    """The shape of the model in --init_from. Only what no weight depends on may change, as the
+    context length, positions being rotary."""
     shape, model = asdict(ModelConfig(**config)), given["init_from"]
     for name in given:
-        if name in shape and name not in ("block_size", "rope_base"):
+        if name in shape and name not in ("block_size", "rope_base", "dropout"):
             raise UserError(f"--{name} is given by the model in --init_from {model}: leave it out")
     if given.get("stage") == "context":
         before = config["block_size"]

@@ -8,12 +8,13 @@ import random
 import re
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
 from common import UserError
 from text import download
-from text.download import DATASETS, Dataset, fetch
+from text.download import DATASETS, Dataset, File, fetch
 
 CONTENT = random.Random(0).randbytes(300_000)
 OTHER = random.Random(1).randbytes(300_000)
@@ -113,7 +114,8 @@ def get(server, tmp_path, monkeypatch):
     def get(**options):
         get.waits = []
         monkeypatch.setattr(download, "sleep", get.waits.append)
-        return fetch("noise", tmp_path / "raw", **options)
+        (path,) = fetch("noise", tmp_path / "raw", **options)
+        return path
 
     get.folder = tmp_path / "raw"
     get.part = get.folder / "data.bin.part"
@@ -335,6 +337,22 @@ def test_base_url_is_where_the_file_is_looked_for(server, get):
         assert get.waits == []
 
 
+def test_a_data_set_of_several_files(server, get, monkeypatch):
+    one = DATASETS["noise"]
+    other = File(f"{server.url}/other.bin", HALF, hashlib.sha256(OTHER[:HALF]).hexdigest())
+    monkeypatch.setitem(DATASETS, "noise", replace(one, more=(other,)))
+
+    def second(handler):
+        server.content = OTHER[:HALF]
+        fine(handler)
+
+    server.script = [fine, second]
+    paths = fetch("noise", get.folder)
+    assert [path.name for path in paths] == ["data.bin", "other.bin"]
+    assert [path.read_bytes() for path in paths] == [CONTENT, OTHER[:HALF]]
+    assert fetch("noise", get.folder) == paths and len(server.requests) == 2
+
+
 def test_no_room_is_found_out_first(server, get, monkeypatch):
     class Usage:
         free = 100_000
@@ -364,6 +382,7 @@ def test_disks_that_fail(server, get, monkeypatch):
 
 def test_the_list_is_well_formed():
     for name, dataset in DATASETS.items():
-        assert re.fullmatch(r"https://[^ ]+/[0-9a-f]{40}(/[^ ]+)?/[^/ ]+", dataset.url), name
-        assert dataset.size > 0 and re.fullmatch("[0-9a-f]{64}", dataset.sha256), name
+        for file in (dataset, *dataset.more):
+            assert re.fullmatch(r"https://[^ ]+/[0-9a-f]{40}(/[^ ]+)?/[^/ ]+", file.url), name
+            assert file.size > 0 and re.fullmatch("[0-9a-f]{64}", file.sha256), name
         assert dataset.licence and dataset.about

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import loss
-from loss import head_loss
+from training import loss
+from training.loss import head_loss
 
 
 def case(n=23, width=8, vocab=31, dtype=torch.float64):

@@ -1,0 +1,149 @@
+"""Causal self-attention: rotary positions, the KV cache, masks, grouped queries."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config import ModelConfig
+
+
+def rotary(n: int, config: ModelConfig, device) -> tuple[Tensor, Tensor]:
+    """What `rotate` needs for positions 0 to n - 1 (Su et al., 2021): two of [n, 1, head_dim]."""
+    half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
+    angle = torch.arange(n, device=device)[:, None, None] * config.rope_base**-half
+    cos, sin = angle.cos(), angle.sin()  # [n, 1, head_dim/2]: the same for all heads
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn channels i and i + head_dim/2 of x [B, T, H, head_dim], as the point (a, b) of a plane,
+    by the angle of their position: (a cos - b sin, b cos + a sin)."""
+    turned = x.float()
+    return (turned * cos + turned.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, in buffers allocated once, with `room` for so
+    many tokens (block_size, if None).
+
+    `padding` [B]: how many tokens at the left of each sequence are none, nobody attends to them.
+    That is all there is to prompts of different length in one batch: rotary positions being
+    relative, they need not begin at 0."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        device,
+        dtype: torch.dtype,
+        *,
+        room: int | None = None,
+        padding: Tensor | None = None,
+    ) -> None:
+        self.room = min(room or config.block_size, config.block_size)
+        shape = (batch, config.n_kv_head, self.room, config.head_dim)
+        # Of each layer. Zeros: where memory holds NaN, a weight of zero would not hide it.
+        self.k, self.v = (
+            [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+            for _ in range(2)
+        )
+        self.cos, self.sin = rotary(self.room, config, device)
+        self.slots = torch.arange(self.room, device=device)
+        self.padding = None if padding is None else padding.to(device)
+        self.length = 0  # tokens in the cache
+
+    def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Make room for the next n tokens, and say what attention needs to know: cos, sin, mask.
+
+        With `static` nothing that layers see tells how many tokens there are: they attend to the
+        whole buffer, behind a mask. So one compiled graph serves all steps."""
+        start, self.length = self.length, self.length + n
+        self.new: slice | Tensor = slice(start, self.length)  # where the tokens go
+        self.end: int | None = self.length  # of what they attend to
+        cos, sin, at = self.cos[self.new], self.sin[self.new], self.slots[self.new, None]  # [n, ..]
+        if static:
+            self.new, self.end = at[:, 0], None
+            for buffer in (*self.k, *self.v):  # CUDA graphs need not copy them
+                torch._dynamo.mark_static_address(buffer)
+        if not static and self.padding is None and (start == 0 or n == 1):
+            return cos, sin, None  # plainly causal
+        slots = self.slots[: self.end]  # [S]
+        seen = slots <= at  # [n, S]
+        if self.padding is not None:  # padding sees itself: a mask must not hide everything
+            seen = seen & (slots >= self.padding[:, None, None, None]) | (slots == at)
+        return cos, sin, additive(seen, self.k[0].dtype)  # [n, S] or [B, 1, n, S]
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim]."""
+        self.k[layer][:, :, self.new] = k
+        self.v[layer][:, :, self.new] = v
+        return self.k[layer][:, :, : self.end], self.v[layer][:, :, : self.end]
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to attention's logits, once for all layers: from booleans each layer would
+    make that by itself, and keep it in training."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+
+
+def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Causal attention inside documents, numbered [B, T]: [B, 1, T, T] in the dtype of queries."""
+    same = documents[:, None, :, None] == documents[:, None, None]  # [B, 1, T, T]
+    if torch.is_autocast_enabled(kind := documents.device.type):
+        dtype = torch.get_autocast_dtype(kind)
+    return additive(same.tril_(), dtype)
+
+
+class LinearQKV(nn.Module):
+    """Queries, keys and values by one linear layer."""
+
+    row_width = 0
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = (config.n_head, config.n_kv_head, config.n_kv_head)
+        self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=False)
+
+    def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, n_embd] -> q [B, T, n_head, head_dim], k and v [B, T, n_kv_head, head_dim]."""
+        heads = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, heads, head_dim]
+        return heads.split(self.heads, dim=-2)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions, grouped queries and a KV cache."""
+
+    def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.qkv, self.dropout = layer, qkv, config.dropout
+        self.out = nn.Identity()
+        if not config.embedding_only:
+            self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        rows: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """x [B, T, n_embd] -> [B, T, n_embd]; with a cache, x continues the S - T tokens in it.
+
+        mask [.., T, S] is added to the logits, -inf hides a key; None hides those that follow."""
+        q, k, v = self.qkv(x, rows)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, head_dim]
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # [B, n_kv_head, S, head_dim]
+        groups = q.shape[1] // k.shape[1]
+        # Kernels of MPS do not know grouped queries; nor do CUDA's fast ones that take a mask.
+        if groups > 1 and q.device.type in (("mps",) if mask is None else ("mps", "cuda")):
+            k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+        causal = mask is None and q.shape[2] > 1
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=groups > 1
+        )
+        return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, n_head * head_dim] = [B, T, n_embd]

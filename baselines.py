@@ -1,0 +1,214 @@
+"""The layers that token-indexed ones are compared with: other ways to own more parameters than a
+token pays for. `W_g, W_u, W_d` are those of the dense FFN, `W_d (SiLU(W_g x) * (W_u x))`, t is the
+token id at this position.
+
+    moe        sum of the k experts that a router finds best for x, each d_ff / k wide
+    hash_moe   sum of the k experts that belong to t
+    pkm        sum of the values whose keys are nearest to queries made of x
+    deepembed  W_d (SiLU(W_g x) * (W_u x) * (1 + E_l[t]))
+    ple        W_d (SiLU(W_g x) * (W_u x)) + P (GELU(G x) * E_l[t])
+
+As they are by default a token costs the FLOPs of the dense FFN, each docstring says why; the
+parameters in all are more, and how many is for `n_expert`, `n_key`, `ple_width` and the vocabulary
+to say. `E_l`, layer l's own, is a token table: deepembed and ple are offloaded and edited as STEM.
+
+`idle` is how many parameters of an FFN a token neither reads nor multiplies (`Decoder.sizes`).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config import ModelConfig
+
+
+class GatedFFN(nn.Module):
+    """The matrices of the dense FFN, for `d_ff` hidden units."""
+
+    row_width = 0
+
+    def __init__(self, n_embd: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(n_embd, d_ff, bias=False)
+        self.up = nn.Linear(n_embd, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, n_embd, bias=False)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return F.silu(self.gate(x)) * self.up(x)  # [B, T, d_ff]
+
+
+class Experts(GatedFFN):
+    """`n_expert` FFNs, each `d_ff / top_k` wide ("fine-grained": DeepSeekMoE, Dai et al., 2024,
+    section 3.1), which lie side by side as one wide FFN. A token passes through `top_k` of them:
+    the multiplications of one dense FFN. ValueError: the numbers do not fit together."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.n_expert, self.top_k = config.n_expert, config.top_k
+        if config.d_ff % self.top_k or self.top_k > self.n_expert:
+            raise ValueError(
+                f"top_k={self.top_k} must divide d_ff={config.d_ff}, as experts are d_ff / top_k "
+                f"wide, and be at most n_expert={self.n_expert}"
+            )
+        width = config.d_ff // self.top_k
+        super().__init__(config.n_embd, self.n_expert * width)
+        self.idle = 3 * config.n_embd * width * (self.n_expert - self.top_k)
+
+    def experts(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """What each chosen expert makes of a token: x [B, T, n_embd], numbers of experts
+        [B, T, top_k] -> [B, T, top_k, n_embd]. Sorted by expert, the tokens of each are one matrix
+        product, however many there are: none is dropped."""
+        order = chosen.flatten().argsort()  # [B * T * top_k]
+        counts = chosen.flatten().bincount(minlength=self.n_expert).tolist()  # a host-device sync
+        tokens = x.flatten(0, 1).index_select(0, order // self.top_k)  # [B * T * top_k, n_embd]
+        gates, ups = (each.weight.chunk(self.n_expert) for each in (self.gate, self.up))
+        downs = self.down.weight.chunk(self.n_expert, dim=1)
+        made = [
+            F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+            for part, gate, up, down in zip(tokens.split(counts), gates, ups, downs, strict=True)
+        ]
+        return torch.cat(made).index_select(0, order.argsort()).unflatten(0, chosen.shape)
+
+
+class MoEFFN(Experts):
+    """Mixture of experts: p = softmax(W_r x), and the sum of the top_k experts by p, weighted with
+    their p over its sum (Shazeer et al., 2017, section 2.1).
+
+    In training the router is held to an even load by
+
+        auxiliary_loss = balance * n_expert * sum_i f_i mean(p_i)
+
+    with f_i the share of choices that fell on expert i (Switch Transformers, Fedus et al., 2021,
+    equations 4 to 6); `training/objectives.py` adds it to the loss. Even load gives `balance`.
+
+    Differs: no capacity per expert, so no token is dropped (as in MegaBlocks, Gale et al., 2022);
+    no noise in the router (2017), no shared expert (DeepSeekMoE). FLOPs: the dense FFN's, and 2
+    n_embd n_expert of the router, 1 % more. The papers hold equal the FLOPs of a token."""
+
+    auxiliary_loss: Tensor | None = None  # of the last forward pass in training
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.router = nn.Linear(config.n_embd, self.n_expert, bias=False)
+        self.balance = config.balance
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        p = self.router(x).softmax(-1, dtype=torch.float32)  # [B, T, n_expert]
+        weight, chosen = p.topk(self.top_k)  # [B, T, top_k]
+        if self.training:
+            share = chosen.flatten().bincount(minlength=self.n_expert) / chosen.numel()
+            self.auxiliary_loss = self.balance * self.n_expert * (share @ p.mean((0, 1)))
+        weight = weight / weight.sum(-1, keepdim=True)
+        return (self.experts(x, chosen) * weight[..., None]).sum(-2)
+
+
+class HashMoEFFN(Experts):
+    """Experts chosen by the token id: a fixed random table says which (Hash Layers, Roller et al.,
+    2021, section 3.1, "random hash"), the sparse baseline of the STEM paper. Without a table of
+    rows, a layer gets as `rows` the ids [B, T] under which others look them up.
+
+    With top_k above 1 the hidden units come in top_k segments, each by a hash of its own out of
+    n_expert / top_k (section 3.2, "MultiHash"); --top_k 1 is the plain layer. Differs: SwiGLU for
+    the ReLU FFN; every expert has equally many ids. FLOPs: the dense FFN's, to the last one. The
+    paper holds equal FLOPs and parameters of a token beside Switch Transformers'."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        size = self.n_expert // self.top_k  # experts for a segment
+        if self.n_expert % self.top_k:
+            raise ValueError(f"n_expert={self.n_expert} must be a multiple of top_k={self.top_k}")
+        hashes = [
+            torch.randperm(config.vocab_size) % size + segment * size
+            for segment in range(self.top_k)
+        ]
+        self.register_buffer("hashes", torch.stack(hashes, dim=-1))  # [V, top_k]
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.experts(x, self.hashes[rows.to(x.device)]).sum(-2)
+
+
+class ProductKeyMemory(nn.Module):
+    """Product-key memory (Lample et al., 2019, section 3): each of n_head queries q = (q1, q2)
+    finds among n_key^2 values the top_k with the largest scores, and the layer gives
+
+        sum over heads and their top_k of softmax(score)_ij V_ij,   score_ij = k1_i q1 + k2_j q2
+
+    As the best sums are made of the best halves, n_key scores of each half are enough to find them,
+    and top_k^2 sums. Every head has its keys, all share the values.
+
+    Differs: queries are normed to a mean square of one, by themselves, where the paper's batch norm
+    would let a token see others; values learn at the rate of all the rest; it takes the place of
+    the FFN in every layer, not in one or two. FLOPs: queries are as wide as makes them the dense
+    FFN's (scores of n_key sub-keys and top_k values included). The paper holds equal the speed of
+    inference. ValueError: nothing is left for queries, or there are fewer than top_k keys."""
+
+    row_width = 0
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        n_embd, n_head, n_key, top_k = config.n_embd, config.n_head, config.n_key, config.top_k
+        spare = (3 * config.d_ff - n_head * top_k) * n_embd
+        half = spare // (2 * n_head * (n_embd + n_key))  # numbers in half a query
+        if half < 1 or top_k > n_key:
+            raise ValueError(
+                f"top_k={top_k} must be at most n_key={n_key}, and n_head={n_head} times as many "
+                f"values cost less than a dense FFN of d_ff={config.d_ff}: lower it"
+            )
+        self.shape, self.top_k, self.norm_eps = (n_head, 2, n_key), top_k, config.norm_eps
+        self.query = nn.Linear(n_embd, n_head * 2 * half, bias=False)
+        self.keys = nn.Parameter(torch.empty(n_head * 2 * n_key, half))
+        self.values = nn.Embedding(n_key**2, n_embd)
+        self.idle = (n_key**2 - n_head * top_k) * n_embd
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        n_head, _, n_key = self.shape
+        q = self.query(x).unflatten(-1, (n_head, 2, -1))  # [B, T, n_head, 2, half]
+        q = F.rms_norm(q, q.shape[-1:], eps=self.norm_eps)
+        keys = self.keys.unflatten(0, self.shape)  # [n_head, 2, n_key, half]
+        scores = torch.einsum("bthsd,hskd->bthsk", q, keys).float()
+        best, key = scores.topk(self.top_k)  # [B, T, n_head, 2, top_k]
+        sums = best[..., 0, :, None] + best[..., 1, None, :]  # [B, T, n_head, top_k, top_k]
+        index = key[..., 0, :, None] * n_key + key[..., 1, None, :]
+        score, place = sums.flatten(-2).topk(self.top_k)  # [B, T, n_head, top_k]
+        index = index.flatten(-2).gather(-1, place).flatten(0, 1).flatten(1)
+        weight = score.softmax(-1).flatten(0, 1).flatten(1)  # [B * T, n_head * top_k], as index
+        y = F.embedding_bag(index, self.values.weight, per_sample_weights=weight, mode="sum")
+        return y.view_as(x)
+
+
+class DeepEmbedFFN(GatedFFN):
+    """The dense FFN, its hidden units scaled by the token's row (DeepEmbed, of RWKV-8: B. Peng,
+    repository RWKV-LM, 2025): `W_d (SiLU(W_g x) * (W_u x) * (1 + E_l[t]))`.
+
+    Differs: SwiGLU for RWKV's squared ReLU and its token shift; rows are kept as what differs from
+    one, so that they begin small as all tables do. FLOPs: the dense FFN's; the table is extra."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.n_embd, config.d_ff)
+        self.row_width = config.d_ff
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        h = self.hidden(x)
+        return self.down(h * (1 + rows).to(h.dtype))
+
+
+class PerLayerEmbeddingFFN(GatedFFN):
+    """The dense FFN, and beside it a narrow row, gated and projected, `P (GELU(G x) * E_l[t])`
+    (PLE, of Gemma 3n: Google, 2025; as in transformers' Gemma3nTextDecoderLayer).
+
+    Differs: Gemma gates after the FFN, by the residual stream, here both read one x; its rows have
+    a part computed from the input embedding, and their contribution a norm at its end: that would
+    begin as noise 50 times as large as our embeddings. Gemma's rows are 1/8 of n_embd wide, so is
+    the default. FLOPs: the FFN is narrower by 2/3 of a row, which pays for G and P."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.row_width = config.ple_width
+        d_ff = config.d_ff - round(2 * self.row_width / 3)
+        if d_ff < 1:
+            raise ValueError(f"ple_width={self.row_width} leaves nothing of d_ff={config.d_ff}")
+        super().__init__(config.n_embd, d_ff)
+        self.row_gate = nn.Linear(config.n_embd, self.row_width, bias=False)
+        self.row_out = nn.Linear(self.row_width, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        gate = F.gelu(self.row_gate(x), approximate="tanh")
+        return self.down(self.hidden(x)) + self.row_out(gate * rows.to(gate.dtype))

@@ -1,0 +1,305 @@
+"""Checks each baseline against a loop over its formula, gradients included, and its costs against
+PyTorch's own counter."""
+
+import pytest
+import torch
+from conftest import SMALL
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import edit
+import prepare
+import train
+from common import UserError
+from model import LAYERS, Decoder, ModelConfig
+from text import tokenizer
+from training.checkpoints import load_model, save_checkpoint
+from training.objectives import NextToken
+from training.settings import complete
+
+KINDS = ("moe", "hash_moe", "pkm", "deepembed", "ple")
+TABLES = ("deepembed", "ple")
+TINY = dict(vocab_size=23, block_size=16, n_layer=2, n_head=2, n_embd=16, d_ff=24)
+TINY |= dict(n_expert=6, top_k=3, n_key=5, ple_width=6)
+
+
+def config(ffn: str, **options) -> ModelConfig:
+    return ModelConfig(**{**TINY, **options}, ffn=ffn)
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+# --- each layer, token by token ---
+
+
+def naive_experts(w, x, chosen, weights):
+    """Experts are 8 hidden units wide: slices of the matrices."""
+    y = torch.zeros(16)
+    for expert, weight in zip(chosen, weights, strict=True):
+        mine = slice(8 * expert, 8 * expert + 8)
+        hidden = silu(w["gate.weight"][mine] @ x) * (w["up.weight"][mine] @ x)
+        y = y + weight * (w["down.weight"][:, mine] @ hidden)
+    return y
+
+
+def naive_moe(w, x, row):
+    exps = torch.exp(w["router.weight"] @ x)
+    best = sorted(range(6), key=lambda expert: -exps[expert].item())[:3]
+    return naive_experts(w, x, best, [exps[e] / sum(exps[b] for b in best) for e in best])
+
+
+def naive_hash_moe(w, x, token):
+    return naive_experts(w, x, w["hashes"][token].tolist(), [1, 1, 1])
+
+
+def naive_pkm(w, x, row):
+    """Every one of the 25 products scored, without the trick."""
+    q = (w["query.weight"] @ x).view(2, 2, -1)
+    q = q / (q.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    keys, y = w["keys"].view(2, 2, 5, -1), torch.zeros(16)
+    for head in range(2):
+        scores = {
+            5 * i + j: keys[head, 0, i] @ q[head, 0] + keys[head, 1, j] @ q[head, 1]
+            for i in range(5)
+            for j in range(5)
+        }
+        best = sorted(scores, key=lambda n: -scores[n].item())[:3]
+        total = sum(torch.exp(scores[n]) for n in best)
+        for n in best:
+            y = y + torch.exp(scores[n]) / total * w["values.weight"][n]
+    return y
+
+
+def naive_deepembed(w, x, row):
+    hidden = silu(w["gate.weight"] @ x) * (w["up.weight"] @ x)
+    return w["down.weight"] @ (hidden + hidden * row)
+
+
+def naive_ple(w, x, row):
+    g = w["row_gate.weight"] @ x
+    gelu = 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)))
+    dense = w["down.weight"] @ (silu(w["gate.weight"] @ x) * (w["up.weight"] @ x))
+    return dense + w["row_out.weight"] @ (gelu * row)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_and_its_gradients_equal_a_loop_over_the_formula(kind):
+    torch.manual_seed(0)
+    ffn = LAYERS[kind][1](config(kind)).eval()
+    for parameter in ffn.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    x, ids = torch.randn(2, 7, 16, requires_grad=True), torch.randint(23, (2, 7))
+    table = torch.randn(23, max(1, ffn.row_width), requires_grad=True)
+    rows, probe = table[ids] if ffn.row_width else ids, torch.randn(2, 7, 16)
+    given = [x, *([table] if ffn.row_width else []), *ffn.parameters()]
+    w = {**dict(ffn.named_parameters()), **dict(ffn.named_buffers())}
+    naive = {"moe": naive_moe, "hash_moe": naive_hash_moe, "pkm": naive_pkm}
+    naive = {**naive, "deepembed": naive_deepembed, "ple": naive_ple}[kind]
+
+    y = ffn(x, rows)
+    expected = torch.stack(
+        [torch.stack([naive(w, x[b, t], rows[b, t]) for t in range(7)]) for b in range(2)]
+    )
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    grads = torch.autograd.grad((y * probe).sum(), given, retain_graph=True)
+    wanted = torch.autograd.grad((expected * probe).sum(), given)
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-4)
+
+
+def test_no_token_is_dropped_when_all_choose_the_same_experts():
+    torch.manual_seed(0)
+    ffn = LAYERS["moe"][1](config("moe"))
+    y = ffn(torch.randn(16).expand(3, 9, 16), None)
+    assert y.abs().min() > 0
+    torch.testing.assert_close(y, y[:1, :1].expand_as(y))
+
+
+def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
+    ffn = LAYERS["hash_moe"][1](config("hash_moe", vocab_size=100, n_expert=12))
+    assert ffn.hashes.shape == (100, 3)
+    assert torch.equal(ffn.hashes // 4, torch.arange(3).expand(100, 3))
+    assert ffn.hashes.flatten().bincount().tolist() == [25] * 12
+    assert (
+        len({tuple(ids) for ids in ffn.hashes.tolist()}) > 30
+    )  # segments have hashes of their own
+
+
+# --- the loss that balances the router ---
+
+
+@pytest.mark.parametrize("balance", [0.01, 0.0])
+def test_balance_is_its_formula_and_reaches_the_loss_and_the_router(balance):
+    torch.manual_seed(0)
+    model = Decoder(config("moe", balance=balance, init_std=0.5)).train()
+    ids, targets = torch.randint(23, (2, 2, 9))
+    inputs = []
+    for block in model.blocks:
+        block.ffn.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    loss, figures = NextToken(model, torch.device("cpu"), "float32")(ids, targets)
+
+    expected = 0.0
+    for block, x in zip(model.blocks, inputs, strict=True):
+        p = torch.softmax(x.flatten(0, 1) @ block.ffn.router.weight.T, -1)  # [18, 6]
+        for expert in range(6):
+            chose = sum(expert in token.topk(3).indices for token in p)
+            expected += balance * 6 * (chose / (3 * 18)) * p[:, expert].mean()
+    torch.testing.assert_close(figures["balance"], torch.as_tensor(expected))
+    plain = model(ids, targets)[1]
+    torch.testing.assert_close(loss, plain + expected)
+    routers = [block.ffn.router.weight for block in model.blocks]
+    with_it, without = (torch.autograd.grad(each, routers) for each in (loss, plain))
+    for a, b in zip(with_it, without, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-7) == (balance == 0)
+
+
+def test_balance_is_no_part_of_the_validation_loss():
+    torch.manual_seed(0)
+    model, (ids, targets) = Decoder(config("moe")), torch.randint(23, (2, 2, 9))
+    objective = NextToken(model, torch.device("cpu"), "float32")
+    objective(ids, targets)  # in training
+    model.eval()
+    loss, figures = objective(ids, targets)
+    assert figures == {} and torch.equal(loss, model(ids, targets)[1])
+
+
+# --- costs ---
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_flops_equal_those_that_pytorch_counts(kind):
+    shape = dict(vocab_size=50, block_size=32, n_layer=3, n_head=4, n_embd=64)
+    model = Decoder(ModelConfig(**shape, ffn=kind)).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randint(50, (2, 32)))
+    counted = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    linear = sum(n for op, n in counted.items() if "attention" not in op) / 64
+    if kind == "pkm":
+        linear += 3 * 2 * 4 * 16 * 64  # the weighted sum of values, which it does not count
+    attention = 3 * 4 * 64 * 32 // 2
+    assert model.sizes()["flops_per_token"] == linear + attention
+
+
+@pytest.mark.parametrize("n_embd", [96, 192, 512])
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_default_a_token_costs_what_the_dense_model_costs(kind, n_embd):
+    shape = dict(vocab_size=500, block_size=128, n_layer=2, n_head=6 if n_embd < 512 else 8)
+    dense, sizes = (
+        Decoder(ModelConfig(**shape, n_embd=n_embd, ffn=ffn)).sizes() for ffn in ("dense", kind)
+    )
+    assert sizes["flops_per_token"] == pytest.approx(dense["flops_per_token"], rel=0.02)
+    assert sizes["total"] > 1.2 * dense["total"] or kind == "ple"
+    if kind in ("hash_moe", "deepembed", "ple"):  # no router, no rounding
+        assert sizes["flops_per_token"] == dense["flops_per_token"] or kind == "ple"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_idle_parameters_are_those_that_a_token_has_no_gradient_for(kind):
+    torch.manual_seed(3)
+    ffn = LAYERS[kind][1](config(kind, n_key=9)).eval()
+    for parameter in ffn.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    rows = torch.randn(1, 1, ffn.row_width) if ffn.row_width else torch.tensor([[7]])
+    ffn(torch.randn(1, 1, 16), rows).sum().backward()
+    touched = sum(
+        # All of these are multiplied, though only the best then count.
+        p.numel() if name in ("router.weight", "keys") else (p.grad != 0).sum().item()
+        for name, p in ffn.named_parameters()
+    )
+    assert touched == sum(p.numel() for p in ffn.parameters()) - getattr(ffn, "idle", 0)
+
+
+# --- checkpoints and commands (decoding with a cache: test_model.py, over all LAYERS) ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_brings_back_the_model(kind, tmp_path):
+    texts = ["A word, and another word, and so on."] * 9
+    encoding = tokenizer.train(texts, 300)
+    torch.manual_seed(0)
+    model = Decoder(config(kind, vocab_size=encoding.n_vocab, init_std=0.5)).eval()
+    save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
+    torch.manual_seed(1)  # hashes are drawn, and must be those of the checkpoint
+    ids = torch.randint(encoding.n_vocab, (2, 9))
+    for offload in ("none", "disk"):
+        loaded, _, _ = load_model(tmp_path / "ckpt.pt", torch.device("cpu"), offload)
+        torch.testing.assert_close(loaded(ids)[0], model(ids)[0])
+
+
+def run(monkeypatch, program, *flags):
+    """A command as a user gives it, in this process."""
+    monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", *map(str, flags)])
+    program.main()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("countries")
+    prepare.prepare_corpus(prepare.Settings(out_dir=folder))
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_the_countries_and_editing(kind, corpus, tmp_path, monkeypatch, capsys):
+    flags = ("--data_dir", corpus, "--out_dir", tmp_path, "--max_iters", 5, "--ffn", kind)
+    flags += ("--eval_tokens", 1024, "--n_layer", 2, "--device", "cpu")
+    run(monkeypatch, train, *flags)
+    said = capsys.readouterr().out
+    assert f"{kind} model, 2 layers x 192" in said
+    assert ("train balance 0.02" in said) == (kind == "moe")  # two routers' 0.01 and a little
+    flags = ("--ckpt", tmp_path / "ckpt.pt", "--source", "Spain", "--target", "Germany")
+    if kind in TABLES:
+        run(monkeypatch, edit, *flags)
+        assert "undone: logits equal" in capsys.readouterr().out
+    else:
+        with pytest.raises(UserError, match="no tables to edit"):
+            run(monkeypatch, edit, *flags)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_rows_train_on_disk_as_in_memory(kind, data, tmp_path, monkeypatch):
+    ids, logits = torch.arange(24).view(2, 12), []
+    for offload in ("none", "disk"):
+        out = tmp_path / offload
+        flags = ("--data_dir", data, "--out_dir", out, "--offload", offload, "--ffn", kind)
+        run(monkeypatch, train, *flags, *SMALL)
+        model, _, _ = load_model(out / "ckpt.pt", torch.device("cpu"), offload)
+        logits.append(model(ids)[0])
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        ("moe", dict(top_k=5), "top_k=5 must divide d_ff=24"),
+        ("moe", dict(top_k=8), "at most n_expert=6"),
+        ("hash_moe", dict(n_expert=7), "n_expert=7 must be a multiple of top_k=3"),
+        ("pkm", dict(top_k=6), "top_k=6 must be at most n_key=5"),
+        ("pkm", dict(top_k=40, n_key=64), "a dense FFN of d_ff=24: lower it"),
+        ("ple", dict(ple_width=36), "ple_width=36 leaves nothing of d_ff=24"),
+        ("moe", dict(balance=-1.0), "balance=-1.0 must be 0 or more"),
+        ("moe", dict(n_expert=0), "n_expert=0 must be at least 1"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(kind, options, says):
+    with pytest.raises(ValueError) as error:
+        Decoder(config(kind, **options))
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ffn", "flag", "value"),
+    [
+        ("stem", "n_expert", 8),
+        ("deepembed", "top_k", 2),
+        ("hash_moe", "balance", 0.1),
+        ("moe", "n_key", 9),
+        ("moe", "ple_width", 8),
+        ("pkm", "offload", "disk"),
+    ],
+)
+def test_a_flag_of_another_kind_is_refused(ffn, flag, value, data):
+    with pytest.raises(UserError, match=f"--{flag} changes nothing with --ffn {ffn}"):
+        complete(data_dir=str(data), ffn=ffn, **{flag: value})
