@@ -19,7 +19,7 @@ from model import (
 )
 from tables.rowadam import RowAdam
 
-TINY = dict(vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32, d_ff=48)
+TINY = dict(vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32, d_ff=48, init_std=0.02)
 
 
 def decoder(**options) -> Decoder:

@@ -137,7 +137,13 @@ def test_what_a_killed_run_left_goes_and_nothing_else(disk, tmp_path):
     (out / "notes.tmp").touch()
     (out / "run2.tmp").mkdir()
     shutil.copy(snapshots(out)[0], out / "tables-0.bin")
-    names = ("tables-1.bin.tmp", "ckpt.pt.tmp", "metrics.jsonl.tmp", "live-tables.bin")
+    names = (
+        "tables-1.bin.tmp",
+        "ckpt.pt.tmp",
+        "best.pt.tmp",
+        "metrics.jsonl.tmp",
+        "live-tables.bin",
+    )
     for name in (*names, "run2.tmp/ckpt.pt"):
         (out / name).touch()
     clear(out)

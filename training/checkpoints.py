@@ -49,7 +49,7 @@ def snapshots(folder: Path) -> list[Path]:
 
 def clear(out_dir: Path) -> None:
     """Remove what a run that was killed left in its folder; for who has `locked` it."""
-    names = ("ckpt.pt", "metrics.jsonl", "loss.png", TABLES.format("*"), "run*")
+    names = ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png", TABLES.format("*"), "run*")
     left = [out_dir / LIVE, *(path for name in names for path in out_dir.glob(name + ".tmp"))]
     with contextlib.suppress(UserError):  # who does not know what is named removes nothing
         named = TABLES.format(read_checkpoint(out_dir / "ckpt.pt").get("tables"))
@@ -253,7 +253,10 @@ class NoDraws(TorchFunctionMode):
     which takes a second."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return None if func.__name__ == "normal_" else func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        if func.__name__ == "normal_":  # a tensor's method, or torch.nn.init's function
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
 
 
 @contextlib.contextmanager
