@@ -19,7 +19,7 @@ from model import (
 )
 from tables.rowadam import RowAdam
 
-TINY = dict(vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32, d_ff=48, init_std=0.02)
+TINY = dict(vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32, d_ff=48)
 
 
 def decoder(**options) -> Decoder:
@@ -572,7 +572,7 @@ def test_documents_in_one_sequence_equal_documents_run_alone(ffn):
     documents = torch.cat([torch.full_like(part, i) for i, part in enumerate(parts)], dim=1)
     packed, _ = model(ids, documents=documents)
     alone = torch.cat([model(part)[0] for part in parts], dim=1)
-    torch.testing.assert_close(packed, alone, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(model(ids)[0], alone, atol=1e-3)  # without it they do see each other
 
 
