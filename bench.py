@@ -314,6 +314,9 @@ def plot_vocab(path: Path, ways: list[str], rows: list[dict]) -> None:
             points = [(row["V"], row[key]) for row in rows[number :: len(ways)]]
             axes.plot(*zip(*points, strict=True), ".-", label=way)
         axes.set(xlabel="vocabulary V", ylabel=title, xscale="log", yscale="log")
+        axes.xaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_minor_formatter("{x:,g}")
         axes.grid(alpha=0.3, which="both")
     left.legend()
     with atomic(path) as temporary:

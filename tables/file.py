@@ -147,7 +147,6 @@ class TableFile(Home):
     def copy(self, path_of: Callable[[str], Path]) -> str:
         """Copy the file as it is now under a new id, which is returned, to the path of that id."""
         name, crc32 = secrets.token_hex(4), dict.fromkeys(self.regions, 0)
-        del crc32["end"]
         with atomic(path_of(name)) as temporary, open(temporary, "wb") as file:
             for region in crc32:
                 file.seek(self.regions[region][0])
