@@ -16,7 +16,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 import edit
 from common import UserError
 from model import Decoder, ModelConfig
-from tables.file import copy_blocks
 from tables.memory import RamHome
 from tables.tables import ResidentTables, StoredTables
 from text import countries, tokenizer
@@ -226,17 +225,6 @@ def test_saving_an_edit_replaces_no_other_checkpoint(edits, on_disk, tmp_path):
             path = tmp_path / "other" / name
             run("--ckpt", ckpt, "--inject", "Emil=Anna", "--prompt", "Emil", "--save", path)
     assert before == {path: path.read_bytes() for path in (tmp_path / "other").iterdir()}
-
-
-def test_a_table_file_is_copied_where_blocks_cannot_be_shared(on_disk, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError
-
-    (source,) = on_disk.glob("tables-*.bin")
-    copy_blocks(source, tmp_path / "one")
-    monkeypatch.setattr("os.copy_file_range", refuse, raising=False)
-    copy_blocks(source, tmp_path / "two")
-    assert source.read_bytes() == (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
 def test_bars_show_the_probabilities_of_the_next_token(trained, tmp_path, monkeypatch):
