@@ -45,7 +45,17 @@ def test_tables_larger_than_the_models_vocabulary(monkeypatch, tmp_path):
 
 
 def test_all_of_it_in_a_quick_run(monkeypatch, tmp_path, capsys):
-    argv = ["bench.py", "all", "--quick", "--device", "cpu", "--json", str(tmp_path / "all.json")]
+    argv = [
+        "bench.py",
+        "all",
+        "--quick",
+        "--rounds",
+        "1",
+        "--device",
+        "cpu",
+        "--json",
+        str(tmp_path / "all.json"),
+    ]
     monkeypatch.setattr("sys.argv", [*argv, "--plot", str(tmp_path / "vocab.png")])
     bench.main()
     figures = json.loads((tmp_path / "all.json").read_text())
