@@ -126,6 +126,11 @@ def build(
         with whole(origin):
             model.load_state_dict(checkpoint["model"])
             if resume:
+                if optimizer.rows.keys() - (checkpoint["optimizer"]["rows"] or {}).keys():
+                    raise UserError(
+                        f"{origin} is of an older program, which trained the embedding otherwise: "
+                        f"start a new run from its model with --init_from {origin}"
+                    )
                 optimizer.load_state_dict(checkpoint["optimizer"])
                 for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                     pairs.reference[:] = known.numpy()

@@ -103,6 +103,15 @@ def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatc
         assert_same(whole[part], cut[part])
 
 
+def test_a_run_of_an_older_program_is_not_resumed_but_its_model_is_used(trained, tmp_path):
+    """Its embedding was trained by AdamW, its rows have the states alone."""
+    old = checkpoint(trained["stem"])
+    old["optimizer"]["rows"] = old["optimizer"]["rows"]["tables"]
+    torch.save(old, tmp_path / "ckpt.pt")
+    error = command("train.py", "--resume", "--out_dir", tmp_path, cwd=tmp_path, fails=True)
+    assert f"start a new run from its model with --init_from {tmp_path}" in error.stderr
+
+
 def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     data, tmp_path, monkeypatch, capsys
 ):
