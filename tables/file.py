@@ -16,8 +16,9 @@ import os
 import secrets
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -138,32 +139,28 @@ class TableFile(Home):
                 start = (offset + first * per_token) // PAGE * PAGE  # a range begins on a page
                 self.map.madvise(mmap.MADV_WILLNEED, start, offset + (last + 1) * per_token - start)
 
-    def parts(self, name: str) -> Iterator[memoryview]:
-        """What a region holds, in parts that fit a cache."""
-        offset, size = self.regions[name]
-        region = memoryview(self.map)[offset : offset + size]
-        return (region[at : at + PART] for at in range(0, size, PART))
-
     def copy(self, path_of: Callable[[str], Path]) -> str:
         """Copy the file as it is now under a new id, which is returned, to the path of that id."""
-        name, crc32 = secrets.token_hex(4), dict.fromkeys(self.regions, 0)
+        name = secrets.token_hex(4)
         with atomic(path_of(name)) as temporary, open(temporary, "wb") as file:
-            for region in crc32:
-                file.seek(self.regions[region][0])
-                for part in self.parts(region):
-                    crc32[region] = zlib.crc32(part, crc32[region])
-                    file.write(part)
+            crc32 = self.checksums(file)
             file.truncate(self.regions["end"][0])
             file.seek(0)
             file.write(header(self.shape, self.dtype, name, crc32=crc32))
         return name
 
-    def checksums(self) -> dict[str, int]:
-        """Of what the regions hold now."""
+    def checksums(self, copy: BinaryIO | None = None) -> dict[str, int]:
+        """Of what the regions hold now, read in parts that fit a cache; a `copy` gets each part, at
+        its place, on the way."""
         found = dict.fromkeys(self.regions, 0)
-        for region in found:
-            for part in self.parts(region):
+        for region, (offset, size) in self.regions.items():
+            if copy:
+                copy.seek(offset)
+            for at in range(offset, offset + size, PART):
+                part = memoryview(self.map)[at : min(at + PART, offset + size)]
                 found[region] = zlib.crc32(part, found[region])
+                if copy:
+                    copy.write(part)
         return found
 
     def seal(self) -> None:
