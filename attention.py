@@ -51,6 +51,7 @@ class KVCache:
         self.slots = torch.arange(self.room, device=device)
         self.padding = None if padding is None else padding.to(device)
         self.length = 0  # tokens in the cache
+        self.end: int | None = 0  # of what the last ones attended to
 
     def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Make room for the next n tokens, and say what attention needs to know: cos, sin, mask.
@@ -59,12 +60,14 @@ class KVCache:
         whole buffer, behind a mask. So one compiled graph serves all steps."""
         start, self.length = self.length, self.length + n
         self.new: slice | Tensor = slice(start, self.length)  # where the tokens go
-        self.end: int | None = self.length  # of what they attend to
         cos, sin, at = self.cos[self.new], self.sin[self.new], self.slots[self.new, None]  # [n, ..]
         if static:
+            if self.end is not None:  # the first of such steps
+                for buffer in (*self.k, *self.v):  # CUDA graphs need not copy them
+                    torch._dynamo.mark_static_address(buffer)
             self.new, self.end = at[:, 0], None
-            for buffer in (*self.k, *self.v):  # CUDA graphs need not copy them
-                torch._dynamo.mark_static_address(buffer)
+        else:
+            self.end = self.length
         if not static and self.padding is None and (start == 0 or n == 1):
             return cos, sin, None  # plainly causal
         slots = self.slots[: self.end]  # [S]

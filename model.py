@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         else:
             mask = None if documents is None else document_mask(documents, x.dtype)
             context = (*rotary(n, config, x.device), mask, None)
-        return layers(x, rows, send(table_ids, x.device), *context)
+        return layers(x, rows, table_ids, *context)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, n_embd]."""
