@@ -179,15 +179,26 @@ def copy_rate(bench: Bench) -> float:
     return max(race({"": lambda: 4 * int(x.sum())}, 7)[""])
 
 
-def step(bench: Bench, model: Decoder, optimizer: Optimizer, ids: Tensor) -> int:
-    """A training step on ids [B, T + 1]; the number of tokens."""
+def step(
+    bench: Bench,
+    model: Decoder,
+    optimizer: Optimizer,
+    ids: Tensor,
+    targets: Tensor,
+    table_ids: Tensor | None = None,
+    coming: Tensor | None = None,
+) -> int:
+    """A training step as the training loop does it, on ids and targets [B, T]; the number of
+    tokens. Tables are looked up under `table_ids`, and next under those that are `coming`."""
     with torch.autocast(bench.on.type, torch.bfloat16, enabled=bench.cuda):
-        x = model.hidden(ids[:, :-1]).flatten(0, 1)  # [B * T, n_embd]
-        loss = head_loss(x, model.head_weight, send(ids[:, 1:], bench.on).flatten())
+        x = model.hidden(ids, table_ids=table_ids).flatten(0, 1)  # [B * T, n_embd]
+        loss = head_loss(x, model.head_weight, send(targets, bench.on).flatten())
+    if coming is not None:
+        model.tables.prefetch(coming)
     loss.backward()
     optimizer.step(1.0)
-    loss.item()  # as the training loop does
-    return ids[:, 1:].numel()
+    loss.item()
+    return ids.numel()
 
 
 def bench_train(bench: Bench) -> dict:
@@ -198,7 +209,7 @@ def bench_train(bench: Bench) -> dict:
             block.compile()
         optimizer = Optimizer(model, Settings(learning_rate=1e-3))
         ids = zipf((bench.batch_size, bench.block_size + 1), bench.vocab_size, 0)
-        runs[name + how] = partial(step, bench, model, optimizer, ids)
+        runs[name + how] = partial(step, bench, model, optimizer, ids[:, :-1], ids[:, 1:])
         flops[name + how] = 3 * model.sizes()["flops_per_token"]
     rates, most = race(runs, bench.rounds), matrix_rate(bench)
     result = {}
@@ -273,12 +284,12 @@ def bench_vocab(bench: Bench) -> dict:
     def contender(vocab_size: int, way: str) -> tuple[Callable[[], int], int]:
         """A training step, and the bytes it needs."""
         model = Decoder(bench.model(stem_layers="all", vocab_size=vocab_size)).to(bench.on).train()
-        batch = ids
+        targets = ids[:, 1:]
         if "head" not in way:  # but for a small one
             model.head = nn.Linear(bench.n_embd, 64, bias=False, device=bench.on)
-            batch = torch.cat((ids[:, :1], ids[:, 1:] % 64), dim=1)
+            targets = targets % 64
         optimizer = Optimizer(model, Settings(learning_rate=1e-3, table_optimizer=ways[way]))
-        run = partial(step, bench, model, optimizer, batch)
+        run = partial(step, bench, model, optimizer, ids[:, :-1], targets)
         run()
         gradients = [p for group in optimizer.adamw.param_groups for p in group["params"]]
         states = [t for state in optimizer.adamw.state.values() for t in state.values()]
@@ -388,17 +399,11 @@ def train(it: Contender) -> int:
     # The last update of a chunk has nothing to hide behind: more steps where steps are short.
     steps = 5 if it.bench.cuda else 2
     batches = [it.ids(it.bench.batch_size, it.bench.block_size) for _ in range(steps)]
-    for step, (ids, table_ids) in enumerate(batches):
-        there = ids.to(it.bench.on)
-        with torch.autocast(it.bench.on.type, torch.bfloat16, enabled=it.bench.cuda):
-            x = it.model.hidden(ids, table_ids=table_ids).flatten(0, 1)
-            loss = head_loss(x, it.model.head_weight, there.flatten())
-        if step + 1 < steps:
-            it.tables.prefetch(batches[step + 1][1])
-        loss.backward()
-        it.optimizer.step(1.0)
-        loss.item()  # as the training loop does
-    return steps * ids.numel()
+    coming = [*(table_ids for _, table_ids in batches[1:]), None]
+    return sum(
+        step(it.bench, it.model, it.optimizer, ids, ids, table_ids, after)
+        for (ids, table_ids), after in zip(batches, coming, strict=True)
+    )
 
 
 TASKS = {  # which say how many tokens they went through

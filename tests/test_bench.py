@@ -73,6 +73,22 @@ def test_all_of_it_in_a_quick_run(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "vocab.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_vocabularies_differ_in_nothing_but_their_size(monkeypatch):
+    """Every contender reads the same tokens, whatever its head predicts."""
+    seen, real = [], bench.step
+
+    def noted(bench, model, optimizer, ids, targets):
+        seen.append((ids, int(targets.max()), len(model.head.weight)))
+        return real(bench, model, optimizer, ids, targets)
+
+    monkeypatch.setattr(bench, "step", noted)
+    bench.bench_vocab(bench.Bench("vocab", device="cpu", quick=True, rounds=1))
+    assert all(torch.equal(ids, seen[0][0]) for ids, *_ in seen) and len(seen[0][0].unique()) > 64
+    assert {(classes, most < classes) for _, most, classes in seen} == {
+        (classes, True) for classes in (64, 500, 2500, 10000)
+    }
+
+
 def test_ids_follow_zipf():
     ids = bench.zipf((100_000,), 6400, 0)
     assert ids.min() >= 0 and ids.max() < 6400
