@@ -183,6 +183,7 @@ def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_
 
     model, encoding, _ = load_model(ckpt, torch.device("cpu"))
     edited, _, _ = load_model(saved, torch.device("cpu"))
+    load_checkpoint(saved, verify=True)  # its checksums are those of the edited rows
     ids = encode(encoding, prompt)
     tables = model.tables = edit.MeanRows(model.tables)
     table_ids = edit.edited_ids(encoding, ids, "Anna at", "river", align, tables)
