@@ -299,15 +299,15 @@ def fit(
                 for name, value in {"loss": micro.detach(), **more}.items():
                     figures[name] += value * share
             lr = schedule(step, settings)
-            optimizer.step(lr)
+            norm = optimizer.step(lr)
             # a host-device sync: the host waits for the step here
             figures = {f"train_{name}": value.item() for name, value in figures.items()}
             check_finite(figures["train_loss"], "training", step, settings)
             # the padding of short rows included, for which the machine works, too
             tok_per_s = n_token / (time.perf_counter() - start)
             step += 1
-            rates = dict(lr=lr * settings.learning_rate, tok_per_s=tok_per_s)
-            log.write(type="step", step=step, **figures, **rates)
+            more = dict(grad_norm=norm.item(), lr=lr * settings.learning_rate, tok_per_s=tok_per_s)
+            log.write(type="step", step=step, **figures, **more)
             bar.update()
             last = {**figures, "tok/s": tok_per_s}
             bar.set_postfix_str(named(last))

@@ -55,14 +55,15 @@ class Optimizer:
         }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """One update with learning rate `lr`, a fraction of the peaks."""
+    def step(self, lr: float) -> torch.Tensor:
+        """One update with learning rate `lr`, a fraction of the peaks. Returns the norm that the
+        gradients of all parameters and rows had together, before they were clipped."""
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
         read = {name: adam.tables.gradients() for name, (adam, _) in self.rows.items()}
         grads += [grad for _, row_grads in read.values() for grad in row_grads]
+        norm = torch.nn.utils.get_total_norm(grads)
         if self.grad_clip:
-            norm = torch.nn.utils.get_total_norm(grads)
             scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
             torch._foreach_mul_(grads, scale)
         for group in self.adamw.param_groups:
@@ -71,6 +72,7 @@ class Optimizer:
         self.adamw.zero_grad()
         for name, (adam, peak) in self.rows.items():
             adam.step(*read[name], lr * peak)
+        return norm
 
     def state_dict(self) -> dict:
         rows = {name: adam.state_dict() for name, (adam, _) in self.rows.items()}

@@ -28,6 +28,14 @@ RECORDS = {
 }
 
 
+def markdown(rows: list[dict[str, str]]) -> str:
+    """A Markdown table of rows with the same titles, without columns in which nothing stands."""
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    cells = [titles, *([row[title] for title in titles] for row in rows)]
+    head, *lines = (f"| {' | '.join(line)} |" for line in cells)
+    return "\n".join([head, "|---" * len(titles) + "|", *lines])
+
+
 def put_aside(out_dir: Path) -> Path:
     """Move the files of an earlier run into the first free folder run1, run2, ... beside them. They
     are linked into one that gets its name when all are there: whenever a kill comes, the run is

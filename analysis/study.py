@@ -1,0 +1,172 @@
+"""What all questions share: runs of train.py that are trained once, figures that are kept, tables
+and pictures.
+
+A question is a function of a `Study` in the file of its name. It prints tables and draws
+`<out_dir>/<question>.png`; what it trains and measures is kept, so that asking again, or asking
+another question about the same runs, goes on where the last one stopped.
+"""
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import prepare
+from common import UserError, atomic, check_ranges, flag, pick_device
+from text.tokenizer import check_form
+from training.checkpoints import device_flag
+from training.records import plt, read_run
+from training.settings import complete
+from train import train
+
+# The kinds that are compared most often: flags of train.py.
+STEM = {
+    "dense": dict(ffn="dense"),
+    "STEM, third": dict(ffn="stem", stem_layers="third"),
+    "STEM, half": dict(ffn="stem", stem_layers="half"),
+    "STEM, all": dict(ffn="stem", stem_layers="all"),
+    "Embformer": dict(ffn="embformer"),
+}
+BASELINES = {name: dict(ffn=name) for name in ("moe", "hash_moe", "pkm", "deepembed", "ple")}
+QUICK = dict(n_layer=3, n_head=2, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=2048)
+Flags = dict[str, Any]
+
+
+@dataclass
+class Study:
+    out_dir: Path = flag(Path("out/analysis"), "runs, figures and pictures; kept for the next time")
+    data_dir: Path = flag(Path("data/countries"), "prepared folder to train on")
+    seeds: str = flag("1337,1,2", "of each figure that is a mean")
+    jobs: int | None = flag(None, "runs at a time", must="at least 1", shown="cores; on a GPU 1")
+    quick: bool = flag(False, "tiny models and one seed: does it run?")
+    device: str = device_flag()
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        try:
+            self.numbers = [int(seed) for seed in self.seeds.split(",")]
+        except ValueError:
+            raise UserError(f"--seeds {self.seeds}: give numbers, as 1337,1,2") from None
+        self.on = pick_device(self.device)
+        cores = os.cpu_count() or 1
+        self.jobs = self.jobs or (1 if self.quick or self.on.type != "cpu" else cores)
+        self.threads = max(1, cores // self.jobs)
+        if self.quick:
+            self.out_dir, self.numbers = self.out_dir / "quick", self.numbers[:1]
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+
+    def grid(self, kinds: dict[str, Flags], **more: Iterable) -> list[Flags]:
+        """All combinations of kinds and of the values of other flags."""
+        values = itertools.product(kinds.values(), *more.values())
+        return [{**kind, **dict(zip(more, rest, strict=True))} for kind, *rest in values]
+
+    def folder(self, flags: Flags) -> Path:
+        """Where a run with these flags is, on --data_dir if they do not say otherwise."""
+        data = Path(flags.get("data_dir", self.data_dir)).name
+        named = (f"{k}={v}" for k, v in sorted(flags.items()) if k not in ("data_dir", "init_from"))
+        return self.out_dir / "runs" / ",".join([data, *named])
+
+    def trained(self, runs: list[Flags]) -> list[Path]:
+        """Their folders, once all are trained: those that are not yet, `jobs` at a time. A run
+        whose loss is no number any more has come to its end, too."""
+        for folder in {Path(flags.get("data_dir", self.data_dir)) for flags in runs}:
+            ready(folder)
+        todo = {self.folder(flags): flags for flags in runs}
+        todo = {folder: flags for folder, flags in todo.items() if not finished(folder)}
+        common = dict(data_dir=str(self.data_dir), device=self.device)
+        jobs = [
+            (dict(out_dir=folder, resume=True) if (folder / "ckpt.pt").exists() else
+             {**common, **(QUICK if self.quick else {}), **flags, "out_dir": folder})
+            for folder, flags in todo.items()
+        ]  # fmt: skip
+        if self.jobs == 1 or len(jobs) < 2:
+            for job in tqdm(jobs, "training", unit="run", disable=not jobs):
+                run_alone(job, 0)
+        else:
+            spawn = multiprocessing.get_context("spawn")  # CUDA and threads do not survive a fork
+            with ProcessPoolExecutor(min(self.jobs, len(jobs)), spawn) as pool:
+                done = [pool.submit(run_alone, job, self.threads) for job in jobs]
+                for each in tqdm(as_completed(done), "training", len(done), unit="run"):
+                    each.result()
+        return [self.folder(flags) for flags in runs]
+
+    def keep(self, name: str) -> "Kept":
+        return Kept(self.out_dir / f"{name}.json")
+
+    def picture(self, name: str, figure: plt.Figure) -> None:
+        path = self.out_dir / f"{name}.png"
+        with atomic(path) as temporary:
+            figure.savefig(temporary, dpi=130, format="png")
+        plt.close(figure)
+        print(f"\nwrote {path}")
+
+
+def ready(folder: Path) -> None:
+    """Prepare the corpus that a folder is named after, if it is not there and needs no network."""
+    if not (folder / "meta.json").exists() and folder.name in prepare.CORPORA:
+        prepare.prepare_corpus(prepare.Settings(dataset=folder.name, out_dir=folder))
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run has come to its last step, or to a loss that is no number."""
+    if (folder / "failed.txt").exists():
+        return True
+    try:
+        records = read_run(folder)
+    except (OSError, UserError):
+        return False
+    return records["eval"][-1]["step"] == records["run"][-1]["args"]["max_iters"]
+
+
+def run_alone(flags: Flags, threads: int) -> None:
+    """`python train.py` with these flags, what it prints in the log.txt of its folder. It is said
+    there, too, if the loss became infinite: that is a finding."""
+    folder = flags["out_dir"]
+    folder.mkdir(parents=True, exist_ok=True)
+    if threads:
+        torch.set_num_threads(threads)
+    with open(folder / "log.txt", "a", encoding="utf-8") as log:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            try:
+                train(complete(**flags))
+            except UserError as error:
+                if "loss became" not in str(error):
+                    raise
+                (folder / "failed.txt").write_text(f"{error}\n", encoding="utf-8")
+
+
+class Kept:
+    """Figures that take long to find, by name, in a JSON file: found once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.figures = json.loads(path.read_bytes()) if path.exists() else {}
+            check_form(self.figures, {}, "figures")
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is damaged ({error}): delete it") from None
+
+    def __call__(self, name: str, find: Callable[[], Any]) -> Any:
+        if name not in self.figures:
+            self.figures[name] = find()
+            with atomic(self.path) as temporary:
+                temporary.write_text(json.dumps(self.figures, indent=1) + "\n", encoding="utf-8")
+        return self.figures[name]
+
+
+def spread(form: str, figures: Iterable[float | None]) -> str:
+    """A figure of some runs: mean ± standard deviation; one run's own, nothing if none has it."""
+    found = [figure for figure in figures if isinstance(figure, float)]
+    if len(found) < 2:
+        return "".join(format(figure, form) for figure in found)
+    return f"{np.mean(found):{form}} ± {np.std(found, ddof=1):{form}}"
