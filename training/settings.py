@@ -22,13 +22,13 @@ MINIMIND = dict(
 )  # fmt: skip
 PRESETS = {
     "countries": dict(
-        n_layer=6, n_head=6, n_embd=192, block_size=128, batch_size=8, max_iters=1000,
+        n_layer=6, n_head=4, n_embd=128, block_size=128, batch_size=8, max_iters=1000,
         learning_rate=3e-3, eval_interval=250, stem_layers="all",
         sft=dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75),
         dpo=dict(learning_rate=3e-5, batch_size=16),
     ),
     "prose": dict(
-        n_layer=6, n_head=6, n_embd=192, block_size=256, batch_size=8, max_iters=250,
+        n_layer=6, n_head=4, n_embd=128, block_size=256, batch_size=8, max_iters=250,
         learning_rate=3e-3, eval_interval=50,
     ),
     "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
