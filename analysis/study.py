@@ -24,10 +24,10 @@ from tqdm import tqdm
 import prepare
 from common import UserError, atomic, check_ranges, flag, pick_device
 from text.tokenizer import check_form
+from train import train
 from training.checkpoints import device_flag
 from training.records import plt, read_run
 from training.settings import complete
-from train import train
 
 # The kinds that are compared most often: flags of train.py.
 STEM = {
@@ -70,6 +70,10 @@ class Study:
         values = itertools.product(kinds.values(), *more.values())
         return [{**kind, **dict(zip(more, rest, strict=True))} for kind, *rest in values]
 
+    def few(self, values: tuple) -> tuple:
+        """Values to try; where all should be quick, the first."""
+        return values[:1] if self.quick else values
+
     def folder(self, flags: Flags) -> Path:
         """Where a run with these flags is, on --data_dir if they do not say otherwise."""
         data = Path(flags.get("data_dir", self.data_dir)).name
@@ -86,7 +90,7 @@ class Study:
         common = dict(data_dir=str(self.data_dir), device=self.device)
         jobs = [
             (dict(out_dir=folder, resume=True) if (folder / "ckpt.pt").exists() else
-             {**common, **(QUICK if self.quick else {}), **flags, "out_dir": folder})
+             {**common, **flags, **(QUICK if self.quick else {}), "out_dir": folder})
             for folder, flags in todo.items()
         ]  # fmt: skip
         if self.jobs == 1 or len(jobs) < 2:
@@ -135,14 +139,14 @@ def run_alone(flags: Flags, threads: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if threads:
         torch.set_num_threads(threads)
-    with open(folder / "log.txt", "a", encoding="utf-8") as log:
-        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            try:
-                train(complete(**flags))
-            except UserError as error:
-                if "loss became" not in str(error):
-                    raise
-                (folder / "failed.txt").write_text(f"{error}\n", encoding="utf-8")
+    log = open(folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
+    with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        try:
+            train(complete(**flags))
+        except UserError as error:
+            if "loss became" not in str(error):
+                raise
+            (folder / "failed.txt").write_text(f"{error}\n", encoding="utf-8")
 
 
 class Kept:

@@ -36,9 +36,9 @@ import torch
 import torch._dynamo  # which every optimizer would import anew
 from tqdm import tqdm
 
+import analyze
 import bench
 import common
-import compare
 import edit
 import prepare
 import sample
@@ -50,7 +50,7 @@ from training.settings import Settings
 
 NUMBERS = dict(kills=300, files=500, commands=500, pairs=20)
 QUICK = dict(kills=2, files=8, commands=12, pairs=1)
-COMMANDS = {m.__name__: m for m in (train, sample, edit, prepare, compare, bench)}
+COMMANDS = {m.__name__: m for m in (train, sample, edit, prepare, analyze, bench)}
 HOMES, STAGES = ("none", "cpu", "disk"), ("pretrain", "midtrain", "sft", "dpo")
 PATIENCE = 120  # seconds after which a command counts as hung: they take one or two
 ROOM = 4 << 30  # bytes of memory that a command may have beside what is mapped already
@@ -363,7 +363,7 @@ def files(world: World, rng: random.Random, folder: Path) -> str:
     init = ("train", *world.flags("midtrain", out)[:-1], half / "ckpt.pt")
     commands = {
         "half": [resume, resume, init, ("sample", *world.sampling(half)),
-                 ("sample", *world.sampling(half), "--offload", "disk"), ("compare", half),
+                 ("sample", *world.sampling(half), "--offload", "disk"), ("analyze", "runs", half),
                  ("edit", "--ckpt", half / "ckpt.pt", "--source", "Anna", "--target", "Björn",
                   "--prompt", "Anna sees", "--device", "cpu")],
         "text": [("train", *from_data), ("prepare", "--input", folder / "text.jsonl", "--out_dir",
@@ -399,7 +399,7 @@ ODD = {
 def commands(world: World, rng: random.Random, folder: Path) -> str:
     """A command with a few odd values."""
     name = rng.choice(("train", "train", "train", "train", "sample", "sample", "edit", "prepare",
-                       "compare", "bench"))  # fmt: skip
+                       "analyze", "bench"))  # fmt: skip
     os.mkfifo(folder / "pipe")
     run, out = world.run("pretrain"), folder / "out"
     if name == "train" and rng.random() < 0.3:
@@ -410,7 +410,7 @@ def commands(world: World, rng: random.Random, folder: Path) -> str:
         "edit": ["--ckpt", run / "ckpt.pt", "--source", "Anna", "--target", "Chloë", "--prompt",
                  "Anna sees", "--device", "cpu"],
         "prepare": ["--input", world.folder / "text.jsonl", "--out_dir", out, "--vocab_size", 280],
-        "compare": [run], "bench": ["offload", "--rounds", 1, "--device", "cpu"],
+        "analyze": ["runs", run], "bench": ["offload", "--rounds", 1, "--device", "cpu"],
     }[name]  # fmt: skip
     if out.exists():
         given = ["--resume", "--out_dir", out]

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from conftest import ROOT
 
-COMMANDS = ("train", "sample", "prepare", "edit", "bench", "compare")
+COMMANDS = ("train", "sample", "prepare", "edit", "bench", "analyze")
 # From the top down: a file imports what stands below it, or beside it, but never in a circle.
 FLOORS = [
-    COMMANDS,
+    (*COMMANDS, "analysis"),
     ("training",),
     ("model",),
     ("attention", "stem", "embformer", "baselines", "offload", "config"),

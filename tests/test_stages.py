@@ -83,7 +83,7 @@ def test_the_whole_chain(stage, folders, trained, tmp_path, capsys):
     assert first["val_margin"] == pytest.approx(0, abs=1e-4)  # it is the reference itself
     assert first["val_loss"] == pytest.approx(0.6931, abs=1e-3)
     assert last["val_margin"] > 0.2 and last["val_accuracy"] == 1.0
-    table = command("compare.py", sft, dpo, "--out", "both.png", cwd=tmp_path).stdout
+    table = command("analyze.py", "runs", sft, dpo, "--plot", "both.png", cwd=tmp_path).stdout
     assert f"| {last['val_loss']:.3f} |  |" in table
     # ... and the model of the last stage talks.
     talk = command("sample.py", "--ckpt", dpo / "ckpt.pt", "--chat", "--temperature", 0,

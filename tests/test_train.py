@@ -528,15 +528,3 @@ def test_an_output_folder_that_cannot_be_is_one_clear_line(data, tmp_path):
         *("train.py", "--data_dir", data, *SMALL, "--out_dir", "file/x"), cwd=tmp_path, fails=True
     )
     assert "cannot write file/x" in error.stderr
-
-
-def test_compare_prints_a_table_and_draws_a_picture(trained, tmp_path):
-    done = command("compare.py", *trained.values(), "--out", "all.png", cwd=tmp_path)
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert [row.split(" | ")[1] for row in rows[1:]] == ["dense", "stem", "embformer"]
-    final = read_run(trained["stem"])["eval"][-1]["val_loss"]
-    assert f"| {final:.3f} |" in rows[2]
-    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
-    assert "No such file" in command("compare.py", "nothing", cwd=tmp_path, fails=True).stderr
-    (tmp_path / "metrics.jsonl").write_text('{"type": "st')
-    assert "damaged" in command("compare.py", ".", cwd=tmp_path, fails=True).stderr

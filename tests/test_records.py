@@ -1,11 +1,11 @@
-"""compare.py: records that are damaged, and names of folders that are no plain text."""
+"""Records that are damaged, names of folders that are no plain text, and tables of runs."""
 
 import json
 import os
 
 import pytest
 
-import compare
+from analysis.runs import row
 from common import UserError
 from training import records
 
@@ -23,6 +23,10 @@ def made(folder, records=RECORDS):
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder
+
+
+def table(folders):
+    return records.markdown([row(name, group) for name, group in records.grouped(folders)])
 
 
 def paths(value, at=()):
@@ -55,10 +59,10 @@ def test_records_without_a_key_or_of_another_type_are_one_clear_line(tmp_path, w
             damaged[number] = changed(record, path, wrong)
             folder = made(tmp_path / "run", damaged)
             if path in optional or (path[-1] == "ffn" and wrong == "x"):
-                assert "| 6.500 |" in compare.table([folder])
+                assert "| 6.500 |" in table([folder])
                 continue
             with pytest.raises(UserError, match=r"metrics\.jsonl is damaged") as caught:
-                pytest.fail(compare.table([folder]))
+                pytest.fail(table([folder]))
             if path != ("type",):
                 assert ".".join((record["type"], *path)) in str(caught.value)
 
@@ -75,7 +79,7 @@ def test_lines_that_are_no_records_are_one_clear_line(tmp_path, line):
 def test_numbers_of_any_size_are_shown(tmp_path, loss):
     step, last = changed(RECORDS[1], ["train_loss"], loss), changed(RECORDS[3], ["val_loss"], loss)
     folder = made(tmp_path / "run", [*RECORDS, step, last])
-    row = compare.table([folder]).splitlines()[-1]
+    row = table([folder]).splitlines()[-1]
     best = min(6.5, loss) if loss == loss else 6.5
     assert (
         row == f"| run | stem | {loss:.3f} | {best:.3f} | 1.500 | 25.0% | 9.00 M | 3.00 M | 100 |"
@@ -115,7 +119,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve_with_a_ban
             report = json.dumps({"recall": 1.0, "success": 0.4 + number / 5})
             (folders[-1] / "edit_report.json").write_text(report)
     other = made(tmp_path / "other", [changed(RECORDS[0], ["args", "ffn"], "dense"), *RECORDS[1:]])
-    head, _, row, last = compare.table([folders[0], other, *folders[1:]]).splitlines()
+    head, _, row, last = table([folders[0], other, *folders[1:]]).splitlines()
     cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
     assert cells["| run"] == "| stem" and cells["runs"] == "3"
     assert cells["val loss, last"] == "7.500 ± 1.803"  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
@@ -138,4 +142,4 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve_with_a_ban
 def test_a_damaged_report_is_one_clear_line(tmp_path):
     (made(tmp_path / "run") / "edit_report.json").write_text('{"recall": 1.0}')
     with pytest.raises(UserError, match=r"edit_report\.json is damaged \(edits\.success is None"):
-        compare.table([tmp_path / "run"])
+        table([tmp_path / "run"])

@@ -1,0 +1,258 @@
+"""Runs of train.py side by side: those that exist, and those that a question wants.
+
+**kinds.** Better at equal tokens, and at equal FLOPs? STEM (which the paper compares with a dense
+model and with hash layers), Embformer and the layers of `baselines.py`, each at the best of three
+learning rates by the lowest validation loss of one seed, then with all seeds. A kind whose tokens
+cost less than the dense model's gets more of them, until as much was computed.
+
+**settings.** Which initialisation and learning rate suit a kind: two initialisations at three rates
+with one seed, and the best rate of each with all. The edits that succeed decide, too: where facts
+settle in dense weights, swapping rows does not move them.
+
+**stability.** The paper's claim: no loss spikes, where fine-grained mixtures of experts have some.
+Steps whose loss stands out (`spikes`) and the norm of gradients, at rising learning rates.
+"""
+
+import itertools
+import math
+import random
+import statistics
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from analysis.study import BASELINES, STEM, Flags, Study, spread
+from common import UserError
+from edit import MeanRows, openings, successes
+from training.checkpoints import load_model
+from training.records import grouped, markdown, plot, plt, read_run
+
+RATES = (1.5e-3, 3e-3, 6e-3)
+MAIN = ("dense", "STEM, third", "STEM, all", "Embformer")
+Run = dict[str, list[dict]]  # the records of a run by type
+
+
+def runs(folders: list[Path], out: Path) -> None:
+    """Print a table of runs that exist, and draw their losses."""
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot {out}: name a .png, .svg or .pdf file")
+    print(markdown([row(name, group) for name, group in grouped(folders)]))
+    plot(folders, out)
+    print(f"\nwrote {out}")
+
+
+def row(name: str, group: list[Run]) -> dict[str, str]:
+    """What came out of runs that differ in the seed alone: the cells of a table by title."""
+    last, sizes = [run["eval"][-1] for run in group], group[0]["run"][0]["sizes"]
+    speeds = [statistics.median(step["tok_per_s"] for step in run["step"]) for run in group]
+    edits = [report for run in group for report in run["edits"]]
+    recalls = [record["recall"] for run in group for record in run["recall"][-1:]]
+    return {
+        "run": name,
+        "runs": str(len(group)) if len(group) > 1 else "",
+        "FFN": group[0]["run"][0]["args"]["ffn"],
+        "val loss, last": spread(".3f", (record["val_loss"] for record in last)),
+        "best": spread(".3f", map(best, group)),
+        # none for preferences, whose loss is per pair
+        "per byte": spread(".3f", (record.get("val_loss_per_byte") for record in last)),
+        "capitals recalled": spread(".1%", recalls),
+        "recall before edits": spread(".1%", (report["recall"] for report in edits)),
+        "edits that succeed": spread(".1%", (report["success"] for report in edits)),
+        "parameters": f"{sizes['total'] / 1e6:.2f} M",
+        "active": f"{sizes['active'] / 1e6:.2f} M",
+        "tok/s": spread(",.0f", speeds),
+    }
+
+
+def best(run: Run) -> float:
+    """The lowest validation loss of a run."""
+    return float(np.nanmin([record["val_loss"] for record in run["eval"]]))
+
+
+def read(study: Study, flags: list[Flags]) -> list[Run]:
+    return [read_run(folder) for folder in study.trained(flags)]
+
+
+def searched(study: Study, kinds: dict[str, Flags]) -> dict[str, float]:
+    """The learning rate of RATES at which each kind has its lowest validation loss, first seed."""
+    seed, rates = study.numbers[:1], study.few(RATES)
+    study.trained(study.grid(kinds, learning_rate=rates, seed=seed))  # all at once: many at a time
+    losses = {}
+    for name, kind in kinds.items():
+        tried = read(study, study.grid({name: kind}, learning_rate=rates, seed=seed))
+        losses[name] = dict(zip(rates, map(best, tried), strict=True))
+    rows = [
+        {"best val loss": name} | {f"{rate:g}": f"{loss:.3f}" for rate, loss in of_kind.items()}
+        for name, of_kind in losses.items()
+    ]
+    print(f"Learning rates, seed {seed[0]}:\n\n{markdown(rows)}\n")
+    return {name: min(of_kind, key=of_kind.get) for name, of_kind in losses.items()}
+
+
+def kinds(study: Study) -> None:
+    every = STEM | BASELINES
+    rates = searched(study, every)
+    at_best = {name: {**kind, "learning_rate": rates[name]} for name, kind in every.items()}
+    study.trained(study.grid(at_best, seed=study.numbers))
+    equal, budget, folders = {}, 0.0, {}
+    for name, flags in at_best.items():
+        group = read(study, study.grid({name: flags}, seed=study.numbers))
+        equal[name] = group
+        first = group[0]["run"][0]
+        cost = first["sizes"]["flops_per_token"] * first["args"]["max_iters"]
+        budget = budget or cost  # the first kind is the dense one
+        if cost < 0.97 * budget:
+            steps = round(first["args"]["max_iters"] * budget / cost)
+            folders[name] = study.grid({name: {**flags, "max_iters": steps}}, seed=study.numbers)
+    study.trained(list(itertools.chain(*folders.values())))
+    more = {name: read(study, flags) for name, flags in folders.items()}
+
+    for title, groups in (("tokens", equal), ("training FLOPs", {"dense": equal["dense"], **more})):
+        rows = []
+        for name, group in groups.items():
+            spiky = [sum(spikes([step["train_loss"] for step in run["step"]])) for run in group]
+            cells = row(name, group)
+            del cells["FFN"]
+            cells["learning rate"] = f"{rates[name]:g}"
+            args, sizes = group[0]["run"][0]["args"], group[0]["run"][0]["sizes"]
+            cells["steps"] = f"{args['max_iters']:,}"
+            cells["MFLOP a token"] = f"{sizes['flops_per_token'] / 1e6:.2f}"
+            cells["spikes"] = spread(".1f", map(float, spiky))
+            rows.append(cells)
+        print(f"Equal {title}:\n\n{markdown(rows)}\n")
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
+    for number, (name, group) in enumerate(equal.items()):
+        look = dict(color=f"C{number}", label=name)
+        curve(panels[0], group, "million tokens", **look)
+        curve(panels[1], more.get(name, group), "training TFLOP", **look)
+    panels[0].set_ylabel("validation loss (nats per token)")
+    panels[1].legend()
+    study.picture("kinds", figure)
+
+
+def curve(axes: plt.Axes, group: list[Run], unit: str, **look) -> None:
+    """The mean validation loss of runs after their first step, with a band from the lowest to the
+    highest."""
+    first = group[0]["run"][0]
+    args, sizes = first["args"], first["sizes"]
+    step = args["batch_size"] * args["block_size"] / 1e6  # million tokens
+    step *= 1 if unit == "million tokens" else 3 * sizes["flops_per_token"] / 1e6
+    losses = np.array([[r["val_loss"] for r in run["eval"] if r["step"]] for run in group])
+    x = [record["step"] * step for record in group[0]["eval"] if record["step"]]
+    axes.plot(x, losses.mean(0), marker=".", **look)
+    axes.fill_between(x, losses.min(0), losses.max(0), color=look["color"], alpha=0.15)
+    axes.set_xlabel(unit)
+    axes.grid(alpha=0.3)
+
+
+def settings(study: Study) -> None:
+    # Those of the default are the runs of `kinds`.
+    inits = {"1 / sqrt(n_embd)": {}, "0.02": dict(init_std=0.02)}
+    main = {name: STEM[name] for name in MAIN}
+    every = {
+        f"{name}, {std}": {**main[name], **flag} for name in MAIN for std, flag in inits.items()
+    }
+    rates = searched(study, every)
+    at_best = {name: {**kind, "learning_rate": rates[name]} for name, kind in every.items()}
+    study.trained(study.grid(at_best, seed=study.numbers))
+    kept, rows = study.keep("settings"), []
+    for name, flags in at_best.items():
+        of_seeds = study.grid({name: flags}, seed=study.numbers)
+        cells = row(name, read(study, of_seeds))
+        if flags["ffn"] != "dense" and cells["capitals recalled"]:
+            found = [
+                kept(folder.name, lambda folder=folder: edits_that_succeed(folder, study.on))
+                for folder in study.trained(of_seeds)
+            ]
+            cells["edits that succeed"] = spread(".1%", found)
+        rows.append({"run": name, "learning rate": f"{rates[name]:g}", **cells, "FFN": ""})
+    print(markdown(rows))
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for number, (name, flags) in enumerate(at_best.items()):
+        group = read(study, study.grid({name: flags}, seed=study.numbers))
+        look = dict(color=f"C{number // 2}", linestyle="--" if "0.02" in name else "-")
+        curve(axes, group, "million tokens", label=name, **look)
+    axes.set_ylabel("validation loss (nats per token)")
+    axes.legend()
+    study.picture("settings", figure)
+
+
+def edits_that_succeed(folder: Path, device: torch.device, n_pair: int = 2000) -> float:
+    """Share of random pairs of countries, whose names are one token, in which the capital is the
+    target's after the edit."""
+    model, encoding, _ = load_model(folder / "ckpt.pt", device)
+    model.tables = MeanRows(model.tables)
+    single = [one for one in openings(encoding, "capital") if one.length == 1]
+    pairs = [(a, b) for a, b in itertools.permutations(single, 2) if a.answer != b.answer]
+    pairs = random.Random(0).sample(pairs, min(n_pair, len(pairs)))
+    return statistics.fmean(successes(model, encoding, pairs))
+
+
+def stability(study: Study) -> None:
+    rates, kinds = study.few((3e-3, 1e-2, 3e-2)), STEM | BASELINES
+    kinds = {name: {**kinds[name], "max_iters": 250} for name in ("dense", "STEM, all", "moe")}
+    study.trained(study.grid(kinds, learning_rate=rates, seed=study.numbers))
+    figure, panels = plt.subplots(
+        2, len(rates), figsize=(11, 6), layout="constrained", sharey="row", squeeze=False
+    )
+    rows = []
+    for (number, (name, kind)), (column, rate) in itertools.product(
+        enumerate(kinds.items()), enumerate(rates)
+    ):
+        flags = study.grid({name: kind}, learning_rate=[rate], seed=study.numbers)
+        folders = study.trained(flags)
+        group = [read_run(folder) for folder in folders]
+        losses = [[step["train_loss"] for step in run["step"]] for run in group]
+        norms = [[step["grad_norm"] for step in run["step"]] for run in group]
+        # What the router's loss is over that of an even load, of each layer's, in the last steps.
+        loads = [
+            statistics.fmean(step["train_balance"] for step in run["step"][-50:])
+            / (run["run"][0]["args"]["balance"] * run["run"][0]["args"]["n_layer"])
+            for run in group
+            if "train_balance" in run["step"][0]
+        ]
+        rows.append(
+            {
+                "kind": name,
+                "learning rate": f"{rate:g}",
+                "spikes in 1,000 steps": spread(
+                    ".1f", (1000 * sum(spikes(loss)) / len(loss) for loss in losses)
+                ),
+                "gradient norm, median": spread(".2f", map(statistics.median, norms)),
+                "largest after warm-up": spread(".1f", (max(norm[25:] or norm) for norm in norms)),
+                "last training loss": spread(
+                    ".3f", (statistics.fmean(loss[-25:]) for loss in losses)
+                ),
+                "no number any more": str(sum((f / "failed.txt").exists() for f in folders) or ""),
+                "load of experts over even": spread(".2f", loads),
+            }
+        )
+        for loss, norm in zip(losses, norms, strict=True):
+            look = dict(color=f"C{number}", linewidth=0.7, alpha=0.8)
+            panels[0, column].plot(loss, label=name if loss is losses[0] else None, **look)
+            panels[1, column].plot(norm, **look)
+        panels[0, column].set_title(f"learning rate {rate:g}")
+    print(markdown(rows))
+    for axes, label in zip(panels[:, 0], ("training loss", "gradient norm"), strict=True):
+        axes.set_ylabel(label)
+        axes.set_yscale("log")
+    panels[0, -1].legend()
+    study.picture("stability", figure)
+
+
+def spikes(losses: list[float], window: int = 50) -> list[bool]:
+    """Which steps have a loss above the robust band of the `window` steps before: their median and
+    six times their spread (1.4826 of the median deviation, for normal noise the standard
+    deviation)."""
+    found = []
+    for step, loss in enumerate(losses):
+        before = np.array(losses[max(0, step - window) : step])
+        if len(before) < window:
+            found.append(False)
+            continue
+        middle = np.median(before)
+        deviation = 1.4826 * np.median(np.abs(before - middle))
+        found.append(not math.isfinite(loss) or bool(loss > middle + 6 * deviation))
+    return found

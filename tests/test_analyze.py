@@ -1,0 +1,88 @@
+"""analyze.py: every question with tiny models, runs that are trained once, spikes."""
+
+import pytest
+from conftest import command
+
+from analysis.runs import spikes
+from analysis.study import Kept, Study
+from common import UserError
+from training.records import read_run
+
+
+def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
+    def ask(*more, **how):
+        return command("analyze.py", "runs", *more, cwd=tmp_path, **how)
+
+    done = ask(*trained.values(), "--plot", "all.png")
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[1] for row in rows[1:]] == ["dense", "stem", "embformer"]
+    final = read_run(trained["stem"])["eval"][-1]["val_loss"]
+    assert f"| {final:.3f} |" in rows[2]
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert "No such file" in ask("nothing", fails=True).stderr
+    (tmp_path / "metrics.jsonl").write_text('{"type": "st')
+    assert "damaged" in ask(".", fails=True).stderr
+    for wrong in (["--plot", "x.txt", "."], [], [".", "--quick"]):
+        ask(*wrong, fails=True)
+
+
+def test_every_question_has_a_table_and_a_picture(tmp_path):
+    done = command("analyze.py", "all", "--quick", "--device", "cpu", cwd=tmp_path).stdout
+    out = tmp_path / "out/analysis/quick"
+    parts = done.split("\n## ")[1:]
+    assert len(parts) == 8
+    for part in parts:
+        name = part.split()[0]
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "|---|" in part and f"wrote out/analysis/quick/{name}.png" in part
+    # Asked again, nothing is trained or measured anew.
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.json*")}
+    again = command("analyze.py", "kinds", "--quick", "--device", "cpu", cwd=tmp_path).stdout
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*.json*")}
+    (kinds,) = (part for part in parts if part.startswith("kinds"))
+    assert kinds.removeprefix("kinds\n\n").strip() == again.strip()
+
+
+def test_a_run_is_trained_once_and_goes_on_where_it_was_stopped(data, tmp_path):
+    study = Study(out_dir=tmp_path, data_dir=data, seeds="1", device="cpu", jobs=1)
+    small = dict(n_layer=1, n_head=1, n_embd=8, block_size=16, ffn="dense", eval_tokens=64)
+    flags = {**small, "batch_size": 2, "eval_interval": 2, "max_iters": 4, "seed": 1}
+    (folder,) = study.trained([flags])
+    assert [each["step"] for each in read_run(folder)["eval"]] == [0, 2, 4]
+    metrics = folder / "metrics.jsonl"
+    changed = metrics.stat().st_mtime_ns
+    study.trained([flags])
+    assert metrics.stat().st_mtime_ns == changed
+    # As a kill after step 2 leaves it: ckpt.pt of step 2.
+    wrong = study.trained([{**flags, "seed": 2, "learning_rate": 1e9, "warmup": 0.0}])[0]
+    said = (wrong / "failed.txt").read_text()
+    assert "loss became" in said  # a finding, not an error
+    with pytest.raises(UserError, match="n_head"):
+        study.trained([{**flags, "n_head": 3}])
+
+
+def test_kept_figures_are_found_once(tmp_path):
+    kept = Kept(tmp_path / "figures.json")
+    assert kept("a", lambda: 1.5) == 1.5
+    assert Kept(tmp_path / "figures.json")("a", lambda: pytest.fail("asked again")) == 1.5
+    (tmp_path / "figures.json").write_text("[")
+    with pytest.raises(UserError, match=r"figures\.json is damaged"):
+        Kept(tmp_path / "figures.json")
+
+
+def test_spikes_stand_out_of_the_steps_before():
+    band = [2.0, 2.1] * 30  # median 2.05, deviations 0.05: a band of 2.05 + 6 * 1.4826 * 0.05
+    assert spikes([*band, 2.49, 2.1, 2.5, float("nan"), 2.0])[60:] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert not any(spikes([9.0] + [1.0] * 49))  # too early to tell
+
+
+def test_seeds_that_are_no_numbers_are_one_clear_line(tmp_path):
+    for seeds in ("", "1,x", "1,,2"):
+        error = command("analyze.py", "kinds", "--seeds", seeds, cwd=tmp_path, fails=True).stderr
+        assert "give numbers" in error
