@@ -45,6 +45,22 @@ def regions(shape: Shape, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
     return {**result, "end": (at, 0)}
 
 
+def shared(origin: Path, file: BinaryIO, size: int) -> bool:
+    """Let the system fill a new file with `size` bytes of another: where a file system can (Btrfs,
+    XFS), both share their blocks until one is written to. False: it cannot (not Linux)."""
+    try:
+        with open(origin, "rb") as opened:
+            while size:
+                n = os.copy_file_range(opened.fileno(), file.fileno(), size)
+                if not n:
+                    raise OSError("it is shorter")
+                size -= n
+        return True
+    except (OSError, AttributeError):
+        file.seek(0)
+        return False
+
+
 class TableFile(Home):
     """An open table file. Tensors are views of the mapping: reading them reads the file, writing
     them writes it. `id` is what the checkpoint that belongs to it says, too. A file that is
@@ -141,26 +157,22 @@ class TableFile(Home):
 
     def copy(self, path_of: Callable[[str], Path]) -> str:
         """Copy the file as it is now under a new id, which is returned, to the path of that id."""
-        name = secrets.token_hex(4)
+        name, end = secrets.token_hex(4), self.regions["end"][0]
         with atomic(path_of(name)) as temporary, open(temporary, "wb") as file:
-            crc32 = self.checksums(file)
-            file.truncate(self.regions["end"][0])
+            if not shared(self.path, file, end):
+                for at in range(0, end, PART):
+                    file.write(memoryview(self.map)[at : min(at + PART, end)])
             file.seek(0)
-            file.write(header(self.shape, self.dtype, name, crc32=crc32))
+            file.write(header(self.shape, self.dtype, name, crc32=self.checksums()))
         return name
 
-    def checksums(self, copy: BinaryIO | None = None) -> dict[str, int]:
-        """Of what the regions hold now, read in parts that fit a cache; a `copy` gets each part, at
-        its place, on the way."""
+    def checksums(self) -> dict[str, int]:
+        """Of what the regions hold now, read in parts that fit a cache."""
         found = dict.fromkeys(self.regions, 0)
         for region, (offset, size) in self.regions.items():
-            if copy:
-                copy.seek(offset)
             for at in range(offset, offset + size, PART):
                 part = memoryview(self.map)[at : min(at + PART, offset + size)]
                 found[region] = zlib.crc32(part, found[region])
-                if copy:
-                    copy.write(part)
         return found
 
     def seal(self) -> None:

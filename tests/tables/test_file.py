@@ -97,7 +97,21 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("copy*"))
 
 
-def test_a_copy_is_a_moment_of_a_file_that_goes_on(tmp_path):
+@pytest.mark.parametrize("how", ["by the system", "no such call", "it fails half way"])
+def test_a_copy_is_a_moment_of_a_file_that_goes_on(tmp_path, monkeypatch, how):
+    asked = []
+
+    def half(origin, copy, size):
+        if asked:
+            raise OSError(22, "Invalid argument")
+        asked.append(size)
+        return os.write(copy, b"x" * (size // 2))
+
+    if how == "no such call":
+        monkeypatch.delattr(os, "copy_file_range", raising=False)
+    elif how == "it fails half way":
+        monkeypatch.setattr(os, "copy_file_range", half, raising=False)
+
     def path_of(name):
         return tmp_path / f"tables-{name}.bin"
 
@@ -110,6 +124,9 @@ def test_a_copy_is_a_moment_of_a_file_that_goes_on(tmp_path):
     values = [TableFile(path_of(name)).weight[1].unique() for name in (first, second)]
     assert values == [4.0, 5.0]
     assert TableFile(path_of(first)).id == first
+    behind = [path.read_bytes()[tablefile.PAGE :] for path in (file.path, path_of(second))]
+    assert behind[0] == behind[1]
+    TableFile(path_of(second)).verify()
 
 
 def test_reading_ahead_changes_nothing(tmp_path):
