@@ -1,0 +1,336 @@
+"""Are these the originals' models? Ours beside the authors' code, with the same weights:
+
+    pip install "transformers==4.53.*"                          # for --llama and --embformer
+    git clone https://github.com/HighCWu/embformer ../embformer
+    git clone https://github.com/Infini-AI-Lab/STEM ../STEM
+    python tests/originals.py --llama --embformer ../embformer --stem ../STEM
+
+Each of the three can be asked for alone. Compared are logits, cached decoding, the loss and the
+gradient of every weight (of table rows, too), in float32 and in float64. Prints a Markdown table,
+and ends with exit code 1 if anything differs by more than rounding. docs/originals.md has the
+table, and what differs on purpose: defaults and training, not models.
+"""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from attention import KVCache
+from common import UserError, make_parser, run
+from config import stem_layers
+from model import Decoder, ModelConfig
+from tables.tables import Tables
+from training.loss import head_loss
+
+B, T, PROMPT = 3, 24, 9  # of T tokens, decoding reads PROMPT at once, then one by one
+# One shape, in three languages.
+SHAPE = dict(vocab_size=97, n_layer=5, n_head=4, n_embd=64, d_ff=192, block_size=32)
+HF_SHAPE = dict(vocab_size=97, num_hidden_layers=5, num_attention_heads=4, head_dim=16)
+HF_SHAPE |= dict(hidden_size=64, intermediate_size=192)
+LINGUA_SHAPE = dict(vocab_size=97, n_layers=5, n_heads=4, dim=64, multiple_of=64)  # d_ff 8/3 of dim
+
+# The largest difference that counts as rounding, relative to the largest value of its tensor and in
+# units of the precision; seen were about 20. In float64 it is 2e-13, where an epsilon of the norms
+# that is 1 % larger shows as 4e-8.
+TOLERANCE = 1000
+FIX = "for --llama and --embformer: pip install 'transformers==4.53.*'"
+
+# What our weights are called there, {} being a number: in transformers, in STEM's lingua.
+HF, LM = "model.layers.{}.", "lm_transformer.layers.{}."
+NAMES = {
+    "wte": ("model.embed_tokens", ""),  # with a tied head
+    "wte.{}": ("model.embed_tokens", "lm_transformer.tok_embeddings"),
+    "norm": ("model.norm", "lm_transformer.norm"),
+    "head": ("lm_head", "lm_transformer.output"),
+    "tables.{}": ("", "stem_embeddings.{}"),
+    "tables.{} K": (HF + "self_attn.k_embed", ""),
+    "tables.{} V": (HF + "self_attn.v_embed", ""),
+    "tables.{} F": (HF + "ffn.gate_embed", ""),
+    "blocks.{}.attn_norm": (HF + "input_layernorm", LM + "attention_norm"),
+    "blocks.{}.attn.qkv.qkv q": (HF + "self_attn.q_proj", LM + "attention.wq"),
+    "blocks.{}.attn.qkv.qkv k": (HF + "self_attn.k_proj", LM + "attention.wk"),
+    "blocks.{}.attn.qkv.qkv v": (HF + "self_attn.v_proj", LM + "attention.wv"),
+    "blocks.{}.attn.out": (HF + "self_attn.o_proj", LM + "attention.wo"),
+    "blocks.{}.ffn_norm": (HF + "post_attention_layernorm", LM + "ffn_norm"),
+    "blocks.{}.ffn.gate": (HF + "mlp.gate_proj", LM + "feed_forward.w1"),
+    "blocks.{}.ffn.up": (HF + "mlp.up_proj", LM + "feed_forward.w3"),
+    "blocks.{}.ffn.down": (HF + "mlp.down_proj", LM + "feed_forward.w2"),
+}
+
+
+@dataclass
+class Original:
+    """A model of theirs, and how it is called."""
+
+    title: str
+    config: ModelConfig  # of ours of the same shape
+    model: nn.Module
+    names: int  # column of NAMES
+    logits: Callable[[Tensor], Tensor]  # ids [B, T] -> [B, T, V]
+    decode: Callable[[Tensor], Tensor]  # the same with a cache, see `steps`
+    loss: Callable[[Tensor], Tensor]  # ids [B, T + 1] -> [], all but the first predicted
+
+    def named(self, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Our weights, or their gradients, as they are named, split and ordered there."""
+        config, found = self.config, {}
+        kv = config.n_kv_head * config.head_dim
+        for name, tensor in ours.items():
+            key, parts = re.sub(r"\d+", "{}", name.replace(".weight", "")), {"": tensor}
+            if key.endswith("qkv"):  # [n_embd + 2 kv, n_embd]
+                parts = zip("qkv", tensor.split((config.n_embd, kv, kv)), strict=True)
+            elif config.embedding_only and key == "tables.{}":  # [V, 2 kv + n_embd]
+                parts = zip("KVF", tensor.split((kv, kv, config.n_embd), 1), strict=True)
+            for letter, part in dict(parts).items():
+                if self.names == 1 and letter in ("q", "k"):
+                    # STEM's rotations turn neighbouring channels of a head, ours those half a head
+                    # apart: [n_head, 2, head_dim/2, n_embd] -> [n_head, head_dim/2, 2, n_embd]
+                    planes = part.unflatten(0, (-1, 2, config.head_dim // 2))
+                    part = planes.transpose(1, 2).flatten(0, 2)  # [n_head * head_dim, n_embd]
+                there = NAMES[f"{key} {letter}".strip()][self.names]
+                found[there.format(*re.findall(r"\d+", name)) + ".weight"] = part
+        return found
+
+
+# --- the comparison ---
+
+
+@torch.no_grad()
+def counterpart(original: Original) -> Decoder:
+    """Our model with new weights, which the original gets, too: so large that each of them matters,
+    norms and rows included."""
+    torch.manual_seed(0)
+    ours, theirs = Decoder(original.config), dict(original.model.named_parameters())
+    for weight in ours.parameters():
+        nn.init.normal_(weight, std=0.3)
+    weights = original.named(dict(ours.named_parameters()))
+    odd = {(n, w.shape) for n, w in theirs.items()} ^ {(n, w.shape) for n, w in weights.items()}
+    if odd:
+        raise UserError(f"{original.title} and ours have other weights: {sorted(dict(odd))}")
+    for name, weight in weights.items():
+        theirs[name].copy_(weight)
+    return ours
+
+
+def gradients(model: Decoder) -> dict[str, Tensor]:
+    """Of all weights; those of rows [n, W] at their ids in zeros [V, W]."""
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+    for owner, tables in model.named_children():
+        if isinstance(tables, Tables) and len(tables.weight):
+            ids, rows = tables.gradients()
+            for table, (weight, grad) in enumerate(zip(tables.weight, rows, strict=True)):
+                whole = torch.zeros_like(weight).index_copy(0, ids, grad)
+                found[f"{owner}.weight.{table}"] = whole
+    return found
+
+
+def steps(ids: Tensor) -> list[Tensor]:
+    """[B, T] as decoding reads them: [B, PROMPT], then [B, 1] again and again."""
+    return [part.contiguous() for part in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1))]
+
+
+def difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Of tensors ours, theirs: the largest difference, and the largest relative to the largest
+    value of its tensor. NaN if there is one, or a tensor is all zeros: that would show nothing."""
+    found = []
+    for ours, theirs in pairs:
+        assert ours.shape == theirs.shape
+        largest = (ours - theirs).abs().max()
+        found.append(torch.stack((largest, largest / theirs.abs().max())))
+    return tuple(torch.stack(found).amax(0).tolist())
+
+
+def rounding(relative: float, dtype: torch.dtype) -> bool:
+    """Whether a difference is no more than that. NaN is more."""
+    return relative <= TOLERANCE * torch.finfo(dtype).eps
+
+
+def compare(ours: Decoder, original: Original) -> dict[str, tuple[float, float]]:
+    """What is compared, and the `difference` there."""
+    torch.manual_seed(1)
+    ids = torch.randint(ours.config.vocab_size, (B, T + 1))  # some of them several times
+    read, targets = ids[:, :-1].contiguous(), ids[:, 1:]
+    ours.eval(), original.model.eval()
+    with torch.no_grad():
+        cache = KVCache(ours.config, B, ids.device, torch.get_default_dtype())
+        decoded = torch.cat([ours(part, cache=cache)[0] for part in steps(read)], dim=1)
+        found = {
+            "logits": [(ours(read)[0], original.logits(read))],
+            "cached decoding": [(decoded, original.decode(read))],
+        }
+    ours.train(), original.model.train()
+    ours.zero_grad(), original.model.zero_grad()
+    loss = head_loss(ours.hidden(read).flatten(0, 1), ours.head_weight, targets.flatten())
+    found["loss"] = [(loss, original.loss(ids))]
+    for each in found["loss"][0]:
+        each.backward()
+    theirs = {name: weight.grad for name, weight in original.model.named_parameters()}
+    grads = original.named(gradients(ours))
+    assert grads.keys() == theirs.keys()
+    found["gradients"] = [(grad, theirs[name]) for name, grad in grads.items()]
+    return {what: difference(pairs) for what, pairs in found.items()}
+
+
+class Throughout(TorchFunctionMode):
+    """The default dtype also where code says float32. Both sides do so for norms, rotations and
+    losses, whatever their weights are: with float64 weights, that would leave float32's rounding.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        dtype = torch.get_default_dtype()
+        if function is torch.Tensor.float:
+            return args[0].to(dtype)
+        args = [dtype if value is torch.float32 else value for value in args]
+        kwargs = {n: dtype if v is torch.float32 else v for n, v in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+# --- the originals ---
+
+
+def hugging_face(title: str, config: ModelConfig, shape: type, kind: type) -> Original:
+    """A model with transformers' interface."""
+    from transformers import DynamicCache
+
+    heads = dict(num_key_value_heads=config.n_kv_head, tie_word_embeddings=config.tie_head)
+    model = kind(shape(**HF_SHAPE, **heads))
+
+    def decode(ids: Tensor) -> Tensor:
+        cache = DynamicCache()
+        return torch.cat([model(part, past_key_values=cache).logits for part in steps(ids)], dim=1)
+
+    calls = (lambda ids: model(ids).logits, decode, lambda ids: model(ids, labels=ids).loss)
+    return Original(title, config, model, 0, *calls)
+
+
+def llama(**heads) -> Original:
+    import transformers as hf
+
+    config = ModelConfig(**SHAPE, **heads, ffn="dense")
+    title = f"Llama (transformers {hf.__version__}), "
+    title += "tied head" if config.tie_head else "separate head, grouped queries"
+    return hugging_face(title, config, hf.LlamaConfig, hf.LlamaForCausalLM)
+
+
+def embformer(folder: Path) -> Original:
+    file = "models/embformer/modeling_embformer.py"
+    title = f"Embformer ({clone(folder, 'src', file, 'HighCWu/embformer')})"
+    with contextlib.redirect_stdout(io.StringIO()):  # about documentation that its classes lack
+        from models.embformer import EmbformerConfig, EmbformerForCausalLM
+    config = ModelConfig(**SHAPE, ffn="embformer", n_kv_head=2)
+    return hugging_face(title, config, EmbformerConfig, EmbformerForCausalLM)
+
+
+def stem(folder: Path, layers: str) -> Original:
+    title = f"STEM ({clone(folder, '', 'apps/main/stem.py', 'Infini-AI-Lab/STEM')}), "
+    title += "all layers but the first" if layers == "all" else "a third of the layers"
+    # Kernels for GPUs, and what its commands read configurations, weights and text with.
+    absent = "xformers xformers.ops omegaconf lingua.args lingua.checkpoint lingua.tokenizer"
+    for name in absent.split():
+        sys.modules.setdefault(name, MagicMock())
+    from apps.main.generate import KVCache as Cache
+    from apps.main.stem import StemLMTransformer, StemLMTransformerArgs
+    from lingua import stem_dist_utils
+    from lingua.transformer import Attention
+
+    stem_dist_utils.get_stem_model_parallel_world_size = lambda: 1  # else it asks a process group
+    heads = dict(n_kv_head=2, tie_head=False)
+    config = ModelConfig(**SHAPE, **heads, ffn="stem", stem_layers=layers, norm_eps=1e-5)  # its own
+    # None is its default, which our "all" should be.
+    numbers = None if layers == "all" else stem_layers(layers, config.n_layer)
+    args = StemLMTransformerArgs(**LINGUA_SHAPE, n_kv_heads=2, stem_layers=numbers)
+    model = StemLMTransformer(args)
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+
+    def decode(ids: Tensor) -> Tensor:
+        for each in attentions:
+            size = (*ids.shape, each.n_kv_heads, each.head_dim)
+            each.kv_cache = Cache(*size, torch.get_default_dtype(), ids.device)
+        logits, places = [], torch.arange(ids.shape[1])
+        for part, at in zip(steps(ids), steps(places[None]), strict=True):
+            mask = at[0, :, None] >= places  # [n, T], as its generate_next_token makes it
+            logits.append(model(part, tok_idx=at[0], mask=mask))
+        for each in attentions:
+            del each.kv_cache  # which it would go on to use
+        return torch.cat(logits, dim=1)
+
+    calls = (model, decode, lambda ids: model(ids[:, :-1].contiguous(), ids[:, 1:]))
+    return Original(title, config, model, 1, *calls)
+
+
+def clone(folder: Path, root: str, file: str, repository: str) -> str:
+    """Let Python import from `root` in a clone. Returns its commit, `-dirty` if files were changed.
+    UserError: `file` is not there."""
+    if not (folder / root / file).exists():
+        raise UserError(f"no {folder / root / file}: name a clone of github.com/{repository}")
+    sys.path.insert(0, str(folder / root))
+    said = ""
+    if (folder / ".git").exists():  # else it might be inside another repository
+        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+        with contextlib.suppress(OSError):
+            said = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return said or "unknown commit"
+
+
+# --- the command ---
+
+
+def report(builders: list[Callable[[], Original]]) -> None:
+    """Print the table. UserError: not everything is equal but for rounding."""
+    rows, beyond = {}, []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        for build in builders:
+            with Throughout():
+                try:
+                    original = build()
+                except ImportError as error:
+                    raise UserError(f"{error}; {FIX}") from None
+                differences = compare(counterpart(original), original)
+            for what, (largest, relative) in differences.items():
+                rows.setdefault((original.title, what), []).extend((largest, relative))
+                if not rounding(relative, dtype):
+                    beyond.append(f"{what} of {original.title} by {relative:.0e} in {dtype}")
+    torch.set_default_dtype(torch.float32)
+    print("| original | compared | largest difference, float32 | relative | float64 | relative |")
+    print("|---" * 6 + "|")
+    for key, found in rows.items():
+        print("|", " | ".join([*key, *(f"{n:.0e}" if n else "0" for n in found)]), "|")
+    if beyond:
+        raise UserError(f"{len(beyond)} of {2 * len(rows)} differ beyond rounding: {beyond[0]}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--llama", action="store_true", help="compare the dense model")
+    parser.add_argument("--embformer", type=Path, metavar="DIR", help="clone of the author's code")
+    parser.add_argument("--stem", type=Path, metavar="DIR", help="clone of the authors' code")
+    args = parser.parse_args()
+    sys.dont_write_bytecode = True  # into their folders
+    builders = []
+    if args.llama:
+        builders += [partial(llama, n_kv_head=4, tie_head=True)]
+        builders += [partial(llama, n_kv_head=2, tie_head=False)]
+    if args.embformer:
+        builders += [partial(embformer, args.embformer)]
+    if args.stem:
+        builders += [partial(stem, args.stem, layers) for layers in ("all", "third")]
+    if not builders:
+        parser.error("name at least one of --llama, --embformer DIR, --stem DIR")
+    report(builders)
+
+
+if __name__ == "__main__":
+    run(main)
