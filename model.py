@@ -311,6 +311,7 @@ class Decoder(nn.Module):
                 not chosen (baselines.py), and one row of each table.
             flops_per_token: of a forward pass, 2 per multiplied weight, plus attention over
                 block_size / 2 tokens, the mean under a causal mask.
+            flops_per_key: of that, attention to one token, in all layers.
         """
         config = self.config
         table = sum(weight.numel() for weight in self.tables.weight)
@@ -320,13 +321,14 @@ class Decoder(nn.Module):
         idle = sum(getattr(block.ffn, "idle", 0) for block in self.blocks)
         multiplied = sum(p.numel() for p in dense if p.dim() == 2) - wte - idle
         rows = len(self.tables.weight) * self.tables.width
-        attention = 4 * config.n_layer * config.n_embd * config.block_size // 2
+        attention = 4 * config.n_layer * config.n_embd  # q k, and its weight times v
         return {
             "total": backbone + table,
             "table": table,
             "backbone": backbone,
             "active": backbone - idle + rows - (wte - config.n_embd if wte else 0),
-            "flops_per_token": 2 * multiplied + attention,
+            "flops_per_token": 2 * multiplied + attention * config.block_size // 2,
+            "flops_per_key": attention,
         }
 
 

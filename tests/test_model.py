@@ -466,13 +466,14 @@ def test_total_size_is_the_sum_of_all_parameters():
 def test_sizes_equal_the_formulas(options, n_table, width, linear, norms, tied):
     embeddings = V * D if tied else 2 * V * D
     backbone = embeddings + linear + norms * D
-    attention = L * 4 * D * CONTEXT // 2  # q k^T and its product with v, half of it masked
+    attention = L * 4 * D  # q k and its weight times v, for each of CONTEXT / 2 keys
     assert Decoder(ModelConfig(**SIZED, **options)).sizes() == {
         "table": n_table * V * width,
         "backbone": backbone,
         "total": backbone + n_table * V * width,
         "active": backbone + n_table * width - (0 if tied else (V - 1) * D),
-        "flops_per_token": 2 * (linear + V * D) + attention,
+        "flops_per_token": 2 * (linear + V * D) + attention * CONTEXT // 2,
+        "flops_per_key": attention,
     }
 
 
