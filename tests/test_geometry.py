@@ -1,0 +1,72 @@
+"""analysis/geometry.py against loops over pairs, and a model that is run by hand."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from analysis.geometry import cosines, effective_rank, up_outputs, vectors
+from attention import rotary
+from config import ModelConfig
+from model import Decoder
+
+SHAPE = dict(vocab_size=20, block_size=8, n_layer=2, n_head=2, n_embd=16)
+
+
+def test_cosines_are_those_of_every_pair():
+    torch.manual_seed(0)
+    rows = torch.randn(7, 5)
+    pairs = [F.cosine_similarity(rows[i], rows[j], 0) for i in range(7) for j in range(i + 1, 7)]
+    torch.testing.assert_close(cosines(rows), torch.stack(pairs))
+
+
+def test_random_rows_are_as_orthogonal_as_theory_says():
+    torch.manual_seed(0)
+    size = cosines(torch.randn(500, 256)).abs().mean().item()
+    assert size == pytest.approx(math.sqrt(2 / (math.pi * 256)), rel=0.02)
+
+
+def test_effective_rank_counts_directions_whatever_their_length():
+    assert effective_rank(torch.eye(6) * torch.arange(1, 7)) == pytest.approx(6)
+    assert effective_rank(torch.ones(5, 9)) == pytest.approx(1)
+    a = math.pi / 3  # two vectors at 60 degrees: singular values are the roots of 1 +- cos
+    two = torch.tensor([[1.0, 0.0], [math.cos(a), math.sin(a)]])
+    big, small = math.sqrt(1.5), math.sqrt(0.5)
+    p, q = big / (big + small), small / (big + small)
+    expected = math.exp(-p * math.log(p) - q * math.log(q))
+    assert effective_rank(two) == pytest.approx(expected, rel=1e-6)
+
+
+def test_outputs_of_up_projections_by_token():
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(**SHAPE, ffn="dense")).eval()
+    windows = torch.randint(9, (40, 8))
+    windows[0, 0], windows[39, 7] = 15, 16  # tokens that occur once
+    tokens = torch.tensor([1, 4, 15, 16])
+    found = up_outputs(model, windows, tokens)
+    with torch.no_grad():
+        x, context = model.embed(windows), (*rotary(8, model.config, "cpu"), None, None)
+        for layer, block in enumerate(model.blocks):
+            x = x + block.attn(block.attn_norm(x), windows, *context)
+            y = block.ffn_norm(x) @ block.ffn.up.weight.T
+            x = x + block.ffn(block.ffn_norm(x), windows)
+            mean, one = (found[f"dense W_u x, {what}"][str(layer)] for what in ("mean", "one"))
+            for number, token in enumerate(tokens):
+                here = y[windows == token]  # [occurrences, d_ff], in the order of the text
+                torch.testing.assert_close(mean[number], here.mean(0), rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(one[number], here[0], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_shown_by_the_layer_that_reads_them():
+    tokens = torch.tensor([3, 7])
+    stem = Decoder(ModelConfig(**SHAPE, ffn="stem", stem_layers="1"))
+    found = vectors(stem, tokens[None], tokens)["STEM rows"]
+    assert list(found) == ["embedding", "1"]
+    assert torch.equal(found["embedding"], stem.wte.weight[0][tokens])
+    assert torch.equal(found["1"], stem.tables.weight[0][tokens])
+    model = Decoder(ModelConfig(**SHAPE, n_kv_head=1, ffn="embformer")).eval()
+    found = vectors(model, tokens[None], tokens)
+    parts = [found[f"Embformer {name}"]["1"] for name in "KVF"]
+    assert [each.shape[1] for each in parts] == [8, 8, 16]
+    assert torch.equal(torch.cat(parts, -1), model.tables.weight[1][tokens])
