@@ -27,7 +27,7 @@ from text.tokenizer import check_form
 from train import train
 from training.checkpoints import device_flag
 from training.records import plt, read_run
-from training.settings import complete
+from training.settings import PRESETS, complete
 
 # The kinds that are compared most often: flags of train.py.
 STEM = {
@@ -66,9 +66,12 @@ class Study:
         self.out_dir.mkdir(parents=True, exist_ok=True)
 
     def grid(self, kinds: dict[str, Flags], **more: Iterable) -> list[Flags]:
-        """All combinations of kinds and of the values of other flags."""
+        """All combinations of kinds and of the values of other flags. What is the default rate for
+        two cores is not named, so that a run belongs to all questions that want it."""
         values = itertools.product(kinds.values(), *more.values())
-        return [{**kind, **dict(zip(more, rest, strict=True))} for kind, *rest in values]
+        combined = [{**kind, **dict(zip(more, rest, strict=True))} for kind, *rest in values]
+        rate = ("learning_rate", PRESETS["countries"]["learning_rate"])
+        return [dict(item for item in flags.items() if item != rate) for flags in combined]
 
     def few(self, values: tuple) -> tuple:
         """Values to try; where all should be quick, the first."""
