@@ -13,7 +13,7 @@ def test_facts_differ_and_their_names_are_what_they_say():
         prompts, values, vocab_size = make_facts(400, names, seed=1)
         assert prompts.shape == (400, n_token + 1) and values.shape == (400,)
         assert len({tuple(row) for row in prompts.tolist()}) == 400
-        assert 0 <= values.min() and values.max() < VALUES <= prompts.min()
+        assert values.min() >= 0 and values.max() < VALUES <= prompts.min()
         assert prompts.max() < vocab_size
         # RELATIONS facts about each entity; a token of one's own, or syllables shared with others.
         entities = {tuple(row[:-1]) for row in prompts.tolist()}
