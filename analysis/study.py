@@ -78,10 +78,13 @@ class Study:
         return values[:1] if self.quick else values
 
     def folder(self, flags: Flags) -> Path:
-        """Where a run with these flags is, on --data_dir if they do not say otherwise."""
+        """Where a run with these flags is, on --data_dir if they do not say otherwise: one that
+        goes on with the model of another, in that one's folder."""
         data = Path(flags.get("data_dir", self.data_dir)).name
         named = (f"{k}={v}" for k, v in sorted(flags.items()) if k not in ("data_dir", "init_from"))
-        return self.out_dir / "runs" / ",".join([data, *named])
+        origin = flags.get("init_from")
+        above = Path(origin).parent if origin else self.out_dir / "runs"
+        return above / ",".join([data, *named])
 
     def trained(self, runs: list[Flags]) -> list[Path]:
         """Their folders, once all are trained: those that are not yet, `jobs` at a time. A run
@@ -91,9 +94,14 @@ class Study:
         todo = {self.folder(flags): flags for flags in runs}
         todo = {folder: flags for folder, flags in todo.items() if not finished(folder)}
         common = dict(data_dir=str(self.data_dir), device=self.device)
+
+        def quick(flags: Flags) -> Flags:  # a model that a run goes on with keeps its shape
+            shape = ("n_layer", "n_head", "n_embd") if "init_from" in flags else ()
+            return {k: v for k, v in QUICK.items() if self.quick and k not in shape}
+
         jobs = [
             (dict(out_dir=folder, resume=True) if (folder / "ckpt.pt").exists() else
-             {**common, **flags, **(QUICK if self.quick else {}), "out_dir": folder})
+             {**common, **flags, **quick(flags), "out_dir": folder})
             for folder, flags in todo.items()
         ]  # fmt: skip
         if self.jobs == 1 or len(jobs) < 2:

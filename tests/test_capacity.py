@@ -1,0 +1,58 @@
+"""Made-up facts, and how many of them a model recalls."""
+
+import numpy as np
+import torch
+
+from analysis import capacity
+from analysis.capacity import D_FF, KINDS, RELATIONS, SHAPE, VALUES, learn, make_facts, make_model
+from model import Decoder
+
+
+def test_facts_differ_and_their_names_are_what_they_say():
+    for names, n_token in (("two syllables", 2), ("one token", 1)):
+        prompts, values, vocab_size = make_facts(400, names, seed=1)
+        assert prompts.shape == (400, n_token + 1) and values.shape == (400,)
+        assert len({tuple(row) for row in prompts.tolist()}) == 400
+        assert values.min() >= 0 and values.max() < VALUES <= prompts.min()
+        assert prompts.max() < vocab_size
+        # RELATIONS facts about each entity; a token of one's own, or syllables shared with others.
+        entities = {tuple(row[:-1]) for row in prompts.tolist()}
+        assert len(entities) == 400 / RELATIONS
+        owners = [sum(token in name for name in entities) for token in {n[0] for n in entities}]
+        assert (max(owners) == 1) == (names == "one token")
+        again = make_facts(400, names, seed=1)
+        assert torch.equal(prompts, again[0]) and torch.equal(values, again[1])
+        assert not torch.equal(values, make_facts(400, names, seed=2)[1])
+
+
+def test_a_token_costs_what_the_dense_layers_cost_less_the_up_projections():
+    def flops(kind: str) -> int:
+        return make_model(KINDS[kind], 300, 3).sizes()["flops_per_token"]
+
+    up = 2 * SHAPE["n_embd"] * D_FF
+    assert flops("hash_moe") == flops("dense")
+    assert flops("dense") - flops("STEM, third") == up  # layer 1 of 0 to 3
+    assert flops("dense") - flops("STEM, half") == 2 * up
+    assert flops("dense") - flops("STEM, all") == 3 * up
+
+
+def test_every_fact_is_seen_as_often_and_recall_is_greedy_decoding(monkeypatch):
+    made, seen = [], torch.zeros(8, dtype=torch.int64)
+    prompts, values, _ = make_facts(8, "two syllables", seed=3)
+    plain = capacity.logits
+
+    def counting(model: Decoder, batch: torch.Tensor) -> torch.Tensor:
+        made.append(model)
+        if torch.is_grad_enabled():
+            seen.add_((batch[:, None] == prompts).all(-1).sum(0))
+        return plain(model, batch)
+
+    monkeypatch.setattr(capacity, "logits", counting)
+    figures = learn(KINDS["STEM, all"], "two syllables", 8, 3, 0.01, 60, 60, "cpu")
+    assert seen.tolist() == [60] * 8
+    assert figures["recall"] == 1
+    with torch.no_grad():  # as anybody would ask
+        logits = made[-1](prompts)[0][:, -1].numpy()  # [8, V]
+    assert np.array_equal(logits[:, :VALUES].argmax(-1), values)
+    # A model that has not learned is right by chance.
+    assert learn(KINDS["dense"], "two syllables", 800, 3, 1e-9, 1, 1, "cpu")["recall"] < 0.05

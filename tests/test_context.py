@@ -1,0 +1,76 @@
+"""Rows that a context reads, and needles in haystacks."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from analysis.context import active, distinct_tokens
+from analysis.needles import ASKED, KEYS, NEEDLES, VALUES, document, haystack, prose
+from analysis.study import STEM, Study
+from config import ModelConfig
+from model import Decoder
+from text import tokenizer
+
+
+def test_distinct_tokens_are_counted_one_by_one():
+    ids = np.random.default_rng(0).integers(50, size=300).astype(np.uint16)
+    assert distinct_tokens(ids, 300) == [len(set(ids.tolist()))]
+    counts = distinct_tokens(ids, 40, most=14)
+    assert counts == [len(set(ids[start : start + 40].tolist())) for start in range(0, 261, 20)]
+
+
+@pytest.mark.parametrize("kind", STEM)
+def test_parameters_of_a_context_are_those_that_get_a_gradient(kind):
+    config = ModelConfig(64, 16, n_layer=4, n_head=2, n_embd=8, d_ff=16, **STEM[kind])
+    model = Decoder(config)
+    ids = torch.tensor([[3, 9, 3, 60, 9, 9, 1, 2]])  # 5 distinct ones
+    model(ids, torch.tensor([[9, 3, 60, 9, 9, 1, 2, 5]]))[1].backward()
+    read = 0
+    for name, parameter in model.named_parameters():
+        by_row = name.startswith("tables.") or (name.startswith("wte.") and not config.tie_head)
+        read += 0 if by_row else parameter.numel()
+    for tables in {model.tables, model.wte} if not config.tie_head else {model.tables}:
+        if len(tables.weight):
+            rows, gradients = tables.gradients()
+            assert rows.tolist() == [1, 2, 3, 9, 60]
+            read += sum(gradient.numel() for gradient in gradients)
+    assert active(config, 5) == read
+
+
+def test_a_document_repeats_its_needles():
+    text = document(random.Random(0), prose(held_out=False), n_piece=5)
+    told = re.findall(r" Call (\w+) (\w+)\.", text)
+    assert len(told) == NEEDLES * (1 + ASKED)
+    pairs = dict(told)
+    assert len(pairs) == len(set(pairs.values())) == NEEDLES
+    assert all(pairs[key] == value and key in KEYS and value in VALUES for key, value in told)
+    assert len(text.split()) == 5 * 8 + 3 * len(told)
+    assert not set(prose(held_out=True)[100:200]) & set(prose(held_out=False)[100:200])
+
+
+def test_a_haystack_has_its_length_and_the_needle_at_its_depth():
+    encoding = tokenizer.train(prose(held_out=False)[:200], 300)
+    ids = encoding.encode_ordinary("".join(prose(held_out=True)[:2000]))
+    for seed in range(20):
+        rng = random.Random(seed)
+        depth = rng.random()
+        prompt, answer = haystack(rng, encoding, ids, 700, depth)
+        assert len(prompt) == 700 and prompt[0] == encoding.eot_token
+        text = encoding.decode(prompt[1:])
+        told, key = dict(re.findall(r" Call (\w+) (\w+)\.", text)), text.split()[-1]
+        assert text.endswith(f" Call {key}") and text.count(f" Call {key} ") == 1
+        assert len(told) == NEEDLES
+        assert encoding.encode_ordinary(f" {told[key]}")[0] == answer
+        before = encoding.encode_ordinary(text[: text.index(f" Call {key} {told[key]}.")])
+        assert abs(len(before) / 700 - depth) < 0.2  # other needles, which stand anywhere, count
+
+
+def test_a_run_that_goes_on_is_in_the_folder_of_the_first(tmp_path):
+    study = Study(out_dir=tmp_path)
+    flags = [dict(stage="context", init_from=tmp_path / of / "ckpt.pt", seed=1) for of in "ab"]
+    first, second = map(study.folder, flags)
+    assert first.parent == tmp_path / "a" and second.parent == tmp_path / "b"
+    assert first.name == second.name
