@@ -138,12 +138,11 @@ def drawn(sizes: tuple[int, ...], curves: dict[tuple[str, str], np.ndarray]) -> 
     """Recall over the number of facts, a panel for each sort of names."""
     figure, panels = plt.subplots(1, len(NAMES), figsize=(10, 4), sharey=True, layout="constrained")
     for panel, (names, kinds) in zip(panels, NAMES.items(), strict=True):
-        for number, kind in enumerate(kinds):
-            recalls = curves[names, kind]  # [sizes, seeds]
-            panel.plot(sizes, recalls.mean(1), color=f"C{number}", marker=".", label=kind)
-            panel.fill_between(
-                sizes, recalls.min(1), recalls.max(1), color=f"C{number}", alpha=0.2, linewidth=0
-            )
+        for kind in kinds:
+            recalls, color = curves[names, kind], f"C{list(KINDS).index(kind)}"  # [sizes, seeds]
+            panel.plot(sizes, recalls.mean(1), color=color, marker=".", label=kind)
+            band = recalls.min(1), recalls.max(1)
+            panel.fill_between(sizes, *band, color=color, alpha=0.2, linewidth=0)
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, [f"{n:,}" for n in sizes])
         panel.set(title=f"names: {names}", xlabel="facts", ylim=(0, 1.02))
