@@ -77,4 +77,4 @@ def distinct_rows(study: Study, axes: plt.Axes) -> None:
     axes.set_xticks(contexts, [f"{n:,}" for n in contexts])
     axes.set(xlabel="tokens in the context", ylabel="million parameters read", ylim=0)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(ncols=len(STEM), fontsize=8)

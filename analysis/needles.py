@@ -1,12 +1,13 @@
-"""A needle in a haystack: sentences as " Call Anna tiger." stand in prose, a novel's, and models
-learn to repeat them, first in short documents, then (`--stage context`) in longer ones. They are
-asked at the end of prose that they never saw for a needle at a known depth, in contexts up to four
-times as long as those of the second stage. In each haystack there are as many needles as in a
-document to learn from: who chooses any value that was seen is right once in six times.
+"""A needle in a haystack: a sentence as " Call Anna tiger." stands in prose, a novel's, and models
+learn to complete it when it comes again: first in short documents, where that happens often, then
+(`--stage context`) in longer ones. They are asked at the end of prose that they never saw, in
+contexts up to four times as long as those of the second stage, by how deep the sentence stands.
 
 Beyond the length that was trained, positions are once as they were, and once slowed down as
-`--stage context` does it (rope_base by the growth in length): both are shown. Deliberately simple:
-keys and values are words of one token, and there is one form of sentence.
+`--stage context` does it (rope_base by the growth in length): both are shown. Deliberately simple,
+as models are that learn this in minutes: one needle, whose value is one of 32 words, so to find the
+one that was told is enough. Of several needles with different keys, models of this size learn in
+that time to name one that was told, but not which.
 """
 
 import json
@@ -36,14 +37,14 @@ VALUES = (
     "yellow zipper bridge castle dragon engine"
 )
 KEYS, VALUES = KEYS.split(), VALUES.split()
-NEEDLES, ASKED = 6, 4  # in a document to learn from; how often each comes again behind its place
-DEPTHS = 5  # parts of a haystack, in each of which a needle is asked for
+DEPTHS = 5  # parts of a haystack, in each of which needles are asked for
 
 
 @dataclass
 class Scale:
     documents: tuple[int, int]  # to learn from: short ones, long ones
     pieces: tuple[int, int]  # of prose, in a short and in a long one
+    asked: tuple[int, int]  # how often the needle comes again in it
     short: Flags  # training on short documents
     long: Flags  # the second stage
     haystacks: int  # of each depth and length
@@ -51,17 +52,19 @@ class Scale:
 
 FULL = Scale(
     documents=(30_000, 5000),
-    pieces=(1, 30),
+    pieces=(6, 36),
+    asked=(8, 2),
     short=dict(
         n_layer=3, n_head=4, n_embd=64, block_size=128, doc_mask=True,
-        batch_size=32, max_iters=1500, eval_interval=750, learning_rate=5e-3,
+        batch_size=16, max_iters=1500, eval_interval=750, learning_rate=5e-3,
     ),
     long=dict(block_size=512, batch_size=8, max_iters=400, eval_interval=200, learning_rate=1e-3),
     haystacks=40,
 )  # fmt: skip
 QUICK = Scale(
     documents=(100, 50),
-    pieces=(1, 8),
+    pieces=(2, 8),
+    asked=(4, 2),
     short=dict(block_size=64, batch_size=2),
     long=dict(block_size=256, batch_size=2),
     haystacks=1,
@@ -82,27 +85,26 @@ def prose(held_out: bool) -> list[str]:
     return ["".join(f" {word}" for word in words[at : at + 8]) for at in range(0, len(words), 8)]
 
 
-def document(rng: random.Random, pieces: list[str], n_piece: int) -> str:
-    """Prose with NEEDLES among its pieces, each of which comes again ASKED times."""
+def document(rng: random.Random, n_piece: int, asked: int) -> str:
+    """Pieces of prose, a needle among them, and `asked` times behind it the same sentence."""
+    pieces, told = prose(held_out=False), rng.random()
+    sentence = needle(rng.choice(KEYS), rng.choice(VALUES))
     start = rng.randrange(len(pieces) - n_piece)
     parts = [(rng.random(), piece) for piece in pieces[start : start + n_piece]]
-    for key, value in zip(rng.sample(KEYS, NEEDLES), rng.sample(VALUES, NEEDLES), strict=True):
-        told = rng.random()
-        places = [told, *(rng.uniform(told, 1) for _ in range(ASKED))]
-        parts += [(place, needle(key, value)) for place in places]
+    parts += [(place, sentence) for place in (told, *(rng.uniform(told, 1) for _ in range(asked)))]
     return "".join(text for _, text in sorted(parts))
 
 
 def corpora(out_dir: Path, scale: Scale) -> list[str]:
     """Folders of short and long documents, prepared if they are not yet."""
     folders, encoding = [out_dir / "needles-short", out_dir / "needles-long"], None
-    for folder, n_document, n_piece in zip(folders, scale.documents, scale.pieces, strict=True):
+    stages = zip(folders, scale.documents, scale.pieces, scale.asked, strict=True)
+    for folder, n_document, *parts in stages:
         if not (folder / "meta.json").exists():
             rng, written = random.Random(folder.name), folder.with_suffix(".jsonl")
             with open(written, "w", encoding="utf-8") as file:
                 for _ in range(n_document):
-                    text = document(rng, prose(held_out=False), n_piece)
-                    file.write(json.dumps(dict(text=text)) + "\n")
+                    file.write(json.dumps(dict(text=document(rng, *parts))) + "\n")
             given = dict(input=[written], out_dir=folder, vocab_size=1024, val_fraction=0.05)
             prepare.prepare_files(prepare.Settings(**given), [written], "text", encoding)
         encoding = read_tokenizer(folder, read_meta(folder))  # of the short ones for both
@@ -130,21 +132,16 @@ def runs(study: Study, scale: Scale) -> dict[str, list[Path]]:
 def haystack(
     rng: random.Random, encoding: tiktoken.Encoding, ids: list[int], length: int, depth: float
 ) -> tuple[list[int], int]:
-    """A prompt of `length` tokens whose prose comes from `ids`, and the first token of its answer:
-    the value of the needle at `depth` (0: the beginning, 1: the end); others are anywhere."""
-    keys, values = rng.sample(KEYS, NEEDLES), rng.sample(VALUES, NEEDLES)
-    told = [encoding.encode_ordinary(needle(*pair)) for pair in zip(keys, values, strict=True)]
-    question = encoding.encode_ordinary(f" Call {keys[0]}")
-    n_prose = length - 1 - sum(map(len, told)) - len(question)
+    """A prompt of `length` tokens, the question at its end, and the first token of the answer. The
+    prose is from `ids`, with a needle at `depth` (0: the beginning, 1: the end)."""
+    key, value = rng.choice(KEYS), rng.choice(VALUES)
+    told = encoding.encode_ordinary(needle(key, value))
+    question = encoding.encode_ordinary(f" Call {key}")
+    n_prose = length - 1 - len(told) - len(question)
     start = rng.randrange(len(ids) - n_prose)
-    depths = [depth, *(rng.random() for _ in keys[1:])]
-    prompt, at = [encoding.eot_token], 0
-    for place, sentence in sorted(zip(depths, told, strict=True)):
-        end = round(place * n_prose)
-        prompt += ids[start + at : start + end] + sentence
-        at = end
-    prompt += ids[start + at : start + n_prose] + question
-    return prompt, encoding.encode_ordinary(f" {values[0]}")[0]
+    at = start + round(depth * n_prose)
+    prompt = [encoding.eot_token, *ids[start:at], *told, *ids[at : start + n_prose], *question]
+    return prompt, encoding.encode_ordinary(f" {value}")[0]
 
 
 @torch.inference_mode()
@@ -195,7 +192,7 @@ def haystacks(study: Study, panels: np.ndarray) -> None:
                 row["at the worst depth"] = spread(".1%", shares[:, i].min(0).tolist())
                 rows.append(row)
         means = shares.mean(-1)  # [depths, lengths]
-        axes.imshow(means, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axes.imshow(means, vmin=0, vmax=1, cmap="Greens", aspect="auto")
         for (depth, i), share in np.ndenumerate(means):
             axes.text(i, depth, f"{share:.0%}", ha="center", va="center", fontsize=7)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
@@ -203,5 +200,5 @@ def haystacks(study: Study, panels: np.ndarray) -> None:
         axes.set_xlabel("tokens")
     panels[0].set_yticks(range(DEPTHS), [f"{(k + 0.5) / DEPTHS:.0%}" for k in range(DEPTHS)])
     panels[0].set_ylabel("depth of the needle")
-    print(f"Needles found; choosing any of those seen finds {1 / NEEDLES:.1%}:\n")
+    print(f"Needles found; choosing any of the {len(VALUES)} values finds {1 / len(VALUES):.1%}:\n")
     print(markdown(rows))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from analysis.context import active, distinct_tokens
-from analysis.needles import ASKED, KEYS, NEEDLES, VALUES, document, haystack, prose
+from analysis.needles import KEYS, VALUES, document, haystack, prose
 from analysis.study import STEM, Study
 from config import ModelConfig
 from model import Decoder
@@ -40,15 +40,13 @@ def test_parameters_of_a_context_are_those_that_get_a_gradient(kind):
     assert active(config, 5) == read
 
 
-def test_a_document_repeats_its_needles():
-    text = document(random.Random(0), prose(held_out=False), n_piece=5)
+def test_a_document_repeats_its_needle():
+    text = document(random.Random(0), n_piece=5, asked=3)
     told = re.findall(r" Call (\w+) (\w+)\.", text)
-    assert len(told) == NEEDLES * (1 + ASKED)
-    pairs = dict(told)
-    assert len(pairs) == len(set(pairs.values())) == NEEDLES
-    assert all(pairs[key] == value and key in KEYS and value in VALUES for key, value in told)
-    assert len(text.split()) == 5 * 8 + 3 * len(told)
-    assert not set(prose(held_out=True)[100:200]) & set(prose(held_out=False)[100:200])
+    assert len(told) == 1 + 3 and len(set(told)) == 1
+    assert told[0][0] in KEYS and told[0][1] in VALUES
+    assert len(text.split()) == 5 * 8 + 4 * 3
+    assert not set(prose(held_out=True)[100:200]) & set(prose(held_out=False))
 
 
 def test_a_haystack_has_its_length_and_the_needle_at_its_depth():
@@ -59,13 +57,13 @@ def test_a_haystack_has_its_length_and_the_needle_at_its_depth():
         depth = rng.random()
         prompt, answer = haystack(rng, encoding, ids, 700, depth)
         assert len(prompt) == 700 and prompt[0] == encoding.eot_token
-        text = encoding.decode(prompt[1:])
-        told, key = dict(re.findall(r" Call (\w+) (\w+)\.", text)), text.split()[-1]
-        assert text.endswith(f" Call {key}") and text.count(f" Call {key} ") == 1
-        assert len(told) == NEEDLES
-        assert encoding.encode_ordinary(f" {told[key]}")[0] == answer
-        before = encoding.encode_ordinary(text[: text.index(f" Call {key} {told[key]}.")])
-        assert abs(len(before) / 700 - depth) < 0.2  # other needles, which stand anywhere, count
+        ((key, value),) = re.findall(r" Call (\w+) (\w+)\.", encoding.decode(prompt))
+        told = encoding.encode_ordinary(f" Call {key} {value}.")
+        asked = encoding.encode_ordinary(f" Call {key}")
+        assert prompt[-len(asked) :] == asked
+        assert answer == encoding.encode_ordinary(f" {value}")[0]
+        (place,) = (at for at in range(700) if prompt[at : at + len(told)] == told)
+        assert place == 1 + round(depth * (700 - 1 - len(told) - len(asked)))
 
 
 def test_a_run_that_goes_on_is_in_the_folder_of_the_first(tmp_path):
