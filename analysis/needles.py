@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 import prepare
+from analysis.runs import searched
 from analysis.study import STEM, Flags, Study, spread
 from training.batches import read_meta, read_tokenizer
 from training.checkpoints import load_model
@@ -51,14 +52,14 @@ class Scale:
 
 
 FULL = Scale(
-    documents=(30_000, 5000),
+    documents=(30_000, 7000),
     pieces=(6, 36),
     asked=(8, 2),
     short=dict(
         n_layer=3, n_head=4, n_embd=64, block_size=128, doc_mask=True,
-        batch_size=16, max_iters=1500, eval_interval=750, learning_rate=5e-3,
+        batch_size=16, max_iters=1500, eval_interval=750,
     ),
-    long=dict(block_size=512, batch_size=8, max_iters=400, eval_interval=200, learning_rate=1e-3),
+    long=dict(block_size=512, batch_size=8, max_iters=800, eval_interval=400, learning_rate=1e-3),
     haystacks=40,
 )  # fmt: skip
 QUICK = Scale(
@@ -112,9 +113,11 @@ def corpora(out_dir: Path, scale: Scale) -> list[str]:
 
 
 def runs(study: Study, scale: Scale) -> dict[str, list[Path]]:
-    """Runs of the second stage of each kind, one for each seed."""
+    """Runs of the second stage of each kind, one for each seed, after the first at its best rate."""
     short, long = corpora(study.out_dir, scale)
     flags = {name: {**kind, **scale.short, "data_dir": short} for name, kind in KINDS.items()}
+    rates = searched(study, flags)
+    flags = {name: {**kind, "learning_rate": rates[name]} for name, kind in flags.items()}
     study.trained(study.grid(flags, seed=study.numbers))  # at once: many at a time
     further = {**scale.long, "stage": "context", "data_dir": long}
     second = {
