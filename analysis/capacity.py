@@ -121,10 +121,15 @@ def capacity(study: Study) -> None:
         bits = recalls * np.array(sizes)[:, None] * log2(VALUES)  # [sizes, seeds]
         best = bits[bits.mean(1).argmax()]
         row = {"names": names, "layers": kind, "kFLOP of a token": f"{flops / 1e3:.1f}"}
-        row |= {"parameters": f"{model_sizes['total'] / 1e3:,.0f} k", "rate": f"{rate:g}"}
+        row |= {
+            f"parameters for {sizes[-1]:,}": f"{model_sizes['total'] / 1e3:,.0f} k",
+            "rate": f"{rate:g}",
+        }
         row |= {f"{n:,} facts": spread(".1%", each) for n, each in zip(sizes, recalls, strict=True)}
         row |= {"most kbit recalled": spread(".1f", best / 1e3)}
-        row |= {"bits per parameter": f"{best.mean() / model_sizes['total']:.2f}"}
+        row |= {
+            f"bits per parameter, {sizes[-1]:,}": f"{bits[-1].mean() / model_sizes['total']:.2f}"
+        }
         longer = f"{compared:,} facts, {LONGER} times the passes"
         row[longer] = ""
         if kind in ("dense", "STEM, all"):
