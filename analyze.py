@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, help="of runs: output folders of train.py")
     parser.add_argument("--plot", type=Path, help="of runs: picture of the loss (loss.png)")
     add_flags(parser, Study)
-    given = vars(parser.parse_args())
+    given = vars(parser.parse_intermixed_args())  # folders before and behind flags
     what, folders, plot = (given.pop(name) for name in ("what", "folders", "plot"))
     if what == "runs":
         if not folders or given:

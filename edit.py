@@ -15,6 +15,7 @@ has Germany's rows under Spain's id instead, and keeps Spain's, for --undo.
 
 import itertools
 import json
+import random
 import re
 import textwrap
 from collections import namedtuple
@@ -279,7 +280,27 @@ def successes(
     return hits
 
 
-def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
+def some(pairs: list[tuple], most: int | None) -> list[tuple]:
+    """At most so many of them, random ones, but always the same."""
+    return random.Random(0).sample(pairs, most) if most and most < len(pairs) else pairs
+
+
+def report(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+    """All figures of edits; `model.tables` are MeanRows. most: look at so many pairs of each sort;
+    None: at all.
+
+    Returns:
+        those of `report_pairs`; as `lengths` those of `report_lengths`, as `injected` those of
+        `report_injected`.
+    """
+    return {
+        **report_pairs(model, encoding, most),
+        "lengths": report_lengths(model, encoding, most),
+        "injected": report_injected(model, encoding, most),
+    }
+
+
+def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
     """Edit every country into every other, for countries whose name is a single token.
 
     Pairs that share the fact (Spanish for Peru and Chile) could not fail and are left out.
@@ -295,6 +316,7 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     for relation in ("capital", "language", "region"):
         single = [one for one in openings(encoding, relation) if one.length == 1]
         pairs = [(a, b) for a, b in itertools.permutations(single, 2) if a.answer != b.answer]
+        pairs = some(pairs, most)
         if not pairs:
             raise UserError(
                 "--report needs a model of the countries corpus: this tokenizer has too few "
@@ -320,17 +342,17 @@ def report(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     }
 
 
-def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
+def report_lengths(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
     """Edit countries whose names have several tokens, or read the rows of one that has: for names
     of equal length, longer sources and longer targets the number of pairs, and for each way of
-    ALIGN the share of them where the target's capital is the greedy answer. `model.tables` are
-    MeanRows."""
+    ALIGN the share of them where the target's capital is the greedy answer."""
     kinds = {"equal length": [], "longer source": [], "longer target": []}
     for source, target in itertools.permutations(openings(encoding, "capital"), 2):
         a, b = source.length, target.length
         kind = "equal length" if a == b else "longer source" if a > b else "longer target"
         if source.answer != target.answer and a + b > 2:
             kinds[kind].append((source, target))
+    kinds = {kind: some(pairs, most) for kind, pairs in kinds.items()}
     result = {kind: {"pairs": len(pairs)} for kind, pairs in kinds.items()}
     for (kind, pairs), align in itertools.product(kinds.items(), ALIGN):
         hits = successes(model, encoding, pairs, align)
@@ -338,14 +360,17 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding) -> dict:
     return result
 
 
-def report_injected(model: Decoder, encoding: tiktoken.Encoding) -> dict[str, float]:
+def report_injected(
+    model: Decoder, encoding: tiktoken.Encoding, most: int | None = None
+) -> dict[str, float]:
     """Give names that no country has the rows of every country: for each relation the share of
     pairs where the country's fact is the greedy answer about the name."""
     made_up = [replace(countries.table()[0], name=name) for name in INVENTED]
     shares = {}
     for relation in ("capital", "language", "region"):
         names, known = openings(encoding, relation, made_up), openings(encoding, relation)
-        shares[relation] = fmean(successes(model, encoding, list(itertools.product(names, known))))
+        pairs = some(list(itertools.product(names, known)), most)
+        shares[relation] = fmean(successes(model, encoding, pairs))
     return shares
 
 
@@ -368,12 +393,10 @@ def main() -> None:
     print(f"{'relation':<12}{'recall':>10}{'success':>10}{'unchanged':>12}")
     for name, row in [*result["relations"].items(), ("overall", result)]:
         print(f"{name:<12}{row['recall']:>10.1%}{row['success']:>10.1%}{row['unchanged']:>12.1%}")
-    result["lengths"] = report_lengths(model, encoding)
     print("\n" + f"{'capital':<16}{'pairs':>8}" + "".join(f"{align:>10}" for align in ALIGN))
     for kind, row in result["lengths"].items():
         shares = (f"{row[align]:>10.1%}" if row["pairs"] else f"{'-':>10}" for align in ALIGN)
         print(f"{kind:<16}{row['pairs']:>8,}" + "".join(shares))
-    result["injected"] = report_injected(model, encoding)
     shares = ", ".join(f"{name} {share:.1%}" for name, share in result["injected"].items())
     print(f"\n{len(INVENTED)} made-up names that read a country's rows: {shares}")
     path = args.ckpt.with_name("edit_report.json")

@@ -17,11 +17,15 @@ And leaks, in a context that goes on with another document after a paragraph abo
 
 Deliberately simple: one relation, names of one token, one document behind the edited one. All
 relations of the source change with its rows, as they should, and are no leak.
+
+Then `edit.py --report`, with random pairs for all: names of different length in each way of
+`--align`, and made-up names that read a country's rows ("knowledge injection").
 """
 
 import itertools
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +36,7 @@ from tqdm import tqdm
 
 from analysis.study import STEM, Study, spread
 from common import UserError
-from edit import Asked, edited_ids, openings
+from edit import ALIGN, Asked, MeanRows, edited_ids, openings, report
 from model import Decoder
 from tables.tables import Tables
 from text import countries
@@ -163,7 +167,37 @@ def edits(study: Study) -> None:
             row |= {what: spread(".1%", (run[name][what] for run in runs)) for what in MEASURES}
             table.append(row)
         print(markdown(table) + "\n")
+    print(names(study, 32 if study.quick else 2000))
     study.picture("edits", draw(found))
+
+
+def names(study: Study, most: int) -> str:
+    """What `edit.py --report` finds in at most so many pairs of each sort."""
+    kept, table = study.keep("edits"), []
+    for kind in ("STEM, third", "STEM, all"):
+
+        def find(folder: Path) -> dict:
+            model, encoding, _ = load_model(folder / "ckpt.pt", study.on)
+            model.tables = MeanRows(model.tables)
+            return report(model, encoding, most)
+
+        folders = study.trained(study.grid({kind: STEM[kind]}, seed=study.numbers))
+        bar = tqdm(folders, f"reports, {kind}", unit="run", delay=3)
+        runs = [kept(f"report {folder.name}", partial(find, folder)) for folder in bar]
+        row = {"tables in": kind, "names": "one token"}
+        row |= {
+            title: spread(".1%", (run[title] for run in runs)) for title in ("recall", "success")
+        }
+        row |= dict.fromkeys(ALIGN, "")
+        table.append(row)
+        for length in runs[0]["lengths"]:
+            shares = {how: (run["lengths"][length][how] for run in runs) for how in ALIGN}
+            row = {"tables in": kind, "names": length, "recall": "", "success": ""}
+            table.append(row | {how: spread(".1%", share) for how, share in shares.items()})
+        injected = [float(np.mean(list(run["injected"].values()))) for run in runs]
+        row = dict.fromkeys(row, "") | {"tables in": kind, "names": "made up"}
+        table.append(row | {"success": spread(".1%", injected)})
+    return markdown(table) + "\n"
 
 
 def draw(found: dict[str, list[dict]]) -> plt.Figure:

@@ -15,7 +15,6 @@ Steps whose loss stands out (`spikes`) and the norm of gradients, at rising lear
 
 import itertools
 import math
-import random
 import statistics
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import torch
 
 from analysis.study import BASELINES, STEM, Flags, Study, spread
 from common import UserError
-from edit import MeanRows, openings, successes
+from edit import MeanRows, report_pairs
 from training.checkpoints import load_model
 from training.records import grouped, markdown, plot, plt, read_run
 
@@ -179,15 +178,12 @@ def settings(study: Study) -> None:
     study.picture("settings", figure)
 
 
-def edits_that_succeed(folder: Path, device: torch.device, n_pair: int = 2000) -> float:
-    """Share of random pairs of countries, whose names are one token, in which the capital is the
+def edits_that_succeed(folder: Path, device: torch.device, most: int = 2000) -> float:
+    """Share of so many random pairs of countries, for each relation, in which the fact is the
     target's after the edit."""
     model, encoding, _ = load_model(folder / "ckpt.pt", device)
     model.tables = MeanRows(model.tables)
-    single = [one for one in openings(encoding, "capital") if one.length == 1]
-    pairs = [(a, b) for a, b in itertools.permutations(single, 2) if a.answer != b.answer]
-    pairs = random.Random(0).sample(pairs, min(n_pair, len(pairs)))
-    return statistics.fmean(successes(model, encoding, pairs))
+    return report_pairs(model, encoding, most)["success"]
 
 
 def stability(study: Study) -> None:

@@ -351,13 +351,13 @@ def test_report_needs_countries_that_differ_in_every_relation(untrained, monkeyp
     asia = [country for country in six if country.name in ("Japan", "Oman")]
     monkeypatch.setattr(countries, "table", lambda: asia)
     with pytest.raises(UserError, match=r"too few country names .*\((Oman, Japan|Japan, Oman)\)"):
-        edit.report(model, encoding)
+        edit.report_pairs(model, encoding)
 
 
 def test_report_of_a_model_that_knows_nothing(untrained, monkeypatch):
     six, model, encoding = untrained
     monkeypatch.setattr(countries, "table", lambda: six)
-    result = edit.report(model, encoding)
+    result = edit.report_pairs(model, encoding)
     assert result["countries"] == 6
     assert result["pairs"]["capital"] == 30
     assert result["pairs"]["region"] == 30 - 2  # Japan and Oman share Asia and are left out
@@ -431,7 +431,7 @@ def test_report_notices_an_edit_that_touches_other_prompts(untrained, monkeypatc
     six, model, encoding = untrained
     monkeypatch.setattr(countries, "table", lambda: six)
     monkeypatch.setattr(edit, "edited_ids", lambda encoding, ids, *names: ids[::-1])
-    assert edit.report(model, encoding)["unchanged"] == 0.0
+    assert edit.report_pairs(model, encoding)["unchanged"] == 0.0
 
 
 def test_report_counts_what_a_perfect_editor_would_do(untrained, monkeypatch):
@@ -469,7 +469,7 @@ def test_report_counts_what_a_perfect_editor_would_do(untrained, monkeypatch):
                     logits[row, start + n, token] = 1.0
             return logits, None
 
-    result = edit.report(Oracle(), encoding)
+    result = edit.report_pairs(Oracle(), encoding)
     assert result["recall"] == result["success"] == 1.0
 
 
