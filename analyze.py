@@ -24,7 +24,6 @@ from analysis.context import context
 from analysis.costs import costs
 from analysis.edits import edits
 from analysis.geometry import geometry
-
 from analysis.runs import kinds, runs, settings, stability
 from analysis.study import Study
 from common import UserError, add_flags, make_parser, run
