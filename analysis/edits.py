@@ -195,7 +195,7 @@ def names(study: Study, most: int) -> str:
             row = {"tables in": kind, "names": length, "recall": "", "success": ""}
             table.append(row | {how: spread(".1%", share) for how, share in shares.items()})
         injected = [float(np.mean(list(run["injected"].values()))) for run in runs]
-        row = dict.fromkeys(row, "") | {"tables in": kind, "names": "made up"}
+        row = dict.fromkeys(table[0], "") | {"tables in": kind, "names": "made up"}
         table.append(row | {"success": spread(".1%", injected)})
     return markdown(table) + "\n"
 

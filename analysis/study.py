@@ -38,7 +38,7 @@ STEM = {
     "Embformer": dict(ffn="embformer"),
 }
 BASELINES = {name: dict(ffn=name) for name in ("moe", "hash_moe", "pkm", "deepembed", "ple")}
-QUICK = dict(n_layer=3, n_head=2, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=2048)
+QUICK = dict(n_layer=3, n_head=2, n_embd=16, max_iters=4, eval_interval=4, eval_tokens=2048)
 Flags = dict[str, Any]
 
 

@@ -247,7 +247,7 @@ def test_training_on_the_countries_and_editing(kind, corpus, tmp_path, monkeypat
     flags += ("--eval_tokens", 1024, "--n_layer", 2, "--device", "cpu")
     run(monkeypatch, train, *flags)
     said = capsys.readouterr().out
-    assert f"{kind} model, 2 layers x 192" in said
+    assert f"{kind} model, 2 layers x 128" in said
     assert ("train balance 0.0" in said) == (kind == "moe")  # two routers' 0.01 and a little
     flags = ("--ckpt", tmp_path / "ckpt.pt", "--source", "Spain", "--target", "Germany")
     if kind in TABLES:

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import edit
+import sample
 from common import UserError
 from model import Decoder, ModelConfig
 from tables.memory import RamHome
@@ -35,10 +36,12 @@ def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
         assert "tok/s" in done.stderr
 
 
-def test_samples_depend_on_the_seed_alone(trained, tmp_path):
+def test_samples_depend_on_the_seed_alone(trained, monkeypatch, capsys):
     def text(*flags):
         flags = ("--ckpt", trained["stem"] / "ckpt.pt", "--max_new_tokens", 40, *flags)
-        return command("sample.py", *flags, cwd=tmp_path).stdout
+        monkeypatch.setattr("sys.argv", ["sample.py", *map(str, flags)])
+        sample.main()
+        return capsys.readouterr().out
 
     one = text("--seed", 5, "--top_k", 50, "--top_p", 0.95)
     assert text("--seed", 5, "--top_k", 50, "--top_p", 0.95) == one
