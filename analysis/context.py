@@ -14,9 +14,8 @@ beside STEM, asked for sentences planted in prose, by depth and length.
 
 import numpy as np
 
-import prepare
 from analysis.needles import KINDS, haystacks
-from analysis.study import STEM, Study
+from analysis.study import STEM, Study, ready
 from config import ModelConfig
 from model import Decoder
 from training.batches import open_tokens, read_meta
@@ -55,10 +54,8 @@ def active(config: ModelConfig, n_token: int) -> int:
 def distinct_rows(study: Study, axes: plt.Axes) -> None:
     """Table and curves of the first measurement: on the novel; where it should be quick, on
     --data_dir."""
-    folder = study.data_dir if study.quick else study.out_dir / "moby-dick"
-    if not (folder / "meta.json").exists():
-        settings = prepare.Settings(dataset="moby-dick", out_dir=folder)
-        prepare.prepare_files(settings, [prepare.MOBY_DICK], "text")
+    folder = study.data_dir if study.quick else study.data_dir.with_name("moby-dick")
+    ready(folder)
     meta = read_meta(folder)
     ids = open_tokens(folder, "train", meta)
     contexts = [n for n in (QUICK if study.quick else CONTEXTS) if n <= len(ids)]

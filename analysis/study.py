@@ -128,8 +128,13 @@ class Study:
 
 def ready(folder: Path) -> None:
     """Prepare the corpus that a folder is named after, if it is not there and needs no network."""
-    if not (folder / "meta.json").exists() and folder.name in prepare.CORPORA:
-        prepare.prepare_corpus(prepare.Settings(dataset=folder.name, out_dir=folder))
+    if (folder / "meta.json").exists():
+        return
+    settings = prepare.Settings(dataset=folder.name, out_dir=folder)
+    if folder.name == "moby-dick":
+        prepare.prepare_files(settings, [prepare.MOBY_DICK], "text")
+    elif folder.name == "countries":
+        prepare.prepare_corpus(settings)
 
 
 def finished(folder: Path) -> bool:
