@@ -64,6 +64,7 @@ class Study:
         if self.quick:
             self.out_dir, self.numbers = self.out_dir / "quick", self.numbers[:1]
         self.out_dir.mkdir(parents=True, exist_ok=True)
+        ready(self.data_dir)
 
     def grid(self, kinds: dict[str, Flags], **more: Iterable) -> list[Flags]:
         """All combinations of kinds and of the values of other flags. What is the default rate for

@@ -67,7 +67,7 @@ def test_a_haystack_has_its_length_and_the_needle_at_its_depth():
 
 
 def test_a_run_that_goes_on_is_in_the_folder_of_the_first(tmp_path):
-    study = Study(out_dir=tmp_path)
+    study = Study(out_dir=tmp_path, data_dir=tmp_path)
     flags = [dict(stage="context", init_from=tmp_path / of / "ckpt.pt", seed=1) for of in "ab"]
     first, second = map(study.folder, flags)
     assert first.parent == tmp_path / "a" and second.parent == tmp_path / "b"
