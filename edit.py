@@ -270,7 +270,7 @@ def successes(
     """For each pair of source and target: does the model, asked about the source, greedily answer
     with the target's fact after the edit?"""
     hits, parts = [], list(groups(encoding, pairs))
-    for sources, targets in tqdm(parts, desc=f"success, {align}", leave=False):
+    for sources, targets in tqdm(parts, desc=f"success, {align}", leave=False, disable=None):
         edited = [
             edited_ids(encoding, source.prompt, source.name, target.name, align, model.tables)
             for source, target in zip(sources, targets, strict=True)

@@ -6,8 +6,9 @@ learning rates by the lowest validation loss of one seed, then with all seeds. A
 cost less than the dense model's gets more of them, until as much was computed.
 
 **settings.** Which initialisation and learning rate suit a kind: two initialisations at three rates
-with one seed, and the best rate of each with all. The edits that succeed decide, too: where facts
-settle in dense weights, swapping rows does not move them.
+with one seed, and the best rate of each with all. Then what tables are trained with: rows that
+begin large, attention inside documents, AdamW over whole tables. The edits that succeed decide,
+too: where facts settle in dense weights, swapping rows does not move them.
 
 **stability.** The paper's claim: no loss spikes, where fine-grained mixtures of experts have some.
 Steps whose loss stands out (`spikes`) and the norm of gradients, at rising learning rates.
@@ -16,6 +17,7 @@ Steps whose loss stands out (`spikes`) and the norm of gradients, at rising lear
 import itertools
 import math
 import statistics
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -147,27 +149,20 @@ def curve(axes: plt.Axes, group: list[Run], unit: str, **look) -> None:
 
 
 def settings(study: Study) -> None:
-    # Those of the default are the runs of `kinds`.
     inits = {"1 / sqrt(n_embd)": {}, "0.02": dict(init_std=0.02)}
-    main = {name: STEM[name] for name in MAIN}
     every = {
-        f"{name}, {std}": {**main[name], **flag} for name in MAIN for std, flag in inits.items()
+        f"{name}, {std}": {**STEM[name], **flag}
+        for name, (std, flag) in itertools.product(MAIN, inits.items())
     }
     rates = searched(study, every)
     at_best = {name: {**kind, "learning_rate": rates[name]} for name, kind in every.items()}
-    study.trained(study.grid(at_best, seed=study.numbers))
-    kept, rows = study.keep("settings"), []
-    for name, flags in at_best.items():
-        of_seeds = study.grid({name: flags}, seed=study.numbers)
-        cells = row(name, read(study, of_seeds))
-        if flags["ffn"] != "dense" and cells["capitals recalled"]:
-            found = [
-                kept(folder.name, lambda folder=folder: edits_that_succeed(folder, study.on))
-                for folder in study.trained(of_seeds)
-            ]
-            cells["edits that succeed"] = spread(".1%", found)
-        rows.append({"run": name, "learning rate": f"{rates[name]:g}", **cells, "FFN": ""})
-    print(markdown(rows))
+    third = STEM["STEM, third"]
+    others = {"STEM, third": third} | {
+        f"STEM, third, {' '.join(f'--{k} {v}' for k, v in flag.items())}": {**third, **flag}
+        for flag in (dict(table_std=1.0), dict(doc_mask=True), dict(table_optimizer="adamw"))
+    }
+    print(f"How dense weights begin:\n\n{with_edits(study, at_best)}\n")
+    print(f"Tables, at the default learning rate:\n\n{with_edits(study, others)}")
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for number, (name, flags) in enumerate(at_best.items()):
         group = read(study, study.grid({name: flags}, seed=study.numbers))
@@ -178,7 +173,26 @@ def settings(study: Study) -> None:
     study.picture("settings", figure)
 
 
-def edits_that_succeed(folder: Path, device: torch.device, most: int = 2000) -> float:
+def with_edits(study: Study, kinds: dict[str, Flags]) -> str:
+    """A table of runs with all seeds, and of the edits that succeed in them."""
+    study.trained(study.grid(kinds, seed=study.numbers))
+    kept, rows, most = study.keep("settings"), [], 32 if study.quick else 2000
+    for name, flags in kinds.items():
+        of_seeds = study.grid({name: flags}, seed=study.numbers)
+        group = read(study, of_seeds)
+        cells = row(name, group) | {"FFN": ""}
+        if flags["ffn"] != "dense" and cells["capitals recalled"]:
+            found = [
+                kept(folder.name, partial(edits_that_succeed, folder, study.on, most))
+                for folder in study.trained(of_seeds)
+            ]
+            cells["edits that succeed"] = spread(".1%", found)
+        rate = group[0]["run"][0]["args"]["learning_rate"]
+        rows.append({"run": name, "learning rate": f"{rate:g}", **cells})
+    return markdown(rows)
+
+
+def edits_that_succeed(folder: Path, device: torch.device, most: int) -> float:
     """Share of so many random pairs of countries, for each relation, in which the fact is the
     target's after the edit."""
     model, encoding, _ = load_model(folder / "ckpt.pt", device)
