@@ -73,6 +73,7 @@ from training.batches import read_meta, read_tokenizer
 from training.checkpoints import check_memory, device_flag
 from training.loss import head_loss
 from training.optimizer import Optimizer
+from training.records import markdown
 from training.settings import Settings
 
 
@@ -160,9 +161,11 @@ def ratio(rates: Rates, name: str, to: str) -> float:
 
 def table(what: str, result: dict[str, dict], formats: dict[str, str]) -> dict[str, dict]:
     """Print figures by contender and column as Markdown; `formats` of the columns, in order."""
-    print(f"\n| {' | '.join([what, *formats])} |\n" + "|---" * (1 + len(formats)) + "|")
-    for name, row in result.items():
-        print(f"| {' | '.join([name, *(f'{row[c]:{f}}' for c, f in formats.items())])} |")
+    rows = [
+        {what: name} | {column: f"{row[column]:{form}}" for column, form in formats.items()}
+        for name, row in result.items()
+    ]
+    print("\n" + markdown(rows))
     return result
 
 
