@@ -191,9 +191,10 @@ def names(study: Study, most: int) -> str:
         row |= dict.fromkeys(ALIGN, "")
         table.append(row)
         for length in runs[0]["lengths"]:
-            shares = {how: (run["lengths"][length][how] for run in runs) for how in ALIGN}
             row = {"tables in": kind, "names": length, "recall": "", "success": ""}
-            table.append(row | {how: spread(".1%", share) for how, share in shares.items()})
+            for how in ALIGN:
+                row[how] = spread(".1%", (run["lengths"][length][how] for run in runs))
+            table.append(row)
         injected = [float(np.mean(list(run["injected"].values()))) for run in runs]
         row = dict.fromkeys(table[0], "") | {"tables in": kind, "names": "made up"}
         table.append(row | {"success": spread(".1%", injected)})

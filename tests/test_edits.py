@@ -1,10 +1,12 @@
 """analysis/edits.py against tables whose rows are overwritten, and answers made to be known."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from analysis import edits
 from analysis.edits import MEASURES, Asked, SomeTables, choices, follow, measure
 from config import ModelConfig
 from edit import edited_ids
@@ -86,3 +88,24 @@ def test_measures_are_those_of_answers_that_are_known(encoding):
     expected = [1, 0, gone[-1].float().item(), gone[:-1].float().mean().item()]
     assert 0 < expected[3] < 1  # or the test shows nothing
     assert [found["all"][what] for what in MEASURES] == pytest.approx(expected)
+
+
+def test_names_of_different_length_have_a_figure_for_each_way(monkeypatch, tmp_path):
+    ways = dict(last=0.5, first=0.25, pad=0.125, average=1.0)
+    found = dict(recall=1.0, success=0.75, lengths=dict(longer=ways), injected=dict(a=0.5, b=1.0))
+    monkeypatch.setattr(edits, "load_model", lambda *_: (SimpleNamespace(tables=None), None, None))
+    monkeypatch.setattr(edits, "MeanRows", lambda tables: tables)
+    monkeypatch.setattr(edits, "report", lambda *_: found)
+    study = SimpleNamespace(
+        keep=lambda name: lambda cell, find: find(),
+        grid=lambda kinds, seed: [None],
+        trained=lambda flags: [tmp_path],
+        numbers=[1],
+        on=None,
+    )
+    _, _, *rows = edits.names(study, most=1).splitlines()
+    assert rows[:3] == [
+        "| STEM, third | one token | 100.0% | 75.0% |  |  |  |  |",
+        "| STEM, third | longer |  |  | 50.0% | 25.0% | 12.5% | 100.0% |",
+        "| STEM, third | made up |  | 75.0% |  |  |  |  |",
+    ]
