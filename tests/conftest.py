@@ -1,9 +1,12 @@
 """What the tests of the commands share: a small prepared text, and commands run as users do."""
 
 import json
+import os
 import random
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,19 +39,43 @@ SMALL = [
 
 
 def command(*args, cwd: Path, fails: bool = False, stdin: str = "") -> subprocess.CompletedProcess:
-    """Run `python args...` in a folder. A failure must be one line without a traceback."""
+    """Run `python args...` in a folder. A failure must be one line without a traceback; what should
+    fail does so in this process, where all is imported already."""
     args = [str(ROOT / args[0]), *map(str, args[1:])]
+    if fails:
+        done = here(args, cwd)
+        assert done.returncode != 0
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, done.stderr
+        return done
     done = subprocess.run(
         [sys.executable, *args], cwd=cwd, capture_output=True, text=True, input=stdin
     )
-    if not fails:
-        assert done.returncode == 0, done.stderr
-        return done
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, done.stderr
+    assert done.returncode == 0, done.stderr
     return done
+
+
+def here(args: list[str], cwd: Path) -> subprocess.CompletedProcess:
+    """A script as `python args...` would run it, but for an exception, which is one here."""
+    code, before = 0, os.getcwd()
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in dict(argv=args, stdout=out, stderr=err).items():
+            patch.setattr(sys, name, value)
+        os.chdir(cwd)
+        try:
+            runpy.run_path(args[0], run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+            if isinstance(ended.code, str):
+                print(ended.code, file=err)
+        finally:
+            os.chdir(before)
+        out.flush(), err.seek(0)  # what it printed may be gone: `common.run` closes a full output
+        return subprocess.CompletedProcess(args, code, "", err.read())
 
 
 @pytest.fixture(scope="session")
