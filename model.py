@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         sqrt(2 n_layer), as in GPT-2; table rows Normal(0, table_std).
 
         Rows start small, as noise of size 1 would have to be unlearned first: facts then settle
-        where swapping rows does not move them (docs/results.md, Editing)."""
+        where swapping rows does not move them (docs/results.md)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or name.startswith("tables."):
                 continue  # norms stay at one
