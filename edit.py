@@ -287,7 +287,7 @@ def some(pairs: list[tuple], most: int | None) -> list[tuple]:
 
 def report(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
     """All figures of edits; `model.tables` are MeanRows. most: look at so many pairs of each sort;
-    None: at all.
+    None: at all of them.
 
     Returns:
         those of `report_pairs`; as `lengths` those of `report_lengths`, as `injected` those of

@@ -92,7 +92,7 @@ def learn(
         optimizer.step(schedule(step, settings))
     with torch.no_grad():
         asked = torch.cat([logits(model, part) for part in prompts.split(4096)])
-    right = (asked.argmax(-1) == values).double().mean().item()
+    right = (asked.argmax(-1) == values).float().mean().item()
     return dict(recall=right, loss=F.cross_entropy(asked, values).item())
 
 

@@ -48,7 +48,7 @@ def cosines(vectors: Tensor) -> Tensor:
 
 def effective_rank(vectors: Tensor) -> float:
     """exp(H(p)) with p the singular values [min(n, W)] of unit vectors over their sum."""
-    singular = torch.linalg.svdvals(F.normalize(vectors.double().cpu(), dim=-1))
+    singular = torch.linalg.svdvals(F.normalize(vectors.cpu().double(), dim=-1))
     p = singular / singular.sum()
     return float(torch.special.entr(p).sum().exp())
 
@@ -122,7 +122,7 @@ def measure_run(folder: Path, study: Study, windows: Tensor, tokens: Tensor) -> 
     }
     torch.manual_seed(checkpoint["args"]["seed"])
     fresh = Decoder(model.config).to(study.on).eval()
-    for column, layers in vectors(fresh, windows[:256], tokens).items():
+    for column, layers in vectors(fresh, windows, tokens).items():
         each = [measure(rows) for layer, rows in layers.items() if layer != "embedding"]
         found[column]["untrained"] = {k: np.mean([m[k] for m in each], 0).tolist() for k in each[0]}
         width = min(next(reversed(layers.values())).shape)

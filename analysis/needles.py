@@ -124,10 +124,10 @@ def runs(study: Study, scale: Scale) -> dict[str, list[Path]]:
     second = {
         name: [
             {**further, "init_from": folder / "ckpt.pt", "seed": seed}
-            for seed in study.numbers
-            for folder in study.trained([{**kind, "seed": seed}])
+            for seed, folder in zip(study.numbers, study.trained(grid), strict=True)
         ]
         for name, kind in flags.items()
+        for grid in [study.grid({name: kind}, seed=study.numbers)]
     }
     study.trained(list(chain(*second.values())))
     return {name: study.trained(group) for name, group in second.items()}
@@ -185,7 +185,7 @@ def haystacks(study: Study, panels: np.ndarray) -> None:
             for j, folder in enumerate(folders[name]):
                 slow = slower and further  # up to the trained length there is one sort
                 measure = partial(found, folder, length, slow, scale.haystacks, study.on)
-                cell = f"{name}, seed {study.numbers[j]}, {length}" + ", slower" * slow
+                cell = f"{folder.parent.name}, {length}" + ", slower" * slow
                 shares[:, i, j] = kept(cell, measure)
             if further or not slower:
                 row = {"layers": name, "tokens": f"{length:,}", "positions": ""}

@@ -30,6 +30,7 @@ from training.checkpoints import load_model
 from training.records import grouped, markdown, plot, plt, read_run
 
 RATES = (1.5e-3, 3e-3, 6e-3)
+WINDOW = 50  # steps that a spike stands out of
 MAIN = ("dense", "STEM, third", "STEM, all", "Embformer")
 Run = dict[str, list[dict]]  # the records of a run by type
 
@@ -112,14 +113,13 @@ def kinds(study: Study) -> None:
     for title, groups in (("tokens", equal), ("training FLOPs", {"dense": equal["dense"], **more})):
         rows = []
         for name, group in groups.items():
-            spiky = [sum(spikes([step["train_loss"] for step in run["step"]])) for run in group]
             cells = row(name, group)
             del cells["FFN"]
             cells["learning rate"] = f"{rates[name]:g}"
             args, sizes = group[0]["run"][0]["args"], group[0]["run"][0]["sizes"]
             cells["steps"] = f"{args['max_iters']:,}"
             cells["MFLOP a token"] = f"{sizes['flops_per_token'] / 1e6:.2f}"
-            cells["spikes"] = spread(".1f", map(float, spiky))
+            cells["spikes in 1,000 steps"] = spread(".1f", map(spike_rate, map(losses, group)))
             rows.append(cells)
         print(f"Equal {title}:\n\n{markdown(rows)}\n")
 
@@ -214,7 +214,7 @@ def stability(study: Study) -> None:
         flags = study.grid({name: kind}, learning_rate=[rate], seed=study.numbers)
         folders = study.trained(flags)
         group = [read_run(folder) for folder in folders]
-        losses = [[step["train_loss"] for step in run["step"]] for run in group]
+        curves = list(map(losses, group))
         norms = [[step["grad_norm"] for step in run["step"]] for run in group]
         # What the router's loss is over that of an even load, of each layer's, in the last steps.
         loads = [
@@ -227,21 +227,19 @@ def stability(study: Study) -> None:
             {
                 "kind": name,
                 "learning rate": f"{rate:g}",
-                "spikes in 1,000 steps": spread(
-                    ".1f", (1000 * sum(spikes(loss)) / len(loss) for loss in losses)
-                ),
+                "spikes in 1,000 steps": spread(".1f", map(spike_rate, curves)),
                 "gradient norm, median": spread(".2f", map(statistics.median, norms)),
                 "largest after warm-up": spread(".1f", (max(norm[25:] or norm) for norm in norms)),
                 "last training loss": spread(
-                    ".3f", (statistics.fmean(loss[-25:]) for loss in losses)
+                    ".3f", (statistics.fmean(loss[-25:]) for loss in curves)
                 ),
                 "no number any more": str(sum((f / "failed.txt").exists() for f in folders) or ""),
                 "load of experts over even": spread(".2f", loads),
             }
         )
-        for loss, norm in zip(losses, norms, strict=True):
+        for loss, norm in zip(curves, norms, strict=True):
             look = dict(color=f"C{number}", linewidth=0.7, alpha=0.8)
-            panels[0, column].plot(loss, label=name if loss is losses[0] else None, **look)
+            panels[0, column].plot(loss, label=name if loss is curves[0] else None, **look)
             panels[1, column].plot(norm, **look)
         panels[0, column].set_title(f"learning rate {rate:g}")
     print(markdown(rows))
@@ -252,16 +250,23 @@ def stability(study: Study) -> None:
     study.picture("stability", figure)
 
 
-def spikes(losses: list[float], window: int = 50) -> list[bool]:
-    """Which steps have a loss above the robust band of the `window` steps before: their median and
+def losses(run: Run) -> list[float]:
+    """The training loss of each step, without what moe's router adds to it."""
+    return [step["train_loss"] - step.get("train_balance", 0.0) for step in run["step"]]
+
+
+def spike_rate(losses: list[float]) -> float:
+    """Spikes in 1,000 steps of those that can be told."""
+    return 1000 * sum(spikes(losses)) / max(1, len(losses) - WINDOW)
+
+
+def spikes(losses: list[float]) -> list[bool]:
+    """Which steps have a loss above the robust band of the WINDOW steps before: their median and
     six times their spread (1.4826 of the median deviation, for normal noise the standard
-    deviation)."""
-    found = []
-    for step, loss in enumerate(losses):
-        before = np.array(losses[max(0, step - window) : step])
-        if len(before) < window:
-            found.append(False)
-            continue
+    deviation). None of the first WINDOW steps has."""
+    found = [False] * min(WINDOW, len(losses))
+    for step, loss in list(enumerate(losses))[WINDOW:]:
+        before = np.array(losses[step - WINDOW : step])
         middle = np.median(before)
         deviation = 1.4826 * np.median(np.abs(before - middle))
         found.append(not math.isfinite(loss) or bool(loss > middle + 6 * deviation))

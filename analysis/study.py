@@ -9,22 +9,25 @@ another question about the same runs, goes on where the last one stopped.
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
+import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 import prepare
 from common import UserError, atomic, check_ranges, flag, pick_device
 from text.tokenizer import check_form
 from train import train
+from training.batches import read_meta
 from training.checkpoints import device_flag
 from training.records import plt, read_run
 from training.settings import PRESETS, complete
@@ -53,10 +56,10 @@ class Study:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        try:
-            self.numbers = [int(seed) for seed in self.seeds.split(",")]
-        except ValueError:
-            raise UserError(f"--seeds {self.seeds}: give numbers, as 1337,1,2") from None
+        numbers = [seed for seed in self.seeds.split(",") if re.fullmatch("[0-9]{1,18}", seed)]
+        if len({int(seed) for seed in numbers}) < self.seeds.count(",") + 1:
+            raise UserError(f"--seeds {self.seeds}: give different numbers, as 1337,1,2")
+        self.numbers = [int(seed) for seed in numbers]
         self.on = pick_device(self.device)
         cores = os.cpu_count() or 1
         self.jobs = self.jobs or (1 if self.quick or self.on.type != "cpu" else cores)
@@ -93,7 +96,8 @@ class Study:
         for folder in {Path(flags.get("data_dir", self.data_dir)) for flags in runs}:
             ready(folder)
         todo = {self.folder(flags): flags for flags in runs}
-        todo = {folder: flags for folder, flags in todo.items() if not finished(folder)}
+        data = {folder: flags.get("data_dir", self.data_dir) for folder, flags in todo.items()}
+        todo = {folder: f for folder, f in todo.items() if not finished(folder, data[folder])}
         common = dict(data_dir=str(self.data_dir), device=self.device)
 
         def quick(flags: Flags) -> Flags:  # a model that a run goes on with keeps its shape
@@ -105,15 +109,11 @@ class Study:
              {**common, **flags, **quick(flags), "out_dir": folder})
             for folder, flags in todo.items()
         ]  # fmt: skip
-        if self.jobs == 1 or len(jobs) < 2:
+        if self.jobs == 1:
             for job in tqdm(jobs, "training", unit="run", disable=not jobs):
-                run_alone(job, 0)
-        else:
-            spawn = multiprocessing.get_context("spawn")  # CUDA and threads do not survive a fork
-            with ProcessPoolExecutor(min(self.jobs, len(jobs)), spawn) as pool:
-                done = [pool.submit(run_alone, job, self.threads) for job in jobs]
-                for each in tqdm(as_completed(done), "training", len(done), unit="run"):
-                    each.result()
+                in_this_process(job)
+        elif jobs:
+            in_processes(jobs, self.jobs, self.threads)
         return [self.folder(flags) for flags in runs]
 
     def keep(self, name: str) -> "Kept":
@@ -138,32 +138,73 @@ def ready(folder: Path) -> None:
         prepare.prepare_corpus(settings)
 
 
-def finished(folder: Path) -> bool:
-    """Whether a run has come to its last step, or to a loss that is no number."""
-    if (folder / "failed.txt").exists():
-        return True
+def finished(folder: Path, data_dir: str | Path) -> bool:
+    """Whether a run has come to its end, of which loss.png is the last thing, or to a loss that is
+    no number. UserError: it was trained on other data of that name."""
     try:
         records = read_run(folder)
     except (OSError, UserError):
-        return False
-    return records["eval"][-1]["step"] == records["run"][-1]["args"]["max_iters"]
+        return (folder / "failed.txt").exists()
+    if records["run"][-1].get("data") != [read_meta(Path(data_dir))]:
+        raise UserError(f"{folder} was trained on another {data_dir}: choose another --out_dir")
+    last = records["eval"][-1]["step"] == records["run"][-1]["args"]["max_iters"]
+    return (last and (folder / "loss.png").exists()) or (folder / "failed.txt").exists()
 
 
-def run_alone(flags: Flags, threads: int) -> None:
-    """`python train.py` with these flags, what it prints in the log.txt of its folder. It is said
-    there, too, if the loss became infinite: that is a finding."""
+def in_this_process(flags: Flags) -> None:
+    """`python train.py` with these flags, what it prints in the log.txt of its folder."""
     folder = flags["out_dir"]
     folder.mkdir(parents=True, exist_ok=True)
-    if threads:
-        torch.set_num_threads(threads)
     log = open(folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
     with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         try:
             train(complete(**flags))
         except UserError as error:
-            if "loss became" not in str(error):
-                raise
-            (folder / "failed.txt").write_text(f"{error}\n", encoding="utf-8")
+            failed(folder, str(error))
+
+
+def in_processes(jobs: list[Flags], at_once: int, threads: int) -> None:
+    """The same, so many at once, each a process with so many threads. Where one fails, or Ctrl-C
+    comes, the others save what they have and end."""
+    running, stopped = set(), threading.Event()
+    train_py = Path(__file__).parent.parent / "train.py"
+
+    def one(flags: Flags) -> None:
+        folder = flags["out_dir"]
+        folder.mkdir(parents=True, exist_ok=True)
+        given = [f"--{k}" if v is True else f"--{k}={v}" for k, v in flags.items()]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        with open(folder / "log.txt", "a", encoding="utf-8") as log:
+            options = dict(stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+            # A session of its own: Ctrl-C reaches it once, from here, not from the terminal, too.
+            options["start_new_session"] = True
+            process = subprocess.Popen([sys.executable, train_py, *given], **options)
+            running.add(process)
+            if stopped.is_set():  # it began too late to be among those that were told
+                process.terminate()
+            code = process.wait()
+            running.discard(process)
+        if code:
+            failed(folder, (folder / "log.txt").read_text(encoding="utf-8").splitlines()[-1])
+
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            done = [pool.submit(one, job) for job in jobs]
+            for each in tqdm(as_completed(done), "training", len(done), unit="run"):
+                each.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                process.terminate()
+            raise
+
+
+def failed(folder: Path, error: str) -> None:
+    """That the loss became infinite is a finding, which the folder keeps. All else: UserError."""
+    if "loss became" not in error:
+        raise UserError(f"{folder}: {error.removeprefix('error: ')}")
+    (folder / "failed.txt").write_text(f"{error}\n", encoding="utf-8")
 
 
 class Kept:

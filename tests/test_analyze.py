@@ -1,5 +1,8 @@
 """analyze.py: every question with tiny models, runs that are trained once, spikes."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from conftest import command
@@ -78,7 +81,25 @@ def test_spikes_stand_out_of_the_steps_before():
     assert not any(spikes([1.0] * 49 + [9.0] * 1))  # too early to tell
 
 
-@pytest.mark.parametrize("seeds", ["", "1,x", "1,,2"])
+def test_runs_at_once_are_processes_of_which_one_that_fails_ends_all(data, tmp_path):
+    study = Study(out_dir=tmp_path, data_dir=data, seeds="1", device="cpu", jobs=2)
+    small = dict(n_layer=1, n_head=1, n_embd=8, block_size=16, ffn="dense", eval_tokens=64)
+    flags = {**small, "batch_size": 2, "eval_interval": 2, "max_iters": 2}
+    folders = study.trained([{**flags, "seed": 1}, {**flags, "seed": 2, "doc_mask": True}])
+    assert [read_run(folder)["eval"][-1]["step"] for folder in folders] == [2, 2]
+    assert read_run(folders[1])["run"][0]["args"]["doc_mask"]
+    endless = {**flags, "max_iters": 10**6, "eval_interval": 10**6}
+    with pytest.raises(UserError, match="n_head"):
+        study.trained([{**endless, "seed": 3}, {**flags, "n_head": 3}, {**endless, "seed": 4}])
+    other = Study(out_dir=tmp_path, data_dir=tmp_path / "x" / data.name, seeds="1", device="cpu")
+    shutil.copytree(data, other.data_dir)
+    meta = json.loads((other.data_dir / "meta.json").read_text())
+    (other.data_dir / "meta.json").write_text(json.dumps(meta | {"seed": 5}))
+    with pytest.raises(UserError, match="was trained on another"):
+        other.trained([{**flags, "seed": 1}])
+
+
+@pytest.mark.parametrize("seeds", ["", "1,x", "1,,2", "-1", "1,1", "9" * 20])
 def test_seeds_that_are_no_numbers_are_one_clear_line(seeds, tmp_path):
-    with pytest.raises(UserError, match="give numbers"):
+    with pytest.raises(UserError, match="give different numbers"):
         Study(out_dir=tmp_path, seeds=seeds)
