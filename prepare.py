@@ -1,7 +1,7 @@
 """Turn text and conversations into token files that train.py reads.
 
     python prepare.py                                           # the default corpus, countries
-    python prepare.py --dataset moby-dick                       # a novel, for prose in 3 minutes
+    python prepare.py --dataset moby-dick                       # a novel, for prose in minutes
     python prepare.py --input book.txt --out_dir data/book      # text of your own
     python prepare.py --input a.jsonl b.jsonl --out_dir data/mine --vocab_size 6400
     python prepare.py --dataset tinystories                     # a public data set
