@@ -73,7 +73,7 @@ from training.batches import read_meta, read_tokenizer
 from training.checkpoints import check_memory, device_flag
 from training.loss import head_loss
 from training.optimizer import Optimizer
-from training.records import markdown
+from training.records import check_picture, markdown, save_figure
 from training.settings import Settings
 
 
@@ -333,8 +333,7 @@ def plot_vocab(path: Path, ways: list[str], rows: list[dict]) -> None:
         axes.yaxis.set_minor_formatter("{x:,g}")
         axes.grid(alpha=0.3, which="both")
     left.legend()
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))
+    save_figure(figure, path)
 
 
 class Contender:
@@ -576,8 +575,7 @@ def main() -> None:
     add_flags(parser, Bench)
     parser.add_argument("--input", nargs="+", type=Path, help="text to encode, .txt or .jsonl")
     bench = Bench(**vars(parser.parse_args()))
-    if bench.plot and bench.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {bench.plot}: name a .png, .svg or .pdf file")
+    check_picture(bench.plot)
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
     if bench.what == "all":
         result = {name: f(bench) for name, f in what.items() if name != "tokenizer"}

@@ -44,7 +44,7 @@ from training.checkpoints import (
     rewrite,
 )
 from training.exam import groups, score
-from training.records import plt
+from training.records import check_picture, plt, save_figure
 
 WIDTH = 38  # of a column of text
 # How a name reads the rows of one with another number of tokens, see `substitute` and `MeanRows`.
@@ -113,8 +113,7 @@ class Edit:
                 raise UserError(f"with --{given} leave out {', '.join(others)}")
         if self.inject:
             self.source, _, self.target = map(str.strip, self.inject.partition("="))
-        if self.plot and self.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise UserError(f"--plot {self.plot}: name a .png, .svg or .pdf file")
+        check_picture(self.plot)
         if not (self.report or self.undo or (self.source and self.target)):
             raise UserError("give --source and --target, --inject NAME=KNOWN, --undo, or --report")
 
@@ -209,9 +208,7 @@ def plot(
     axes.set_title(repr(prompt), parse_math=False, fontsize="medium", wrap=True)
     for text in axes.legend().get_texts():
         text.set_parse_math(False)  # a $ in a name is no formula
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))
-    plt.close(figure)
+    save_figure(figure, path)
     print(f"wrote {path}")
 
 

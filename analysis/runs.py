@@ -24,10 +24,9 @@ import numpy as np
 import torch
 
 from analysis.study import BASELINES, STEM, Flags, Study, spread
-from common import UserError
 from edit import MeanRows, report_pairs
 from training.checkpoints import load_model
-from training.records import grouped, markdown, plot, plt, read_run
+from training.records import check_picture, grouped, markdown, plot, plt, read_run
 
 RATES = (1.5e-3, 3e-3, 6e-3)
 WINDOW = 50  # steps that a spike stands out of
@@ -37,8 +36,7 @@ Run = dict[str, list[dict]]  # the records of a run by type
 
 def runs(folders: list[Path], out: Path) -> None:
     """Print a table of runs that exist, and draw their losses."""
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {out}: name a .png, .svg or .pdf file")
+    check_picture(out)
     print(markdown([row(name, group) for name, group in grouped(folders)]))
     plot(folders, out)
     print(f"\nwrote {out}")

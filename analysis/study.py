@@ -29,7 +29,7 @@ from text.tokenizer import check_form
 from train import train
 from training.batches import read_meta
 from training.checkpoints import device_flag
-from training.records import plt, read_run
+from training.records import plt, read_run, save_figure
 from training.settings import PRESETS, complete
 
 # The kinds that are compared most often: flags of train.py.
@@ -121,9 +121,7 @@ class Study:
 
     def picture(self, name: str, figure: plt.Figure) -> None:
         path = self.out_dir / f"{name}.png"
-        with atomic(path) as temporary:
-            figure.savefig(temporary, dpi=130, format="png")
-        plt.close(figure)
+        save_figure(figure, path)
         print(f"\nwrote {path}")
 
 

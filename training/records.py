@@ -170,6 +170,16 @@ def plot(folders: list[Path], out: Path) -> None:
     axes.grid(alpha=0.3, which="both")
     for text in axes.legend().get_texts():
         text.set_parse_math(False)  # a $ in a name is no formula
-    with atomic(out) as temporary:
-        figure.savefig(temporary, dpi=130, format=out.suffix.lstrip("."))
+    save_figure(figure, out)
+
+
+def check_picture(path: Path | None) -> None:
+    """UserError: --plot names no file of a kind that can be drawn."""
+    if path and path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot {path}: name a .png, .svg or .pdf file")
+
+
+def save_figure(figure: plt.Figure, path: Path) -> None:
+    with atomic(path) as temporary:
+        figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))
     plt.close(figure)
