@@ -22,6 +22,7 @@ is counted once a step, and the cache's keys and values not as parameters.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -147,20 +148,21 @@ class Shape:
 
 def returns(study: Study) -> str:
     """Accuracy over training FLOPs of trained runs, and that over the mean of dense ones."""
-    rows, measured, n = [], [], len(study.numbers)
-    for records in map(read_run, study.trained(study.grid(STEM, seed=study.numbers))):
+
+    def figures(folder: Path) -> dict[str, float]:
+        records = read_run(folder)
         settings = Settings.of(records["run"][-1]["args"])
         steps = settings.max_iters * settings.batch_size
-        figures = {"flops": steps * Costs(settings.model).training(settings.model.block_size)}
+        found = {"flops": steps * Costs(settings.model).training(settings.model.block_size)}
         if records["recall"]:  # else another corpus
-            figures["capitals recalled"] = records["recall"][-1]["recall"]
-        figures["exp(-val loss)"] = float(np.exp(-records["eval"][-1]["val_loss"]))
-        measured.append(figures)
-    dense = measured[:n]
-    for number, name in enumerate(STEM):
-        runs = measured[number * n : (number + 1) * n]
+            found["capitals recalled"] = records["recall"][-1]["recall"]
+        return found | {"exp(-val loss)": float(np.exp(-records["eval"][-1]["val_loss"]))}
+
+    measured = {name: list(map(figures, folders)) for name, folders in study.groups(STEM).items()}
+    rows, dense = [], measured["dense"]
+    for name, runs in measured.items():
         flops = runs[0]["flops"]
-        row = {"trained": name, "runs": str(n), "training TFLOP": f"{flops / 1e12:.3g}"}
+        row = {"trained": name, "runs": str(len(runs)), "training TFLOP": f"{flops / 1e12:.3g}"}
         row["of dense"] = f"{flops / dense[0]['flops']:.3f}"
         for what in list(dense[0])[1:]:
             base = np.mean([run[what] / run["flops"] for run in dense])

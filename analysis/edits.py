@@ -151,15 +151,14 @@ def measure(
 
 def edits(study: Study) -> None:
     kept, number, found = study.keep("edits"), 32 if study.quick else 1000, {}
-    folders = study.trained(study.grid(KINDS, seed=study.numbers))
-    kinds = [kind for kind in KINDS for _ in study.numbers]
-    for kind, folder in zip(kinds, tqdm(folders, "edits", unit="run", delay=3), strict=True):
 
-        def find(folder: Path = folder) -> dict:
-            model, encoding, _ = load_model(folder / "ckpt.pt", study.on)
-            return measure(model, encoding, triples(encoding, number))
+    def find(folder: Path) -> dict:
+        model, encoding, _ = load_model(folder / "ckpt.pt", study.on)
+        return measure(model, encoding, triples(encoding, number))
 
-        found.setdefault(kind, []).append(kept(folder.name, find))
+    for kind, folders in study.groups(KINDS).items():
+        bar = tqdm(folders, f"edits, {kind}", unit="run", delay=3)
+        found[kind] = [kept(folder.name, partial(find, folder)) for folder in bar]
     for kind, runs in found.items():
         table = []
         for name in runs[0]:
@@ -174,14 +173,14 @@ def edits(study: Study) -> None:
 def names(study: Study, most: int) -> str:
     """What `edit.py --report` finds in at most so many pairs of each sort."""
     kept, table = study.keep("edits"), []
-    for kind in ("STEM, third", "STEM, all"):
 
-        def find(folder: Path) -> dict:
-            model, encoding, _ = load_model(folder / "ckpt.pt", study.on)
-            model.tables = MeanRows(model.tables)
-            return report(model, encoding, most)
+    def find(folder: Path) -> dict:
+        model, encoding, _ = load_model(folder / "ckpt.pt", study.on)
+        model.tables = MeanRows(model.tables)
+        return report(model, encoding, most)
 
-        folders = study.trained(study.grid({kind: STEM[kind]}, seed=study.numbers))
+    kinds = {kind: STEM[kind] for kind in ("STEM, third", "STEM, all")}
+    for kind, folders in study.groups(kinds).items():
         bar = tqdm(folders, f"reports, {kind}", unit="run", delay=3)
         runs = [kept(f"report {folder.name}", partial(find, folder)) for folder in bar]
         row = {"tables in": kind, "names": "one token"}

@@ -117,19 +117,16 @@ def runs(study: Study, scale: Scale) -> dict[str, list[Path]]:
     three learning rates."""
     short, long = corpora(study.out_dir, scale)
     flags = {name: {**kind, **scale.short, "data_dir": short} for name, kind in KINDS.items()}
-    rates = searched(study, flags)
-    flags = {name: {**kind, "learning_rate": rates[name]} for name, kind in flags.items()}
-    study.trained(study.grid(flags, seed=study.numbers))  # at once: many at a time
+    first = study.groups(searched(study, flags))
     further = {**scale.long, "stage": "context", "data_dir": long}
     second = {
         name: [
             {**further, "init_from": folder / "ckpt.pt", "seed": seed}
-            for seed, folder in zip(study.numbers, study.trained(grid), strict=True)
+            for seed, folder in zip(study.numbers, folders, strict=True)
         ]
-        for name, kind in flags.items()
-        for grid in [study.grid({name: kind}, seed=study.numbers)]
+        for name, folders in first.items()
     }
-    study.trained(list(chain(*second.values())))
+    study.trained(list(chain(*second.values())))  # at once: many at a time
     return {name: study.trained(group) for name, group in second.items()}
 
 

@@ -70,50 +70,45 @@ def best(run: Run) -> float:
     return float(np.nanmin([record["val_loss"] for record in run["eval"]]))
 
 
-def read(study: Study, flags: list[Flags]) -> list[Run]:
-    return [read_run(folder) for folder in study.trained(flags)]
+def read(groups: dict[str, list[Path]]) -> dict[str, list[Run]]:
+    return {name: [read_run(folder) for folder in folders] for name, folders in groups.items()}
 
 
-def searched(study: Study, kinds: dict[str, Flags]) -> dict[str, float]:
-    """The learning rate of RATES at which each kind has its lowest validation loss, first seed."""
+def searched(study: Study, kinds: dict[str, Flags]) -> dict[str, Flags]:
+    """The kinds, each with the learning rate of RATES at which it has its lowest validation loss
+    with the first seed."""
     seed, rates = study.numbers[:1], study.few(RATES)
-    study.trained(study.grid(kinds, learning_rate=rates, seed=seed))  # all at once: many at a time
-    losses = {}
-    for name, kind in kinds.items():
-        tried = read(study, study.grid({name: kind}, learning_rate=rates, seed=seed))
-        losses[name] = dict(zip(rates, map(best, tried), strict=True))
+    tried = read(study.groups(kinds, learning_rate=rates, seed=seed))
+    losses = {name: dict(zip(rates, map(best, runs), strict=True)) for name, runs in tried.items()}
     rows = [
         {"best val loss": name} | {f"{rate:g}": f"{loss:.3f}" for rate, loss in of_kind.items()}
         for name, of_kind in losses.items()
     ]
     print(f"Learning rates, seed {seed[0]}:\n\n{markdown(rows)}\n")
-    return {name: min(of_kind, key=of_kind.get) for name, of_kind in losses.items()}
+    return {
+        name: {**kind, "learning_rate": min(losses[name], key=losses[name].get)}
+        for name, kind in kinds.items()
+    }
 
 
 def kinds(study: Study) -> None:
-    every = STEM | BASELINES
-    rates = searched(study, every)
-    at_best = {name: {**kind, "learning_rate": rates[name]} for name, kind in every.items()}
-    study.trained(study.grid(at_best, seed=study.numbers))
-    equal, budget, folders = {}, 0.0, {}
-    for name, flags in at_best.items():
-        group = read(study, study.grid({name: flags}, seed=study.numbers))
-        equal[name] = group
-        first = group[0]["run"][0]
+    at_best = searched(study, STEM | BASELINES)
+    equal, longer, budget = read(study.groups(at_best)), {}, 0.0
+    for name, (run, *_) in equal.items():
+        first = run["run"][0]
         cost = first["sizes"]["flops_per_token"] * first["args"]["max_iters"]
         budget = budget or cost  # the first kind is the dense one
         if cost < 0.97 * budget:
             steps = round(first["args"]["max_iters"] * budget / cost)
-            folders[name] = study.grid({name: {**flags, "max_iters": steps}}, seed=study.numbers)
-    study.trained(list(itertools.chain(*folders.values())))
-    more = {name: read(study, flags) for name, flags in folders.items()}
+            longer[name] = {**at_best[name], "max_iters": steps}
+    more = read(study.groups(longer))
 
     for title, groups in (("tokens", equal), ("training FLOPs", {"dense": equal["dense"], **more})):
         rows = []
         for name, group in groups.items():
             cells = row(name, group)
             del cells["FFN"]
-            cells["learning rate"] = f"{rates[name]:g}"
+            cells["learning rate"] = f"{at_best[name]['learning_rate']:g}"
             args, sizes = group[0]["run"][0]["args"], group[0]["run"][0]["sizes"]
             cells["steps"] = f"{args['max_iters']:,}"
             cells["MFLOP a token"] = f"{sizes['flops_per_token'] / 1e6:.2f}"
@@ -152,8 +147,7 @@ def settings(study: Study) -> None:
         f"{name}, {std}": {**STEM[name], **flag}
         for name, (std, flag) in itertools.product(MAIN, inits.items())
     }
-    rates = searched(study, every)
-    at_best = {name: {**kind, "learning_rate": rates[name]} for name, kind in every.items()}
+    at_best = searched(study, every)
     third = STEM["STEM, third"]
     others = {"STEM, third": third} | {
         f"STEM, third, {' '.join(f'--{k} {v}' for k, v in flag.items())}": {**third, **flag}
@@ -162,8 +156,7 @@ def settings(study: Study) -> None:
     print(f"How dense weights begin:\n\n{with_edits(study, at_best)}\n")
     print(f"Tables, at the default learning rate:\n\n{with_edits(study, others)}")
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for number, (name, flags) in enumerate(at_best.items()):
-        group = read(study, study.grid({name: flags}, seed=study.numbers))
+    for number, (name, group) in enumerate(read(study.groups(at_best)).items()):
         look = dict(color=f"C{number // 2}", linestyle="--" if "0.02" in name else "-")
         curve(axes, group, "million tokens", label=name, **look)
     axes.set_ylabel("validation loss (nats per token)")
@@ -173,16 +166,14 @@ def settings(study: Study) -> None:
 
 def with_edits(study: Study, kinds: dict[str, Flags]) -> str:
     """A table of runs with all seeds, and of the edits that succeed in them."""
-    study.trained(study.grid(kinds, seed=study.numbers))
     kept, rows, most = study.keep("settings"), [], 32 if study.quick else 2000
-    for name, flags in kinds.items():
-        of_seeds = study.grid({name: flags}, seed=study.numbers)
-        group = read(study, of_seeds)
+    folders = study.groups(kinds)
+    for name, group in read(folders).items():
         cells = row(name, group) | {"FFN": ""}
-        if flags["ffn"] != "dense" and cells["capitals recalled"]:
+        if kinds[name]["ffn"] != "dense" and cells["capitals recalled"]:
             found = [
                 kept(folder.name, partial(edits_that_succeed, folder, study.on, most))
-                for folder in study.trained(of_seeds)
+                for folder in folders[name]
             ]
             cells["edits that succeed"] = spread(".1%", found)
         rate = group[0]["run"][0]["args"]["learning_rate"]
@@ -201,16 +192,13 @@ def edits_that_succeed(folder: Path, device: torch.device, most: int) -> float:
 def stability(study: Study) -> None:
     rates, kinds = study.few((3e-3, 1e-2, 3e-2)), STEM | BASELINES
     kinds = {name: {**kinds[name], "max_iters": 250} for name in ("dense", "STEM, all", "moe")}
-    study.trained(study.grid(kinds, learning_rate=rates, seed=study.numbers))
     figure, panels = plt.subplots(
         2, len(rates), figsize=(11, 6), layout="constrained", sharey="row", squeeze=False
     )
-    rows = []
-    for (number, (name, kind)), (column, rate) in itertools.product(
-        enumerate(kinds.items()), enumerate(rates)
-    ):
-        flags = study.grid({name: kind}, learning_rate=[rate], seed=study.numbers)
-        folders = study.trained(flags)
+    every, rows = study.groups(kinds, learning_rate=rates, seed=study.numbers), []
+    n = len(study.numbers)  # runs of a kind at a rate
+    for (number, name), (column, rate) in itertools.product(enumerate(kinds), enumerate(rates)):
+        folders = every[name][column * n : (column + 1) * n]
         group = [read_run(folder) for folder in folders]
         curves = list(map(losses, group))
         norms = [[step["grad_norm"] for step in run["step"]] for run in group]

@@ -93,8 +93,6 @@ class Study:
     def trained(self, runs: list[Flags]) -> list[Path]:
         """Their folders, once all are trained: those that are not yet, `jobs` at a time. A run
         whose loss is no number any more has come to its end, too."""
-        for folder in {Path(flags.get("data_dir", self.data_dir)) for flags in runs}:
-            ready(folder)
         todo = {self.folder(flags): flags for flags in runs}
         data = {folder: flags.get("data_dir", self.data_dir) for folder, flags in todo.items()}
         todo = {folder: f for folder, f in todo.items() if not finished(folder, data[folder])}
@@ -115,6 +113,14 @@ class Study:
         elif jobs:
             in_processes(jobs, self.jobs, self.threads)
         return [self.folder(flags) for flags in runs]
+
+    def groups(self, kinds: dict[str, Flags], **more: Iterable) -> dict[str, list[Path]]:
+        """The folders of each kind's runs, of all seeds if nothing else is said; what is missing is
+        trained for all kinds at once."""
+        grids = {name: self.grid({name: kind}, **more or dict(seed=self.numbers))
+                 for name, kind in kinds.items()}  # fmt: skip
+        folders = iter(self.trained(list(itertools.chain(*grids.values()))))
+        return {name: list(itertools.islice(folders, len(grid))) for name, grid in grids.items()}
 
     def keep(self, name: str) -> "Kept":
         return Kept(self.out_dir / f"{name}.json")

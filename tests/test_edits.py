@@ -98,9 +98,7 @@ def test_names_of_different_length_have_a_figure_for_each_way(monkeypatch, tmp_p
     monkeypatch.setattr(edits, "report", lambda *_: found)
     study = SimpleNamespace(
         keep=lambda name: lambda cell, find: find(),
-        grid=lambda kinds, seed: [None],
-        trained=lambda flags: [tmp_path],
-        numbers=[1],
+        groups=lambda kinds: {kind: [tmp_path] for kind in kinds},
         on=None,
     )
     _, _, *rows = edits.names(study, most=1).splitlines()
