@@ -41,7 +41,7 @@ NAMES = {
     "one token": ["dense", "STEM, all", "Embformer", "hash_moe"],
 }
 SIZES, COMPARED = (1000, 2000, 4000, 8000, 16_000), 8000  # facts; rates are compared at one size
-RATES = (0.005, 0.01, 0.02)
+RATES = (0.01, 0.02, 0.04)
 PASSES, STEPS = 48, 1000
 LONGER = 4  # times the passes: is it capacity that is missing, or only time?
 QUICK = dict(SIZES=(40, 80), COMPARED=80, RATES=(0.01,), PASSES=2, STEPS=2)
