@@ -15,13 +15,13 @@ Steps whose loss stands out (`spikes`) and the norm of gradients, at rising lear
 """
 
 import itertools
-import math
 import statistics
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view as windows
 
 from analysis.study import BASELINES, STEM, Flags, Study, spread
 from edit import MeanRows, report_pairs
@@ -29,7 +29,7 @@ from training.checkpoints import load_model
 from training.records import check_picture, grouped, markdown, plot, plt, read_run
 
 RATES = (1.5e-3, 3e-3, 6e-3)
-WINDOW = 50  # steps that a spike stands out of
+REACH = 10  # steps before and behind that a spike stands out of
 MAIN = ("dense", "STEM, third", "STEM, all", "Embformer")
 Run = dict[str, list[dict]]  # the records of a run by type
 
@@ -243,17 +243,23 @@ def losses(run: Run) -> list[float]:
 
 def spike_rate(losses: list[float]) -> float:
     """Spikes in 1,000 steps of those that can be told."""
-    return 1000 * sum(spikes(losses)) / max(1, len(losses) - WINDOW)
+    return 1000 * sum(spikes(losses)) / max(1, len(losses) - 2 * REACH)
 
 
 def spikes(losses: list[float]) -> list[bool]:
-    """Which steps have a loss above the robust band of the WINDOW steps before: their median and
-    six times their spread (1.4826 of the median deviation, for normal noise the standard
-    deviation). None of the first WINDOW steps has."""
-    found = [False] * min(WINDOW, len(losses))
-    for step, loss in list(enumerate(losses))[WINDOW:]:
-        before = np.array(losses[step - WINDOW : step])
-        middle = np.median(before)
-        deviation = 1.4826 * np.median(np.abs(before - middle))
-        found.append(not math.isfinite(loss) or bool(loss > middle + 6 * deviation))
-    return found
+    """Which steps have a loss higher than that of all REACH steps before, and above the robust
+    running band. Its middle is the median of the steps up to REACH before and behind, which follows
+    a loss that falls; its height is six times the spread around that of the steps up to twice as
+    far (1.4826 of the median deviation, for normal noise the standard deviation). The first and the
+    last REACH steps have no band.
+    """
+    loss, found = np.array(losses), np.zeros(len(losses), bool)
+    loss[~np.isfinite(loss)] = np.finfo(loss.dtype).max
+    if len(loss) > 2 * REACH:
+        inner = slice(REACH, len(loss) - REACH)
+        above = loss[inner] - np.median(windows(loss, 2 * REACH + 1), axis=1)
+        around = np.pad(np.abs(above), 2 * REACH, mode="symmetric")
+        band = 6 * 1.4826 * np.median(windows(around, 4 * REACH + 1), axis=1)
+        highest = windows(loss, REACH).max(axis=1)[: len(above)]  # of the steps before
+        found[inner] = (above > band) & (loss[inner] > highest)
+    return found.tolist()

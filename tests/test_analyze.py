@@ -74,11 +74,18 @@ def test_kept_figures_are_found_once(tmp_path):
         Kept(tmp_path / "figures.json")
 
 
-def test_spikes_stand_out_of_the_steps_before():
-    band = [2.0, 2.1] * 30  # median 2.05, deviations 0.05: up to 2.05 + 6 * 1.4826 * 0.05 = 2.495
-    found = spikes([*band, 2.49, 2.1, 2.6, float("nan"), 2.0])
-    assert not any(found[:60]) and found[60:] == [False, False, True, True, False]
-    assert not any(spikes([1.0] * 49 + [9.0] * 1))  # too early to tell
+def test_spikes_stand_out_of_the_steps_around():
+    band = [2.0, 2.1] * 60  # a median of 2.0 or 2.1, deviations 0.1 or 0: up to 6 * 1.4826 * 0.1
+    high = 2.1 + 6 * 1.4826 * 0.1
+    spiked = {40: 2.0, 60: high + 0.02, 61: high + 0.01, 80: float("nan")}
+    found = spikes([spiked.get(step, loss) for step, loss in enumerate(band)])
+    assert [step for step, is_spike in enumerate(found) if is_spike] == [60, 80]  # 61 is its tail
+    falling = [8 * 0.97**step + 0.02 * (step % 3) for step in range(120)]
+    assert not any(spikes(falling)) and not any(spikes([*falling[:50], *[9.0] * 50]))  # no return
+    falling[20] += 1  # less than what it had 10 steps before
+    falling[70] += 1
+    assert [step for step, is_spike in enumerate(spikes(falling)) if is_spike] == [70]
+    assert spikes([1.0] * 9 + [9.0]) == [False] * 10  # too few to tell
 
 
 def test_runs_at_once_are_processes_of_which_one_that_fails_ends_all(data, tmp_path):
