@@ -116,13 +116,14 @@ def kinds(study: Study) -> None:
             rows.append(cells)
         print(f"Equal {title}:\n\n{markdown(rows)}\n")
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for number, (name, group) in enumerate(equal.items()):
         look = dict(color=f"C{number}", label=name)
         curve(panels[0], group, "million tokens", **look)
         curve(panels[1], more.get(name, group), "training TFLOP", **look)
     panels[0].set_ylabel("validation loss (nats per token)")
-    panels[1].legend()
+    panels[1].set_ylim(panels[0].get_ylim())  # what overfits with more steps leaves the picture
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     study.picture("kinds", figure)
 
 
