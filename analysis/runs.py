@@ -254,7 +254,7 @@ def spikes(losses: list[float]) -> list[bool]:
     far (1.4826 of the median deviation, for normal noise the standard deviation). The first and the
     last REACH steps have no band.
     """
-    loss, found = np.array(losses), np.zeros(len(losses), bool)
+    loss, found = np.array(losses, float), np.zeros(len(losses), bool)
     loss[~np.isfinite(loss)] = np.finfo(loss.dtype).max
     if len(loss) > 2 * REACH:
         inner = slice(REACH, len(loss) - REACH)
