@@ -75,9 +75,8 @@ def test_kept_figures_are_found_once(tmp_path):
 
 
 def test_spikes_stand_out_of_the_steps_around():
-    band = [2.0, 2.1] * 60  # a median of 2.0 or 2.1, deviations 0.1 or 0: up to 6 * 1.4826 * 0.1
-    high = 2.1 + 6 * 1.4826 * 0.1
-    spiked = {40: 2.0, 60: high + 0.02, 61: high + 0.01, 80: float("nan")}
+    band, high = [2.0, 2.1, 2.2] * 40, 2.1 + 6 * 1.4826 * 0.1  # median and median deviation
+    spiked = {40: high - 0.01, 60: high + 0.02, 61: high + 0.01, 80: float("nan")}
     found = spikes([spiked.get(step, loss) for step, loss in enumerate(band)])
     assert [step for step, is_spike in enumerate(found) if is_spike] == [60, 80]  # 61 is its tail
     falling = [8 * 0.97**step + 0.02 * (step % 3) for step in range(120)]
