@@ -113,8 +113,8 @@ def corpora(out_dir: Path, scale: Scale) -> list[str]:
 
 
 def runs(study: Study, scale: Scale) -> dict[str, list[Path]]:
-    """Runs of the second stage of each kind, one for each seed. The first stage has the best of
-    three learning rates."""
+    """Runs of the second stage of each kind, one for each seed. The first stage has its
+    best learning rate."""
     short, long = corpora(study.out_dir, scale)
     flags = {name: {**kind, **scale.short, "data_dir": short} for name, kind in KINDS.items()}
     first = study.groups(searched(study, flags))

@@ -1,14 +1,14 @@
 """Runs of train.py side by side: those that exist, and those that a question wants.
 
 **kinds.** Better at equal tokens, and at equal FLOPs? STEM (which the paper compares with a dense
-model and with hash layers), Embformer and the layers of `baselines.py`, each at the best of three
-learning rates by the lowest validation loss of one seed, then with all seeds. A kind whose tokens
+model and with hash layers), Embformer and the layers of `baselines.py`, each at the learning rate
+with the lowest validation loss of one seed, then with all seeds. A kind whose tokens
 cost less than the dense model's gets more of them, until as much was computed.
 
-**settings.** Which initialisation and learning rate suit a kind: two initialisations at three rates
-with one seed, and the best rate of each with all. Then what tables are trained with: rows that
-begin large, attention inside documents, AdamW over whole tables. The edits that succeed decide,
-too: where facts settle in dense weights, swapping rows does not move them.
+**settings.** Which initialisation and learning rate suit a kind: two initialisations at several
+rates with one seed, and the best rate of each with all. Then what tables are trained with: rows
+that begin large, attention inside documents, AdamW over whole tables. The edits that succeed
+decide, too: where facts settle in dense weights, swapping rows does not move them.
 
 **stability.** The paper's claim: no loss spikes, where fine-grained mixtures of experts have some.
 Steps whose loss stands out (`spikes`) and the norm of gradients, at rising learning rates.
@@ -75,20 +75,27 @@ def read(groups: dict[str, list[Path]]) -> dict[str, list[Run]]:
 
 
 def searched(study: Study, kinds: dict[str, Flags]) -> dict[str, Flags]:
-    """The kinds, each with the learning rate of RATES at which it has its lowest validation loss
-    with the first seed."""
-    seed, rates = study.numbers[:1], study.few(RATES)
-    tried = read(study.groups(kinds, learning_rate=rates, seed=seed))
-    losses = {name: dict(zip(rates, map(best, runs), strict=True)) for name, runs in tried.items()}
+    """The kinds, each with the learning rate at which it has its lowest validation loss with the
+    first seed: of RATES, and of twice the highest and half the lowest while one of these is best.
+    """
+    seed, todo = study.numbers[:1], list(itertools.product(kinds, study.few(RATES)))
+    losses: dict[str, dict[float, float]] = {name: {} for name in kinds}
+    while todo:
+        wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in todo}
+        for (name, rate), [run] in read(study.groups(wanted, seed=seed)).items():
+            losses[name][rate] = best(run)
+        best_rate = {name: min(tried, key=tried.get) for name, tried in losses.items()}
+        todo = [(name, rate / 2) for name, rate in best_rate.items() if rate == min(losses[name])]
+        todo += [(name, rate * 2) for name, rate in best_rate.items() if rate == max(losses[name])]
+        todo = [] if study.quick else todo
+    rates = sorted(set().union(*losses.values()))
     rows = [
-        {"best val loss": name} | {f"{rate:g}": f"{loss:.3f}" for rate, loss in of_kind.items()}
-        for name, of_kind in losses.items()
+        {"best val loss": name}
+        | {f"{rate:g}": f"{tried[rate]:.3f}" if rate in tried else "" for rate in rates}
+        for name, tried in losses.items()
     ]
     print(f"Learning rates, seed {seed[0]}:\n\n{markdown(rows)}\n")
-    return {
-        name: {**kind, "learning_rate": min(losses[name], key=losses[name].get)}
-        for name, kind in kinds.items()
-    }
+    return {name: {**kind, "learning_rate": best_rate[name]} for name, kind in kinds.items()}
 
 
 def kinds(study: Study) -> None:
@@ -154,10 +161,14 @@ def settings(study: Study) -> None:
         f"STEM, third, {' '.join(f'--{k} {v}' for k, v in flag.items())}": {**third, **flag}
         for flag in (dict(table_std=1.0), dict(doc_mask=True), dict(table_optimizer="adamw"))
     }
-    print(f"How dense weights begin:\n\n{with_edits(study, at_best)}\n")
-    print(f"Tables, at the default learning rate:\n\n{with_edits(study, others)}")
+    folders = study.groups(at_best)
+    groups = read(folders)
+    print(f"How dense weights begin:\n\n{with_edits(study, folders, groups)}\n")
+    folders = study.groups(others)
+    table = with_edits(study, folders, read(folders))
+    print(f"Tables, at the default learning rate:\n\n{table}")
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for number, (name, group) in enumerate(read(study.groups(at_best)).items()):
+    for number, (name, group) in enumerate(groups.items()):
         look = dict(color=f"C{number // 2}", linestyle="--" if "0.02" in name else "-")
         curve(axes, group, "million tokens", label=name, **look)
     axes.set_ylabel("validation loss (nats per token)")
@@ -165,20 +176,19 @@ def settings(study: Study) -> None:
     study.picture("settings", figure)
 
 
-def with_edits(study: Study, kinds: dict[str, Flags]) -> str:
-    """A table of runs with all seeds, and of the edits that succeed in them."""
+def with_edits(study: Study, folders: dict[str, list[Path]], groups: dict[str, list[Run]]) -> str:
+    """A table of runs, and of the edits that succeed in them."""
     kept, rows, most = study.keep("settings"), [], 32 if study.quick else 2000
-    folders = study.groups(kinds)
-    for name, group in read(folders).items():
-        cells = row(name, group) | {"FFN": ""}
-        if kinds[name]["ffn"] != "dense" and cells["capitals recalled"]:
+    for name, group in groups.items():
+        cells = row(name, group)
+        if cells["FFN"] != "dense" and cells["capitals recalled"]:
             found = [
                 kept(folder.name, partial(edits_that_succeed, folder, study.on, most))
                 for folder in folders[name]
             ]
             cells["edits that succeed"] = spread(".1%", found)
         rate = group[0]["run"][0]["args"]["learning_rate"]
-        rows.append({"run": name, "learning rate": f"{rate:g}", **cells})
+        rows.append({"run": name, "learning rate": f"{rate:g}", **cells, "FFN": ""})
     return markdown(rows)
 
 

@@ -1,13 +1,14 @@
 """analyze.py: every question with tiny models, runs that are trained once, spikes."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
 from conftest import command
 
-from analysis.runs import spikes
+from analysis.runs import searched, spikes
 from analysis.study import Kept, Study
 from common import UserError
 from training.records import read_run
@@ -72,6 +73,26 @@ def test_kept_figures_are_found_once(tmp_path):
     (tmp_path / "figures.json").write_text("[")
     with pytest.raises(UserError, match=r"figures\.json is damaged"):
         Kept(tmp_path / "figures.json")
+
+
+@pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])
+def test_the_best_learning_rate_is_not_the_end_of_those_tried(tmp_path, monkeypatch, lowest):
+    study, asked = Study(out_dir=tmp_path, seeds="5", device="cpu"), []
+
+    def trained(flags):  # not at all: the folder's name is its rate, the loss a parabola
+        asked.extend(flags)
+        return [str(each.get("learning_rate", 3e-3)) for each in flags]
+
+    def read(rate):
+        return {"eval": [{"val_loss": 9.0}, {"val_loss": abs(math.log(float(rate) / lowest))}]}
+
+    monkeypatch.setattr(study, "trained", trained)
+    monkeypatch.setattr("analysis.runs.read_run", read)
+    found = searched(study, {"one": dict(ffn="dense")})["one"]
+    assert found["ffn"] == "dense" and abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
+    tried = {flags.get("learning_rate", 3e-3) for flags in asked}
+    assert min(tried) < found["learning_rate"] < max(tried)
+    assert len(tried) == len(asked) and all(flags["seed"] == 5 for flags in asked)
 
 
 def test_spikes_stand_out_of_the_steps_around():
