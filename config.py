@@ -53,7 +53,9 @@ class ModelConfig:
     norm_eps: float = flag(1e-6, "epsilon of the norms")
     # See Decoder.init_weights for both.
     init_std: float | None = flag(
-        None, "standard deviation of new dense weights and embeddings", shown="1 / sqrt(n_embd)"
+        None,
+        "standard deviation of new dense weights and embeddings",
+        shown="1 / sqrt(n_embd), embformer 0.02",
     )
     table_std: float = flag(0.02, "standard deviation of new table rows")
 
@@ -67,8 +69,9 @@ class ModelConfig:
         if self.ple_width is None:
             self.ple_width = max(1, self.n_embd // 8)
         if self.init_std is None:
-            # Of two digits, which one can type: 0.072 for 192.
-            self.init_std = float(f"{max(1, self.n_embd) ** -0.5:.2g}")
+            # As docs/results.md measures. Of two digits, which one can type: 0.072 for 192.
+            root = float(f"{max(1, self.n_embd) ** -0.5:.2g}")
+            self.init_std = 0.02 if self.embedding_only else root
         if self.tie_head is None:
             self.tie_head = self.embedding_only
         counts = "vocab_size block_size n_layer n_head n_embd n_kv_head d_ff "

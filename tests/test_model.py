@@ -696,3 +696,4 @@ def test_older_checkpoints_have_a_plain_embedding():
 @pytest.mark.parametrize("n_embd", [16, 192, 768])
 def test_dense_weights_begin_at_the_root_of_their_inputs(n_embd):
     assert ModelConfig(n_embd=n_embd, n_head=4).init_std == pytest.approx(n_embd**-0.5, rel=0.05)
+    assert ModelConfig(n_embd=n_embd, n_head=4, ffn="embformer").init_std == 0.02
