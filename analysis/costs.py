@@ -14,7 +14,7 @@ FLOP counter takes all n^2 pairs of a sequence, a kernel that skips what is mask
 n (n + 1) / 2 counted here. A training step counts as three forward passes: a gradient for what is
 multiplied, and one for what by (fused attention computes its weights once more, which is not
 counted). In decoding a batch reads less of a table than of its up-projection if it has fewer than
-n_embd distinct tokens. Returns are those of trained runs.
+n_embd distinct tokens. Returns are those of trained runs, each kind at its best learning rate.
 
 Deliberately simple: batches are independent draws of tokens by their frequency, in the training
 text, or by Zipf's law for the published shape; moe's router spreads its load evenly; what is read
@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from analysis.runs import searched
 from analysis.study import BASELINES, STEM, Flags, Study, spread
 from config import ModelConfig
 from model import Decoder
@@ -158,7 +159,8 @@ def returns(study: Study) -> str:
             found["capitals recalled"] = records["recall"][-1]["recall"]
         return found | {"exp(-val loss)": float(np.exp(-records["eval"][-1]["val_loss"]))}
 
-    measured = {name: list(map(figures, folders)) for name, folders in study.groups(STEM).items()}
+    groups = study.groups(searched(study, STEM))
+    measured = {name: list(map(figures, folders)) for name, folders in groups.items()}
     rows, dense = [], measured["dense"]
     for name, runs in measured.items():
         flops = runs[0]["flops"]
