@@ -30,6 +30,7 @@ from training.records import check_picture, grouped, markdown, plot, plt, read_r
 
 RATES = (1.5e-3, 3e-3, 6e-3)
 REACH = 10  # steps before and behind that a spike stands out of
+INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
 MAIN = ("dense", "STEM, third", "STEM, all", "Embformer")
 Run = dict[str, list[dict]]  # the records of a run by type
 
@@ -150,10 +151,9 @@ def curve(axes: plt.Axes, group: list[Run], unit: str, **look) -> None:
 
 
 def settings(study: Study) -> None:
-    inits = {"1 / sqrt(n_embd)": {}, "0.02": dict(init_std=0.02)}
     every = {
-        f"{name}, {std}": {**STEM[name], **flag}
-        for name, (std, flag) in itertools.product(MAIN, inits.items())
+        f"{name}, {std}": {**STEM[name], "init_std": std}
+        for name, std in itertools.product(MAIN, INITS)
     }
     at_best = searched(study, every)
     third = STEM["STEM, third"]

@@ -30,7 +30,7 @@ from train import train
 from training.batches import read_meta
 from training.checkpoints import device_flag
 from training.records import plt, read_run, save_figure
-from training.settings import PRESETS, complete
+from training.settings import complete
 
 # The kinds that are compared most often: flags of train.py.
 STEM = {
@@ -42,6 +42,7 @@ STEM = {
 }
 BASELINES = {name: dict(ffn=name) for name in ("moe", "hash_moe", "pkm", "deepembed", "ple")}
 QUICK = dict(n_layer=3, n_head=2, n_embd=16, max_iters=4, eval_interval=4, eval_tokens=2048)
+TRIED = ("learning_rate", "init_std")  # whose defaults depend on the corpus and the kind
 Flags = dict[str, Any]
 
 
@@ -70,12 +71,15 @@ class Study:
         ready(self.data_dir)
 
     def grid(self, kinds: dict[str, Flags], **more: Iterable) -> list[Flags]:
-        """All combinations of kinds and of the values of other flags. What is the default rate for
-        two cores is not named, so that a run belongs to all questions that want it."""
+        """All combinations of kinds and of the values of other flags. What is the default for such
+        a run is not named, so that it belongs to all questions that want it."""
         values = itertools.product(kinds.values(), *more.values())
         combined = [{**kind, **dict(zip(more, rest, strict=True))} for kind, *rest in values]
-        rate = ("learning_rate", PRESETS["countries"]["learning_rate"])
-        return [dict(item for item in flags.items() if item != rate) for flags in combined]
+        for flags in combined:
+            tried = {name: flags.pop(name) for name in TRIED if name in flags}
+            default = complete(**{"data_dir": str(self.data_dir), **flags}).flat()
+            flags |= {name: value for name, value in tried.items() if value != default[name]}
+        return combined
 
     def few(self, values: tuple) -> tuple:
         """Values to try; where all should be quick, the middle one."""

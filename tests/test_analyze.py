@@ -12,6 +12,7 @@ from analysis.runs import searched, spikes
 from analysis.study import Kept, Study
 from common import UserError
 from training.records import read_run
+from training.settings import PRESETS
 
 
 def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
@@ -76,12 +77,12 @@ def test_kept_figures_are_found_once(tmp_path):
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])
-def test_the_best_learning_rate_is_not_the_end_of_those_tried(tmp_path, monkeypatch, lowest):
-    study, asked = Study(out_dir=tmp_path, seeds="5", device="cpu"), []
+def test_the_best_learning_rate_is_not_the_end_of_those_tried(data, tmp_path, monkeypatch, lowest):
+    study, asked = Study(tmp_path, data, seeds="5", device="cpu"), []
 
-    def trained(flags):  # not at all: the folder's name is its rate, the loss a parabola
+    def trained(flags):  # not at all: the name of a folder is its rate
         asked.extend(flags)
-        return [str(each.get("learning_rate", 3e-3)) for each in flags]
+        return [str(each.get("learning_rate", PRESETS["prose"]["learning_rate"])) for each in flags]
 
     def read(rate):
         return {"eval": [{"val_loss": 9.0}, {"val_loss": abs(math.log(float(rate) / lowest))}]}
@@ -90,7 +91,9 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(tmp_path, monkeypa
     monkeypatch.setattr("analysis.runs.read_run", read)
     found = searched(study, {"one": dict(ffn="dense")})["one"]
     assert found["ffn"] == "dense" and abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
-    tried = {flags.get("learning_rate", 3e-3) for flags in asked}
+    tried = {flags.get("learning_rate") for flags in asked}
+    assert None in tried  # the default is a run of other questions, too
+    tried = {rate or PRESETS["prose"]["learning_rate"] for rate in tried}
     assert min(tried) < found["learning_rate"] < max(tried)
     assert len(tried) == len(asked) and all(flags["seed"] == 5 for flags in asked)
 

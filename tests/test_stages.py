@@ -169,7 +169,7 @@ def test_midtrain_decays_linearly_and_reports_the_parts_of_a_mixture(stage, fold
     text, chat = folders["text"], folders["chat"]
     records = read_run(stage("midtrain", data=f"{text}=0.75,{chat}=0.25"))
     rates = [record["lr"] for record in records["step"]]
-    peak = 0.1 * 3e-3  # of the preset's
+    peak = 0.1 * 6e-3  # of the preset's
     assert rates == pytest.approx([peak * (1 - n / 12) for n in range(12)])
     last = records["eval"][-1]
     parts = [last[f"val_loss/{folder}"] for folder in (text, chat)]

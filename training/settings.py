@@ -29,7 +29,7 @@ PRESETS = {
     ),
     "prose": dict(
         n_layer=6, n_head=4, n_embd=128, block_size=256, batch_size=8, max_iters=250,
-        learning_rate=3e-3, eval_interval=50,
+        learning_rate=6e-3, eval_interval=50,
     ),
     "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
     "minimind-64m": dict(MINIMIND, n_layer=8, n_embd=768, n_kv_head=4, d_ff=2432),
