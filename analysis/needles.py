@@ -195,7 +195,8 @@ def haystacks(study: Study, panels: np.ndarray) -> None:
         means = shares.mean(-1)  # [depths, lengths]
         axes.imshow(means, vmin=0, vmax=1, cmap="Greens", aspect="auto")
         for (depth, i), share in np.ndenumerate(means):
-            axes.text(i, depth, f"{share:.0%}", ha="center", va="center", fontsize=7)
+            color = "white" if share > 0.6 else "black"
+            axes.text(i, depth, f"{share:.0%}", color=color, ha="center", va="center", fontsize=7)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_title(name + ", positions slowed down" * slower, fontsize=9)
         axes.set_xlabel("tokens")
