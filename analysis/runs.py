@@ -85,9 +85,7 @@ def searched(study: Study, kinds: dict[str, Flags]) -> dict[str, Flags]:
         wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in todo}
         for (name, rate), [run] in read(study.groups(wanted, seed=seed)).items():
             losses[name][rate] = best(run)
-        best_rate = {name: min(tried, key=tried.get) for name, tried in losses.items()}
-        todo = [(name, rate / 2) for name, rate in best_rate.items() if rate == min(losses[name])]
-        todo += [(name, rate * 2) for name, rate in best_rate.items() if rate == max(losses[name])]
+        todo = [(name, rate) for name, tried in losses.items() for rate in beyond(tried)]
         todo = [] if study.quick else todo
     rates = sorted(set().union(*losses.values()))
     rows = [
@@ -96,7 +94,15 @@ def searched(study: Study, kinds: dict[str, Flags]) -> dict[str, Flags]:
         for name, tried in losses.items()
     ]
     print(f"Learning rates, seed {seed[0]}:\n\n{markdown(rows)}\n")
+    best_rate = {name: min(tried, key=tried.get) for name, tried in losses.items()}
     return {name: {**kind, "learning_rate": best_rate[name]} for name, kind in kinds.items()}
+
+
+def beyond(losses: dict[float, float]) -> list[float]:
+    """The learning rates to try next, of those whose losses are known: none if the best has others
+    on both sides."""
+    best = min(losses, key=losses.get)
+    return [best / 2] * (best == min(losses)) + [best * 2] * (best == max(losses))
 
 
 def kinds(study: Study) -> None:
