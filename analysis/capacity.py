@@ -16,7 +16,7 @@ FLOPs of a token are equal but for STEM, which saves the up-projection, and Embf
 weights: they are in the table.
 """
 
-from math import log2
+from math import inf, log2
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ def learn(
     with torch.no_grad():
         asked = torch.cat([logits(model, part) for part in prompts.split(4096)])
     right = (asked.argmax(-1) == values).float().mean().item()
-    return dict(recall=right, loss=F.cross_entropy(asked, values).item())
+    return dict(recall=right, loss=F.cross_entropy(asked, values).nan_to_num(nan=inf).item())
 
 
 def capacity(study: Study) -> None:
@@ -110,10 +110,12 @@ def capacity(study: Study) -> None:
     rows, curves = [], {}
     which = [(names, kind) for names, kinds in NAMES.items() for kind in kinds]
     for names, kind in tqdm(which, "capacity", unit="curve", delay=3):
-        losses, more = {}, list(rates)
+        tried, more = {}, list(rates)
         while more:
-            losses |= {rate: cell(kind, names, compared, seeds[0], rate)["loss"] for rate in more}
-            more = [] if study.quick else beyond(losses)
+            tried |= {rate: cell(kind, names, compared, seeds[0], rate) for rate in more}
+            losses = {rate: found["loss"] for rate, found in tried.items()}
+            full = any(found["recall"] == 1 for found in tried.values())  # no rate can be better
+            more = [] if full or study.quick else beyond(losses)
         rate = min(losses, key=losses.get)
         recalls = np.array(  # [sizes, seeds]
             [[cell(kind, names, n, seed, rate)["recall"] for seed in seeds] for n in sizes]

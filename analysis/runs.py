@@ -17,14 +17,16 @@ Steps whose loss stands out (`spikes`) and the norm of gradients, at rising lear
 import itertools
 import statistics
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view as windows
 
-from analysis.study import BASELINES, STEM, Flags, Study, spread
+from analysis.study import BASELINES, STEM, Flags, Study, diverged, spread
 from edit import MeanRows, report_pairs
+from training.batches import read_meta
 from training.checkpoints import load_model
 from training.records import check_picture, grouped, markdown, plot, plt, read_run
 
@@ -83,8 +85,8 @@ def searched(study: Study, kinds: dict[str, Flags]) -> dict[str, Flags]:
     losses: dict[str, dict[float, float]] = {name: {} for name in kinds}
     while todo:
         wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in todo}
-        for (name, rate), [run] in read(study.groups(wanted, seed=seed)).items():
-            losses[name][rate] = best(run)
+        for (name, rate), [folder] in study.groups(wanted, seed=seed).items():
+            losses[name][rate] = inf if diverged(folder) else best(read_run(folder))
         todo = [(name, rate) for name, tried in losses.items() for rate in beyond(tried)]
         todo = [] if study.quick else todo
     rates = sorted(set().union(*losses.values()))
@@ -99,10 +101,10 @@ def searched(study: Study, kinds: dict[str, Flags]) -> dict[str, Flags]:
 
 
 def beyond(losses: dict[float, float]) -> list[float]:
-    """The learning rates to try next, of those whose losses are known: none if the best has others
-    on both sides."""
-    best = min(losses, key=losses.get)
-    return [best / 2] * (best == min(losses)) + [best * 2] * (best == max(losses))
+    """What to try next, given the loss at each learning rate tried: half the best if that is the
+    lowest of them, twice the best if it is the highest, else nothing."""
+    rate = min(losses, key=losses.get)
+    return [rate / 2] * (rate == min(losses)) + [rate * 2] * (rate == max(losses))
 
 
 def kinds(study: Study) -> None:
@@ -148,8 +150,10 @@ def curve(axes: plt.Axes, group: list[Run], unit: str, **look) -> None:
     args, sizes = first["args"], first["sizes"]
     step = args["batch_size"] * args["block_size"] / 1e6  # million tokens
     step *= 1 if unit == "million tokens" else 3 * sizes["flops_per_token"] / 1e6
-    losses = np.array([[r["val_loss"] for r in run["eval"] if r["step"]] for run in group])
-    x = [record["step"] * step for record in group[0]["eval"] if record["step"]]
+    points = [[(r["step"], r["val_loss"]) for r in run["eval"] if r["step"]] for run in group]
+    common = min(map(len, points))  # a run that diverged has fewer
+    losses = np.array([[loss for _, loss in each[:common]] for each in points])  # [runs, evals]
+    x = [at * step for at, _ in points[0][:common]]
     axes.plot(x, losses.mean(0), marker=".", **look)
     axes.fill_between(x, losses.min(0), losses.max(0), color=look["color"], alpha=0.15)
     axes.set_xlabel(unit)
@@ -164,7 +168,9 @@ def settings(study: Study) -> None:
     folders = study.groups(searched(study, every))
     groups = read(folders)
     print(f"How dense weights begin:\n\n{with_edits(study, folders, groups)}\n")
-    if next(iter(groups.values()))[0]["recall"]:  # there are facts, and edits to tell where
+    if (
+        read_meta(study.data_dir)["corpus"] == "countries"
+    ):  # there are facts, and edits to tell where
         third = STEM["STEM, third"]
         others = {"STEM, third": third} | {
             f"STEM, third, {' '.join(f'--{k} {v}' for k, v in flag.items())}": {**third, **flag}
@@ -236,7 +242,7 @@ def stability(study: Study) -> None:
                 "last training loss": spread(
                     ".3f", (statistics.fmean(loss[-25:]) for loss in curves)
                 ),
-                "no number any more": str(sum((f / "failed.txt").exists() for f in folders) or ""),
+                "no number any more": str(sum(map(diverged, folders)) or ""),
                 "load of experts over even": spread(".2f", loads),
             }
         )

@@ -30,7 +30,7 @@ from train import train
 from training.batches import read_meta
 from training.checkpoints import device_flag
 from training.records import plt, read_run, save_figure
-from training.settings import complete
+from training.settings import FREE, Settings, complete
 
 # The kinds that are compared most often: flags of train.py.
 STEM = {
@@ -77,9 +77,16 @@ class Study:
         combined = [{**kind, **dict(zip(more, rest, strict=True))} for kind, *rest in values]
         for flags in combined:
             tried = {name: flags.pop(name) for name in TRIED if name in flags}
-            default = complete(**{"data_dir": str(self.data_dir), **flags}).flat()
+            default = complete(**self.full(flags)).flat()
             flags |= {name: value for name, value in tried.items() if value != default[name]}
         return combined
+
+    def full(self, flags: Flags) -> Flags:
+        """All flags of a run: those of every run, and small ones where all should be quick. A model
+        that goes on with another keeps its shape."""
+        shape = ("n_layer", "n_head", "n_embd") if "init_from" in flags else ()
+        small = {k: v for k, v in QUICK.items() if self.quick and k not in shape}
+        return {"data_dir": str(self.data_dir), "device": self.device, **flags, **small}
 
     def few(self, values: tuple) -> tuple:
         """Values to try; where all should be quick, the middle one."""
@@ -97,20 +104,12 @@ class Study:
     def trained(self, runs: list[Flags]) -> list[Path]:
         """Their folders, once all are trained: those that are not yet, `jobs` at a time. A run
         whose loss is no number any more has come to its end, too."""
-        todo = {self.folder(flags): flags for flags in runs}
-        data = {folder: flags.get("data_dir", self.data_dir) for folder, flags in todo.items()}
-        todo = {folder: f for folder, f in todo.items() if not finished(folder, data[folder])}
-        common = dict(data_dir=str(self.data_dir), device=self.device)
-
-        def quick(flags: Flags) -> Flags:  # a model that a run goes on with keeps its shape
-            shape = ("n_layer", "n_head", "n_embd") if "init_from" in flags else ()
-            return {k: v for k, v in QUICK.items() if self.quick and k not in shape}
-
+        every = {self.folder(flags): self.full(flags) for flags in runs}
+        todo = {folder: flags for folder, flags in every.items() if not finished(folder, flags)}
         jobs = [
-            (dict(out_dir=folder, resume=True) if (folder / "ckpt.pt").exists() else
-             {**common, **flags, **quick(flags), "out_dir": folder})
+            (dict(resume=True) if (folder / "ckpt.pt").exists() else flags) | {"out_dir": folder}
             for folder, flags in todo.items()
-        ]  # fmt: skip
+        ]
         if self.jobs == 1:
             for job in tqdm(jobs, "training", unit="run", disable=not jobs):
                 in_this_process(job)
@@ -146,17 +145,33 @@ def ready(folder: Path) -> None:
         prepare.prepare_corpus(settings)
 
 
-def finished(folder: Path, data_dir: str | Path) -> bool:
+def finished(folder: Path, flags: Flags) -> bool:
     """Whether a run has come to its end, of which loss.png is the last thing, or to a loss that is
-    no number. UserError: it was trained on other data of that name."""
+    no number. UserError: it is another one, trained on other data of that name, or when the
+    defaults were others."""
     try:
         records = read_run(folder)
     except (OSError, UserError):
-        return (folder / "failed.txt").exists()
-    if records["run"][-1].get("data") != [read_meta(Path(data_dir))]:
-        raise UserError(f"{folder} was trained on another {data_dir}: choose another --out_dir")
-    last = records["eval"][-1]["step"] == records["run"][-1]["args"]["max_iters"]
-    return (last and (folder / "loss.png").exists()) or (folder / "failed.txt").exists()
+        return diverged(folder)
+    run = records["run"][-1]
+    if run.get("data") != [read_meta(Path(flags["data_dir"]))]:
+        raise UserError(
+            f"{folder} was trained on another {flags['data_dir']}: choose another --out_dir"
+        )
+    before, now = Settings.of(run["args"]).flat(), complete(**flags).flat()
+    for name in now.keys() - {*FREE, "init_from", "vocab_size"}:  # the last is the data's
+        if before[name] != now[name]:
+            raise UserError(
+                f"{folder} was trained with --{name} {before[name]}, which would be {now[name]} "
+                "today: delete it, or choose another --out_dir"
+            )
+    last = records["eval"][-1]["step"] == run["args"]["max_iters"]
+    return (last and (folder / "loss.png").exists()) or diverged(folder)
+
+
+def diverged(folder: Path) -> bool:
+    """Whether a run ended as its loss was no number any more."""
+    return (folder / "failed.txt").exists()
 
 
 def in_this_process(flags: Flags) -> None:
@@ -168,7 +183,7 @@ def in_this_process(flags: Flags) -> None:
         try:
             train(complete(**flags))
         except UserError as error:
-            failed(folder, str(error))
+            note_failure(folder, str(error))
 
 
 def in_processes(jobs: list[Flags], at_once: int, threads: int) -> None:
@@ -193,7 +208,7 @@ def in_processes(jobs: list[Flags], at_once: int, threads: int) -> None:
             code = process.wait()
             running.discard(process)
         if code:
-            failed(folder, (folder / "log.txt").read_text(encoding="utf-8").splitlines()[-1])
+            note_failure(folder, (folder / "log.txt").read_text(encoding="utf-8").splitlines()[-1])
 
     with ThreadPoolExecutor(at_once) as pool:
         try:
@@ -208,7 +223,7 @@ def in_processes(jobs: list[Flags], at_once: int, threads: int) -> None:
             raise
 
 
-def failed(folder: Path, error: str) -> None:
+def note_failure(folder: Path, error: str) -> None:
     """That the loss became infinite is a finding, which the folder keeps. All else: UserError."""
     if "loss became" not in error:
         raise UserError(f"{folder}: {error.removeprefix('error: ')}")

@@ -53,11 +53,15 @@ def test_a_run_is_trained_once_and_goes_on_where_it_was_stopped(data, tmp_path):
     changed = metrics.stat().st_mtime_ns
     study.trained([flags])
     assert metrics.stat().st_mtime_ns == changed
-    # As a kill behind step 2 leaves it.
+    # A longer run, as a kill behind step 4 leaves it.
     saved = torch.load(folder / "ckpt.pt")
     saved["args"]["max_iters"] = 6
     torch.save(saved, folder / "ckpt.pt")
     metrics.write_text(metrics.read_text().replace('"max_iters": 4', '"max_iters": 6'))
+    with pytest.raises(UserError, match="--max_iters 6, which would be 4 today"):
+        study.trained([flags])
+    flags["max_iters"] = 6
+    folder = folder.rename(study.folder(flags))
     study.trained([flags])
     assert [each["step"] for each in read_run(folder)["eval"]] == [0, 2, 4, 6]
     wrong = study.trained([{**flags, "seed": 2, "learning_rate": 1e9, "warmup": 0.0}])[0]
@@ -65,6 +69,17 @@ def test_a_run_is_trained_once_and_goes_on_where_it_was_stopped(data, tmp_path):
     assert "loss became" in said  # a finding, not an error
     with pytest.raises(UserError, match="n_head"):
         study.trained([{**flags, "n_head": 3}])
+
+
+def test_a_run_is_named_after_what_is_not_its_default(data, tmp_path):
+    study = Study(out_dir=tmp_path, data_dir=data, seeds="1", device="cpu")
+    every = [dict(init_std=0.02), dict(init_std=0.088), dict(learning_rate=0.006), {}]
+    kinds = {ffn: dict(ffn=ffn) for ffn in ("dense", "embformer")}
+    named = {
+        ffn: [study.grid({"": kind | more})[0] for more in every] for ffn, kind in kinds.items()
+    }
+    tried = {ffn: [bool(flags.keys() - {"ffn"}) for flags in each] for ffn, each in named.items()}
+    assert tried == dict(dense=[True, False, False, False], embformer=[False, True, False, False])
 
 
 def test_kept_figures_are_found_once(tmp_path):
@@ -76,7 +91,7 @@ def test_kept_figures_are_found_once(tmp_path):
         Kept(tmp_path / "figures.json")
 
 
-@pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])
+@pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge
 def test_the_best_learning_rate_is_not_the_end_of_those_tried(data, tmp_path, monkeypatch, lowest):
     study, asked = Study(tmp_path, data, seeds="5", device="cpu"), []
 
@@ -89,6 +104,7 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(data, tmp_path, mo
 
     monkeypatch.setattr(study, "trained", trained)
     monkeypatch.setattr("analysis.runs.read_run", read)
+    monkeypatch.setattr("analysis.runs.diverged", lambda rate: float(rate) > 4 * lowest)
     found = searched(study, {"one": dict(ffn="dense")})["one"]
     assert found["ffn"] == "dense" and abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
     tried = {flags.get("learning_rate") for flags in asked}
