@@ -62,6 +62,7 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
         "capitals recalled": spread(".1%", recalls),
         "recall before edits": spread(".1%", (report["recall"] for report in edits)),
         "edits that succeed": spread(".1%", (report["success"] for report in edits)),
+        "spikes in 1,000 steps": spread(".1f", map(spike_rate, map(losses, group))),
         "parameters": f"{sizes['total'] / 1e6:.2f} M",
         "active": f"{sizes['active'] / 1e6:.2f} M",
         "tok/s": spread(",.0f", speeds),
@@ -128,7 +129,6 @@ def kinds(study: Study) -> None:
             args, sizes = group[0]["run"][0]["args"], group[0]["run"][0]["sizes"]
             cells["steps"] = f"{args['max_iters']:,}"
             cells["MFLOP a token"] = f"{sizes['flops_per_token'] / 1e6:.2f}"
-            cells["spikes in 1,000 steps"] = spread(".1f", map(spike_rate, map(losses, group)))
             rows.append(cells)
         print(f"Equal {title}:\n\n{markdown(rows)}\n")
 
