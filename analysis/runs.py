@@ -264,9 +264,10 @@ def losses(run: Run) -> list[float]:
     return [step["train_loss"] - step.get("train_balance", 0.0) for step in run["step"]]
 
 
-def spike_rate(losses: list[float]) -> float:
-    """Spikes in 1,000 steps of those that can be told."""
-    return 1000 * sum(spikes(losses)) / max(1, len(losses) - 2 * REACH)
+def spike_rate(losses: list[float]) -> float | None:
+    """Spikes in 1,000 steps of those that have a band, if there are any."""
+    inner = len(losses) - 2 * REACH
+    return 1000 * sum(spikes(losses)) / inner if inner > 0 else None
 
 
 def spikes(losses: list[float]) -> list[bool]:
