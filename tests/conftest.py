@@ -39,31 +39,27 @@ SMALL = [
 
 
 def command(*args, cwd: Path, fails: bool = False, stdin: str = "") -> subprocess.CompletedProcess:
-    """Run `python args...` in a folder. A failure must be one line without a traceback; what should
-    fail does so in this process, where all is imported already."""
+    """Run `python args...` in a folder, in this process, where all is imported already. A failure
+    must be one line without a traceback."""
     args = [str(ROOT / args[0]), *map(str, args[1:])]
-    if fails:
-        done = here(args, cwd)
-        assert done.returncode != 0
-        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1, done.stderr
-        return done
-    done = subprocess.run(
-        [sys.executable, *args], cwd=cwd, capture_output=True, text=True, input=stdin
-    )
-    assert done.returncode == 0, done.stderr
+    done = here(args, cwd, stdin)
+    assert (done.returncode != 0) == fails, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == fails, done.stderr
     return done
 
 
-def here(args: list[str], cwd: Path) -> subprocess.CompletedProcess:
+def here(args: list[str], cwd: Path, stdin: str = "") -> subprocess.CompletedProcess:
     """A script as `python args...` would run it, but for an exception, which is one here."""
     code, before = 0, os.getcwd()
     with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as given,
         tempfile.TemporaryFile("w+", encoding="utf-8") as out,
         tempfile.TemporaryFile("w+", encoding="utf-8") as err,
         pytest.MonkeyPatch.context() as patch,
     ):
-        for name, value in dict(argv=args, stdout=out, stderr=err).items():
+        given.write(stdin), given.seek(0)
+        for name, value in dict(argv=args, stdin=given, stdout=out, stderr=err).items():
             patch.setattr(sys, name, value)
         os.chdir(cwd)
         try:
@@ -74,8 +70,9 @@ def here(args: list[str], cwd: Path) -> subprocess.CompletedProcess:
                 print(ended.code, file=err)
         finally:
             os.chdir(before)
-        out.flush(), err.seek(0)  # what it printed may be gone: `common.run` closes a full output
-        return subprocess.CompletedProcess(args, code, "", err.read())
+        out.flush(), out.seek(0), err.seek(0)
+        said = "" if code else out.read()  # may be gone: `common.run` closes a full output
+        return subprocess.CompletedProcess(args, code, said, err.read())
 
 
 @pytest.fixture(scope="session")

@@ -145,6 +145,7 @@ def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(gpu, home):
 
 
 SCHEDULES = 16
+RARE = 37  # the first schedule in which memory of a new slot is still read
 
 
 def differs(number: int, expected: list[torch.Tensor], module=offload) -> bool:
@@ -213,7 +214,7 @@ def test_every_guard_is_needed(number, expected):
     lines[number] = f"{indent}pass"
     without = types.ModuleType("offload_without_a_guard")
     exec("\n".join(lines), without.__dict__)
-    assert any(differs(n, expected, without) for n in range(40 * SCHEDULES))
+    assert any(differs(n, expected, without) for n in (0, 1, RARE, *range(2, 40 * SCHEDULES)))
 
 
 # --- hazards, each with its guard and without ---

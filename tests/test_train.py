@@ -413,11 +413,11 @@ def test_a_new_setting_of_models_is_one_line_and_opens_older_checkpoints(trained
     new = text.replace(line, f"    new: float = 0.25\n{line}")
     (tmp_path / "config.py").write_text(new, encoding="utf-8")
     shutil.copytree(trained["stem"], tmp_path / "again")
-    train = (tmp_path / "train.py", "--out_dir")
-    command(*train, "again", "--resume", cwd=tmp_path)
+    train = [sys.executable, "train.py", "--out_dir"]
+    subprocess.run([*train, "again", "--resume"], cwd=tmp_path, check=True)
     old = trained["stem"] / "ckpt.pt"
-    more = ("--stage", "midtrain", "--init_from", old, "--data_dir", data)
-    command(*train, "new", *more, "--max_iters", 2, "--device", "cpu", cwd=tmp_path)
+    more = ["--stage", "midtrain", "--init_from", old, "--data_dir", data, "--device", "cpu"]
+    subprocess.run([*train, "new", *more, "--max_iters", "2"], cwd=tmp_path, check=True)
     assert checkpoint(tmp_path / "new")["config"]["new"] == 0.25
 
 
