@@ -2,8 +2,8 @@
 
 **kinds.** Better at equal tokens, and at equal FLOPs? STEM (which the paper compares with a dense
 model and with hash layers), Embformer and the layers of `baselines.py`, each at the learning rate
-with the lowest validation loss of one seed, then with all seeds. A kind whose tokens
-cost less than the dense model's gets more of them, until as much was computed.
+with the lowest validation loss of one seed, then with all seeds. A kind whose tokens cost less than
+the dense model's gets more of them, until as much was computed.
 
 **settings.** Which initialisation and learning rate suit a kind: two initialisations at several
 rates with one seed, and the best rate of each with all. Where there are facts, then what tables are
@@ -168,9 +168,7 @@ def settings(study: Study) -> None:
     folders = study.groups(searched(study, every))
     groups = read(folders)
     print(f"How dense weights begin:\n\n{with_edits(study, folders, groups)}\n")
-    if (
-        read_meta(study.data_dir)["corpus"] == "countries"
-    ):  # there are facts, and edits to tell where
+    if read_meta(study.data_dir)["corpus"] == "countries":  # facts, and edits that tell where
         third = STEM["STEM, third"]
         others = {"STEM, third": third} | {
             f"STEM, third, {' '.join(f'--{k} {v}' for k, v in flag.items())}": {**third, **flag}
