@@ -152,6 +152,7 @@ def plot(folders: list[Path], out: Path) -> None:
         unit = 1 if by_step else args["batch_size"] * args["block_size"] / 1e6
         named = name if name == args["ffn"] else f"{name}: {args['ffn']}"
         label = named.encode(errors="replace").decode()  # a name may be bytes that are no text
+        label = "\n".join(label[i : i + 64] for i in range(0, len(label), 64))
         thin, thick = dict(alpha=0.3, linewidth=0.8), dict(marker=".", label=label)
         for kind, loss, look in (("step", "train_loss", thin), ("eval", "val_loss", thick)):
             losses = [{record["step"]: record[loss] for record in run[kind]} for run in runs]
