@@ -151,6 +151,7 @@ def converse(chat: Chat, seconds: list[float], seed: int, **options) -> None:
             return
         if text == "/new":
             chat.turns, chat.cache.length = [], 0
+            print("(a new conversation)", file=sys.stderr)
         elif text == "/help":
             print(HELP, file=sys.stderr)
         elif text.startswith("/"):
