@@ -28,7 +28,7 @@ from analysis.study import BASELINES, STEM, Flags, Study, diverged, spread
 from edit import MeanRows, report_pairs
 from training.batches import read_meta
 from training.checkpoints import load_model
-from training.records import check_picture, grouped, markdown, plot, plt, read_run
+from training.records import check_picture, grouped, losses_of, markdown, plot, plt, read_run
 
 RATES = (1.5e-3, 3e-3, 6e-3)
 REACH = 10  # steps before and behind that a spike stands out of
@@ -150,10 +150,8 @@ def curve(axes: plt.Axes, group: list[Run], unit: str, **look) -> None:
     args, sizes = first["args"], first["sizes"]
     step = args["batch_size"] * args["block_size"] / 1e6  # million tokens
     step *= 1 if unit == "million tokens" else 3 * sizes["flops_per_token"] / 1e6
-    points = [[(r["step"], r["val_loss"]) for r in run["eval"] if r["step"]] for run in group]
-    common = min(map(len, points))  # a run that diverged has fewer
-    losses = np.array([[loss for _, loss in each[:common]] for each in points])  # [runs, evals]
-    x = [at * step for at, _ in points[0][:common]]
+    steps, losses = losses_of(group, "eval", "val_loss")
+    x, losses = steps[steps > 0] * step, losses[:, steps > 0]
     axes.plot(x, losses.mean(0), marker=".", **look)
     axes.fill_between(x, losses.min(0), losses.max(0), color=look["color"], alpha=0.15)
     axes.set_xlabel(unit)

@@ -147,3 +147,12 @@ def test_a_damaged_report_is_one_clear_line(tmp_path):
     (made(tmp_path / "run") / "edit_report.json").write_text('{"recall": 1.0}')
     with pytest.raises(UserError, match=r"edit_report\.json is damaged \(edits\.success is None"):
         table([tmp_path / "run"])
+
+
+def test_the_mean_of_runs_is_over_the_steps_that_all_of_them_have():
+    runs = [
+        {"eval": [{"step": step, "val_loss": first - step} for step in steps]}
+        for first, steps in ((9.0, (0, 2, 4, 6)), (8.0, (0, 4)))  # the second stopped earlier
+    ]
+    steps, losses = records.losses_of(runs, "eval", "val_loss")
+    assert steps.tolist() == [0, 4] and losses.tolist() == [[9.0, 5.0], [8.0, 4.0]]

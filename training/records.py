@@ -139,6 +139,14 @@ def grouped(folders: list[Path]) -> list[tuple[str, list[dict]]]:
     return result
 
 
+def losses_of(runs: list[dict], kind: str, loss: str) -> tuple[np.ndarray, np.ndarray]:
+    """The steps [n] of which all runs have a record of this kind (one may have stopped earlier),
+    and their losses there [runs, n]."""
+    every = [{record["step"]: record[loss] for record in run[kind]} for run in runs]
+    steps = sorted(set.intersection(*map(set, every)))
+    return np.array(steps), np.array([[each[step] for step in steps] for each in every])
+
+
 def plot(folders: list[Path], out: Path) -> None:
     """Draw the training loss (thin) and validation loss (thick) of runs over their tokens, or over
     their steps, if one of them read conversations, which are not equally long. A group of runs is
@@ -155,13 +163,11 @@ def plot(folders: list[Path], out: Path) -> None:
         label = "\n".join(label[i : i + 64] for i in range(0, len(label), 64))
         thin, thick = dict(alpha=0.3, linewidth=0.8), dict(marker=".", label=label)
         for kind, loss, look in (("step", "train_loss", thin), ("eval", "val_loss", thick)):
-            losses = [{record["step"]: record[loss] for record in run[kind]} for run in runs]
-            steps = sorted(set.intersection(*map(set, losses)))  # a run may have stopped earlier
-            points = np.array([[each[step] for step in steps] for each in losses])  # [runs, steps]
-            x = [step * unit for step in steps]
-            axes.plot(x, points.mean(0), color=f"C{number}", **look)
+            steps, points = losses_of(runs, kind, loss)
+            axes.plot(steps * unit, points.mean(0), color=f"C{number}", **look)
             if kind == "eval" and len(runs) > 1:
-                axes.fill_between(x, points.min(0), points.max(0), color=f"C{number}", alpha=0.2)
+                band = points.min(0), points.max(0)
+                axes.fill_between(steps * unit, *band, color=f"C{number}", alpha=0.2)
     axes.set_xlabel("steps" if by_step else "million tokens")
     what = "pair" if "dpo" in stages else "token"
     axes.set_ylabel(f"loss (nats per {what}); thin: training, thick: validation")
