@@ -159,10 +159,10 @@ def finished(folder: Path, flags: Flags) -> bool:
             f"{folder} was trained on another {flags['data_dir']}: choose another --out_dir"
         )
     before, now = Settings.of(run["args"]).flat(), complete(**flags).flat()
-    for name in now.keys() - {*FREE, "init_from", "vocab_size"}:  # the last is the data's
-        if before[name] != now[name]:
+    for name, value in now.items():
+        if name not in (*FREE, "init_from", "vocab_size") and value != before[name]:
             raise UserError(
-                f"{folder} was trained with --{name} {before[name]}, which would be {now[name]} "
+                f"{folder} was trained with --{name} {before[name]}, which would be {value} "
                 "today: delete it, or choose another --out_dir"
             )
     last = records["eval"][-1]["step"] == run["args"]["max_iters"]
