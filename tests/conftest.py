@@ -39,19 +39,9 @@ SMALL = [
 
 
 def command(*args, cwd: Path, fails: bool = False, stdin: str = "") -> subprocess.CompletedProcess:
-    """Run `python args...` in a folder, in this process, where all is imported already. A failure
-    must be one line without a traceback."""
-    args = [str(ROOT / args[0]), *map(str, args[1:])]
-    done = here(args, cwd, stdin)
-    assert (done.returncode != 0) == fails, done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == fails, done.stderr
-    return done
-
-
-def here(args: list[str], cwd: Path, stdin: str = "") -> subprocess.CompletedProcess:
-    """A script as `python args...` would run it, but for an exception, which is one here."""
-    code, before = 0, os.getcwd()
+    """Run `python args...` in a folder, but in this process, where all is imported already: an
+    exception is one here. A failure must be one line without a traceback."""
+    args, code, before = [str(ROOT / args[0]), *map(str, args[1:])], 0, os.getcwd()
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as given,
         tempfile.TemporaryFile("w+", encoding="utf-8") as out,
@@ -72,7 +62,11 @@ def here(args: list[str], cwd: Path, stdin: str = "") -> subprocess.CompletedPro
             os.chdir(before)
         out.flush(), out.seek(0), err.seek(0)
         said = "" if code else out.read()  # may be gone: `common.run` closes a full output
-        return subprocess.CompletedProcess(args, code, said, err.read())
+        done = subprocess.CompletedProcess(args, code, said, err.read())
+    assert (code != 0) == fails, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == fails, done.stderr
+    return done
 
 
 @pytest.fixture(scope="session")

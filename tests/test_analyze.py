@@ -99,12 +99,16 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(data, tmp_path, mo
         asked.extend(flags)
         return [str(each.get("learning_rate", PRESETS["prose"]["learning_rate"])) for each in flags]
 
-    def read(rate):
-        return {"eval": [{"val_loss": 9.0}, {"val_loss": abs(math.log(float(rate) / lowest))}]}
+    def breaks(rate):
+        return float(rate) > 4 * lowest
+
+    def read(rate):  # one that breaks was the best before
+        loss = -1.0 if breaks(rate) else abs(math.log(float(rate) / lowest))
+        return {"eval": [{"val_loss": 9.0}, {"val_loss": loss}]}
 
     monkeypatch.setattr(study, "trained", trained)
     monkeypatch.setattr("analysis.runs.read_run", read)
-    monkeypatch.setattr("analysis.runs.diverged", lambda rate: float(rate) > 4 * lowest)
+    monkeypatch.setattr("analysis.runs.diverged", breaks)
     found = searched(study, {"one": dict(ffn="dense")})["one"]
     assert found["ffn"] == "dense" and abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
     tried = {flags.get("learning_rate") for flags in asked}

@@ -1,10 +1,14 @@
 """Made-up facts, and how many of them a model recalls."""
 
+import math
+
 import numpy as np
+import pytest
 import torch
 
 from analysis import capacity
 from analysis.capacity import D_FF, KINDS, RELATIONS, SHAPE, VALUES, learn, make_facts, make_model
+from analysis.study import Study
 from model import Decoder
 
 
@@ -56,3 +60,25 @@ def test_every_fact_is_seen_as_often_and_recall_is_greedy_decoding(monkeypatch):
     assert np.array_equal(logits[:, :VALUES].argmax(-1), values)
     # A model that has not learned is right by chance.
     assert learn(KINDS["dense"], "two syllables", 800, 3, 1e-9, 1, 1, "cpu")["recall"] < 0.05
+    # One that breaks is worse than any other.
+    broken = learn(KINDS["dense"], "two syllables", 8, 3, 1e9, 4, 4, "cpu")
+    assert broken["loss"] == math.inf
+
+
+@pytest.mark.parametrize("enough, tried", [(1.0, 0.08), (0.02, 0.04)])
+def test_rates_are_searched_until_one_is_the_best_or_recalls_all(
+    data, tmp_path, monkeypatch, capsys, enough, tried
+):
+    """The loss is lowest at 0.04; from the rate `enough` on everything is recalled."""
+    asked = set()
+
+    def learned(kind, names, n_fact, seed, rate, *more):
+        asked.add(rate)
+        return dict(recall=0.5 + 0.5 * (rate >= enough), loss=abs(math.log(rate / 0.04)))
+
+    monkeypatch.setattr(capacity, "learn", learned)
+    capacity.capacity(Study(out_dir=tmp_path, data_dir=data, seeds="1,2", device="cpu"))
+    assert asked == {rate for rate in (0.01, 0.02, 0.04, 0.08) if rate <= tried}
+    rows = capsys.readouterr().out.splitlines()
+    at = rows[0].split(" | ").index("rate")
+    assert {row.split(" | ")[at] for row in rows if row.startswith("| two")} == {"0.04"}

@@ -1,6 +1,8 @@
 """The house: which file may import which, read from the imports themselves."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 from conftest import ROOT
@@ -58,3 +60,15 @@ def test_no_imports_lead_in_a_circle():
 
 def test_the_root_is_the_system():
     assert len(list(ROOT.glob("*.py"))) <= 14
+
+
+def test_every_command_starts_by_itself(tmp_path):
+    """In a process of its own, where nothing is imported yet, in any folder."""
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, ROOT / f"{name}.py", "-h"], cwd=tmp_path, stdout=subprocess.PIPE
+        )
+        for name in COMMANDS
+    }
+    for name, process in running.items():
+        assert f"{name}.py" in process.communicate()[0].decode() and process.returncode == 0
