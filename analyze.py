@@ -23,9 +23,9 @@ from analysis.capacity import capacity
 from analysis.context import context
 from analysis.costs import costs
 from analysis.edits import edits
+from analysis.experiment import Experiment
 from analysis.geometry import geometry
 from analysis.runs import kinds, runs, settings, stability
-from analysis.study import Study
 from common import UserError, add_flags, make_parser, run
 
 QUESTIONS = (kinds, settings, stability, capacity, context, geometry, costs, edits)
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("what", choices=("runs", *questions, "all"), metavar="QUESTION")
     parser.add_argument("folders", nargs="*", type=Path, help="of runs: output folders of train.py")
     parser.add_argument("--plot", type=Path, help="of runs: picture of the loss (loss.png)")
-    add_flags(parser, Study)
+    add_flags(parser, Experiment)
     given = vars(parser.parse_intermixed_args())  # folders before and behind flags
     what, folders, plot = (given.pop(name) for name in ("what", "folders", "plot"))
     if what == "runs":
@@ -46,11 +46,11 @@ def main() -> None:
         return runs(folders, plot or Path("loss.png"))
     if folders or plot:
         raise UserError(f"analyze.py {what} takes no folders and no --plot: its --out_dir has all")
-    study = Study(**given)
+    experiment = Experiment(**given)
     for name in questions if what == "all" else [what]:
         if what == "all":
             print(f"\n## {name}\n")
-        questions[name](study)
+        questions[name](experiment)
 
 
 if __name__ == "__main__":

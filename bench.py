@@ -66,7 +66,7 @@ from common import (
 from model import Decoder, ModelConfig
 from offload import OffloadedTables
 from tables.file import TableFile
-from tables.memory import RamHome, check_ram
+from tables.memory import RamStorage, check_ram
 from tables.tables import ResidentTables, StoredTables, Tables, send
 from text import documents
 from training.batches import read_meta, read_tokenizer
@@ -139,7 +139,9 @@ KINDS = {
 Rates = dict[str, list[float]]  # of each contender, turn by turn
 
 
-def race(runs: dict[str, Callable[[], int]], rounds: int, unit: str = "step") -> Rates:
+def interleaved_timing(
+    runs: dict[str, Callable[[], int]], rounds: int, unit: str = "step"
+) -> Rates:
     """What each gets done in a second; a run says how much it did. They take turns, and who follows
     whom changes, as a run leaves caches and disk busy. The first turn warms up."""
     rates: Rates = {name: [] for name in runs}
@@ -173,13 +175,13 @@ def matrix_rate(bench: Bench) -> float:
     """FLOP/s of one large matrix product."""
     x = torch.randn(2048, 2048, device=bench.on)
     x = x.bfloat16() if bench.cuda else x
-    return race({"": lambda: 2 * len((x @ x)[0]) ** 3}, 7)[""][-1]
+    return interleaved_timing({"": lambda: 2 * len((x @ x)[0]) ** 3}, 7)[""][-1]
 
 
 def copy_rate(bench: Bench) -> float:
     """Bytes/s of reading memory."""
     x = torch.ones(1 << 26, device=bench.on)
-    return max(race({"": lambda: 4 * int(x.sum())}, 7)[""])
+    return max(interleaved_timing({"": lambda: 4 * int(x.sum())}, 7)[""])
 
 
 def step(
@@ -214,7 +216,7 @@ def bench_train(bench: Bench) -> dict:
         ids = zipf((bench.batch_size, bench.block_size + 1), bench.vocab_size, 0)
         runs[name + how] = partial(step, bench, model, optimizer, ids[:, :-1], ids[:, 1:])
         flops[name + how] = 3 * model.sizes()["flops_per_token"]
-    rates, most = race(runs, bench.rounds), matrix_rate(bench)
+    rates, most = interleaved_timing(runs, bench.rounds), matrix_rate(bench)
     result = {}
     for name, each in rates.items():
         eager = name.removesuffix(", compiled")
@@ -255,14 +257,14 @@ def bench_decode(bench: Bench) -> dict:
         for (kind, how), (way, write) in itertools.product(KINDS.items(), ways.items()):
             model = Decoder(bench.model(**how)).to(bench.on).eval()
             if not bench.cuda:
-                model.by_columns()
+                model.use_column_major_weights()
             if "compiled" in way:
                 model.compile_steps()
             runs[kind + way] = lambda w=write, m=model, i=ids: (
                 new * len(w(m, i, max_new_tokens=new))
             )
             read[kind + way] = 4 * model.sizes()["active"] / batch  # bytes per token
-        rates = race(runs, bench.rounds)
+        rates = interleaved_timing(runs, bench.rounds)
         for kind, way in itertools.product(KINDS, ways):
             name = kind + way
             speed = median(rates[name])
@@ -304,7 +306,7 @@ def bench_vocab(bench: Bench) -> dict:
     for vocab_size in (base, base * 5, base * 20):
         made = {way: contender(vocab_size, way) for way in ways}
         runs = {"first": first} | {way: run for way, (run, _) in made.items()}
-        rates = race(runs, bench.rounds)
+        rates = interleaved_timing(runs, bench.rounds)
         for way in ways:
             result[f"{way}, V = {vocab_size:,}"] = {
                 "V": vocab_size,
@@ -359,7 +361,7 @@ class Contender:
     def measure(self, name: str) -> int:
         """Do a task, and see what it takes; the number of its tokens."""
         if self.cold:
-            drop_pages(self.tables.home)
+            drop_pages(self.tables.storage)
         ring = getattr(self.tables, "ring", None)
         moved, before = ring.moved if ring else 0, torch.cuda.memory_allocated()
         if self.bench.cuda:
@@ -447,11 +449,11 @@ def build(bench: Bench, folder: Path) -> dict[str, Contender]:
             check_ram(shape, torch.float32, training=True)
             if not bench.cuda:
                 return ResidentTables(n_table, vocab_size, width)
-            home = RamHome(shape, torch.float32)
+            storage = RamStorage(shape, torch.float32)
         else:
-            home = TableFile.create(folder / name, shape, torch.float32, sparse=sparse)
-        home.fresh = not sparse  # drawing rows would fill a sparse file
-        return (OffloadedTables if bench.cuda else StoredTables)(home, bench.on)
+            storage = TableFile.create(folder / name, shape, torch.float32, sparse=sparse)
+        storage.fresh = not sparse  # drawing rows would fill a sparse file
+        return (OffloadedTables if bench.cuda else StoredTables)(storage, bench.on)
 
     names = ["cpu", "disk, warm", "disk, cold"]
     if sparse:
@@ -470,7 +472,7 @@ def bench_offload(bench: Bench) -> dict:
         contenders = build(bench, Path(folder))
         for task in TASKS:
             runs = {name: partial(it.measure, task) for name, it in contenders.items()}
-            rates = race(runs, bench.rounds, "chunk")
+            rates = interleaved_timing(runs, bench.rounds, "chunk")
             for name, it in contenders.items():
                 it.figures[f"{task} tok/s"] = median(rates[name])
                 it.figures[f"{task} ratio"] = ratio(rates, name, "resident")

@@ -150,14 +150,6 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"--device {name} is not available here: auto finds what is") from None
 
 
-def regular(path: str | Path) -> Path:
-    """The path of a file to read. OSError: it is a pipe or a device, which one would wait for."""
-    path = Path(path)
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EINVAL, "Is a pipe or a device, not a file", str(path))
-    return path
-
-
 @contextlib.contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
     """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
@@ -165,7 +157,7 @@ def locked(folder: str | Path) -> Iterator[None]:
     path = Path(folder) / ".lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(regular(path), "a")  # noqa: SIM115
+        file = open(path, "a")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
     with file:

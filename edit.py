@@ -35,15 +35,9 @@ from model import Decoder
 from stem import substitute
 from tables.tables import Tables
 from text import countries
-from training.checkpoints import (
-    device_flag,
-    encode,
-    load_checkpoint,
-    load_model,
-    offload_flag,
-    rewrite,
-)
-from training.exam import groups, score
+from text.tokenizer import encode
+from training.checkpoints import device_flag, load_checkpoint, load_model, offload_flag, rewrite
+from training.exam import groups, score_answers
 from training.records import check_picture, plt, save_figure
 
 WIDTH = 38  # of a column of text
@@ -175,7 +169,7 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
         column = [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]]
         sides.append([title, "-" * WIDTH, *column])
     rows = [ids, ids, table_ids, table_ids]
-    before, after = score(model, [ids] * 4, answers * 2, rows)[1].view(2, 2).tolist()
+    before, after = score_answers(model, [ids] * 4, answers * 2, rows)[1].view(2, 2).tolist()
 
     print(f"prompt  {prompt!r}\n")
     for left, right in itertools.zip_longest(*sides, fillvalue=""):
@@ -273,11 +267,11 @@ def successes(
             for source, target in zip(sources, targets, strict=True)
         ]
         prompts, wanted = [one.prompt for one in sources], [one.answer for one in targets]
-        hits += score(model, prompts, wanted, edited)[0].tolist()
+        hits += score_answers(model, prompts, wanted, edited)[0].tolist()
     return hits
 
 
-def some(pairs: list[tuple], most: int | None) -> list[tuple]:
+def subsample(pairs: list[tuple], most: int | None) -> list[tuple]:
     """At most so many of them, random ones, but always the same."""
     return random.Random(0).sample(pairs, most) if most and most < len(pairs) else pairs
 
@@ -313,7 +307,7 @@ def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None =
     for relation in ("capital", "language", "region"):
         single = [one for one in openings(encoding, relation) if one.length == 1]
         pairs = [(a, b) for a, b in itertools.permutations(single, 2) if a.answer != b.answer]
-        pairs = some(pairs, most)
+        pairs = subsample(pairs, most)
         if not pairs:
             raise UserError(
                 "--report needs a model of the countries corpus: this tokenizer has too few "
@@ -349,7 +343,7 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding, most: int | None
         kind = "equal length" if a == b else "longer source" if a > b else "longer target"
         if source.answer != target.answer and a + b > 2:
             kinds[kind].append((source, target))
-    kinds = {kind: some(pairs, most) for kind, pairs in kinds.items()}
+    kinds = {kind: subsample(pairs, most) for kind, pairs in kinds.items()}
     result = {kind: {"pairs": len(pairs)} for kind, pairs in kinds.items()}
     for (kind, pairs), align in itertools.product(kinds.items(), ALIGN):
         hits = successes(model, encoding, pairs, align)
@@ -366,7 +360,7 @@ def report_injected(
     shares = {}
     for relation in ("capital", "language", "region"):
         names, known = openings(encoding, relation, made_up), openings(encoding, relation)
-        pairs = some(list(itertools.product(names, known)), most)
+        pairs = subsample(list(itertools.product(names, known)), most)
         shares[relation] = fmean(successes(model, encoding, pairs))
     return shares
 

@@ -18,12 +18,14 @@ where they come from is the business of `tables/tables.py`. `LAYERS` below says 
 of: to try an idea of your own, add a line there.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 
 from attention import Attention, KVCache, LinearQKV, document_mask, rotary
 from baselines import DeepEmbedFFN, HashMoEFFN, MoEFFN, PerLayerEmbeddingFFN, ProductKeyMemory
@@ -214,7 +216,7 @@ class Decoder(nn.Module):
         self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
-    def by_columns(self) -> "Decoder":
+    def use_column_major_weights(self) -> "Decoder":
         """Let weights that widen lie in memory by columns. On a CPU a step of decoding, one row
         times all weights, then reads them twice as fast; nothing else changes."""
         for name, weight in self.named_parameters():
@@ -367,3 +369,21 @@ def sample(
         before = ordered.cumsum(-1) - ordered  # what the more probable tokens sum up to
         probability.scatter_(-1, token, ordered.masked_fill(before >= max(top_p, 1e-30), 0.0))
     return torch.multinomial(probability, 1, generator=generator)[:, 0]
+
+
+class NoDraws(TorchFunctionMode):
+    """Leaves out random numbers: on the meta device PyTorch would import its compiler for them,
+    which takes a second."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        given = kwargs or {}
+        if func.__name__ == "normal_":  # a tensor's method, or torch.nn.init's function
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
+@contextlib.contextmanager
+def outline() -> Iterator[None]:
+    """Models that are made here have shapes, but no numbers."""
+    with NoDraws(), torch.device("meta"):
+        yield

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from tables import memory
 from tables.file import TableFile
-from tables.memory import Home
+from tables.memory import TableStorage
 from tables.tables import StoredTables, send
 
 PATIENCE = 600.0  # seconds after which a job that has not ended counts as hung
@@ -51,7 +51,7 @@ PATIENCE = 600.0  # seconds after which a job that has not ended counts as hung
 class Slot:
     """A device buffer for rows on their way and, if a worker fills it, pinned memory beside it."""
 
-    def __init__(self, size: int, ring: "Ring") -> None:
+    def __init__(self, size: int, ring: "TransferRing") -> None:
         """size: bytes."""
         with torch.inference_mode(False):  # what decoding allocates, training may use
             self.buffer = torch.empty(size, dtype=torch.uint8, device=ring.device)
@@ -79,7 +79,7 @@ def rows_in(memory: Tensor, n: int, like: Tensor) -> Tensor:
     return memory[:size].view(like.dtype).view(n, like.shape[1])
 
 
-class Ring:
+class TransferRing:
     """Slots, and the side stream on which rows go through them, all in one order.
     With `staged` a worker thread gathers rows, and scatters those that come back."""
 
@@ -197,15 +197,17 @@ class OffloadedTables(StoredTables):
     """All tables of a model in host memory or in a file, used by a GPU; `ring_slots` of them can
     be on their way at once."""
 
-    def __init__(self, home: Home, device: torch.device | str, *, ring_slots: int = 3) -> None:
-        super().__init__(home, device)
-        in_ram = not isinstance(home, TableFile)
-        seen = [memory.seen_by_gpu(array, self.device) for array in home.arrays if in_ram]
+    def __init__(
+        self, storage: TableStorage, device: torch.device | str, *, ring_slots: int = 3
+    ) -> None:
+        super().__init__(storage, device)
+        in_ram = not isinstance(storage, TableFile)
+        seen = [memory.seen_by_gpu(array, self.device) for array in storage.arrays if in_ram]
         direct = bool(seen) and all(array is not None for array in seen)
-        self.ring = Ring(self.device, ring_slots, staged=not direct)
+        self.ring = TransferRing(self.device, ring_slots, staged=not direct)
         # What is stored: rows, and for training m and v, n_table times [V, W] each; and the rows of
         # all tables as one matrix [V, n_table * W].
-        arrays = seen if direct else home.arrays
+        arrays = seen if direct else storage.arrays
         self.stored, self.whole = [array.unbind(1) for array in arrays], arrays[0].flatten(1)
         self.step_slot: Slot | None = None  # of a step of decoding
         # The working set: the same [places, W] for each table, none before the first step.
@@ -260,7 +262,7 @@ class OffloadedTables(StoredTables):
             wanted, position = self.distinct(ids)
             position = send(position, self.device)
         if self.ring.worker:
-            self.home.read_ahead(wanted)
+            self.storage.read_ahead(wanted)
         n, wanted = len(wanted), self.ring.local(wanted)
 
         def order(number: int) -> None:
@@ -336,7 +338,7 @@ class OffloadedTables(StoredTables):
         places, self.vacant = self.vacant.tensor_split([len(coming)])
         self.place[coming], self.held = places, torch.cat([self.held, coming])
         if self.ring.worker:
-            self.ring.run(self.home.read_ahead, coming, ("rows", "m", "v"))
+            self.ring.run(self.storage.read_ahead, coming, ("rows", "m", "v"))
         there, local = self.ring.there(places), self.ring.local(coming)
         for stored, near, slot, number in self.transfers(len(coming)):
             job = (slot, stored, local, near, there, self.arrived[number])

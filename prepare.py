@@ -40,7 +40,6 @@ from common import (
     flag,
     locked,
     make_parser,
-    regular,
     run,
 )
 from text import countries, template, tokenizer
@@ -221,7 +220,7 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding:
             encoding = tokenizer.pretrained(name)
         elif path.is_dir() or path.suffix == ".json":
             file = path / "tokenizer.json" if path.is_dir() else path
-            encoding = tokenizer.loads(regular(file).read_text(encoding="utf-8"))
+            encoding = tokenizer.loads(file.read_text(encoding="utf-8"))
         else:
             encoding = tokenizer.loads(load_checkpoint(path).get("tokenizer"))
         if kind != "text":

@@ -20,8 +20,8 @@ from attention import KVCache
 from common import UserError, check_ranges, flag, parse, pick_device, run
 from model import Decoder
 from text import template
-from text.tokenizer import StreamDecoder
-from training.checkpoints import device_flag, encode, load_model, offload_flag
+from text.tokenizer import StreamDecoder, encode
+from training.checkpoints import device_flag, load_model, offload_flag
 
 
 @dataclass

@@ -35,18 +35,18 @@ from training.batches import Data, check_tokenizer, read_meta
 from training.checkpoints import (
     LIVE,
     check_memory,
-    clear,
+    checkpoint_errors,
     load_checkpoint,
     load_model,
-    place,
+    make_tables,
+    remove_leftovers,
     save_checkpoint,
-    whole,
 )
-from training.exam import chat_exam, recall
+from training.exam import chat_recall, fact_recall
 from training.objectives import NextToken, Objective, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
-from training.records import Log, plot, put_aside
-from training.settings import DEFAULT_DATA, STAGES, Settings, complete, parse_args
+from training.records import Log, archive_previous_run, plot
+from training.settings import DEFAULT_DATA, STAGES, Settings, parse_args, resolve_settings
 
 Best = tuple[float, int]  # the lowest validation loss after the first step, and its step
 
@@ -61,7 +61,7 @@ def train(settings: Settings) -> None:
     data = Data(settings.data_dir, rows, block_size, settings.seed, total)
     settings.model.vocab_size = data.metas[0]["vocab_size"]
     with locked(out_dir):
-        clear(out_dir)
+        remove_leftovers(out_dir)
         origin = out_dir / "ckpt.pt" if resume else settings.init_from
         checkpoint = load_checkpoint(origin, settings.verify) if origin else None
         if origin:
@@ -87,7 +87,7 @@ def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict)
         return
     if origin.resolve().parent == out_dir.resolve():
         raise UserError(f"a new run would move --init_from {origin}: choose another --out_dir")
-    with whole(origin):
+    with checkpoint_errors(origin):
         theirs = tokenizer.fingerprint(tokenizer.loads(checkpoint["tokenizer"]))
     check_tokenizer(meta["tokenizer"], settings.data_dir, theirs, origin)
 
@@ -102,7 +102,9 @@ def build(
     dtype = precision(settings.dtype, device)
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
-    tables = place(settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume)
+    tables = make_tables(
+        settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume
+    )
     # At least so much: two batches of ids and targets, and on a CPU what each layer keeps for the
     # backward pass; below, weights and on a CPU their moments, and the same of rows.
     config, host = settings.model, device.type == "cpu"
@@ -123,7 +125,7 @@ def build(
         objective = NextToken(model, device, dtype, document)
     step, best = 0, (math.inf, 0)
     if checkpoint:
-        with whole(origin):
+        with checkpoint_errors(origin):
             model.load_state_dict(checkpoint["model"])
             if resume:
                 if optimizer.rows.keys() - (checkpoint["optimizer"]["rows"] or {}).keys():
@@ -199,7 +201,7 @@ def fit(
         seen = validation_rows(pairs, settings.eval_tokens)
         if pairs is data.train:
             seen = min(pairs.n_row, max_iters * batch_size)
-        objective.refer(pairs, seen, settings.device_batch_size)
+        objective.compute_reference_logprobs(pairs, seen, settings.device_batch_size)
 
     config, sizes = model.config, model.sizes()
     units = {"text": "windows of", "chat": "conversations of up to", "preference": "pairs of up to"}
@@ -225,7 +227,7 @@ def fit(
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
 
     if saved.exists() and not settings.resume:
-        print(f"kept the run that was in {out_dir} as {put_aside(out_dir)}")
+        print(f"kept the run that was in {out_dir} as {archive_previous_run(out_dir)}")
     log = Log(out_dir / "metrics.jsonl", step)
     log.write(type="run", args=settings.flat(), sizes=sizes, data=data.metas)
 
@@ -274,7 +276,7 @@ def fit(
                         else:
                             best_file.unlink(missing_ok=True)  # of when it was kept
                 # Last: whoever reads what we say may have gone.
-                bar.write(f"step {step}: " + named({**val, **last}))
+                bar.write(f"step {step}: " + format_metrics({**val, **last}))
             if step == max_iters:
                 break
             if stopped:
@@ -310,7 +312,7 @@ def fit(
             log.write(type="step", step=step, **figures, **more)
             bar.update()
             last = {**figures, "tok/s": tok_per_s}
-            bar.set_postfix_str(named(last))
+            bar.set_postfix_str(format_metrics(last))
     finally:
         bar.close()
         for number, handler in before.items():
@@ -318,7 +320,7 @@ def fit(
     finish(model, data, settings, log, best if keep_best else None)
 
 
-def named(figures: dict[str, float]) -> str:
+def format_metrics(figures: dict[str, float]) -> str:
     """Figures for people: 1.2923, 6,800."""
     return ", ".join(
         f"{name.replace('_', ' ')} {value:{',.0f' if value >= 1000 else '.4f'}}"
@@ -333,11 +335,11 @@ def ask(model: Decoder, data: Data, talks: bool) -> dict[str, float]:
     model.eval()
     try:
         if corpus == "countries":
-            shares = dict(recall=recall(model, data.encoding, "capital"))
+            shares = dict(recall=fact_recall(model, data.encoding, "capital"))
             print(f"capitals recalled on phrasings it never saw: {shares['recall']:.1%}")
         elif talks and corpus.startswith("countries"):
-            shares = chat_exam(model, data.encoding, "capital")
-            print("capitals named in a chat, asked in new words: " + named(shares))
+            shares = chat_recall(model, data.encoding, "capital")
+            print("capitals named in a chat, asked in new words: " + format_metrics(shares))
     except UserError as error:  # --block_size is less than a question needs
         print(f"capitals were not asked for: {error}")
     return shares
@@ -378,7 +380,7 @@ def main() -> None:
     if folder == DEFAULT_DATA and not there:
         print(f"no data in {folder} yet: preparing the default corpus")
         prepare.prepare_corpus(prepare.Settings(out_dir=Path(folder)))
-    train(complete(**given))
+    train(resolve_settings(**given))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from analysis.experiment import BASELINES, STEM, Experiment, Flags, spread
 from analysis.runs import beyond
-from analysis.study import BASELINES, STEM, Flags, Study, spread
 from config import ModelConfig
 from model import Decoder
 from training.optimizer import Optimizer, schedule
@@ -97,14 +97,17 @@ def learn(
     return dict(recall=right, loss=F.cross_entropy(asked, values).nan_to_num(nan=inf).item())
 
 
-def capacity(study: Study) -> None:
+def capacity(experiment: Experiment) -> None:
     scale = dict(SIZES=SIZES, COMPARED=COMPARED, RATES=RATES, PASSES=PASSES, STEPS=STEPS)
-    sizes, compared, rates, passes, steps = {**scale, **(QUICK if study.quick else {})}.values()
-    kept, seeds = study.keep("capacity"), study.numbers
+    sizes, compared, rates, passes, steps = {
+        **scale,
+        **(QUICK if experiment.quick else {}),
+    }.values()
+    kept, seeds = experiment.keep("capacity"), experiment.numbers
 
     def cell(kind: str, names: str, n_fact: int, seed: int, rate: float, longer: int = 1) -> dict:
         told = (kind, names, n_fact, passes * longer, rate, seed)
-        more = (n_fact, seed, rate, passes * longer, steps * longer, study.on)
+        more = (n_fact, seed, rate, passes * longer, steps * longer, experiment.on)
         return kept(", ".join(map(str, told)), lambda: learn(KINDS[kind], names, *more))
 
     rows, curves = [], {}
@@ -115,7 +118,7 @@ def capacity(study: Study) -> None:
             tried |= {rate: cell(kind, names, compared, seeds[0], rate) for rate in more}
             losses = {rate: found["loss"] for rate, found in tried.items()}
             full = any(found["recall"] == 1 for found in tried.values())  # no rate can be better
-            more = [] if full or study.quick else beyond(losses)
+            more = [] if full or experiment.quick else beyond(losses)
         rate = min(losses, key=losses.get)
         recalls = np.array(  # [sizes, seeds]
             [[cell(kind, names, n, seed, rate)["recall"] for seed in seeds] for n in sizes]
@@ -143,7 +146,7 @@ def capacity(study: Study) -> None:
             row[longer] = spread(".1%", found)
         rows.append(row)
     print(markdown(rows))
-    study.picture("capacity", drawn(sizes, curves))
+    experiment.picture("capacity", drawn(sizes, curves))
 
 
 def drawn(sizes: tuple[int, ...], curves: dict[tuple[str, str], np.ndarray]) -> plt.Figure:

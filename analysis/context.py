@@ -14,12 +14,11 @@ beside STEM, asked for sentences planted in prose, by depth and length.
 
 import numpy as np
 
+from analysis.experiment import STEM, Experiment, ensure_prepared
 from analysis.needles import KINDS, haystacks
-from analysis.study import STEM, Study, ready
 from config import ModelConfig
-from model import Decoder
+from model import Decoder, outline
 from training.batches import open_tokens, read_meta
-from training.checkpoints import outline
 from training.records import markdown, plt
 from training.settings import PRESETS
 
@@ -27,13 +26,13 @@ CONTEXTS = tuple(2**power for power in range(10, 16))
 QUICK = (64, 256)
 
 
-def context(study: Study) -> None:
+def context(experiment: Experiment) -> None:
     figure = plt.figure(figsize=(11, 6.4), layout="constrained")
     above, below = figure.subfigures(2, 1)
-    distinct_rows(study, above.subplots())
+    distinct_rows(experiment, above.subplots())
     print()
-    haystacks(study, below.subplots(1, 2 * len(KINDS), sharey=True))
-    study.picture("context", figure)
+    haystacks(experiment, below.subplots(1, 2 * len(KINDS), sharey=True))
+    experiment.picture("context", figure)
 
 
 def distinct_tokens(ids: np.ndarray, length: int, most: int = 8) -> list[int]:
@@ -51,14 +50,14 @@ def active(config: ModelConfig, n_token: int) -> int:
     return sizes["active"] + (n_token - 1) * row  # what one token reads, and the rows of others
 
 
-def distinct_rows(study: Study, axes: plt.Axes) -> None:
+def distinct_rows(experiment: Experiment, axes: plt.Axes) -> None:
     """Table and curves of the first measurement: on the novel; where it should be quick, on
     --data_dir."""
-    folder = study.data_dir if study.quick else study.data_dir.with_name("moby-dick")
-    ready(folder)
+    folder = experiment.data_dir if experiment.quick else experiment.data_dir.with_name("moby-dick")
+    ensure_prepared(folder)
     meta = read_meta(folder)
     ids = open_tokens(folder, "train", meta)
-    contexts = [n for n in (QUICK if study.quick else CONTEXTS) if n <= len(ids)]
+    contexts = [n for n in (QUICK if experiment.quick else CONTEXTS) if n <= len(ids)]
     counts = {n: float(np.mean(distinct_tokens(ids, n))) for n in contexts}
     rows = [{"context": f"{n:,}", "distinct tokens": f"{counts[n]:,.0f}"} for n in contexts]
     shape = {name: PRESETS["prose"][name] for name in ("n_layer", "n_head", "n_embd")}

@@ -26,12 +26,11 @@ from pathlib import Path
 
 import numpy as np
 
+from analysis.experiment import BASELINES, STEM, Experiment, Flags, spread
 from analysis.runs import searched
-from analysis.study import BASELINES, STEM, Flags, Study, spread
 from config import ModelConfig
-from model import Decoder
+from model import Decoder, outline
 from training.batches import open_tokens, read_meta
-from training.checkpoints import outline
 from training.records import markdown, plt, read_run
 from training.settings import Settings
 
@@ -147,7 +146,7 @@ class Shape:
         return markdown(rows)
 
 
-def returns(study: Study) -> str:
+def returns(experiment: Experiment) -> str:
     """Accuracy over training FLOPs of trained runs, and that over the mean of dense ones."""
 
     def figures(folder: Path) -> dict[str, float]:
@@ -159,7 +158,7 @@ def returns(study: Study) -> str:
             found["capitals recalled"] = records["recall"][-1]["recall"]
         return found | {"exp(-val loss)": float(np.exp(-records["eval"][-1]["val_loss"]))}
 
-    groups = study.groups(searched(study, STEM))
+    groups = experiment.groups(searched(experiment, STEM))
     measured = {name: list(map(figures, folders)) for name, folders in groups.items()}
     rows, dense = [], measured["dense"]
     for name, runs in measured.items():
@@ -176,11 +175,11 @@ def returns(study: Study) -> str:
     return markdown(rows)
 
 
-def costs(study: Study) -> None:
-    flags = study.grid({"dense": STEM["dense"]}, seed=study.numbers[:1])
-    config = Settings.of(read_run(study.trained(flags)[0])["run"][-1]["args"]).model
+def costs(experiment: Experiment) -> None:
+    flags = experiment.grid({"dense": STEM["dense"]}, seed=experiment.numbers[:1])
+    config = Settings.of(read_run(experiment.trained(flags)[0])["run"][-1]["args"]).model
     names = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "d_ff")
-    ids = open_tokens(study.data_dir, "train", read_meta(study.data_dir))
+    ids = open_tokens(experiment.data_dir, "train", read_meta(experiment.data_dir))
     zipf = 1 / np.arange(1, PUBLISHED["vocab_size"] + 1)
     shapes = [
         Shape(
@@ -193,8 +192,8 @@ def costs(study: Study) -> None:
     ]
     for shape in shapes:
         print(shape.table() + "\n")
-    print(returns(study))
-    study.picture("costs", draw(shapes[-1]))
+    print(returns(experiment))
+    experiment.picture("costs", draw(shapes[-1]))
 
 
 def draw(shape: Shape) -> plt.Figure:

@@ -34,14 +34,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from analysis.study import STEM, Study, spread
+from analysis.experiment import STEM, Experiment, spread
 from common import UserError
 from edit import ALIGN, Asked, MeanRows, edited_ids, openings, report
 from model import Decoder
 from tables.tables import Tables
 from text import countries
-from training.checkpoints import encode, load_model
-from training.exam import groups, score
+from text.tokenizer import encode
+from training.checkpoints import load_model
+from training.exam import groups, score_answers
 from training.records import markdown, plt
 
 KINDS = {name: STEM[name] for name in ("STEM, all", "Embformer")}
@@ -130,9 +131,9 @@ def measure(
         known = None  # before the edit: facts and tokens
         for name in found:
             tables.swapped = choices(layers).get(name, set())
-            success = score(model, prompts, theirs, near)[0]
-            kept = score(model, prompts, own, near)[0]
-            right, _, logits = score(model, behind, third, far)
+            success = score_answers(model, prompts, theirs, near)[0]
+            kept = score_answers(model, prompts, own, near)[0]
+            right, _, logits = score_answers(model, behind, third, far)
             hits = logits[tuple(places.to(logits.device))].argmax(-1).cpu() == wanted
             known = known or (right, hits)
             leaks = [side for was, now in zip(known, (right, hits), strict=True)
@@ -149,14 +150,14 @@ def measure(
     }
 
 
-def edits(study: Study) -> None:
-    kept, number, found = study.keep("edits"), 32 if study.quick else 1000, {}
+def edits(experiment: Experiment) -> None:
+    kept, number, found = experiment.keep("edits"), 32 if experiment.quick else 1000, {}
 
     def find(folder: Path) -> dict:
-        model, encoding, _ = load_model(folder / "ckpt.pt", study.on)
+        model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
         return measure(model, encoding, triples(encoding, number))
 
-    for kind, folders in study.groups(KINDS).items():
+    for kind, folders in experiment.groups(KINDS).items():
         bar = tqdm(folders, f"edits, {kind}", unit="run", delay=3)
         found[kind] = [kept(folder.name, partial(find, folder)) for folder in bar]
     for kind, runs in found.items():
@@ -166,21 +167,21 @@ def edits(study: Study) -> None:
             row |= {what: spread(".1%", (run[name][what] for run in runs)) for what in MEASURES}
             table.append(row)
         print(markdown(table) + "\n")
-    print(names(study, 32 if study.quick else 2000))
-    study.picture("edits", draw(found))
+    print(names(experiment, 32 if experiment.quick else 2000))
+    experiment.picture("edits", draw(found))
 
 
-def names(study: Study, most: int) -> str:
+def names(experiment: Experiment, most: int) -> str:
     """What `edit.py --report` finds in at most so many pairs of each sort."""
-    kept, table = study.keep("edits"), []
+    kept, table = experiment.keep("edits"), []
 
     def find(folder: Path) -> dict:
-        model, encoding, _ = load_model(folder / "ckpt.pt", study.on)
+        model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
         model.tables = MeanRows(model.tables)
         return report(model, encoding, most)
 
     kinds = {kind: STEM[kind] for kind in ("STEM, third", "STEM, all")}
-    for kind, folders in study.groups(kinds).items():
+    for kind, folders in experiment.groups(kinds).items():
         bar = tqdm(folders, f"reports, {kind}", unit="run", delay=3)
         runs = [kept(f"report {folder.name}", partial(find, folder)) for folder in bar]
         row = {"tables in": kind, "names": "one token"}

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from analysis.study import STEM, Study, spread
+from analysis.experiment import STEM, Experiment, spread
 from model import Decoder
 from training.batches import open_tokens, read_meta
 from training.checkpoints import load_model
@@ -113,15 +113,15 @@ def vectors(model: Decoder, windows: Tensor, tokens: Tensor) -> Vectors:
     return {name: {**(embedding if name == first else {}), **columns[name]} for name in columns}
 
 
-def measure_run(folder: Path, study: Study, windows: Tensor, tokens: Tensor) -> dict:
+def measure_run(folder: Path, experiment: Experiment, windows: Tensor, tokens: Tensor) -> dict:
     """The measures of a run by column and layer; "untrained": of the model as it began."""
-    model, _, checkpoint = load_model(folder / "ckpt.pt", study.on)
+    model, _, checkpoint = load_model(folder / "ckpt.pt", experiment.on)
     found = {
         column: {layer: measure(each) for layer, each in layers.items()}
         for column, layers in vectors(model, windows, tokens).items()
     }
     torch.manual_seed(checkpoint["args"]["seed"])
-    fresh = Decoder(model.config).to(study.on).eval()
+    fresh = Decoder(model.config).to(experiment.on).eval()
     for column, layers in vectors(fresh, windows, tokens).items():
         each = [measure(rows) for layer, rows in layers.items() if layer != "embedding"]
         found[column]["untrained"] = {k: np.mean([m[k] for m in each], 0).tolist() for k in each[0]}
@@ -131,17 +131,17 @@ def measure_run(folder: Path, study: Study, windows: Tensor, tokens: Tensor) -> 
     return found
 
 
-def geometry(study: Study) -> None:
-    ids = open_tokens(study.data_dir, "train", read_meta(study.data_dir)).astype(np.int64)
+def geometry(experiment: Experiment) -> None:
+    ids = open_tokens(experiment.data_dir, "train", read_meta(experiment.data_dir)).astype(np.int64)
     tokens = torch.from_numpy(np.unique(ids))
-    kept, runs = study.keep("geometry"), study.grid(KINDS, seed=study.numbers)
+    kept, runs = experiment.keep("geometry"), experiment.grid(KINDS, seed=experiment.numbers)
     found: dict[str, list[dict]] = {}  # by column, of each run
-    folders = study.trained(runs)
+    folders = experiment.trained(runs)
     block_size = read_run(folders[0])["run"][-1]["args"]["block_size"]
     whole = torch.from_numpy(ids[: len(ids) // block_size * block_size]).view(-1, block_size)
-    windows = whole[:64] if study.quick else whole
+    windows = whole[:64] if experiment.quick else whole
     for folder in tqdm(folders, "measuring", unit="run", delay=3):
-        find = lambda folder=folder: measure_run(folder, study, windows, tokens)  # noqa: E731
+        find = lambda folder=folder: measure_run(folder, experiment, windows, tokens)  # noqa: E731
         for column, layers in kept(folder.name, find).items():
             found.setdefault(column, []).append(layers)
     layers = sorted({layer for (run, *_) in found.values() for layer in run if layer.isdigit()})
@@ -155,8 +155,8 @@ def geometry(study: Study) -> None:
             table.append(row)
         print(markdown([row for row in table if any(list(row.values())[1:])]) + "\n")
     print(verdict(found) + "\n")
-    print(neighbours(folders[0], study, tokens))
-    study.picture("geometry", draw(found))
+    print(neighbours(folders[0], experiment, tokens))
+    experiment.picture("geometry", draw(found))
 
 
 def verdict(found: dict[str, list[dict]]) -> str:
@@ -176,9 +176,9 @@ def verdict(found: dict[str, list[dict]]) -> str:
 
 
 @torch.no_grad()
-def neighbours(folder: Path, study: Study, tokens: Tensor) -> str:
+def neighbours(folder: Path, experiment: Experiment, tokens: Tensor) -> str:
     """The tokens whose rows in a STEM model have the largest cosine with some token's."""
-    model, encoding, _ = load_model(folder / "ckpt.pt", study.on)
+    model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
     asked = [encoding.encode_ordinary(text) for text in TOKENS]
     table = []
     for layer, rows in vectors(model, tokens[None], tokens)["STEM rows"].items():

@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 import prepare
+from analysis.experiment import STEM, Experiment, Flags, spread
 from analysis.runs import searched
-from analysis.study import STEM, Flags, Study, spread
 from training.batches import read_meta, read_tokenizer
 from training.checkpoints import load_model
 from training.records import markdown
@@ -112,22 +112,22 @@ def corpora(out_dir: Path, scale: Scale) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def runs(study: Study, scale: Scale) -> dict[str, list[Path]]:
+def runs(experiment: Experiment, scale: Scale) -> dict[str, list[Path]]:
     """Runs of the second stage of each kind, one for each seed. The first stage has its
     best learning rate."""
-    short, long = corpora(study.out_dir, scale)
+    short, long = corpora(experiment.out_dir, scale)
     flags = {name: {**kind, **scale.short, "data_dir": short} for name, kind in KINDS.items()}
-    first = study.groups(searched(study, flags))
+    first = experiment.groups(searched(experiment, flags))
     further = {**scale.long, "stage": "context", "data_dir": long}
     second = {
         name: [
             {**further, "init_from": folder / "ckpt.pt", "seed": seed}
-            for seed, folder in zip(study.numbers, folders, strict=True)
+            for seed, folder in zip(experiment.numbers, folders, strict=True)
         ]
         for name, folders in first.items()
     }
-    study.trained(list(chain(*second.values())))  # at once: many at a time
-    return {name: study.trained(group) for name, group in second.items()}
+    experiment.trained(list(chain(*second.values())))  # at once: many at a time
+    return {name: experiment.trained(group) for name, group in second.items()}
 
 
 def haystack(
@@ -167,21 +167,21 @@ def found(folder: Path, length: int, slower: bool, count: int, on: torch.device)
     return shares
 
 
-def haystacks(study: Study, panels: np.ndarray) -> None:
+def haystacks(experiment: Experiment, panels: np.ndarray) -> None:
     """Table of the needles found, and a heat map of depths and lengths for each kind and for both
     sorts of positions."""
-    scale = QUICK if study.quick else FULL
-    kept, trained, rows = study.keep("needles"), scale.long["block_size"], []
+    scale = QUICK if experiment.quick else FULL
+    kept, trained, rows = experiment.keep("needles"), scale.long["block_size"], []
     lengths = [trained // 4, trained, 2 * trained, 4 * trained]
     cells = [(name, slower) for name in KINDS for slower in (False, True)]
-    folders = runs(study, scale)
+    folders = runs(experiment, scale)
     for axes, (name, slower) in zip(panels, tqdm(cells, "haystacks", delay=3), strict=True):
-        shares = np.zeros((DEPTHS, len(lengths), len(study.numbers)))
+        shares = np.zeros((DEPTHS, len(lengths), len(experiment.numbers)))
         for i, length in enumerate(lengths):
             further = length > trained
             for j, folder in enumerate(folders[name]):
                 slow = slower and further  # up to the trained length there is one sort
-                measure = partial(found, folder, length, slow, scale.haystacks, study.on)
+                measure = partial(found, folder, length, slow, scale.haystacks, experiment.on)
                 cell = f"{folder.parent.name}, {length}" + ", slower" * slow
                 shares[:, i, j] = kept(cell, measure)
             if further or not slower:

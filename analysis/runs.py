@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view as windows
 
-from analysis.study import BASELINES, STEM, Flags, Study, diverged, spread
+from analysis.experiment import BASELINES, STEM, Experiment, Flags, diverged, spread
 from edit import MeanRows, report_pairs
 from training.batches import read_meta
 from training.checkpoints import load_model
@@ -78,18 +78,18 @@ def read(groups: dict[str, list[Path]]) -> dict[str, list[Run]]:
     return {name: [read_run(folder) for folder in folders] for name, folders in groups.items()}
 
 
-def searched(study: Study, kinds: dict[str, Flags]) -> dict[str, Flags]:
+def searched(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str, Flags]:
     """The kinds, each with the learning rate at which it has its lowest validation loss with the
     first seed: of RATES, and of twice the highest and half the lowest while one of these is best.
     """
-    seed, todo = study.numbers[:1], list(itertools.product(kinds, study.few(RATES)))
+    seed, todo = experiment.numbers[:1], list(itertools.product(kinds, experiment.few(RATES)))
     losses: dict[str, dict[float, float]] = {name: {} for name in kinds}
     while todo:
         wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in todo}
-        for (name, rate), [folder] in study.groups(wanted, seed=seed).items():
+        for (name, rate), [folder] in experiment.groups(wanted, seed=seed).items():
             losses[name][rate] = inf if diverged(folder) else best(read_run(folder))
         todo = [(name, rate) for name, tried in losses.items() for rate in beyond(tried)]
-        todo = [] if study.quick else todo
+        todo = [] if experiment.quick else todo
     rates = sorted(set().union(*losses.values()))
     rows = [
         {"best val loss": name}
@@ -108,9 +108,9 @@ def beyond(losses: dict[float, float]) -> list[float]:
     return [rate / 2] * (rate == min(losses)) + [rate * 2] * (rate == max(losses))
 
 
-def kinds(study: Study) -> None:
-    at_best = searched(study, STEM | BASELINES)
-    equal, longer, budget = read(study.groups(at_best)), {}, 0.0
+def kinds(experiment: Experiment) -> None:
+    at_best = searched(experiment, STEM | BASELINES)
+    equal, longer, budget = read(experiment.groups(at_best)), {}, 0.0
     for name, (run, *_) in equal.items():
         first = run["run"][0]
         cost = first["sizes"]["flops_per_token"] * first["args"]["max_iters"]
@@ -118,7 +118,7 @@ def kinds(study: Study) -> None:
         if cost < 0.97 * budget:
             steps = round(first["args"]["max_iters"] * budget / cost)
             longer[name] = {**at_best[name], "max_iters": steps}
-    more = read(study.groups(longer))
+    more = read(experiment.groups(longer))
 
     for title, groups in (("tokens", equal), ("training FLOPs", {"dense": equal["dense"], **more})):
         rows = []
@@ -140,7 +140,7 @@ def kinds(study: Study) -> None:
     panels[0].set_ylabel("validation loss (nats per token)")
     panels[1].set_ylim(panels[0].get_ylim())  # what overfits with more steps leaves the picture
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
-    study.picture("kinds", figure)
+    experiment.picture("kinds", figure)
 
 
 def curve(axes: plt.Axes, group: list[Run], unit: str, **look) -> None:
@@ -158,22 +158,22 @@ def curve(axes: plt.Axes, group: list[Run], unit: str, **look) -> None:
     axes.grid(alpha=0.3)
 
 
-def settings(study: Study) -> None:
+def settings(experiment: Experiment) -> None:
     every = {
         f"{name}, {std}": {**STEM[name], "init_std": std}
         for name, std in itertools.product(MAIN, INITS)
     }
-    folders = study.groups(searched(study, every))
+    folders = experiment.groups(searched(experiment, every))
     groups = read(folders)
-    print(f"How dense weights begin:\n\n{with_edits(study, folders, groups)}\n")
-    if read_meta(study.data_dir)["corpus"] == "countries":  # facts, and edits that tell where
+    print(f"How dense weights begin:\n\n{with_edits(experiment, folders, groups)}\n")
+    if read_meta(experiment.data_dir)["corpus"] == "countries":  # facts, and edits that tell where
         third = STEM["STEM, third"]
         others = {"STEM, third": third} | {
             f"STEM, third, {' '.join(f'--{k} {v}' for k, v in flag.items())}": {**third, **flag}
             for flag in (dict(table_std=1.0), dict(doc_mask=True), dict(table_optimizer="adamw"))
         }
-        folders = study.groups(others)
-        table = with_edits(study, folders, read(folders))
+        folders = experiment.groups(others)
+        table = with_edits(experiment, folders, read(folders))
         print(f"Tables, at the default learning rate:\n\n{table}")
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for number, (name, group) in enumerate(groups.items()):
@@ -181,17 +181,19 @@ def settings(study: Study) -> None:
         curve(axes, group, "million tokens", label=name, **look)
     axes.set_ylabel("validation loss (nats per token)")
     axes.legend()
-    study.picture("settings", figure)
+    experiment.picture("settings", figure)
 
 
-def with_edits(study: Study, folders: dict[str, list[Path]], groups: dict[str, list[Run]]) -> str:
+def with_edits(
+    experiment: Experiment, folders: dict[str, list[Path]], groups: dict[str, list[Run]]
+) -> str:
     """A table of runs, and of the edits that succeed in them."""
-    kept, rows, most = study.keep("settings"), [], 32 if study.quick else 2000
+    kept, rows, most = experiment.keep("settings"), [], 32 if experiment.quick else 2000
     for name, group in groups.items():
         cells = row(name, group)
         if cells["FFN"] != "dense" and cells["capitals recalled"]:
             found = [
-                kept(folder.name, partial(edits_that_succeed, folder, study.on, most))
+                kept(folder.name, partial(edits_that_succeed, folder, experiment.on, most))
                 for folder in folders[name]
             ]
             cells["edits that succeed"] = spread(".1%", found)
@@ -208,14 +210,14 @@ def edits_that_succeed(folder: Path, device: torch.device, most: int) -> float:
     return report_pairs(model, encoding, most)["success"]
 
 
-def stability(study: Study) -> None:
-    rates, kinds = study.few((3e-3, 1e-2, 3e-2)), STEM | BASELINES
+def stability(experiment: Experiment) -> None:
+    rates, kinds = experiment.few((3e-3, 1e-2, 3e-2)), STEM | BASELINES
     kinds = {name: {**kinds[name], "max_iters": 250} for name in ("dense", "STEM, all", "moe")}
     figure, panels = plt.subplots(
         2, len(rates), figsize=(11, 6), layout="constrained", sharey="row", squeeze=False
     )
-    every, rows = study.groups(kinds, learning_rate=rates, seed=study.numbers), []
-    n = len(study.numbers)  # runs of a kind at a rate
+    every, rows = experiment.groups(kinds, learning_rate=rates, seed=experiment.numbers), []
+    n = len(experiment.numbers)  # runs of a kind at a rate
     for (number, name), (column, rate) in itertools.product(enumerate(kinds), enumerate(rates)):
         folders = every[name][column * n : (column + 1) * n]
         group = [read_run(folder) for folder in folders]
@@ -252,7 +254,7 @@ def stability(study: Study) -> None:
         axes.set_ylabel(label)
         axes.set_yscale("log")
     panels[0, -1].legend()
-    study.picture("stability", figure)
+    experiment.picture("stability", figure)
 
 
 def losses(run: Run) -> list[float]:

@@ -23,8 +23,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from common import UserError, atomic, gib, regular
-from tables.memory import Home, Shape
+from common import UserError, atomic, gib
+from tables.memory import Shape, TableStorage
 
 MAGIC = b"token-tables\n"
 VERSION, LAYOUT, PAGE = 1, "token-major", 4096
@@ -61,7 +61,7 @@ def shared(origin: Path, file: BinaryIO, size: int) -> bool:
         return False
 
 
-class TableFile(Home):
+class TableFile(TableStorage):
     """An open table file. Tensors are views of the mapping: reading them reads the file, writing
     them writes it. `id` is what the checkpoint that belongs to it says, too. A file that is
     missing, foreign, damaged or short is a UserError."""
@@ -69,7 +69,7 @@ class TableFile(Home):
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self.path, self.writable, self.fresh = Path(path), writable, False
         try:
-            with open(regular(path), "r+b" if writable else "rb") as file:
+            with open(path, "r+b" if writable else "rb") as file:
                 self.read_header(file.read(PAGE))
                 self.regions = regions(self.shape, self.dtype)
                 size, end = os.fstat(file.fileno()).st_size, self.regions["end"][0]

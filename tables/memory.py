@@ -17,7 +17,7 @@ Moments: TypeAlias = tuple[list[Tensor], list[Tensor], Tensor, Tensor]
 Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
 
 
-class Home:
+class TableStorage:
     """What stores rows and moments. What a token owns in all tables lies side by side.
 
     Attributes:
@@ -40,7 +40,7 @@ class Home:
         """Begin to read what tokens `ids` own of `rows`, `m` or `v`, without waiting for it."""
 
 
-class RamHome(Home):
+class RamStorage(TableStorage):
     """Rows in ordinary memory, for training with moments."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, *, training: bool = True) -> None:

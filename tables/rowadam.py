@@ -14,7 +14,7 @@ from tables.tables import Tables, send
 PART = 1 << 17  # numbers that a CPU updates at once: what an update needs of them fits its caches
 
 
-def expected_travel(betas: tuple[float, float], p: Tensor | float) -> Tensor | float:
+def expected_update_scale(betas: tuple[float, float], p: Tensor | float) -> Tensor | float:
     """How far AdamW over a whole table moves a row, in units of its step at a gradient, until the
     row is read again, if every later step reads it with probability `p`.
 
@@ -61,7 +61,7 @@ def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
 
 class RowAdam:
     """Adam on the rows that the batch read, and only on them, that takes a row where AdamW over the
-    whole table may be expected to have it by the time it is read again (`expected_travel`).
+    whole table may be expected to have it by the time it is read again (`expected_update_scale`).
 
     AdamW goes on moving and decaying every row in every step, at a cost of V x W. Between two
     readings of a row nobody sees where it is, so all of that can be done when it is read:
@@ -98,7 +98,7 @@ class RowAdam:
         gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]
         self.count[ids], self.last[ids] = count + 1, self.steps
         rate = count.float()[:, None] / before if before else torch.ones_like(gap)
-        size = lr * expected_travel(self.betas, rate) / (1 - b1**self.steps)
+        size = lr * expected_update_scale(self.betas, rate) / (1 - b1**self.steps)
         scale_v = torch.full_like(gap, 1 / (1 - b2**self.steps))
         index = self.tables.index(ids)
         columns = [b1**gap, b2**gap, (1 - lr * self.weight_decay) ** gap, size, scale_v]

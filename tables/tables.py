@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tables.file import TableFile
-from tables.memory import Home, Moments
+from tables.memory import Moments, TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 
@@ -155,21 +155,21 @@ class StoredTables(Tables):
 
     Nothing here is a parameter: `model.to(device)` does not move it, autograd does not see it."""
 
-    def __init__(self, home: Home, device: torch.device | str = "cpu") -> None:
-        super().__init__(*home.weight[0].shape)
-        self.home, self.weight, self.device = home, home.weight, torch.device(device)
-        self.file = home if isinstance(home, TableFile) and home.writable else None
+    def __init__(self, storage: TableStorage, device: torch.device | str = "cpu") -> None:
+        super().__init__(*storage.weight[0].shape)
+        self.storage, self.weight, self.device = storage, storage.weight, torch.device(device)
+        self.file = storage if isinstance(storage, TableFile) and storage.writable else None
 
     def init_rows(self, std: float) -> None:
-        if self.home.fresh:
+        if self.storage.fresh:
             super().init_rows(std)
 
     def moments(self) -> Moments:
-        return self.home.moments()
+        return self.storage.moments()
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         ids = ids.cpu()
-        self.home.read_ahead(ids, ("rows", "m", "v") if self.in_training() else ("rows",))
+        self.storage.read_ahead(ids, ("rows", "m", "v") if self.in_training() else ("rows",))
         for rows in super().lookup(ids):
             yield rows.to(self.device)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tables.file import TableFile
-from tables.memory import RamHome
+from tables.memory import RamStorage
 
 torch.set_num_threads(1)  # threads only slow down tensors of this size
 
@@ -111,12 +111,12 @@ def trained(data) -> dict[str, Path]:
 
 
 @pytest.fixture(params=["direct", "staged"])
-def home(request, tmp_path):
+def storage(request, tmp_path):
     """What makes homes: RAM that a GPU reads over the bus, or a file, from which a worker reads."""
 
     def made(shape=(128, 4, 1024), dtype=torch.float32):
         if request.param == "direct":
-            return RamHome(shape, dtype)
+            return RamStorage(shape, dtype)
         return TableFile.create(tmp_path / f"{len(list(tmp_path.iterdir()))}.bin", shape, dtype)
 
     return made

@@ -15,7 +15,7 @@ from model import LAYERS, Decoder, ModelConfig
 from text import tokenizer
 from training.checkpoints import load_model, save_checkpoint
 from training.objectives import NextToken
-from training.settings import complete
+from training.settings import resolve_settings
 
 KINDS = ("moe", "hash_moe", "pkm", "deepembed", "ple")
 TABLES = ("deepembed", "ple")
@@ -302,4 +302,4 @@ def test_numbers_that_do_not_fit_are_refused(kind, options, says):
 )
 def test_a_flag_of_another_kind_is_refused(ffn, flag, value, data):
     with pytest.raises(UserError, match=f"--{flag} changes nothing with --ffn {ffn}"):
-        complete(data_dir=str(data), ffn=ffn, **{flag: value})
+        resolve_settings(data_dir=str(data), ffn=ffn, **{flag: value})

@@ -8,7 +8,7 @@ import torch
 
 from analysis import capacity
 from analysis.capacity import D_FF, KINDS, RELATIONS, SHAPE, VALUES, learn, make_facts, make_model
-from analysis.study import Study
+from analysis.experiment import Experiment
 from model import Decoder
 
 
@@ -77,7 +77,7 @@ def test_rates_are_searched_until_one_is_the_best_or_recalls_all(
         return dict(recall=0.5 + 0.5 * (rate >= enough), loss=abs(math.log(rate / 0.04)))
 
     monkeypatch.setattr(capacity, "learn", learned)
-    capacity.capacity(Study(out_dir=tmp_path, data_dir=data, seeds="1,2", device="cpu"))
+    capacity.capacity(Experiment(out_dir=tmp_path, data_dir=data, seeds="1,2", device="cpu"))
     assert asked == {rate for rate in (0.01, 0.02, 0.04, 0.08) if rate <= tried}
     rows = capsys.readouterr().out.splitlines()
     at = rows[0].split(" | ").index("rate")

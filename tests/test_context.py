@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from analysis.context import active, distinct_tokens
+from analysis.experiment import STEM, Experiment
 from analysis.needles import KEYS, VALUES, document, haystack, prose
-from analysis.study import STEM, Study
 from config import ModelConfig
 from model import Decoder
 from text import tokenizer
@@ -67,8 +67,8 @@ def test_a_haystack_has_its_length_and_the_needle_at_its_depth():
 
 
 def test_a_run_that_goes_on_is_in_the_folder_of_the_first(tmp_path):
-    study = Study(out_dir=tmp_path, data_dir=tmp_path)
+    experiment = Experiment(out_dir=tmp_path, data_dir=tmp_path)
     flags = [dict(stage="context", init_from=tmp_path / of / "ckpt.pt", seed=1) for of in "ab"]
-    first, second = map(study.folder, flags)
+    first, second = map(experiment.folder, flags)
     assert first.parent == tmp_path / "a" and second.parent == tmp_path / "b"
     assert first.name == second.name

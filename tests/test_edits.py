@@ -12,7 +12,7 @@ from config import ModelConfig
 from edit import edited_ids
 from model import Decoder
 from text import countries, tokenizer
-from training.checkpoints import encode
+from text.tokenizer import encode
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +96,12 @@ def test_names_of_different_length_have_a_figure_for_each_way(monkeypatch, tmp_p
     monkeypatch.setattr(edits, "load_model", lambda *_: (SimpleNamespace(tables=None), None, None))
     monkeypatch.setattr(edits, "MeanRows", lambda tables: tables)
     monkeypatch.setattr(edits, "report", lambda *_: found)
-    study = SimpleNamespace(
+    experiment = SimpleNamespace(
         keep=lambda name: lambda cell, find: find(),
         groups=lambda kinds: {kind: [tmp_path] for kind in kinds},
         on=None,
     )
-    _, _, *rows = edits.names(study, most=1).splitlines()
+    _, _, *rows = edits.names(experiment, most=1).splitlines()
     assert rows[:3] == [
         "| STEM, third | one token | 100.0% | 75.0% |  |  |  |  |",
         "| STEM, third | longer |  |  | 50.0% | 25.0% | 12.5% | 100.0% |",

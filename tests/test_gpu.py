@@ -13,7 +13,7 @@ from test_offload import train as steps
 from model import LAYERS, Decoder, ModelConfig
 from offload import OffloadedTables
 from tables.file import TableFile
-from tables.memory import RamHome
+from tables.memory import RamStorage
 from tables.rowadam import RowAdam
 from tables.tables import ResidentTables
 
@@ -105,9 +105,9 @@ def test_bfloat16_rows_take_small_steps_on_the_gpu():
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
-def test_training_with_offloaded_tables_equals_resident(slots, home):
+def test_training_with_offloaded_tables_equals_resident(slots, storage):
     def made(n_table, vocab_size, width):
-        stored = home((vocab_size, n_table, width))
+        stored = storage((vocab_size, n_table, width))
         return OffloadedTables(stored, "cuda", ring_slots=slots)
 
     config = ModelConfig(60, 32, 5, 4, 64, stem_layers="all", table_std=0.5)
@@ -131,9 +131,9 @@ def test_training_with_offloaded_tables_equals_resident(slots, home):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decoding_with_offloaded_tables_equals_resident(home, dtype):
+def test_decoding_with_offloaded_tables_equals_resident(storage, dtype):
     def made(n_table, vocab_size, width):
-        return OffloadedTables(home((vocab_size, n_table, width), dtype), "cuda")
+        return OffloadedTables(storage((vocab_size, n_table, width), dtype), "cuda")
 
     texts = []
     for tables in (partial(ResidentTables, dtype=dtype), made):
@@ -144,9 +144,9 @@ def test_decoding_with_offloaded_tables_equals_resident(home, dtype):
     assert torch.equal(*texts)
 
 
-def test_bfloat16_rows_train_alike(home):
+def test_bfloat16_rows_train_alike(storage):
     shape = (128, 4, 64)
-    tables = filled(OffloadedTables(home(shape, torch.bfloat16), "cuda"))
+    tables = filled(OffloadedTables(storage(shape, torch.bfloat16), "cuda"))
     plain = filled(ResidentTables(4, 128, 64, torch.bfloat16)).cuda()
     plain.load_state_dict(
         tables.state_dict() or {f"weight.{t}": w for t, w in enumerate(tables.weight)}
@@ -162,7 +162,7 @@ def test_bfloat16_rows_train_alike(home):
 
 def test_a_step_of_decoding_can_be_captured_in_a_cuda_graph():
     """No host work is left: a replay reads the rows of the ids that are there by then."""
-    tables = filled(OffloadedTables(RamHome((128, 4, 64), torch.float32), "cuda")).eval()
+    tables = filled(OffloadedTables(RamStorage((128, 4, 64), torch.float32), "cuda")).eval()
     ids = torch.zeros(64, 1, dtype=torch.int64, device="cuda")
     with torch.inference_mode():
         list(tables.lookup(ids))  # whatever is set up in the first call
@@ -210,7 +210,7 @@ def test_copies_overlap_compute(tmp_path):
 
 def test_device_memory_does_not_grow_with_the_vocabulary():
     def peak(vocab_size: int) -> int:
-        tables = OffloadedTables(RamHome((vocab_size, 4, 256), torch.float32), "cuda")
+        tables = OffloadedTables(RamStorage((vocab_size, 4, 256), torch.float32), "cuda")
         adam = RowAdam(tables)
         for number in range(3):
             if number == 1:

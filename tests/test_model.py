@@ -676,7 +676,7 @@ def test_a_step_of_one_shape_equals_a_step_as_long_as_needed(ffn, padded):
 def test_weights_by_columns_are_the_same_weights():
     model, ids = decoder(ffn="stem").eval(), tokens(2, 9)
     before, weights = model(ids)[0], {k: v.clone() for k, v in model.state_dict().items()}
-    after = model.by_columns()(ids)[0]
+    after = model.use_column_major_weights()(ids)[0]
     torch.testing.assert_close(after, before)
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     assert model.blocks[0].ffn.gate.weight.stride() == (1, 48)

@@ -18,7 +18,7 @@ from simulated_gpu import SimulatedGpu
 import offload
 from offload import OffloadedTables
 from tables.file import TableFile
-from tables.memory import RamHome
+from tables.memory import RamStorage
 from tables.rowadam import RowAdam
 from tables.tables import ResidentTables, send
 
@@ -135,9 +135,9 @@ def expected() -> list[torch.Tensor]:
     return work(partial(resident, SMALL))
 
 
-def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(gpu, home):
+def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(gpu, storage):
     def offloaded():
-        return filled(OffloadedTables(home(SMALL), gpu.device))
+        return filled(OffloadedTables(storage(SMALL), gpu.device))
 
     there = work(lambda: resident(SMALL).to(gpu.device))
     for a, b in zip(work(offloaded), there, strict=True):
@@ -155,8 +155,8 @@ def differs(number: int, expected: list[torch.Tensor], module=offload) -> bool:
     with SimulatedGpu(number, **how) as gpu:
 
         def make(late: float = 0.0):
-            home = RamHome(SMALL, torch.float32)
-            made = module.OffloadedTables(home, gpu.device, ring_slots=rng.choice([1, 2, 9]))
+            storage = RamStorage(SMALL, torch.float32)
+            made = module.OffloadedTables(storage, gpu.device, ring_slots=rng.choice([1, 2, 9]))
             if late:  # for each job of the worker
                 attempt = made.ring.attempt
                 made.ring.attempt = lambda *job: (time.sleep(late), attempt(*job))
@@ -220,7 +220,7 @@ def test_every_guard_is_needed(number, expected):
 # --- hazards, each with its guard and without ---
 
 
-def deaf(ring: offload.Ring) -> None:
+def deaf(ring: offload.TransferRing) -> None:
     """Let the side stream wait for nothing."""
     kind = type("Deaf", (torch.cuda.Stream,), {"wait_event": lambda stream, event: None})
     ring.stream = kind(ring.device)
@@ -238,8 +238,8 @@ def test_h1_staging_memory_is_not_refilled_while_it_is_copied(gpu, guarded, tmp_
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_h2_a_slot_is_not_refilled_while_it_is_read(gpu, guarded, home):
-    tables = filled(OffloadedTables(home(), gpu.device, ring_slots=1))
+def test_h2_a_slot_is_not_refilled_while_it_is_read(gpu, guarded, storage):
+    tables = filled(OffloadedTables(storage(), gpu.device, ring_slots=1))
     assert all_equal(gpu, tables)
     if not guarded:
         deaf(tables.ring)
@@ -248,8 +248,8 @@ def test_h2_a_slot_is_not_refilled_while_it_is_read(gpu, guarded, home):
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_h2_a_place_of_the_working_set_is_not_refilled_while_it_is_read(gpu, guarded, home):
-    tables = filled(OffloadedTables(home(), gpu.device))
+def test_h2_a_place_of_the_working_set_is_not_refilled_while_it_is_read(gpu, guarded, storage):
+    tables = filled(OffloadedTables(storage(), gpu.device))
     train(tables, RowAdam(tables), IDS)  # makes room for so many tokens
     tables.flush()
     expected = [F.embedding(IDS, weight).clone() for weight in tables.weight]
@@ -287,8 +287,8 @@ def test_h3_rows_that_left_are_stored_before_they_come_again(gpu, guarded, tmp_p
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_h3_evaluation_sees_the_rows_of_the_last_step(gpu, guarded, home, monkeypatch):
-    tables, plain = filled(OffloadedTables(home(), gpu.device)), resident().to(gpu.device)
+def test_h3_evaluation_sees_the_rows_of_the_last_step(gpu, guarded, storage, monkeypatch):
+    tables, plain = filled(OffloadedTables(storage(), gpu.device)), resident().to(gpu.device)
     if not guarded:
         monkeypatch.setattr(tables, "store", lambda ids: None)
     for side in (tables, plain):
@@ -303,7 +303,7 @@ def test_h3_evaluation_sees_the_rows_of_the_last_step(gpu, guarded, home, monkey
 
 def test_the_host_waits_neither_in_a_training_step_nor_in_decoding(monkeypatch):
     with SimulatedGpu(pace=0.0) as gpu:
-        tables = filled(OffloadedTables(RamHome(SMALL, torch.float32), gpu.device))
+        tables = filled(OffloadedTables(RamStorage(SMALL, torch.float32), gpu.device))
         adam = RowAdam(tables)
         for number in (1, 1, 2):
             train(tables, adam, batch(number, (2, 30)))
@@ -324,9 +324,9 @@ def test_the_host_waits_neither_in_a_training_step_nor_in_decoding(monkeypatch):
         assert gpu.waits[threading.main_thread()] == before
 
 
-def test_what_crosses_the_bus_is_what_comes_and_what_leaves(home):
+def test_what_crosses_the_bus_is_what_comes_and_what_leaves(storage):
     with SimulatedGpu() as gpu:
-        tables = filled(OffloadedTables(home(SMALL), gpu.device))
+        tables = filled(OffloadedTables(storage(SMALL), gpu.device))
         adam, crossed = RowAdam(tables), []
         for name in ("fetch", "store"):
             real = getattr(tables.ring, name)
@@ -351,9 +351,9 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(home):
             assert tables.ring.moved - before == sum(crossed)
 
 
-def test_each_distinct_row_is_fetched_once_and_a_step_reads_what_lies_side_by_side(home):
+def test_each_distinct_row_is_fetched_once_and_a_step_reads_what_lies_side_by_side(storage):
     with SimulatedGpu() as gpu:
-        tables, fetched = filled(OffloadedTables(home(SMALL), gpu.device)).eval(), []
+        tables, fetched = filled(OffloadedTables(storage(SMALL), gpu.device)).eval(), []
         real = tables.ring.fetch
 
         def fetch(slot, stored, ids, *rest):
@@ -368,9 +368,9 @@ def test_each_distinct_row_is_fetched_once_and_a_step_reads_what_lies_side_by_si
         assert fetched == [((V, SMALL[1] * SMALL[2]), [9, 3, 9])]
 
 
-def test_slots_stay_where_they_are(home):
+def test_slots_stay_where_they_are(storage):
     with SimulatedGpu() as gpu:
-        tables = filled(OffloadedTables(home(SMALL), gpu.device))
+        tables = filled(OffloadedTables(storage(SMALL), gpu.device))
         list(tables.eval().lookup(IDS))
         slots = set(tables.ring.slots)
         adam = RowAdam(tables)
@@ -381,9 +381,9 @@ def test_slots_stay_where_they_are(home):
         assert set(tables.ring.slots) == slots and len(slots) == 3
 
 
-def test_reading_by_ids_on_the_cpu_does_not_wait_for_the_gpu(gpu, home):
+def test_reading_by_ids_on_the_cpu_does_not_wait_for_the_gpu(gpu, storage):
     """A lookup is over long before a busy GPU is."""
-    tables = filled(OffloadedTables(home(), gpu.device, ring_slots=L))
+    tables = filled(OffloadedTables(storage(), gpu.device, ring_slots=L))
     assert all_equal(gpu, tables)
     gpu.busy(torch.cuda.current_stream())
     with torch.no_grad():
@@ -396,9 +396,9 @@ def test_reading_by_ids_on_the_cpu_does_not_wait_for_the_gpu(gpu, home):
 # --- what goes wrong ---
 
 
-def test_ids_out_of_range_are_refused(home):
+def test_ids_out_of_range_are_refused(storage):
     with SimulatedGpu() as gpu:
-        tables = filled(OffloadedTables(home(SMALL), gpu.device))
+        tables = filled(OffloadedTables(storage(SMALL), gpu.device))
         for bad in (V, -1):
             for ids in (torch.tensor([[1, bad]]), torch.tensor([[bad]])):
                 for mode in (tables.train, tables.eval):
@@ -407,9 +407,9 @@ def test_ids_out_of_range_are_refused(home):
         assert all_equal(gpu, tables)
 
 
-def test_a_lookup_whose_slots_another_took_says_so(home):
+def test_a_lookup_whose_slots_another_took_says_so(storage):
     with SimulatedGpu() as gpu:
-        tables = filled(OffloadedTables(home(SMALL), gpu.device)).eval()
+        tables = filled(OffloadedTables(storage(SMALL), gpu.device)).eval()
         for ids in (batch(0), batch(0, (2, 1))):
             first = tables.lookup(ids)
             next(first)
@@ -464,12 +464,12 @@ def test_a_slow_disk_is_waited_for(tmp_path):
 
 def test_ram_that_cannot_be_pinned_is_staged():
     with SimulatedGpu(pins=False) as gpu:
-        tables = filled(OffloadedTables(RamHome(SMALL, torch.float32), gpu.device))
+        tables = filled(OffloadedTables(RamStorage(SMALL, torch.float32), gpu.device))
         assert tables.ring.worker and all_equal(gpu, tables)
 
 
-def test_what_is_loaded_replaces_what_is_on_the_device(gpu, home):
-    tables = filled(OffloadedTables(home(SMALL), gpu.device))
+def test_what_is_loaded_replaces_what_is_on_the_device(gpu, storage):
+    tables = filled(OffloadedTables(storage(SMALL), gpu.device))
     saved = {f"weight.{t}": weight.clone() for t, weight in enumerate(tables.weight)}
     adam = RowAdam(tables)
     fresh = {name: [x.clone() for x in getattr(adam, name)] for name in ("m", "v")}

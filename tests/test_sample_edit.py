@@ -17,11 +17,12 @@ import edit
 import sample
 from common import UserError
 from model import Decoder, ModelConfig
-from tables.memory import RamHome
+from tables.memory import RamStorage
 from tables.tables import ResidentTables, StoredTables
 from text import countries, tokenizer
+from text.tokenizer import encode
 from training import exam
-from training.checkpoints import encode, load_checkpoint, load_model
+from training.checkpoints import load_checkpoint, load_model
 
 
 def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
@@ -261,7 +262,7 @@ def test_score_agrees_with_generating(trained):
         written.append(i % 2 == 0)
         prompts.append(prompt)
         answers.append(new if i % 2 == 0 else [*new[:-1], (new[-1] + 1) % encoding.n_vocab])
-    greedy, probability, _ = edit.score(model, prompts, answers)
+    greedy, probability, _ = edit.score_answers(model, prompts, answers)
     assert greedy.tolist() == written
     for prompt, answer, p in zip(prompts, answers, probability, strict=True):
         expected = 1.0
@@ -293,18 +294,18 @@ def test_edited_ids_find_the_name_with_and_without_a_space():
     assert table_ids == expected
 
 
-@pytest.mark.parametrize("home", ["resident", "stored"])
-def test_made_up_tokens_read_the_mean_of_rows(home):
+@pytest.mark.parametrize("storage", ["resident", "stored"])
+def test_made_up_tokens_read_the_mean_of_rows(storage):
     """As a model whose tables hold those means in the rows of tokens that nobody uses."""
     config = ModelConfig(20, 16, 4, 2, 32, stem_layers="all", table_std=1.0)
 
     def stored(n_table, vocab_size, width):
-        return StoredTables(RamHome((vocab_size, n_table, width), torch.float32))
+        return StoredTables(RamStorage((vocab_size, n_table, width), torch.float32))
 
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        tables = stored if home == "stored" else ResidentTables
+        tables = stored if storage == "stored" else ResidentTables
         models.append(Decoder(config, tables=tables).eval())
     model, overwritten = models
     for weight in overwritten.tables.weight:
@@ -386,7 +387,7 @@ def test_report_of_lengths_tells_longer_sources_from_longer_targets(untrained, m
         ), *(None, None)
 
     monkeypatch.setattr(countries, "table", lambda: table)
-    monkeypatch.setattr(edit, "score", judge)
+    monkeypatch.setattr(edit, "score_answers", judge)
     model = copy.deepcopy(model)
     model.tables = edit.MeanRows(model.tables)
     result = edit.report_lengths(model, encoding)
@@ -422,7 +423,7 @@ def test_report_of_made_up_names(untrained, monkeypatch, edits_work):
         ), *(None, None)
 
     monkeypatch.setattr(countries, "table", lambda: six)
-    monkeypatch.setattr(edit, "score", judge)
+    monkeypatch.setattr(edit, "score_answers", judge)
     if not edits_work:
         monkeypatch.setattr(edit, "edited_ids", lambda encoding, ids, *names: ids)
     expected = dict.fromkeys(("capital", "language", "region"), 1.0 if edits_work else 0.0)
@@ -485,8 +486,8 @@ def test_recall_asks_every_form_of_every_country(untrained, monkeypatch):
         seen.extend(encoding.decode(prompt) for prompt in prompts)
         return torch.ones(len(prompts), dtype=torch.bool), None, None
 
-    monkeypatch.setattr(exam, "score", all_right)
-    assert exam.recall(model, encoding, "capital") == 1.0
+    monkeypatch.setattr(exam, "score_answers", all_right)
+    assert exam.fact_recall(model, encoding, "capital") == 1.0
     assert len(set(seen)) == 6 * 3 * 2
     assert any(text.endswith("Country: Peru\nIts capital is") for text in seen)
 
@@ -509,7 +510,7 @@ def test_styles_are_told_apart_as_counting_samples_does(untrained, monkeypatch):
     # Answers of two tokens, of five in all; 0 begins the sentences.
     asked = [([1 + n % 4, 1 + n // 4], [1 + n % 3, 4], [0, 2 + n % 2]) for n in range(16)]
     monkeypatch.setattr(exam, "chat_questions", lambda *_: asked)
-    found = exam.chat_exam(model, encoding, "capital")
+    found = exam.chat_recall(model, encoding, "capital")
     expected, samples, right = dict.fromkeys(found, 0.0), Counter(), Counter()
     for prompt, brief, sentence in asked:
         prompts = torch.tensor([prompt]).expand(8192, -1)

@@ -19,7 +19,7 @@ from training.batches import Data
 from training.checkpoints import load_model
 from training.objectives import NextToken, Preference, validate
 from training.records import read_run
-from training.settings import complete
+from training.settings import resolve_settings
 
 RUN = [*SMALL[SMALL.index("--block_size") :]]  # the shape comes from --init_from
 
@@ -71,7 +71,7 @@ def test_the_whole_chain(stage, folders, trained, tmp_path, capsys):
     )
     evals = [record["val_loss"] for record in read_run(sft)["eval"]]
     assert evals[-1] < 0.5 * evals[0]
-    train_module.train(complete(eval_only=True, out_dir=sft))
+    train_module.train(resolve_settings(eval_only=True, out_dir=sft))
     assert f"| {folders['chat']} | {evals[-1]:.4f} |" in capsys.readouterr().out
     dpo = stage(
         "dpo",
@@ -218,7 +218,7 @@ def test_preference_loss_is_the_papers(folders):
     reference.eval()
     model = copy.deepcopy(reference)
     objective = Preference(model, torch.device("cpu"), "float32", beta=0.3)
-    objective.refer(data.train, data.train.n_row, 7)
+    objective.compute_reference_logprobs(data.train, data.train.n_row, 7)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
@@ -241,7 +241,7 @@ def test_preference_loss_is_the_papers(folders):
 def test_every_pair_of_a_run_has_its_reference(folders):
     model, data = model_and_pairs(folders)
     objective = Preference(model, torch.device("cpu"), "float32", beta=0.3)
-    objective.refer(data.train, 20, 7)
+    objective.compute_reference_logprobs(data.train, 20, 7)
     for number in range(5):  # batches of 4: the first 20
         assert not data.train.batch(number, 4)[2].isnan().any()
     assert data.train.reference[:, 0].size > 20 and torch.tensor(data.train.reference).isnan().any()

@@ -21,13 +21,13 @@ from training.batches import Windows, read_tokenizer
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
 from training.records import read_run
-from training.settings import PRESETS, Settings, complete, parse_args
+from training.settings import PRESETS, Settings, parse_args, resolve_settings
 
 
 def arguments(monkeypatch, data, out, *more):
     argv = ["train.py", "--data_dir", data, "--out_dir", out, *SMALL, *more]
     monkeypatch.setattr(sys, "argv", [str(part) for part in argv])
-    return complete(**parse_args(""))
+    return resolve_settings(**parse_args(""))
 
 
 def losses(folder):
@@ -138,7 +138,7 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     best = torch.load(tmp_path / "out/best.pt", weights_only=True)
     assert best["step"] == 3 and checkpoint(tmp_path / "out")["step"] == 6
     model = checkpoint(tmp_path / "out")["model"]
-    train_module.train(complete(resume=True, out_dir=tmp_path / "out"))
+    train_module.train(resolve_settings(resume=True, out_dir=tmp_path / "out"))
     assert "best.pt (val loss 6.0000, step 6)" in capsys.readouterr().out
     best = torch.load(tmp_path / "out/best.pt", weights_only=True)
     assert best["step"] == 6 and "optimizer" not in best
@@ -183,10 +183,10 @@ def test_resuming_in_smaller_parts_sees_the_same_batches(data, tmp_path, monkeyp
     resume = ["train.py", "--resume", "--out_dir", str(tmp_path / "cut"), "--device_batch_size"]
     monkeypatch.setattr(sys, "argv", [*resume, "3"])
     with pytest.raises(UserError, match="--device_batch_size 3 must divide --batch_size 4"):
-        train_module.train(complete(**parse_args("")))
+        train_module.train(resolve_settings(**parse_args("")))
     monkeypatch.setattr(Windows, "row", row)
     monkeypatch.setattr(sys, "argv", [*resume, "1"])
-    train_module.train(complete(**parse_args("")))
+    train_module.train(resolve_settings(**parse_args("")))
     assert seen == list(range(6 * 4, 12 * 4))
     assert checkpoint(tmp_path / "cut")["args"]["device_batch_size"] == 1
     parts, whole = losses(tmp_path / "cut"), losses(tmp_path / "whole")
@@ -364,11 +364,11 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(
     other = shutil.copytree(data, tmp_path / "other")  # the same text as another corpus
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps({**meta, "corpus": "countries"}))
-    monkeypatch.setattr(train_module, "recall", lambda model, *_: 0.5 - model.training)
+    monkeypatch.setattr(train_module, "fact_recall", lambda model, *_: 0.5 - model.training)
     for ffn, flags in (("dense", {}), ("stem", {}), ("embformer", {"offload": "disk"})):
         before = {path: path.read_bytes() for path in trained[ffn].iterdir()}
         asked = dict(eval_only=True, out_dir=trained[ffn], data_dir=f"{data},{other}/")
-        train_module.train(complete(**asked, **flags))
+        train_module.train(resolve_settings(**asked, **flags))
         last = read_run(trained[ffn])["eval"][-1]
         figures = f"{last['val_loss']:.4f} | {last['val_loss_per_byte']:.4f}"
         tokens = f"{meta['val']['tokens'] // 32 * 32:,}"  # whole windows of block_size
@@ -378,9 +378,11 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(
         assert {path: path.read_bytes() for path in trained[ffn].iterdir()} == before
     (other / "meta.json").write_text(json.dumps({**meta, "tokenizer": "another"}))
     with pytest.raises(UserError, match=r"other was made with another tokenizer \(another\)"):
-        train_module.train(complete(eval_only=True, out_dir=trained["dense"], data_dir=f"{other}"))
+        train_module.train(
+            resolve_settings(eval_only=True, out_dir=trained["dense"], data_dir=f"{other}")
+        )
     with pytest.raises(UserError, match="leave out --out_dir, --seed"):
-        complete(eval_only=True, init_from="x.pt", out_dir="x", seed=3)
+        resolve_settings(eval_only=True, init_from="x.pt", out_dir="x", seed=3)
 
 
 def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, story):
@@ -433,7 +435,7 @@ def test_resuming_mends_a_damaged_record(trained, tmp_path, rotten):
     (tmp_path / "ckpt.pt").write_bytes((trained["stem"] / "ckpt.pt").read_bytes())
     lines = (trained["stem"] / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[1:9], rotten]) + "\n")
-    train_module.train(complete(resume=True, out_dir=tmp_path))
+    train_module.train(resolve_settings(resume=True, out_dir=tmp_path))
     assert read_run(tmp_path)["eval"][-1]["step"] == 12
 
 

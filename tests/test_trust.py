@@ -20,8 +20,14 @@ from config import ModelConfig
 from model import sample as draw
 from tables.file import TableFile
 from training import checkpoints, records
-from training.checkpoints import check_memory, clear, load_checkpoint, load_model, snapshots
-from training.records import Log, put_aside, read_run
+from training.checkpoints import (
+    check_memory,
+    load_checkpoint,
+    load_model,
+    remove_leftovers,
+    snapshots,
+)
+from training.records import Log, archive_previous_run, read_run
 
 CPU = torch.device("cpu")
 
@@ -114,7 +120,7 @@ def test_a_run_that_is_replaced_is_whole_at_every_moment(disk, tmp_path, monkeyp
             for owner, name in ((os, "rename"), (os, "mkdir"), (os, "unlink"), (shutil, "copy2")):
                 patch.setattr(owner, name, step(getattr(owner, name)))
             try:
-                put_aside(out)
+                archive_previous_run(out)
                 break
             except KeyboardInterrupt:
                 cut += 1
@@ -123,9 +129,9 @@ def test_a_run_that_is_replaced_is_whole_at_every_moment(disk, tmp_path, monkeyp
         for path in whole:
             load_model(path / "ckpt.pt", CPU)
             assert losses(path) == want
-        clear(out)
+        remove_leftovers(out)
         if (out / "ckpt.pt").exists():
-            load_model(put_aside(out) / "ckpt.pt", CPU)
+            load_model(archive_previous_run(out) / "ckpt.pt", CPU)
         assert not list(out.glob("*.tmp")) and not (out / "ckpt.pt").exists()
     assert cut >= 8
 
@@ -146,10 +152,10 @@ def test_what_a_killed_run_left_goes_and_nothing_else(disk, tmp_path):
     )
     for name in (*names, "run2.tmp/ckpt.pt"):
         (out / name).touch()
-    clear(out)
+    remove_leftovers(out)
     assert {path.name for path in out.iterdir()} == kept
     (out / "ckpt.pt").write_bytes(b"damaged")  # names nothing: so nothing may go
-    clear(out)
+    remove_leftovers(out)
     assert {path.name for path in out.iterdir()} == kept
 
 
@@ -378,7 +384,7 @@ def test_a_disk_that_fills_up_while_a_run_is_replaced(disk, tmp_path, monkeypatc
     monkeypatch.setattr(os, "link", full)
     monkeypatch.setattr(records.shutil, "copy2", full)
     with pytest.raises(UserError, match=r"cannot write .*run1: No space left"):
-        put_aside(out)
+        archive_previous_run(out)
     load_model(out / "ckpt.pt", CPU)
 
 

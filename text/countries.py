@@ -21,7 +21,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import UserError, regular
+from common import UserError
 
 TABLE = Path(__file__).with_name("countries.csv")
 
@@ -112,7 +112,7 @@ def with_article(name: str) -> str:
 def table() -> list[Country]:
     """All countries, by name. UserError: countries.csv is missing or damaged."""
     try:
-        with open(regular(TABLE), encoding="utf-8", newline="") as file:
+        with open(TABLE, encoding="utf-8", newline="") as file:
             head, *rows = filter(None, csv.reader(file, strict=True))
         if bad := [row for row in rows if len(row) != len(head) or "" in row]:
             raise ValueError(f"{','.join(bad[0])!r:.80} has not {len(head)} values")

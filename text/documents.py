@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from tqdm import tqdm
 
-from common import UserError, regular
+from common import UserError
 
 Messages: TypeAlias = list[dict[str, str]]
 Document: TypeAlias = str | Messages | tuple[Messages, Messages]
@@ -73,7 +73,7 @@ def read(
         UserError: a file is missing or of another kind, or more is bad than the report allows.
     """
     try:
-        size = sum(regular(path).stat().st_size for path in paths)
+        size = sum(path.stat().st_size for path in paths)
         with tqdm(total=size, desc=desc, unit="B", unit_scale=True, delay=3) as bar:
             for path in paths:
                 if path.suffix not in (".txt", ".jsonl"):

@@ -237,6 +237,11 @@ def loads(text: str) -> tiktoken.Encoding:
         raise ValueError(f"not a tokenizer, or a damaged one: {error}") from None
 
 
+def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
+    """Token ids of a document's text, after the <|endoftext|> that precedes every document."""
+    return [encoding.eot_token, *encoding.encode_ordinary(text)]
+
+
 def fingerprint(encoding: tiktoken.Encoding) -> str:
     """Returns 16 hex digits of all that `dumps` writes except the name: equal for encodings that
     encode and decode alike."""

@@ -15,7 +15,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from common import UserError, regular
+from common import UserError
 from text import template, tokenizer
 
 
@@ -39,7 +39,7 @@ class Source:
     def __init__(self, n_row: int, block_size: int, seed: int | None) -> None:
         self.n_row, self.block_size, self.seed, self.epoch = n_row, block_size, seed, -1
 
-    def place(self, index: int) -> int:
+    def row_index(self, index: int) -> int:
         """Which of the n_row rows comes as number `index`, counted over all epochs."""
         if self.seed is None:
             return index % self.n_row
@@ -72,8 +72,8 @@ class Windows(Source):
         self.ids, self.room = ids, len(ids) - self.n_row * block_size
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
-        place = self.place(index)  # draws the offset of a new epoch
-        start = place * self.block_size + self.offset
+        row_index = self.row_index(index)  # draws the offset of a new epoch
+        start = row_index * self.block_size + self.offset
         ids = self.ids[start : start + self.block_size + 1].astype(np.int64)
         return ids[:-1], ids[1:]
 
@@ -103,7 +103,7 @@ class Conversations(Source):
         return ids[:-1], np.where(answer, ids, -1)[1:]
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
-        return self.conversation(self.place(index))
+        return self.conversation(self.row_index(index))
 
 
 class Pairs(Conversations):
@@ -118,7 +118,7 @@ class Pairs(Conversations):
         return np.full((self.n_row, 2), np.nan, dtype=np.float32)  # until `Preference.refer`
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
-        pair = self.place(index)
+        pair = self.row_index(index)
         two = [self.conversation(2 * pair + n) for n in (0, 1)]
         longest = max(len(ids) for ids, _ in two)
         ids, targets = zip(*(padded(*one, longest) for one in two), strict=True)
@@ -146,7 +146,7 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     100 MB in memory. UserError: the file is missing or not the one that meta.json describes."""
     path = folder / f"{split}.bin"
     try:
-        ids = np.memmap(regular(path), dtype=meta["dtype"], mode="r")
+        ids = np.memmap(path, dtype=meta["dtype"], mode="r")
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
             raise ValueError("damaged: another sha256 than meta.json says")
         if (most := ids.max()) >= meta["vocab_size"]:
@@ -247,7 +247,7 @@ def read_meta(folder: Path) -> dict:
     """What prepare.py wrote about a folder. UserError: there is none, or it is damaged."""
     path = folder / "meta.json"
     try:
-        meta = json.loads(regular(path).read_text(encoding="utf-8"))
+        meta = json.loads(path.read_text(encoding="utf-8"))
         tokenizer.check_form(meta, META, "meta")
         if meta.get("format") != 2 or meta["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"format {meta.get('format')!r:.60} of {meta['dtype']} is unknown")
@@ -263,7 +263,7 @@ def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
     or another one."""
     path = folder / "tokenizer.json"
     try:
-        encoding = tokenizer.loads(regular(path).read_text(encoding="utf-8"))
+        encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
         made_with = (tokenizer.fingerprint(encoding), encoding.n_vocab)
         if made_with != (meta["tokenizer"], meta["vocab_size"]):
             raise ValueError("not the tokenizer that the token files were made with")

@@ -18,13 +18,12 @@ from pathlib import Path
 import tiktoken
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from common import UserError, atomic, flag, free_ram, gib, no_memory, regular
-from model import Decoder, ModelConfig
+from common import UserError, atomic, flag, free_ram, gib, no_memory
+from model import Decoder, ModelConfig, outline
 from offload import OffloadedTables
 from tables.file import DTYPES, TableFile, regions
-from tables.memory import RamHome, check_ram
+from tables.memory import RamStorage, check_ram
 from tables.tables import STREAMS, ResidentTables, StoredTables, Tables
 from text import tokenizer
 
@@ -47,7 +46,7 @@ def snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob(TABLES.format("*")))
 
 
-def clear(out_dir: Path) -> None:
+def remove_leftovers(out_dir: Path) -> None:
     """Remove what a run that was killed left in its folder; for who has `locked` it."""
     names = ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png", TABLES.format("*"), "run*")
     left = [out_dir / LIVE, *(path for name in names for path in out_dir.glob(name + ".tmp"))]
@@ -129,7 +128,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
         with damaged(path), zipfile.ZipFile(path) as records:
             if bad := records.testzip():
                 raise ValueError(f"checksum of {bad}")
-    with whole(path):
+    with checkpoint_errors(path):
         rows = checkpoint.get("optimizer", {}).get("rows")
         if rows and "steps" in rows:  # an older one, which trained no embedding by rows
             checkpoint["optimizer"]["rows"] = {"tables": rows}
@@ -155,7 +154,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
 def read_checkpoint(path: str | Path) -> dict:
     """The file of a checkpoint alone, as `load_checkpoint`."""
     with damaged(path):
-        loaded = torch.load(str(regular(path)), map_location="cpu", weights_only=True, mmap=True)
+        loaded = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(loaded, dict) or loaded.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of this program (format {FORMAT})")
     return loaded
@@ -182,7 +181,7 @@ def damaged(path: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole(path: str | Path) -> Iterator[None]:
+def checkpoint_errors(path: str | Path) -> Iterator[None]:
     """Say of a checkpoint that something is missing in it, or does not fit."""
     try:
         yield
@@ -199,19 +198,19 @@ def load_model(
     (`offload_flag`), its tokenizer, and the checkpoint. UserError: as `load_checkpoint`."""
     checkpoint = load_checkpoint(path)
     mapped = offload == "disk"  # what is used in place need not be made first
-    with whole(path):
+    with checkpoint_errors(path):
         if not mapped:
             check_memory(ModelConfig(**checkpoint["config"]), 4, 2)
-        tables = place(offload, device, checkpoint)
+        tables = make_tables(offload, device, checkpoint)
         with outline() if mapped else contextlib.nullcontext():
             model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
         model.load_state_dict(checkpoint["model"], assign=mapped)
         encoding = tokenizer.loads(checkpoint["tokenizer"])
     model = model.to(device).eval()
-    return model.by_columns() if device.type == "cpu" else model, encoding, checkpoint
+    return model.use_column_major_weights() if device.type == "cpu" else model, encoding, checkpoint
 
 
-def place(
+def make_tables(
     offload: str,
     device: torch.device,
     checkpoint: dict | None = None,
@@ -236,34 +235,16 @@ def place(
             return ResidentTables(n_table, vocab_size, width, dtype)  # maybe a mapped ckpt.pt's
         with torch.device("cpu"):  # whatever device the rest of the model is made on
             if not file:
-                home = RamHome(shape, dtype, training=training)
+                storage = RamStorage(shape, dtype, training=training)
             elif training:
                 check_disk(regions(shape, dtype)["end"][0], out_dir, resume)
-                home = TableFile.create(out_dir / LIVE, shape, dtype)
+                storage = TableFile.create(out_dir / LIVE, shape, dtype)
             else:
-                home = checkpoint["table_file"]
-            home.fresh = checkpoint is None
-            return (OffloadedTables if far else StoredTables)(home, device)
+                storage = checkpoint["table_file"]
+            storage.fresh = checkpoint is None
+            return (OffloadedTables if far else StoredTables)(storage, device)
 
     return make
-
-
-class NoDraws(TorchFunctionMode):
-    """Leaves out random numbers: on the meta device PyTorch would import its compiler for them,
-    which takes a second."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        given = kwargs or {}
-        if func.__name__ == "normal_":  # a tensor's method, or torch.nn.init's function
-            return args[0] if args else given["tensor"]
-        return func(*args, **given)
-
-
-@contextlib.contextmanager
-def outline() -> Iterator[None]:
-    """Models that are made here have shapes, but no numbers."""
-    with NoDraws(), torch.device("meta"):
-        yield
 
 
 def check_memory(config: ModelConfig, dense: int, table: int, more: int = 0) -> None:
@@ -289,8 +270,3 @@ def check_disk(size: int, out_dir: Path, resume: bool) -> None:
             f"--offload disk needs {gib(need)} for tables and optimizer states, and {here} has "
             f"{gib(free)} free: choose another --out_dir or --table_dtype bfloat16"
         )
-
-
-def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
-    """Token ids of a document's text, after the <|endoftext|> that precedes every document."""
-    return [encoding.eot_token, *encoding.encode_ordinary(text)]

@@ -14,11 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from common import UserError
 from model import Decoder
 from text import countries, template
-from training.checkpoints import encode
+from text.tokenizer import encode
 
 
 @torch.inference_mode()
-def score(
+def score_answers(
     model: Decoder,
     prompts: list[list[int]],
     answers: list[list[int]],
@@ -62,7 +62,7 @@ def score(
     return sums[0] == 0, sums[1].neg().exp(), logits
 
 
-def exam(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], list[int]]]:
+def eval_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], list[int]]]:
     """Held-out questions about `relation`, every country, two phrasings in each of three forms, as
     token ids of prompt and answer."""
     return [
@@ -81,14 +81,14 @@ def groups(encoding: tiktoken.Encoding, asked: list[tuple]) -> Iterator[list[lis
         yield [list(column) for column in zip(*asked[at : at + size], strict=True)]
 
 
-def recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
-    """Share of the questions of `exam` that greedy decoding answers in full."""
-    asked = exam(encoding, relation)
-    right = sum(score(model, *group)[0].sum().item() for group in groups(encoding, asked))
+def fact_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
+    """Share of the questions of `eval_questions` that greedy decoding answers in full."""
+    asked = eval_questions(encoding, relation)
+    right = sum(score_answers(model, *group)[0].sum().item() for group in groups(encoding, asked))
     return right / len(asked)
 
 
-def chat_exam(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> dict[str, float]:
+def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> dict[str, float]:
     """Ask in a conversation for a fact of every country, in held-out words, and look at each style
     of answer by itself: brief ("Lima.") and a sentence ("The answer is Lima."). Sentences begin
     with " The", so the relation has to be one whose brief answers do not, as "capital".
@@ -106,9 +106,9 @@ def chat_exam(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> dic
     sums = Counter()
     for prompts, briefs, sentences in groups(encoding, asked):
         opened, rests = [[*p, the] for p in prompts], [sentence[1:] for sentence in sentences]
-        begins, p_begins, _ = score(model, prompts, [[the]] * len(prompts), temperature=0.8)
-        brief, p_brief, _ = score(model, prompts, briefs, temperature=0.8, barred=the)
-        sentence, p_sentence, _ = score(model, opened, rests, temperature=0.8)
+        begins, p_begins, _ = score_answers(model, prompts, [[the]] * len(prompts), temperature=0.8)
+        brief, p_brief, _ = score_answers(model, prompts, briefs, temperature=0.8, barred=the)
+        sentence, p_sentence, _ = score_answers(model, opened, rests, temperature=0.8)
         for name, values in {
             "recall": torch.where(begins, sentence, brief),
             "recall_brief": brief,

@@ -70,7 +70,7 @@ class Preference(Objective):
 
     p is the model in training, q the frozen reference it starts from, both over the tokens of the
     answer. Since q never changes, its log-probabilities are computed once, before the first step
-    (`refer`): no second model takes memory, and no step pays for it.
+    (`compute_reference_logprobs`): no second model takes memory, and no step pays for it.
     """
 
     beta: float
@@ -96,13 +96,13 @@ class Preference(Objective):
         return self.complete(-F.logsigmoid(margin).mean(), figures)
 
     @torch.no_grad()
-    def refer(self, pairs: Pairs, n_row: int, size: int) -> None:
+    def compute_reference_logprobs(self, pairs: Pairs, n_row: int, size: int) -> None:
         """Take the model as it is for the reference of the first `n_row` pairs to come."""
         self.model.eval()
         for at in tqdm(range(0, n_row, size), "reference", unit="batch", delay=3):
             indices = range(at, min(n_row, at + size))
             ids, targets, _ = pairs.rows(indices)
-            places = [pairs.place(index) for index in indices]
+            places = [pairs.row_index(index) for index in indices]
             pairs.reference[places] = self.log_probability(ids, targets).float().cpu().numpy()
         self.model.train()
 

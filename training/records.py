@@ -13,7 +13,7 @@ import numpy as np
 matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
-from common import UserError, atomic, regular
+from common import UserError, atomic
 from text.tokenizer import check_form
 from training.checkpoints import snapshots
 
@@ -36,7 +36,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
     return "\n".join([head, "|---" * len(titles) + "|", *lines])
 
 
-def put_aside(out_dir: Path) -> Path:
+def archive_previous_run(out_dir: Path) -> Path:
     """Move the files of an earlier run into the first free folder run1, run2, ... beside them. They
     are linked into one that gets its name when all are there: whenever a kill comes, the run is
     whole, at the old place or at the new one. UserError: there is no room."""
@@ -69,7 +69,7 @@ class Log:
         how many others it cannot read."""
         self.path, kept, bad = path, [], 0
         try:
-            lines = regular(path).read_bytes().splitlines() if resume_step else []
+            lines = path.read_bytes().splitlines() if resume_step else []
         except OSError as error:
             lines = []
             print(f"note: {path} begins anew ({error.strerror})", file=sys.stderr)
@@ -109,11 +109,11 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
     path = folder / "metrics.jsonl"
     records: dict[str, list[dict]] = {kind: [] for kind in RECORDS}
     try:
-        for line in regular(path).read_bytes().splitlines():
+        for line in path.read_bytes().splitlines():
             record = parse(line)
             records[record["type"]].append(record)
         if (report := folder / "edit_report.json").exists():
-            path, record = report, json.loads(regular(report).read_bytes())
+            path, record = report, json.loads(report.read_bytes())
             check_form(record, RECORDS["edits"], "edits")
             records["edits"].append(record)
     except (ValueError, KeyError, RecursionError) as error:

@@ -8,7 +8,7 @@ from common import UserError, add_flags, check_ranges, flag, make_parser
 from config import ModelConfig
 from tables.file import DTYPES
 from training.batches import parse_mixture, read_meta
-from training.checkpoints import device_flag, load_checkpoint, offload_flag, whole
+from training.checkpoints import checkpoint_errors, device_flag, load_checkpoint, offload_flag
 
 DEFAULT_DATA = "data/countries"
 
@@ -58,10 +58,18 @@ STAGES = {
     "dpo": Stage("preference", 8e-5, epochs=1),
 }
 # What may change at --resume: a step sees the same batch either way, summed in other parts.
-FREE = ("resume", "out_dir", "data_dir", "offload", "device", "dtype", "compile")
-FREE += ("device_batch_size", "verify")
+RESUMABLE_FLAGS = ("resume", "out_dir", "data_dir", "offload", "device", "dtype", "compile")
+RESUMABLE_FLAGS += ("device_batch_size", "verify")
 # What an evaluation may be told besides the checkpoint; all else is the run's that made it.
-ASKED = ("eval_only", "data_dir", "eval_tokens", "offload", "device", "dtype", "device_batch_size")
+EVAL_FLAGS = (
+    "eval_only",
+    "data_dir",
+    "eval_tokens",
+    "offload",
+    "device",
+    "dtype",
+    "device_batch_size",
+)
 ONE, POSITIVE, SHARE = "at least 1", "a positive number", "0 or more and below 1"
 BY_PRESET = "the preset's"
 
@@ -178,30 +186,30 @@ def parse_args(description: str) -> dict:
     return vars(parser.parse_args())
 
 
-def complete(**given) -> Settings:
+def resolve_settings(**given) -> Settings:
     """The settings of a run from flags that were given: what is asked for comes first, then the
     model of --init_from, the stage's part of the preset, the stage, the preset. A run that resumes
     has its own, and of those given what is FREE, an evaluation what is ASKED."""
     if given.get("resume"):
         path = Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt"
-        with whole(path):
+        with checkpoint_errors(path):
             saved = {**load_checkpoint(path)["args"], "verify": True}
-        if other := [f"--{name}" for name in given if name not in FREE]:
+        if other := [f"--{name}" for name in given if name not in RESUMABLE_FLAGS]:
             raise UserError(
                 f"--resume goes on with the settings of {path}: leave out {', '.join(other)}, or "
                 f"start a new run with another --out_dir, from this model with --init_from {path}"
             )
-        with whole(path):
+        with checkpoint_errors(path):
             return Settings.of({**saved, **given, "out_dir": path.parent})
     if given.get("eval_only"):
         whose = "init_from" if "init_from" in given else "out_dir"
-        if other := [f"--{name}" for name in given if name not in (*ASKED, whose)]:
+        if other := [f"--{name}" for name in given if name not in (*EVAL_FLAGS, whose)]:
             raise UserError(
                 f"--eval_only takes all else from its checkpoint: leave out {', '.join(other)}"
             )
         path = given.get("init_from", Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt")
         here = dict(offload="none", device="auto", resume=False, init_from=path)
-        with whole(path):
+        with checkpoint_errors(path):
             return Settings.of({**load_checkpoint(path)["args"], **here, **given})
     name, base = given.get("stage", "pretrain"), None
     stage = STAGES[name]
@@ -211,7 +219,7 @@ def complete(**given) -> Settings:
     elif name != "pretrain":
         raise UserError(f"--stage {name} goes on with a trained model: name it with --init_from")
     by_data = "countries" if meta["corpus"] == "countries" else "prose"
-    with whole(given.get("init_from")):
+    with checkpoint_errors(given.get("init_from")):
         preset_name = given.get("preset") or (base["args"]["preset"] if base else by_data)
         values = {**PRESETS[preset_name], **stage.settings, "preset": preset_name}
     values["learning_rate"] *= stage.lr
@@ -219,7 +227,7 @@ def complete(**given) -> Settings:
         del values["max_iters"], values["eval_interval"]
     if meta["corpus"].startswith(preset_name):  # those of countries are for countries-sft alone
         values |= values.get(name, {})
-    with whole(given.get("init_from")):
+    with checkpoint_errors(given.get("init_from")):
         values |= inherited(given, base["config"]) if base else {}
     values |= given
     refuse_without_effect(values, given)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import Decoder, ModelConfig
 from tables.file import TableFile
-from tables.memory import RamHome
+from tables.memory import RamStorage
 from tables.rowadam import RowAdam, round_stochastically
 from tables.tables import ResidentTables, StoredTables
 
@@ -128,7 +128,7 @@ def test_a_model_moves_its_tables_nowhere_and_counts_them(made):
 @pytest.mark.parametrize("saved_as", ["resident", "stored"])
 def test_state_of_one_home_opens_in_the_other(saved_as):
     def made(n_table, vocab_size, width):
-        return StoredTables(RamHome((vocab_size, n_table, width), torch.float32))
+        return StoredTables(RamStorage((vocab_size, n_table, width), torch.float32))
 
     kinds = [ResidentTables, made] if saved_as == "resident" else [made, ResidentTables]
     _, model, rows = train(kinds[0], steps=3)
@@ -175,7 +175,7 @@ def test_no_step_allocates_anything_of_the_size_of_the_vocabulary(made):
 
 def test_rows_are_asked_of_the_disk_at_once_before_they_are_read(made, monkeypatch):
     tables, asked = made(), []
-    monkeypatch.setattr(tables.home, "read_ahead", lambda ids, names: asked.append((ids, names)))
+    monkeypatch.setattr(tables.storage, "read_ahead", lambda ids, names: asked.append((ids, names)))
     ids = torch.tensor([[5, 2, 5]])
     next(tables.lookup(ids))
     next(tables.eval().lookup(ids))
@@ -184,7 +184,7 @@ def test_rows_are_asked_of_the_disk_at_once_before_they_are_read(made, monkeypat
 
 
 def test_copies_of_the_rows_go_to_a_device_that_cannot_read_them(made):
-    tables = StoredTables(made().home, "meta")  # a second device on any machine
+    tables = StoredTables(made().storage, "meta")  # a second device on any machine
     for mode in (tables.train(), tables.eval()):
         assert [rows.device.type for rows in mode.lookup(batch(0))] == ["meta"] * L
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tables import rowadam
-from tables.rowadam import RowAdam, expected_travel
+from tables.rowadam import RowAdam, expected_update_scale
 from tables.tables import ResidentTables
 
 V, W = 11, 6
@@ -280,7 +280,9 @@ def test_expected_travel_is_the_mean_over_the_waits(p):
         return k
 
     travels = [sum(r**j for j in range(min(wait(), 300))) for _ in range(4000)]
-    assert expected_travel((0.9, 0.95), p) == pytest.approx(statistics.mean(travels), rel=0.03)
+    assert expected_update_scale((0.9, 0.95), p) == pytest.approx(
+        statistics.mean(travels), rel=0.03
+    )
 
 
 def test_a_saved_and_loaded_optimizer_continues_bit_identically():

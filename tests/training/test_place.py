@@ -16,10 +16,11 @@ from common import UserError, run
 from offload import OffloadedTables
 from tables import memory
 from tables.file import TableFile
-from tables.memory import RamHome
+from tables.memory import RamStorage
 from tables.tables import ResidentTables, StoredTables
+from text.tokenizer import encode
 from training import checkpoints
-from training.checkpoints import encode, load_checkpoint, load_model, place, snapshots
+from training.checkpoints import load_checkpoint, load_model, make_tables, snapshots
 
 KINDS = ("none", "cpu", "disk")
 CPU = torch.device("cpu")
@@ -221,16 +222,16 @@ def test_flags_that_cannot_be_are_one_clear_line(data, tmp_path, monkeypatch, fl
 
 
 def test_a_dense_model_has_no_tables_to_offload():
-    assert len(place("cpu", CPU, {"model": {}})(0, 10, 0).weight) == 0
+    assert len(make_tables("cpu", CPU, {"model": {}})(0, 10, 0).weight) == 0
 
 
-@pytest.mark.parametrize(("offload", "kind"), [("cpu", RamHome), ("disk", TableFile)])
+@pytest.mark.parametrize(("offload", "kind"), [("cpu", RamStorage), ("disk", TableFile)])
 def test_a_gpu_gets_tables_through_the_ring(offload, kind, tmp_path):
     with SimulatedGpu() as gpu:
-        tables = place(offload, gpu.device, out_dir=tmp_path)(2, 10, 4)
-        assert type(tables) is OffloadedTables and type(tables.home) is kind
+        tables = make_tables(offload, gpu.device, out_dir=tmp_path)(2, 10, 4)
+        assert type(tables) is OffloadedTables and type(tables.storage) is kind
         # A ckpt.pt that holds its tables itself is read into memory.
         with torch.device("meta"):  # where models are made whose weights are mapped
-            sampled = place(offload, gpu.device, checkpoint={"model": {}})(2, 10, 4)
-        assert type(sampled.home) is RamHome and len(sampled.home.arrays) == 1
+            sampled = make_tables(offload, gpu.device, checkpoint={"model": {}})(2, 10, 4)
+        assert type(sampled.storage) is RamStorage and len(sampled.storage.arrays) == 1
         assert sampled.place.device.type == "cpu"

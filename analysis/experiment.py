@@ -30,7 +30,7 @@ from train import train
 from training.batches import read_meta
 from training.checkpoints import device_flag
 from training.records import plt, read_run, save_figure
-from training.settings import FREE, Settings, complete
+from training.settings import RESUMABLE_FLAGS, Settings, resolve_settings
 
 # The kinds that are compared most often: flags of train.py.
 STEM = {
@@ -47,7 +47,7 @@ Flags = dict[str, Any]
 
 
 @dataclass
-class Study:
+class Experiment:
     out_dir: Path = flag(Path("out/analysis"), "runs, figures and pictures; kept for the next time")
     data_dir: Path = flag(Path("data/countries"), "prepared folder to train on")
     seeds: str = flag("1337,1,2", "of each figure that is a mean")
@@ -68,7 +68,7 @@ class Study:
         if self.quick:
             self.out_dir, self.numbers = self.out_dir / "quick", self.numbers[:1]
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        ready(self.data_dir)
+        ensure_prepared(self.data_dir)
 
     def grid(self, kinds: dict[str, Flags], **more: Iterable) -> list[Flags]:
         """All combinations of kinds and of the values of other flags. What is the default for such
@@ -77,7 +77,7 @@ class Study:
         combined = [{**kind, **dict(zip(more, rest, strict=True))} for kind, *rest in values]
         for flags in combined:
             tried = {name: flags.pop(name) for name in TRIED if name in flags}
-            default = complete(**self.full(flags)).flat()
+            default = resolve_settings(**self.full(flags)).flat()
             flags |= {name: value for name, value in tried.items() if value != default[name]}
         return combined
 
@@ -125,8 +125,8 @@ class Study:
         folders = iter(self.trained(list(itertools.chain(*grids.values()))))
         return {name: list(itertools.islice(folders, len(grid))) for name, grid in grids.items()}
 
-    def keep(self, name: str) -> "Kept":
-        return Kept(self.out_dir / f"{name}.json")
+    def keep(self, name: str) -> "JsonCache":
+        return JsonCache(self.out_dir / f"{name}.json")
 
     def picture(self, name: str, figure: plt.Figure) -> None:
         path = self.out_dir / f"{name}.png"
@@ -134,7 +134,7 @@ class Study:
         print(f"\nwrote {path}")
 
 
-def ready(folder: Path) -> None:
+def ensure_prepared(folder: Path) -> None:
     """Prepare the corpus that a folder is named after, if it is not there and needs no network."""
     if (folder / "meta.json").exists():
         return
@@ -158,9 +158,9 @@ def finished(folder: Path, flags: Flags) -> bool:
         raise UserError(
             f"{folder} was trained on another {flags['data_dir']}: choose another --out_dir"
         )
-    before, now = Settings.of(run["args"]).flat(), complete(**flags).flat()
+    before, now = Settings.of(run["args"]).flat(), resolve_settings(**flags).flat()
     for name, value in now.items():
-        if name not in (*FREE, "init_from", "vocab_size") and value != before[name]:
+        if name not in (*RESUMABLE_FLAGS, "init_from", "vocab_size") and value != before[name]:
             raise UserError(
                 f"{folder} was trained with --{name} {before[name]}, which would be {value} "
                 "today: delete it, or choose another --out_dir"
@@ -181,7 +181,7 @@ def in_this_process(flags: Flags) -> None:
     log = open(folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
     with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         try:
-            train(complete(**flags))
+            train(resolve_settings(**flags))
         except UserError as error:
             note_failure(folder, str(error))
 
@@ -230,7 +230,7 @@ def note_failure(folder: Path, error: str) -> None:
     (folder / "failed.txt").write_text(f"{error}\n", encoding="utf-8")
 
 
-class Kept:
+class JsonCache:
     """Figures that take long to find, by name, in a JSON file: found once."""
 
     def __init__(self, path: Path) -> None:
