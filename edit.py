@@ -89,12 +89,10 @@ class Edit:
     def __post_init__(self) -> None:
         check_ranges(self)
         check_picture(self.plot)
-        apart = {"inject": ("source", "target")}
-        apart["undo"] = ("source", "target", "inject", "prompt", "plot")
-        for name, others in apart.items():
-            given = [f"--{other}" for other in others if getattr(self, other)]
-            if getattr(self, name) and given:
-                raise UserError(f"with --{name} leave out {', '.join(given)}")
+        if self.inject and (self.source or self.target):
+            raise UserError("--inject names both: leave out --source and --target")
+        if self.undo and (self.source or self.target or self.inject or self.prompt or self.plot):
+            raise UserError("--undo goes with --ckpt and --save: leave out what makes an edit")
         if self.inject:
             self.source, _, self.target = map(str.strip, self.inject.partition("="))
         if not (self.undo or (self.source and self.target)):

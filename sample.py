@@ -72,31 +72,26 @@ class Chat:
     the rest is in its KV cache.
 
     When a turn does not fit into the model's context, the oldest turns are forgotten, the `system`
-    message at the beginning is not. ValueError: it is too long, or the tokenizer has no markers."""
+    message at the beginning is not. ValueError: the tokenizer has no markers."""
 
     def __init__(self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None):
         self.model, self.encoding = model, encoding
         self.end = template.special(encoding, template.END)
         first = [] if system is None else [{"role": "system", "content": system}]
         self.head = [encoding.eot_token, *template.render(encoding, first)]
-        if 2 * len(self.head) > model.config.block_size:
-            raise ValueError(
-                f"the system message has {len(self.head)} tokens and may have half of the model's "
-                f"context of {model.config.block_size}"
-            )
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
         self.cache = KVCache(model.config, 1, model.device, torch.float32)
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
         """Yield the answer to the user's next message token by token; `options` are those of
-        `Decoder.stream`. ValueError: the message alone is too long for the model."""
+        `Decoder.stream`. ValueError: there is no room for the message and an answer."""
         question = template.prompt(self.encoding, [{"role": "user", "content": text}])
         block_size = self.model.config.block_size
         room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
         if len(question) > room:
             raise ValueError(
-                f"the message has {len(question)} tokens, and there is room for {room}: say it in "
-                "fewer words"
+                f"the message has {len(question)} tokens, there is room for {max(room, 0)}: say "
+                "it, or --system, in fewer words"
             )
         while sum(map(len, self.turns)) + len(question) > room:
             self.turns.pop(0)
@@ -164,7 +159,7 @@ def main() -> None:
         model.compile_steps()
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     options = {name: getattr(args, name) for name in names}
-    seconds: list[float] = []
+    seconds: list[float] = []  # of each token, see `show`
     if args.chat:
         if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
             note(f"{args.ckpt} has not learned to talk (train.py --stage sft)")

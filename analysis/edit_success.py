@@ -54,8 +54,7 @@ def single_tokens(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
     if len({tuple(one.answer) for one in single}) < 2:
         names = ", ".join(one.name for one in single) or "none"
         raise UserError(
-            "edits are measured with a model of data/countries: the tokenizer of this one has too "
-            f"few country names that are one token ({names})"
+            f"too few countries are one token ({names}): take a model of data/countries"
         )
     return single
 

@@ -35,7 +35,7 @@ def untrained():
 
 def test_score_agrees_with_generating(trained):
     """Teacher forcing in one pass finds what greedy decoding, token by token, would write."""
-    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", torch.device("cpu"))
+    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
     prompts, answers, written = [], [], []
     for i, text in enumerate(["Anna", "Björn sees", "Chloë meets Anna at", "the river"]):
         prompt = encode(encoding, text)
@@ -165,25 +165,18 @@ def test_edits_that_work_succeed_and_others_do_not(judged, untrained, monkeypatc
 
 def test_longer_sources_are_told_from_longer_targets(judged, untrained):
     model, encoding, only = judged
-    long = [c for c in countries.table() if c.name in ("Saudi Arabia", "New Zealand")]
-    only(long + untrained[0])
-    lengths = sorted(len(encoding.encode_ordinary(f" {c.name}")) for c in long)
+    only([c for c in countries.table() if c.name in ("Saudi Arabia", "New Zealand")] + untrained[0])
     result = edit_success.report_lengths(model, encoding)
-    assert [row.pop("pairs") for row in result.values()] == (
-        [2, 12, 12] if lengths[0] == lengths[1] else [0, 13, 13]
-    )
+    assert [row.pop("pairs") for row in result.values()] == [0, 13, 13]
     assert result["longer source"] == dict(last=1.0, first=1.0, pad=1.0, average=0.0)
     assert result["longer target"] == dict.fromkeys(ALIGN, 0.0)
-    assert set(result["equal length"].values()) == {1.0 if lengths[0] == lengths[1] else None}
+    assert result["equal length"] == dict.fromkeys(ALIGN)
 
 
 def test_a_checkpoint_is_measured_into_a_table_and_a_report(judged, untrained, tmp_path, capsys):
-    _, encoding, only = judged
-    only(untrained[0])
-    ckpt = tmp_path / "ckpt.pt"
-    model = Decoder(untrained[1].config)
-    save_checkpoint(ckpt, model, encoding)
-    edit_success.measure_checkpoint(ckpt, CPU)
+    judged[2](untrained[0])
+    save_checkpoint(tmp_path / "ckpt.pt", *untrained[1:])
+    edit_success.measure_checkpoint(tmp_path / "ckpt.pt", CPU)
     report = json.loads((tmp_path / "edit_report.json").read_text())
     assert report["recall"] == report["success"] == 1.0
     out = capsys.readouterr().out
@@ -196,7 +189,7 @@ def test_a_model_that_cannot_be_measured_is_refused(untrained, trained, tmp_path
     save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
     for ckpt, table, says in (
         (trained["dense"] / "ckpt.pt", six, "has no tables to edit"),
-        (trained["stem"] / "ckpt.pt", six, r"too few country names that are one token \(none\)"),
+        (trained["stem"] / "ckpt.pt", six, r"too few countries are one token \(none\)"),
         (tmp_path / "ckpt.pt", six[:1], r"one token \(Chad\)"),
         (tmp_path / "ckpt.pt", six, "knows no capital"),
     ):

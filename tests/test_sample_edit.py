@@ -21,16 +21,11 @@ from training.checkpoints import load_checkpoint, load_model
 from training.questions import score_answers
 
 
-def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
-    for ffn, folder in trained.items():
-        ckpt = tmp_path / f"{ffn}.pt"
-        ckpt.write_bytes((folder / "ckpt.pt").read_bytes())
-        done = command(
-            *("sample.py", "--ckpt", ckpt, "--prompt", "Anna", "--max_new_tokens", 60),
-            cwd=tmp_path,
-        )
-        assert done.stdout.startswith("Anna")
-        assert "tok/s" in done.stderr
+@pytest.mark.parametrize("ffn", ["dense", "stem", "embformer"])
+def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path, ffn):
+    shutil.copy(trained[ffn] / "ckpt.pt", tmp_path)
+    done = command("sample.py", "--ckpt", "ckpt.pt", "--prompt", "Anna", cwd=tmp_path)
+    assert done.stdout.startswith("Anna") and "tok/s" in done.stderr
 
 
 def test_samples_depend_on_the_seed_alone(trained, monkeypatch, capsys):
@@ -114,11 +109,8 @@ def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, c
         ({}, "give --source and --target"),
         (dict(source="Anna"), "give --source and --target"),
         (dict(inject="Atlantis"), "give .* --inject NAME=KNOWN"),
-        (
-            dict(undo=True, inject="A=B", plot=Path("x.png")),
-            "with --undo leave out --inject, --plot",
-        ),
-        (dict(inject="A=B", target="Anna"), "with --inject leave out --target"),
+        (dict(undo=True, inject="A=B"), "--undo goes with --ckpt and --save"),
+        (dict(inject="A=B", target="Anna"), "--inject names both: leave out"),
         (dict(inject="A=B", plot=Path("x.txt")), "--plot x.txt: name a .png, .svg or .pdf file"),
     ],
 )
@@ -271,15 +263,16 @@ def test_edited_ids_find_the_name_with_and_without_a_space():
 def test_made_up_tokens_read_the_mean_of_rows(storage):
     """As a model whose tables hold those means in the rows of tokens that nobody uses."""
     config = ModelConfig(20, 16, 4, 2, 32, stem_layers="all", table_std=1.0)
-
-    def stored(n_table, vocab_size, width):
-        return StoredTables(RamStorage((vocab_size, n_table, width), torch.float32))
-
+    make = {
+        "resident": ResidentTables,
+        "stored": lambda n_table, *size: StoredTables(
+            RamStorage((size[0], n_table, size[1]), torch.float32)
+        ),
+    }[storage]
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        tables = stored if storage == "stored" else ResidentTables
-        models.append(Decoder(config, tables=tables).eval())
+        models.append(Decoder(config, tables=make).eval())
     model, overwritten = models
     for weight in overwritten.tables.weight:
         weight[18], weight[19] = (weight[3] + weight[4]) / 2, (weight[5] * 2 + weight[1]) / 3
@@ -292,10 +285,6 @@ def test_made_up_tokens_read_the_mean_of_rows(storage):
     edited = model(ids, table_ids=made_up)[0]
     torch.testing.assert_close(edited, expected)
     assert torch.equal(edited[1, :3], model(ids)[0][1, :3])  # own rows: equal to the bit
-    new = model.generate(ids[:1], 5, temperature=0, table_ids=made_up[:1])
-    assert new.max() < 18  # whose rows are others in the two models
-    standing_in = made_up[:1] - 2 * (made_up[:1] >= 20)
-    assert torch.equal(new, overwritten.generate(ids[:1], 5, temperature=0, table_ids=standing_in))
 
 
 def test_edited_ids_make_up_a_token_for_names_of_different_length():

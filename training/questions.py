@@ -1,6 +1,7 @@
 """Ask a model what it knows: does greedy decoding write the whole answer, word for word?"""
 
 from collections.abc import Iterator
+from functools import partial
 
 import tiktoken
 import torch
@@ -112,22 +113,21 @@ def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> d
         Shares of samples are calculated from probabilities: what ever more samples would end in.
     """
     asked = chat_questions(encoding, relation)
-    the, scores = asked[0][2][0], []
+    score, the, sums = partial(score_answers, model, temperature=0.8), asked[0][2][0], 0
     for prompts, briefs, sentences in groups(encoding, asked):
-        opened, rests = [[*p, the] for p in prompts], [sentence[1:] for sentence in sentences]
-        begins = score_answers(model, prompts, [[the]] * len(prompts), temperature=0.8)
-        brief = score_answers(model, prompts, briefs, temperature=0.8, barred=the)
-        sentence = score_answers(model, opened, rests, temperature=0.8)
-        scores.append(torch.stack([*begins[:2], *brief[:2], *sentence[:2]]))
-    begins, p_the, brief, p_brief, sentence, p_sentence = torch.cat(scores, dim=1).double()  # [n]
-    p_brief, p_sentence = (1 - p_the) * p_brief, p_the * p_sentence  # in this style, and right
-    figures = {
-        "recall": torch.where(begins > 0, sentence, brief).mean(),
-        "recall_brief": brief.mean(),
-        "recall_sentence": sentence.mean(),
-        "sampled": (p_brief + p_sentence).mean(),
-        "sampled_brief": p_brief.sum() / (1 - p_the).sum().clamp(min=1e-9),
-        "sampled_sentence": p_sentence.sum() / p_the.sum().clamp(min=1e-9),
-        "sentences": p_the.mean(),
-    }
-    return {name: value.item() for name, value in figures.items()}
+        begins, p_the, _ = score(prompts, [[the]] * len(prompts))
+        brief, p_brief, _ = score(prompts, briefs, barred=the)
+        sentence, p_sentence, _ = score([[*p, the] for p in prompts], [s[1:] for s in sentences])
+        right = [torch.where(begins, sentence, brief), brief, sentence]
+        right += [(1 - p_the) * p_brief, p_the * p_sentence]  # in one style, and right
+        sums += torch.stack([*right, p_the]).cpu().double().sum(1)
+    recall, recall_brief, recall_sentence, brief, sentence, p_the = (sums / len(asked)).tolist()
+    return dict(
+        recall=recall,
+        recall_brief=recall_brief,
+        recall_sentence=recall_sentence,
+        sampled=brief + sentence,
+        sampled_brief=brief / max(1 - p_the, 1e-9),
+        sampled_sentence=sentence / max(p_the, 1e-9),
+        sentences=p_the,
+    )
