@@ -42,9 +42,9 @@ from training.checkpoints import (
     remove_leftovers,
     save_checkpoint,
 )
-from training.exam import chat_recall, fact_recall
 from training.objectives import NextToken, Objective, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
+from training.questions import chat_recall, fact_recall
 from training.records import Log, archive_previous_run, plot
 from training.settings import DEFAULT_DATA, STAGES, Settings, parse_args, resolve_settings
 

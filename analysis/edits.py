@@ -34,15 +34,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from analysis.edit_success import Asked, openings, report
 from analysis.experiment import STEM, Experiment, spread
 from common import UserError
-from edit import ALIGN, Asked, MeanRows, edited_ids, openings, report
+from edit import ALIGN, MeanRows, edited_ids
 from model import Decoder
 from tables.tables import Tables
 from text import countries
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.exam import groups, score_answers
+from training.questions import groups, score_answers
 from training.records import markdown, plt
 
 KINDS = {name: STEM[name] for name in ("STEM, all", "Embformer")}

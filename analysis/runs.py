@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view as windows
 
+from analysis.edit_success import report_pairs
 from analysis.experiment import BASELINES, STEM, Experiment, Flags, diverged, spread
-from edit import MeanRows, report_pairs
+from edit import MeanRows
 from training.batches import read_meta
 from training.checkpoints import load_model
 from training.records import check_picture, grouped, losses_of, markdown, plot, plt, read_run
