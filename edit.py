@@ -31,7 +31,6 @@ from tables.tables import Tables
 from text.tokenizer import encode
 from training.checkpoints import device_flag, load_checkpoint, load_model, offload_flag, rewrite
 from training.questions import score_answers
-from training.records import check_picture, plt, save_figure
 
 WIDTH = 38  # of a column of text
 # How a name reads the rows of one with another number of tokens, see `substitute` and `MeanRows`.
@@ -82,16 +81,14 @@ class Edit:
     max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
     save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
     undo: bool = flag(False, "take the last edit saved in --ckpt out of it, there or in --save")
-    plot: Path | None = flag(None, "draw what the next token may be before and after: a .png, .svg")
     device: str = device_flag()
     offload: str = offload_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        check_picture(self.plot)
         if self.inject and (self.source or self.target):
             raise UserError("--inject names both: leave out --source and --target")
-        if self.undo and (self.source or self.target or self.inject or self.prompt or self.plot):
+        if self.undo and (self.source or self.target or self.inject or self.prompt):
             raise UserError("--undo goes with --ckpt and --save: leave out what makes an edit")
         if self.inject:
             self.source, _, self.target = map(str.strip, self.inject.partition("="))
@@ -175,9 +172,6 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
         text = repr(text if len(text) <= 26 else text[:23] + "...")
         print(f"probability of {text:<28} before {before:6.1%}   after {after:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
-    if edit.plot:
-        after = model(given, table_ids=both)[0]  # [2, T, V]
-        plot(edit.plot, encoding, prompt, titles, after[:, -1].float().softmax(-1).cpu())
     return {token: other for token, other in zip(ids, table_ids, strict=True) if token != other}
 
 
@@ -187,27 +181,6 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
         if n and (token == encoding.eot_token or re.search(r"[.\n]", encoding.decode([token]))):
             return tokens[:n]
     return tokens
-
-
-def plot(
-    path: Path, encoding: tiktoken.Encoding, prompt: str, titles: tuple[str, str], p: Tensor
-) -> None:
-    """Draw as bars the probabilities [2, V] of the most probable next tokens, before and after."""
-    best = p.amax(0).topk(10).indices
-    rows = range(len(best))
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for side, title in enumerate(titles):
-        places = [row + 0.4 * side for row in rows]
-        axes.barh(places, p[side, best].tolist(), height=0.4, label=title)
-    names = [repr(encoding.decode([token])) for token in best.tolist()]
-    axes.set_yticks([row + 0.2 for row in rows], names, parse_math=False)
-    axes.invert_yaxis()
-    axes.set_xlabel("probability of the next token")
-    axes.set_title(repr(prompt), parse_math=False, fontsize="medium", wrap=True)
-    for text in axes.legend().get_texts():
-        text.set_parse_math(False)  # a $ in a name is no formula
-    save_figure(figure, path)
-    print(f"wrote {path}")
 
 
 def save(

@@ -1,12 +1,10 @@
 """sample.py and edit.py as a user runs them."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import SMALL, command
-from matplotlib.axes import Axes
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import edit
@@ -111,7 +109,6 @@ def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, c
         (dict(inject="Atlantis"), "give .* --inject NAME=KNOWN"),
         (dict(undo=True, inject="A=B"), "--undo goes with --ckpt and --save"),
         (dict(inject="A=B", target="Anna"), "--inject names both: leave out"),
-        (dict(inject="A=B", plot=Path("x.txt")), "--plot x.txt: name a .png, .svg or .pdf file"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags, says):
@@ -228,26 +225,6 @@ def test_saving_an_edit_replaces_no_other_checkpoint(edits, on_disk, tmp_path):
             path = tmp_path / "other" / name
             run("--ckpt", ckpt, "--inject", "Emil=Anna", "--prompt", "Emil", "--save", path)
     assert before == {path: path.read_bytes() for path in (tmp_path / "other").iterdir()}
-
-
-def test_bars_show_the_probabilities_of_the_next_token(trained, tmp_path, monkeypatch):
-    drawn, draw = [], Axes.barh
-
-    def barh(self, y, width, **options):
-        drawn.append(width)
-        return draw(self, y, width, **options)
-
-    monkeypatch.setattr(Axes, "barh", barh)
-    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", torch.device("cpu"))
-    ids = torch.tensor([encode(encoding, "Then Anna"), encode(encoding, "Then Chloë")])
-    flags = ["--ckpt", trained["stem"] / "ckpt.pt", "--inject", "Anna=Chloë", "--prompt"]
-    flags += ["Then Anna", "--plot", tmp_path / "bars.png", "--device", "cpu"]
-    monkeypatch.setattr("sys.argv", ["edit.py", *map(str, flags)])
-    edit.main()
-    p = model(ids[[0, 0]], table_ids=ids)[0][:, -1].softmax(-1)
-    best = p.amax(0).sort(descending=True).indices[:10]
-    assert drawn == [pytest.approx(side[best].tolist()) for side in p]
-    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_edited_ids_find_the_name_with_and_without_a_space():
