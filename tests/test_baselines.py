@@ -44,17 +44,17 @@ def naive_experts(w, x, chosen, weights):
     return y
 
 
-def naive_moe(w, x, row):
+def naive_moe(w, x, row, token):
     exps = torch.exp(w["router.weight"] @ x)
     best = sorted(range(6), key=lambda expert: -exps[expert].item())[:3]
     return naive_experts(w, x, best, [exps[e] / sum(exps[b] for b in best) for e in best])
 
 
-def naive_hash_moe(w, x, token):
+def naive_hash_moe(w, x, row, token):
     return naive_experts(w, x, w["hashes"][token].tolist(), [1, 1, 1])
 
 
-def naive_pkm(w, x, row):
+def naive_pkm(w, x, row, token):
     """Every one of the 25 products scored, without the trick."""
     q = (w["query.weight"] @ x).view(2, 2, -1)
     q = q / (q.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -72,36 +72,43 @@ def naive_pkm(w, x, row):
     return y
 
 
-def naive_deepembed(w, x, row):
+def naive_deepembed(w, x, row, token):
     hidden = silu(w["gate.weight"] @ x) * (w["up.weight"] @ x)
     return w["down.weight"] @ (hidden + hidden * row)
 
 
-def naive_ple(w, x, row):
+def naive_ple(w, x, row, token):
     g = w["row_gate.weight"] @ x
     gelu = 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)))
     dense = w["down.weight"] @ (silu(w["gate.weight"] @ x) * (w["up.weight"] @ x))
     return dense + w["row_out.weight"] @ (gelu * row)
 
 
+NAIVE = dict(moe=naive_moe, hash_moe=naive_hash_moe, pkm=naive_pkm)
+NAIVE |= dict(deepembed=naive_deepembed, ple=naive_ple)
+
+
+def layer(kind: str, **options):
+    """With large weights; and what it is given besides x and rows, for these ids."""
+    ffn = LAYERS[kind][1](config(kind, **options)).eval()
+    for parameter in ffn.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return ffn, lambda ids: {"ids": ids} if kind == "hash_moe" else {}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_layer_and_its_gradients_equal_a_loop_over_the_formula(kind):
     torch.manual_seed(0)
-    ffn = LAYERS[kind][1](config(kind)).eval()
-    for parameter in ffn.parameters():
-        nn.init.normal_(parameter, std=0.5)
+    ffn, more = layer(kind)
     x, ids = torch.randn(2, 7, 16, requires_grad=True), torch.randint(23, (2, 7))
-    table = torch.randn(23, max(1, ffn.row_width), requires_grad=True)
-    rows, probe = table[ids] if ffn.row_width else ids, torch.randn(2, 7, 16)
+    table, probe = torch.randn(23, ffn.row_width, requires_grad=True), torch.randn(2, 7, 16)
+    rows = table[ids]  # [2, 7, row_width], nothing without a table
     given = [x, *([table] if ffn.row_width else []), *ffn.parameters()]
     w = {**dict(ffn.named_parameters()), **dict(ffn.named_buffers())}
-    naive = {"moe": naive_moe, "hash_moe": naive_hash_moe, "pkm": naive_pkm}
-    naive = {**naive, "deepembed": naive_deepembed, "ple": naive_ple}[kind]
 
-    y = ffn(x, rows)
-    expected = torch.stack(
-        [torch.stack([naive(w, x[b, t], rows[b, t]) for t in range(7)]) for b in range(2)]
-    )
+    y = ffn(x, rows, **more(ids))
+    tokens = zip(x.flatten(0, 1), rows.flatten(0, 1), ids.flatten(), strict=True)
+    expected = torch.stack([NAIVE[kind](w, *token) for token in tokens]).view_as(y)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     grads = torch.autograd.grad((y * probe).sum(), given, retain_graph=True)
     wanted = torch.autograd.grad((expected * probe).sum(), given)
@@ -111,7 +118,7 @@ def test_layer_and_its_gradients_equal_a_loop_over_the_formula(kind):
 
 def test_no_token_is_dropped_when_all_choose_the_same_experts():
     torch.manual_seed(0)
-    ffn = LAYERS["moe"][1](config("moe"))
+    ffn, _ = layer("moe")
     y = ffn(torch.randn(16).expand(3, 9, 16), None)
     assert y.abs().min() > 0
     torch.testing.assert_close(y, y[:1, :1].expand_as(y))
@@ -122,9 +129,7 @@ def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
     assert ffn.hashes.shape == (100, 3)
     assert torch.equal(ffn.hashes // 4, torch.arange(3).expand(100, 3))
     assert ffn.hashes.flatten().bincount().tolist() == [25] * 12
-    assert (
-        len({tuple(ids) for ids in ffn.hashes.tolist()}) > 30
-    )  # segments have hashes of their own
+    assert len(set(map(tuple, ffn.hashes.tolist()))) > 30  # segments have hashes of their own
 
 
 # --- the loss that balances the router ---
@@ -198,11 +203,9 @@ def test_by_default_a_token_costs_what_the_dense_model_costs(kind, n_embd):
 @pytest.mark.parametrize("kind", KINDS)
 def test_idle_parameters_are_those_that_a_token_has_no_gradient_for(kind):
     torch.manual_seed(3)
-    ffn = LAYERS[kind][1](config(kind, n_key=9)).eval()
-    for parameter in ffn.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    rows = torch.randn(1, 1, ffn.row_width) if ffn.row_width else torch.tensor([[7]])
-    ffn(torch.randn(1, 1, 16), rows).sum().backward()
+    ffn, more = layer(kind, n_key=9)
+    rows = torch.randn(1, 1, ffn.row_width)
+    ffn(torch.randn(1, 1, 16), rows, **more(torch.tensor([[7]]))).sum().backward()
     touched = sum(
         # All of these are multiplied, though only the best then count.
         p.numel() if name in ("router.weight", "keys") else (p.grad != 0).sum().item()

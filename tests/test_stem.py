@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from baselines import SwiGLU
 from config import stem_layers
-from model import Decoder, ModelConfig, SwiGLU
+from model import Decoder, ModelConfig
 from stem import StemFFN, substitute
 
 TINY = dict(vocab_size=23, block_size=16, n_layer=4, n_head=4, n_embd=32, d_ff=48)

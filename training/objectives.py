@@ -15,7 +15,6 @@ from tqdm import tqdm
 from model import Decoder
 from tables.tables import send
 from training.batches import Data, Pairs, Source
-from training.loss import head_loss
 
 
 @dataclass
@@ -29,15 +28,15 @@ class Objective:
     def precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
-    def complete(self, loss: Tensor, figures: dict[str, Tensor]) -> tuple[Tensor, dict]:
+    def add_auxiliary_losses(self, loss: Tensor, **figures: Tensor) -> tuple[Tensor, dict]:
         """A loss and its figures with what layers add in training, as moe's router to spread its
         load (baselines.py)."""
         layers = [block.ffn for block in self.model.blocks if self.model.training]
-        added = [layer.auxiliary_loss for layer in layers if hasattr(layer, "auxiliary_loss")]
-        if not added:
-            return loss, figures
-        balance = torch.stack(added).sum()
-        return loss + balance, {**figures, "balance": balance.detach()}
+        losses = [layer.auxiliary_loss for layer in layers if hasattr(layer, "auxiliary_loss")]
+        if losses:
+            figures["balance"] = torch.stack(losses).sum()
+            loss = loss + figures["balance"]
+        return loss, {name: figure.detach() for name, figure in figures.items()}
 
 
 @dataclass
@@ -56,9 +55,8 @@ class NextToken(Objective):
         if self.document is not None:
             documents = send((ids == self.document).cumsum(1), self.device)
         with self.precision():
-            x = self.model.hidden(ids, documents=documents).flatten(0, 1)  # [B * T, n_embd]
-            loss = head_loss(x, self.model.head_weight, send(targets, self.device).flatten())
-        return self.complete(loss, {})
+            _, loss = self.model(ids, targets, documents=documents)
+        return self.add_auxiliary_losses(loss)
 
 
 @dataclass
@@ -91,9 +89,9 @@ class Preference(Objective):
         accuracy, the share of pairs whose margin is positive."""
         gain = self.log_probability(ids, targets) - send(reference, self.device)  # [B, 2]
         margin = self.beta * (gain[:, 0] - gain[:, 1])
-        figures = {"margin": margin.mean(), "accuracy": (margin > 0).float().mean()}
-        figures = {k: v.detach() for k, v in figures.items()}
-        return self.complete(-F.logsigmoid(margin).mean(), figures)
+        accuracy = (margin > 0).float().mean()
+        loss = -F.logsigmoid(margin).mean()
+        return self.add_auxiliary_losses(loss, margin=margin.mean(), accuracy=accuracy)
 
     @torch.no_grad()
     def compute_reference_logprobs(self, pairs: Pairs, n_row: int, size: int) -> None:
@@ -102,13 +100,13 @@ class Preference(Objective):
         for at in tqdm(range(0, n_row, size), "reference", unit="batch", delay=3):
             indices = range(at, min(n_row, at + size))
             ids, targets, _ = pairs.rows(indices)
-            places = [pairs.row_index(index) for index in indices]
-            pairs.reference[places] = self.log_probability(ids, targets).float().cpu().numpy()
+            index = [pairs.row_index(i) for i in indices]
+            pairs.reference[index] = self.log_probability(ids, targets).float().cpu().numpy()
         self.model.train()
 
 
 def validation_rows(source: Source, n_token: int) -> int:
-    """How many rows `validate` looks at: about `n_token` tokens, rows being counted as full."""
+    """How many rows `validate` reads: about `n_token` tokens, rows being counted as full."""
     return max(1, min(source.n_row, n_token // source.block_size))
 
 
