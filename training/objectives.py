@@ -19,7 +19,7 @@ from training.batches import Data, Pairs, Source
 
 @dataclass
 class Objective:
-    """A model and the precision it runs in: float32, or bfloat16 by autocast."""
+    """A model, where it is, and the precision it runs in: float32, or bfloat16 by autocast."""
 
     model: Decoder
     device: torch.device
@@ -29,12 +29,10 @@ class Objective:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
     def add_auxiliary_losses(self, loss: Tensor, **figures: Tensor) -> tuple[Tensor, dict]:
-        """A loss and its figures with what layers add in training, as moe's router to spread its
-        load (baselines.py)."""
-        layers = [block.ffn for block in self.model.blocks if self.model.training]
-        losses = [layer.auxiliary_loss for layer in layers if hasattr(layer, "auxiliary_loss")]
-        if losses:
-            figures["balance"] = torch.stack(losses).sum()
+        """A loss and its figures with what moe's routers add in training (baselines.py)."""
+        layers = [block.ffn for block in self.model.blocks if hasattr(block.ffn, "auxiliary_loss")]
+        if layers and self.model.training:
+            figures["balance"] = torch.stack([layer.auxiliary_loss for layer in layers]).sum()
             loss = loss + figures["balance"]
         return loss, {name: figure.detach() for name, figure in figures.items()}
 
@@ -98,10 +96,10 @@ class Preference(Objective):
         """Take the model as it is for the reference of the first `n_row` pairs to come."""
         self.model.eval()
         for at in tqdm(range(0, n_row, size), "reference", unit="batch", delay=3):
-            indices = range(at, min(n_row, at + size))
-            ids, targets, _ = pairs.rows(indices)
-            index = [pairs.row_index(i) for i in indices]
-            pairs.reference[index] = self.log_probability(ids, targets).float().cpu().numpy()
+            batch = range(at, min(n_row, at + size))
+            ids, targets, _ = pairs.rows(batch)
+            rows = [pairs.row_index(index) for index in batch]
+            pairs.reference[rows] = self.log_probability(ids, targets).float().cpu().numpy()
         self.model.train()
 
 
@@ -118,14 +116,13 @@ def validate(objective: Objective, data: Data, n_token: int, size: int) -> dict[
     figures = Counter()
     objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
-        sums, count, n_byte = Counter(), 0, 0
-        n_row = validation_rows(source, n_token)
+        sums, count, n_byte, n_row = Counter(), 0, 0, validation_rows(source, n_token)
         for at in range(0, n_row, size):
             batch = source.rows(range(at, min(n_row, at + size)))
             loss, more = objective(*batch)
-            n = objective.count(*batch)
+            n, targets = objective.count(*batch), batch[1]
             count += n
-            n_byte += int(data.token_lengths[batch[1][batch[1] >= 0]].sum())
+            n_byte += int(data.token_lengths[targets[targets >= 0]].sum())
             for key, value in {"loss": loss, **more}.items():
                 sums[key] += value.item() * n  # a host-device sync
         for key, value in sums.items():
