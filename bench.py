@@ -67,11 +67,10 @@ from model import Decoder, ModelConfig
 from offload import OffloadedTables
 from tables.file import TableFile
 from tables.memory import RamStorage, check_ram
-from tables.tables import ResidentTables, StoredTables, Tables, send
+from tables.tables import ResidentTables, StoredTables, Tables
 from text import documents
 from training.batches import read_meta, read_tokenizer
 from training.checkpoints import check_memory, device_flag
-from training.loss import head_loss
 from training.optimizer import Optimizer
 from training.records import check_picture, markdown, save_figure
 from training.settings import Settings
@@ -196,8 +195,7 @@ def step(
     """A training step as the training loop does it, on ids and targets [B, T]; the number of
     tokens. Tables are looked up under `table_ids`, and next under those that are `coming`."""
     with torch.autocast(bench.on.type, torch.bfloat16, enabled=bench.cuda):
-        x = model.hidden(ids, table_ids=table_ids).flatten(0, 1)  # [B * T, n_embd]
-        loss = head_loss(x, model.head_weight, send(targets, bench.on).flatten())
+        _, loss = model(ids, targets, table_ids=table_ids)
     if coming is not None:
         model.tables.prefetch(coming)
     loss.backward()
