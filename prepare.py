@@ -9,9 +9,9 @@
 
 `.jsonl` files hold one document a line: {"text": "..."}; a conversation, {"conversations":
 [{"role": "user", "content": "..."}, ...]} (or "messages"); or a preference, {"chosen": [...],
-"rejected": [...]}, two conversations that differ in the last answer. A `.txt` file is cut into
-documents at lines that say <|endoftext|>, and at blank lines after 2,000 bytes; of a book, Project
-Gutenberg's header and licence are left out. Written to the output folder:
+"rejected": [...]}, two conversations that differ in the last answer. `.txt` files are cut into
+documents at <|endoftext|> lines, and at blank lines after 2,000 bytes; Project Gutenberg's header
+and licence are left out. Written to the output folder:
 
     tokenizer.json          the byte-level BPE, trained on the training documents or given
     train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>;
@@ -20,9 +20,10 @@ Gutenberg's header and licence are left out. Written to the output folder:
 """
 
 import argparse
+import contextlib
 import json
 import os
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,23 +33,15 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from common import (
-    UserError,
-    add_flags,
-    atomic,
-    check_ranges,
-    flag,
-    locked,
-    make_parser,
-    run,
-)
+from common import UserError, add_flags, atomic, check_ranges, flag, locked, make_parser, run
 from text import countries, template, tokenizer
 from text.documents import Document, Report, in_sample, is_validation, kind_of, read
 from text.download import DATASETS, fetch, sha256
+from text.download import MOBY_DICK as MOBY_DICK  # for analysis/
 from training.checkpoints import load_checkpoint
 
-# Characters that one thread encodes at a time, at some 20 bytes of memory each.
-BATCH = 1 << 19
+# Characters that are encoded at a time; each takes some 20 bytes of memory.
+BLOCK = 1 << 20
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
@@ -59,10 +52,7 @@ CORPORA: dict[str, tuple[str, Callable[[int], tuple[list, list]]]] = {
     "countries-sft": ("chat", countries.conversations),
     "countries-dpo": ("preference", countries.preferences),
 }
-# Prose that needs no network: the whole novel, Project Gutenberg's number 2701, public domain, in
-# 347 documents cut between paragraphs.
-MOBY_DICK = Path(__file__).parent / "text" / "moby-dick.jsonl"
-Labelled = tuple[str, Document]  # "train" or "val", document
+Labelled = tuple[str, Document]  # with its split, "train" or "val"
 
 
 @dataclass
@@ -73,10 +63,11 @@ class Settings:
     dataset: str = flag(
         "countries",
         "countries, countries-sft, countries-dpo: facts about the world's states, told, asked for, "
-        "and answered in two styles, made here; moby-dick: a novel, 1.2 MB of English, kept here, "
-        "public domain; "
-        + "; ".join(f"{name}: {data.about}, {data.licence}" for name, data in DATASETS.items()),
-        choices=(*CORPORA, "moby-dick", *DATASETS),
+        "and answered in two styles, made here; "
+        + "; ".join(
+            f"{name}: {file.about}, {file.licence}" for name, (file, *_) in DATASETS.items()
+        ),
+        choices=(*CORPORA, *DATASETS),
     )
     base_url: str | None = flag(None, "a mirror to download --dataset from")
     out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
@@ -90,9 +81,9 @@ class Settings:
     )
     val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
     max_bad: float = flag(
-        0.001,
-        "share of documents in files that may be damaged, empty or huge; they are named and left "
-        "out, and more of them are an error",
+        0.01,
+        "share of the documents in --input that may be unusable: they are skipped and counted, "
+        "the first three named; more of them are an error",
         must="from 0 to 1",
     )
     seed: int = flag(0, "of a corpus that is made here", shown="0")
@@ -109,51 +100,29 @@ class Settings:
             )
 
 
-def encoded(
-    encoding: tiktoken.Encoding, kind: str, dtype: str, batch: list[Labelled]
-) -> list[tuple[str, np.ndarray, int]]:
-    """Split, token ids [T], and bytes of text (without markers) of each document; a preference
-    gives two."""
-    result = []
-    for split, document in batch:
-        for part in document if kind == "preference" else [document]:
-            if kind == "text":  # as `encode_ordinary`, without a list of Python's numbers
-                text, ids = part, encoding.encode_to_numpy(part, disallowed_special=())
-            else:
-                text = "".join(f"{message['role']}\n{message['content']}" for message in part)
-                ids = template.render(encoding, part)
-            tokens = np.empty(1 + len(ids), dtype)
-            tokens[0], tokens[1:] = encoding.eot_token, ids
-            result.append((split, tokens, len(text.encode())))
-    return result
-
-
-def batches(documents: Iterable[Labelled]) -> Iterator[list[Labelled]]:
-    """Documents in lists of about BATCH characters."""
-    batch, size = [], 0
+def blocks(documents: Iterable[Labelled], kind: str) -> Iterator[list[tuple]]:
+    """Lists of split, bytes of text, and text or conversation (of which a preference gives two),
+    each list of about BLOCK bytes."""
+    block, total = [], 0
     for split, document in documents:
-        batch.append((split, document))
-        size += len(str(document))
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
+        for part in document if kind == "preference" else [document]:
+            text = part if kind == "text" else "".join(f"{m['role']}\n{m['content']}" for m in part)
+            size = len(text.encode())
+            block.append((split, size, part))
+            total += size
+        if total >= BLOCK:
+            yield block
+            block, total = [], 0
+    yield block
 
 
-def in_order(function: Callable, items: Iterable) -> Iterator:
-    """`function` of each item, on all cores, in their order. Few items are in memory at a time.
-
-    Threads do for that: tiktoken encodes outside of Python's lock, which takes most of the time.
-    """
-    workers = os.cpu_count() or 1
-    with ThreadPoolExecutor(workers) as pool:
-        waiting = deque()
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        for done in waiting:
-            yield done.result()
+def encode_block(encoding: tiktoken.Encoding, kind: str, parts: list) -> list[list[int]]:
+    """Token ids of texts or conversations, on all cores: tiktoken encodes outside Python's lock."""
+    cores = os.cpu_count() or 1
+    if kind == "text":
+        return encoding.encode_ordinary_batch(parts, num_threads=cores)
+    with ThreadPoolExecutor(cores) as pool:
+        return list(pool.map(partial(template.render, encoding), parts))
 
 
 def write_dataset(
@@ -164,12 +133,12 @@ def write_dataset(
     report: Report | None = None,
     **origin,
 ) -> dict:
-    """Write train.bin, val.bin, tokenizer.json and meta.json; only when all of them are whole, they
-    replace what was there.
+    """Write train.bin, val.bin, tokenizer.json and meta.json, which replace what was there when all
+    of them are complete.
 
     Args:
-        documents: of any kind (text/documents.py), each after the name of its split; read once.
-        report: what the reading of the documents left out.
+        documents: of any kind (text/documents.py), read once.
+        report: counts what is skipped while they are read.
         origin: what else meta.json should say.
 
     Returns:
@@ -179,10 +148,10 @@ def write_dataset(
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
-    counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}
+    counts = {"train": Counter(), "val": Counter()}
 
     with (
-        locked(out_dir),
+        filled(out_dir),
         atomic(out_dir / "meta.json") as meta_file,  # left in reverse order: replaced last
         atomic(out_dir / "tokenizer.json") as tokenizer_file,
         atomic(out_dir / "train.bin") as train_file,
@@ -190,17 +159,15 @@ def write_dataset(
     ):
         with open(train_file, "wb") as train, open(val_file, "wb") as val:
             files = {"train": train, "val": val}
-            for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
-                for split, ids, size in done:
-                    files[split].write(ids)
-                    counts[split]["documents"] += 1
-                    counts[split]["tokens"] += len(ids)
-                    counts[split]["bytes"] += size
+            for block in blocks(documents, kind):
+                encoded = encode_block(encoding, kind, [part for *_, part in block])
+                for (split, size, _), ids in zip(block, encoded, strict=True):
+                    files[split].write(np.array([encoding.eot_token, *ids], dtype))
+                    counts[split].update(documents=1, tokens=1 + len(ids), bytes=size)
         if report:
-            skipped = ("documents", "bad", "tools", "unwritten")
-            meta["skipped"] = {name: vars(report)[name] for name in skipped}
+            meta["skipped"] = report.bad
         for split, file in (("train", train_file), ("val", val_file)):
-            if not counts[split]["documents"]:
+            if not counts[split]:
                 raise UserError(
                     f"no document for {split}.bin: give more text (a .txt needs blank lines) or "
                     "change --val_fraction"
@@ -210,6 +177,21 @@ def write_dataset(
         meta_file.write_bytes(json.dumps(meta, indent=1).encode() + b"\n")
         (out_dir / "meta.json").unlink(missing_ok=True)  # a mixture of old and new has none
     return meta
+
+
+@contextlib.contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """Lock a folder that is written to. If that fails, remove the folders made for it."""
+    new = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
+    with locked(folder):
+        try:
+            yield
+        except BaseException:
+            if new:
+                (folder / ".lock").unlink()
+            for each in new:
+                each.rmdir()
+            raise
 
 
 def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding:
@@ -229,8 +211,8 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding:
     except (OSError, ValueError) as error:
         raise UserError(
             f"--tokenizer {name}: cannot use it ({error}): name train, a folder of prepared data, "
-            f"a ckpt.pt, or {' or '.join(tokenizer.PRETRAINED)}, whose vocabulary comes from the "
-            "network or the folder TIKTOKEN_CACHE_DIR"
+            f"a ckpt.pt, or {' or '.join(tokenizer.PRETRAINED)} (from the network or the folder "
+            "TIKTOKEN_CACHE_DIR)"
         ) from None
 
 
@@ -249,23 +231,26 @@ def prepare_files(
     args: Settings, paths: list[Path], kind: str, encoding: tiktoken.Encoding | None = None
 ) -> dict:
     """Documents of files, read once or, to train a tokenizer first, twice; never all in memory."""
+    # A published file is what its checksum says: what cannot be used of it is nobody's mistake.
+    max_bad = args.max_bad if args.input else 1
 
     def documents(report: Report, desc: str) -> Iterator[Labelled]:
-        for _, document in read(paths, report, kind, desc):
+        for document in read(paths, report, desc):
             yield "val" if is_validation(document, args.val_fraction) else "train", document
 
     if encoding is None:
         share = min(1.0, SAMPLE / sum(path.stat().st_size for path in paths))
         if share < 1:
             print(f"training the tokenizer on {share:.1%} of the text, chosen by hash")
-        found = documents(Report(args.max_bad), "counting words")
-        sample = (text for split, text in found if split == "train" and in_sample(text, share))
+        labelled = documents(Report(max_bad, kind), "counting words")
+        sample = (text for split, text in labelled if split == "train" and in_sample(text, share))
         encoding = tokenizer.train(sample, args.vocab_size or 6400)
-    report = Report(args.max_bad)
+    report = Report(max_bad, kind)
     origin = dict(corpus="files", sources=[p.name for p in paths], val_fraction=args.val_fraction)
-    found = documents(report, "encoding")
-    meta = write_dataset(args.out_dir, found, encoding, kind, report, **origin)
-    report.show()
+    labelled = documents(report, "encoding")
+    meta = write_dataset(args.out_dir, labelled, encoding, kind, report, **origin)
+    if report.bad:
+        print(f"skipped {report}")
     return meta
 
 
@@ -277,29 +262,24 @@ def main() -> None:
     given = vars(parser.parse_args())
     args = Settings(**given)
 
-    made = not args.input and args.dataset in CORPORA
-    if made:
-        kind, useless = CORPORA[args.dataset][0], ("base_url", "val_fraction", "max_bad")
-    elif args.input:
-        kind, useless = kind_of(args.input), ("dataset", "base_url", "seed")
-    elif args.dataset == "moby-dick":
-        kind, useless = "text", ("base_url", "seed")
+    if args.input:
+        kind, unused = kind_of(args.input), ("dataset", "base_url", "seed")
+    elif args.dataset in CORPORA:
+        kind, unused = CORPORA[args.dataset][0], ("base_url", "val_fraction", "max_bad")
     else:
-        kind, useless = DATASETS[args.dataset].kind, ("seed",)
-    for name in useless:
-        if name in given:
-            raise UserError(f"--{name} {given[name]} changes nothing here: leave it out")
+        kind, unused = DATASETS[args.dataset][0].kind, ("seed", "max_bad")
+    for name in [name for name in unused if name in given]:
+        raise UserError(f"--{name} {given[name]} changes nothing here: leave it out")
     encoding = None if args.tokenizer == "train" else ready_tokenizer(args.tokenizer, kind)
     if kind != "text" and encoding is None:
         raise UserError(
             f"--tokenizer is needed: {kind} data continue a model, so name the data or the "
             "checkpoint that it began with, as in --tokenizer out/ckpt.pt"
         )
-    if made:
+    if args.dataset in CORPORA and not args.input:
         meta = prepare_corpus(args, encoding)
     else:
-        kept = [MOBY_DICK] if args.dataset == "moby-dick" else []
-        paths = args.input or kept or fetch(args.dataset, "data/raw", args.base_url)
+        paths = args.input or fetch(args.dataset, "data/raw", args.base_url)
         meta = prepare_files(args, paths, kind, encoding)
     for split in ("train", "val"):
         counts = meta[split]

@@ -113,12 +113,10 @@ def table() -> list[Country]:
     """All countries, by name. UserError: countries.csv is missing or damaged."""
     try:
         with open(TABLE, encoding="utf-8", newline="") as file:
-            head, *rows = filter(None, csv.reader(file, strict=True))
-        if bad := [row for row in rows if len(row) != len(head) or "" in row]:
-            raise ValueError(f"{','.join(bad[0])!r:.80} has not {len(head)} values")
+            _, *rows = csv.reader(file, strict=True)
         return [Country(*row) for row in rows]
     except (OSError, TypeError, ValueError, csv.Error) as error:
-        raise UserError(f"cannot read {TABLE} ({error}): mend it or get it again") from None
+        raise UserError(f"cannot read {TABLE} ({error}): get it again") from None
 
 
 def held_out(patterns: list[str], relation: str) -> list[str]:

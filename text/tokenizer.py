@@ -1,9 +1,9 @@
 """Byte-level BPE: trained here, saved as JSON text, and run by tiktoken.
 
-Training is plain Python and happens once per data set; the table it makes is put into a
-`tiktoken.Encoding`, whose merge loop is compiled. As one JSON text (`dumps`, `loads`) it is kept
-with the data and inside the checkpoint, so neither can be read with the wrong tokenizer;
-`fingerprint` is the short form that is compared.
+Training is plain Python and happens once per data set; its merges go into a `tiktoken.Encoding`,
+whose merge loop is compiled. As one line of JSON (`dumps`, `loads`) it is stored with the data and
+inside the checkpoint, so neither can be read with the wrong tokenizer; `fingerprint` is the short
+form that is compared.
 """
 
 import base64
@@ -44,7 +44,6 @@ PRETRAINED = {
 PIECE = 256
 
 FORMAT, VERSION = "byte-bpe", 1
-FORM = dict(format=str, version=int, name=str, pattern=str, special_tokens={}, ranks=list)
 
 
 def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
@@ -74,7 +73,7 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
 
     table = [bytes([b]) for b in range(256)]  # table[i] is the token with id FIRST_BYTE + i
     merges = vocab_size - FIRST_MERGE
-    with tqdm(total=merges, desc="merging pairs", unit=" merges") as bar:
+    with tqdm(total=merges, desc="merging pairs", unit=" merges", disable=None) as bar:
         for first, second in _merges(word_counts, merges, min_count):
             # tiktoken merges neighbours by their joined bytes, whichever pair these were learned
             # from. That is the same thing: inside the edges of a token, merges went as they would
@@ -213,16 +212,16 @@ def loads(text: str) -> tiktoken.Encoding:
     """
     try:
         data = json.loads(text)
-        check_form(data, FORM, "tokenizer")
-        if data["format"] != FORMAT or data["version"] != VERSION:
+        if (data["format"], data["version"]) != (FORMAT, VERSION):
             raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
         if data["pattern"] not in (PATTERN, *PRETRAINED.values()):
             raise ValueError(
-                f"it splits text by {data['pattern']!r:.60}: as that may take forever, only "
-                f"those of this program, {' and '.join(PRETRAINED)} are used"
+                f"it splits text by {data['pattern']!r:.60}, where only the patterns of this "
+                f"program, {' and '.join(PRETRAINED)} are safe"
             )
         ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
         ids = {*ranks.values(), *data["special_tokens"].values()}
+        # tiktoken would end the program over these two.
         if len(ids) < len(data["ranks"]) + len(data["special_tokens"]):
             raise ValueError("a token or an id is there twice")
         if not ranks.keys() >= {bytes([b]) for b in range(256)}:
@@ -233,7 +232,7 @@ def loads(text: str) -> tiktoken.Encoding:
             mergeable_ranks=ranks,
             special_tokens=data["special_tokens"],
         )
-    except (OverflowError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"not a tokenizer, or a damaged one: {error}") from None
 
 
