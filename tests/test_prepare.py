@@ -93,11 +93,10 @@ def test_files_hold_every_document_behind_an_endoftext(story, data, encoding):
 
 
 def test_adding_a_file_moves_no_document():
+    """As the hash decides, a document's split does not depend on the others."""
     texts = [f"document number {i}" for i in range(500)]
-    chosen = {text for text in texts if documents.is_validation(text, 0.1)}
-    assert 20 < len(chosen) < 80
-    more = [f"another {i}" for i in range(500)]
-    assert {text for text in texts + more if documents.is_validation(text, 0.1)} >= chosen
+    assert 20 < sum(documents.is_validation(text, 0.1) for text in texts) < 80
+    assert documents.hashed("document") == 3665553475736990530  # in every version
 
 
 def test_txt_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
@@ -177,13 +176,13 @@ def test_a_data_set_of_conversations_needs_a_tokenizer_before_it_is_fetched(
     assert not list(tmp_path.iterdir())
 
 
-def test_literal_special_tokens_in_text_stay_text(tmp_path):
-    texts = [f"{i} <|endoftext|> is written out" for i in range(100)]
-    path = jsonl(tmp_path / "odd.jsonl", [dict(text=text) for text in texts])
-    meta = from_files(tmp_path / "out", path, vocab_size=300, val_fraction=0.1)
-    encode = read_tokenizer(tmp_path / "out", meta).encode_ordinary
-    found = [*stored(tmp_path / "out", "train"), *stored(tmp_path / "out", "val")]
-    assert sorted(found) == sorted([0, *encode(text)] for text in texts)
+def test_literal_special_tokens_in_text_stay_text(tmp_path, encoding):
+    texts = ["<|endoftext|>", "<|im_start|> is written out"]
+    labelled = list(zip(("train", "val"), texts, strict=True))
+    prepare.write_dataset(tmp_path, labelled, encoding, corpus="mine")
+    for split, text in labelled:
+        ((eot, *ids),) = stored(tmp_path, split)
+        assert eot == 0 and encoding.decode(ids) == text and min(ids) > 2
 
 
 def test_large_vocabularies_get_uint32(tmp_path):
@@ -306,13 +305,10 @@ def test_nothing_is_skipped_silently(tmp_path):
     assert "6 of 66" in command("prepare.py", *flags, cwd=tmp_path, fails=True).stderr
 
 
-def test_bad_files_are_refused_before_training_a_tokenizer(tmp_path, encoding, monkeypatch):
-    path = jsonl(tmp_path / "a.jsonl", [*TEXTS, b"oops"])
-    with pytest.raises(UserError, match="1 of 61"):
-        from_files(tmp_path / "out", path, "text", encoding)
+def test_bad_files_are_refused_before_training_a_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "_merges", lambda *_: pytest.fail("trained in vain"))
     with pytest.raises(UserError, match="1 of 61"):
-        from_files(tmp_path / "out", path, "text")
+        from_files(tmp_path / "out", jsonl(tmp_path / "a.jsonl", [*TEXTS, b"oops"]))
 
 
 def test_bad_lines_of_a_published_data_set_stop_nothing(tmp_path):
@@ -363,46 +359,23 @@ def pairs(n=40):
     ]
 
 
-@pytest.mark.parametrize("key", ["conversations", "messages"])
+@pytest.mark.parametrize("key", ["conversations", "messages", "chosen"])
 def test_conversations_become_what_the_template_says(tmp_path, data, encoding, key):
-    path = jsonl(tmp_path / "a.jsonl", [{key: messages} for messages in chats()])
-    flags = ("--input", path, "--out_dir", tmp_path / "out", "--val_fraction", 0.3)
-    run_main(*flags, "--tokenizer", data)
-    meta = read_meta(tmp_path / "out")
-    assert meta["kind"] == "chat"
-    found = stored(tmp_path / "out", "train"), stored(tmp_path / "out", "val")
-    wanted = [[0, *template.render(encoding, messages)] for messages in chats()]
-    assert sorted(found[0] + found[1]) == sorted(wanted)
-    size = sum(len(f"{m['role']}\n{m['content']}".encode()) for c in chats() for m in c)
-    assert meta["train"]["bytes"] + meta["val"]["bytes"] == size
-
-
-def test_pairs_stay_together_chosen_first(tmp_path, data, encoding):
-    lines = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs()]
-    path = jsonl(tmp_path / "a.jsonl", lines)
-    flags = ("--input", path, "--out_dir", tmp_path / "out", "--val_fraction", 0.3)
-    run_main(*flags, "--tokenizer", data / "tokenizer.json")
-    assert read_meta(tmp_path / "out")["kind"] == "preference"
-    wanted = [[[0, *template.render(encoding, side)] for side in pair] for pair in pairs()]
-    found = []
+    """Of preferences first the chosen one, then the rejected."""
+    documents = pairs() if key == "chosen" else [[messages] for messages in chats()]
+    lines = [dict(zip((key, "rejected"), sides, strict=False)) for sides in documents]
+    path, out = jsonl(tmp_path / "a.jsonl", lines), tmp_path / "out"
+    run_main("--input", path, "--out_dir", out, "--val_fraction", 0.3, "--tokenizer", data)
+    meta, found = read_meta(out), []
+    assert meta["kind"] == ("preference" if key == "chosen" else "chat")
     for split in ("train", "val"):
-        parts = stored(tmp_path / "out", split)
-        found += [list(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        parts, n = stored(out, split), len(documents[0])
+        found += [parts[i : i + n] for i in range(0, len(parts), n)]
+    wanted = [[[0, *template.render(encoding, side)] for side in sides] for sides in documents]
     assert sorted(found) == sorted(wanted)
-
-
-@pytest.mark.parametrize("kind", ["text", "chat", "preference"])
-def test_documents_of_every_kind_from_python(tmp_path, encoding, kind):
-    """As corpora that are made here are written, train and validation being theirs to choose."""
-    made = {"text": ["a", "b c"], "chat": chats(2), "preference": pairs(2)}[kind]
-    labelled = [("val", made[0]), ("train", made[1])]
-    meta = prepare.write_dataset(tmp_path, labelled, encoding, kind, corpus="mine", seed=3)
-    assert (meta["kind"], meta["corpus"], meta["seed"]) == (kind, "mine", 3)
-    assert read_meta(tmp_path) == meta
-    for split, document in labelled:
-        sides = document if kind == "preference" else [document]
-        render = encoding.encode_ordinary if kind == "text" else partial(template.render, encoding)
-        assert stored(tmp_path, split) == [[0, *render(side)] for side in sides]
+    messages = [m for sides in documents for side in sides for m in side]
+    size = sum(len(f"{m['role']}\n{m['content']}".encode()) for m in messages)
+    assert meta["train"]["bytes"] + meta["val"]["bytes"] == size
 
 
 # Tokenizers
@@ -411,13 +384,11 @@ def test_documents_of_every_kind_from_python(tmp_path, encoding, kind):
 def test_a_tokenizer_is_taken_from_data_or_checkpoint(tmp_path, data, encoding, story):
     config = ModelConfig(encoding.n_vocab, n_layer=1, n_head=1, n_embd=8, block_size=8, ffn="dense")
     save_checkpoint(tmp_path / "ckpt.pt", Decoder(config), encoding)
-    for number, source in enumerate((data, data / "tokenizer.json", tmp_path / "ckpt.pt")):
-        out = tmp_path / str(number)
-        run_main("--input", story, "--out_dir", out, "--tokenizer", source)
-        assert read_meta(out)["tokenizer"] == read_meta(data)["tokenizer"]
-    out = tmp_path / "countries"
-    run_main("--dataset", "countries", "--out_dir", out, "--tokenizer", data)
-    assert read_meta(out)["tokenizer"] == read_meta(data)["tokenizer"]
+    out = tmp_path / "out"
+    for source in (data, data / "tokenizer.json", tmp_path / "ckpt.pt"):
+        for flags in (("--input", story), ("--dataset", "countries")):
+            run_main(*flags, "--out_dir", out, "--tokenizer", source)
+            assert read_meta(out)["tokenizer"] == read_meta(data)["tokenizer"]
 
 
 def test_tokenizer_flags_that_cannot_be(tmp_path, data, story):
@@ -443,34 +414,15 @@ def test_tokenizer_flags_that_cannot_be(tmp_path, data, story):
 
 @pytest.fixture
 def vocabularies(tmp_path, monkeypatch):
-    """A server with vocabularies of the sizes of tiktoken's own, which are looked for there."""
-    single = [bytes([b]) for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    single += [bytes([b]) for b in range(256) if bytes([b]) not in single]  # GPT-2's order
-    letters = {
-        byte: chr(256 + i - 188) if i >= 188 else byte.decode("latin-1")
-        for i, byte in enumerate(single)
-    }
-    twos = [a + b for a in single for b in single]
-    twos.sort(key=lambda token: token not in (b"ab", b" a"))
-    threes = [b"ab" + b for b in single] + [two + b"x" for two in twos]
-    gpt2 = single + twos[:50_000]
-    cl100k = list(dict.fromkeys(single + twos + threes))[:100_256]
-    files = {
-        "vocab.bpe": "#version\n"
-        + "".join(f"{letters[t[:1]]} {letters[t[1:]]}\n" for t in twos[:50_000]),
-        "encoder.json": json.dumps(
-            {"".join(letters[bytes([b])] for b in t): n for n, t in enumerate(gpt2)}
-            | {"<|endoftext|>": 50_256}
-        ),
-        "cl100k_base.tiktoken": "".join(
-            f"{base64.b64encode(t).decode()} {n}\n" for n, t in enumerate(cl100k)
-        ),
-    }
+    """A server with a vocabulary of the size of cl100k_base, which is looked for there."""
+    single = [bytes([b]) for b in range(256)]
+    longer = [b"ab", *(a + b for a in single for b in single if a + b != b"ab")]
+    longer += [b"ab" + a + b for a in single for b in single]
+    lines = [f"{base64.b64encode(t).decode()} {n}" for n, t in enumerate(single + longer)]
     folder = tmp_path / "server"
     folder.mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+    (folder / "cl100k_base.tiktoken").write_text("\n".join(lines[:100_256]))
+    digest = download.sha256(folder / "cl100k_base.tiktoken")
     handler = partial(SimpleHTTPRequestHandler, directory=folder)
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
@@ -478,46 +430,35 @@ def vocabularies(tmp_path, monkeypatch):
     real = tiktoken.load.read_file_cached
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
 
         def redirected(url, expected_hash=None):
-            name = url.rsplit("/", 1)[1]
-            return real(f"{address}/{name}", hashes[name])
+            return real(f"http://127.0.0.1:{server.server_port}/{url.rsplit('/', 1)[1]}", digest)
 
         monkeypatch.setattr(tiktoken.load, "read_file_cached", redirected)
         yield server, folder
         server.shutdown()
 
 
-def test_gpt2_and_cl100k(tmp_path, story, vocabularies):
+def test_tiktokens_own_vocabulary(tmp_path, story, vocabularies):
     server, _ = vocabularies
-    expected = {
-        "gpt2": (50_256, {"<|im_start|>": 50_257, "<|im_end|>": 50_258}, 50_259, "uint16"),
-        "cl100k_base": (
-            100_257,
-            {"<|im_start|>": 100_277, "<|im_end|>": 100_278},
-            100_279,
-            "uint32",
-        ),
-    }
-    for name, (eot, markers, size, dtype) in expected.items():
-        run_main("--input", story, "--out_dir", tmp_path / name, "--tokenizer", name)
-        meta = read_meta(tmp_path / name)
-        assert (meta["vocab_size"], meta["dtype"]) == (size, dtype)
-        encoding = read_tokenizer(tmp_path / name, meta)  # fingerprint and all
-        assert encoding.eot_token == eot and encoding.n_vocab == size
-        assert {marker: encoding.encode_single_token(marker) for marker in markers} == markers
-        assert len(encoding.encode_ordinary("ab")) == 1
-        own = tiktoken.get_encoding(name)
-        text = "Ab <|im_start|> éé 1234 <|endoftext|>"
-        assert encoding.encode_ordinary(text) == own.encode_ordinary(text)
-        for token in range(size):  # whatever a model samples
-            encoding.decode_single_token_bytes(token)
-        (first, *_) = stored(tmp_path / name, "train")
-        assert first[0] == eot and encoding.decode(first[1:]) in story.read_text(encoding="utf-8")
+    out = tmp_path / "out"
+    run_main("--input", story, "--out_dir", out, "--tokenizer", "cl100k_base")
+    meta = read_meta(out)
+    assert (meta["vocab_size"], meta["dtype"]) == (100_279, "uint32")
+    encoding = read_tokenizer(out, meta)  # fingerprint and all
+    markers = {"<|endoftext|>": 100_257, "<|im_start|>": 100_277, "<|im_end|>": 100_278}
+    assert {marker: encoding.encode_single_token(marker) for marker in markers} == markers
+    text = "Ab <|im_start|> éé 1234 <|endoftext|>"
+    own = tiktoken.get_encoding("cl100k_base")
+    assert encoding.encode_ordinary(text) == own.encode_ordinary(text)
+    assert len(encoding.encode_ordinary("ab")) == 1
+    for token in range(100_279):  # whatever a model samples
+        encoding.decode_single_token_bytes(token)
+    first = stored(out, "train")[0]
+    assert first[0] == 100_257 and encoding.decode(first[1:]) in story.read_text(encoding="utf-8")
     server.shutdown()
     tiktoken.registry.ENCODINGS.clear()
-    assert tokenizer.pretrained("gpt2").n_vocab == 50_259  # from the cache
+    assert tokenizer.pretrained("cl100k_base").n_vocab == 100_279  # from the cache
 
 
 def test_vocabularies_that_cannot_be_fetched(tmp_path, story, vocabularies):
@@ -525,7 +466,6 @@ def test_vocabularies_that_cannot_be_fetched(tmp_path, story, vocabularies):
     flags = ("--input", story, "--out_dir", tmp_path / "out", "--tokenizer")
     (folder / "cl100k_base.tiktoken").write_text("YQ== 0\n")
     assert "Hash mismatch" in error(*flags, "cl100k_base")
-    (folder / "vocab.bpe").unlink()
     assert "404" in error(*flags, "gpt2")
     server.shutdown()
     server.server_close()
@@ -538,20 +478,18 @@ def test_vocabularies_that_cannot_be_fetched(tmp_path, story, vocabularies):
 
 def test_the_tokenizer_is_trained_on_a_bounded_sample(tmp_path, monkeypatch, capsys):
     path = jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " + "word " * 20} for i in range(500)])
-    seen = []
-    real = tokenizer.train
+    seen, train = [], tokenizer.train
     monkeypatch.setattr(
-        tokenizer, "train", lambda texts, *rest: real(seen.append(list(texts)) or seen[-1], *rest)
+        tokenizer, "train", lambda t, *rest: train(seen.append([*t]) or seen[-1], 300)
     )
     monkeypatch.setattr(prepare, "SAMPLE", path.stat().st_size // 5)
     for out in ("one", "two"):
-        from_files(tmp_path / out, path, vocab_size=300, val_fraction=0.1)
+        from_files(tmp_path / out, path, val_fraction=0.1)
     assert 60 < len(seen[0]) < 140 and seen[0] == seen[1]
     assert not any(documents.is_validation(text, 0.1) for text in seen[0])
     assert "20.0%" in capsys.readouterr().out
     monkeypatch.setattr(prepare, "SAMPLE", 1 << 20)
-    meta = from_files(tmp_path / "three", path, vocab_size=300, val_fraction=0.1)
-    assert len(seen[2]) == meta["train"]["documents"]
+    assert len(seen[1]) < from_files(tmp_path / "three", path)["train"]["documents"] == len(seen[2])
 
 
 def test_threads_and_blocks_change_no_byte(tmp_path, encoding, monkeypatch):

@@ -201,7 +201,7 @@ class Data:
         for folder, meta in folders:
             if meta["kind"] != kind and (meta["kind"], kind) != ("chat", "text"):
                 raise UserError(
-                    f"--data_dir {folder} has {meta['kind']}, --stage needs {kind} data"
+                    f"--data_dir {folder} holds {meta['kind']} data, this stage reads {kind} data"
                 )
             check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0][0])
         self.encoding = read_tokenizer(*folders[0])

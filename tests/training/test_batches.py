@@ -297,7 +297,7 @@ def test_a_damaged_meta_json_is_one_clear_line(tmp_path, encoding):
 @pytest.mark.parametrize(("kind", "stage"), [("preference", "text"), ("text", "chat")])
 def test_data_of_another_stage_are_refused(tmp_path, encoding, kind, stage):
     path = folder(tmp_path / "a", encoding, kind)
-    with pytest.raises(UserError, match=f"a has {kind}, --stage needs {stage} data"):
+    with pytest.raises(UserError, match=f"a holds {kind} data, this stage reads {stage} data"):
         Data(str(path), stage, 10, 1, 50)
 
 
