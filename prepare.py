@@ -24,10 +24,8 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,19 +33,18 @@ import tiktoken
 
 from common import UserError, add_flags, atomic, check_ranges, flag, locked, make_parser, run
 from text import countries, template, tokenizer
-from text.documents import Document, Report, in_sample, is_validation, kind_of, read
+from text.documents import Document, Report, hashed, is_validation, kind_of, read
 from text.download import DATASETS, fetch, sha256
 from text.download import MOBY_DICK as MOBY_DICK  # for analysis/
 from training.checkpoints import load_checkpoint
 
-# Characters that are encoded at a time; each takes some 20 bytes of memory.
-BLOCK = 1 << 20
+BLOCK = 1 << 20  # bytes of text that are encoded at a time, each with some 20 bytes of memory
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
 
 # Corpora made here: kind, and the function of the seed that gives documents to train and validate.
-CORPORA: dict[str, tuple[str, Callable[[int], tuple[list, list]]]] = {
+CORPORA = {
     "countries": ("text", countries.documents),
     "countries-sft": ("chat", countries.conversations),
     "countries-dpo": ("preference", countries.preferences),
@@ -94,10 +91,7 @@ class Settings:
             raise UserError("--input needs --out_dir: say where the token files go")
         self.out_dir = self.out_dir or Path("data") / self.dataset
         if self.vocab_size and self.tokenizer != "train":
-            raise UserError(
-                f"--vocab_size {self.vocab_size} goes with --tokenizer train: "
-                f"{self.tokenizer} has its own size"
-            )
+            raise UserError(f"--vocab_size {self.vocab_size}: {self.tokenizer} has its own size")
 
 
 def blocks(documents: Iterable[Labelled], kind: str) -> Iterator[list[tuple]]:
@@ -114,15 +108,6 @@ def blocks(documents: Iterable[Labelled], kind: str) -> Iterator[list[tuple]]:
             yield block
             block, total = [], 0
     yield block
-
-
-def encode_block(encoding: tiktoken.Encoding, kind: str, parts: list) -> list[list[int]]:
-    """Token ids of texts or conversations, on all cores: tiktoken encodes outside Python's lock."""
-    cores = os.cpu_count() or 1
-    if kind == "text":
-        return encoding.encode_ordinary_batch(parts, num_threads=cores)
-    with ThreadPoolExecutor(cores) as pool:
-        return list(pool.map(partial(template.render, encoding), parts))
 
 
 def write_dataset(
@@ -142,8 +127,7 @@ def write_dataset(
         origin: what else meta.json should say.
 
     Returns:
-        meta.json's content. For each split it has documents, tokens (with one <|endoftext|> a
-        document), bytes (of the text) and the file's sha256.
+        meta.json, with documents, tokens, bytes (of text) and sha256 of each split.
     """
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
@@ -160,7 +144,11 @@ def write_dataset(
         with open(train_file, "wb") as train, open(val_file, "wb") as val:
             files = {"train": train, "val": val}
             for block in blocks(documents, kind):
-                encoded = encode_block(encoding, kind, [part for *_, part in block])
+                parts = [part for *_, part in block]
+                if kind == "text":
+                    encoded = encoding.encode_ordinary_batch(parts)  # on several cores
+                else:
+                    encoded = [template.render(encoding, part) for part in parts]
                 for (split, size, _), ids in zip(block, encoded, strict=True):
                     files[split].write(np.array([encoding.eot_token, *ids], dtype))
                     counts[split].update(documents=1, tokens=1 + len(ids), bytes=size)
@@ -169,8 +157,7 @@ def write_dataset(
         for split, file in (("train", train_file), ("val", val_file)):
             if not counts[split]:
                 raise UserError(
-                    f"no document for {split}.bin: give more text (a .txt needs blank lines) or "
-                    "change --val_fraction"
+                    f"no document for {split}.bin: give more text or change --val_fraction"
                 )
             meta[split] = {**counts[split], "sha256": sha256(file)}
         tokenizer_file.write_bytes(tokenizer.dumps(encoding).encode())
@@ -187,10 +174,11 @@ def filled(folder: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if new:
-                (folder / ".lock").unlink()
-            for each in new:
-                each.rmdir()
+            with contextlib.suppress(OSError):  # somebody else may use it by now
+                if new:
+                    (folder / ".lock").unlink()
+                for each in new:
+                    each.rmdir()
             raise
 
 
@@ -200,19 +188,17 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding:
     try:
         if name in tokenizer.PRETRAINED:
             encoding = tokenizer.pretrained(name)
-        elif path.is_dir() or path.suffix == ".json":
-            file = path / "tokenizer.json" if path.is_dir() else path
-            encoding = tokenizer.loads(file.read_text(encoding="utf-8"))
+        elif path.is_dir():
+            encoding = tokenizer.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
         else:
             encoding = tokenizer.loads(load_checkpoint(path).get("tokenizer"))
         if kind != "text":
-            template.render(encoding, [])  # has it the markers?
+            template.render(encoding, [])  # fails without the markers
         return encoding
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--tokenizer {name}: cannot use it ({error}): name train, a folder of prepared data, "
-            f"a ckpt.pt, or {' or '.join(tokenizer.PRETRAINED)} (from the network or the folder "
-            "TIKTOKEN_CACHE_DIR)"
+            f"--tokenizer {name}: {error}: name train, a prepared folder, a ckpt.pt, "
+            "gpt2 or cl100k_base (from the network or the folder TIKTOKEN_CACHE_DIR)"
         ) from None
 
 
@@ -231,8 +217,7 @@ def prepare_files(
     args: Settings, paths: list[Path], kind: str, encoding: tiktoken.Encoding | None = None
 ) -> dict:
     """Documents of files, read once or, to train a tokenizer first, twice; never all in memory."""
-    # A published file is what its checksum says: what cannot be used of it is nobody's mistake.
-    max_bad = args.max_bad if args.input else 1
+    max_bad = args.max_bad if args.input else 1  # a published file cannot be corrected
 
     def documents(report: Report, desc: str) -> Iterator[Labelled]:
         for document in read(paths, report, desc):
@@ -243,7 +228,9 @@ def prepare_files(
         if share < 1:
             print(f"training the tokenizer on {share:.1%} of the text, chosen by hash")
         labelled = documents(Report(max_bad, kind), "counting words")
-        sample = (text for split, text in labelled if split == "train" and in_sample(text, share))
+        training = (text for split, text in labelled if split == "train")
+        # The low bits of the hash, as the high ones decide the split.
+        sample = (text for text in training if hashed(text) % 2**32 < share * 2**32)
         encoding = tokenizer.train(sample, args.vocab_size or 6400)
     report = Report(max_bad, kind)
     origin = dict(corpus="files", sources=[p.name for p in paths], val_fraction=args.val_fraction)
@@ -268,13 +255,12 @@ def main() -> None:
         kind, unused = CORPORA[args.dataset][0], ("base_url", "val_fraction", "max_bad")
     else:
         kind, unused = DATASETS[args.dataset][0].kind, ("seed", "max_bad")
-    for name in [name for name in unused if name in given]:
+    for name in given.keys() & unused:
         raise UserError(f"--{name} {given[name]} changes nothing here: leave it out")
     encoding = None if args.tokenizer == "train" else ready_tokenizer(args.tokenizer, kind)
     if kind != "text" and encoding is None:
         raise UserError(
-            f"--tokenizer is needed: {kind} data continue a model, so name the data or the "
-            "checkpoint that it began with, as in --tokenizer out/ckpt.pt"
+            f"--tokenizer is needed: {kind} data continue a model, as in --tokenizer out/ckpt.pt"
         )
     if args.dataset in CORPORA and not args.input:
         meta = prepare_corpus(args, encoding)
@@ -282,17 +268,18 @@ def main() -> None:
         paths = args.input or fetch(args.dataset, "data/raw", args.base_url)
         meta = prepare_files(args, paths, kind, encoding)
     for split in ("train", "val"):
-        counts = meta[split]
+        documents, tokens, size, _ = meta[split].values()
         print(
-            f"{args.out_dir / split}.bin: {counts['documents']:,} documents, "
-            f"{counts['tokens']:,} tokens, {counts['bytes'] / counts['tokens']:.2f} bytes per token"
+            f"{args.out_dir / split}.bin: {documents:,} documents, {tokens:,} tokens, "
+            f"{size / tokens:.2f} bytes per token"
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
-    stage = {"text": "", "chat": "--stage sft ", "preference": "--stage dpo "}[kind]
-    if stage:
-        begun = args.tokenizer if args.tokenizer.endswith(".pt") else "CKPT"
-        stage += f"--init_from {begun} --out_dir out/{args.out_dir.name} "
-    print(f"next: python train.py {stage}--data_dir {args.out_dir}")
+    flags = f"--data_dir {args.out_dir}"
+    if kind != "text":
+        base = args.tokenizer if args.tokenizer.endswith(".pt") else "CKPT"
+        stage = {"chat": "sft", "preference": "dpo"}[kind]
+        flags = f"--stage {stage} --init_from {base} --out_dir out/{args.out_dir.name} {flags}"
+    print(f"next: python train.py {flags}")
 
 
 if __name__ == "__main__":

@@ -44,12 +44,8 @@ class Report:
 
 
 def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[Document]:
-    """The documents of .txt and .jsonl files, all of one kind. Bad ones, and those of another kind,
-    are skipped and counted in the report.
-
-    Raises:
-        UserError: a file cannot be read or is empty, or more is bad than the report allows.
-    """
+    """The documents of .txt and .jsonl files, all of one kind; others are skipped and counted.
+    UserError: a file cannot be read or is empty, or more is bad than the report allows."""
     try:
         size = sum(path.stat().st_size for path in paths)
         options = dict(total=size, desc=desc, unit="B", unit_scale=True, delay=3, disable=None)
@@ -59,10 +55,7 @@ def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[D
     except OSError as error:
         raise UserError(f"--input {error.filename or path}: {error.strerror}") from None
     if report.bad > report.max_bad * report.documents:
-        raise UserError(
-            f"cannot use {report}: correct them, or allow a larger share by --max_bad "
-            f"(now {report.max_bad:g})"
-        )
+        raise UserError(f"cannot use {report}: correct them or raise --max_bad {report.max_bad:g}")
 
 
 def read_file(path: Path, report: Report, progress: tqdm) -> Iterator[Document]:
@@ -135,12 +128,11 @@ def parse(raw: bytes, is_json: bool) -> tuple[str, Document]:
         raise ValueError("not a JSON object")
     if "chosen" in record or "rejected" in record:
         return "preference", preference(record.get("chosen"), record.get("rejected"))
-    for key in ("conversations", "messages"):
-        if key in record:
-            messages = conversation(record[key])
-            if not any(message["role"] == "assistant" for message in messages):
-                raise ValueError("no assistant message")
-            return "chat", messages
+    if "conversations" in record or "messages" in record:
+        messages = conversation(record.get("conversations", record.get("messages")))
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError("no assistant message")
+        return "chat", messages
     if not (isinstance(record.get("text"), str) and record["text"].strip()):
         raise ValueError('no "text", "conversations", or "chosen" and "rejected"')
     return "text", record["text"]
@@ -174,8 +166,3 @@ def hashed(document: Document) -> int:
 def is_validation(document: Document, fraction: float) -> bool:
     """Whether a document is for validation. Its hash decides, so adding files moves no document."""
     return hashed(document) < fraction * 2**64
-
-
-def in_sample(document: Document, fraction: float) -> bool:
-    """As `is_validation`, but from the other end of the hash: the two choices are independent."""
-    return hashed(document) % 2**32 < fraction * 2**32

@@ -55,14 +55,9 @@ DATASETS = datasets()
 
 
 def fetch(name: str, folder: str | Path, base_url: str | None = None) -> list[Path]:
-    """The files of a data set (a key of DATASETS) in `folder`, downloaded unless they are there.
-
-    Args:
-        base_url: a mirror; a file is looked for at base_url + "/" + its name.
-
-    Raises:
-        UserError: the download failed, or a file is not the published one.
-    """
+    """The files of a data set (a key of DATASETS) in `folder`, downloaded unless they are there;
+    from a mirror they come as base_url + "/" + name. UserError: that failed, or a file is not the
+    published one."""
     return [fetch_file(file, Path(folder), base_url) for file in DATASETS[name]]
 
 
