@@ -134,6 +134,7 @@ def test_every_stage_resumes_to_the_bit(stage, folders, tmp_path, monkeypatch, n
     monkeypatch.setattr("sys.argv", args)
     train_module.main()
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    train_module.main()  # also when there is no next batch
     whole, cut = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "cut")
     for part in ("model", "optimizer", "step", "config", "reference"):
         assert_same(whole[part], cut[part])
@@ -279,8 +280,8 @@ def test_validation_means_over_tokens_whatever_the_batch(folders):
         ("midtrain", "text", ("--init_from", "gone.pt"), "no checkpoint at gone.pt"),
         ("context", "text", (), "needs a --block_size above the 32"),
         ("dpo", "preference", ("--beta", 0), "--beta 0.0 must be a positive number"),
-        ("sft", "chat", ("--beta", 1), "--beta changes nothing in --stage sft"),
-        ("dpo", "preference", ("--doc_mask",), "--doc_mask changes nothing in --stage dpo"),
+        ("sft", "chat", ("--beta", 1), "--beta changes nothing with --stage sft"),
+        ("dpo", "preference", ("--doc_mask",), "--doc_mask changes nothing with --stage dpo"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(stage, folders, name, kind, more, says):
