@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from types import NoneType
@@ -19,7 +19,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# What a value must be, in words and as a test, which what is not a number never passes.
+# What the value of a flag must be, in words and as a test, which NaN never passes.
 RANGES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda value: value >= 1,
     "a positive number": lambda value: 0 < value < float("inf"),
@@ -30,7 +30,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0 and at most 1": lambda value: 0 < value <= 1,
     "0 or more, and fit 63 bits": lambda value: 0 <= value < 2**63,
 }
-# The most that it may be: beyond what anybody wants, but products still fit float32 and 63 bits.
+# The most that it may be, unless its flag says otherwise: absurd, but products still fit float32.
 MOST = {"at least 1": 2**28, "a positive number": 1e9, "0 or more": 1e9}
 
 
@@ -89,28 +89,26 @@ def free_ram() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def flag(
-    default: Any, about: str, *, must: str = "", choices: Iterable[str] = (), shown: str = ""
-) -> Any:
+def flag(default: Any, about: str, **more) -> Any:
     """A field of a dataclass that is a flag of a command, too. `-h` says what it is `about`, and
-    `shown` for its default. `must` is a key of RANGES, for values other than None."""
-    metadata = dict(about=about, must=must, choices=choices, shown=shown)
-    return field(default=default, metadata=metadata)
+    `shown` for its default. It `must` be what a key of RANGES says and have at most `most`, or be
+    one of its `choices`; `only` the named stages or kinds of --ffn heed it."""
+    return field(default=default, metadata=dict(about=about, **more))
 
 
 def add_flags(parser, kind: type) -> None:
     """Add the flags of a dataclass to a parser. What is not given is not in its namespace."""
     for each in [each for each in fields(kind) if "about" in each.metadata]:
-        about, shown = each.metadata["about"], each.metadata["shown"]
+        shown = each.metadata.get("shown")
         if not shown and each.default not in (None, False, "", MISSING):
-            shown = str(each.default)
-        options = dict(help=f"{about} ({shown})" if shown else about)
+            shown = each.default
+        options = dict(help=each.metadata["about"] + (f" ({shown})" if shown else ""))
         types = [t for t in (get_args(each.type) or [each.type]) if t is not NoneType]
         if types == [bool]:
             on = each.default is False and not shown
             options["action"] = "store_true" if on else argparse.BooleanOptionalAction
         else:
-            options.update(type=types[0], choices=each.metadata["choices"] or None)
+            options.update(type=types[0], choices=each.metadata.get("choices"))
         parser.add_argument(f"--{each.name}", default=argparse.SUPPRESS, **options)
 
 
@@ -128,14 +126,14 @@ def parse(kind: type, description: str) -> Any:
     return kind(**vars(parser.parse_args()))
 
 
-def check_ranges(settings: Any) -> None:
-    """Raises UserError if a field of a dataclass is out of its range."""
+def check_ranges(settings: Any, error: type = UserError, form: str = "--{} {}") -> None:
+    """Raises an error, which begins in this form, if a field of a dataclass is out of its range."""
     for each in fields(settings):
         must, value = each.metadata.get("must"), getattr(settings, each.name)
-        if must and value is not None and not RANGES[must](value):
-            raise UserError(f"--{each.name} {value} must be {must}")
-        if must in MOST and value is not None and value > MOST[must]:
-            raise UserError(f"--{each.name} {value} must be at most {MOST[must]:,.0f}")
+        most = each.metadata.get("most", MOST.get(must, float("inf")))
+        if must and value is not None and not (RANGES[must](value) and value <= most):
+            must = f"at most {most:,.0f}" if value > most else must
+            raise error(f"{form.format(each.name, value)} must be {must}")
 
 
 def pick_device(name: str) -> torch.device:

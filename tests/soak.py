@@ -46,6 +46,7 @@ import train
 from config import ModelConfig
 from text import countries
 from training.checkpoints import load_checkpoint, snapshots
+from training.records import archive_previous_run
 from training.settings import Settings
 
 NUMBERS = dict(kills=300, files=500, commands=500, pairs=20)
@@ -304,6 +305,8 @@ def kills(world: World, rng: random.Random, folder: Path) -> str:
             done = Command(folder, "train", *command).wait(rng.random() * world.seconds[stage])
         if done.code not in (None, 0, -signal.SIGKILL):
             done.held()
+        if (out / "run1").exists() and not (out / "run1" / "ckpt.pt").exists():
+            archive_previous_run(out)  # goes on where the kill came, as the next start does
         where = [path for path in (out, *out.glob("run[0-9]")) if (path / "ckpt.pt").exists()]
         if old and world.state(f"old-{old}") not in [state(path / "ckpt.pt") for path in where]:
             raise Broken("the run that was to be replaced is whole nowhere")

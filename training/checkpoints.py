@@ -37,9 +37,9 @@ def device_flag() -> str:
     return flag("auto", "auto (cuda, mps, cpu in that order) or one of them")
 
 
-def offload_flag() -> str:
+def offload_flag(**more) -> str:
     about = "where tables and their optimizer states are: on the device, in RAM, on disk"
-    return flag("none", about, choices=("none", "cpu", "disk"))
+    return flag("none", about, choices=("none", "cpu", "disk"), **more)
 
 
 def snapshots(folder: Path) -> list[Path]:
