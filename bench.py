@@ -65,12 +65,11 @@ from common import (
 )
 from model import Decoder, ModelConfig
 from offload import OffloadedTables
-from tables.file import TableFile
-from tables.memory import RamStorage, check_ram
+from tables.storage import DiskStorage, RamStorage, check_room
 from tables.tables import ResidentTables, StoredTables, Tables, send
 from text import documents
 from training.batches import read_meta, read_tokenizer
-from training.checkpoints import check_memory, device_flag
+from training.checkpoints import device_flag
 from training.loss import head_loss
 from training.optimizer import Optimizer
 from training.records import check_picture, markdown, save_figure
@@ -117,9 +116,7 @@ class Bench:
     def model(self, **more) -> ModelConfig:
         names = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         try:
-            config = ModelConfig(**{name: getattr(self, name) for name in names} | more)
-            check_memory(config, 4, 4)
-            return config
+            return ModelConfig(**{name: getattr(self, name) for name in names} | more)
         except ValueError as error:
             raise UserError(f"--{error}") from None
 
@@ -368,7 +365,7 @@ class Contender:
             torch.cuda.reset_peak_memory_stats()
         tokens = TASKS[name](self)
         if ring:
-            ring.drain()  # what is on its way belongs to this chunk
+            ring.synchronize()  # what is on its way belongs to this chunk
             self.figures[f"bytes per token, {name}"] = (ring.moved - moved) / tokens
         if self.bench.cuda and name == "train":
             self.figures["device bytes"] = self.held + torch.cuda.max_memory_allocated() - before
@@ -418,14 +415,15 @@ TASKS = {  # which say how many tokens they went through
 }
 
 
-def drop_pages(file: TableFile) -> None:
-    """Make the next read of a table file go to the disk, where the system lets us (Linux)."""
+def drop_pages(storage: DiskStorage) -> None:
+    """Make the next read of tables go to the disk, where the system lets us (Linux)."""
     if not hasattr(os, "posix_fadvise"):
         return
-    file.map.flush()  # only clean pages can go,
-    file.map.madvise(mmap.MADV_DONTNEED)  # and only such that nobody has mapped
-    with open(file.path, "rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for name, mapped in storage.maps.items():
+        mapped.flush()  # only clean pages can go,
+        mapped.madvise(mmap.MADV_DONTNEED)  # and only such that nobody has mapped
+        with open(storage.folder / name, "rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def max_rss() -> int | None:
@@ -446,12 +444,12 @@ def build(bench: Bench, folder: Path) -> dict[str, Contender]:
             vocab_size = int(bench.table_gib * 2**30) // (n_table * width * 4)
         shape = (vocab_size, n_table, width)
         if name == "cpu":
-            check_ram(shape, torch.float32, training=True)
+            check_room(shape, torch.float32, training=True)
             if not bench.cuda:
                 return ResidentTables(n_table, vocab_size, width)
             storage = RamStorage(shape, torch.float32)
         else:
-            storage = TableFile.create(folder / name, shape, torch.float32, sparse=sparse)
+            storage = DiskStorage.create(folder / name, shape, torch.float32, sparse=sparse)
         storage.fresh = not sparse  # drawing rows would fill a sparse file
         return (OffloadedTables if bench.cuda else StoredTables)(storage, bench.on)
 

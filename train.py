@@ -13,7 +13,6 @@ lowest validation loss, without what resuming needs), metrics.jsonl, loss.png; w
 the tables-ID.bin that ckpt.pt names, and no best.pt.
 """
 
-import contextlib
 import math
 import signal
 import time
@@ -27,18 +26,17 @@ from tqdm import tqdm
 import prepare
 from common import UserError, locked, pick_device, run
 from model import Decoder
+from offload import make_tables
 from sample import sample_text
-from tables.file import DTYPES
+from tables.storage import DTYPES
 from text import tokenizer
 from text.template import END, special
 from training.batches import Data, check_tokenizer, read_meta
 from training.checkpoints import (
     LIVE,
-    check_memory,
     checkpoint_errors,
     load_checkpoint,
     load_model,
-    make_tables,
     remove_leftovers,
     save_checkpoint,
 )
@@ -71,8 +69,7 @@ def train(settings: Settings) -> None:
             checkpoint = None  # unmaps its file: a deleted one would go on taking up room
             fit(settings, data, *made)
         finally:
-            with contextlib.suppress(OSError):  # Windows keeps what is still open
-                (out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it
+            remove_leftovers(out_dir)
 
 
 def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
@@ -103,17 +100,14 @@ def build(
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     tables = make_tables(
-        settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume
+        settings.offload,
+        device,
+        DTYPES[settings.table_dtype],
+        live=out_dir / LIVE,
+        saved=checkpoint and checkpoint["tables"],
+        fresh=checkpoint is None,
     )
-    # At least so much: two batches of ids and targets, and on a CPU what each layer keeps for the
-    # backward pass; below, weights and on a CPU their moments, and the same of rows.
-    config, host = settings.model, device.type == "cpu"
-    tokens = config.block_size if STAGES[settings.stage].rows == "text" else 2
-    kept = 4 * config.n_layer * config.n_embd * settings.device_batch_size if host else 0
-    size = DTYPES[settings.table_dtype].itemsize + 8 * host
-    row = size if settings.offload == "none" else 0  # else checked where they are made
     try:
-        check_memory(config, 4 + 8 * host, row, tokens * (32 * settings.batch_size + kept))
         model = Decoder(settings.model, tables=tables).to(device)
     except ValueError as error:
         raise UserError(f"--{error}") from None
@@ -237,7 +231,7 @@ def fit(
         state |= dict(data=data.metas, weights=data.weights, args=settings.flat(), best=best)
         save_checkpoint(saved, model, data.encoding, **state)
 
-    best_file, keep_best = out_dir / "best.pt", settings.keep_best and not model.tables.file
+    best_file, keep_best = out_dir / "best.pt", settings.keep_best and not model.tables.on_disk
     if settings.keep_best and not keep_best:
         print("best.pt is not kept: that would be one more copy of the tables on disk")
     accumulate = batch_size // settings.device_batch_size

@@ -49,16 +49,24 @@ def archive_previous_run(out_dir: Path) -> Path:
     try:
         temporary.mkdir()
         for name in names:
-            try:
-                os.link(out_dir / name, temporary / name)
-            except OSError:  # a file system without links
-                shutil.copy2(out_dir / name, temporary / name)
+            if (out_dir / name).is_dir():
+                shutil.copytree(out_dir / name, temporary / name, copy_function=link)
+            else:
+                link(out_dir / name, temporary / name)
         os.rename(temporary, folder)
         for name in names:  # ckpt.pt first: without it, nobody looks for the others
-            (out_dir / name).unlink()
+            path = out_dir / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
     return folder
+
+
+def link(origin: Path, path: Path) -> None:
+    try:
+        os.link(origin, path)
+    except OSError:  # a file system without links
+        shutil.copy2(origin, path)
 
 
 class Log:
