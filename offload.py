@@ -12,7 +12,7 @@ In training, rows and moments of the last batch stay on the device, in slots of 
 the next batch only what is missing is fetched, while this batch still computes; only what the next
 batch does not read is written back. To layers and optimizer this set is a resident table.
 
-A buffer is filled by a kernel that reads RAM over the bus, if that can be pinned (*direct*), or else
+A buffer is filled by a kernel that reads RAM over the bus, if it can be pinned (*direct*), or else
 by a worker thread that gathers rows in pinned staging memory (*staged*). What can go wrong:
 
     H1  staging memory is refilled while the side stream still copies it: Buffer.wait_staging
@@ -122,8 +122,8 @@ class TransferRing:
     def fetch(
         self, buffer: Buffer, host: Tensor, ids: Tensor, device=None, slots=None, arrived=None
     ) -> None:
-        """Job: bring rows `ids` [n] of `host` [V, ..] to a buffer and, if it is given, on to `slots`
-        [n] of `device`; then record that they have arrived."""
+        """Job: bring rows `ids` [n] of `host` [V, ..] to a buffer and maybe on to `slots` [n] of
+        `device`; then record that they have arrived."""
         rows = rows_in(buffer.memory, len(ids), host)
         if self.worker:
             buffer.wait_staging()
@@ -377,8 +377,8 @@ def make_tables(
     saved: DiskStorage | None = None,
     fresh: bool = False,
 ) -> Callable[[int, int, int], Tables]:
-    """What makes the tables of a `Decoder` on `device` where `offload` says: a function of (n_table,
-    V, W), which raises UserError where there is no room.
+    """What makes the tables of a `Decoder`, used on `device` and stored where `offload` says: a
+    function of (n_table, V, W), which raises UserError where there is no room.
 
     Args:
         live: for training, the folder of tables on disk, which does not exist yet.

@@ -99,8 +99,8 @@ class DiskStorage(TableStorage):
     def create(
         cls, folder: Path, shape: Shape, dtype: torch.dtype, *, sparse: bool = False
     ) -> "DiskStorage":
-        """Writable tables of zeros in a new folder, all of their room taken at once unless `sparse`:
-        a disk that fills up under a memory map would kill the process. UserError: it is full."""
+        """Writable tables of zeros in a new folder, which take all of their room at once unless
+        `sparse`: a disk that fills up under a map would kill the process. UserError: it is full."""
         with writing(folder):
             Path(folder).mkdir(parents=True)
             for name, (_, _, n_byte) in layout(shape, dtype).items():

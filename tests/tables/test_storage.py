@@ -1,4 +1,4 @@
-"""Tables on disk: what is written is there when reopened, damage is noticed, and room is checked."""
+"""Tables on disk: what is written is there when reopened, damage is noticed, room is checked."""
 
 import mmap
 import os
@@ -86,10 +86,10 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
 
     storage = made(tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match="cannot write .*full: No space left on device"):
+    with pytest.raises(UserError, match=r"cannot write .*full: No space left on device"):
         DiskStorage.create(tmp_path / "full", SHAPE, torch.float32)
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="cannot write .*copy: No space left on device"):
+    with pytest.raises(UserError, match=r"cannot write .*copy: No space left on device"):
         storage.copy(tmp_path / "copy")
 
 

@@ -203,7 +203,7 @@ def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(
 @pytest.mark.parametrize("flags", ["--offload disk", "--table_dtype bfloat16"])
 def test_adamw_over_whole_tables_needs_them_resident(data, tmp_path, monkeypatch, flags):
     flags = [*flags.split(), "--table_optimizer", "adamw"]
-    with pytest.raises(SystemExit, match="^error: --table_optimizer adamw needs --offload none"):
+    with pytest.raises(SystemExit, match=r"^error: --table_optimizer adamw needs --offload none"):
         run(lambda: train_module.train(arguments(monkeypatch, data, tmp_path, *flags)))
 
 
