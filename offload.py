@@ -20,9 +20,6 @@ by a worker thread that gathers rows in pinned staging memory (*staged*). What c
         OffloadedTables.after_compute
     H3  rows are fetched before their update is written back: other rows come than leave, and all
         transfers happen in one order, TransferRing.run and wait_staging
-
-Waiting for an event that was never recorded returns at once (CUDA). So whoever waits for an event
-of the worker's first waits for its job.
 """
 
 from collections import deque
@@ -52,10 +49,16 @@ class Buffer:
         # Not to be handed out again before the last copy has ended. (Pinned memory never is.)
         self.memory.record_stream(ring.stream)
         # ready: the side stream is done with it; free: the compute stream is.
-        self.ready, self.free = torch.cuda.Event(blocking=True), torch.cuda.Event()
+        self.ready, self.free = torch.cuda.Event(), torch.cuda.Event()
         # The allocator hands out memory that kernels queued earlier may still use.
         self.free.record(torch.cuda.current_stream(ring.device))
         self.scatter: Callable[[], object] = lambda: None  # staged rows to where they are stored
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """A new event each time: whoever has the one before does not wait for this, too."""
+        self.ready = torch.cuda.Event(blocking=True)
+        self.ready.record(stream)
+        return self.ready
 
     def wait_staging(self) -> None:
         """Worker: before `staging` is used again (H1), and before what went out comes in (H3)."""
@@ -83,21 +86,19 @@ class TransferRing:
         self.turn = 0  # counts the users of the buffers, of whom each takes them from the last
         self.moved = 0  # bytes fetched and written back so far
 
-    def run(self, job: Callable, *args) -> Future | None:
-        """Queue what a job does on the side stream: at once, or when it is the worker's turn."""
-        if self.worker:
-            return self.worker.submit(self.attempt, job, *args)
-        job(*args)
+    def run(self, job: Callable, *args) -> object:
+        """Queue what a job does on the side stream: at once, or when it is the worker's turn.
+        Returns what `result_of` takes."""
+        return self.worker.submit(self.attempt, job, *args) if self.worker else job(*args)
 
-    def attempt(self, job: Callable, *args) -> None:
+    def attempt(self, job: Callable, *args) -> object:
         """Worker: run a job, unless one before it failed."""
         try:
             if self.failure is None:
-                job(*args)
+                return job(*args)
         except BaseException as error:  # whatever ends a job, the main thread hears of it
             self.failure = error
-        if self.failure:
-            raise self.failure
+        raise self.failure
 
     def next_buffer(self, size: int) -> Buffer:
         """Addresses stay, unless rows need more bytes than any before."""
@@ -120,10 +121,10 @@ class TransferRing:
 
     @torch.no_grad()
     def fetch(
-        self, buffer: Buffer, host: Tensor, ids: Tensor, device=None, slots=None, arrived=None
-    ) -> None:
+        self, buffer: Buffer, host: Tensor, ids: Tensor, device=None, slots=None
+    ) -> torch.cuda.Event:
         """Job: bring rows `ids` [n] of `host` [V, ..] to a buffer and maybe on to `slots` [n] of
-        `device`; then record that they have arrived."""
+        `device`. Returns the event of their arrival."""
         rows = rows_in(buffer.memory, len(ids), host)
         if self.worker:
             buffer.wait_staging()
@@ -137,8 +138,7 @@ class TransferRing:
                 torch.index_select(host, 0, ids, out=rows)
             if device is not None:
                 device.index_copy_(0, slots, rows)
-                arrived.record(self.stream)
-            buffer.ready.record(self.stream)
+            return buffer.record(self.stream)
 
     @torch.no_grad()
     def write_back(
@@ -156,24 +156,23 @@ class TransferRing:
                 buffer.scatter = partial(host.index_copy_, 0, ids, staged)
             else:
                 host.index_copy_(0, ids, rows)
-            buffer.ready.record(self.stream)
+            buffer.record(self.stream)
 
-    def wait_staging(self) -> Future | None:
+    def wait_staging(self) -> object:
         """See that what was written back is there before anything more is fetched (H3)."""
         if self.worker:
             return self.run(lambda all_: [each.wait_staging() for each in all_], list(self.buffers))
 
     def synchronize(self) -> None:
         """Wait until all that was queued is done."""
-        wait_for(self.wait_staging(), "storing rows")
+        result_of(self.wait_staging(), "storing rows")
         self.stream.synchronize()
 
 
-def wait_for(job: Future | None, what: str) -> None:
-    """Wait until the worker has done a job. RuntimeError if it or one before failed."""
+def result_of(job: object, what: str) -> object:
+    """What a job returned, once the worker has done it. RuntimeError if it or one before failed."""
     try:
-        if job:
-            job.result()
+        return job.result() if isinstance(job, Future) else job
     except BaseException as error:
         raise RuntimeError(f"{what} failed: {error!r}: go on from a checkpoint") from error
 
@@ -198,9 +197,8 @@ class OffloadedTables(StoredTables):
         self.dirty = torch.zeros(self.vocab_size, dtype=torch.bool)  # changed, not written back
         self.resident_ids = self.free_slots = torch.empty(0, dtype=torch.int64)
         self.announced: Tensor | None = None  # tokens of the next batch, by `prefetch`
-        # What fetches rows of each table, and behind them moments: a job, and what it records.
-        self.jobs: list[Future | None] = [None] * (len(self.weight) + 1)
-        self.arrived = [torch.cuda.Event() for _ in self.jobs]
+        # The jobs that fetch rows of each table, and at last the moments of all.
+        self.jobs: list[object] = [None] * (len(self.weight) + 1)
 
     # --- reading ---
 
@@ -258,7 +256,7 @@ class OffloadedTables(StoredTables):
             for number, source in enumerate(sources):
                 assert self.ring.turn == turn, "this lookup lost its buffers to another one"
                 buffer, job = requested.popleft()
-                self.wait(job, buffer.ready)
+                self.wait(job)
                 rows = F.embedding(
                     position, rows_in(buffer.memory, n, source)
                 )  # [n, W] -> [B, T, W]
@@ -270,10 +268,10 @@ class OffloadedTables(StoredTables):
             request(number)
         return receive(self.ring.turn)
 
-    def wait(self, job: Future | None, event: torch.cuda.Event) -> None:
-        """Have the compute stream wait for a transfer, and the host until the worker queued it."""
-        wait_for(job, "reading rows")
-        torch.cuda.current_stream(self.device).wait_event(event)
+    def wait(self, job: object) -> None:
+        """Have the compute stream wait for rows, and the host until the worker queued them."""
+        if arrival := result_of(job, "reading rows"):
+            torch.cuda.current_stream(self.device).wait_event(arrival)
 
     # --- training ---
 
@@ -286,11 +284,11 @@ class OffloadedTables(StoredTables):
         return send(self.slot_of[ids], self.device)
 
     def rows(self, table: int) -> Tensor:
-        self.wait(self.jobs[table], self.arrived[table])
+        self.wait(self.jobs[table])
         return self.device_rows[0][table]
 
     def moments(self, table: int) -> tuple[Tensor, Tensor]:
-        self.wait(self.jobs[-1], self.arrived[-1])
+        self.wait(self.jobs[-1])
         return self.device_rows[1][table], self.device_rows[2][table]
 
     def mark_dirty(self, ids: Tensor) -> None:
@@ -310,8 +308,8 @@ class OffloadedTables(StoredTables):
         self.ring.run(self.storage.read_ahead, missing, ("rows", "m", "v"))
         slots, missing = self.ring.device_index(slots), self.ring.host_index(missing)
         for buffer, host, device, number in self.transfers(len(missing)):
-            job = (buffer, host, missing, device, slots, self.arrived[number])
-            self.jobs[number] = self.ring.run(self.ring.fetch, *job)
+            job = (self.ring.fetch, buffer, host, missing, device, slots)
+            self.jobs[number] = self.ring.run(*job)
 
     def evict_except(self, ids: Tensor) -> None:
         """Write back what has changed of other tokens than `ids`, and free their slots."""

@@ -158,7 +158,7 @@ def differs(number: int, expected: list[torch.Tensor], module=offload) -> bool:
             made = module.OffloadedTables(storage, gpu.device, n_buffer=rng.choice([1, 2, 9]))
             if late:  # for each job of the worker
                 attempt = made.ring.attempt
-                made.ring.attempt = lambda *job: (time.sleep(late), attempt(*job))
+                made.ring.attempt = lambda *job: (time.sleep(late), attempt(*job))[1]
             for stream in gpu.streams:
                 gpu.paces[stream] = rng.choice([0.0, 0.2, 1.0])
             if rng.random() < 0.5:  # slots will not grow any more: who takes a new one waits, too
@@ -193,7 +193,13 @@ def test_no_schedule_changes_results(expected):
 
 
 GUARDS = (".synchronize()", ".wait_event(", ".record(", ".record_stream(", ".after_compute()")
-GUARDS += (".wait_staging()", "self.write_back(", "wait_for(job", "self.wait(")
+GUARDS += (
+    ".wait_staging()",
+    "self.write_back(",
+    "self.wait(self",
+    "self.wait(job",
+    "result_of(self.wait",
+)
 
 
 def guards() -> list[int]:
@@ -334,7 +340,7 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(storage):
 
             def counted(slot, stored, ids, *rest, real=real):
                 crossed.append(len(ids) * stored.shape[1] * stored.element_size())
-                real(slot, stored, ids, *rest)
+                return real(slot, stored, ids, *rest)
 
             setattr(tables.ring, name, counted)
         batches = [{1, 2, 3}, {2, 3, 4, 5}, {2, 3, 4, 5}, {7}, {1, 7}]
@@ -344,7 +350,7 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(storage):
             before = tables.ring.moved
             train(tables, adam, torch.tensor([sorted(wanted)]))
             if tables.ring.worker:
-                offload.wait_for(tables.ring.wait_staging(), "")
+                offload.result_of(tables.ring.wait_staging(), "")
             # Unannounced: what leaves does so when the next batch is looked up.
             coming, leaving = wanted - sets[number], sets[number] - wanted
             bytes_a_token = SMALL[1] * SMALL[2] * 4 * 3  # rows, m and v
@@ -359,7 +365,7 @@ def test_each_distinct_row_is_fetched_once_and_a_step_reads_what_lies_side_by_si
 
         def fetch(slot, stored, ids, *rest):
             fetched.append((tuple(stored.shape), ids.cpu().tolist()))
-            real(slot, stored, ids, *rest)
+            return real(slot, stored, ids, *rest)
 
         tables.ring.fetch = fetch
         list(tables.lookup(torch.tensor([[5, 2, 5, 5], [2, 2, 5, 7]])))
@@ -445,7 +451,7 @@ def test_a_slow_disk_is_waited_for(tmp_path):
     with SimulatedGpu() as gpu:
         tables = staged(tmp_path, gpu)
         fetch = tables.ring.fetch
-        tables.ring.fetch = lambda *args: (time.sleep(0.02), fetch(*args))
+        tables.ring.fetch = lambda *args: (time.sleep(0.02), fetch(*args))[1]
         assert all_equal(gpu, tables)
 
 
