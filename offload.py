@@ -87,8 +87,7 @@ class TransferRing:
         self.moved = 0  # bytes fetched and written back so far
 
     def run(self, job: Callable, *args) -> object:
-        """Queue what a job does on the side stream: at once, or when it is the worker's turn.
-        Returns what `result_of` takes."""
+        """Queue what a job does on the side stream: now, or by the worker; see `result_of`."""
         return self.worker.submit(self.attempt, job, *args) if self.worker else job(*args)
 
     def attempt(self, job: Callable, *args) -> object:
@@ -160,8 +159,8 @@ class TransferRing:
 
     def wait_staging(self) -> object:
         """See that what was written back is there before anything more is fetched (H3)."""
-        if self.worker:
-            return self.run(lambda all_: [each.wait_staging() for each in all_], list(self.buffers))
+        waits = [buffer.wait_staging for buffer in self.buffers if self.worker]
+        return self.run(lambda: [wait() for wait in waits])
 
     def synchronize(self) -> None:
         """Wait until all that was queued is done."""
@@ -188,9 +187,9 @@ class OffloadedTables(StoredTables):
         seen = storage.on_gpu(self.device)
         self.ring = TransferRing(self.device, n_buffer, staged=seen is None)
         arrays = seen or [array for array in storage.arrays.values() if array.dim() == 3]
-        # Rows, and for training m and v, n_table times [V, W] each; and the rows of all tables as
-        # one matrix [V, n_table * W].
+        # Rows, m and v, each [V, W] for every table; and all rows as one matrix [V, n_table * W].
         self.host_rows, self.whole = [array.unbind(1) for array in arrays], arrays[0].flatten(1)
+        self.for_decoding: Buffer | None = None
         # The working set: the same [slots, W] for each table, none before the first step.
         self.device_rows = [[t[:0].to(self.device) for t in tables] for tables in self.host_rows]
         self.slot_of = torch.full((self.vocab_size,), -1)  # of each token; -1: it is not there
@@ -234,8 +233,6 @@ class OffloadedTables(StoredTables):
         if ids.shape[-1] == 1:
             if ids.device.type == "cpu":
                 self.distinct(ids)  # are they in range?
-            else:
-                self.after_compute()  # which may still compute them
             wanted, sources = ids.reshape(-1), [self.whole]
             position = torch.arange(len(wanted), device=self.device).view(ids.shape)
         else:
@@ -247,7 +244,8 @@ class OffloadedTables(StoredTables):
         def request(number: int) -> None:
             if number < len(sources):
                 size = n * sources[number].shape[1] * self.whole.element_size()
-                buffer = self.ring.next_buffer(size)
+                decoding = ids.shape[-1] == 1
+                buffer = (self.decoding_buffer if decoding else self.ring.next_buffer)(size)
                 job = self.ring.run(self.ring.fetch, buffer, sources[number], wanted)
                 requested.append((buffer, job))
                 self.ring.moved += size
@@ -257,9 +255,8 @@ class OffloadedTables(StoredTables):
                 assert self.ring.turn == turn, "this lookup lost its buffers to another one"
                 buffer, job = requested.popleft()
                 self.wait(job)
-                rows = F.embedding(
-                    position, rows_in(buffer.memory, n, source)
-                )  # [n, W] -> [B, T, W]
+                rows = rows_in(buffer.memory, n, source)  # [n, W], or [n, n_table * W]
+                rows = F.embedding(position, rows)  # [B, T, W], ...
                 buffer.free.record(torch.cuda.current_stream(self.device))
                 request(number + self.ring.n_buffer)
                 yield from rows.unflatten(-1, (-1, self.width)).unbind(-2)  # [B, T, W] each
@@ -267,6 +264,14 @@ class OffloadedTables(StoredTables):
         for number in range(self.ring.n_buffer):
             request(number)
         return receive(self.ring.turn)
+
+    def decoding_buffer(self, size: int) -> Buffer:
+        """One for itself, as a CUDA graph keeps its address. All that has read it is queued by now,
+        and so is what computes the ids: transfers wait for both."""
+        if self.for_decoding is None or len(self.for_decoding.memory) < size:
+            self.for_decoding = Buffer(size, self.ring)
+        self.for_decoding.free.record(torch.cuda.current_stream(self.device))
+        return self.for_decoding
 
     def wait(self, job: object) -> None:
         """Have the compute stream wait for rows, and the host until the worker queued them."""
