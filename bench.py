@@ -47,6 +47,8 @@ from statistics import median
 import tiktoken
 import torch
 from matplotlib import pyplot as plt
+from tables.file import TableFile
+from tables.memory import RamStorage, check_ram
 from torch import Tensor, nn
 from torch.utils.benchmark import timer
 from tqdm import tqdm
@@ -65,8 +67,6 @@ from common import (
 )
 from model import Decoder, ModelConfig
 from offload import OffloadedTables
-from tables.file import TableFile
-from tables.memory import RamStorage, check_ram
 from tables.tables import ResidentTables, StoredTables, Tables
 from text import documents
 from training.batches import read_meta, read_tokenizer

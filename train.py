@@ -29,6 +29,8 @@ from tqdm import tqdm
 import prepare
 from common import UserError, locked, pick_device, run
 from model import Decoder
+from offload import make_tables
+from tables.storage import DTYPES
 from text import tokenizer
 from training.batches import Data, check_tokenizer, read_meta
 from training.checkpoints import (
@@ -36,7 +38,6 @@ from training.checkpoints import (
     checkpoint_errors,
     load_checkpoint,
     load_model,
-    make_tables,
     remove_leftovers,
     save_checkpoint,
 )
@@ -82,8 +83,7 @@ def train(settings: Settings) -> None:
         try:
             fit(build(settings, data))
         finally:
-            with contextlib.suppress(OSError):  # Windows keeps what is still open
-                (out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it
+            remove_leftovers(out_dir)
 
 
 def build(settings: Settings, data: Data) -> Run:
@@ -101,7 +101,12 @@ def build(settings: Settings, data: Data) -> Run:
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     tables = make_tables(
-        settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume
+        settings.offload,
+        device,
+        DTYPES[settings.table_dtype],
+        live=out_dir / LIVE,
+        saved=checkpoint and checkpoint["tables"],
+        fresh=checkpoint is None,
     )
     try:
         model = Decoder(settings.model, tables=tables).to(device)
@@ -114,7 +119,7 @@ def build(settings: Settings, data: Data) -> Run:
     else:
         document = data.encoding.eot_token if settings.doc_mask else None
         objective = NextToken(model, device, dtype, document)
-    keep_best = settings.keep_best and not model.tables.file  # else one more copy of them
+    keep_best = settings.keep_best and not model.tables.on_disk  # else one more copy of them
     run = Run(settings, data, model, objective, Optimizer(model, settings), keep_best)
 
     # 3) what was trained before

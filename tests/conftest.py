@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tables.file import TableFile
-from tables.memory import RamStorage
+from tables.storage import DiskStorage, RamStorage
 
 torch.set_num_threads(1)  # threads only slow down tensors of this size
 
@@ -117,6 +116,6 @@ def storage(request, tmp_path):
     def made(shape=(128, 4, 1024), dtype=torch.float32):
         if request.param == "direct":
             return RamStorage(shape, dtype)
-        return TableFile.create(tmp_path / f"{len(list(tmp_path.iterdir()))}.bin", shape, dtype)
+        return DiskStorage.create(tmp_path / str(len(list(tmp_path.iterdir()))), shape, dtype)
 
     return made
