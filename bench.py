@@ -9,9 +9,8 @@
 
 Contenders take turns, so what slows the machine for a while slows all of them. Speeds are medians
 over the turns; ratios are medians of the ratios to a baseline within a turn. Token ids are random
-with Zipf's frequencies. Unless flags say otherwise models have 6 layers x 192, V = 6,400, and a
-batch is 8 x 256 tokens; on a GPU 17 layers x 1,024, V = 8,192 (vocab: 3 layers, V = 6,400; offload:
-V = 32,768) and 16 x 1,024 tokens: models that take turns then need less than 40 GiB together.
+with Zipf's frequencies. On a GPU default sizes are other ones, and differ (`GPU` below): models
+that take turns need less than 40 GiB together.
 
 **train.** Whole optimizer steps. GFLOP/s are three times those of a forward pass; `of the matrix
 rate` is their share of what this machine reaches in one large matrix product.
@@ -24,9 +23,7 @@ tables, as plain `nn.Embedding` would have it. The head, which costs V either wa
 both, and shown beside them. Memory is that of weights, gradients and optimizer states.
 
 **offload.** One model, its tables stored in different places. `decode` 1 and 8 is one token at a
-time for so many sequences, `prefill` forward passes, `train` whole optimizer steps. On a GPU,
-KB/token crossed the bus per token of decode 1 and of train, and `device` is its peak memory in
-training.
+time for so many sequences, `prefill` forward passes, `train` whole optimizer steps.
 """
 
 import ctypes
@@ -38,7 +35,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -68,28 +65,27 @@ KINDS = {
     "STEM, all": dict(stem_layers="all"),
     "Embformer": dict(ffn="embformer"),
 }
-QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2)
-CPU = dict(n_layer=6, n_head=6, n_embd=192, vocab_size=6400, block_size=256, batch_size=8)
+# Default sizes where they are not those of `Bench`.
+QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2, rounds=2)
 GPU = dict(n_layer=17, n_head=16, n_embd=1024, vocab_size=8192, block_size=1024, batch_size=16)
 GPU_SPECIAL = {"vocab": dict(n_layer=3, vocab_size=6400), "offload": dict(vocab_size=32768)}
 # How to print a column, by its first word.
 FORMATS = {
     "tok/s": "{:,.0f}", "ms": "{:,.0f}", "over": "{:.2f}", "GFLOP/s": "{:,.0f}", "GB/s": "{:.1f}",
-    "of": "{:.0%}", "GiB": "{:.2f}", "KB/token": "{0[0]:.1f}, {0[1]:.1f}", "device": "{:.2f} GiB",
+    "of": "{:.0%}", "GiB": "{:.2f}",
     **dict.fromkeys(("decode", "prefill", "train"), "{0[tok/s]:,.0f} ({0[ratio]:.1%})"),
 }  # fmt: skip
 
 
 @dataclass
 class Bench:
-    what: str
     device: str = device_flag()
-    n_layer: int | None = flag(None, "layers, all but the first with a table", must="at least 1")
-    n_head: int | None = flag(None, "attention heads", must="at least 1")
-    n_embd: int | None = flag(None, "width of the residual stream", must="at least 1")
-    vocab_size: int | None = flag(None, "rows of a table", must="at least 1")
-    block_size: int | None = flag(None, "context length in tokens", must="at least 1")
-    batch_size: int | None = flag(None, "sequences in a training step", must="at least 1")
+    n_layer: int = flag(6, "layers, all but the first with a table", must="at least 1")
+    n_head: int = flag(6, "attention heads", must="at least 1")
+    n_embd: int = flag(192, "width of the residual stream", must="at least 1")
+    vocab_size: int = flag(6400, "rows of a table", must="at least 1")
+    block_size: int = flag(256, "context length in tokens", must="at least 1")
+    batch_size: int = flag(8, "sequences in a training step", must="at least 1")
     rounds: int = flag(7, "turns that each contender takes", must="at least 1")
     quick: bool = flag(False, "small models, two turns, nothing compiled: does it run?")
     plot: Path | None = flag(None, "picture of vocab: .png, .svg or .pdf")
@@ -98,21 +94,16 @@ class Bench:
     json: Path | None = flag(None, "write the figures to this file, too")
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         self.on = pick_device(self.device)
         self.cuda = self.on.type == "cuda"
         if self.cuda:
             torch.cuda.set_device(self.on.index or 0)  # which `timer` waits for
-        sizes = GPU | GPU_SPECIAL.get(self.what, {}) if self.cuda else CPU
-        for name, value in (QUICK if self.quick else sizes).items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        self.rounds = min(self.rounds, 2) if self.quick else self.rounds
-        check_ranges(self)
 
     def model(self, **more) -> ModelConfig:
-        sizes = {name: getattr(self, name) for name in CPU if name != "batch_size"}
+        names = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
         try:
-            return ModelConfig(**sizes, **more)
+            return ModelConfig(**{name: getattr(self, name) for name in names}, **more)
         except ValueError as error:
             raise UserError(f"--{error}") from None
 
@@ -135,19 +126,13 @@ class Contender:
     table_optimizer: str = "rowwise"
     tables: Callable[..., Tables] = ResidentTables
     cold: bool = False  # whether each turn has to read table files from the disk
-    batches = held = moved = peak = 0  # batches drawn; bytes, see `turn`
+    optimizer: Optimizer | None = None  # what trains has one
+    batches: int = 0  # drawn so far
 
-    @cached_property
-    def model(self) -> Decoder:
+    def __post_init__(self) -> None:
         torch.manual_seed(0)
-        model = Decoder(self.config, self.tables).to(self.bench.on)
-        self.adapt(model)
-        return model
-
-    @cached_property
-    def optimizer(self) -> Optimizer:
-        settings = Settings(learning_rate=1e-3, table_optimizer=self.table_optimizer)
-        return Optimizer(self.model, settings)
+        self.model = Decoder(self.config, self.tables).to(self.bench.on)
+        self.adapt(self.model)
 
     def batch(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Fresh ids, and those that tables are looked up under: others only if tables have more
@@ -158,22 +143,13 @@ class Contender:
 
     def turn(self) -> float:
         """Do the task once. Returns tokens per second."""
-        before = torch.cuda.memory_allocated()  # 0 without a GPU
-        ring = getattr(self.model.tables, "ring", None)  # the first turn builds the model
-        moved = ring.moved if ring else 0
         if self.cold:
             drop_pages(self.model.tables.storage)
-        if self.bench.cuda:
-            torch.cuda.reset_peak_memory_stats()
         start = timer()
         tokens = self.task(self)
-        if ring:
-            ring.drain()  # transfers under way belong to this turn
-        seconds = timer() - start
-        self.moved = (ring.moved - moved) / tokens if ring else 0  # over the bus, per token
-        self.peak = self.held + torch.cuda.max_memory_allocated() - before  # on the GPU
-        self.held += torch.cuda.memory_allocated() - before  # on the GPU between turns
-        return tokens / seconds
+        if hasattr(self.model.tables, "ring"):
+            self.model.tables.ring.drain()  # transfers under way belong to this turn
+        return tokens / (timer() - start)
 
 
 def interleaved_timing(contenders: dict[str, Contender], rounds: int) -> dict[str, dict]:
@@ -211,7 +187,10 @@ def calls_per_second(statement: str, x: Tensor) -> float:
 
 def train(it: Contender, steps: int = 1) -> int:
     """Optimizer steps as in the training loop, each on B sequences of T tokens."""
-    model, optimizer, device = it.model.train(), it.optimizer, it.bench.on
+    model, device = it.model.train(), it.bench.on
+    if it.optimizer is None:
+        settings = Settings(learning_rate=1e-3, table_optimizer=it.table_optimizer)
+        it.optimizer = Optimizer(model, settings)
     batches = [it.batch(it.bench.batch_size, it.bench.block_size + 1) for _ in range(steps)]
     coming = [*(table_ids[:, :-1] for _, table_ids in batches[1:]), None]
     for (ids, table_ids), next_ids in zip(batches, coming, strict=True):
@@ -221,7 +200,7 @@ def train(it: Contender, steps: int = 1) -> int:
         if next_ids is not None:
             model.tables.prefetch(next_ids)
         loss.backward()
-        optimizer.step(1.0)
+        it.optimizer.step(1.0)
         loss.item()
     return steps * it.bench.batch_size * it.bench.block_size
 
@@ -253,7 +232,7 @@ def prefill(it: Contender) -> int:
 
 
 def bench_train(bench: Bench) -> dict:
-    ways = {"": lambda model: model}
+    ways = {"": Decoder.train}
     if not bench.quick:
         ways[", compiled"] = lambda model: [block.compile() for block in model.blocks]
     contenders = {}
@@ -270,9 +249,7 @@ def bench_train(bench: Bench) -> dict:
 
 
 def bench_decode(bench: Bench) -> dict:
-    def eager(model: Decoder) -> Decoder:
-        return model if bench.cuda else model.use_column_major_weights()
-
+    eager = Decoder.eval if bench.cuda else Decoder.use_column_major_weights
     ways = {"": eager, ", no cache": eager}
     if not bench.quick:
         ways[", compiled"] = lambda model: eager(model).compile_steps()
@@ -349,42 +326,35 @@ def bench_offload(bench: Bench) -> dict:
     places = ["resident", "cpu", "disk, warm", "disk, cold"]
     if bench.table_gib:
         places = ["resident", *["cpu"] * bench.cuda, f"disk, {bench.table_gib:g} GiB of rows"]
-    contenders, rows = {}, {place: {} for place in places}
+    config, contenders, rows = bench.model(stem_layers="all"), {}, {place: {} for place in places}
     with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
         for place in places:
-            it = Contender(bench, bench.model(stem_layers="all"), prefill, {"ratio": "resident"})
-            it.tables = partial(make_tables, bench, place, Path(folder) / place)
-            it.cold = place == "disk, cold"
-            contenders[place] = it
-        for task in tasks:
+            tables, cold = partial(tables_at, bench, place, Path(folder)), place == "disk, cold"
+            more = dict(over={"ratio": "resident"}, tables=tables, cold=cold)
+            contenders[place] = Contender(bench, config, prefill, **more)
+        for task, do in tasks.items():
             for it in contenders.values():
-                it.task = tasks[task]
+                it.task = do
             for place, row in interleaved_timing(contenders, bench.rounds).items():
-                it = contenders[place]
-                rows[place][task] = row | {"moved": it.moved, "peak": it.peak}
-    for row in rows.values() if bench.cuda else ():
-        row["KB/token"] = [row[task]["moved"] / 1e3 for task in ("decode 1", "train")]
-        row["device"] = row["train"]["peak"] / 2**30
+                rows[place][task] = row
     show("tables", rows)
     sizes = [it.model.sizes() for it in contenders.values()]
+    backbone, table, threads = sizes[0]["backbone"], sizes[-1]["table"], torch.get_num_threads()
     print(
-        f"\n{sizes[0]['backbone'] / 1e6:.1f} M parameters in the backbone, "
-        f"{sizes[-1]['table'] / 1e6:,.1f} M in {bench.n_layer - 1} tables; {bench.on}, "
-        f"{torch.get_num_threads()} threads"
+        f"\n{backbone / 1e6:.1f} M parameters in the backbone, {table / 1e6:,.1f} M in "
+        f"{config.n_layer - 1} tables; {bench.on}, {threads} threads"
     )
     return rows
 
 
-def make_tables(
-    bench: Bench, place: str, folder: Path, n_table: int, vocab_size: int, width: int
-) -> Tables:
-    """The tables of a model, stored at a place: on disk in this folder."""
+def tables_at(bench: Bench, place: str, folder: Path, n_table: int, V: int, width: int) -> Tables:
+    """Tables [V, width] of a model, stored at a place, on disk in a folder."""
     if place == "resident" or (place == "cpu" and not bench.cuda):
-        return ResidentTables(n_table, vocab_size, width)
+        return ResidentTables(n_table, V, width)
     if sparse := bench.table_gib is not None:
-        vocab_size = int(bench.table_gib * 2**30) // (n_table * width * 4)
-    disk = partial(TableFile.create, folder / "tables", sparse=sparse)
-    storage = (RamStorage if place == "cpu" else disk)((vocab_size, n_table, width), torch.float32)
+        V = int(bench.table_gib * 2**30) // (n_table * width * 4)
+    disk = partial(TableFile.create, folder / place / "tables", sparse=sparse)
+    storage = (RamStorage if place == "cpu" else disk)((V, n_table, width), torch.float32)
     storage.fresh = not sparse  # drawing rows would fill a sparse file
     return (OffloadedTables if bench.cuda else StoredTables)(storage, bench.on)
 
@@ -410,10 +380,13 @@ def main() -> None:
     parser.add_argument("what", choices=(*TABLES, "all"), help="what to compare")
     add_flags(parser, Bench)
     flags = vars(parser.parse_args())
-    names = TABLES if flags["what"] == "all" else [flags["what"]]
+    what = flags.pop("what")
     check_picture(flags.get("plot"))
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
-    result = {name: TABLES[name](Bench(**flags | dict(what=name))) for name in names}
+    cuda, result = pick_device(flags.get("device", "auto")).type == "cuda", {}
+    for name in TABLES if what == "all" else [what]:
+        sizes = GPU | GPU_SPECIAL.get(name, {}) if cuda else {}
+        result[name] = TABLES[name](Bench(**(QUICK if "quick" in flags else sizes) | flags))
     if path := flags.get("json"):
         with atomic(path) as temporary:
             temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

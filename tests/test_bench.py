@@ -12,8 +12,8 @@ import bench
 from bench import Bench, Contender
 from model import Decoder, outline
 
-TINY = "--device cpu --n_layer 3 --n_head 2 --n_embd 24 --vocab_size 50 --block_size 16"
-TINY = f"{TINY} --batch_size 2 --rounds 1".split()
+SIZES = dict(n_layer=3, n_head=2, n_embd=24, vocab_size=50, block_size=16, batch_size=2, rounds=1)
+TINY = ["--device", "cpu", *(part for n, value in SIZES.items() for part in (f"--{n}", value))]
 TASKS = ("decode 1", "decode 8", "prefill", "train")
 
 
@@ -71,7 +71,7 @@ def test_vocabularies_differ_in_nothing_but_their_size(monkeypatch):
     monkeypatch.setattr(
         bench, "interleaved_timing", lambda c, n: contenders.update(c) or timing(c, n)
     )
-    rows = bench.bench_vocab(Bench("vocab", device="cpu", quick=True, rounds=1))
+    rows = bench.bench_vocab(Bench(device="cpu", **bench.QUICK | dict(rounds=1)))
     batches = {tuple(ids.flatten().tolist()): len(ids.unique()) for ids, *_ in seen}
     assert len(batches) == 2 and min(batches.values()) > 50  # of the warm-up and of the round
     assert {(classes, most < classes) for _, most, classes in seen} == {
@@ -91,8 +91,9 @@ def test_a_ratio_is_the_median_of_those_within_a_turn(monkeypatch):
     """Where some turns were slow for both, a ratio of medians would be another one."""
     rates = {"a": [9.0, 1.0, 4.0, 6.0], "b": [9.0, 2.0, 8.0, 3.0]}  # the first turn warms up
     left = {name: iter(each) for name, each in rates.items()}
-    monkeypatch.setattr(Contender, "turn", lambda it: next(left[it.task]))
-    contenders = {name: Contender(None, None, name, {"over b": "b"}) for name in rates}
+    contenders = {
+        name: SimpleNamespace(turn=left[name].__next__, over={"over b": "b"}) for name in rates
+    }
     assert bench.interleaved_timing(contenders, 3) == {
         "a": {"tok/s": 4.0, "over b": 0.5},
         "b": {"tok/s": 3.0, "over b": 1.0},
@@ -104,12 +105,10 @@ def test_the_models_that_take_turns_fit_one_gpu(monkeypatch, what):
     """Weights, in training also m and v and the gradients of one, of the default sizes there."""
 
     class Outline(Contender):
-        optimizer = SimpleNamespace(adamw=SimpleNamespace(param_groups=[]))
-
-        @property
-        def model(self):
+        def __post_init__(self):
+            self.optimizer = SimpleNamespace(adamw=SimpleNamespace(param_groups=[]))
             with outline():
-                return Decoder(self.config)
+                self.model = Decoder(self.config)
 
     def need(contenders, rounds):
         numbers = []
@@ -121,11 +120,10 @@ def test_the_models_that_take_turns_fit_one_gpu(monkeypatch, what):
         return {n: dict.fromkeys(("tok/s", *it.over), 1.0) for n, it in contenders.items()}
 
     needs = []
-    monkeypatch.setattr(bench, "CPU", bench.GPU | bench.GPU_SPECIAL.get(what, {}))
     monkeypatch.setattr(bench, "Contender", Outline)
     monkeypatch.setattr(bench, "interleaved_timing", need)
     monkeypatch.setattr(bench, "calls_per_second", lambda *_: 1.0)
-    bench.TABLES[what](Bench(what, device="cpu"))
+    bench.TABLES[what](Bench(device="cpu", **bench.GPU | bench.GPU_SPECIAL.get(what, {})))
     assert 4 * 2**30 < max(needs) < 40 * 2**30
 
 
