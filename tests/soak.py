@@ -382,21 +382,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "world").mkdir()
         world, here = World(Path(folder) / "world"), Path(folder) / "trial"
-        for trial in (kills, files, commands, pairs):
-            name, outcomes = trial.__name__, Counter()
+        trials = dict(kills=kills, files=files, commands=commands, pairs=pairs)
+        for name in [args.only] if args.only else trials:
+            outcomes: Counter[str] = Counter()
             n = args.n or (QUICK if args.quick else NUMBERS)[name]
-            numbers = range(args.first, args.first + n) if args.only in (None, name) else ()
-            for number in tqdm(numbers, desc=name, unit="trial"):
+            for number in tqdm(range(args.first, args.first + n), desc=name, unit="trial"):
                 here.mkdir()
                 try:
-                    outcomes[trial(world, random.Random(f"{args.seed} {name} {number}"), here)] += 1
+                    chance = random.Random(f"{args.seed} {name} {number}")
+                    outcomes[trials[name](world, chance, here)] += 1
                 except Exception as error:
                     why = error if isinstance(error, Broken) else traceback.format_exc()
                     tqdm.write(f"--only {name} --seed {args.seed} --first {number} --n 1: {why}")
                     broken += 1
                 shutil.rmtree(here)
             text = "; ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))
-            rows.append(f"| {name} | {len(numbers)} | {outcomes.total()} | {text} |")
+            rows.append(f"| {name} | {n} | {outcomes.total()} | {text} |")
     print("\n| trials | tried | held | what it came to |", "|---|---|---|---|", *rows, sep="\n")
     print(f"\nseed {args.seed}, {time.monotonic() - start:.0f} s, {broken} broken promises")
     sys.exit(bool(broken))
