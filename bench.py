@@ -9,8 +9,8 @@
 
 Contenders take turns, so what slows the machine for a while slows all of them. Speeds are medians
 over the turns; ratios are medians of the ratios to a baseline within a turn. Token ids are random
-with Zipf's frequencies. On a GPU default sizes are other ones, and differ (`GPU` below): models
-that take turns need less than 40 GiB together.
+with Zipf's frequencies. On a GPU sizes are larger unless flags say otherwise (`GPU` in the code);
+all models that take turns then need less than 40 GiB.
 
 **train.** Whole optimizer steps. GFLOP/s are three times those of a forward pass; `of the matrix
 rate` is their share of what this machine reaches in one large matrix product.
@@ -26,12 +26,10 @@ both, and shown beside them. Memory is that of weights, gradients and optimizer 
 time for so many sequences, `prefill` forward passes, `train` whole optimizer steps.
 """
 
-import ctypes
 import json
 import mmap
 import os
 import random
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -51,9 +49,8 @@ from attention import KVCache
 from common import UserError, add_flags, atomic, check_ranges, flag, make_parser, pick_device, run
 from model import Decoder, ModelConfig
 from offload import OffloadedTables
-from tables.file import TableFile
-from tables.memory import RamStorage
-from tables.tables import ResidentTables, StoredTables, Tables, send
+from tables.storage import DiskStorage, RamStorage
+from tables.tables import ResidentTables, StoredTables, Tables
 from training.checkpoints import device_flag
 from training.optimizer import Optimizer
 from training.records import check_picture, markdown, save_figure
@@ -65,7 +62,7 @@ KINDS = {
     "STEM, all": dict(stem_layers="all"),
     "Embformer": dict(ffn="embformer"),
 }
-# Default sizes where they are not those of `Bench`.
+# Sizes instead of the flags' defaults, which are for two CPU cores.
 QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2, rounds=2)
 GPU = dict(n_layer=17, n_head=16, n_embd=1024, vocab_size=8192, block_size=1024, batch_size=16)
 GPU_SPECIAL = {"vocab": dict(n_layer=3, vocab_size=6400), "offload": dict(vocab_size=32768)}
@@ -148,7 +145,7 @@ class Contender:
         start = timer()
         tokens = self.task(self)
         if hasattr(self.model.tables, "ring"):
-            self.model.tables.ring.drain()  # transfers under way belong to this turn
+            self.model.tables.ring.synchronize()  # transfers under way belong to this turn
         return tokens / (timer() - start)
 
 
@@ -196,7 +193,7 @@ def train(it: Contender, steps: int = 1) -> int:
     for (ids, table_ids), next_ids in zip(batches, coming, strict=True):
         targets = ids[:, 1:] % len(model.head_weight)  # vocab: a small head has fewer classes
         with torch.autocast(device.type, torch.bfloat16, enabled=it.bench.cuda):
-            _, loss = model(ids[:, :-1], send(targets, device), table_ids=table_ids[:, :-1])
+            _, loss = model(ids[:, :-1], targets, table_ids=table_ids[:, :-1])
         if next_ids is not None:
             model.tables.prefetch(next_ids)
         loss.backward()
@@ -353,22 +350,18 @@ def tables_at(bench: Bench, place: str, folder: Path, n_table: int, V: int, widt
         return ResidentTables(n_table, V, width)
     if sparse := bench.table_gib is not None:
         V = int(bench.table_gib * 2**30) // (n_table * width * 4)
-    disk = partial(TableFile.create, folder / place / "tables", sparse=sparse)
+    disk = partial(DiskStorage.create, folder / place, sparse=sparse)
     storage = (RamStorage if place == "cpu" else disk)((V, n_table, width), torch.float32)
     storage.fresh = not sparse  # drawing rows would fill a sparse file
     return (OffloadedTables if bench.cuda else StoredTables)(storage, bench.on)
 
 
-def drop_pages(storage: TableFile) -> None:
-    """Make the next read of table files go to the disk, where the system lets us (Linux)."""
-    if sys.platform != "linux":
-        return
-    for array in storage.arrays:  # only pages that are not mapped can go ...
-        at, size = ctypes.c_void_p(array.data_ptr()), ctypes.c_size_t(array.nbytes)
-        ctypes.CDLL(None).madvise(at, size, mmap.MADV_DONTNEED)
-    for path in storage.path.parent.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())  # ... and only clean ones
+def drop_pages(storage: DiskStorage) -> None:
+    """Make the next read of tables go to the disk, where the system lets us (Linux)."""
+    for name, pages in storage.maps.items() if hasattr(os, "posix_fadvise") else ():
+        pages.flush()  # only clean pages can go,
+        pages.madvise(mmap.MADV_DONTNEED)  # and only pages that are not mapped
+        with open(storage.folder / name, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
