@@ -17,24 +17,9 @@ from tables.storage import DiskStorage, RamStorage
 torch.set_num_threads(1)  # threads only slow down tensors of this size
 
 ROOT = Path(__file__).parent.parent
-SMALL = [
-    "--n_layer",
-    "2",
-    "--n_head",
-    "2",
-    "--n_embd",
-    "32",
-    "--block_size",
-    "32",
-    "--batch_size",
-    "4",
-    "--max_iters",
-    "12",
-    "--eval_interval",
-    "6",
-    "--device",
-    "cpu",
-]
+SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, max_iters=12)
+SMALL |= dict(eval_interval=6, device="cpu")
+SMALL = [str(part) for name, value in SMALL.items() for part in (f"--{name}", value)]
 
 
 def command(*args, cwd: Path, fails: bool = False, stdin: str = "") -> subprocess.CompletedProcess:
