@@ -41,6 +41,7 @@ from tqdm import tqdm
 import common
 from config import ModelConfig
 from training.checkpoints import load_checkpoint, save_checkpoint, snapshots
+from training.records import archive_previous_run
 from training.settings import Settings
 
 NUMBERS = dict(kills=300, files=500, commands=500, pairs=20)
@@ -244,6 +245,8 @@ def kills(world: World, rng: random.Random, folder: Path) -> str:
             last, seconds = None, rng.random() * world.seconds[stage]
         before = partial(at_operations, out, lambda n, last=last: n == last and die())
         Command(folder, "train", *command, before=before).wait(seconds, (*ENDED, KILLED))
+        if (out / "run1").exists() and not (out / "run1" / "ckpt.pt").exists():
+            archive_previous_run(out)  # what the next new run would do
         where = [path for path in (out, *out.glob("run[0-9]")) if (path / "ckpt.pt").exists()]
         if old and old_state not in [state(path / "ckpt.pt") for path in where]:
             raise Broken("the run that was to be replaced is whole nowhere")
