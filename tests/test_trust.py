@@ -282,12 +282,6 @@ def test_numbers_that_float32_has_not_are_the_most_probable_token():
         assert draw(logits, *options).tolist() == [1, 0]
 
 
-def test_the_table_of_a_bench_is_one_that_can_be(monkeypatch):
-    import bench
-
-    assert "--table_gib inf" in says(monkeypatch, bench, "offload", "--table_gib", "inf")
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
 def test_a_short_soak_breaks_no_promise():
     done = subprocess.run(
