@@ -20,12 +20,11 @@ and licence are left out. Written to the output folder:
 """
 
 import argparse
-import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -38,18 +37,25 @@ from text.download import DATASETS, fetch, sha256
 from text.download import MOBY_DICK as MOBY_DICK  # for analysis/
 from training.checkpoints import load_checkpoint
 
-BLOCK = 1 << 20  # bytes of text that are encoded at a time, each with some 20 bytes of memory
+BLOCK = 256  # documents that are encoded at a time, on several cores
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
 
-# Corpora made here: kind, and the function of the seed that gives documents to train and validate.
+# Corpora made here, as functions of the seed that give documents to train and to validate.
 CORPORA = {
-    "countries": ("text", countries.documents),
-    "countries-sft": ("chat", countries.conversations),
-    "countries-dpo": ("preference", countries.preferences),
+    "countries": countries.documents,
+    "countries-sft": countries.conversations,
+    "countries-dpo": countries.preferences,
 }
-Labelled = tuple[str, Document]  # with its split, "train" or "val"
+KINDS = {"countries": "text", "countries-sft": "chat", "countries-dpo": "preference"}
+KINDS |= {name: files[0].kind for name, files in DATASETS.items()}
+
+NEXT = {  # what trains on documents of a kind
+    "text": "train.py",
+    "chat": "train.py --stage sft --init_from CKPT --out_dir out/sft",
+    "preference": "train.py --stage dpo --init_from CKPT --out_dir out/dpo",
+}
 
 
 @dataclass
@@ -64,9 +70,8 @@ class Settings:
         + "; ".join(
             f"{name}: {file.about}, {file.licence}" for name, (file, *_) in DATASETS.items()
         ),
-        choices=(*CORPORA, *DATASETS),
+        choices=tuple(KINDS),
     )
-    base_url: str | None = flag(None, "a mirror to download --dataset from")
     out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
     tokenizer: str = flag(
         "train",
@@ -94,25 +99,9 @@ class Settings:
             raise UserError(f"--vocab_size {self.vocab_size}: {self.tokenizer} has its own size")
 
 
-def blocks(documents: Iterable[Labelled], kind: str) -> Iterator[list[tuple]]:
-    """Lists of split, bytes of text, and text or conversation (of which a preference gives two),
-    each list of about BLOCK bytes."""
-    block, total = [], 0
-    for split, document in documents:
-        for part in document if kind == "preference" else [document]:
-            text = part if kind == "text" else "".join(f"{m['role']}\n{m['content']}" for m in part)
-            size = len(text.encode())
-            block.append((split, size, part))
-            total += size
-        if total >= BLOCK:
-            yield block
-            block, total = [], 0
-    yield block
-
-
 def write_dataset(
     out_dir: Path,
-    documents: Iterable[Labelled],
+    documents: Iterable[tuple[str, Document]],
     encoding: tiktoken.Encoding,
     kind: str = "text",
     report: Report | None = None,
@@ -122,7 +111,7 @@ def write_dataset(
     of them are complete.
 
     Args:
-        documents: of any kind (text/documents.py), read once.
+        documents: of any kind (text/documents.py), each with its split, "train" or "val".
         report: counts what is skipped while they are read.
         origin: what else meta.json should say.
 
@@ -135,22 +124,28 @@ def write_dataset(
     counts = {"train": Counter(), "val": Counter()}
 
     with (
-        filled(out_dir),
+        locked(out_dir),
         atomic(out_dir / "meta.json") as meta_file,  # left in reverse order: replaced last
         atomic(out_dir / "tokenizer.json") as tokenizer_file,
         atomic(out_dir / "train.bin") as train_file,
         atomic(out_dir / "val.bin") as val_file,
     ):
         with open(train_file, "wb") as train, open(val_file, "wb") as val:
-            files = {"train": train, "val": val}
-            for block in blocks(documents, kind):
-                parts = [part for *_, part in block]
+            files, documents = {"train": train, "val": val}, iter(documents)
+            while block := list(islice(documents, BLOCK)):
+                if kind == "preference":
+                    block = [(split, part) for split, pair in block for part in pair]
+                texts = parts = [part for _, part in block]
                 if kind == "text":
-                    encoded = encoding.encode_ordinary_batch(parts)  # on several cores
+                    encoded = encoding.encode_ordinary_batch(texts)
                 else:
+                    texts = [
+                        "".join(f"{m['role']}\n{m['content']}" for m in part) for part in parts
+                    ]
                     encoded = [template.render(encoding, part) for part in parts]
-                for (split, size, _), ids in zip(block, encoded, strict=True):
+                for (split, _), text, ids in zip(block, texts, encoded, strict=True):
                     files[split].write(np.array([encoding.eot_token, *ids], dtype))
+                    size = len(text.encode())
                     counts[split].update(documents=1, tokens=1 + len(ids), bytes=size)
         if report:
             meta["skipped"] = report.bad
@@ -166,24 +161,13 @@ def write_dataset(
     return meta
 
 
-@contextlib.contextmanager
-def filled(folder: Path) -> Iterator[None]:
-    """Lock a folder that is written to. If that fails, remove the folders made for it."""
-    new = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
-    with locked(folder):
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(OSError):  # somebody else may use it by now
-                if new:
-                    (folder / ".lock").unlink()
-                for each in new:
-                    each.rmdir()
-            raise
-
-
-def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding:
-    """The tokenizer that --tokenizer names: one of tiktoken's, a prepared folder's, a model's."""
+def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
+    """The tokenizer that --tokenizer names: one of tiktoken's, a prepared folder's, a model's, or
+    None, which is to be trained."""
+    if name == "train":
+        if kind != "text":
+            raise UserError(f"--tokenizer is needed, as {kind} data continue a model: its ckpt.pt")
+        return None
     path = Path(name)
     try:
         if name in tokenizer.PRETRAINED:
@@ -205,12 +189,11 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding:
 def prepare_corpus(args: Settings, encoding: tiktoken.Encoding | None = None) -> dict:
     """A corpus that is made here. A pair must occur 8 times to become a token, so the vocabulary is
     what fits: in countries, common names are one token, rare ones several."""
-    kind, make = CORPORA[args.dataset]
-    train, val = make(args.seed)
+    train, val = CORPORA[args.dataset](args.seed)
     encoding = encoding or tokenizer.train(train, args.vocab_size or 4096, min_count=8)
     documents = [("train", document) for document in train] + [("val", d) for d in val]
     origin = dict(corpus=args.dataset, seed=args.seed)
-    return write_dataset(args.out_dir, documents, encoding, kind, **origin)
+    return write_dataset(args.out_dir, documents, encoding, KINDS[args.dataset], **origin)
 
 
 def prepare_files(
@@ -219,23 +202,20 @@ def prepare_files(
     """Documents of files, read once or, to train a tokenizer first, twice; never all in memory."""
     max_bad = args.max_bad if args.input else 1  # a published file cannot be corrected
 
-    def documents(report: Report, desc: str) -> Iterator[Labelled]:
+    def labelled(report: Report, desc: str) -> Iterator[tuple[str, Document]]:
         for document in read(paths, report, desc):
             yield "val" if is_validation(document, args.val_fraction) else "train", document
 
     if encoding is None:
-        share = min(1.0, SAMPLE / sum(path.stat().st_size for path in paths))
-        if share < 1:
-            print(f"training the tokenizer on {share:.1%} of the text, chosen by hash")
-        labelled = documents(Report(max_bad, kind), "counting words")
-        training = (text for split, text in labelled if split == "train")
         # The low bits of the hash, as the high ones decide the split.
-        sample = (text for text in training if hashed(text) % 2**32 < share * 2**32)
+        limit = 2**32 * SAMPLE / sum(path.stat().st_size for path in paths)
+        documents = labelled(Report(max_bad, kind), "counting words")
+        sample = (d for split, d in documents if split == "train" and hashed(d) % 2**32 < limit)
         encoding = tokenizer.train(sample, args.vocab_size or 6400)
     report = Report(max_bad, kind)
+    documents = labelled(report, "encoding")
     origin = dict(corpus="files", sources=[p.name for p in paths], val_fraction=args.val_fraction)
-    labelled = documents(report, "encoding")
-    meta = write_dataset(args.out_dir, labelled, encoding, kind, report, **origin)
+    meta = write_dataset(args.out_dir, documents, encoding, kind, report, **origin)
     if report.bad:
         print(f"skipped {report}")
     return meta
@@ -248,25 +228,15 @@ def main() -> None:
     add_flags(parser, Settings)
     given = vars(parser.parse_args())
     args = Settings(**given)
+    if args.input and "dataset" in given:
+        raise UserError(f"--input or --dataset {args.dataset}: leave one of them out")
 
-    if args.input:
-        kind, unused = kind_of(args.input), ("dataset", "base_url", "seed")
-    elif args.dataset in CORPORA:
-        kind, unused = CORPORA[args.dataset][0], ("base_url", "val_fraction", "max_bad")
-    else:
-        kind, unused = DATASETS[args.dataset][0].kind, ("seed", "max_bad")
-    for name in given.keys() & unused:
-        raise UserError(f"--{name} {given[name]} changes nothing here: leave it out")
-    encoding = None if args.tokenizer == "train" else ready_tokenizer(args.tokenizer, kind)
-    if kind != "text" and encoding is None:
-        raise UserError(
-            f"--tokenizer is needed: {kind} data continue a model, as in --tokenizer out/ckpt.pt"
-        )
+    kind = kind_of(args.input) if args.input else KINDS[args.dataset]
+    encoding = ready_tokenizer(args.tokenizer, kind)
     if args.dataset in CORPORA and not args.input:
         meta = prepare_corpus(args, encoding)
     else:
-        paths = args.input or fetch(args.dataset, "data/raw", args.base_url)
-        meta = prepare_files(args, paths, kind, encoding)
+        meta = prepare_files(args, args.input or fetch(args.dataset, "data/raw"), kind, encoding)
     for split in ("train", "val"):
         documents, tokens, size, _ = meta[split].values()
         print(
@@ -274,12 +244,7 @@ def main() -> None:
             f"{size / tokens:.2f} bytes per token"
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
-    flags = f"--data_dir {args.out_dir}"
-    if kind != "text":
-        base = args.tokenizer if args.tokenizer.endswith(".pt") else "CKPT"
-        stage = {"chat": "sft", "preference": "dpo"}[kind]
-        flags = f"--stage {stage} --init_from {base} --out_dir out/{args.out_dir.name} {flags}"
-    print(f"next: python train.py {flags}")
+    print(f"next: python {NEXT[kind]} --data_dir {args.out_dir}")
 
 
 if __name__ == "__main__":

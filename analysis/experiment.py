@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 import prepare
 from common import UserError, atomic, check_ranges, flag, pick_device
-from text.tokenizer import check_form
 from train import train
 from training.batches import read_meta
 from training.checkpoints import device_flag
@@ -237,7 +236,6 @@ class JsonCache:
         self.path = path
         try:
             self.figures = json.loads(path.read_bytes()) if path.exists() else {}
-            check_form(self.figures, {}, "figures")
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is damaged ({error}): delete it") from None
 

@@ -45,27 +45,25 @@ class Report:
 
 def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[Document]:
     """The documents of .txt and .jsonl files, all of one kind; others are skipped and counted.
-    UserError: a file cannot be read or is empty, or more is bad than the report allows."""
+    UserError: a file cannot be read, or more is bad than the report allows."""
     try:
         size = sum(path.stat().st_size for path in paths)
-        options = dict(total=size, desc=desc, unit="B", unit_scale=True, delay=3, disable=None)
-        with tqdm(**options) as progress:
+        with tqdm(total=size, desc=desc, unit="B", unit_scale=True, delay=3, disable=None) as bar:
             for path in paths:
-                yield from read_file(path, report, progress)
+                yield from read_file(path, report, bar)
     except OSError as error:
         raise UserError(f"--input {error.filename or path}: {error.strerror}") from None
     if report.bad > report.max_bad * report.documents:
         raise UserError(f"cannot use {report}: correct them or raise --max_bad {report.max_bad:g}")
 
 
-def read_file(path: Path, report: Report, progress: tqdm) -> Iterator[Document]:
-    """One file of `read`."""
+def read_file(path: Path, report: Report, bar: tqdm) -> Iterator[Document]:
     if path.suffix not in (".txt", ".jsonl"):
         raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
-    is_json, before = path.suffix == ".jsonl", report.documents
+    is_json = path.suffix == ".jsonl"
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1) if is_json else txt_documents(file):
-            progress.update(len(raw))
+            bar.update(len(raw))
             if not raw.strip():
                 continue
             report.documents += 1
@@ -80,8 +78,6 @@ def read_file(path: Path, report: Report, progress: tqdm) -> Iterator[Document]:
                     report.named.append(f"{path}:{number}: {error}")
             else:
                 yield document
-    if report.documents == before:
-        raise UserError(f"--input {path} is empty: leave it out")
 
 
 def kind_of(paths: list[Path]) -> str:
@@ -120,41 +116,37 @@ def parse(raw: bytes, is_json: bool) -> tuple[str, Document]:
             return "text", text.replace("\r\n", "\n").replace("\r", "\n")
         record = json.loads(text)
         json.dumps(record, ensure_ascii=False).encode()  # JSON can spell half a surrogate pair
-    except UnicodeError:
-        raise ValueError("not UTF-8") from None
     except (ValueError, RecursionError):
-        raise ValueError("not JSON") from None
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    if "chosen" in record or "rejected" in record:
-        return "preference", preference(record.get("chosen"), record.get("rejected"))
-    if "conversations" in record or "messages" in record:
-        messages = conversation(record.get("conversations", record.get("messages")))
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError("no assistant message")
-        return "chat", messages
-    if not (isinstance(record.get("text"), str) and record["text"].strip()):
-        raise ValueError('no "text", "conversations", or "chosen" and "rejected"')
-    return "text", record["text"]
+        raise ValueError("not JSON in UTF-8" if is_json else "not UTF-8") from None
+    match record:
+        case {"chosen": chosen, "rejected": rejected}:
+            chosen, rejected = conversation(chosen), conversation(rejected)
+            last = [message["role"] for message in (*chosen[-1:], *rejected[-1:])]
+            if chosen[:-1] != rejected[:-1] or chosen == rejected or last != ["assistant"] * 2:
+                raise ValueError(
+                    "chosen and rejected must differ in the last answer and only there"
+                )
+            return "preference", (chosen, rejected)
+        case {"conversations": messages} | {"messages": messages}:
+            messages = conversation(messages)
+            if not any(message["role"] == "assistant" for message in messages):
+                raise ValueError("no assistant message")
+            return "chat", messages
+        case {"text": str(text)} if text.strip():
+            return "text", text
+    raise ValueError('no "text", "conversations", or "chosen" and "rejected"')
 
 
 def conversation(messages: object) -> Messages:
     """Role and content of messages, which is what the chat template writes."""
-    if not (isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)):
-        raise ValueError("not a list of messages")
-    if not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
-        raise ValueError('a message needs "role" and "content"')
-    if any(message.get("tool_calls") for message in messages):
-        raise ValueError("calls tools, which the chat template cannot write")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def preference(chosen: object, rejected: object) -> tuple[Messages, Messages]:
-    chosen, rejected = conversation(chosen), conversation(rejected)
-    roles = {chosen[-1]["role"], rejected[-1]["role"]}
-    if chosen[:-1] != rejected[:-1] or chosen == rejected or roles != {"assistant"}:
-        raise ValueError("chosen and rejected must differ in the last answer and only there")
-    return chosen, rejected
+    talk = []
+    for message in messages if isinstance(messages, list) else [messages]:
+        match message:
+            case {"role": str(role), "content": str(content)} if not message.get("tool_calls"):
+                talk.append({"role": role, "content": content})
+            case _:
+                raise ValueError('messages need "role" and "content", and must not call tools')
+    return talk
 
 
 def hashed(document: Document) -> int:

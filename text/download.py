@@ -54,56 +54,48 @@ def datasets() -> dict[str, list[File]]:
 DATASETS = datasets()
 
 
-def fetch(name: str, folder: str | Path, base_url: str | None = None) -> list[Path]:
-    """The files of a data set (a key of DATASETS) in `folder`, downloaded unless they are there;
-    from a mirror they come as base_url + "/" + name. UserError: that failed, or a file is not the
-    published one."""
-    return [fetch_file(file, Path(folder), base_url) for file in DATASETS[name]]
+def fetch(name: str, folder: str | Path) -> list[Path]:
+    """The files of a data set (a key of DATASETS) in `folder`, downloaded unless they are there.
+    UserError: that failed, or a file is not the published one."""
+    return [fetch_file(file, Path(folder)) for file in DATASETS[name]]
 
 
-def fetch_file(file: File, folder: Path, base_url: str | None) -> Path:
-    """One file of `fetch`."""
+def fetch_file(file: File, folder: Path) -> Path:
     if "://" not in file.url:
         return HERE / file.url
-    name = file.url.rpartition("/")[2]
-    url = f"{base_url.rstrip('/')}/{name}" if base_url else file.url
-    path, part = folder / name, folder / f"{name}.part"
+    path = folder / file.url.rpartition("/")[2]
+    part = path.with_name(f"{path.name}.part")
     try:
         if path.exists() and sha256(path) == file.sha256:
             return path
-        if not part.exists() or part.stat().st_size < file.size:
-            download(url, file.size, part)
+        download(file, part)
         if (digest := sha256(part)) != file.sha256:
             part.unlink()  # so that the next run begins anew
             raise ValueError(f"its sha256 is {digest}, the published {file.sha256}")
         os.replace(part, path)
     except (OSError, HTTPException, ValueError) as error:
         raise UserError(
-            f"cannot download {url} to {path} ({error or type(error).__name__}): "
-            "--base_url can name a mirror; run it again to go on"
+            f"cannot download {file.url} to {path} ({error or type(error).__name__}): "
+            "run it again to go on, or put the file there yourself"
         ) from error
     return path
 
 
-def download(url: str, size: int, part: Path) -> None:
-    """Bring `part` to its full size, from where it ends. OSError, HTTPException, ValueError: this
-    failed; what has arrived stays in `part`."""
-    start = part.stat().st_size if part.exists() else 0
-    headers = {"User-Agent": "token-tables", "Range": f"bytes={start}-"}
-    with urlopen(Request(url, headers=headers), timeout=TIMEOUT) as response:
-        if response.status != 206:
-            start = 0  # this server knows no ranges and sends the file from its beginning
-        if response.length is not None and start + response.length != size:
-            raise ValueError(f"it has {start + response.length:,} bytes, the published {size:,}")
-        part.parent.mkdir(parents=True, exist_ok=True)
-        progress = dict(total=size, initial=start, desc=part.stem, unit="B", unit_scale=True)
-        with (
-            open(part, "ab" if start else "wb") as file,
-            tqdm.wrapattr(file, "write", **progress, disable=None) as writer,
-        ):
-            shutil.copyfileobj(response, writer)
-    if (got := part.stat().st_size) < size:
-        raise ConnectionError(f"broke off after {got:,} of {size:,} bytes")
+def download(file: File, part: Path) -> None:
+    """Append to `part` what it lacks of the file. OSError, HTTPException: this failed."""
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with open(part, "ab") as output:
+        if (start := output.tell()) >= file.size:
+            return
+        headers = {"User-Agent": "token-tables", "Range": f"bytes={start}-"}
+        with urlopen(Request(file.url, headers=headers), timeout=TIMEOUT) as response:
+            if response.status != 206:  # it knows no ranges and sends the file from its beginning
+                start = output.truncate(0)
+            options = dict(total=file.size, initial=start, unit="B", unit_scale=True, disable=None)
+            with tqdm.wrapattr(output, "write", desc=part.stem, **options) as writer:
+                shutil.copyfileobj(response, writer)
+        if (size := output.tell()) < file.size:
+            raise ConnectionError(f"broke off after {size:,} of {file.size:,} bytes")
 
 
 def sha256(path: Path) -> str:

@@ -20,7 +20,7 @@ START, END = "<|im_start|>", "<|im_end|>"
 
 
 def special(encoding: tiktoken.Encoding, marker: str) -> int:
-    """The id of a marker. ValueError: the tokenizer has none, so it cannot write conversations."""
+    """The id of a marker. ValueError: the tokenizer has none."""
     try:
         return encoding.encode_single_token(marker)
     except KeyError:
@@ -39,7 +39,7 @@ def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
 
 
 def prompt(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
-    """Token ids of messages, and of the heading under which the assistant answers them."""
+    """Token ids of messages and of the heading under which the assistant answers."""
     return [*render(encoding, messages), *answer_heading(encoding)]
 
 
@@ -49,15 +49,8 @@ def answer_heading(encoding: tiktoken.Encoding) -> list[int]:
 
 
 def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
-    """Which tokens of a conversation the assistant has to produce: the contents of its messages,
-    each with the <|im_end|> that ends it.
-
-    Args:
-        ids: [T] token ids; the last message may be cut off.
-
-    Returns:
-        [T] bool.
-    """
+    """Which tokens of a conversation [T] the assistant has to produce: [T] bool. They are the
+    contents of its messages, each with the <|im_end|> that ends it; the last may be cut off."""
     start, end = special(encoding, START), special(encoding, END)
     heading = np.array(answer_heading(encoding))
     answer = np.zeros(len(ids), dtype=bool)

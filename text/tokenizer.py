@@ -50,13 +50,10 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
     tokens into a new token; among equals, that of the smallest first id, then second id.
 
     Args:
-        texts: Documents, read once as a stream; only the distinct words are held in memory.
-        vocab_size: Most ids to make, counting the special tokens and the 256 bytes.
-        min_count: A pair seen fewer times is not merged. A small corpus can run out of pairs, and
-            then `encoding.n_vocab` < `vocab_size`.
-
-    Raises:
-        UserError: `vocab_size` is too small for the bytes.
+        texts: documents, read once as a stream; only the distinct words are held in memory.
+        vocab_size: most ids, counting the special tokens and the 256 bytes: UserError if fewer
+            than those. A small corpus can run out of pairs before.
+        min_count: a pair seen fewer times is not merged.
     """
     if vocab_size < FIRST_MERGE:
         raise UserError(
@@ -156,7 +153,7 @@ def pretrained(name: str) -> tiktoken.Encoding:
     used = {*base._mergeable_ranks.values(), *specials.values()}
     specials |= {f"<|unused_{i}|>": i for i in range(base.n_vocab) if i not in used}
     for marker in SPECIALS:
-        specials.setdefault(marker, len(used | set(specials.values())))
+        specials.setdefault(marker, len(base._mergeable_ranks) + len(specials))
     return tiktoken.Encoding(
         name=f"{name}_im",
         pat_str=PRETRAINED[name],
@@ -180,17 +177,6 @@ def dumps(encoding: tiktoken.Encoding) -> str:
             "ranks": [[base64.b64encode(token).decode(), i] for token, i in ranks],
         }
     )
-
-
-def check_form(value: object, form: object, name: str) -> None:
-    """Raises ValueError, naming the key, if JSON has not the form: a type, or a dict of forms by
-    key, which may have more keys. An int has to be one that counts something."""
-    kind = dict if isinstance(form, dict) else form
-    if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
-        raise ValueError(f"{name} is {value!r:.60}, where {kind.__name__} is expected")
-    if isinstance(form, dict):
-        for key, part in form.items():
-            check_form(value.get(key), part, f"{name}.{key}")
 
 
 def loads(text: str) -> tiktoken.Encoding:
@@ -234,7 +220,7 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
 
 class StreamDecoder:
     """Turns token ids into text one by one. A character that several tokens spell comes with the
-    last of them; the pieces, joined, are what `encoding.decode` returns for all ids at once."""
+    last of them; all pieces joined are what `encoding.decode` returns."""
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding

@@ -2,7 +2,6 @@
 
 import pytest
 
-from common import UserError
 from text import countries
 
 
@@ -23,29 +22,6 @@ def test_table_is_complete_and_clean():
     assert regions == {"Africa", "Americas", "Asia", "Europe", "Oceania"}
     region_of = {country.subregion: country.region for country in table}
     assert all(region_of[country.subregion] == country.region for country in table)
-
-
-HEAD = "name,capital,region,subregion,language,currency,demonym,people\n"
-CHAD = "Chad,N'Djamena,Africa,Middle Africa,Arabic,Central African CFA franc,Chadian,Chadians\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "No such file"),
-        (b"", "not enough values"),
-        (HEAD.encode() + CHAD.encode().replace(b"'", b"\x92"), "decode"),
-        ((HEAD + CHAD + CHAD[:30]).encode(), "missing 4 required"),
-        ((HEAD + '"' + CHAD + CHAD).encode(), "unexpected end of data"),
-    ],
-)
-def test_a_damaged_table_is_one_clear_line(tmp_path, monkeypatch, content, says):
-    path = tmp_path / "countries.csv"
-    monkeypatch.setattr(countries, "TABLE", path)
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"cannot read .*countries\.csv \(.*{says}"):
-        countries.documents()
 
 
 @pytest.mark.parametrize(
