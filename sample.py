@@ -49,10 +49,6 @@ class Sampling:
             raise UserError("--system goes with --chat")
 
 
-def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
-
-
 def sample_text(
     model: Decoder, encoding: tiktoken.Encoding, prompt: str, max_new_tokens: int, **options
 ) -> Iterator[str]:
@@ -68,11 +64,10 @@ def sample_text(
 
 
 class Chat:
-    """A conversation with a model that remembers it: each turn feeds the model only what is new,
-    the rest is in its KV cache.
+    """A conversation with a model. Its KV cache holds it, so that each turn feeds only what is new.
 
     When a turn does not fit into the model's context, the oldest turns are forgotten, the `system`
-    message at the beginning is not. ValueError: the tokenizer has no markers."""
+    message at the beginning is not."""
 
     def __init__(self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None):
         self.model, self.encoding = model, encoding
@@ -83,13 +78,13 @@ class Chat:
         self.cache = KVCache(model.config, 1, model.device, torch.float32)
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
-        """Yield the answer to the user's next message token by token; `options` are those of
-        `Decoder.stream`. ValueError: there is no room for the message and an answer."""
+        """Yield the answer to the user's next message token by token; `options` as for
+        `Decoder.stream`. UserError: there is no room for the message and an answer."""
         question = template.prompt(self.encoding, [{"role": "user", "content": text}])
         block_size = self.model.config.block_size
         room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
         if len(question) > room:
-            raise ValueError(
+            raise UserError(
                 f"the message has {len(question)} tokens, there is room for {max(room, 0)}: say "
                 "it, or --system, in fewer words"
             )
@@ -113,42 +108,37 @@ class Chat:
             self.turns.append([*question, *answer, self.end, *newline])
 
 
-def show(pieces: Iterator[str], seconds: list[float]) -> None:
-    """Print a text as it comes; `seconds` gets how long each piece of it took."""
-    start = time.perf_counter()
+def show(pieces: Iterator[str]) -> int:
+    """Print a text as it comes, and return how many pieces it had."""
+    n = 0
     for piece in pieces:
         print(piece, end="", flush=True)
-        seconds.append(time.perf_counter() - start)
-        start += seconds[-1]
+        n += 1
     print()
+    return n
 
 
-def converse(chat: Chat, seconds: list[float], seed: int, **options) -> None:
-    """Hold a conversation: each line of standard input is a message, until the input ends. "/new"
-    begins another conversation, Ctrl-C in a terminal ends an answer. `seconds`: see `show`."""
-    if sys.stdin is None:  # was closed by whoever started us
-        return
+def converse(chat: Chat, seed: int, **options) -> None:
+    """Hold a conversation: each line of standard input is a message, until the input ends. Ctrl-C
+    in a terminal ends an answer."""
     sys.stdin.reconfigure(errors="replace")
     asks = sys.stdin.isatty()
     if asks:
-        print("/new: forget the conversation   Ctrl-C: end an answer   Ctrl-D: end the program")
+        print("Ctrl-C: end an answer   Ctrl-D: end the program")
     for turn in count():
         try:
             text = input("> " if asks else "").strip()
         except EOFError:
             return
-        if text == "/new":
-            chat.turns, chat.cache.length = [], 0
-            print("(a new conversation)", file=sys.stderr)
-        elif text:
-            try:
-                show(chat.reply(text, seed=seed + turn, **options), seconds)
-            except ValueError as error:
-                print(f"({error})", file=sys.stderr)
-            except KeyboardInterrupt:
-                if not asks:
-                    raise
-                print()
+        try:
+            if text:
+                show(chat.reply(text, seed=seed + turn, **options))
+        except UserError as error:
+            print(f"({error})", file=sys.stderr)
+        except KeyboardInterrupt:
+            if not asks:
+                raise
+            print()
 
 
 def main() -> None:
@@ -159,29 +149,24 @@ def main() -> None:
         model.compile_steps()
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     options = {name: getattr(args, name) for name in names}
-    seconds: list[float] = []  # of each token, see `show`
     if args.chat:
         if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
-            note(f"{args.ckpt} has not learned to talk (train.py --stage sft)")
-        try:
-            chat = Chat(model, encoding, args.system)
-        except ValueError as error:
-            raise UserError(f"--chat with {args.ckpt}: {error}") from None
-        converse(chat, seconds, args.seed, **options)
-    else:
-        prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
-        n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
-        if n_prompt > block_size:
-            note(f"of {n_prompt} prompt tokens the model sees the last {block_size}")
-        for number in range(args.num_samples):
-            if number:
-                print("\n" + "-" * 40)
-            show(sample_text(model, encoding, prompt, seed=args.seed + number, **options), seconds)
-    # A sample has two pieces that are no tokens: the prompt and the flush.
-    tokens = len(seconds) - (0 if args.chat else 2 * args.num_samples)
-    if tokens:
-        speed = f"{tokens / sum(seconds):,.0f} tok/s on {device.type}"
-        print(f"\n{tokens} tokens, {speed}", file=sys.stderr)
+            note = f"note: {args.ckpt} has not learned to talk (train.py --stage sft)"
+            print(note, file=sys.stderr)
+        return converse(Chat(model, encoding, args.system), args.seed, **options)
+    prompt, tokens = args.prompt.replace("\\n", "\n"), 0  # a shell passes the two characters on
+    n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
+    if n_prompt > block_size:
+        note = f"note: of {n_prompt} prompt tokens the model sees the last {block_size}"
+        print(note, file=sys.stderr)
+    start = time.perf_counter()
+    for number in range(args.num_samples):
+        if number:
+            print("\n" + "-" * 40)
+        pieces = sample_text(model, encoding, prompt, seed=args.seed + number, **options)
+        tokens += show(pieces) - 2  # the prompt and the flush are no tokens
+    speed = f"{tokens / (time.perf_counter() - start):,.0f} tok/s on {device.type}"
+    print(f"\n{tokens} tokens, {speed}", file=sys.stderr)
 
 
 if __name__ == "__main__":

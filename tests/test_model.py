@@ -134,7 +134,7 @@ def test_rotation_equals_complex_multiplication(base):
     torch.manual_seed(0)
     x = torch.randn(1, 40, 2, 8)
     config = ModelConfig(n_embd=8, n_head=1, rope_base=base)
-    turned = rotate(x, *rotary(40, config, None))
+    turned = rotate(x, rotary(40, config, None))
     for t in (0, 1, 17, 39):
         for head in range(2):
             expected = naive_rotate(x[0, t, head], t, base).float()
@@ -412,9 +412,6 @@ def test_sampling_at_its_limits():
     assert sample(torch.tensor(PROBABILITIES).log(), temperature=0).tolist() == [1, 0]
     equal = torch.zeros(1, 9)
     assert len({int(sample(equal, top_k=1)) for _ in range(50)}) == 1
-    for option in ({"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}):
-        with pytest.raises(AssertionError, match=next(iter(option))):
-            sample(equal, **option)
     with pytest.raises(AssertionError, match="prompt is empty"):
         decoder(ffn="dense").generate(tokens(1, 0), 1)
 
