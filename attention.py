@@ -25,8 +25,8 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, in buffers allocated once, with `room` for so
-    many tokens (block_size, if None)."""
+    """Keys and values of the tokens seen so far, in buffers with `room` for block_size tokens or
+    fewer."""
 
     def __init__(
         self, config: ModelConfig, batch: int, device, dtype: torch.dtype, room: int | None = None
@@ -43,10 +43,8 @@ class KVCache:
         self.length = 0  # tokens in the cache
 
     def begin(self, n: int, static: bool) -> tuple[Angles, Tensor | None]:
-        """Make room for the next n tokens; returns their angles and mask for `Attention`.
-
-        With `static` nothing that layers see tells how many tokens there are: they attend to the
-        whole buffer, behind a mask. So one compiled graph serves all steps, and all caches."""
+        """Make room for the next n tokens; returns their angles and mask for `Attention`. `static`:
+        layers attend to the whole buffer, behind a mask, so one compiled graph serves all steps."""
         start, self.length = self.length, self.length + n
         new = slice(start, self.length)
         slots, angles = self.slots[new], tuple(part[new] for part in self.angles)  # [n, ..]
@@ -68,8 +66,8 @@ class KVCache:
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to attention's logits, once for all layers: from booleans each layer would
-    make that by itself, and keep it in training."""
+    """What a mask adds to attention's logits: of booleans each layer would make, and in training
+    keep, this by itself."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 

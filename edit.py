@@ -39,9 +39,11 @@ ALIGN = ("last", "first", "pad", "average")
 
 class MeanRows(Tables):
     """Tables with made-up tokens behind the vocabulary, whose rows are means of others' rows. To
-    read from only."""
+    read from only. UserError: there are no tables."""
 
     def __init__(self, tables: Tables) -> None:
+        if not len(tables.weight):
+            raise UserError("--ckpt is a model that has no tables to edit")
         super().__init__(tables.vocab_size, tables.width)
         self.tables, self.weight = tables, tables.weight
         # For each made-up token the tokens behind it, and their mean [W] in each table.
@@ -87,17 +89,6 @@ class Edit:
         check_ranges(self)
         if bool(self.source and self.target) == self.undo:
             raise UserError("give either --source and --target, or --undo")
-
-
-def load_editable(
-    ckpt: Path, device: torch.device, offload: str = "none"
-) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """What `load_model` returns, with MeanRows as the model's tables. UserError: it has none."""
-    model, encoding, checkpoint = load_model(ckpt, device, offload)
-    if not len(model.tables.weight):
-        raise UserError(f"{ckpt} is a {model.config.ffn} model: it has no tables to edit")
-    model.tables = MeanRows(model.tables)
-    return model, encoding, checkpoint
 
 
 def edited_ids(
@@ -209,7 +200,8 @@ def main() -> None:
     args = parse(Edit, __doc__)
     if args.undo:
         return undo(args)
-    model, encoding, checkpoint = load_editable(args.ckpt, pick_device(args.device), args.offload)
+    model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
+    model.tables = MeanRows(model.tables)
     instead = show(model, encoding, args)
     if args.save:
         save(model.tables, encoding, checkpoint, args, instead)

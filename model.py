@@ -6,7 +6,6 @@
     text = model.generate(ids, max_new_tokens=64, temperature=0.8, top_k=50)
 
     token ids [B, T]
-       |
        +--> tables.lookup(ids) ------ rows of table 0 | table 1 | ... -----+
        |                                                                   |
        +--> wte --> block 0 (x, rows) --> block 1 (x, rows) --> ... --> norm --> head --> logits
@@ -30,9 +29,9 @@ from embformer import EmbformerFFN, RowQKV
 from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
 
-# What a layer is made of: where queries, keys and values come from, and the FFN. A class is built
-# as Class(config), says how much of the token's row it reads (`row_width`, 0: none), and is called
-# as (x, rows) with rows [B, T, row_width]. An FFN that `needs_ids` is given the token ids, too.
+# Where a layer's queries, keys and values come from, and its FFN. Each class is built as
+# Class(config), says how much of the token's row it reads (`row_width`, 0: none), and is called as
+# (x, rows) with rows [B, T, row_width]. An FFN that `needs_ids` is given the token ids, too.
 LAYERS = {
     "dense": (LinearQKV, baselines.SwiGLU),
     "stem": (LinearQKV, StemFFN),
@@ -79,7 +78,7 @@ class Decoder(nn.Module):
         if config.ffn not in LAYERS:
             raise ValueError(f"ffn={config.ffn!r} is not one of {', '.join(LAYERS)}")
         self.config = config
-        # The embedding is a token table, too, unless it is the head as well, which reads all of it.
+        # The embedding is a token table, too, unless it is the head, which reads all of it.
         tied, size = config.tie_head, (config.vocab_size, config.n_embd)
         self.wte = nn.Embedding(*size) if tied else ResidentTables(1, *size)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -96,10 +95,8 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Normal(0, init_std), with the layers that write to the residual stream scaled down by
-        sqrt(2 n_layer), as in GPT-2; table rows Normal(0, table_std).
-
-        Rows start small, as noise of size 1 would have to be unlearned first: facts then settle
-        where swapping rows does not move them (docs/results.md)."""
+        sqrt(2 n_layer), as in GPT-2; rows Normal(0, table_std), small, so that facts settle in them
+        (docs/results.md)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or name.startswith("tables."):
                 continue  # norms stay at one
@@ -120,13 +117,11 @@ class Decoder(nn.Module):
         """What the head reads, [B, T, n_embd].
 
         Args:
-            ids: [B, T] token ids. In training they should be on the CPU, where finding the distinct
-                ones does not make the host wait for a GPU.
+            ids: [B, T] token ids; in training on the CPU (see `Tables.lookup`).
             table_ids: [B, T] ids under which tables are looked up, if others: knowledge editing.
             documents: [B, T] number of the document that a token belongs to. Attention then stays
-                inside documents (rotary positions are relative, so they need not restart). Not for
-                use with a cache.
-            cache: continue the sequence in this cache and add `ids` to it.
+                inside documents; rotary positions are relative, so they need not restart.
+            cache: continue the sequence in this cache and add `ids` to it; without documents.
         """
         n, config = ids.shape[1], self.config
         end, room = (n + cache.length, cache.room) if cache else (n, config.block_size)
@@ -173,8 +168,7 @@ class Decoder(nn.Module):
         return self.head_weight.device
 
     def compile_steps(self) -> None:
-        """Compile what a token goes through in decoding: slow start, fast steps. On a GPU that is
-        one CUDA graph, which gets rows from tables wherever they are."""
+        """Compile what a token goes through in decoding; on a GPU that is one CUDA graph."""
         mode = "reduce-overhead" if self.device.type == "cuda" else None
         self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
 
@@ -196,30 +190,25 @@ class Decoder(nn.Module):
         stop: int | None = None,
         seed: int | None = None,
         table_ids: Tensor | None = None,
-        cache: KVCache | None = None,
         **sampling,
     ) -> Iterator[Tensor]:
-        """Yield one new token [B] per step, for prompts `ids` [B, T].
+        """Yield a new token [B] per step for prompts `ids` [B, T]. A context that is full goes on
+        with its last half.
 
         Args:
             stop: a sequence that has produced this token repeats it; when all have, it ends.
             seed: of the random numbers; None draws from PyTorch's global generator.
             table_ids: [B, T], see `hidden`. New tokens are looked up under their own ids.
-            cache: holds the first tokens of `ids` already, and gets all others but the last.
             sampling: `temperature`, `top_k` and `top_p`: see `sample`.
-
-        When the context is full it goes on with its last half.
         """
         assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
         generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
         text = torch.stack((ids, ids if table_ids is None else table_ids.to(ids.device)))
-        if cache is None:
-            text = text[..., -self.config.block_size :]  # [2, B, T]
-            # Of few sizes, each of which would be compiled anew.
-            room = -(-(text.shape[-1] + max_new_tokens) // 128) * 128
-            cache = KVCache(self.config, len(ids), ids.device, self.head_weight.dtype, room)
+        text = new = text[..., -self.config.block_size :]  # [2, B, T]: all is new, the prefill
+        # Of few sizes, each of which would be compiled anew.
+        room = -(-(text.shape[-1] + max_new_tokens) // 128) * 128
+        cache = KVCache(self.config, len(ids), ids.device, self.head_weight.dtype, room)
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        new = text[..., cache.length :]  # first all of the prompt that is not in the cache: prefill
         for _ in range(max_new_tokens):
             if cache.length == cache.room:
                 text = new = text[..., -max(1, cache.room // 2) :]
@@ -232,7 +221,7 @@ class Decoder(nn.Module):
             yield token
             if stop is not None and done.all():  # a host-device sync per token
                 return
-            new = token.expand(2, -1)[..., None]  # [2, B, 1]: then a token per step
+            new = token.expand(2, -1)[..., None]  # [2, B, 1]
             text = torch.cat((text, new), dim=-1)
 
     def generate(self, ids: Tensor, max_new_tokens: int, **options) -> Tensor:
@@ -273,7 +262,7 @@ class Decoder(nn.Module):
 @contextlib.contextmanager
 def outline() -> Iterator[None]:
     """Models that are built here have shapes, but no numbers."""
-    # To draw random numbers on the meta device PyTorch would import its compiler, for a second.
+    # To draw random numbers on the meta device, PyTorch would import its compiler for a second.
     with mock.patch.object(nn.init, "normal_"), torch.device("meta"):
         yield
 

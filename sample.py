@@ -7,7 +7,6 @@ python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.
 """
 
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, count
@@ -15,7 +14,6 @@ from itertools import chain, count
 import tiktoken
 import torch
 
-from attention import KVCache
 from common import UserError, check_ranges, flag, parse, pick_device, run
 from model import Decoder
 from text import template
@@ -64,10 +62,8 @@ def sample_text(
 
 
 class Chat:
-    """A conversation with a model. Its KV cache holds it, so that each turn feeds only what is new.
-
-    When a turn does not fit into the model's context, the oldest turns are forgotten, the `system`
-    message at the beginning is not."""
+    """A conversation with a model. When a turn does not fit into the model's context, the oldest
+    turns are forgotten, the `system` message at the beginning is not."""
 
     def __init__(self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None):
         self.model, self.encoding = model, encoding
@@ -75,7 +71,6 @@ class Chat:
         first = [] if system is None else [{"role": "system", "content": system}]
         self.head = [encoding.eot_token, *template.render(encoding, first)]
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
-        self.cache = KVCache(model.config, 1, model.device, torch.float32)
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
         """Yield the answer to the user's next message token by token; `options` as for
@@ -90,13 +85,12 @@ class Chat:
             )
         while sum(map(len, self.turns)) + len(question) > room:
             self.turns.pop(0)
-            self.cache.length = 0  # what follows has moved, it must be read anew
         ids = [*self.head, *chain(*self.turns), *question]
         new = min(max_new_tokens, block_size - len(ids))
         ids = torch.tensor([ids], device=self.model.device)  # [1, T]
         decoder, answer = StreamDecoder(self.encoding), []
         try:
-            for token in self.model.stream(ids, new, stop=self.end, cache=self.cache, **options):
+            for token in self.model.stream(ids, new, stop=self.end, **options):
                 if token.item() in (self.end, self.encoding.eot_token):
                     break  # a document's end is a message's, too
                 answer.append(token.item())
@@ -108,14 +102,11 @@ class Chat:
             self.turns.append([*question, *answer, self.end, *newline])
 
 
-def show(pieces: Iterator[str]) -> int:
-    """Print a text as it comes, and return how many pieces it had."""
-    n = 0
+def show(pieces: Iterator[str]) -> None:
+    """Print a text as it comes."""
     for piece in pieces:
         print(piece, end="", flush=True)
-        n += 1
     print()
-    return n
 
 
 def converse(chat: Chat, seed: int, **options) -> None:
@@ -127,12 +118,10 @@ def converse(chat: Chat, seed: int, **options) -> None:
         print("Ctrl-C: end an answer   Ctrl-D: end the program")
     for turn in count():
         try:
-            text = input("> " if asks else "").strip()
+            if text := input("> " if asks else "").strip():
+                show(chat.reply(text, seed=seed + turn, **options))
         except EOFError:
             return
-        try:
-            if text:
-                show(chat.reply(text, seed=seed + turn, **options))
         except UserError as error:
             print(f"({error})", file=sys.stderr)
         except KeyboardInterrupt:
@@ -143,30 +132,20 @@ def converse(chat: Chat, seed: int, **options) -> None:
 
 def main() -> None:
     args = parse(Sampling, __doc__)
-    device = pick_device(args.device)
-    model, encoding, checkpoint = load_model(args.ckpt, device, args.offload)
+    model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
     if args.compile:
         model.compile_steps()
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     options = {name: getattr(args, name) for name in names}
     if args.chat:
         if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
-            note = f"note: {args.ckpt} has not learned to talk (train.py --stage sft)"
-            print(note, file=sys.stderr)
+            print(f"{args.ckpt} has not learned to talk (train.py --stage sft)", file=sys.stderr)
         return converse(Chat(model, encoding, args.system), args.seed, **options)
-    prompt, tokens = args.prompt.replace("\\n", "\n"), 0  # a shell passes the two characters on
-    n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
-    if n_prompt > block_size:
-        note = f"note: of {n_prompt} prompt tokens the model sees the last {block_size}"
-        print(note, file=sys.stderr)
-    start = time.perf_counter()
+    prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
     for number in range(args.num_samples):
         if number:
             print("\n" + "-" * 40)
-        pieces = sample_text(model, encoding, prompt, seed=args.seed + number, **options)
-        tokens += show(pieces) - 2  # the prompt and the flush are no tokens
-    speed = f"{tokens / (time.perf_counter() - start):,.0f} tok/s on {device.type}"
-    print(f"\n{tokens} tokens, {speed}", file=sys.stderr)
+        show(sample_text(model, encoding, prompt, seed=args.seed + number, **options))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ import torch
 from tqdm import tqdm
 
 from common import UserError, atomic
-from edit import ALIGN, edited_ids, load_editable
+from edit import ALIGN, MeanRows, edited_ids
 from model import Decoder
 from text import countries
 from text.tokenizer import encode
+from training.checkpoints import load_model
 from training.questions import groups, score_answers
 from training.records import markdown
 
@@ -71,9 +72,8 @@ def successes(
 ) -> list[bool]:
     """For each pair: does the model, whose tables are MeanRows, asked about the source, greedily
     answer with the target's fact after the edit?"""
-    hits, title = [], f"{len(pairs):,} edits, {align}"
-    shown = dict(unit="group", delay=3, leave=False, disable=None)
-    for sources, targets in tqdm(list(groups(encoding, pairs)), title, **shown):
+    hits, parts = [], list(groups(encoding, pairs))
+    for sources, targets in tqdm(parts, f"edits, {align}", leave=False, disable=None):
         edited = [
             edited_ids(encoding, source.prompt, source.name, target.name, align, model.tables)
             for source, target in zip(sources, targets, strict=True)
@@ -136,7 +136,8 @@ def report(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None)
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     """Measure all pairs, print a table, and write edit_report.json beside the checkpoint.
     UserError: edits of this model cannot be measured."""
-    model, encoding, _ = load_editable(ckpt, device)
+    model, encoding, _ = load_model(ckpt, device)
+    model.tables = MeanRows(model.tables)
     print(f"measuring edits of {ckpt}, which takes minutes ...\n", flush=True)
     result, rows = report(model, encoding), []
     parts = [("one token", *part) for part in result["relations"].items()]

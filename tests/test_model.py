@@ -346,16 +346,6 @@ def test_seed_reproduces_and_another_seed_differs():
     assert not torch.equal(model.generate(ids, 12, seed=6), first)
 
 
-def test_a_cache_that_holds_the_beginning_is_gone_on_with():
-    model, ids = decoder(ffn="stem"), tokens(2, 9)
-    cache = KVCache(model.config, 2, "cpu", torch.float32)
-    with torch.inference_mode():
-        model(ids[:, :5], cache=cache)
-    new = torch.stack(list(model.stream(ids, 6, temperature=0, cache=cache)), dim=1)
-    assert torch.equal(new, model.generate(ids, 6, temperature=0)[:, 9:])
-    assert cache.length == 9 + 5  # the last new token is not read
-
-
 @pytest.mark.parametrize("ffn", ["dense", "stem", "embformer"])
 def test_steps_are_compiled_once_for_all_caches(ffn):
     """A step attends to the whole buffer, so that all have one shape."""

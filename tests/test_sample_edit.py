@@ -23,7 +23,7 @@ from training.questions import score_answers
 def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path, ffn):
     shutil.copy(trained[ffn] / "ckpt.pt", tmp_path)
     done = command("sample.py", "--ckpt", "ckpt.pt", "--prompt", "Anna", cwd=tmp_path)
-    assert done.stdout.startswith("Anna") and "tok/s" in done.stderr
+    assert done.stdout.startswith("Anna")
 
 
 def test_samples_depend_on_the_seed_alone(trained, monkeypatch, capsys):
@@ -77,7 +77,8 @@ def test_edit_shows_both_sides(trained, tmp_path):
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, capsys, equal):
-    model, encoding, _ = edit.load_editable(trained["stem"] / "ckpt.pt", torch.device("cpu"))
+    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", torch.device("cpu"))
+    model.tables = edit.MeanRows(model.tables)
     plain, end = encoding.encode_ordinary, encoding.eot_token
     brief, long = plain(" Chloë. Björn"), plain(" follows Anna" * 9)
     written = torch.tensor([line + [end] * (len(long) - len(line)) for line in (brief, long)])

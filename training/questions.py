@@ -35,7 +35,6 @@ def score_answers(
     Returns:
         greedy [N] bool, probability of the whole answer [N], and the logits [N, T, V].
     """
-
     last = [len(prompt) - 1 for prompt in prompts]  # the position that predicts an answer
 
     def padded(before: list[list[int]], after: list[list[int]], filler: int) -> Tensor:  # [N, T]
@@ -94,8 +93,8 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
 
 def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> dict[str, float]:
     """Ask in a conversation for a fact of every country, in held-out words, and judge each style
-    of answer by itself: brief ("Lima.") and a sentence ("The answer is Lima."). Sentences begin
-    with " The", so the relation has to be one whose brief answers do not, as "capital".
+    of answer by itself: brief ("Lima.") and a sentence ("The answer is Lima."). No brief answer
+    about the relation may begin with " The".
 
     Returns:
         recall, recall_brief, recall_sentence: share of the questions that greedy decoding answers
