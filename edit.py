@@ -3,7 +3,7 @@
     python edit.py --source Spain --target Germany
     python edit.py --source Peru --target Japan --prompt "Country: Peru\\nThe main language is"
     python edit.py --source Spain --target "New Zealand" --align average
-    python edit.py --inject Atlantis=Portugal        # a name that the model never saw
+    python edit.py --source Atlantis --target Portugal        # a name that the model never saw
     python edit.py --source Spain --target Germany --save out/edited/ckpt.pt
     python edit.py --undo --ckpt out/edited/ckpt.pt  # to the bit what it was before
     python analyze.py edits out/ckpt.pt              # all pairs of countries: how many succeed
@@ -45,9 +45,11 @@ ALIGN = ("last", "first", "pad", "average")
 
 class MeanRows(Tables):
     """Tables with made-up tokens behind the vocabulary, whose rows are means of others' rows. To
-    read from: training and checkpoints want the tables themselves."""
+    read from only. UserError: there are no tables."""
 
     def __init__(self, tables: Tables) -> None:
+        if not len(tables.weight):
+            raise UserError("--ckpt is a model that has no tables to edit")
         super().__init__(tables.vocab_size, tables.width)
         self.tables, self.weight = tables, tables.weight
         # For each made-up token the tokens behind it, and their mean [W] in each table.
@@ -75,7 +77,6 @@ class Edit:
     ckpt: Path = flag(Path("out/ckpt.pt"), "checkpoint of train.py")
     source: str | None = flag(None, "the name whose knowledge to replace: Spain")
     target: str | None = flag(None, "the name whose rows to read instead: Germany")
-    inject: str | None = flag(None, "a made-up name, to be like a known one: Atlantis=Portugal")
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
     align: str = flag(
         "last",
@@ -92,25 +93,8 @@ class Edit:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.inject and (self.source or self.target):
-            raise UserError("--inject names both: leave out --source and --target")
-        if self.undo and (self.source or self.target or self.inject or self.prompt):
-            raise UserError("--undo goes with --ckpt and --save: leave out what makes an edit")
-        if self.inject:
-            self.source, _, self.target = map(str.strip, self.inject.partition("="))
-        if not (self.undo or (self.source and self.target)):
-            raise UserError("give --source and --target, --inject NAME=KNOWN, or --undo")
-
-
-def load_editable(
-    ckpt: Path, device: torch.device, offload: str = "none"
-) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """What `load_model` returns, with MeanRows as the model's tables. UserError: it has none."""
-    model, encoding, checkpoint = load_model(ckpt, device, offload)
-    if not len(model.tables.weight):
-        raise UserError(f"{ckpt} is a {model.config.ffn} model: it has no tables to edit")
-    model.tables = MeanRows(model.tables)
-    return model, encoding, checkpoint
+        if bool(self.source and self.target) == self.undo:
+            raise UserError("give either --source and --target, or --undo")
 
 
 def edited_ids(
@@ -136,7 +120,7 @@ def edited_ids(
 
 @torch.inference_mode()
 def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, int]:
-    """One edit: what the model writes before and after it, side by side. Returns the tokens of the
+    """Print what the model writes before and after an edit, side by side. Returns the tokens of the
     prompt that read another's rows, and whose."""
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
@@ -173,10 +157,9 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
     for left, right in itertools.zip_longest(*columns, fillvalue=""):
         print(f"{left:<{WIDTH}}   {right}".rstrip())
     print()
-    for answer, before, after in zip(answers, p[:n].tolist(), p[n:].tolist(), strict=True):
-        text = encoding.decode(answer).strip()
-        text = repr(text if len(text) <= 26 else text[:23] + "...")
-        print(f"probability of {text:<28} before {before:6.1%}   after {after:6.1%}")
+    for answer, before, after in zip(answers, *p.view(2, n).tolist(), strict=True):
+        text = textwrap.shorten(encoding.decode(answer), 26, placeholder="...")
+        print(f"probability of {text!r:<28} before {before:6.1%}   after {after:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
     return {token: other for token, other in zip(ids, table_ids, strict=True) if token != other}
 
@@ -236,7 +219,8 @@ def main() -> None:
     args = parse(Edit, __doc__)
     if args.undo:
         return undo(args)
-    model, encoding, checkpoint = load_editable(args.ckpt, pick_device(args.device), args.offload)
+    model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
+    model.tables = MeanRows(model.tables)
     instead = show(model, encoding, args)
     if args.save:
         save(model.tables, encoding, checkpoint, args, instead)

@@ -88,11 +88,9 @@ def test_the_whole_chain(stage, folders, trained, tmp_path, capsys):
     # ... and the model of the last stage talks.
     talk = command("sample.py", "--ckpt", dpo / "ckpt.pt", "--chat", "--temperature", 0,
                    "--device", "cpu", "--max_new_tokens", 12, cwd=tmp_path,
-                   stdin="Who sees Anna?\n\nWho sees Björn?\n/new\nWho sees Anna?\n")  # fmt: skip
-    # Three answers, of which the first and the last are equal.
-    assert re.fullmatch(r"(.+\n)(.+\n)\1", talk.stdout, re.DOTALL)
-    assert talk.stderr.count("(a new conversation)") == 1
-    assert "tok/s" in talk.stderr and "has not learned to talk" not in talk.stderr
+                   stdin="Who sees Anna?\n\nWho sees Björn?\n")  # fmt: skip
+    assert re.fullmatch(r".+\n.+\n", talk.stdout, re.DOTALL)
+    assert "has not learned to talk" not in talk.stderr
     first, last = checkpoint(trained["stem"]), checkpoint(dpo)
     assert last["config"] == {**first["config"], "block_size": 64}
     assert last["tokenizer"] == first["tokenizer"]
