@@ -40,9 +40,6 @@ class UserError(Exception):
 
 def run(main: Callable[[], None]) -> None:
     """Run a command: an error the user can act on becomes one line on stderr and exit code 1."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # was closed by whoever started us
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
     try:
         main()
@@ -67,26 +64,14 @@ def no_memory(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "MPS backend out of memory" in text:
         return "out of GPU memory: lower --device_batch_size, --offload cpu or --device cpu"
-    refused = getattr(error, "errno", None) == errno.ENOMEM
     # PyTorch: "can't allocate memory", "unable to mmap ...", and sizes beyond what can be counted.
-    said = isinstance(error, RuntimeError) and re.search(r"t alloc|allocate mem|size calc", text)
-    if not (isinstance(error, MemoryError) or refused or said):
-        return ""
-    wanted = re.search(r"allocate (\d+) bytes", text)
-    need = f" ({gib(int(wanted[1]))} more at once)" if wanted else ""
-    free = free_ram()
-    there = f", {gib(free)} are available" if free is not None else ""
-    return (
-        f"out of memory{need}{there}: lower --device_batch_size, --batch_size or the sizes of the "
-        "model, or take --offload disk"
-    )
-
-
-def free_ram() -> int | None:
-    """Bytes that programs can still have, where the system tells (Linux)."""
-    info = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable: +(\d+)", info.read_text()) if info.exists() else None
-    return int(found[1]) * 1024 if found else None
+    refused = isinstance(error, RuntimeError) and re.search(r"t alloc|allocate mem|size calc", text)
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or refused:
+        return (
+            "out of memory: lower --device_batch_size, --batch_size or the sizes of the model, or "
+            "take --offload disk"
+        )
+    return ""
 
 
 def flag(default: Any, about: str, **more) -> Any:
@@ -149,22 +134,30 @@ def pick_device(name: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
-    """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
-    whatever way, so no lock is ever left behind. UserError: somebody else has it."""
-    path = Path(folder) / ".lock"
+def writing(path: str | Path) -> Iterator[None]:
+    """UserError: a file or folder cannot be written (no room, no permission)."""
     try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
+    """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
+    whatever way, so no lock is ever left behind. UserError: somebody else has it; wait: until it is
+    free."""
+    path = Path(folder) / ".lock"
+    with writing(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
     with file:
         try:
             if fcntl:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise UserError(
-                f"another run is writing to {folder}: wait for it, or choose another --out_dir"
+                f"another run is writing to {folder}: wait for it, or choose another folder"
             ) from None
         except OSError:  # a file system without locks
             pass
@@ -174,18 +167,17 @@ def locked(folder: str | Path) -> Iterator[None]:
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to `path` on success: readers never see half a file.
-    UserError: it cannot be written (no room, no permission)."""
+    UserError: it cannot be written."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # of who was killed
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)  # of who was killed
+            yield temporary
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
+            os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

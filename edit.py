@@ -24,12 +24,18 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from common import UserError, check_ranges, flag, parse, pick_device, run
+from common import UserError, check_ranges, flag, locked, parse, pick_device, run
 from model import Decoder
 from stem import substitute
 from tables.tables import Tables
 from text.tokenizer import encode
-from training.checkpoints import device_flag, load_checkpoint, load_model, offload_flag, rewrite
+from training.checkpoints import (
+    device_flag,
+    load_checkpoint,
+    load_model,
+    offload_flag,
+    write_checkpoint,
+)
 from training.questions import score_answers
 
 WIDTH = 38  # of a column of text
@@ -197,20 +203,33 @@ def save(
     old, new = zip(*(rows.cpu().unbind() for rows in tables.lookup(ids)), strict=True)
     record = dict(source=edit.source, target=edit.target, ids=ids[0].clone())
     record["rows"] = [rows.clone() for rows in old]  # [n, W] of each table
-    edits = [*checkpoint.get("edits", []), record]
-    rewrite(edit.ckpt, edit.save, checkpoint, ids[0], list(new), edits)
+    checkpoint["edits"] = [*checkpoint.get("edits", []), record]
+    write_rows(edit, checkpoint, ids[0], list(new))
     tokens = ", ".join(repr(encoding.decode([token])) for token in instead)
     print(f"wrote {edit.save}: other rows for {tokens}, in every text that has these tokens")
 
 
 def undo(edit: Edit) -> None:
     """Write the checkpoint with the rows that its last edit replaced."""
-    checkpoint, path = load_checkpoint(edit.ckpt), edit.save or edit.ckpt
+    checkpoint = load_checkpoint(edit.ckpt)
     if not checkpoint.get("edits"):
         raise UserError(f"{edit.ckpt} holds no edit to undo: it takes one written with --save")
-    *others, last = checkpoint["edits"]
-    rewrite(edit.ckpt, path, checkpoint, last["ids"], last["rows"], others)
-    print(f"wrote {path}: {last['source']} has its own rows again, not {last['target']}'s")
+    *checkpoint["edits"], last = checkpoint["edits"]
+    write_rows(edit, checkpoint, last["ids"], last["rows"])
+    names = f"{last['source']} has its own rows again, not {last['target']}'s"
+    print(f"wrote {edit.save or edit.ckpt}: {names}")
+
+
+def write_rows(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
+    """Write the checkpoint with other `rows` [n, W] of tokens `ids` [n] in each table. UserError:
+    another checkpoint would be lost."""
+    path = edit.save or edit.ckpt
+    if path.exists() and not path.samefile(edit.ckpt):
+        raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
+    for table, new in enumerate(rows):  # mapped from files: what changes is this process's own
+        checkpoint["model"][f"tables.weight.{table}"][ids] = new
+    with locked(path.parent):
+        write_checkpoint(path, checkpoint)
 
 
 def main() -> None:

@@ -28,6 +28,8 @@ from tqdm import tqdm
 import prepare
 from common import UserError, locked, pick_device, run
 from model import Decoder
+from offload import make_tables
+from tables.storage import DTYPES
 from text import tokenizer
 from training.batches import Data, check_tokenizer, read_meta
 from training.checkpoints import (
@@ -35,7 +37,6 @@ from training.checkpoints import (
     checkpoint_errors,
     load_checkpoint,
     load_model,
-    make_tables,
     remove_leftovers,
     save_checkpoint,
 )
@@ -65,14 +66,15 @@ class Run:
         dtype = precision(settings.dtype, device)
         torch.manual_seed(settings.seed)
         torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
+        where = dict(live=out_dir / LIVE, saved=checkpoint and checkpoint["tables"])
         tables = make_tables(
-            settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume
+            settings.offload, device, DTYPES[settings.table_dtype], fresh=not checkpoint, **where
         )
         try:
             self.model = model = Decoder(settings.model, tables=tables).to(device)
         except ValueError as error:
             raise UserError(f"--{error}") from None
-        self.keep_best = settings.keep_best and not model.tables.file  # else one more copy of them
+        self.keep_best = settings.keep_best and not model.tables.on_disk  # else one more copy
 
         # 2) what it is trained with
         self.objective: Objective
@@ -123,8 +125,7 @@ def train(settings: Settings) -> None:
         try:
             fit(Run(settings, data))
         finally:
-            with contextlib.suppress(OSError):  # Windows keeps what is still open
-                (out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it
+            remove_leftovers(out_dir)
 
 
 def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:

@@ -9,9 +9,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import edit
 import sample
-from common import UserError
+from common import UserError, locked
 from model import Decoder, ModelConfig
-from tables.memory import RamStorage
+from tables.storage import RamStorage
 from tables.tables import ResidentTables, StoredTables
 from text import tokenizer
 from text.tokenizer import encode
@@ -50,7 +50,7 @@ def test_samples_depend_on_the_seed_alone(trained, monkeypatch, capsys):
         ("--ckpt text.pt", "damaged or not a checkpoint"),
         ("--ckpt half.pt", "damaged or not a checkpoint"),
         ("--ckpt foreign.pt", "not a checkpoint of this program"),
-        ("--ckpt hollow.pt", "does not hold a whole model"),
+        ("--ckpt hollow.pt", "damaged or not a checkpoint"),
         ("--ckpt .", "Is a directory, name a ckpt.pt"),
     ],
 )
@@ -153,7 +153,7 @@ def edits(request, trained, on_disk, tmp_path, monkeypatch):
 def contents(path):
     """Every tensor and number of a checkpoint, tables in a file included."""
     checkpoint = load_checkpoint(path)
-    for name in ("edits", "table_file", "tables"):  # a record, an object, and the name of a file
+    for name in ("edits", "tables"):  # a record, and the object that stores tables
         checkpoint.pop(name, None)
     return {
         keystr(key): leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
@@ -207,24 +207,25 @@ def test_edits_in_place_are_undone_last_first(edits, capsys):
         states.append(contents(ckpt))
     assert len(differing(*states[:2])) == len(differing(*states[1:])) == 1
     assert "other rows for ' Anna'" in capsys.readouterr().out
-    n_file = len(list(ckpt.parent.glob("tables-*.bin")))
+    n_file = len(list(ckpt.parent.glob("tables-*")))
     for state in (states[1], states[0]):
         run("--ckpt", ckpt, "--undo")
         assert differing(state, contents(ckpt)) == []
-    assert len(list(ckpt.parent.glob("tables-*.bin"))) == n_file <= 1
+    assert len(list(ckpt.parent.glob("tables-*"))) == n_file <= 1
     with pytest.raises(UserError, match="holds no edit to undo"):
         run("--ckpt", ckpt, "--undo")
 
 
 def test_saving_an_edit_replaces_no_other_checkpoint(edits, on_disk, tmp_path):
     ckpt, run = edits
-    shutil.copytree(on_disk, tmp_path / "other")
-    before = {path: path.read_bytes() for path in (tmp_path / "other").iterdir()}
-    for name, says in (("ckpt.pt", "exists: choose another"), ("new.pt", "another folder")):
-        with pytest.raises(UserError, match=says):
-            path = tmp_path / "other" / name
-            run("--ckpt", ckpt, "--inject", "Emil=Anna", "--prompt", "Emil", "--save", path)
-    assert before == {path: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+    other = shutil.copytree(on_disk, tmp_path / "other") / "ckpt.pt"
+    before, more = contents(other), ("--inject", "Emil=Anna", "--prompt", "Emil")
+    with pytest.raises(UserError, match="exists: choose another"):
+        run("--ckpt", ckpt, *more, "--save", other)
+    run("--ckpt", ckpt, *more, "--save", other.with_name("new.pt"))  # beside it is fine
+    assert differing(before, contents(other)) == []
+    with locked(other.parent), pytest.raises(UserError, match="another run is writing"):
+        run("--ckpt", ckpt, *more, "--save", other.with_name("third.pt"))
 
 
 def test_edited_ids_find_the_name_with_and_without_a_space():

@@ -67,7 +67,7 @@ class Optimizer:
         self.adamw.step()
         self.adamw.zero_grad()
         for name, (adam, peak) in self.rows.items():
-            adam.step(*read[name], lr * peak)
+            adam.step(lr * peak, read[name])
         return norm
 
     def state_dict(self) -> dict:

@@ -11,7 +11,7 @@ import numpy as np
 matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
-from common import UserError, atomic
+from common import UserError, atomic, writing
 from training.checkpoints import snapshots
 
 # The types of records, and what they are read for.
@@ -86,11 +86,8 @@ class Log:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, **record) -> None:
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def grouped(folders: list[Path]) -> list[tuple[str, list[dict]]]:

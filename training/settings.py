@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common import UserError, add_flags, check_ranges, flag, make_parser
 from config import KINDS, POSITIVE, SHARE, SIZE, TABLES, ModelConfig
-from tables.file import DTYPES
+from tables.storage import DTYPES
 from training.batches import parse_mixture, read_meta
 from training.checkpoints import checkpoint_errors, device_flag, load_checkpoint, offload_flag
 
