@@ -72,7 +72,7 @@ def test_the_whole_chain(stage, folders, trained, tmp_path, capsys):
     evals = [record["val_loss"] for record in read_run(sft)["eval"]]
     assert evals[-1] < 0.5 * evals[0]
     train_module.train(resolve_settings(eval_only=True, out_dir=sft))
-    assert f"| {folders['chat']} | {evals[-1]:.4f} |" in capsys.readouterr().out
+    assert f" on {folders['chat']}: val loss {evals[-1]:.5g}," in capsys.readouterr().out
     dpo = stage(
         "dpo",
         "dpo",
