@@ -217,7 +217,6 @@ def test_edits_in_place_are_undone_last_first(edits, capsys):
 
 def test_saving_an_edit_replaces_no_other_checkpoint(edits, on_disk, tmp_path):
     ckpt, run = edits
-<<<<<<< HEAD
     other = shutil.copytree(on_disk, tmp_path / "other") / "ckpt.pt"
     before, more = contents(other), ("--source", "Emil", "--target", "Anna", "--prompt", "Emil")
     with pytest.raises(UserError, match="exists: choose another"):
@@ -226,15 +225,6 @@ def test_saving_an_edit_replaces_no_other_checkpoint(edits, on_disk, tmp_path):
     assert differing(before, contents(other)) == []
     with locked(other.parent), pytest.raises(UserError, match="another run is writing"):
         run("--ckpt", ckpt, *more, "--save", other.with_name("third.pt"))
-=======
-    shutil.copytree(on_disk, tmp_path / "other")
-    before = {path: path.read_bytes() for path in (tmp_path / "other").iterdir()}
-    for name, says in (("ckpt.pt", "exists: choose another"), ("new.pt", "another folder")):
-        with pytest.raises(UserError, match=says):
-            names = ("--source", "Emil", "--target", "Anna", "--prompt", "Emil")
-            run("--ckpt", ckpt, *names, "--save", tmp_path / "other" / name)
-    assert before == {path: path.read_bytes() for path in (tmp_path / "other").iterdir()}
->>>>>>> h2-model
 
 
 def test_edited_ids_find_the_name_with_and_without_a_space():
