@@ -151,9 +151,10 @@ def pick_device(name: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
+def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
     """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
-    whatever way, so no lock is ever left behind. UserError: somebody else has it."""
+    whatever way, so no lock is ever left behind. UserError: somebody else has it; wait: until it is
+    free."""
     path = Path(folder) / ".lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +164,7 @@ def locked(folder: str | Path) -> Iterator[None]:
     with file:
         try:
             if fcntl:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise UserError(
                 f"another run is writing to {folder}: wait for it, or choose another --out_dir"
