@@ -24,21 +24,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class KVCache:
     """Keys and values of the tokens seen so far, in buffers allocated once, with `room` for so
-    many tokens (block_size, if None).
-
-    `padding` [B]: how many tokens at the left of each sequence are none, nobody attends to them.
-    That is all there is to prompts of different length in one batch: rotary positions being
-    relative, they need not begin at 0."""
+    many tokens (block_size, if None)."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        batch: int,
-        device,
-        dtype: torch.dtype,
-        *,
-        room: int | None = None,
-        padding: Tensor | None = None,
+        self, config: ModelConfig, batch: int, device, dtype: torch.dtype, room: int | None = None
     ) -> None:
         self.room = min(room or config.block_size, config.block_size)
         shape = (batch, config.n_kv_head, self.room, config.head_dim)
@@ -49,32 +38,25 @@ class KVCache:
         )
         self.cos, self.sin = rotary(self.room, config, device)
         self.slots = torch.arange(self.room, device=device)
-        self.padding = None if padding is None else padding.to(device)
         self.length = 0  # tokens in the cache
-        self.end: int | None = 0  # of what the last ones attended to
 
     def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Make room for the next n tokens, and say what attention needs to know: cos, sin, mask.
 
         With `static` nothing that layers see tells how many tokens there are: they attend to the
-        whole buffer, behind a mask. So one compiled graph serves all steps."""
+        whole buffer, behind a mask. So one compiled graph serves all steps, and all caches."""
         start, self.length = self.length, self.length + n
-        self.new: slice | Tensor = slice(start, self.length)  # where the tokens go
-        cos, sin, at = self.cos[self.new], self.sin[self.new], self.slots[self.new, None]  # [n, ..]
+        new = slice(start, self.length)
+        cos, sin, slots = self.cos[new], self.sin[new], self.slots[new]  # [n, ..]
+        # Where the new tokens go, and the end of what they attend to.
+        self.new, self.end = (slots, None) if static else (new, self.length)
         if static:
-            if self.end is not None:  # the first of such steps
-                for buffer in (*self.k, *self.v):  # CUDA graphs need not copy them
-                    torch._dynamo.mark_static_address(buffer)
-            self.new, self.end = at[:, 0], None
-        else:
-            self.end = self.length
-        if not static and self.padding is None and (start == 0 or n == 1):
+            for buffer in (*self.k, *self.v):  # CUDA graphs need not copy them
+                torch._dynamo.mark_static_address(buffer, guard=False)
+        elif start == 0 or n == 1:
             return cos, sin, None  # plainly causal
-        slots = self.slots[: self.end]  # [S]
-        seen = slots <= at  # [n, S]
-        if self.padding is not None:  # padding sees itself: a mask must not hide everything
-            seen = seen & (slots >= self.padding[:, None, None, None]) | (slots == at)
-        return cos, sin, additive(seen, self.k[0].dtype)  # [n, S] or [B, 1, n, S]
+        seen = self.slots[: self.end] <= slots[:, None]  # [n, S]
+        return cos, sin, additive(seen, self.k[0].dtype)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim]."""
@@ -141,8 +123,10 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # [B, n_kv_head, S, head_dim]
         groups = q.shape[1] // k.shape[1]
-        # Kernels of MPS do not know grouped queries; nor do CUDA's fast ones that take a mask.
-        if groups > 1 and q.device.type in (("mps",) if mask is None else ("mps", "cuda")):
+        # Of CUDA's fast kernels only one knows grouped queries, which takes neither masks nor
+        # float32; of MPS's none does.
+        flash = q.device.type == "cuda" and mask is None and q.dtype != torch.float32
+        if groups > 1 and not flash and q.device.type != "cpu":
             k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         causal = mask is None and q.shape[2] > 1
         dropout = self.dropout if self.training else 0.0

@@ -1,18 +1,16 @@
-"""The layers that token-indexed ones are compared with: other ways to own more parameters than a
-token pays for. `W_g, W_u, W_d` are those of the dense FFN, `W_d (SiLU(W_g x) * (W_u x))`, t is the
-token id at this position.
+"""The dense FFN, and layers that token-indexed ones are compared with: other ways to own more
+parameters than a token pays for. `W_g, W_u, W_d` are those of the dense FFN, t is the token id.
 
+    dense      W_d (SiLU(W_g x) * (W_u x))
     moe        sum of the k experts that a router finds best for x, each d_ff / k wide
     hash_moe   sum of the k experts that belong to t
     pkm        sum of the values whose keys are nearest to queries made of x
     deepembed  W_d (SiLU(W_g x) * (W_u x) * (1 + E_l[t]))
     ple        W_d (SiLU(W_g x) * (W_u x)) + P (GELU(G x) * E_l[t])
 
-As they are by default a token costs the FLOPs of the dense FFN, each docstring says why; the
-parameters in all are more, and how many is for `n_expert`, `n_key`, `ple_width` and the vocabulary
-to say. `E_l`, layer l's own, is a token table: deepembed and ple are offloaded and edited as STEM.
-
-`idle` is how many parameters of an FFN a token neither reads nor multiplies (`Decoder.sizes`).
+By default a token costs the FLOPs of the dense FFN, each docstring says why. `E_l`, layer l's own,
+is a token table: deepembed and ple are offloaded and edited as STEM. `idle` is how many parameters
+of an FFN a token neither reads nor multiplies (`Decoder.sizes`).
 """
 
 import torch
@@ -22,22 +20,26 @@ from torch import Tensor, nn
 from config import ModelConfig
 
 
-class GatedFFN(nn.Module):
-    """The matrices of the dense FFN, for `d_ff` hidden units."""
+class SwiGLU(nn.Module):
+    """The dense FFN (Shazeer, 2020); `d_ff` hidden units, if not as many as the config says."""
 
     row_width = 0
 
-    def __init__(self, n_embd: int, d_ff: int) -> None:
+    def __init__(self, config: ModelConfig, d_ff: int | None = None) -> None:
         super().__init__()
-        self.gate = nn.Linear(n_embd, d_ff, bias=False)
-        self.up = nn.Linear(n_embd, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, n_embd, bias=False)
+        d_ff = config.d_ff if d_ff is None else d_ff
+        self.gate = nn.Linear(config.n_embd, d_ff, bias=False)
+        self.up = nn.Linear(config.n_embd, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, config.n_embd, bias=False)
 
     def hidden(self, x: Tensor) -> Tensor:
         return F.silu(self.gate(x)) * self.up(x)  # [B, T, d_ff]
 
+    def forward(self, x: Tensor, rows: None) -> Tensor:
+        return self.down(self.hidden(x))  # [B, T, n_embd]
 
-class Experts(GatedFFN):
+
+class Experts(SwiGLU):
     """`n_expert` FFNs, each `d_ff / top_k` wide ("fine-grained": DeepSeekMoE, Dai et al., 2024,
     section 3.1), which lie side by side as one wide FFN. A token passes through `top_k` of them:
     the multiplications of one dense FFN. ValueError: the numbers do not fit together."""
@@ -50,7 +52,7 @@ class Experts(GatedFFN):
                 f"wide, and be at most n_expert={self.n_expert}"
             )
         width = config.d_ff // self.top_k
-        super().__init__(config.n_embd, self.n_expert * width)
+        super().__init__(config, self.n_expert * width)
         self.idle = 3 * config.n_embd * width * (self.n_expert - self.top_k)
 
     def experts(self, x: Tensor, chosen: Tensor) -> Tensor:
@@ -62,11 +64,11 @@ class Experts(GatedFFN):
         tokens = x.flatten(0, 1).index_select(0, order // self.top_k)  # [B * T * top_k, n_embd]
         gates, ups = (each.weight.chunk(self.n_expert) for each in (self.gate, self.up))
         downs = self.down.weight.chunk(self.n_expert, dim=1)
-        made = [
+        parts = [
             F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
             for part, gate, up, down in zip(tokens.split(counts), gates, ups, downs, strict=True)
         ]
-        return torch.cat(made).index_select(0, order.argsort()).unflatten(0, chosen.shape)
+        return torch.cat(parts).index_select(0, order.argsort()).unflatten(0, chosen.shape)
 
 
 class MoEFFN(Experts):
@@ -102,28 +104,27 @@ class MoEFFN(Experts):
 
 
 class HashMoEFFN(Experts):
-    """Experts chosen by the token id: a fixed random table says which (Hash Layers, Roller et al.,
-    2021, section 3.1, "random hash"), the sparse baseline of the STEM paper. Without a table of
-    rows, a layer gets as `rows` the ids [B, T] under which others look them up.
+    """Experts chosen by the token id, by a fixed random table (Hash Layers, Roller et al., 2021,
+    section 3.1, "random hash"), the sparse baseline of the STEM paper. `ids` [B, T] are those that
+    other layers look up their rows under.
 
     With top_k above 1 the hidden units come in top_k segments, each by a hash of its own out of
     n_expert / top_k (section 3.2, "MultiHash"); --top_k 1 is the plain layer. Differs: SwiGLU for
     the ReLU FFN; every expert has equally many ids. FLOPs: the dense FFN's, to the last one. The
     paper holds equal FLOPs and parameters of a token beside Switch Transformers'."""
 
+    needs_ids = True
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         size = self.n_expert // self.top_k  # experts for a segment
         if self.n_expert % self.top_k:
             raise ValueError(f"n_expert={self.n_expert} must be a multiple of top_k={self.top_k}")
-        hashes = [
-            torch.randperm(config.vocab_size) % size + segment * size
-            for segment in range(self.top_k)
-        ]
+        hashes = [torch.randperm(config.vocab_size) % size + k * size for k in range(self.top_k)]
         self.register_buffer("hashes", torch.stack(hashes, dim=-1))  # [V, top_k]
 
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.experts(x, self.hashes[rows.to(x.device)]).sum(-2)
+    def forward(self, x: Tensor, rows: None, ids: Tensor) -> Tensor:
+        return self.experts(x, self.hashes[ids.to(x.device)]).sum(-2)
 
 
 class ProductKeyMemory(nn.Module):
@@ -175,7 +176,7 @@ class ProductKeyMemory(nn.Module):
         return y.view_as(x)
 
 
-class DeepEmbedFFN(GatedFFN):
+class DeepEmbedFFN(SwiGLU):
     """The dense FFN, its hidden units scaled by the token's row (DeepEmbed, of RWKV-8: B. Peng,
     repository RWKV-LM, 2025): `W_d (SiLU(W_g x) * (W_u x) * (1 + E_l[t]))`.
 
@@ -183,7 +184,7 @@ class DeepEmbedFFN(GatedFFN):
     one, so that they begin small as all tables do. FLOPs: the dense FFN's; the table is extra."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.n_embd, config.d_ff)
+        super().__init__(config)
         self.row_width = config.d_ff
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -191,7 +192,7 @@ class DeepEmbedFFN(GatedFFN):
         return self.down(h * (1 + rows).to(h.dtype))
 
 
-class PerLayerEmbeddingFFN(GatedFFN):
+class PerLayerEmbeddingFFN(SwiGLU):
     """The dense FFN, and beside it a narrow row, gated and projected, `P (GELU(G x) * E_l[t])`
     (PLE, of Gemma 3n: Google, 2025; as in transformers' Gemma3nTextDecoderLayer).
 
@@ -205,7 +206,7 @@ class PerLayerEmbeddingFFN(GatedFFN):
         d_ff = config.d_ff - round(2 * self.row_width / 3)
         if d_ff < 1:
             raise ValueError(f"ple_width={self.row_width} leaves nothing of d_ff={config.d_ff}")
-        super().__init__(config.n_embd, d_ff)
+        super().__init__(config, d_ff)
         self.row_gate = nn.Linear(config.n_embd, self.row_width, bias=False)
         self.row_out = nn.Linear(self.row_width, config.n_embd, bias=False)
 

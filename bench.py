@@ -6,120 +6,101 @@
     python bench.py vocab --plot vocab.png               # what a larger vocabulary costs
     python bench.py offload                              # where tables live: device, RAM, disk
     python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
-    python bench.py tokenizer --data_dir data/books --input books.jsonl
 
 Contenders take turns, so what slows the machine for a while slows all of them. Speeds are medians
-over the turns; ratios are medians of the ratios to the first contender within a turn. Token ids are
-random with Zipf's frequencies.
+over the turns; ratios are medians of the ratios to a baseline within a turn. Token ids are random
+with Zipf's frequencies. On a GPU sizes are larger unless flags say otherwise (`GPU` in the code);
+all models that take turns then need less than 40 GiB.
 
 **train.** Whole optimizer steps. GFLOP/s are three times those of a forward pass; `of the matrix
 rate` is their share of what this machine reaches in one large matrix product.
 
-**decode.** Greedy, 64 tokens and then 96 more. GB/s are the weights that a step reads; `of the copy
+**decode.** A prompt of 64 tokens, and 96 more. GB/s are the weights that a step reads; `of the copy
 rate` is their share of what this machine reads when it adds up a large tensor.
 
 **vocab.** Training steps with the same ids: on rows that a batch read, and by AdamW on whole
 tables, as plain `nn.Embedding` would have it. The head, which costs V either way, is left out of
 both, and shown beside them. Memory is that of weights, gradients and optimizer states.
 
-**offload.** All homes hold the same model. `decode` 1 and 8 is one token at a time for so many
-sequences, `prefill` forward passes, `train` whole optimizer steps. On a GPU, KB/token crossed the
-bus per token of decode 1 and of train, and `device` is its peak memory in training.
-
-**tokenizer.** Encoding, beside Hugging Face's tokenizers, which is no dependency of this project:
-pip install tokenizers first. Both get the vocabulary of --data_dir, the merges that follow from it
-and the same split into words, and encode all documents in turn. The ids must be equal.
+**offload.** One model, its tables stored in different places. `decode` 1 and 8 is one token at a
+time for so many sequences, `prefill` forward passes, `train` whole optimizer steps.
 """
 
-import itertools
 import json
 import mmap
 import os
-import sys
+import random
 import tempfile
-import timeit
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from statistics import median
 
-import tiktoken
+import numpy as np
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator
 from torch import Tensor, nn
-from torch.utils.benchmark import timer
+from torch.utils.benchmark import Timer, timer
 from tqdm import tqdm
 
 from attention import KVCache
-from common import (
-    UserError,
-    add_flags,
-    atomic,
-    check_ranges,
-    flag,
-    gib,
-    make_parser,
-    pick_device,
-    run,
-)
+from common import UserError, add_flags, atomic, check_ranges, flag, make_parser, pick_device, run
 from model import Decoder, ModelConfig
 from offload import OffloadedTables
-from tables.file import TableFile
-from tables.memory import RamStorage, check_ram
-from tables.tables import ResidentTables, StoredTables, Tables, send
-from text import documents
-from training.batches import read_meta, read_tokenizer
-from training.checkpoints import check_memory, device_flag
-from training.loss import head_loss
+from tables.storage import DiskStorage, RamStorage
+from tables.tables import ResidentTables, StoredTables, Tables
+from training.checkpoints import device_flag
 from training.optimizer import Optimizer
 from training.records import check_picture, markdown, save_figure
 from training.settings import Settings
 
-
-def size(small: int, large: int) -> dict:
-    """A flag's default: for two CPU cores, and for a data-centre GPU (238 M parameters in the
-    backbone, 16 tables), so that what one wants to know takes minutes."""
-    return dict(default=(small, large), must="at least 1", shown=f"{small}, on a GPU {large}")
+KINDS = {
+    "dense": dict(ffn="dense"),
+    "STEM, third": dict(stem_layers="third"),
+    "STEM, all": dict(stem_layers="all"),
+    "Embformer": dict(ffn="embformer"),
+}
+# Sizes instead of the flags' defaults, which are for two CPU cores.
+QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2, rounds=2)
+GPU = dict(n_layer=17, n_head=16, n_embd=1024, vocab_size=8192, block_size=1024, batch_size=16)
+GPU_SPECIAL = {"vocab": dict(n_layer=3, vocab_size=6400), "offload": dict(vocab_size=32768)}
+# How to print a column, by its first word.
+FORMATS = {
+    "tok/s": "{:,.0f}", "ms": "{:,.0f}", "over": "{:.2f}", "GFLOP/s": "{:,.0f}", "GB/s": "{:.1f}",
+    "of": "{:.0%}", "GiB": "{:.2f}",
+    **dict.fromkeys(("decode", "prefill", "train"), "{0[tok/s]:,.0f} ({0[ratio]:.1%})"),
+}  # fmt: skip
 
 
 @dataclass
 class Bench:
-    what: str
-    input: list[Path] | None = None
     device: str = device_flag()
-    n_layer: int = flag(about="layers, all but the first with a table", **size(6, 17))
-    n_head: int = flag(about="attention heads", **size(6, 16))
-    n_embd: int = flag(about="width of the residual stream", **size(192, 1024))
-    vocab_size: int = flag(about="rows of a table", **size(6400, 32768))
-    block_size: int = flag(about="context length in tokens", **size(256, 1024))
-    batch_size: int = flag(about="sequences in a training step", **size(8, 16))
+    n_layer: int = flag(6, "layers, all but the first with a table", must="at least 1")
+    n_head: int = flag(6, "attention heads", must="at least 1")
+    n_embd: int = flag(192, "width of the residual stream", must="at least 1")
+    vocab_size: int = flag(6400, "rows of a table", must="at least 1")
+    block_size: int = flag(256, "context length in tokens", must="at least 1")
+    batch_size: int = flag(8, "sequences in a training step", must="at least 1")
     rounds: int = flag(7, "turns that each contender takes", must="at least 1")
     quick: bool = flag(False, "small models, two turns, nothing compiled: does it run?")
     plot: Path | None = flag(None, "picture of vocab: .png, .svg or .pdf")
     table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
     dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
     json: Path | None = flag(None, "write the figures to this file, too")
-    data_dir: Path | None = flag(None, "prepared folder, for its tokenizer")
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         self.on = pick_device(self.device)
         self.cuda = self.on.type == "cuda"
         if self.cuda:
             torch.cuda.set_device(self.on.index or 0)  # which `timer` waits for
-        quick = dict(n_layer=3, n_head=2, n_embd=32, block_size=64, batch_size=2)
-        for name, value in vars(self).items():
-            if isinstance(value, tuple):
-                setattr(self, name, quick.get(name, value[0]) if self.quick else value[self.cuda])
-        self.rounds = min(self.rounds, 2) if self.quick else self.rounds
-        check_ranges(self)
 
     def model(self, **more) -> ModelConfig:
-        names = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+        names = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
         try:
-            config = ModelConfig(**{name: getattr(self, name) for name in names} | more)
-            check_memory(config, 4, 4)
-            return config
+            return ModelConfig(**{name: getattr(self, name) for name in names}, **more)
         except ValueError as error:
             raise UserError(f"--{error}") from None
 
@@ -130,463 +111,279 @@ def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
     return ((vocab_size + 1) ** u).long().clamp_(1, vocab_size) - 1
 
 
-KINDS = {
-    "dense": dict(ffn="dense"),
-    "STEM, third": dict(stem_layers="third"),
-    "STEM, all": dict(stem_layers="all"),
-    "Embformer": dict(ffn="embformer"),
-}
-Rates = dict[str, list[float]]  # of each contender, turn by turn
-
-
-def interleaved_timing(
-    runs: dict[str, Callable[[], int]], rounds: int, unit: str = "step"
-) -> Rates:
-    """What each gets done in a second; a run says how much it did. They take turns, and who follows
-    whom changes, as a run leaves caches and disk busy. The first turn warms up."""
-    rates: Rates = {name: [] for name in runs}
-    names = list(runs)
-    turns = [*itertools.product(range(rounds + 1), range(len(names)))]
-    for turn, place in tqdm(turns, desc="taking turns", unit=unit):
-        name = names[(turn + place) % len(names)]
-        start = timer()
-        done = runs[name]()
-        seconds = timer() - start
-        if turn:
-            rates[name].append(done / seconds)
-    return rates
-
-
-def ratio(rates: Rates, name: str, to: str) -> float:
-    return median(a / b for a, b in zip(rates[name], rates[to], strict=True))
-
-
-def table(what: str, result: dict[str, dict], formats: dict[str, str]) -> dict[str, dict]:
-    """Print figures by contender and column as Markdown; `formats` of the columns, in order."""
-    rows = [
-        {what: name} | {column: f"{row[column]:{form}}" for column, form in formats.items()}
-        for name, row in result.items()
-    ]
-    print("\n" + markdown(rows))
-    return result
-
-
-def matrix_rate(bench: Bench) -> float:
-    """FLOP/s of one large matrix product."""
-    x = torch.randn(2048, 2048, device=bench.on)
-    x = x.bfloat16() if bench.cuda else x
-    return interleaved_timing({"": lambda: 2 * len((x @ x)[0]) ** 3}, 7)[""][-1]
-
-
-def copy_rate(bench: Bench) -> float:
-    """Bytes/s of reading memory."""
-    x = torch.ones(1 << 26, device=bench.on)
-    return max(interleaved_timing({"": lambda: 4 * int(x.sum())}, 7)[""])
-
-
-def step(
-    bench: Bench,
-    model: Decoder,
-    optimizer: Optimizer,
-    ids: Tensor,
-    targets: Tensor,
-    table_ids: Tensor | None = None,
-    coming: Tensor | None = None,
-) -> int:
-    """A training step as the training loop does it, on ids and targets [B, T]; the number of
-    tokens. Tables are looked up under `table_ids`, and next under those that are `coming`."""
-    with torch.autocast(bench.on.type, torch.bfloat16, enabled=bench.cuda):
-        x = model.hidden(ids, table_ids=table_ids).flatten(0, 1)  # [B * T, n_embd]
-        loss = head_loss(x, model.head_weight, send(targets, bench.on).flatten())
-    if coming is not None:
-        model.tables.prefetch(coming)
-    loss.backward()
-    optimizer.step(1.0)
-    loss.item()
-    return ids.numel()
-
-
-def bench_train(bench: Bench) -> dict:
-    runs, flops = {}, {}
-    for name, how in itertools.product(KINDS, ("",) if bench.quick else ("", ", compiled")):
-        model = Decoder(bench.model(**KINDS[name])).to(bench.on).train()
-        for block in model.blocks if how else ():
-            block.compile()
-        optimizer = Optimizer(model, Settings(learning_rate=1e-3))
-        ids = zipf((bench.batch_size, bench.block_size + 1), bench.vocab_size, 0)
-        runs[name + how] = partial(step, bench, model, optimizer, ids[:, :-1], ids[:, 1:])
-        flops[name + how] = 3 * model.sizes()["flops_per_token"]
-    rates, most = interleaved_timing(runs, bench.rounds), matrix_rate(bench)
-    result = {}
-    for name, each in rates.items():
-        eager = name.removesuffix(", compiled")
-        result[name] = {
-            "tok/s": median(each),
-            "over dense": ratio(rates, name, name.replace(eager, "dense")),
-            "over eager": ratio(rates, name, eager),
-            "GFLOP/s": median(each) * flops[name] / 1e9,
-            "of the matrix rate": median(each) * flops[name] / most,
-        }
-    ratios = {"over dense": ".2f", "over eager": ".2f"}
-    return table(
-        "train", result, {"tok/s": ",.0f", **ratios, "GFLOP/s": ",.0f", "of the matrix rate": ".0%"}
-    )
-
-
-@torch.inference_mode()
-def recompute(model: Decoder, ids: Tensor, max_new_tokens: int) -> Tensor:
-    """`Decoder.generate` without a cache."""
-    for _ in range(max_new_tokens):
-        logits, _ = model(ids, last_only=True)
-        ids = torch.cat((ids, logits[:, -1].argmax(-1, keepdim=True)), dim=1)
-    return ids
-
-
-def bench_decode(bench: Bench) -> dict:
-    prompt, new = min(64, bench.block_size // 3), min(96, bench.block_size // 3)
-    greedy = partial(Decoder.generate, temperature=0)
-    ways = {"": greedy, ", compiled": greedy, ", no cache": recompute}
-    if bench.quick:
-        del ways[", compiled"]
-    result, most = {}, copy_rate(bench)
-    for batch in (1, 8):
-        if batch > 1:
-            ways.pop(", no cache")  # one sequence shows what a cache is worth, and takes long
-        ids = zipf((batch, prompt), bench.vocab_size, 0).to(bench.on)
-        runs, read = {}, {}
-        for (kind, how), (way, write) in itertools.product(KINDS.items(), ways.items()):
-            model = Decoder(bench.model(**how)).to(bench.on).eval()
-            if not bench.cuda:
-                model.use_column_major_weights()
-            if "compiled" in way:
-                model.compile_steps()
-            runs[kind + way] = lambda w=write, m=model, i=ids: (
-                new * len(w(m, i, max_new_tokens=new))
-            )
-            read[kind + way] = 4 * model.sizes()["active"] / batch  # bytes per token
-        rates = interleaved_timing(runs, bench.rounds)
-        for kind, way in itertools.product(KINDS, ways):
-            name = kind + way
-            speed = median(rates[name])
-            result[f"{name}, batch {batch}"] = {
-                "tok/s": speed,
-                "over dense": ratio(rates, name, "dense" + way),
-                "over eager, cached": ratio(rates, name, kind),
-                "GB/s": speed * read[name] / 1e9,
-                "of the copy rate": speed * read[name] / most,
-            }
-    ratios = {"over dense": ".2f", "over eager, cached": ".2f"}
-    return table(
-        "decode", result, {"tok/s": ",.0f", **ratios, "GB/s": ".1f", "of the copy rate": ".0%"}
-    )
-
-
-def bench_vocab(bench: Bench) -> dict:
-    base = 500 if bench.quick else bench.vocab_size
-    ids = zipf((bench.batch_size, bench.block_size + 1), base, 0)  # everywhere: only V changes
-    ways = {"rows": "rowwise", "rows, and the head": "rowwise", "whole tables": "adamw"}
-
-    def contender(vocab_size: int, way: str) -> tuple[Callable[[], int], int]:
-        """A training step, and the bytes it needs."""
-        model = Decoder(bench.model(stem_layers="all", vocab_size=vocab_size)).to(bench.on).train()
-        targets = ids[:, 1:]
-        if "head" not in way:  # but for a small one
-            model.head = nn.Linear(bench.n_embd, 64, bias=False, device=bench.on)
-            targets = targets % 64
-        optimizer = Optimizer(model, Settings(learning_rate=1e-3, table_optimizer=ways[way]))
-        run = partial(step, bench, model, optimizer, ids[:, :-1], targets)
-        run()
-        gradients = [p for group in optimizer.adamw.param_groups for p in group["params"]]
-        states = [t for state in optimizer.adamw.state.values() for t in state.values()]
-        states += [t for adam, _ in optimizer.rows.values() for t in (*adam.m, *adam.v)]
-        return run, sum(t.nbytes for t in (*model.parameters(), *gradients, *states))
-
-    first, _ = contender(base, "rows")
-    result = {}
-    for vocab_size in (base, base * 5, base * 20):
-        made = {way: contender(vocab_size, way) for way in ways}
-        runs = {"first": first} | {way: run for way, (run, _) in made.items()}
-        rates = interleaved_timing(runs, bench.rounds)
-        for way in ways:
-            result[f"{way}, V = {vocab_size:,}"] = {
-                "V": vocab_size,
-                "ms": 1e3 * bench.batch_size * bench.block_size / median(rates[way]),
-                "over whole tables": ratio(rates, way, "whole tables"),
-                f"over rows, V = {base:,}": ratio(rates, way, "first"),
-                "GiB": made[way][1] / 2**30,
-            }
-    ratios = {"over whole tables": ".2f", f"over rows, V = {base:,}": ".2f"}
-    table("vocab", result, {"ms": ",.0f", **ratios, "GiB": ".2f"})
-    if bench.plot:
-        plot_vocab(bench.plot, list(ways), list(result.values()))
-    return result
-
-
-def plot_vocab(path: Path, ways: list[str], rows: list[dict]) -> None:
-    """Step time and memory over V, a line for each way."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axes, key, title in ((left, "ms", "training step (ms)"), (right, "GiB", "memory (GiB)")):
-        for number, way in enumerate(ways):
-            points = [(row["V"], row[key]) for row in rows[number :: len(ways)]]
-            axes.plot(*zip(*points, strict=True), ".-", label=way)
-        axes.set(xlabel="vocabulary V", ylabel=title, xscale="log", yscale="log")
-        axes.xaxis.set_major_formatter("{x:,g}")
-        axes.yaxis.set_major_formatter("{x:,g}")
-        axes.yaxis.set_minor_formatter("{x:,g}")
-        axes.grid(alpha=0.3, which="both")
-    left.legend()
-    save_figure(figure, path)
-
-
+@dataclass
 class Contender:
-    """A model whose tables live somewhere, and what was found out about it."""
+    """A model, and what it does in each turn."""
 
-    def __init__(self, bench: Bench, config: ModelConfig, tables: Callable) -> None:
+    bench: Bench
+    config: ModelConfig
+    task: Callable[["Contender"], int]  # does it, and returns the number of tokens
+    over: dict[str, str] = field(default_factory=dict)  # baseline of a ratio, by its column
+    adapt: Callable[[Decoder], object] = lambda model: None  # changes the new model
+    table_optimizer: str = "rowwise"
+    tables: Callable[..., Tables] = ResidentTables
+    cold: bool = False  # whether each turn has to read table files from the disk
+    optimizer: Optimizer | None = None  # what trains has one
+    batches: int = 0  # drawn so far
+
+    def __post_init__(self) -> None:
         torch.manual_seed(0)
-        before = torch.cuda.memory_allocated()  # 0 without a GPU
-        self.bench, self.batch = bench, 0
-        self.model = Decoder(config, tables=tables).to(bench.on)
-        self.tables = self.model.tables
-        self.optimizer = Optimizer(self.model, Settings(learning_rate=1e-3))
-        self.held = torch.cuda.memory_allocated() - before  # bytes on the GPU between tasks
-        self.figures: dict[str, float] = {}
-        self.cold = False  # whether each task begins with a table file that nobody has read
+        self.model = Decoder(self.config, self.tables).to(self.bench.on)
+        self.adapt(self.model)
 
-    def ids(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """Fresh ids, and those under which tables are looked up (more of them with --table_gib)."""
-        self.batch += 1
-        sizes = (self.model.config.vocab_size, self.tables.vocab_size)
-        return tuple(zipf(shape, size, self.batch) for size in sizes)
+    def batch(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Fresh ids, and those that tables are looked up under: others only if tables have more
+        rows than the model has tokens (--table_gib)."""
+        self.batches += 1
+        ids, n_rows = zipf(shape, self.bench.vocab_size, self.batches), self.model.tables.vocab_size
+        return ids, ids if n_rows == self.config.vocab_size else zipf(shape, n_rows, self.batches)
 
-    def measure(self, name: str) -> int:
-        """Do a task, and see what it takes; the number of its tokens."""
+    def turn(self) -> float:
+        """Do the task once. Returns tokens per second."""
         if self.cold:
-            drop_pages(self.tables.storage)
-        ring = getattr(self.tables, "ring", None)
-        moved, before = ring.moved if ring else 0, torch.cuda.memory_allocated()
-        if self.bench.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        tokens = TASKS[name](self)
-        if ring:
-            ring.drain()  # what is on its way belongs to this chunk
-            self.figures[f"bytes per token, {name}"] = (ring.moved - moved) / tokens
-        if self.bench.cuda and name == "train":
-            self.figures["device bytes"] = self.held + torch.cuda.max_memory_allocated() - before
-        self.held += torch.cuda.memory_allocated() - before
-        return tokens
+            drop_pages(self.model.tables.storage)
+        start = timer()
+        tokens = self.task(self)
+        if hasattr(self.model.tables, "ring"):
+            self.model.tables.ring.synchronize()  # transfers under way belong to this turn
+        return tokens / (timer() - start)
+
+
+def interleaved_timing(contenders: dict[str, Contender], rounds: int) -> dict[str, dict]:
+    """The tok/s of each contender, and its ratios to its baselines. They take turns in an order
+    that changes, as a turn leaves caches and disk busy. The first turn warms up."""
+    rates = {name: [] for name in contenders}
+    for _ in tqdm(range(1 + rounds), desc="taking turns", unit="turn"):
+        for name in random.sample(list(contenders), len(contenders)):
+            rates[name].append(contenders[name].turn())
+    rates = {name: np.array(each[1:]) for name, each in rates.items()}  # [rounds] each
+    rows = {}
+    for name, it in contenders.items():
+        ratios = {column: np.median(rates[name] / rates[to]) for column, to in it.over.items()}
+        rows[name] = {"tok/s": np.median(rates[name]), **ratios}
+    return rows
+
+
+def show(what: str, rows: dict[str, dict]) -> dict[str, dict]:
+    """Print figures by contender and column as a Markdown table."""
+    cells = [
+        {what: name, **{c: FORMATS[c.split()[0]].format(value) for c, value in row.items()}}
+        for name, row in rows.items()
+    ]
+    print("\n" + markdown(cells))
+    return rows
+
+
+def calls_per_second(statement: str, x: Tensor) -> float:
+    call = Timer(statement, globals=dict(x=x), num_threads=torch.get_num_threads())
+    return 1 / call.blocked_autorange().median
+
+
+# --- what a contender does in a turn ---
+
+
+def train(it: Contender, steps: int = 1) -> int:
+    """Optimizer steps as in the training loop, each on B sequences of T tokens."""
+    model, device = it.model.train(), it.bench.on
+    if it.optimizer is None:
+        settings = Settings(learning_rate=1e-3, table_optimizer=it.table_optimizer)
+        it.optimizer = Optimizer(model, settings)
+    batches = [it.batch(it.bench.batch_size, it.bench.block_size + 1) for _ in range(steps)]
+    coming = [*(table_ids[:, :-1] for _, table_ids in batches[1:]), None]
+    for (ids, table_ids), next_ids in zip(batches, coming, strict=True):
+        targets = ids[:, 1:] % len(model.head_weight)  # vocab: a small head has fewer classes
+        with torch.autocast(device.type, torch.bfloat16, enabled=it.bench.cuda):
+            _, loss = model(ids[:, :-1], targets, table_ids=table_ids[:, :-1])
+        if next_ids is not None:
+            model.tables.prefetch(next_ids)
+        loss.backward()
+        it.optimizer.step(1.0)
+        loss.item()
+    return steps * it.bench.batch_size * it.bench.block_size
 
 
 @torch.inference_mode()
-def decode(it: Contender, batch: int, tokens: int) -> int:
-    """Sampling as `Decoder.stream` does it: the ids come from the device."""
-    it.model.eval()
-    tokens = min(tokens, it.bench.block_size)
-    ids, table_ids = (t.to(it.bench.on) for t in it.ids(batch, tokens))
-    cache = KVCache(it.model.config, batch, it.bench.on, torch.float32)
-    for t in range(tokens):
-        new = slice(t, t + 1)
-        logits, _ = it.model(ids[:, new], table_ids=table_ids[:, new], cache=cache)
+def decode(it: Contender, batch: int, prompt: int, new: int, cached: bool = True) -> int:
+    """Read a prompt, then one token at a time, each of them given: a model that knows nothing would
+    repeat itself. As in sampling the ids are on the device."""
+    model, block_size = it.model.eval(), it.bench.block_size
+    prompt = min(prompt, block_size // 3)
+    new = min(new, block_size - prompt)
+    ids, table_ids = (t.to(it.bench.on) for t in it.batch(batch, prompt + new))
+    cache = KVCache(it.config, batch, it.bench.on, torch.float32) if cached else None
+    for end in range(prompt, prompt + new):
+        part = slice(cache.length if cache else 0, end)
+        logits, _ = model(ids[:, part], table_ids=table_ids[:, part], cache=cache, last_only=True)
         logits[:, -1].argmax(-1)
-    return batch * tokens
+    return batch * new
 
 
 @torch.inference_mode()
 def prefill(it: Contender) -> int:
-    it.model.eval()
-    ids, table_ids = it.ids(it.bench.batch_size, it.bench.block_size)
-    it.model(ids.to(it.bench.on), table_ids=table_ids, last_only=True)
+    ids, table_ids = it.batch(it.bench.batch_size, it.bench.block_size)
+    it.model.eval()(ids.to(it.bench.on), table_ids=table_ids, last_only=True)
     return ids.numel()
 
 
-def train(it: Contender) -> int:
-    it.model.train()
-    # The last update of a chunk has nothing to hide behind: more steps where steps are short.
-    steps = 5 if it.bench.cuda else 2
-    batches = [it.ids(it.bench.batch_size, it.bench.block_size) for _ in range(steps)]
-    coming = [*(table_ids for _, table_ids in batches[1:]), None]
-    return sum(
-        step(it.bench, it.model, it.optimizer, ids, ids, table_ids, after)
-        for (ids, table_ids), after in zip(batches, coming, strict=True)
-    )
+# --- the tables that are printed ---
 
 
-TASKS = {  # which say how many tokens they went through
-    "decode 1": partial(decode, batch=1, tokens=128),
-    "decode 8": partial(decode, batch=8, tokens=64),
-    "prefill": prefill,
-    "train": train,
-}
+def bench_train(bench: Bench) -> dict:
+    ways = {"": Decoder.train}
+    if not bench.quick:
+        ways[", compiled"] = lambda model: [block.compile() for block in model.blocks]
+    contenders = {}
+    for kind, way in product(KINDS, ways):
+        over, config = {"over dense": "dense" + way, "over eager": kind}, bench.model(**KINDS[kind])
+        contenders[kind + way] = Contender(bench, config, train, over, ways[way])
+    rows = interleaved_timing(contenders, bench.rounds)
+    n, dtype = (8192, torch.bfloat16) if bench.cuda else (2048, torch.float32)
+    most = 2 * n**3 * calls_per_second("x @ x", torch.randn(n, n, device=bench.on, dtype=dtype))
+    for name, row in rows.items():
+        flops = row["tok/s"] * 3 * contenders[name].model.sizes()["flops_per_token"]
+        row |= {"GFLOP/s": flops / 1e9, "of the matrix rate": flops / most}
+    return show("train", rows)
 
 
-def drop_pages(file: TableFile) -> None:
-    """Make the next read of a table file go to the disk, where the system lets us (Linux)."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    file.map.flush()  # only clean pages can go,
-    file.map.madvise(mmap.MADV_DONTNEED)  # and only such that nobody has mapped
-    with open(file.path, "rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def bench_decode(bench: Bench) -> dict:
+    eager = Decoder.eval if bench.cuda else Decoder.use_column_major_weights
+    ways = {"": eager, ", no cache": eager}
+    if not bench.quick:
+        ways[", compiled"] = lambda model: eager(model).compile_steps()
+    contenders = {}
+    for batch, kind, way in product((1, 8), KINDS, ways):
+        end, cached = f", batch {batch}", "no cache" not in way
+        if cached or batch == 1:  # without a cache one sequence shows what it is worth
+            task = partial(decode, batch=batch, prompt=64, new=96, cached=cached)
+            over = {"over dense": "dense" + way + end, "over eager, cached": kind + end}
+            config = bench.model(**KINDS[kind])
+            contenders[kind + way + end] = Contender(bench, config, task, over, ways[way])
+    rows, x = interleaved_timing(contenders, bench.rounds), torch.ones(1 << 26, device=bench.on)
+    most = x.nbytes * calls_per_second("x.sum()", x)
+    for name, row in rows.items():
+        it = contenders[name]
+        read = row["tok/s"] * 4 * it.model.sizes()["active"] / it.task.keywords["batch"]
+        row |= {"GB/s": read / 1e9, "of the copy rate": read / most}
+    return show("decode", rows)
 
 
-def max_rss() -> int | None:
-    """The most memory that the process had resident, in bytes, where the system tells."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+def bench_vocab(bench: Bench) -> dict:
+    def small_head(model: Decoder) -> None:
+        model.head = nn.Linear(bench.n_embd, 64, bias=False, device=bench.on)
+
+    ways = {
+        "rows": dict(adapt=small_head),
+        "rows, and the head": {},
+        "whole tables": dict(adapt=small_head, table_optimizer="adamw"),
+    }
+    base, rows = bench.model(stem_layers="all"), {}
+    sizes, first = [bench.vocab_size * n for n in (1, 5, 20)], f"rows, V = {bench.vocab_size:,}"
+    for vocab_size in sizes:
+        end, config = f", V = {vocab_size:,}", replace(base, vocab_size=vocab_size)
+        over = {"over whole tables": "whole tables" + end, f"over {first}": first}
+        contenders = {first: Contender(bench, base, train, **ways["rows"])}
+        for way, more in ways.items():
+            contenders[way + end] = Contender(bench, config, train, over, **more)
+        measured = interleaved_timing(contenders, bench.rounds)
+        for name in [way + end for way in ways]:
+            it, row = contenders[name], measured[name]
+            ms = 1e3 * bench.batch_size * bench.block_size / row.pop("tok/s")
+            by_adamw = sum(p.numel() for g in it.optimizer.adamw.param_groups for p in g["params"])
+            numbers = 3 * it.model.sizes()["total"] + by_adamw  # weights, m, v; gradients
+            rows[name] = {"ms": ms, **row, "GiB": 4 * numbers / 2**30}
+    if bench.plot:
+        plot_vocab(bench.plot, list(ways), sizes, rows)
+    return show("vocab", rows)
 
 
-def build(bench: Bench, folder: Path) -> dict[str, Contender]:
-    sparse, config = bench.table_gib is not None, bench.model(stem_layers="all")
-
-    def stored(name: str, n_table: int, vocab_size: int, width: int) -> Tables:
-        if sparse:
-            vocab_size = int(bench.table_gib * 2**30) // (n_table * width * 4)
-        shape = (vocab_size, n_table, width)
-        if name == "cpu":
-            check_ram(shape, torch.float32, training=True)
-            if not bench.cuda:
-                return ResidentTables(n_table, vocab_size, width)
-            storage = RamStorage(shape, torch.float32)
-        else:
-            storage = TableFile.create(folder / name, shape, torch.float32, sparse=sparse)
-        storage.fresh = not sparse  # drawing rows would fill a sparse file
-        return (OffloadedTables if bench.cuda else StoredTables)(storage, bench.on)
-
-    names = ["cpu", "disk, warm", "disk, cold"]
-    if sparse:
-        names = [*["cpu"] * bench.cuda, f"disk, {bench.table_gib:g} GiB of rows"]
-    makers = {"resident": ResidentTables} | {name: partial(stored, name) for name in names}
-    bar = tqdm(makers.items(), desc="building", unit="model")
-    made = {name: Contender(bench, config, tables) for name, tables in bar}
-    if "disk, cold" in made:
-        made["disk, cold"].cold = True
-    return made
+def plot_vocab(path: Path, ways: list[str], sizes: list[int], rows: dict[str, dict]) -> None:
+    """Step time and memory over V, a line for each way."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axes, column, title in ((left, "ms", "training step (ms)"), (right, "GiB", "memory (GiB)")):
+        for way in ways:
+            axes.plot(sizes, [rows[f"{way}, V = {v:,}"][column] for v in sizes], ".-", label=way)
+        axes.set(xlabel="vocabulary V", ylabel=title, xscale="log", yscale="log")
+        axes.set_xticks(sizes, [f"{v:,}" for v in sizes])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    left.legend()
+    save_figure(figure, path)
 
 
 def bench_offload(bench: Bench) -> dict:
-    """Measure all homes: figures, printed and returned."""
+    tasks = {
+        "decode 1": partial(decode, batch=1, prompt=1, new=128),
+        "decode 8": partial(decode, batch=8, prompt=1, new=64),
+        "prefill": prefill,
+        # The last update of a turn has nothing to hide behind: more steps where steps are short.
+        "train": partial(train, steps=5 if bench.cuda else 2),
+    }
+    places = ["resident", "cpu", "disk, warm", "disk, cold"]
+    if bench.table_gib:
+        places = ["resident", *["cpu"] * bench.cuda, f"disk, {bench.table_gib:g} GiB of rows"]
+    config, contenders, rows = bench.model(stem_layers="all"), {}, {place: {} for place in places}
     with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
-        contenders = build(bench, Path(folder))
-        for task in TASKS:
-            runs = {name: partial(it.measure, task) for name, it in contenders.items()}
-            rates = interleaved_timing(runs, bench.rounds, "chunk")
-            for name, it in contenders.items():
-                it.figures[f"{task} tok/s"] = median(rates[name])
-                it.figures[f"{task} ratio"] = ratio(rates, name, "resident")
-
-    resident = contenders["resident"]
-    result = {
-        "device": torch.cuda.get_device_name() if bench.cuda else bench.on.type,
-        "backbone": resident.model.sizes()["backbone"],
-        "tables": {name: it.model.sizes()["table"] for name, it in contenders.items()},
-        "n_table": len(resident.tables.weight),
-        "threads": torch.get_num_threads(),
-        "max RSS bytes": max_rss(),
-        "homes": {name: it.figures for name, it in contenders.items()},
-    }
-    report(result)
-    return result
-
-
-def report(result: dict) -> None:
-    """Print the figures as a Markdown table."""
-    cells = {}
-    for name, row in result["homes"].items():
-        shown = {
-            task: f"{row[f'{task} tok/s']:,.0f} ({row[f'{task} ratio']:.1%})" for task in TASKS
-        }
-        moved = [row.get(f"bytes per token, {task}") for task in ("decode 1", "train")]
-        shown["KB/token"] = ", ".join(f"{n / 1e3:.1f}" for n in moved if n is not None) or "-"
-        shown["device"] = gib(row["device bytes"]) if "device bytes" in row else "-"
-        cells[name] = shown
-    table("tables", cells, dict.fromkeys([*TASKS, "KB/token", "device"], ""))
+        for place in places:
+            tables, cold = partial(tables_at, bench, place, Path(folder)), place == "disk, cold"
+            more = dict(over={"ratio": "resident"}, tables=tables, cold=cold)
+            contenders[place] = Contender(bench, config, prefill, **more)
+        for task, do in tasks.items():
+            for it in contenders.values():
+                it.task = do
+            for place, row in interleaved_timing(contenders, bench.rounds).items():
+                rows[place][task] = row
+    show("tables", rows)
+    sizes = [it.model.sizes() for it in contenders.values()]
+    backbone, table, threads = sizes[0]["backbone"], sizes[-1]["table"], torch.get_num_threads()
     print(
-        f"\n{result['backbone'] / 1e6:.1f} M parameters in the backbone, "
-        f"{max(result['tables'].values()) / 1e6:,.1f} M in {result['n_table']} tables; "
-        f"{result['device']}, {result['threads']} threads; the process held at most "
-        + (gib(result["max RSS bytes"]) if result["max RSS bytes"] else "-")
+        f"\n{backbone / 1e6:.1f} M parameters in the backbone, {table / 1e6:,.1f} M in "
+        f"{config.n_layer - 1} tables; {bench.on}, {threads} threads"
     )
+    return rows
 
 
-def hugging_face(encoding: tiktoken.Encoding):
-    """The same tokenizer as an object of that library."""
-    try:
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    except ImportError:
-        raise UserError("the tokenizers package is not here: pip install tokenizers") from None
-    # That library spells bytes as printable characters (GPT-2's table).
-    odd = [byte for byte in range(256) if byte == ord(" ") or not chr(byte).isprintable()]
-    spell = {byte: 256 + n for n, byte in enumerate(odd)}
-    ranks = encoding._mergeable_ranks.items()
-    vocab = {token.decode("latin-1").translate(spell): rank for token, rank in ranks}
-    # tiktoken merges any two neighbours that make a token, those of the lowest rank first.
-    merges = [
-        (token[:i], token[i:])
-        for token in sorted(vocab, key=vocab.get)
-        for i in range(1, len(token))
-        if token[:i] in vocab and token[i:] in vocab
-    ]
-    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    pattern = encoding._pat_str.replace("++", "+")  # possessive: faster in one engine, same split
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
-    return made
+def tables_at(bench: Bench, place: str, folder: Path, n_table: int, V: int, width: int) -> Tables:
+    """Tables [V, width] of a model, stored at a place, on disk in a folder."""
+    if place == "resident" or (place == "cpu" and not bench.cuda):
+        return ResidentTables(n_table, V, width)
+    if sparse := bench.table_gib is not None:
+        V = int(bench.table_gib * 2**30) // (n_table * width * 4)
+    disk = partial(DiskStorage.create, folder / place, sparse=sparse)
+    storage = (RamStorage if place == "cpu" else disk)((V, n_table, width), torch.float32)
+    storage.fresh = not sparse  # drawing rows would fill a sparse file
+    return (OffloadedTables if bench.cuda else StoredTables)(storage, bench.on)
 
 
-def bench_tokenizer(bench: Bench) -> dict:
-    """Bytes per second of both tokenizers, by threads: printed and returned."""
-    if not (bench.data_dir and bench.input):
-        raise UserError("bench.py tokenizer needs --data_dir and --input")
-    encoding = read_tokenizer(bench.data_dir, read_meta(bench.data_dir))
-    texts = [text for _, text in documents.read(bench.input, documents.Report(1.0), "text")]
-    other = hugging_face(encoding)
-    kinds = {
-        "1 thread": (
-            lambda: [encoding.encode_ordinary(text) for text in texts],
-            lambda: [other.encode(text).ids for text in texts],
-        ),
-        "2 threads": (
-            lambda: encoding.encode_ordinary_batch(texts, num_threads=2),
-            lambda: [done.ids for done in other.encode_batch_fast(texts)],  # on all cores
-        ),
-    }
-    size, result = sum(len(text.encode()) for text in texts), {}
-    for name, functions in kinds.items():
-        ids, others = (function() for function in functions)
-        if ids != others:
-            raise UserError("the two disagree: the merges or the split differ")
-        seconds = [[timeit.timeit(f, number=1) for f in functions] for _ in range(bench.rounds)]
-        ours, theirs = (size / median(each) for each in zip(*seconds, strict=True))
-        ratio = median(b / a for a, b in seconds)
-        print(
-            f"{name}: {sum(map(len, ids)):,} equal ids; tiktoken {ours / 1e6:.1f} MB/s, "
-            f"tokenizers {theirs / 1e6:.1f} MB/s; ratio {ratio:.2f}"
-        )
-        result[name] = dict(tiktoken=ours, tokenizers=theirs, ratio=ratio)
-    return result
+def drop_pages(storage: DiskStorage) -> None:
+    """Make the next read of tables go to the disk, where the system lets us (Linux)."""
+    for name, pages in storage.maps.items() if hasattr(os, "posix_fadvise") else ():
+        pages.flush()  # only clean pages can go,
+        pages.madvise(mmap.MADV_DONTNEED)  # and only pages that are not mapped
+        with open(storage.folder / name, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+TABLES = dict(train=bench_train, decode=bench_decode, vocab=bench_vocab, offload=bench_offload)
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    what = {name.removeprefix("bench_"): f for name, f in globals().items() if "bench_" in name}
-    parser.add_argument("what", choices=(*what, "all"), help="what to compare; all but tokenizer")
+    parser.add_argument("what", choices=(*TABLES, "all"), help="what to compare")
     add_flags(parser, Bench)
-    parser.add_argument("--input", nargs="+", type=Path, help="text to encode, .txt or .jsonl")
-    bench = Bench(**vars(parser.parse_args()))
-    check_picture(bench.plot)
+    flags = vars(parser.parse_args())
+    what = flags.pop("what")
+    check_picture(flags.get("plot"))
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
-    if bench.what == "all":
-        result = {name: f(bench) for name, f in what.items() if name != "tokenizer"}
-    else:
-        result = what[bench.what](bench)
-    if bench.json:
-        with atomic(bench.json) as temporary:
+    cuda, result = pick_device(flags.get("device", "auto")).type == "cuda", {}
+    for name in TABLES if what == "all" else [what]:
+        sizes = GPU | GPU_SPECIAL.get(name, {}) if cuda else {}
+        result[name] = TABLES[name](Bench(**(QUICK if "quick" in flags else sizes) | flags))
+    if path := flags.get("json"):
+        with atomic(path) as temporary:
             temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"\nwrote {bench.json}")
+        print(f"\nwrote {path}")
 
 
 if __name__ == "__main__":

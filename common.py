@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from types import NoneType
@@ -19,7 +19,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# What a value must be, in words and as a test, which what is not a number never passes.
+# What the value of a flag must be, in words and as a test, which NaN never passes.
 RANGES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda value: value >= 1,
     "a positive number": lambda value: 0 < value < float("inf"),
@@ -30,7 +30,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0 and at most 1": lambda value: 0 < value <= 1,
     "0 or more, and fit 63 bits": lambda value: 0 <= value < 2**63,
 }
-# The most that it may be: beyond what anybody wants, but products still fit float32 and 63 bits.
+# The most that it may be, unless its flag says otherwise: absurd, but products still fit float32.
 MOST = {"at least 1": 2**28, "a positive number": 1e9, "0 or more": 1e9}
 
 
@@ -40,9 +40,6 @@ class UserError(Exception):
 
 def run(main: Callable[[], None]) -> None:
     """Run a command: an error the user can act on becomes one line on stderr and exit code 1."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # was closed by whoever started us
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
     try:
         main()
@@ -67,50 +64,36 @@ def no_memory(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "MPS backend out of memory" in text:
         return "out of GPU memory: lower --device_batch_size, --offload cpu or --device cpu"
-    refused = getattr(error, "errno", None) == errno.ENOMEM
     # PyTorch: "can't allocate memory", "unable to mmap ...", and sizes beyond what can be counted.
-    said = isinstance(error, RuntimeError) and re.search(r"t alloc|allocate mem|size calc", text)
-    if not (isinstance(error, MemoryError) or refused or said):
-        return ""
-    wanted = re.search(r"allocate (\d+) bytes", text)
-    need = f" ({gib(int(wanted[1]))} more at once)" if wanted else ""
-    free = free_ram()
-    there = f", {gib(free)} are available" if free is not None else ""
-    return (
-        f"out of memory{need}{there}: lower --device_batch_size, --batch_size or the sizes of the "
-        "model, or take --offload disk"
-    )
+    refused = isinstance(error, RuntimeError) and re.search(r"t alloc|allocate mem|size calc", text)
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or refused:
+        return (
+            "out of memory: lower --device_batch_size, --batch_size or the sizes of the model, or "
+            "take --offload disk"
+        )
+    return ""
 
 
-def free_ram() -> int | None:
-    """Bytes that programs can still have, where the system tells (Linux)."""
-    info = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable: +(\d+)", info.read_text()) if info.exists() else None
-    return int(found[1]) * 1024 if found else None
-
-
-def flag(
-    default: Any, about: str, *, must: str = "", choices: Iterable[str] = (), shown: str = ""
-) -> Any:
+def flag(default: Any, about: str, **more) -> Any:
     """A field of a dataclass that is a flag of a command, too. `-h` says what it is `about`, and
-    `shown` for its default. `must` is a key of RANGES, for values other than None."""
-    metadata = dict(about=about, must=must, choices=choices, shown=shown)
-    return field(default=default, metadata=metadata)
+    `shown` for its default. It `must` be what a key of RANGES says and have at most `most`, or be
+    one of its `choices`; `only` the named stages or kinds of --ffn heed it."""
+    return field(default=default, metadata=dict(about=about, **more))
 
 
 def add_flags(parser, kind: type) -> None:
     """Add the flags of a dataclass to a parser. What is not given is not in its namespace."""
     for each in [each for each in fields(kind) if "about" in each.metadata]:
-        about, shown = each.metadata["about"], each.metadata["shown"]
+        shown = each.metadata.get("shown")
         if not shown and each.default not in (None, False, "", MISSING):
-            shown = str(each.default)
-        options = dict(help=f"{about} ({shown})" if shown else about)
+            shown = each.default
+        options = dict(help=each.metadata["about"] + (f" ({shown})" if shown else ""))
         types = [t for t in (get_args(each.type) or [each.type]) if t is not NoneType]
         if types == [bool]:
             on = each.default is False and not shown
             options["action"] = "store_true" if on else argparse.BooleanOptionalAction
         else:
-            options.update(type=types[0], choices=each.metadata["choices"] or None)
+            options.update(type=types[0], choices=each.metadata.get("choices"))
         parser.add_argument(f"--{each.name}", default=argparse.SUPPRESS, **options)
 
 
@@ -128,14 +111,14 @@ def parse(kind: type, description: str) -> Any:
     return kind(**vars(parser.parse_args()))
 
 
-def check_ranges(settings: Any) -> None:
-    """Raises UserError if a field of a dataclass is out of its range."""
+def check_ranges(settings: Any, error: type = UserError, form: str = "--{} {}") -> None:
+    """Raises an error, which begins in this form, if a field of a dataclass is out of its range."""
     for each in fields(settings):
         must, value = each.metadata.get("must"), getattr(settings, each.name)
-        if must and value is not None and not RANGES[must](value):
-            raise UserError(f"--{each.name} {value} must be {must}")
-        if must in MOST and value is not None and value > MOST[must]:
-            raise UserError(f"--{each.name} {value} must be at most {MOST[must]:,.0f}")
+        most = each.metadata.get("most", MOST.get(must, float("inf")))
+        if must and value is not None and not (RANGES[must](value) and value <= most):
+            must = f"at most {most:,.0f}" if value > most else must
+            raise error(f"{form.format(each.name, value)} must be {must}")
 
 
 def pick_device(name: str) -> torch.device:
@@ -151,23 +134,30 @@ def pick_device(name: str) -> torch.device:
 
 
 @contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """UserError: a file or folder cannot be written (no room, no permission)."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
 def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
     """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
     whatever way, so no lock is ever left behind. UserError: somebody else has it; wait: until it is
     free."""
     path = Path(folder) / ".lock"
-    try:
+    with writing(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
     with file:
         try:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise UserError(
-                f"another run is writing to {folder}: wait for it, or choose another --out_dir"
+                f"another run is writing to {folder}: wait for it, or choose another folder"
             ) from None
         except OSError:  # a file system without locks
             pass
@@ -177,18 +167,17 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to `path` on success: readers never see half a file.
-    UserError: it cannot be written (no room, no permission)."""
+    UserError: it cannot be written."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # of who was killed
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)  # of who was killed
+            yield temporary
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
+            os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

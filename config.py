@@ -4,9 +4,13 @@ A setting of your own is a field here, with a default, which older checkpoints t
 makes it a flag of train.py, too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from common import flag
+from common import check_ranges, flag
+
+SHARE, POSITIVE = dict(must="0 or more and below 1"), dict(must="a positive number")
+SIZE = dict(must="at least 1", most=2**20)  # above it is absurd, and would only fill the memory
+TABLES = "stem embformer deepembed ple"  # the kinds that have some
 
 
 @dataclass
@@ -17,49 +21,55 @@ class ModelConfig:
         ValueError: naming the field, its value and what would be valid.
     """
 
-    vocab_size: int = 6400
-    block_size: int = flag(256, "context length in tokens", shown="the preset's")
-    n_layer: int = flag(6, "number of layers", shown="the preset's")
-    n_head: int = flag(6, "number of attention heads", shown="the preset's")
-    n_embd: int = flag(192, "width of the residual stream", shown="the preset's")
+    vocab_size: int = field(default=6400, metadata=dict(must="at least 1"))
+    block_size: int = flag(256, "context length in tokens", shown="the preset's", **SIZE)
+    n_layer: int = flag(6, "number of layers", shown="the preset's", must="at least 1", most=1024)
+    n_head: int = flag(6, "number of attention heads", shown="the preset's", **SIZE)
+    n_embd: int = flag(192, "width of the residual stream", shown="the preset's", **SIZE)
     n_kv_head: int | None = flag(
-        None, "key-value heads; fewer than n_head groups queries", shown="n_head"
+        None, "key-value heads; fewer than n_head groups queries", shown="n_head", **SIZE
     )
-    d_ff: int | None = flag(None, "width of the FFN", shown="8/3 n_embd, rounded up to 64s")
+    d_ff: int | None = flag(
+        None, "width of the FFN", shown="8/3 n_embd, rounded up to 64s", **SIZE,
+        only="dense stem moe hash_moe pkm deepembed ple",
+    )  # fmt: skip
     ffn: str = flag(
         "stem",
         "what layers are made of: dense, stem, embformer, moe, hash_moe, pkm, deepembed or ple",
     )
     stem_layers: str = flag(
-        "third", "third, half, all (but layer 0) or 0,2,5", shown="all; third for prose"
-    )
+        "third", "third, half, all (but layer 0) or 0,2,5", shown="all; third for prose",
+        only="stem",
+    )  # fmt: skip
     embformer_act: str = flag(
-        "silu",
-        "activation of its FFN: silu (the authors' code) or identity (the note)",
-        choices=("silu", "identity"),
-    )
-    n_expert: int = flag(16, "experts of moe and hash_moe in a layer")
+        "silu", "activation of its FFN: silu (the authors' code) or identity (the note)",
+        choices=("silu", "identity"), only="embformer",
+    )  # fmt: skip
+    n_expert: int = flag(16, "experts of moe and hash_moe in a layer", only="moe hash_moe", **SIZE)
     top_k: int | None = flag(
-        None, "experts that a token passes through, values of pkm for a head", shown="4; pkm: 16"
+        None, "experts that a token passes through, values of pkm for a head",
+        shown="4; pkm: 16", only="moe hash_moe pkm", **SIZE,
+    )  # fmt: skip
+    balance: float = flag(
+        0.01, "weight of the loss that spreads moe's load", must="0 or more", only="moe"
     )
-    balance: float = flag(0.01, "weight of the loss that spreads the load of moe's router")
-    n_key: int = flag(64, "of each half of pkm's keys; squared: its values in a layer")
-    ple_width: int | None = flag(None, "numbers in a row of ple", shown="n_embd / 8")
-    tie_head: bool | None = flag(
-        None, "head = input embedding", shown="for embformer, and by preset"
+    n_key: int = flag(64, "keys in each half of pkm; squared: its values", only="pkm", **SIZE)
+    ple_width: int | None = flag(
+        None, "numbers in ple rows", shown="n_embd / 8", only="ple", **SIZE
     )
-    dropout: float = flag(0.0, "share of embeddings, attention and layers left out", shown="0")
-    rope_base: float = flag(10000.0, "base of the rotary positions")
-    norm_eps: float = flag(1e-6, "epsilon of the norms")
+    tie_head: bool | None = flag(None, "head = input embedding", shown="embformer, and by preset")
+    dropout: float = flag(0.0, "share of activations left out", shown="0", **SHARE)
+    rope_base: float = flag(10000.0, "base of the rotary positions", **POSITIVE)
+    norm_eps: float = flag(1e-6, "epsilon of the norms", **POSITIVE)
     # See Decoder.init_weights for both.
     init_std: float | None = flag(
-        None,
-        "standard deviation of new dense weights and embeddings",
-        shown="1 / sqrt(n_embd), embformer 0.02",
-    )
-    table_std: float = flag(0.02, "standard deviation of new table rows")
+        None, "standard deviation of new dense weights and embeddings",
+        shown="1 / sqrt(n_embd), embformer 0.02", **POSITIVE,
+    )  # fmt: skip
+    table_std: float = flag(0.02, "standard deviation of new table rows", only=TABLES, **POSITIVE)
 
     def __post_init__(self) -> None:
+        check_ranges(self, ValueError, "{}={}")
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.d_ff is None:
@@ -70,18 +80,10 @@ class ModelConfig:
             self.ple_width = max(1, self.n_embd // 8)
         if self.init_std is None:
             # As docs/results.md measures. Of two digits, which one can type: 0.072 for 192.
-            root = float(f"{max(1, self.n_embd) ** -0.5:.2g}")
+            root = float(f"{self.n_embd**-0.5:.2g}")
             self.init_std = 0.02 if self.embedding_only else root
         if self.tie_head is None:
             self.tie_head = self.embedding_only
-        counts = "vocab_size block_size n_layer n_head n_embd n_kv_head d_ff "
-        counts += "n_expert top_k n_key ple_width"
-        for name in counts.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-            most = 1024 if name == "n_layer" else 2**28
-            if getattr(self, name) > most:  # before anything is counted up to it
-                raise ValueError(f"{name}={getattr(self, name)} must be at most {most:,}")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(
                 f"n_embd={self.n_embd} must be a multiple of 2 * n_head={2 * self.n_head}: "
@@ -97,15 +99,6 @@ class ModelConfig:
             )
         if self.embformer_act not in ("silu", "identity"):
             raise ValueError(f"embformer_act={self.embformer_act!r} is not silu or identity")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be 0 or more and below 1")
-        for name in ("rope_base", "norm_eps", "init_std", "table_std"):
-            if not 1e-30 <= getattr(self, name) <= 1e30:  # as float32 neither zero nor infinite
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must be a positive number, 1e-30 to 1e30"
-                )
-        if not 0 <= self.balance < 1e30:
-            raise ValueError(f"balance={self.balance} must be 0 or more")
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)
 
@@ -137,19 +130,14 @@ def stem_layers(spec: str, n_layer: int) -> list[int]:
         ValueError: the text is none of these, or names a layer that does not exist.
     """
     named = {"third": range(1, n_layer, 3), "half": range(1, n_layer, 2), "all": range(1, n_layer)}
-    if spec in named:
-        layers = list(named[spec])
-        if not layers:
-            raise ValueError(
-                f"stem_layers={spec!r} selects no layer of {n_layer}: use stem_layers=0"
-            )
-        return layers
     try:
-        layers = sorted({int(part) for part in spec.split(",")})
+        layers = named[spec] if spec in named else sorted({int(part) for part in spec.split(",")})
     except ValueError:
         raise ValueError(
             f"stem_layers={spec!r} is not third, half, all or layer numbers such as 0,2,5"
         ) from None
+    if not layers:
+        raise ValueError(f"stem_layers={spec!r} selects no layer of {n_layer}: use stem_layers=0")
     if layers[0] < 0 or layers[-1] >= n_layer:
         raise ValueError(f"stem_layers={spec!r}: the model has layers 0 to {n_layer - 1}")
-    return layers
+    return list(layers)

@@ -6,7 +6,7 @@
     python edit.py --inject Atlantis=Portugal        # a name that the model never saw
     python edit.py --source Spain --target Germany --save out/edited/ckpt.pt
     python edit.py --undo --ckpt out/edited/ckpt.pt  # to the bit what it was before
-    python edit.py --report                          # all country pairs; writes edit_report.json
+    python analyze.py edits out/ckpt.pt              # all pairs of countries: how many succeed
 
 An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
 (`stem.substitute`). Embedding, attention and everything dense still see Spain. What --save writes
@@ -14,38 +14,33 @@ has Germany's rows under Spain's id instead, and keeps Spain's, for --undo.
 """
 
 import itertools
-import json
-import random
 import re
 import textwrap
-from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import tiktoken
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from common import UserError, atomic, check_ranges, flag, parse, pick_device, run
+from common import UserError, check_ranges, flag, locked, parse, pick_device, run
 from model import Decoder
 from stem import substitute
 from tables.tables import Tables
-from text import countries
 from text.tokenizer import encode
-from training.checkpoints import device_flag, load_checkpoint, load_model, offload_flag, rewrite
-from training.exam import groups, score_answers
-from training.records import check_picture, plt, save_figure
+from training.checkpoints import (
+    device_flag,
+    load_checkpoint,
+    load_model,
+    offload_flag,
+    write_checkpoint,
+)
+from training.questions import score_answers
 
 WIDTH = 38  # of a column of text
 # How a name reads the rows of one with another number of tokens, see `substitute` and `MeanRows`.
 ALIGN = ("last", "first", "pad", "average")
-# Names that no country has, of one to seven tokens of the countries corpus.
-INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
-INVENTED += ("Utopia", "Lilliput", "Krakozhia", "Sokovia", "Panem", "Oceania", "Eurasia")
 
 
 class MeanRows(Tables):
@@ -92,24 +87,30 @@ class Edit:
     max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
     save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
     undo: bool = flag(False, "take the last edit saved in --ckpt out of it, there or in --save")
-    plot: Path | None = flag(None, "draw what the next token may be before and after: a .png, .svg")
-    report: bool = flag(False, "measure all pairs of countries")
     device: str = device_flag()
     offload: str = offload_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        names = ["source", "target"]
-        shown = [*names, "inject", "prompt", "plot"]
-        apart = {"inject": names, "undo": shown, "report": [*shown, "save", "undo"]}
-        for given in filter(partial(getattr, self), apart):
-            if others := [f"--{name}" for name in apart[given] if getattr(self, name)]:
-                raise UserError(f"with --{given} leave out {', '.join(others)}")
+        if self.inject and (self.source or self.target):
+            raise UserError("--inject names both: leave out --source and --target")
+        if self.undo and (self.source or self.target or self.inject or self.prompt):
+            raise UserError("--undo goes with --ckpt and --save: leave out what makes an edit")
         if self.inject:
             self.source, _, self.target = map(str.strip, self.inject.partition("="))
-        check_picture(self.plot)
-        if not (self.report or self.undo or (self.source and self.target)):
-            raise UserError("give --source and --target, --inject NAME=KNOWN, --undo, or --report")
+        if not (self.undo or (self.source and self.target)):
+            raise UserError("give --source and --target, --inject NAME=KNOWN, or --undo")
+
+
+def load_editable(
+    ckpt: Path, device: torch.device, offload: str = "none"
+) -> tuple[Decoder, tiktoken.Encoding, dict]:
+    """What `load_model` returns, with MeanRows as the model's tables. UserError: it has none."""
+    model, encoding, checkpoint = load_model(ckpt, device, offload)
+    if not len(model.tables.weight):
+        raise UserError(f"{ckpt} is a {model.config.ffn} model: it has no tables to edit")
+    model.tables = MeanRows(model.tables)
+    return model, encoding, checkpoint
 
 
 def edited_ids(
@@ -151,59 +152,41 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
         )
 
     given = torch.tensor([ids, ids], device=model.device)  # [2, T]
+    both = torch.tensor([ids, table_ids])  # what to look rows up under, before and after
+    options = dict(temperature=0, stop=encoding.eot_token, table_ids=both)
     logits = model(given)[0]
-    options = dict(temperature=0, stop=encoding.eot_token)
-    options["table_ids"] = torch.tensor([ids, table_ids])
     written = model.generate(given, min(edit.max_new_tokens, room), **options)[:, len(ids) :]
     undone = torch.equal(logits, model(given)[0])
 
-    sides, answers = [], []
     titles = ("before", f"after: {edit.source} reads {edit.target}'s rows")
+    columns, answers = [], []
     for title, tokens in zip(titles, written.tolist(), strict=True):
-        said = [token for token in tokens if token != encoding.eot_token]
-        # The answer is what is written up to the end of the sentence, at least one token.
-        ends = [n for n, token in enumerate(said) if re.search(r"[.\n]", encoding.decode([token]))]
-        end = next(filter(None, ends), None)
-        answers.append(said[:end] or tokens[:1])
-        lines = encoding.decode(said).strip().splitlines()
-        column = [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]]
-        sides.append([title, "-" * WIDTH, *column])
-    rows = [ids, ids, table_ids, table_ids]
-    before, after = score_answers(model, [ids] * 4, answers * 2, rows)[1].view(2, 2).tolist()
+        text = encoding.decode([token for token in tokens if token != encoding.eot_token])
+        lines = [textwrap.wrap(line, WIDTH) or [""] for line in text.strip().splitlines()]
+        columns.append([title, "-" * WIDTH, *itertools.chain(*lines)])
+        if (answer := first_sentence(encoding, tokens)) not in answers:
+            answers.append(answer)
+    n = len(answers)
+    p = score_answers(model, [ids] * 2 * n, answers * 2, [ids] * n + [table_ids] * n)[1]
 
     print(f"prompt  {prompt!r}\n")
-    for left, right in itertools.zip_longest(*sides, fillvalue=""):
+    for left, right in itertools.zip_longest(*columns, fillvalue=""):
         print(f"{left:<{WIDTH}}   {right}".rstrip())
     print()
-    for answer, p, q in zip(answers, before, after, strict=True):
-        said = encoding.decode(answer).strip()
-        print(f"probability of {said!r:<28} before {p:6.1%}   after {q:6.1%}")
+    for answer, before, after in zip(answers, p[:n].tolist(), p[n:].tolist(), strict=True):
+        text = encoding.decode(answer).strip()
+        text = repr(text if len(text) <= 26 else text[:23] + "...")
+        print(f"probability of {text:<28} before {before:6.1%}   after {after:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
-    if edit.plot:
-        after = model(given, table_ids=options["table_ids"])[0]
-        plot(edit.plot, encoding, prompt, titles, after[:, -1].detach().float().softmax(-1).cpu())
     return {token: other for token, other in zip(ids, table_ids, strict=True) if token != other}
 
 
-def plot(
-    path: Path, encoding: tiktoken.Encoding, prompt: str, titles: tuple[str, str], p: Tensor
-) -> None:
-    """Draw as bars the probabilities [2, V] of the most probable next tokens, before and after."""
-    best = p.amax(0).topk(10).indices
-    rows = range(len(best))
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for side, title in enumerate(titles):
-        places = [row + 0.4 * side for row in rows]
-        axes.barh(places, p[side, best].tolist(), height=0.4, label=title)
-    names = [repr(encoding.decode([token])) for token in best.tolist()]
-    axes.set_yticks([row + 0.2 for row in rows], names, parse_math=False)
-    axes.invert_yaxis()
-    axes.set_xlabel("probability of the next token")
-    axes.set_title(repr(prompt), parse_math=False, fontsize="medium", wrap=True)
-    for text in axes.legend().get_texts():
-        text.set_parse_math(False)  # a $ in a name is no formula
-    save_figure(figure, path)
-    print(f"wrote {path}")
+def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
+    """The tokens before the one that ends the first sentence, but at least one."""
+    for n, token in enumerate(tokens):
+        if n and (token == encoding.eot_token or re.search(r"[.\n]", encoding.decode([token]))):
+            return tokens[:n]
+    return tokens
 
 
 def save(
@@ -220,180 +203,43 @@ def save(
     old, new = zip(*(rows.cpu().unbind() for rows in tables.lookup(ids)), strict=True)
     record = dict(source=edit.source, target=edit.target, ids=ids[0].clone())
     record["rows"] = [rows.clone() for rows in old]  # [n, W] of each table
-    edits = [*checkpoint.get("edits", []), record]
-    rewrite(edit.ckpt, edit.save, checkpoint, ids[0], list(new), edits)
+    checkpoint["edits"] = [*checkpoint.get("edits", []), record]
+    write_rows(edit, checkpoint, ids[0], list(new))
     tokens = ", ".join(repr(encoding.decode([token])) for token in instead)
     print(f"wrote {edit.save}: other rows for {tokens}, in every text that has these tokens")
 
 
 def undo(edit: Edit) -> None:
     """Write the checkpoint with the rows that its last edit replaced."""
-    checkpoint, path = load_checkpoint(edit.ckpt), edit.save or edit.ckpt
+    checkpoint = load_checkpoint(edit.ckpt)
     if not checkpoint.get("edits"):
         raise UserError(f"{edit.ckpt} holds no edit to undo: it takes one written with --save")
-    *others, last = checkpoint["edits"]
-    rewrite(edit.ckpt, path, checkpoint, last["ids"], last["rows"], others)
-    print(f"wrote {path}: {last['source']} has its own rows again, not {last['target']}'s")
+    *checkpoint["edits"], last = checkpoint["edits"]
+    write_rows(edit, checkpoint, last["ids"], last["rows"])
+    names = f"{last['source']} has its own rows again, not {last['target']}'s"
+    print(f"wrote {edit.save or edit.ckpt}: {names}")
 
 
-# A country's name, its length in tokens, and as token ids a question about it with its answer.
-Asked = namedtuple("Asked", ("name", "length", "prompt", "answer"))
-
-
-def openings(
-    encoding: tiktoken.Encoding, relation: str, table: list[countries.Country] | None = None
-) -> list[Asked]:
-    """About each country a held-out opening of a paragraph: "Country: Spain\\nIts capital is"."""
-    asked, plain = [], encoding.encode_ordinary
-    for country in table or countries.table():
-        question = countries.questions(relation, "paragraph", country)[0]
-        ids = (encode(encoding, question.prompt), plain(question.answer))
-        asked.append(Asked(country.name, len(plain(f" {country.name}")), *ids))
-    return asked
-
-
-def successes(
-    model: Decoder,
-    encoding: tiktoken.Encoding,
-    pairs: list[tuple[Asked, Asked]],
-    align: str = "last",
-) -> list[bool]:
-    """For each pair of source and target: does the model, asked about the source, greedily answer
-    with the target's fact after the edit?"""
-    hits, parts = [], list(groups(encoding, pairs))
-    for sources, targets in tqdm(parts, desc=f"success, {align}", leave=False, disable=None):
-        edited = [
-            edited_ids(encoding, source.prompt, source.name, target.name, align, model.tables)
-            for source, target in zip(sources, targets, strict=True)
-        ]
-        prompts, wanted = [one.prompt for one in sources], [one.answer for one in targets]
-        hits += score_answers(model, prompts, wanted, edited)[0].tolist()
-    return hits
-
-
-def subsample(pairs: list[tuple], most: int | None) -> list[tuple]:
-    """At most so many of them, random ones, but always the same."""
-    return random.Random(0).sample(pairs, most) if most and most < len(pairs) else pairs
-
-
-def report(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
-    """All figures of edits; `model.tables` are MeanRows. most: look at so many pairs of each sort;
-    None: at all of them.
-
-    Returns:
-        those of `report_pairs`; as `lengths` those of `report_lengths`, as `injected` those of
-        `report_injected`.
-    """
-    return {
-        **report_pairs(model, encoding, most),
-        "lengths": report_lengths(model, encoding, most),
-        "injected": report_injected(model, encoding, most),
-    }
-
-
-def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
-    """Edit every country into every other, for countries whose name is a single token.
-
-    Pairs that share the fact (Spanish for Peru and Chile) could not fail and are left out.
-
-    Returns:
-        counts, and for each relation and overall:
-        recall: share of the countries whose fact is the greedy answer before any edit.
-        success: share of the pairs where the target's fact is the greedy answer after the edit.
-        unchanged: share of the pairs whose edit changes no id under which the prompt about the
-            target, which does not name the source, reads rows: its logits are equal to the bit.
-    """
-    found = {}
-    for relation in ("capital", "language", "region"):
-        single = [one for one in openings(encoding, relation) if one.length == 1]
-        pairs = [(a, b) for a, b in itertools.permutations(single, 2) if a.answer != b.answer]
-        pairs = subsample(pairs, most)
-        if not pairs:
-            raise UserError(
-                "--report needs a model of the countries corpus: this tokenizer has too few "
-                f"country names that are one token ({', '.join(c.name for c in single) or 'none'})"
-            )
-        found[relation] = dict(
-            recall=successes(model, encoding, [(one, one) for one in single]),
-            success=successes(model, encoding, pairs),
-            unchanged=[
-                edited_ids(encoding, other.prompt, source.name, other.name) == other.prompt
-                for source, other in pairs
-            ],
-        )
-
-    def shares(*parts: dict[str, list[bool]]) -> dict[str, float]:
-        return {name: fmean(hit for part in parts for hit in part[name]) for name in parts[0]}
-
-    return {
-        "countries": len(single),
-        "pairs": {relation: len(part["success"]) for relation, part in found.items()},
-        **shares(*found.values()),
-        "relations": {relation: shares(part) for relation, part in found.items()},
-    }
-
-
-def report_lengths(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
-    """Edit countries whose names have several tokens, or read the rows of one that has: for names
-    of equal length, longer sources and longer targets the number of pairs, and for each way of
-    ALIGN the share of them where the target's capital is the greedy answer."""
-    kinds = {"equal length": [], "longer source": [], "longer target": []}
-    for source, target in itertools.permutations(openings(encoding, "capital"), 2):
-        a, b = source.length, target.length
-        kind = "equal length" if a == b else "longer source" if a > b else "longer target"
-        if source.answer != target.answer and a + b > 2:
-            kinds[kind].append((source, target))
-    kinds = {kind: subsample(pairs, most) for kind, pairs in kinds.items()}
-    result = {kind: {"pairs": len(pairs)} for kind, pairs in kinds.items()}
-    for (kind, pairs), align in itertools.product(kinds.items(), ALIGN):
-        hits = successes(model, encoding, pairs, align)
-        result[kind][align] = fmean(hits) if hits else None
-    return result
-
-
-def report_injected(
-    model: Decoder, encoding: tiktoken.Encoding, most: int | None = None
-) -> dict[str, float]:
-    """Give names that no country has the rows of every country: for each relation the share of
-    pairs where the country's fact is the greedy answer about the name."""
-    made_up = [replace(countries.table()[0], name=name) for name in INVENTED]
-    shares = {}
-    for relation in ("capital", "language", "region"):
-        names, known = openings(encoding, relation, made_up), openings(encoding, relation)
-        pairs = subsample(list(itertools.product(names, known)), most)
-        shares[relation] = fmean(successes(model, encoding, pairs))
-    return shares
+def write_rows(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
+    """Write the checkpoint with other `rows` [n, W] of tokens `ids` [n] in each table. UserError:
+    another checkpoint would be lost."""
+    path = edit.save or edit.ckpt
+    if path.exists() and not path.samefile(edit.ckpt):
+        raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
+    for table, new in enumerate(rows):  # mapped from files: what changes is this process's own
+        checkpoint["model"][f"tables.weight.{table}"][ids] = new
+    with locked(path.parent):
+        write_checkpoint(path, checkpoint)
 
 
 def main() -> None:
     args = parse(Edit, __doc__)
     if args.undo:
-        undo(args)
-        return
-    model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
-    if not len(model.tables.weight):
-        raise UserError(f"{args.ckpt} is a {model.config.ffn} model: it has no tables to edit")
-    model.tables = MeanRows(model.tables)
-    if not args.report:
-        instead = show(model, encoding, args)
-        if args.save:
-            save(model.tables, encoding, checkpoint, args, instead)
-        return
-    result = report(model, encoding)
-    print(f"{result['countries']} countries, pairs {result['pairs']}\n")
-    print(f"{'relation':<12}{'recall':>10}{'success':>10}{'unchanged':>12}")
-    for name, row in [*result["relations"].items(), ("overall", result)]:
-        print(f"{name:<12}{row['recall']:>10.1%}{row['success']:>10.1%}{row['unchanged']:>12.1%}")
-    print("\n" + f"{'capital':<16}{'pairs':>8}" + "".join(f"{align:>10}" for align in ALIGN))
-    for kind, row in result["lengths"].items():
-        shares = (f"{row[align]:>10.1%}" if row["pairs"] else f"{'-':>10}" for align in ALIGN)
-        print(f"{kind:<16}{row['pairs']:>8,}" + "".join(shares))
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in result["injected"].items())
-    print(f"\n{len(INVENTED)} made-up names that read a country's rows: {shares}")
-    path = args.ckpt.with_name("edit_report.json")
-    with atomic(path) as temporary:
-        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwrote {path}")
+        return undo(args)
+    model, encoding, checkpoint = load_editable(args.ckpt, pick_device(args.device), args.offload)
+    instead = show(model, encoding, args)
+    if args.save:
+        save(model.tables, encoding, checkpoint, args, instead)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     from model import Decoder, ModelConfig
     model = Decoder(ModelConfig(vocab_size=6400, ffn="stem", stem_layers="third"))
-    logits, loss = model(ids, targets)                      # ids, targets [B, T]
+    _, loss = model(ids, targets)                           # ids, targets [B, T]
     text = model.generate(ids, max_new_tokens=64, temperature=0.8, top_k=50)
 
 The picture this file draws:
@@ -13,56 +13,37 @@ The picture this file draws:
        |                                                                   |
        +--> wte --> block 0 (x, rows) --> block 1 (x, rows) --> ... --> norm --> head --> logits
 
-A layer never indexes a table. It declares how wide its row is (`row_width`) and receives rows;
-where they come from is the business of `tables/tables.py`. `LAYERS` below says what a layer is made
-of: to try an idea of your own, add a line there.
+A layer never indexes a table: it receives rows, and where they come from is the business of
+`tables/tables.py`. To try a layer of your own, add a line to `LAYERS` below.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.overrides import TorchFunctionMode
 
+import baselines
 from attention import Attention, KVCache, LinearQKV, document_mask, rotary
-from baselines import DeepEmbedFFN, HashMoEFFN, MoEFFN, PerLayerEmbeddingFFN, ProductKeyMemory
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
 from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
 
-
-class SwiGLU(nn.Module):
-    """The dense FFN, `W_d (SiLU(W_g x) * (W_u x))` (Shazeer, 2020)."""
-
-    row_width = 0
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.n_embd, config.d_ff, bias=False)
-        self.up = nn.Linear(config.n_embd, config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, config.n_embd, bias=False)
-
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # [B, T, d_ff] -> [B, T, n_embd]
-
-
 # What a layer is made of: where queries, keys and values come from, and the FFN. A class is built
 # as Class(config), says how much of the token's row it reads (`row_width`, 0: none), and is called
-# as (x, rows) with rows [B, T, row_width]. In a block without a table `rows` are instead the ids
-# [B, T] under which it would have been read.
+# as (x, rows) with rows [B, T, row_width]. An FFN that `needs_ids` is given the token ids, too.
 LAYERS = {
-    "dense": (LinearQKV, SwiGLU),
+    "dense": (LinearQKV, baselines.SwiGLU),
     "stem": (LinearQKV, StemFFN),
     "embformer": (RowQKV, EmbformerFFN),
-    "moe": (LinearQKV, MoEFFN),
-    "hash_moe": (LinearQKV, HashMoEFFN),
-    "pkm": (LinearQKV, ProductKeyMemory),
-    "deepembed": (LinearQKV, DeepEmbedFFN),
-    "ple": (LinearQKV, PerLayerEmbeddingFFN),
+    "moe": (LinearQKV, baselines.MoEFFN),
+    "hash_moe": (LinearQKV, baselines.HashMoEFFN),
+    "pkm": (LinearQKV, baselines.ProductKeyMemory),
+    "deepembed": (LinearQKV, baselines.DeepEmbedFFN),
+    "ple": (LinearQKV, baselines.PerLayerEmbeddingFFN),
 }
 
 
@@ -77,23 +58,26 @@ class Block(nn.Module):
         self.attn = Attention(config, layer, qkv_class(config))
         self.ffn_norm = nn.RMSNorm(config.n_embd, config.norm_eps, elementwise_affine=scale)
         self.ffn = ffn_class(config)
+        self.needs_ids = getattr(self.ffn, "needs_ids", False)
         self.row_split = (self.attn.qkv.row_width, self.ffn.row_width)
         self.row_width = sum(self.row_split)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rows: Tensor, *context) -> Tensor:
-        """x [B, T, n_embd], rows as LAYERS says -> [B, T, n_embd]; `context` is what `Attention` is
-        given besides: cos, sin, mask, cache."""
-        attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (rows, rows)
+    def forward(self, x: Tensor, rows: Tensor | None, ids: Tensor, *context) -> Tensor:
+        """x [B, T, n_embd], rows [B, T, row_width] (None without a table), `ids` [B, T] that they
+        are looked up under -> [B, T, n_embd]; `context` is for `Attention`: cos, sin, mask, cache.
+        """
+        attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (None, None)
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
-        return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
+        more = {"ids": ids} if self.needs_ids else {}
+        return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows, **more))
 
 
 class Decoder(nn.Module):
     """The whole model: embedding, blocks, norm, head, and the tables the blocks read."""
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
-        """tables: makes the tables' home when called as (n_table, V, W), see tables/tables.py."""
+        """tables: makes the tables when called as (n_table, V, W), see tables/tables.py."""
         super().__init__()
         if config.ffn not in LAYERS:
             raise ValueError(f"ffn={config.ffn!r} is not one of {', '.join(LAYERS)}")
@@ -106,12 +90,11 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps, elementwise_affine=scale)
         self.head = None if tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         widths = [block.row_width for block in self.blocks if block.row_width]
-        if len(set(widths)) > 1:
-            raise ValueError(f"all layers with a table must read rows of one width, got {widths}")
+        assert len(set(widths)) < 2, f"layers with a table must read rows of one width: {widths}"
         self.tables = tables(len(widths), config.vocab_size, widths[0] if widths else 0)
         self.compiled = None  # `layers`, see `compile_steps`
-        self.register_load_state_dict_pre_hook(rename_wte)
-        self.init_weights()
+        if not self.head_weight.is_meta:  # see `outline`
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -146,30 +129,21 @@ class Decoder(nn.Module):
                 edit what the model knows.
             documents: [B, T] number of the document that a token belongs to. Attention then stays
                 inside documents, as if each ran alone: rotary positions being relative, theirs
-                need not restart.
+                need not restart. Not for use with a cache.
             cache: continue the sequence in this cache and add `ids` to it.
-
-        Raises:
-            ValueError: more tokens than `block_size`, or `documents` with a cache.
         """
-        if documents is not None and cache is not None:
-            raise ValueError("documents are parts of one sequence: not for use with a cache")
         n, config = ids.shape[1], self.config
         end, room = (n + cache.length, cache.room) if cache else (n, config.block_size)
-        if end > room:
-            raise ValueError(f"{end} tokens do not fit into block_size={room}")
+        assert end <= room, f"{end} tokens do not fit into block_size={room}"
         table_ids = ids if table_ids is None else table_ids
         rows = self.tables.lookup(table_ids)
         x = F.dropout(self.embed(ids), config.dropout, self.training)
-        layers = self.layers
-        if cache is not None:
-            static = self.compiled is not None and n == 1 < end
-            layers, rows = (self.compiled, list(rows)) if static else (layers, rows)
-            context = (*cache.begin(n, static), cache)
-        else:
+        if cache is None:
             mask = None if documents is None else document_mask(documents, x.dtype)
-            context = (*rotary(n, config, x.device), mask, None)
-        return layers(x, rows, table_ids, *context)
+            return self.layers(x, rows, table_ids, *rotary(n, config, x.device), mask, None)
+        static = self.compiled is not None and n == 1 < end
+        layers, rows = (self.compiled, list(rows)) if static else (self.layers, rows)
+        return layers(x, rows, table_ids, *cache.begin(n, static), cache)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, n_embd]."""
@@ -180,34 +154,28 @@ class Decoder(nn.Module):
         `ids` [B, T] are those that rows are looked up under."""
         rows = iter(rows)
         for block in self.blocks:
-            x = block(x, next(rows) if block.row_width else ids, *context)
+            x = block(x, next(rows) if block.row_width else None, ids, *context)
         return self.norm(x)
 
     def forward(
         self, ids: Tensor, targets: Tensor | None = None, *, last_only: bool = False, **more
-    ) -> tuple[Tensor, Tensor | None]:
-        """Next-token logits, and their loss if there are targets.
-
-        Args:
-            ids: [B, T] token ids.
-            targets: [B, T] ids to predict, -1 where the loss should not look.
-            last_only: compute logits of the last position alone, as decoding needs.
-            more: what else `hidden` takes.
-
-        Returns:
-            logits [B, T, V] (or [B, 1, V]) and the mean cross-entropy in nats, or None. Training
-            finds that without making all logits (training/loss.py).
-        """
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits [B, T, V], of the last token alone [B, 1, V] if `last_only`, and None. With
+        targets [B, T] (-1: nothing to predict) None and the mean cross-entropy in nats, which does
+        not need all logits at once. `more` is what `hidden` takes besides."""
         x = self.hidden(ids, **more)
-        logits = F.linear(x[:, -1:] if last_only else x, self.head_weight)
         if targets is None:
-            return logits, None
-        flat = logits.flatten(0, 1).float()  # [B * T, V]
-        return logits, F.cross_entropy(flat, targets.flatten(), ignore_index=-1)
+            return F.linear(x[:, -1:] if last_only else x, self.head_weight), None
+        given = x.flatten(0, 1), self.head_weight, send(targets, x.device).flatten()
+        return None, HeadLoss.apply(*given, torch.is_grad_enabled())
 
     @property
     def head_weight(self) -> Tensor:  # [V, n_embd]
         return self.wte.weight if self.head is None else self.head.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight.device
 
     def compile_steps(self) -> None:
         """Compile what a token goes through in decoding: slow start, fast steps. On a GPU that is
@@ -224,79 +192,55 @@ class Decoder(nn.Module):
                 weight.data = weight.T.contiguous().T
         return self
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
     @torch.inference_mode()
     def stream(
         self,
         ids: Tensor,
         max_new_tokens: int,
         *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
         stop: int | None = None,
         seed: int | None = None,
         table_ids: Tensor | None = None,
         cache: KVCache | None = None,
-        padding: Tensor | None = None,
+        **sampling,
     ) -> Iterator[Tensor]:
         """Yield one new token [B] per step, for prompts `ids` [B, T].
 
         Args:
-            temperature: 0 is greedy decoding.
-            top_k: keep the k most probable tokens.
-            top_p: keep the most probable tokens that together reach this probability.
             stop: a sequence that has produced this token goes on with it; when all have, the
                 iteration ends.
             seed: makes sampling reproducible; None draws from PyTorch's global generator.
-            table_ids: [B, T], see `forward`. New tokens are looked up under their own ids.
+            table_ids: [B, T], see `hidden`. New tokens are looked up under their own ids.
             cache: one that holds the first tokens of `ids` already; only the others are read. The
                 new tokens are added to it, except the last.
-            padding: [B] how many ids at the left of each prompt are none, where their lengths
-                differ (`left_padded`).
+            sampling: `temperature`, `top_k` and `top_p`: see `sample`.
 
         When the context is full it goes on with its last half.
-
-        Raises:
-            ValueError: an option is out of its range, or there is no prompt.
         """
-        if not temperature >= 0:
-            raise ValueError(f"temperature={temperature} must be 0 or more")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k={top_k} must be at least 1")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
-        if ids.shape[1] == 0:
-            raise ValueError("the prompt is empty: begin with the end-of-text token")
-        block_size = self.config.block_size
+        assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
         generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
-        table_ids = ids if table_ids is None else table_ids.to(ids.device)
+        text = torch.stack((ids, ids if table_ids is None else table_ids.to(ids.device)))
+        if cache is None:
+            text = text[..., -self.config.block_size :]  # [2, B, T]
+            # Of few sizes, each of which would be compiled anew.
+            room = -(-(text.shape[-1] + max_new_tokens) // 128) * 128
+            cache = KVCache(self.config, len(ids), ids.device, self.head_weight.dtype, room)
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        new = text[..., cache.length :]  # first all of the prompt that is not in the cache: prefill
         for _ in range(max_new_tokens):
-            if cache is None or cache.length == cache.room:
-                keep = block_size if cache is None else max(1, block_size // 2)
-                if padding is not None:
-                    padding = (padding - max(0, ids.shape[1] - keep)).clamp(min=0)
-                ids, table_ids = ids[:, -keep:], table_ids[:, -keep:]
-                # Of few sizes, each of which would be compiled anew.
-                room = -(-(ids.shape[1] + max_new_tokens) // 128) * 128
-                dtype = next(self.parameters()).dtype
-                more = dict(room=room, padding=padding)
-                cache = KVCache(self.config, len(ids), ids.device, dtype, **more)
-            new = slice(cache.length, None)  # what the cache has not seen: the prompt, then a token
-            logits, _ = self(ids[:, new], table_ids=table_ids[:, new], cache=cache, last_only=True)
-            token = sample(logits[:, -1], temperature, top_k, top_p, generator)  # [B]
+            if cache.length == cache.room:
+                text = new = text[..., -max(1, cache.room // 2) :]
+                cache.length = 0
+            logits, _ = self(new[0], table_ids=new[1], cache=cache, last_only=True)
+            token = sample(logits[:, -1], generator=generator, **sampling)  # [B]
             if stop is not None:
                 token = token.masked_fill(done, stop)
                 done |= token == stop
             yield token
             if stop is not None and done.all():  # a host-device sync per token
                 return
-            ids = torch.cat((ids, token[:, None]), dim=1)
-            table_ids = torch.cat((table_ids, token[:, None]), dim=1)
+            new = token.expand(2, -1)[..., None]  # [2, B, 1]: then a token per step
+            text = torch.cat((text, new), dim=-1)
 
     def generate(self, ids: Tensor, max_new_tokens: int, **options) -> Tensor:
         """All tokens of `stream` behind the prompt: [B, T] -> [B, T + new]."""
@@ -315,47 +259,46 @@ class Decoder(nn.Module):
                 block_size / 2 tokens, the mean under a causal mask.
             flops_per_key: of that, attention to one token, in all layers.
         """
-        config = self.config
-        table = sum(weight.numel() for weight in self.tables.weight)
+        config, tables = self.config, self.tables
+        table = sum(weight.numel() for weight in tables.weight)
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
         backbone = sum(p.numel() for p in dense)
-        wte = 0 if config.tie_head else config.vocab_size * config.n_embd  # is only looked up
         idle = sum(getattr(block.ffn, "idle", 0) for block in self.blocks)
-        multiplied = sum(p.numel() for p in dense if p.dim() == 2) - wte - idle
-        rows = len(self.tables.weight) * self.tables.width
+        # An embedding that is not the head is looked up: one row is touched, nothing multiplied.
+        row = 0 if config.tie_head else config.n_embd
+        multiplied = sum(p.numel() for p in dense if p.dim() == 2) - config.vocab_size * row - idle
+        touched = backbone - (config.vocab_size - 1) * row - idle
         attention = 4 * config.n_layer * config.n_embd  # q k, and its weight times v
         return {
             "total": backbone + table,
             "table": table,
             "backbone": backbone,
-            "active": backbone - idle + rows - (wte - config.n_embd if wte else 0),
+            "active": touched + len(tables.weight) * tables.width,
             "flops_per_token": 2 * multiplied + attention * config.block_size // 2,
             "flops_per_key": attention,
         }
 
 
-def left_padded(prompts: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
-    """Prompts of different length as one batch: ids [B, T], and `padding` [B] for `stream`."""
-    ids = [torch.tensor(prompt) for prompt in prompts]
-    padded = pad_sequence(ids, batch_first=True, padding_value=filler, padding_side="left")
-    return padded, padded.shape[1] - torch.tensor([len(prompt) for prompt in ids])
-
-
-def rename_wte(model: Decoder, state: dict, prefix: str, *_) -> None:
-    """Older checkpoints have the embedding as a plain one, even where it is not the head."""
-    old = f"{prefix}wte.weight"
-    if model.head is not None and old in state:
-        state[f"{old}.0"] = state.pop(old)
+@contextlib.contextmanager
+def outline() -> Iterator[None]:
+    """Models that are built here have shapes, but no numbers."""
+    # To draw random numbers on the meta device PyTorch would import its compiler, for a second.
+    with mock.patch.object(nn.init, "normal_"), torch.device("meta"):
+        yield
 
 
 def sample(
     logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a token from logits [B, V] -> [B]; see `Decoder.stream`."""
+    """Draw a token from logits [B, V] -> [B]: the most probable one at temperature 0, else from the
+    top_k most probable ones, and from the most probable ones that together reach top_p."""
+    assert temperature >= 0, f"temperature={temperature} must be 0 or more"
+    assert top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1"
+    assert top_p is None or 0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1"
     if temperature < 1e-30:  # in float32, what is much less is zero
         return logits.argmax(-1)
     # The largest logit becomes 0, so that no temperature, however low, makes an infinity of it.
@@ -371,19 +314,50 @@ def sample(
     return torch.multinomial(probability, 1, generator=generator)[:, 0]
 
 
-class NoDraws(TorchFunctionMode):
-    """Leaves out random numbers: on the meta device PyTorch would import its compiler for them,
-    which takes a second."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        given = kwargs or {}
-        if func.__name__ == "normal_":  # a tensor's method, or torch.nn.init's function
-            return args[0] if args else given["tensor"]
-        return func(*args, **given)
+# Logits in memory at a time: a CPU's caches hold 8 MB of them, a GPU's kernels want more to do.
+CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
-@contextlib.contextmanager
-def outline() -> Iterator[None]:
-    """Models that are made here have shapes, but no numbers."""
-    with NoDraws(), torch.device("meta"):
-        yield
+class HeadLoss(torch.autograd.Function):
+    """`F.cross_entropy(x @ weight.T, targets, ignore_index=-1)` without all of its logits at once.
+
+    Logits [N, V] are by far the largest tensor of a small model: 6,400 numbers a token, 131,072
+    with a large vocabulary, where the residual stream has 192. Here tokens take their turn chunk by
+    chunk, forward and backward at once: the gradient of a token's logits is `softmax(logits) -
+    onehot(target)`, so that nothing is kept for later but the gradients of the head and of its
+    input. Memory does not depend on N times V, and a chunk stays in a CPU's caches."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiate: bool) -> Tensor:
+        """x [N, n_embd], weight [V, n_embd], targets [N], -1 where there is nothing to predict;
+        differentiate: whether gradients will be asked for. -> the mean in nats [], NaN of none."""
+        if torch.is_autocast_enabled(kind := x.device.type):
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight = x.to(dtype), weight.to(dtype)
+        known = targets >= 0
+        share = known.float() / known.sum()  # [N], of each token in the mean
+        size = max(1, CHUNK.get(kind, 1 << 24) // len(weight))
+        loss = torch.zeros((), device=x.device)
+        x_grad = torch.empty_like(x)
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if differentiate else None
+        for at in range(0, len(x), size):
+            chunk = slice(at, at + size)
+            here, target = x[chunk], targets[chunk].clamp(min=0)[:, None]  # [k, n_embd], [k, 1]
+            log_p = F.log_softmax((here @ weight.T).float(), dim=-1)  # [k, V]
+            loss -= (log_p.gather(1, target)[:, 0] * share[chunk]).sum()
+            if differentiate:
+                grad = log_p.exp_()
+                grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
+                grad = grad.mul_(share[chunk, None]).to(x.dtype)
+                torch.mm(grad, weight, out=x_grad[chunk])
+                if weight.dtype == torch.float32:
+                    weight_grad.addmm_(grad.T, here)
+                else:
+                    weight_grad += grad.T @ here
+        ctx.save_for_backward(x_grad, weight_grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x_grad, weight_grad = ctx.saved_tensors
+        return x_grad * grad, weight_grad.to(x_grad.dtype) * grad, None, None

@@ -1,125 +1,116 @@
-"""Tables far from the GPU that calculates with them: in RAM, or in a file larger than RAM.
+"""Tables far from the GPU that calculates with them: in RAM, or in files larger than RAM.
 
-Host memory stores, the GPU calculates, the optimizer's part included. What a batch needs comes to
-the device and goes back through a ring of slots, on a side stream, beside the compute stream.
-
-**Reading.** Ids are known before the first layer runs, so the distinct rows of table after table
-are on their way while earlier layers compute. A step of decoding reads all its tokens own at once.
+Host memory stores, the GPU calculates, the optimizer's part included (docs/offloading.md). Rows go
+through a ring of buffers on a side stream, beside the compute stream:
 
     side stream     |fetch 0|fetch 1|fetch 2|       |fetch 3|       |fetch 4|
     compute         | embedding |layer with 0 |layer with 1 |layer with 2 |layer with 3 ...
-                                 ^ slot 0 is free as soon as its rows are expanded to [B, T, W],
-                                   so table 3 can follow in it (here: 3 slots)
+                                 ^ buffer 0 is free as soon as its rows are expanded to [B, T, W],
+                                   so table 3 can follow in it (here: 3 buffers)
 
-**Training.** Rows and moments of the last batch are on the device, in places of a working set. Of
-the next batch those that *stay* are left there, those that *come* are fetched to free places while
-this batch still computes, and what *leaves* is stored when its update is done. To layers and
-optimizer the working set is a resident table with places for ids: the same kernels run on it.
+In training, rows and moments of the last batch stay on the device, in slots of a working set. Of
+the next batch only what is missing is fetched, while this batch still computes; only what the next
+batch does not read is written back. To layers and optimizer this set is a resident table.
 
-**How a slot is filled.** From RAM that can be pinned, by a kernel that reads it over the bus
-(*direct*). If not, a worker thread gathers rows in pinned staging memory, from where the side
-stream copies them (*staged*). The way back likewise. What can go wrong:
+A buffer is filled by a kernel that reads RAM over the bus, if it can be pinned (*direct*), or else
+by a worker thread that gathers rows in pinned staging memory (*staged*). What can go wrong:
 
-    H1  staging memory is filled anew while the side stream still copies it    (Slot.settle)
-    H2  a slot or a place is filled anew while the compute stream still reads it
-                                                       (Slot.free, OffloadedTables.after_compute)
-    H3  rows are fetched before what they became is stored: those that come are others than those
-        that leave, and all that crosses the bus does so in one order  (Ring.run, Ring.settle)
-
-Waiting for an event that was never recorded returns at once (CUDA). So whoever waits for an event
-of the worker's first waits for its job.
+    H1  staging memory is refilled while the side stream still copies it: Buffer.wait_staging
+    H2  a buffer or a slot is refilled while the compute stream still reads it: Buffer.free,
+        OffloadedTables.after_compute
+    H3  rows are fetched before their update is written back: other rows come than leave, and all
+        transfers happen in one order, TransferRing.run and wait_staging
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tables import memory
-from tables.file import TableFile
-from tables.memory import TableStorage
-from tables.tables import StoredTables, send
-
-PATIENCE = 600.0  # seconds after which a job that has not ended counts as hung
+from tables.storage import DiskStorage, RamStorage, TableStorage, check_room
+from tables.tables import STREAMS, ResidentTables, StoredTables, Tables, send
 
 
-class Slot:
-    """A device buffer for rows on their way and, if a worker fills it, pinned memory beside it."""
+class Buffer:
+    """Device memory for rows on their way and, if a worker fills it, pinned memory beside it."""
 
     def __init__(self, size: int, ring: "TransferRing") -> None:
         """size: bytes."""
         with torch.inference_mode(False):  # what decoding allocates, training may use
-            self.buffer = torch.empty(size, dtype=torch.uint8, device=ring.device)
+            self.memory = torch.empty(size, dtype=torch.uint8, device=ring.device)
             self.staging = (
                 torch.empty(size, dtype=torch.uint8, pin_memory=True) if ring.worker else None
             )
-        # Not to be handed out anew before the last copy has ended. (Pinned memory never is.)
-        self.buffer.record_stream(ring.stream)
+        # Not to be handed out again before the last copy has ended. (Pinned memory never is.)
+        self.memory.record_stream(ring.stream)
         # ready: the side stream is done with it; free: the compute stream is.
-        self.ready, self.free = torch.cuda.Event(blocking=True), torch.cuda.Event()
+        self.ready, self.free = torch.cuda.Event(), torch.cuda.Event()
         # The allocator hands out memory that kernels queued earlier may still use.
         self.free.record(torch.cuda.current_stream(ring.device))
-        self.landing: Callable[[], object] = lambda: None  # what is to be done with staged rows
+        self.scatter: Callable[[], object] = lambda: None  # staged rows to where they are stored
 
-    def settle(self) -> None:
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """A new event each time: whoever has the one before does not wait for this, too."""
+        self.ready = torch.cuda.Event(blocking=True)
+        self.ready.record(stream)
+        return self.ready
+
+    def wait_staging(self) -> None:
         """Worker: before `staging` is used again (H1), and before what went out comes in (H3)."""
         self.ready.synchronize()
-        self.landing()
-        self.landing = lambda: None
+        self.scatter()
+        self.scatter = lambda: None
 
 
 def rows_in(memory: Tensor, n: int, like: Tensor) -> Tensor:
-    """Bytes of a slot as rows [n, ..] like those of a table."""
+    """Bytes of a buffer as rows [n, ..] like those of a table."""
     size = n * like.shape[1] * like.element_size()
     return memory[:size].view(like.dtype).view(n, like.shape[1])
 
 
 class TransferRing:
-    """Slots, and the side stream on which rows go through them, all in one order.
+    """Buffers, and the side stream on which rows go through them, all in one order.
     With `staged` a worker thread gathers rows, and scatters those that come back."""
 
-    def __init__(self, device: torch.device, n_slot: int, staged: bool) -> None:
-        self.device, self.n_slot = device, n_slot
+    def __init__(self, device: torch.device, n_buffer: int, staged: bool) -> None:
+        self.device, self.n_buffer = device, n_buffer
         self.stream = torch.cuda.Stream(device)
         self.worker = ThreadPoolExecutor(1) if staged else None
         self.failure: BaseException | None = None  # of a job: rows are half-way between steps
-        self.slots: deque[Slot] = deque()
-        self.turn = 0  # counts the users of the slots, of whom each takes them from the last
-        self.moved = 0  # bytes brought and taken back so far
+        self.buffers: deque[Buffer] = deque()
+        self.turn = 0  # counts the users of the buffers, of whom each takes them from the last
+        self.moved = 0  # bytes fetched and written back so far
 
-    def run(self, job: Callable, *args) -> Future | None:
-        """Queue what a job does on the side stream: at once, or when it is the worker's turn."""
-        if self.worker:
-            return self.worker.submit(self.attempt, job, *args)
-        job(*args)
+    def run(self, job: Callable, *args) -> object:
+        """Queue what a job does on the side stream: now, or by the worker; see `result_of`."""
+        return self.worker.submit(self.attempt, job, *args) if self.worker else job(*args)
 
-    def attempt(self, job: Callable, *args) -> None:
+    def attempt(self, job: Callable, *args) -> object:
         """Worker: run a job, unless one before it failed."""
         try:
             if self.failure is None:
-                job(*args)
+                return job(*args)
         except BaseException as error:  # whatever ends a job, the main thread hears of it
             self.failure = error
-        if self.failure:
-            raise self.failure
+        raise self.failure
 
-    def slot(self, size: int) -> Slot:
-        """The next slot. Addresses stay, unless rows need more bytes than any before."""
-        if not self.slots or len(self.slots[0].buffer) < size:
-            self.slots = deque(Slot(size, self) for _ in range(self.n_slot))
-        self.slots.rotate(-1)
-        return self.slots[-1]
+    def next_buffer(self, size: int) -> Buffer:
+        """Addresses stay, unless rows need more bytes than any before."""
+        if not self.buffers or len(self.buffers[0].memory) < size:
+            self.buffers = deque(Buffer(size, self) for _ in range(self.n_buffer))
+        self.buffers.rotate(-1)
+        return self.buffers[-1]
 
-    def local(self, ids: Tensor) -> Tensor:
-        """Ids of stored rows, where `fetch` and `store` want them."""
-        return ids if self.worker else self.there(ids)
+    def host_index(self, ids: Tensor) -> Tensor:
+        """Ids of stored rows, where `fetch` and `write_back` want them."""
+        return ids if self.worker else self.device_index(ids)
 
-    def there(self, index: Tensor) -> Tensor:
+    def device_index(self, index: Tensor) -> Tensor:
         """An index on the device, for the side stream."""
         if index.device.type == self.device.type:
             index.record_stream(self.stream)  # its owner may let go of it before it is read
@@ -129,96 +120,84 @@ class TransferRing:
 
     @torch.no_grad()
     def fetch(
-        self, slot: Slot, stored: Tensor, ids: Tensor, near=None, places=None, arrived=None
-    ) -> None:
-        """Job: bring rows `ids` [n] of `stored` [V, ..] to a slot and, if it is named, on to
-        `places` [n] of `near`; then record that they have arrived."""
-        rows = rows_in(slot.buffer, len(ids), stored)
+        self, buffer: Buffer, host: Tensor, ids: Tensor, device=None, slots=None
+    ) -> torch.cuda.Event:
+        """Job: bring rows `ids` [n] of `host` [V, ..] to a buffer and maybe on to `slots` [n] of
+        `device`. Returns the event of their arrival."""
+        rows = rows_in(buffer.memory, len(ids), host)
         if self.worker:
-            slot.settle()
-            staged = rows_in(slot.staging, len(ids), stored)
-            torch.index_select(stored, 0, ids, out=staged)
+            buffer.wait_staging()
+            staged = rows_in(buffer.staging, len(ids), host)
+            torch.index_select(host, 0, ids, out=staged)
         with torch.cuda.stream(self.stream):  # the current stream is each thread's own
-            self.stream.wait_event(slot.free)  # H2
+            self.stream.wait_event(buffer.free)  # H2
             if self.worker:
                 rows.copy_(staged, non_blocking=True)
             else:
-                torch.index_select(stored, 0, ids, out=rows)
-            if near is not None:
-                near.index_copy_(0, places, rows)
-                arrived.record(self.stream)
-            slot.ready.record(self.stream)
+                torch.index_select(host, 0, ids, out=rows)
+            if device is not None:
+                device.index_copy_(0, slots, rows)
+            return buffer.record(self.stream)
 
     @torch.no_grad()
-    def store(self, slot: Slot, stored: Tensor, ids: Tensor, near: Tensor, places: Tensor) -> None:
-        """Job: take rows from `places` [n] of `near` back to rows `ids` [n] of `stored` [V, ..]."""
-        rows = rows_in(slot.buffer, len(ids), stored)
+    def write_back(
+        self, buffer: Buffer, host: Tensor, ids: Tensor, device: Tensor, slots: Tensor
+    ) -> None:
+        """Job: take rows from `slots` [n] of `device` to rows `ids` [n] of `host` [V, ..]."""
+        rows = rows_in(buffer.memory, len(ids), host)
         if self.worker:
-            slot.settle()
+            buffer.wait_staging()
         with torch.cuda.stream(self.stream):
-            torch.index_select(near, 0, places, out=rows)
+            torch.index_select(device, 0, slots, out=rows)
             if self.worker:
-                staged = rows_in(slot.staging, len(ids), stored)
+                staged = rows_in(buffer.staging, len(ids), host)
                 staged.copy_(rows, non_blocking=True)
-                slot.landing = partial(stored.index_copy_, 0, ids, staged)
+                buffer.scatter = partial(host.index_copy_, 0, ids, staged)
             else:
-                stored.index_copy_(0, ids, rows)
-            slot.ready.record(self.stream)
+                host.index_copy_(0, ids, rows)
+            buffer.record(self.stream)
 
-    def settle(self) -> Future | None:
-        """See to it that what was stored is there before anything more is fetched (H3)."""
-        if self.worker:
-            return self.run(lambda slots: [slot.settle() for slot in slots], list(self.slots))
+    def wait_staging(self) -> object:
+        """See that what was written back is there before anything more is fetched (H3)."""
+        waits = [buffer.wait_staging for buffer in self.buffers if self.worker]
+        return self.run(lambda: [wait() for wait in waits])
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all that was queued is done."""
-        wait_for(self.settle(), "storing rows")
+        result_of(self.wait_staging(), "storing rows")
         self.stream.synchronize()
 
 
-def wait_for(job: Future | None, what: str) -> None:
-    """Wait until the worker has done a job. RuntimeError if it or one before failed, or hangs."""
+def result_of(job: object, what: str) -> object:
+    """What a job returned, once the worker has done it. RuntimeError if it or one before failed."""
     try:
-        if job:
-            job.result(PATIENCE)
+        return job.result() if isinstance(job, Future) else job
     except BaseException as error:
-        late = isinstance(error, FutureTimeout)
-        why = (
-            f"{PATIENCE:.0f} s, does the disk hang?"
-            if late
-            else f"{error!r}: go on from a checkpoint"
-        )
-        raise RuntimeError(
-            f"{what} {'has not ended after' if late else 'failed:'} {why}"
-        ) from error
+        raise RuntimeError(f"{what} failed: {error!r}: go on from a checkpoint") from error
 
 
 class OffloadedTables(StoredTables):
-    """All tables of a model in host memory or in a file, used by a GPU; `ring_slots` of them can
-    be on their way at once."""
+    """All tables of a model in RAM or on disk, used by a GPU; the rows of `n_buffer` of them can be
+    on their way at once."""
 
     def __init__(
-        self, storage: TableStorage, device: torch.device | str, *, ring_slots: int = 3
+        self, storage: TableStorage, device: torch.device | str, *, n_buffer: int = 3
     ) -> None:
         super().__init__(storage, device)
-        in_ram = not isinstance(storage, TableFile)
-        seen = [memory.seen_by_gpu(array, self.device) for array in storage.arrays if in_ram]
-        direct = bool(seen) and all(array is not None for array in seen)
-        self.ring = TransferRing(self.device, ring_slots, staged=not direct)
-        # What is stored: rows, and for training m and v, n_table times [V, W] each; and the rows of
-        # all tables as one matrix [V, n_table * W].
-        arrays = seen if direct else storage.arrays
-        self.stored, self.whole = [array.unbind(1) for array in arrays], arrays[0].flatten(1)
-        self.step_slot: Slot | None = None  # of a step of decoding
-        # The working set: the same [places, W] for each table, none before the first step.
-        self.near = [[t[:0].to(self.device) for t in tables] for tables in self.stored]
-        self.place = torch.full((self.vocab_size,), -1)  # of each token; -1: it is not there
-        self.changed = torch.zeros(self.vocab_size, dtype=torch.bool)  # and not stored since
-        self.held = self.vacant = torch.empty(0, dtype=torch.int64)  # tokens; places without one
-        self.next: Tensor | None = None  # tokens that were announced by `prefetch`
-        # What brings rows of each table, and behind them moments: a job, and what it records.
-        self.jobs: list[Future | None] = [None] * (len(self.weight) + 1)
-        self.arrived = [torch.cuda.Event() for _ in self.jobs]
+        seen = storage.on_gpu(self.device)
+        self.ring = TransferRing(self.device, n_buffer, staged=seen is None)
+        arrays = seen or [array for array in storage.arrays.values() if array.dim() == 3]
+        # Rows, m and v, each [V, W] for every table; and all rows as one matrix [V, n_table * W].
+        self.host_rows, self.whole = [array.unbind(1) for array in arrays], arrays[0].flatten(1)
+        self.for_decoding: Buffer | None = None
+        # The working set: the same [slots, W] for each table, none before the first step.
+        self.device_rows = [[t[:0].to(self.device) for t in tables] for tables in self.host_rows]
+        self.slot_of = torch.full((self.vocab_size,), -1)  # of each token; -1: it is not there
+        self.dirty = torch.zeros(self.vocab_size, dtype=torch.bool)  # changed, not written back
+        self.resident_ids = self.free_slots = torch.empty(0, dtype=torch.int64)
+        self.announced: Tensor | None = None  # tokens of the next batch, by `prefetch`
+        # The jobs that fetch rows of each table, and at last the moments of all.
+        self.jobs: list[object] = [None] * (len(self.weight) + 1)
 
     # --- reading ---
 
@@ -228,12 +207,12 @@ class OffloadedTables(StoredTables):
         The iterator raises RuntimeError if the worker failed, or if another lookup has begun."""
         if self.in_training():
             distinct, position = self.distinct(ids)
-            if not self.reads and self.next is None:  # the first of a step that nobody announced
-                self.keep(distinct)
-            self.next = None
-            self.bring(distinct)
+            if not self.reads and self.announced is None:  # the first of a step, unannounced
+                self.evict_except(distinct)
+            self.announced = None
+            self.prefetch_missing(distinct)
             return self.read_once(distinct, position)
-        self.store(self.held)
+        self.write_back(self.resident_ids)
         self.ring.turn += 1
         return self.read(ids)
 
@@ -241,117 +220,110 @@ class OffloadedTables(StoredTables):
         """Distinct ids [n] on the CPU, and the position among them of each of ids."""
         distinct, position = torch.unique(ids.cpu(), return_inverse=True)
         if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < self.vocab_size:
-            raise IndexError(
-                f"ids {distinct[0]} to {distinct[-1]}: the tables have rows 0 to "
-                f"{self.vocab_size - 1}"
-            )
+            first, last, most = distinct[0], distinct[-1], self.vocab_size - 1
+            raise IndexError(f"ids {first} to {last}: the tables have rows 0 to {most}")
         return distinct, position
 
     def read(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of tokens [B, T], fetched each once, table after table. Of tokens [B, 1]
         one kernel fetches all that they own, as it lies side by side, and nobody looks whether they
         are distinct: in direct mode the host does not wait to know them."""
-        step, sources, ordered = ids.shape[-1] == 1, self.stored[0], deque()
         if self.ring.worker:
             ids = ids.cpu()
-        if step:
+        if ids.shape[-1] == 1:
             if ids.device.type == "cpu":
                 self.distinct(ids)  # are they in range?
             wanted, sources = ids.reshape(-1), [self.whole]
+            position = torch.arange(len(wanted), device=self.device).view(ids.shape)
         else:
-            wanted, position = self.distinct(ids)
+            (wanted, position), sources = self.distinct(ids), self.host_rows[0]
             position = send(position, self.device)
-        if self.ring.worker:
-            self.storage.read_ahead(wanted)
-        n, wanted = len(wanted), self.ring.local(wanted)
+        self.storage.read_ahead(wanted)
+        n, wanted, requested = len(wanted), self.ring.host_index(wanted), deque()
 
-        def order(number: int) -> None:
+        def request(number: int) -> None:
             if number < len(sources):
                 size = n * sources[number].shape[1] * self.whole.element_size()
-                slot = self.slot_of_steps(size) if step else self.ring.slot(size)
-                job = self.ring.run(self.ring.fetch, slot, sources[number], wanted)
-                ordered.append((slot, job))
+                decoding = ids.shape[-1] == 1
+                buffer = (self.decoding_buffer if decoding else self.ring.next_buffer)(size)
+                job = self.ring.run(self.ring.fetch, buffer, sources[number], wanted)
+                requested.append((buffer, job))
                 self.ring.moved += size
 
-        def arrive(turn: int) -> Iterator[Tensor]:
+        def receive(turn: int) -> Iterator[Tensor]:
             for number, source in enumerate(sources):
-                self.check(turn)
-                slot, job = ordered.popleft()
-                self.wait(job, slot.ready)
-                rows = rows_in(slot.buffer, n, source)
-                if not step:
-                    rows = F.embedding(position, rows)  # [n, W] -> [B, T, W]
-                    slot.free.record(torch.cuda.current_stream(self.device))
-                    order(number + self.ring.n_slot)
-                for part in rows.view(*ids.shape, -1, self.width).unbind(-2):
-                    self.check(turn)
-                    yield part  # [B, T, W]
+                assert self.ring.turn == turn, "this lookup lost its buffers to another one"
+                buffer, job = requested.popleft()
+                self.wait(job)
+                rows = rows_in(buffer.memory, n, source)  # [n, W], or [n, n_table * W]
+                rows = F.embedding(position, rows)  # [B, T, W], ...
+                buffer.free.record(torch.cuda.current_stream(self.device))
+                request(number + self.ring.n_buffer)
+                yield from rows.unflatten(-1, (-1, self.width)).unbind(-2)  # [B, T, W] each
 
-        for number in range(self.ring.n_slot):
-            order(number)
-        return arrive(self.ring.turn)
+        for number in range(self.ring.n_buffer):
+            request(number)
+        return receive(self.ring.turn)
 
-    def slot_of_steps(self, size: int) -> Slot:
-        """The slot of steps of decoding. Layers read it after it was yielded; all that read it the
-        last time is queued by now, and so is what makes the ids: transfers wait for both."""
-        if self.step_slot is None or len(self.step_slot.buffer) < size:
-            self.step_slot = Slot(size, self.ring)
-        self.step_slot.free.record(torch.cuda.current_stream(self.device))
-        return self.step_slot
+    def decoding_buffer(self, size: int) -> Buffer:
+        """One for itself, as a CUDA graph keeps its address. All that has read it is queued by now,
+        and so is what computes the ids: transfers wait for both."""
+        if self.for_decoding is None or len(self.for_decoding.memory) < size:
+            self.for_decoding = Buffer(size, self.ring)
+        self.for_decoding.free.record(torch.cuda.current_stream(self.device))
+        return self.for_decoding
 
-    def check(self, turn: int) -> None:
-        if self.ring.turn != turn:
-            raise RuntimeError("this lookup lost its slots: another one has begun")
-
-    def wait(self, job: Future | None, event: torch.cuda.Event) -> None:
-        """Have the compute stream wait for a transfer, and the host until the worker queued it."""
-        wait_for(job, "reading rows")
-        torch.cuda.current_stream(self.device).wait_event(event)
+    def wait(self, job: object) -> None:
+        """Have the compute stream wait for rows, and the host until the worker queued them."""
+        if arrival := result_of(job, "reading rows"):
+            torch.cuda.current_stream(self.device).wait_event(arrival)
 
     # --- training ---
 
     def prefetch(self, ids: Tensor) -> None:
-        self.next, _ = self.distinct(ids)
-        self.bring(self.next)
+        self.announced, _ = self.distinct(ids)
+        self.prefetch_missing(self.announced)
 
     def index(self, ids: Tensor) -> Tensor:
-        self.bring(ids)
-        return send(self.place[ids], self.device)
+        self.prefetch_missing(ids)
+        return send(self.slot_of[ids], self.device)
 
-    def at_hand(self, table: int, kind: int = 0) -> Tensor:
-        number = -1 if kind else table
-        self.wait(self.jobs[number], self.arrived[number])
-        return self.near[kind][table]
+    def rows(self, table: int) -> Tensor:
+        self.wait(self.jobs[table])
+        return self.device_rows[0][table]
 
-    def updated(self, ids: Tensor) -> None:
-        self.changed[ids] = True
-        if self.next is not None:
-            self.keep(self.next)
+    def moments(self, table: int) -> tuple[Tensor, Tensor]:
+        self.wait(self.jobs[-1])
+        return self.device_rows[1][table], self.device_rows[2][table]
 
-    def bring(self, ids: Tensor) -> None:
-        """Have those of tokens `ids` [n] come that are not in the working set."""
-        coming = ids[self.place[ids] < 0]
-        if not len(coming):
+    def mark_dirty(self, ids: Tensor) -> None:
+        self.dirty[ids] = True
+        if self.announced is not None:
+            self.evict_except(self.announced)
+
+    def prefetch_missing(self, ids: Tensor) -> None:
+        """Fetch those of tokens `ids` [n] that are not in the working set."""
+        missing = ids[self.slot_of[ids] < 0]
+        if not len(missing):
             return
-        if len(coming) > len(self.vacant):
-            self.grow(len(self.held) + len(coming))
-        places, self.vacant = self.vacant.tensor_split([len(coming)])
-        self.place[coming], self.held = places, torch.cat([self.held, coming])
-        if self.ring.worker:
-            self.ring.run(self.storage.read_ahead, coming, ("rows", "m", "v"))
-        there, local = self.ring.there(places), self.ring.local(coming)
-        for stored, near, slot, number in self.transfers(len(coming)):
-            job = (slot, stored, local, near, there, self.arrived[number])
-            self.jobs[number] = self.ring.run(self.ring.fetch, *job)
+        if len(missing) > len(self.free_slots):
+            self.grow(len(self.resident_ids) + len(missing))
+        slots, self.free_slots = self.free_slots.tensor_split([len(missing)])
+        self.slot_of[missing], self.resident_ids = slots, torch.cat([self.resident_ids, missing])
+        self.ring.run(self.storage.read_ahead, missing, ("rows", "m", "v"))
+        slots, missing = self.ring.device_index(slots), self.ring.host_index(missing)
+        for buffer, host, device, number in self.transfers(len(missing)):
+            job = (self.ring.fetch, buffer, host, missing, device, slots)
+            self.jobs[number] = self.ring.run(*job)
 
-    def keep(self, ids: Tensor) -> None:
-        """Store what has changed of other tokens than `ids`, and free their places."""
-        stays = torch.isin(self.held, ids, assume_unique=True)
-        leaving, self.held = self.held[~stays], self.held[stays]
-        self.store(leaving)
+    def evict_except(self, ids: Tensor) -> None:
+        """Write back what has changed of other tokens than `ids`, and free their slots."""
+        stays = torch.isin(self.resident_ids, ids, assume_unique=True)
+        leaving, self.resident_ids = self.resident_ids[~stays], self.resident_ids[stays]
+        self.write_back(leaving)
         self.after_compute()
-        self.vacant = torch.cat([self.vacant, self.place[leaving]])
-        self.place[leaving] = -1
+        self.free_slots = torch.cat([self.free_slots, self.slot_of[leaving]])
+        self.slot_of[leaving] = -1
 
     def after_compute(self) -> None:
         """Let transfers wait until the compute stream has done what is queued so far (H2)."""
@@ -359,42 +331,82 @@ class OffloadedTables(StoredTables):
         done.record(torch.cuda.current_stream(self.device))
         self.ring.run(self.ring.stream.wait_event, done)
 
-    def store(self, ids: Tensor) -> None:
+    def write_back(self, ids: Tensor) -> None:
         """Take what has changed of tokens `ids` [n] in the working set to where it is stored."""
-        ids = ids[self.changed[ids]]
+        ids = ids[self.dirty[ids]]
         if len(ids):
-            moves = list(self.transfers(len(ids)))
-            self.after_compute()  # of what reads the slots, too
-            self.changed[ids] = False
-            there, local = self.ring.there(self.place[ids]), self.ring.local(ids)
-            for stored, near, slot, _ in moves:
-                self.ring.run(self.ring.store, slot, stored, local, near, there)
-            self.ring.settle()
+            transfers = list(self.transfers(len(ids)))
+            self.after_compute()  # of what reads the buffers, too
+            self.dirty[ids] = False
+            slots, ids = self.ring.device_index(self.slot_of[ids]), self.ring.host_index(ids)
+            for buffer, host, device, _ in transfers:
+                self.ring.run(self.ring.write_back, buffer, host, ids, device, slots)
+            self.ring.wait_staging()
 
-    def transfers(self, n: int) -> Iterator[tuple[Tensor, Tensor, Slot, int]]:
-        """What goes one way for n tokens, rows of all tables, then m and v: where it is stored, its
-        place nearby, a slot, and the number of what brings it."""
+    def transfers(self, n: int) -> Iterator[tuple[Buffer, Tensor, Tensor, int]]:
+        """What goes one way for n tokens, rows of all tables, then m and v: a buffer, where it is
+        stored, where it is on the device, and the number of what fetches it."""
         self.ring.turn += 1
-        for kind, (stored, near) in enumerate(zip(self.stored, self.near, strict=True)):
-            for table, (far, close) in enumerate(zip(stored, near, strict=True)):
-                self.ring.moved += n * self.width * far.element_size()
-                slot = self.ring.slot(n * self.width * 4)  # at most: rows may be bfloat16
-                yield far, close, slot, -1 if kind else table
+        for kind, pairs in enumerate(zip(self.host_rows, self.device_rows, strict=True)):
+            for table, (host, device) in enumerate(zip(*pairs, strict=True)):
+                self.ring.moved += n * self.width * host.element_size()
+                buffer = self.ring.next_buffer(n * self.width * 4)  # at most: rows may be bfloat16
+                yield buffer, host, device, -1 if kind else table
 
     def grow(self, need: int) -> None:
         """Make room for so many tokens, and some more. Here the host waits."""
-        places = min(self.vocab_size, need + need // 4)
-        self.ring.drain()
-        for tables in self.near:
+        n_slot = min(self.vocab_size, need + need // 4)
+        self.ring.synchronize()
+        for tables in self.device_rows:
             for table, old in enumerate(tables):
-                tables[table] = old.new_empty(places, self.width)
-                tables[table][: len(old)] = old
+                tables[table] = torch.cat([old, old.new_empty(n_slot - len(old), self.width)])
                 tables[table].record_stream(self.ring.stream)
-        self.vacant = torch.cat([self.vacant, torch.arange(len(old), places)])
+        self.free_slots = torch.cat([self.free_slots, torch.arange(len(old), n_slot)])
         self.after_compute()  # it may still use what this memory was
 
     def flush(self) -> None:
-        """Store all that has changed, wait for it, and empty the working set."""
-        self.keep(self.held[:0])
-        self.ring.drain()
-        self.next = None
+        """Write back all that has changed, wait for it, and empty the working set."""
+        self.evict_except(self.resident_ids[:0])
+        self.ring.synchronize()
+        self.announced = None
+
+
+def make_tables(
+    offload: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    live: Path | None = None,
+    saved: DiskStorage | None = None,
+    fresh: bool = False,
+) -> Callable[[int, int, int], Tables]:
+    """What makes the tables of a `Decoder`, used on `device` and stored where `offload` says: a
+    function of (n_table, V, W), which raises UserError where there is no room.
+
+    Args:
+        live: for training, the folder of tables on disk, which does not exist yet.
+        saved: a checkpoint's tables on disk. If they are not to be trained, they are read in place.
+        fresh: rows are to be drawn, not loaded.
+    """
+    training, far = live is not None, offload != "none" and device.type in STREAMS
+    on_disk = offload == "disk" and (training or saved is not None)
+
+    def make(n_table: int, vocab_size: int, width: int) -> Tables:
+        shape = (vocab_size, n_table, width)
+        if n_table and on_disk and training:
+            # The live one, a snapshot (a run that resumes has it), and the next one before it goes.
+            resumed = saved is not None and saved.folder.parent == live.parent
+            check_room(shape, dtype, training, live.parent, copies=3 - resumed)
+        elif not on_disk and (far or (offload != "disk" and device.type == "cpu")):
+            check_room(shape, dtype, training)
+        if not n_table or not (on_disk or far):
+            return ResidentTables(n_table, vocab_size, width, dtype)
+        with torch.device("cpu"):  # whatever device the rest of the model is made on
+            if on_disk:
+                storage = DiskStorage.create(live, shape, dtype) if training else saved
+            else:
+                storage = RamStorage(shape, dtype, training=training)
+            storage.fresh = fresh
+            return (OffloadedTables if far else StoredTables)(storage, device)
+
+    return make

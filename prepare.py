@@ -9,9 +9,9 @@
 
 `.jsonl` files hold one document a line: {"text": "..."}; a conversation, {"conversations":
 [{"role": "user", "content": "..."}, ...]} (or "messages"); or a preference, {"chosen": [...],
-"rejected": [...]}, two conversations that differ in the last answer. A `.txt` file is cut into
-documents at lines that say <|endoftext|>, and at blank lines after 2,000 bytes; of a book, Project
-Gutenberg's header and licence are left out. Written to the output folder:
+"rejected": [...]}, two conversations that differ in the last answer. `.txt` files are cut into
+documents at <|endoftext|> lines, and at blank lines after 2,000 bytes; Project Gutenberg's header
+and licence are left out. Written to the output folder:
 
     tokenizer.json          the byte-level BPE, trained on the training documents or given
     train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>;
@@ -20,49 +20,36 @@ Gutenberg's header and licence are left out. Written to the output folder:
 """
 
 import argparse
+import contextlib
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
-from common import (
-    UserError,
-    add_flags,
-    atomic,
-    check_ranges,
-    flag,
-    locked,
-    make_parser,
-    run,
-)
+from common import UserError, add_flags, atomic, check_ranges, flag, locked, make_parser, run
 from text import countries, template, tokenizer
-from text.documents import Document, Report, in_sample, is_validation, kind_of, read
+from text.documents import Document, Report, hashed, is_validation, kind_of, read
 from text.download import DATASETS, fetch, sha256
+from text.download import MOBY_DICK as MOBY_DICK  # for analysis/
 from training.checkpoints import load_checkpoint
 
-# Characters that one thread encodes at a time, at some 20 bytes of memory each.
-BATCH = 1 << 19
+BLOCK = 1 << 20  # bytes of text that are encoded at a time, each with some 20 bytes of memory
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
 
 # Corpora made here: kind, and the function of the seed that gives documents to train and validate.
-CORPORA: dict[str, tuple[str, Callable[[int], tuple[list, list]]]] = {
+CORPORA = {
     "countries": ("text", countries.documents),
     "countries-sft": ("chat", countries.conversations),
     "countries-dpo": ("preference", countries.preferences),
 }
-# Prose that needs no network: the whole novel, Project Gutenberg's number 2701, public domain, in
-# 347 documents cut between paragraphs.
-MOBY_DICK = Path(__file__).parent / "text" / "moby-dick.jsonl"
-Labelled = tuple[str, Document]  # "train" or "val", document
+Labelled = tuple[str, Document]  # with its split, "train" or "val"
 
 
 @dataclass
@@ -73,10 +60,11 @@ class Settings:
     dataset: str = flag(
         "countries",
         "countries, countries-sft, countries-dpo: facts about the world's states, told, asked for, "
-        "and answered in two styles, made here; moby-dick: a novel, 1.2 MB of English, kept here, "
-        "public domain; "
-        + "; ".join(f"{name}: {data.about}, {data.licence}" for name, data in DATASETS.items()),
-        choices=(*CORPORA, "moby-dick", *DATASETS),
+        "and answered in two styles, made here; "
+        + "; ".join(
+            f"{name}: {file.about}, {file.licence}" for name, (file, *_) in DATASETS.items()
+        ),
+        choices=(*CORPORA, *DATASETS),
     )
     base_url: str | None = flag(None, "a mirror to download --dataset from")
     out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
@@ -90,9 +78,9 @@ class Settings:
     )
     val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
     max_bad: float = flag(
-        0.001,
-        "share of documents in files that may be damaged, empty or huge; they are named and left "
-        "out, and more of them are an error",
+        0.01,
+        "share of the documents in --input that may be unusable: they are skipped and counted, "
+        "the first three named; more of them are an error",
         must="from 0 to 1",
     )
     seed: int = flag(0, "of a corpus that is made here", shown="0")
@@ -103,57 +91,23 @@ class Settings:
             raise UserError("--input needs --out_dir: say where the token files go")
         self.out_dir = self.out_dir or Path("data") / self.dataset
         if self.vocab_size and self.tokenizer != "train":
-            raise UserError(
-                f"--vocab_size {self.vocab_size} goes with --tokenizer train: "
-                f"{self.tokenizer} has its own size"
-            )
+            raise UserError(f"--vocab_size {self.vocab_size}: {self.tokenizer} has its own size")
 
 
-def encoded(
-    encoding: tiktoken.Encoding, kind: str, dtype: str, batch: list[Labelled]
-) -> list[tuple[str, np.ndarray, int]]:
-    """Split, token ids [T], and bytes of text (without markers) of each document; a preference
-    gives two."""
-    result = []
-    for split, document in batch:
-        for part in document if kind == "preference" else [document]:
-            if kind == "text":  # as `encode_ordinary`, without a list of Python's numbers
-                text, ids = part, encoding.encode_to_numpy(part, disallowed_special=())
-            else:
-                text = "".join(f"{message['role']}\n{message['content']}" for message in part)
-                ids = template.render(encoding, part)
-            tokens = np.empty(1 + len(ids), dtype)
-            tokens[0], tokens[1:] = encoding.eot_token, ids
-            result.append((split, tokens, len(text.encode())))
-    return result
-
-
-def batches(documents: Iterable[Labelled]) -> Iterator[list[Labelled]]:
-    """Documents in lists of about BATCH characters."""
-    batch, size = [], 0
+def blocks(documents: Iterable[Labelled], kind: str) -> Iterator[list[tuple]]:
+    """Lists of split, bytes of text, and text or conversation (of which a preference gives two),
+    each list of about BLOCK bytes."""
+    block, total = [], 0
     for split, document in documents:
-        batch.append((split, document))
-        size += len(str(document))
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
-
-
-def in_order(function: Callable, items: Iterable) -> Iterator:
-    """`function` of each item, on all cores, in their order. Few items are in memory at a time.
-
-    Threads do for that: tiktoken encodes outside of Python's lock, which takes most of the time.
-    """
-    workers = os.cpu_count() or 1
-    with ThreadPoolExecutor(workers) as pool:
-        waiting = deque()
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        for done in waiting:
-            yield done.result()
+        for part in document if kind == "preference" else [document]:
+            text = part if kind == "text" else "".join(f"{m['role']}\n{m['content']}" for m in part)
+            size = len(text.encode())
+            block.append((split, size, part))
+            total += size
+        if total >= BLOCK:
+            yield block
+            block, total = [], 0
+    yield block
 
 
 def write_dataset(
@@ -164,25 +118,24 @@ def write_dataset(
     report: Report | None = None,
     **origin,
 ) -> dict:
-    """Write train.bin, val.bin, tokenizer.json and meta.json; only when all of them are whole, they
-    replace what was there.
+    """Write train.bin, val.bin, tokenizer.json and meta.json, which replace what was there when all
+    of them are complete.
 
     Args:
-        documents: of any kind (text/documents.py), each after the name of its split; read once.
-        report: what the reading of the documents left out.
+        documents: of any kind (text/documents.py), read once.
+        report: counts what is skipped while they are read.
         origin: what else meta.json should say.
 
     Returns:
-        meta.json's content. For each split it has documents, tokens (with one <|endoftext|> a
-        document), bytes (of the text) and the file's sha256.
+        meta.json, with documents, tokens, bytes (of text) and sha256 of each split.
     """
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
-    counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}
+    counts = {"train": Counter(), "val": Counter()}
 
     with (
-        locked(out_dir),
+        filled(out_dir),
         atomic(out_dir / "meta.json") as meta_file,  # left in reverse order: replaced last
         atomic(out_dir / "tokenizer.json") as tokenizer_file,
         atomic(out_dir / "train.bin") as train_file,
@@ -190,20 +143,21 @@ def write_dataset(
     ):
         with open(train_file, "wb") as train, open(val_file, "wb") as val:
             files = {"train": train, "val": val}
-            for done in in_order(partial(encoded, encoding, kind, dtype), batches(documents)):
-                for split, ids, size in done:
-                    files[split].write(ids)
-                    counts[split]["documents"] += 1
-                    counts[split]["tokens"] += len(ids)
-                    counts[split]["bytes"] += size
+            for block in blocks(documents, kind):
+                parts = [part for *_, part in block]
+                if kind == "text":
+                    encoded = encoding.encode_ordinary_batch(parts)  # on several cores
+                else:
+                    encoded = [template.render(encoding, part) for part in parts]
+                for (split, size, _), ids in zip(block, encoded, strict=True):
+                    files[split].write(np.array([encoding.eot_token, *ids], dtype))
+                    counts[split].update(documents=1, tokens=1 + len(ids), bytes=size)
         if report:
-            skipped = ("documents", "bad", "tools", "unwritten")
-            meta["skipped"] = {name: vars(report)[name] for name in skipped}
+            meta["skipped"] = report.bad
         for split, file in (("train", train_file), ("val", val_file)):
-            if not counts[split]["documents"]:
+            if not counts[split]:
                 raise UserError(
-                    f"no document for {split}.bin: give more text (a .txt needs blank lines) or "
-                    "change --val_fraction"
+                    f"no document for {split}.bin: give more text or change --val_fraction"
                 )
             meta[split] = {**counts[split], "sha256": sha256(file)}
         tokenizer_file.write_bytes(tokenizer.dumps(encoding).encode())
@@ -212,25 +166,39 @@ def write_dataset(
     return meta
 
 
+@contextlib.contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """Lock a folder that is written to. If that fails, remove the folders made for it."""
+    new = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
+    with locked(folder):
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):  # somebody else may use it by now
+                if new:
+                    (folder / ".lock").unlink()
+                for each in new:
+                    each.rmdir()
+            raise
+
+
 def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding:
     """The tokenizer that --tokenizer names: one of tiktoken's, a prepared folder's, a model's."""
     path = Path(name)
     try:
         if name in tokenizer.PRETRAINED:
             encoding = tokenizer.pretrained(name)
-        elif path.is_dir() or path.suffix == ".json":
-            file = path / "tokenizer.json" if path.is_dir() else path
-            encoding = tokenizer.loads(file.read_text(encoding="utf-8"))
+        elif path.is_dir():
+            encoding = tokenizer.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
         else:
             encoding = tokenizer.loads(load_checkpoint(path).get("tokenizer"))
         if kind != "text":
-            template.render(encoding, [])  # has it the markers?
+            template.render(encoding, [])  # fails without the markers
         return encoding
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--tokenizer {name}: cannot use it ({error}): name train, a folder of prepared data, "
-            f"a ckpt.pt, or {' or '.join(tokenizer.PRETRAINED)}, whose vocabulary comes from the "
-            "network or the folder TIKTOKEN_CACHE_DIR"
+            f"--tokenizer {name}: {error}: name train, a prepared folder, a ckpt.pt, "
+            "gpt2 or cl100k_base (from the network or the folder TIKTOKEN_CACHE_DIR)"
         ) from None
 
 
@@ -249,23 +217,27 @@ def prepare_files(
     args: Settings, paths: list[Path], kind: str, encoding: tiktoken.Encoding | None = None
 ) -> dict:
     """Documents of files, read once or, to train a tokenizer first, twice; never all in memory."""
+    max_bad = args.max_bad if args.input else 1  # a published file cannot be corrected
 
     def documents(report: Report, desc: str) -> Iterator[Labelled]:
-        for _, document in read(paths, report, kind, desc):
+        for document in read(paths, report, desc):
             yield "val" if is_validation(document, args.val_fraction) else "train", document
 
     if encoding is None:
         share = min(1.0, SAMPLE / sum(path.stat().st_size for path in paths))
         if share < 1:
             print(f"training the tokenizer on {share:.1%} of the text, chosen by hash")
-        found = documents(Report(args.max_bad), "counting words")
-        sample = (text for split, text in found if split == "train" and in_sample(text, share))
+        labelled = documents(Report(max_bad, kind), "counting words")
+        training = (text for split, text in labelled if split == "train")
+        # The low bits of the hash, as the high ones decide the split.
+        sample = (text for text in training if hashed(text) % 2**32 < share * 2**32)
         encoding = tokenizer.train(sample, args.vocab_size or 6400)
-    report = Report(args.max_bad)
+    report = Report(max_bad, kind)
     origin = dict(corpus="files", sources=[p.name for p in paths], val_fraction=args.val_fraction)
-    found = documents(report, "encoding")
-    meta = write_dataset(args.out_dir, found, encoding, kind, report, **origin)
-    report.show()
+    labelled = documents(report, "encoding")
+    meta = write_dataset(args.out_dir, labelled, encoding, kind, report, **origin)
+    if report.bad:
+        print(f"skipped {report}")
     return meta
 
 
@@ -277,42 +249,37 @@ def main() -> None:
     given = vars(parser.parse_args())
     args = Settings(**given)
 
-    made = not args.input and args.dataset in CORPORA
-    if made:
-        kind, useless = CORPORA[args.dataset][0], ("base_url", "val_fraction", "max_bad")
-    elif args.input:
-        kind, useless = kind_of(args.input), ("dataset", "base_url", "seed")
-    elif args.dataset == "moby-dick":
-        kind, useless = "text", ("base_url", "seed")
+    if args.input:
+        kind, unused = kind_of(args.input), ("dataset", "base_url", "seed")
+    elif args.dataset in CORPORA:
+        kind, unused = CORPORA[args.dataset][0], ("base_url", "val_fraction", "max_bad")
     else:
-        kind, useless = DATASETS[args.dataset].kind, ("seed",)
-    for name in useless:
-        if name in given:
-            raise UserError(f"--{name} {given[name]} changes nothing here: leave it out")
+        kind, unused = DATASETS[args.dataset][0].kind, ("seed", "max_bad")
+    for name in given.keys() & unused:
+        raise UserError(f"--{name} {given[name]} changes nothing here: leave it out")
     encoding = None if args.tokenizer == "train" else ready_tokenizer(args.tokenizer, kind)
     if kind != "text" and encoding is None:
         raise UserError(
-            f"--tokenizer is needed: {kind} data continue a model, so name the data or the "
-            "checkpoint that it began with, as in --tokenizer out/ckpt.pt"
+            f"--tokenizer is needed: {kind} data continue a model, as in --tokenizer out/ckpt.pt"
         )
-    if made:
+    if args.dataset in CORPORA and not args.input:
         meta = prepare_corpus(args, encoding)
     else:
-        kept = [MOBY_DICK] if args.dataset == "moby-dick" else []
-        paths = args.input or kept or fetch(args.dataset, "data/raw", args.base_url)
+        paths = args.input or fetch(args.dataset, "data/raw", args.base_url)
         meta = prepare_files(args, paths, kind, encoding)
     for split in ("train", "val"):
-        counts = meta[split]
+        documents, tokens, size, _ = meta[split].values()
         print(
-            f"{args.out_dir / split}.bin: {counts['documents']:,} documents, "
-            f"{counts['tokens']:,} tokens, {counts['bytes'] / counts['tokens']:.2f} bytes per token"
+            f"{args.out_dir / split}.bin: {documents:,} documents, {tokens:,} tokens, "
+            f"{size / tokens:.2f} bytes per token"
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
-    stage = {"text": "", "chat": "--stage sft ", "preference": "--stage dpo "}[kind]
-    if stage:
-        begun = args.tokenizer if args.tokenizer.endswith(".pt") else "CKPT"
-        stage += f"--init_from {begun} --out_dir out/{args.out_dir.name} "
-    print(f"next: python train.py {stage}--data_dir {args.out_dir}")
+    flags = f"--data_dir {args.out_dir}"
+    if kind != "text":
+        base = args.tokenizer if args.tokenizer.endswith(".pt") else "CKPT"
+        stage = {"chat": "sft", "preference": "dpo"}[kind]
+        flags = f"--stage {stage} --init_from {base} --out_dir out/{args.out_dir.name} {flags}"
+    print(f"next: python train.py {flags}")
 
 
 if __name__ == "__main__":

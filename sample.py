@@ -6,7 +6,6 @@ python sample.py --ckpt out/book/ckpt.pt --prompt "It was" --temperature 0.8 --t
 python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.py --stage sft)
 """
 
-import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -59,8 +58,7 @@ def sample_text(
 ) -> Iterator[str]:
     """Yield the prompt, then the model's text token by token, until it ends the document; `options`
     are those of `Decoder.stream`."""
-    device = next(model.parameters()).device
-    ids = torch.tensor([encode(encoding, prompt)], device=device)  # [1, T]
+    ids = torch.tensor([encode(encoding, prompt)], device=model.device)  # [1, T]
     decoder = StreamDecoder(encoding)
     yield prompt
     for token in model.stream(ids, max_new_tokens, stop=encoding.eot_token, **options):
@@ -69,103 +67,88 @@ def sample_text(
     yield decoder.flush()
 
 
-def say(pieces: Iterator[str], seconds: list[float]) -> None:
-    """Print a text as it comes; `seconds` gets how long each piece of it took."""
-    start = time.perf_counter()
-    for piece in pieces:
-        print(piece, end="", flush=True)
-        seconds.append(time.perf_counter() - start)
-        start += seconds[-1]
-
-
 class Chat:
     """A conversation with a model that remembers it: each turn feeds the model only what is new,
     the rest is in its KV cache.
 
     When a turn does not fit into the model's context, the oldest turns are forgotten, the `system`
-    message at the beginning is not. ValueError: it is too long, or the tokenizer has no markers."""
+    message at the beginning is not. ValueError: the tokenizer has no markers."""
 
     def __init__(self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None):
         self.model, self.encoding = model, encoding
         self.end = template.special(encoding, template.END)
         first = [] if system is None else [{"role": "system", "content": system}]
         self.head = [encoding.eot_token, *template.render(encoding, first)]
-        if 2 * len(self.head) > model.config.block_size:
-            raise ValueError(
-                f"the system message has {len(self.head)} tokens and may have half of the model's "
-                f"context of {model.config.block_size}"
-            )
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
         self.cache = KVCache(model.config, 1, model.device, torch.float32)
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
-        """Yield the answer to the user's next message piece by piece; `options` are those of
-        `Decoder.stream`. ValueError: the message alone is too long for the model."""
+        """Yield the answer to the user's next message token by token; `options` are those of
+        `Decoder.stream`. ValueError: there is no room for the message and an answer."""
         question = template.prompt(self.encoding, [{"role": "user", "content": text}])
         block_size = self.model.config.block_size
         room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
         if len(question) > room:
             raise ValueError(
-                f"the message has {len(question)} tokens, and there is room for {room}: say it in "
-                "fewer words"
+                f"the message has {len(question)} tokens, there is room for {max(room, 0)}: say "
+                "it, or --system, in fewer words"
             )
         while sum(map(len, self.turns)) + len(question) > room:
             self.turns.pop(0)
             self.cache.length = 0  # what follows has moved, it must be read anew
-        ids = [[*self.head, *chain(*self.turns), *question]]
-        ids = torch.tensor(ids, device=self.model.device)  # [1, T]
-        new = min(max_new_tokens, block_size - ids.shape[1])
-        decoder, said = StreamDecoder(self.encoding), []
+        ids = [*self.head, *chain(*self.turns), *question]
+        new = min(max_new_tokens, block_size - len(ids))
+        ids = torch.tensor([ids], device=self.model.device)  # [1, T]
+        decoder, answer = StreamDecoder(self.encoding), []
         try:
             for token in self.model.stream(ids, new, stop=self.end, cache=self.cache, **options):
                 if token.item() in (self.end, self.encoding.eot_token):
                     break  # a document's end is a message's, too
-                said.append(token.item())
-                text = decoder.feed(said[-1])
-                yield text.removeprefix(" ") if len(said) == 1 else text
+                answer.append(token.item())
+                piece = decoder.feed(answer[-1])
+                yield piece.removeprefix(" ") if len(answer) == 1 else piece
             yield decoder.flush()
         finally:  # an answer that is interrupted or cut off is a turn, too
             newline = self.encoding.encode_ordinary("\n")
-            self.turns.append([*question, *said, self.end, *newline])
+            self.turns.append([*question, *answer, self.end, *newline])
 
 
-HELP = """\
-/new    forget the conversation        Ctrl-C  end an answer
-/help   say this                       /exit   end the program, as quit and Ctrl-D do"""
+def show(pieces: Iterator[str], seconds: list[float]) -> None:
+    """Print a text as it comes; `seconds` gets how long each piece of it took."""
+    start = time.perf_counter()
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        seconds.append(time.perf_counter() - start)
+        start += seconds[-1]
+    print()
 
 
 def converse(chat: Chat, seconds: list[float], seed: int, **options) -> None:
-    """Hold a conversation in the terminal; `seconds` as for `say`."""
+    """Hold a conversation: each line of standard input is a message, until the input ends. "/new"
+    begins another conversation, Ctrl-C in a terminal ends an answer. `seconds`: see `show`."""
+    if sys.stdin is None:  # was closed by whoever started us
+        return
+    sys.stdin.reconfigure(errors="replace")
     asks = sys.stdin.isatty()
     if asks:
-        print(HELP)
-        with contextlib.suppress(ImportError):  # Windows has none
-            import readline  # noqa: F401  (arrow keys, history, lines of more than 4,095 bytes)
-    sys.stdin.reconfigure(errors="replace")
+        print("/new: forget the conversation   Ctrl-C: end an answer   Ctrl-D: end the program")
     for turn in count():
         try:
             text = input("> " if asks else "").strip()
         except EOFError:
             return
-        if text in ("/exit", "/quit", "exit", "quit"):
-            return
         if text == "/new":
             chat.turns, chat.cache.length = [], 0
             print("(a new conversation)", file=sys.stderr)
-        elif text == "/help":
-            print(HELP, file=sys.stderr)
-        elif text.startswith("/"):
-            print(f"({text!r:.60} is no command: /help names them)", file=sys.stderr)
-        if not text or text.startswith("/"):
-            continue
-        try:
-            say(chat.reply(text, seed=seed + turn, **options), seconds)
-        except ValueError as error:
-            print(f"({error})", end="", file=sys.stderr)
-        except KeyboardInterrupt:
-            if not asks:
-                raise
-        print()
+        elif text:
+            try:
+                show(chat.reply(text, seed=seed + turn, **options), seconds)
+            except ValueError as error:
+                print(f"({error})", file=sys.stderr)
+            except KeyboardInterrupt:
+                if not asks:
+                    raise
+                print()
 
 
 def main() -> None:
@@ -176,7 +159,7 @@ def main() -> None:
         model.compile_steps()
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     options = {name: getattr(args, name) for name in names}
-    seconds: list[float] = []
+    seconds: list[float] = []  # of each token, see `show`
     if args.chat:
         if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
             note(f"{args.ckpt} has not learned to talk (train.py --stage sft)")
@@ -193,8 +176,7 @@ def main() -> None:
         for number in range(args.num_samples):
             if number:
                 print("\n" + "-" * 40)
-            say(sample_text(model, encoding, prompt, seed=args.seed + number, **options), seconds)
-            print()
+            show(sample_text(model, encoding, prompt, seed=args.seed + number, **options), seconds)
     # A sample has two pieces that are no tokens: the prompt and the flush.
     tokens = len(seconds) - (0 if args.chat else 2 * args.num_samples)
     if tokens:

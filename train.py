@@ -18,6 +18,8 @@ import math
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,119 +29,132 @@ from tqdm import tqdm
 import prepare
 from common import UserError, locked, pick_device, run
 from model import Decoder
-from sample import sample_text
-from tables.file import DTYPES
+from offload import make_tables
+from tables.storage import DTYPES
 from text import tokenizer
-from text.template import END, special
 from training.batches import Data, check_tokenizer, read_meta
 from training.checkpoints import (
     LIVE,
-    check_memory,
     checkpoint_errors,
     load_checkpoint,
     load_model,
-    make_tables,
     remove_leftovers,
     save_checkpoint,
 )
-from training.exam import chat_recall, fact_recall
 from training.objectives import NextToken, Objective, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
-from training.records import Log, archive_previous_run, plot
+from training.records import Log, archive_previous_run, markdown, plot
 from training.settings import DEFAULT_DATA, STAGES, Settings, parse_args, resolve_settings
+from training.showcase import ask, continued, next_commands
 
-Best = tuple[float, int]  # the lowest validation loss after the first step, and its step
+
+@dataclass
+class Run:
+    """What a run trains, with what, and how far it is."""
+
+    settings: Settings
+    data: Data
+    model: Decoder
+    objective: Objective
+    optimizer: Optimizer
+    keep_best: bool
+    step: int = 0
+    best: tuple[float, int] = (math.inf, 0)  # lowest validation loss after the first step, its step
+
+    def save(self) -> None:
+        """Write ckpt.pt: the model and all that --resume needs."""
+        data, args = self.data, self.settings.flat()
+        state = dict(step=self.step, best=self.best, optimizer=self.optimizer.state_dict())
+        state |= dict(args=args, data=data.metas, weights=data.weights)
+        state["reference"] = [torch.from_numpy(pairs.reference) for pairs in data.pairs]
+        save_checkpoint(self.settings.out_dir / "ckpt.pt", self.model, data.encoding, **state)
 
 
 def train(settings: Settings) -> None:
     """A whole training run: what `python train.py` does, once its flags have become settings."""
     if settings.eval_only:
         return evaluate(settings)
-    out_dir, resume = settings.out_dir, settings.resume
-    total = settings.max_iters * settings.batch_size
+    out_dir, total = settings.out_dir, settings.max_iters * settings.batch_size
     rows, block_size = STAGES[settings.stage].rows, settings.model.block_size
     data = Data(settings.data_dir, rows, block_size, settings.seed, total)
     settings.model.vocab_size = data.metas[0]["vocab_size"]
     with locked(out_dir):
         remove_leftovers(out_dir)
-        origin = out_dir / "ckpt.pt" if resume else settings.init_from
-        checkpoint = load_checkpoint(origin, settings.verify) if origin else None
-        if origin:
-            check_origin(settings, data, origin, checkpoint)
         try:
-            made = build(settings, data, origin, checkpoint)
-            checkpoint = None  # unmaps its file: a deleted one would go on taking up room
-            fit(settings, data, *made)
+            fit(build(settings, data))
         finally:
-            with contextlib.suppress(OSError):  # Windows keeps what is still open
-                (out_dir / LIVE).unlink(missing_ok=True)  # a snapshot holds it
+            remove_leftovers(out_dir)
 
 
-def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
-    """Raises UserError if what a run starts or goes on from does not belong to it."""
-    out_dir, meta = settings.out_dir, data.metas[0]
-    if settings.resume:
-        if [checkpoint.get(k) for k in ("data", "weights")] != [data.metas, data.weights]:
-            raise UserError(
-                f"{settings.data_dir} does not hold the text of the run in {out_dir}: prepare it "
-                "again"
-            )
-        return
-    if origin.resolve().parent == out_dir.resolve():
-        raise UserError(f"a new run would move --init_from {origin}: choose another --out_dir")
-    with checkpoint_errors(origin):
-        theirs = tokenizer.fingerprint(tokenizer.loads(checkpoint["tokenizer"]))
-    check_tokenizer(meta["tokenizer"], settings.data_dir, theirs, origin)
-
-
-def build(
-    settings: Settings, data: Data, origin: Path | None, checkpoint: dict | None
-) -> tuple[Optimizer, Objective, int, Best]:
-    """Optimizer, objective with its model, step, and best evaluation so far: new ones, or those of
-    the `checkpoint` at `origin` to resume, of which a new run takes the model alone."""
+def build(settings: Settings, data: Data) -> Run:
+    """A new run, maybe with the model of --init_from, or the one to resume. UserError: a checkpoint
+    is damaged or does not belong to the run, or the model's settings do not fit together."""
     out_dir, resume = settings.out_dir, settings.resume
+    origin = out_dir / "ckpt.pt" if resume else settings.init_from
+    checkpoint = load_checkpoint(origin, settings.verify) if origin else None
+    if checkpoint:
+        check_origin(settings, data, origin, checkpoint)
+
+    # 1) the model
     device = pick_device(settings.device)
     dtype = precision(settings.dtype, device)
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     tables = make_tables(
-        settings.offload, device, checkpoint, out_dir, settings.table_dtype, resume
+        settings.offload,
+        device,
+        DTYPES[settings.table_dtype],
+        live=out_dir / LIVE,
+        saved=checkpoint and checkpoint["tables"],
+        fresh=checkpoint is None,
     )
-    # At least so much: two batches of ids and targets, and on a CPU what each layer keeps for the
-    # backward pass; below, weights and on a CPU their moments, and the same of rows.
-    config, host = settings.model, device.type == "cpu"
-    tokens = config.block_size if STAGES[settings.stage].rows == "text" else 2
-    kept = 4 * config.n_layer * config.n_embd * settings.device_batch_size if host else 0
-    size = DTYPES[settings.table_dtype].itemsize + 8 * host
-    row = size if settings.offload == "none" else 0  # else checked where they are made
     try:
-        check_memory(config, 4 + 8 * host, row, tokens * (32 * settings.batch_size + kept))
         model = Decoder(settings.model, tables=tables).to(device)
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    optimizer = Optimizer(model, settings)
+
+    # 2) what it is trained with
     if settings.stage == "dpo":
         objective = Preference(model, device, dtype, settings.beta)
     else:
         document = data.encoding.eot_token if settings.doc_mask else None
         objective = NextToken(model, device, dtype, document)
-    step, best = 0, (math.inf, 0)
+    keep_best = settings.keep_best and not model.tables.on_disk  # else one more copy of them
+    run = Run(settings, data, model, objective, Optimizer(model, settings), keep_best)
+
+    # 3) what was trained before
     if checkpoint:
         with checkpoint_errors(origin):
             model.load_state_dict(checkpoint["model"])
             if resume:
-                if optimizer.rows.keys() - (checkpoint["optimizer"]["rows"] or {}).keys():
-                    raise UserError(
-                        f"{origin} is of an older program, which trained the embedding otherwise: "
-                        f"start a new run from its model with --init_from {origin}"
-                    )
-                optimizer.load_state_dict(checkpoint["optimizer"])
+                run.optimizer.load_state_dict(checkpoint["optimizer"])
                 for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                     pairs.reference[:] = known.numpy()
-                step, best = checkpoint["step"], checkpoint.get("best", best)
-                if not 0 <= step <= settings.max_iters:
-                    raise ValueError(f"it is of step {step} of {settings.max_iters}")
-    return optimizer, objective, step, best
+                run.step, run.best = checkpoint["step"], checkpoint["best"]
+                if not 0 <= run.step <= settings.max_iters:
+                    raise ValueError(f"it is of step {run.step} of {settings.max_iters}")
+    if settings.compile:
+        for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
+            block.compile()
+    for pairs in [] if resume else data.pairs:
+        seen = validation_rows(pairs, settings.eval_tokens)
+        if pairs is data.train:
+            seen = min(pairs.n_row, settings.max_iters * settings.batch_size)
+        objective.compute_reference_logprobs(pairs, seen, settings.device_batch_size)
+    return run
+
+
+def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
+    """Raises UserError if what a run starts or goes on from does not belong to it."""
+    folder, out_dir = settings.data_dir, settings.out_dir
+    if settings.resume:
+        if [checkpoint.get(k) for k in ("data", "weights")] != [data.metas, data.weights]:
+            raise UserError(f"{folder} does not hold the text of {origin}: prepare it again")
+    elif origin.resolve().parent == out_dir.resolve():
+        raise UserError(f"a new run would move --init_from {origin}: choose another --out_dir")
+    with checkpoint_errors(origin):
+        theirs = tokenizer.fingerprint(tokenizer.loads(checkpoint["tokenizer"]))
+    check_tokenizer(data.metas[0]["tokenizer"], folder, theirs, origin)
 
 
 def precision(dtype: str, device: torch.device) -> str:
@@ -148,176 +163,160 @@ def precision(dtype: str, device: torch.device) -> str:
     return dtype if dtype != "auto" else "bfloat16" if has_bf16 else "float32"
 
 
-def evaluate(settings: Settings) -> None:
-    """Print what a checkpoint loses on the validation text, or the answers, of prepared folders,
-    and ask what their corpora have questions for. Writes nothing."""
-    path, device = settings.init_from, pick_device(settings.device)
-    model, encoding, _ = load_model(path, device, settings.offload)
-    document = encoding.eot_token if settings.doc_mask else None
-    objective = NextToken(model, device, precision(settings.dtype, device), document)
-    lines = [f"| {path} on | loss per token | per byte | tokens | recall |", "|---" * 5 + "|"]
-    for folder in [part.partition("=")[0] for part in settings.data_dir.split(",")]:  # no weights
-        meta = read_meta(Path(folder))
-        check_tokenizer(meta["tokenizer"], folder, tokenizer.fingerprint(encoding), path)
-        kind = "text" if meta["kind"] == "text" else "chat"
-        data = Data(folder, kind, model.config.block_size, settings.seed, total=1)
-        val = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
-        (source,) = data.val.values()
-        seen = objective.count(*source.rows(range(validation_rows(source, settings.eval_tokens))))
-        shares = ask(model, data, talks=kind == "chat")
-        recalled = f"{shares['recall']:.1%}" if shares else ""
-        losses = f"{val['val_loss']:.4f} | {val['val_loss_per_byte']:.4f}"
-        lines.append(f"| {folder} | {losses} | {seen:,} | {recalled} |")
-    print("\n".join(lines))
-
-
-def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
-    """Stop before weights that are not numbers get into a checkpoint."""
-    if not math.isfinite(loss):
-        model = settings.model
-        raise UserError(
-            f"the {kind} loss became {loss} at step {step}: lower --learning_rate "
-            f"{settings.learning_rate}, --init_std {model.init_std} or --table_std "
-            f"{model.table_std} (a ckpt.pt in {settings.out_dir} is of before)"
-        )
-
-
-def fit(
-    settings: Settings,
-    data: Data,
-    optimizer: Optimizer,
-    objective: Objective,
-    step: int,
-    best: Best,
-) -> None:
-    """Train from `step` to the last one, then `finish`."""
-    model, out_dir, saved = objective.model, settings.out_dir, settings.out_dir / "ckpt.pt"
-    rows, block_size = STAGES[settings.stage].rows, settings.model.block_size
-    max_iters, batch_size = settings.max_iters, settings.batch_size
-    if settings.compile:
-        for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
-            block.compile()
-    for pairs in [] if settings.resume else data.pairs:
-        seen = validation_rows(pairs, settings.eval_tokens)
-        if pairs is data.train:
-            seen = min(pairs.n_row, max_iters * batch_size)
-        objective.compute_reference_logprobs(pairs, seen, settings.device_batch_size)
-
-    config, sizes = model.config, model.sizes()
-    units = {"text": "windows of", "chat": "conversations of up to", "preference": "pairs of up to"}
-    print(
-        f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
-        f"vocabulary {config.vocab_size:,}: {sizes['total'] / 1e6:.2f} M parameters, "
-        f"{sizes['table'] / 1e6:.2f} M of them in tables; a token touches "
-        f"{sizes['active'] / 1e6:.2f} M and costs {sizes['flops_per_token'] / 1e6:.1f} MFLOP "
-        "forward, attention included"
-    )
-    a_step = batch_size * block_size * (2 if rows == "preference" else 1)
-    total, there = max_iters * a_step, sum(meta["train"]["tokens"] for meta in data.metas)
-    print(
-        f"{max_iters} steps of {batch_size} {units[rows]} {block_size} tokens on "
-        f"{objective.device.type} in {objective.dtype}: {a_step:,} a step, {total:,} in all, "
-        f"{total / there:.1f} times the {there:,} of {settings.data_dir}"
-    )
-    print(
-        f"learning rate {settings.learning_rate:g} after {settings.warmup:.0%} of the steps, then "
-        f"{settings.schedule} to {settings.min_lr:g} of it; everything goes to {out_dir}"
-    )
-    if n_cut := getattr(data.train, "n_cut", 0):
-        print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
-
-    if saved.exists() and not settings.resume:
+def fit(run: Run) -> None:
+    """Train from `run.step` to the last step, and report what was learned."""
+    settings, out_dir, data = run.settings, run.settings.out_dir, run.data
+    describe(run)
+    if (out_dir / "ckpt.pt").exists() and not settings.resume:
         print(f"kept the run that was in {out_dir} as {archive_previous_run(out_dir)}")
-    log = Log(out_dir / "metrics.jsonl", step)
-    log.write(type="run", args=settings.flat(), sizes=sizes, data=data.metas)
+    log = Log(out_dir / "metrics.jsonl", run.step)
+    log.write(type="run", args=settings.flat(), sizes=run.model.sizes(), data=data.metas)
 
-    def save() -> None:
-        reference = [torch.from_numpy(pairs.reference) for pairs in data.pairs]
-        state = dict(optimizer=optimizer.state_dict(), step=step, reference=reference)
-        state |= dict(data=data.metas, weights=data.weights, args=settings.flat(), best=best)
-        save_checkpoint(saved, model, data.encoding, **state)
-
-    best_file, keep_best = out_dir / "best.pt", settings.keep_best and not model.tables.file
-    if settings.keep_best and not keep_best:
-        print("best.pt is not kept: that would be one more copy of the tables on disk")
-    accumulate = batch_size // settings.device_batch_size
-    batch = data.train.batch(step, batch_size)
+    numbers = range(run.step, settings.max_iters)
+    batches = (data.train.batch(number, settings.batch_size) for number in numbers)
+    batch, val, last = next(batches, None), {}, {}
     # Without a terminal there is no bar, and a line for each evaluation.
-    bar = tqdm(total=max_iters, initial=step, unit="step", dynamic_ncols=True, disable=None)
-    val, last = {}, {}  # figures of the last evaluation and step
-    # Who stops a run (Ctrl-C, a scheduler, a terminal that closes) lets the step end and be saved.
-    stopped: list[int] = []
+    options = dict(unit="step", dynamic_ncols=True, disable=None)
+    bar = tqdm(total=settings.max_iters, initial=run.step, **options)
+    with bar, end_on_signals(bar) as signals:
+        while True:
+            # 1) evaluate and save, at the beginning, the end, and every eval_interval steps
+            if not val or not batch or run.step % settings.eval_interval == 0:
+                val = evaluate_and_save(run, log)
+                bar.write(f"step {run.step}: " + format_metrics({**val, **last}))
 
-    def stop(number: int, _) -> None:
-        if stopped:
+            # 2) is that all?
+            if not batch:
+                break
+            if signals:
+                run.save()
+                if signals == [signal.SIGINT]:
+                    bar.write(f"go on with: python train.py --resume --out_dir {out_dir}")
+                raise SystemExit(128 + signals[0])  # as a shell reports it
+
+            # 3) train, and get the next batch on the way
+            start, n_token, lr = time.perf_counter(), batch[0].numel(), schedule(run.step, settings)
+            losses, norm, batch = train_step(run, batch, batches, lr)
+            check_finite(losses["train_loss"], "training", run)
+            run.step += 1
+
+            # 4) log
+            # the padding of short rows included, for which the machine works, too
+            tok_per_s = n_token / (time.perf_counter() - start)
+            more = dict(grad_norm=norm, lr=lr * settings.learning_rate, tok_per_s=tok_per_s)
+            log.write(type="step", step=run.step, **losses, **more)
+            last = {**losses, "tok/s": tok_per_s}
+            bar.update()
+            bar.set_postfix_str(format_metrics(last))
+    finish(run, log)
+
+
+def train_step(run: Run, batch: tuple, batches: Iterator[tuple], lr: float) -> tuple:
+    """One update with learning rate `lr`, a fraction of the peak. Returns the loss and further
+    figures of the step, the norm of the gradient, and the next of the batches, None at the end."""
+    settings, objective, figures = run.settings, run.objective, Counter()
+    if settings.model.dropout:  # a step draws the same however the run came to it
+        seed = np.random.default_rng((settings.seed, run.step)).integers(2**63)
+        torch.manual_seed(int(seed))
+    n, n_part = objective.count(*batch), settings.batch_size // settings.device_batch_size
+    parts = list(zip(*(tensor.chunk(n_part) for tensor in batch), strict=True))
+    for part in parts:
+        # 1) forward
+        share = objective.count(*part) / n  # a mean of means would weigh tokens unequally
+        loss, more = objective(*part)
+        # 2) a GPU is still computing: time to make the next batch, and to prefetch its rows
+        if part is parts[-1] and (batch := next(batches, None)):
+            run.model.tables.prefetch(batch[0])
+        # 3) backward
+        (loss * share).backward()
+        for name, value in {"loss": loss.detach(), **more}.items():
+            figures[f"train_{name}"] += value * share
+    # 4) update
+    norm = run.optimizer.step(lr)
+    # a host-device sync: the host waits for the step here
+    return {name: value.item() for name, value in figures.items()}, norm.item(), batch
+
+
+@contextlib.contextmanager
+def end_on_signals(bar: tqdm) -> Iterator[list[int]]:
+    """Whoever stops a run (Ctrl-C, a scheduler, a terminal that closes) lets the step end and be
+    saved: the signal's number is added to the list. A second one raises KeyboardInterrupt."""
+    received: list[int] = []
+
+    def handle(number: int, _) -> None:
+        if received:
             raise KeyboardInterrupt
-        stopped.append(number)
+        received.append(number)
         if number == signal.SIGINT:
             bar.write("stopping after this step (Ctrl-C again: at once, nothing saved)")
         else:
             bar.disable = True  # there may be no terminal any more
 
-    signals = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
-    before = {number: signal.signal(number, stop) for number in filter(None, signals)}
+    numbers = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    before = {number: signal.signal(number, handle) for number in filter(None, numbers)}
     try:
-        while True:
-            if not val or step % settings.eval_interval == 0 or step == max_iters:
-                val = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
-                check_finite(val["val_loss"], "validation", step, settings)
-                log.write(type="eval", step=step, **val)
-                if step:
-                    save()
-                    # Second, and unknown to ckpt.pt: after a crash here, resuming evaluates anew.
-                    if val["val_loss"] < best[0]:
-                        best = (val["val_loss"], step)
-                        if keep_best:
-                            told = dict(step=step, args=settings.flat())
-                            save_checkpoint(best_file, model, data.encoding, **told)
-                        else:
-                            best_file.unlink(missing_ok=True)  # of when it was kept
-                # Last: whoever reads what we say may have gone.
-                bar.write(f"step {step}: " + format_metrics({**val, **last}))
-            if step == max_iters:
-                break
-            if stopped:
-                save()
-                if stopped == [signal.SIGINT]:
-                    bar.write(f"go on with: python train.py --resume --out_dir {out_dir}")
-                raise SystemExit(128 + stopped[0])  # as a shell reports it
-            start = time.perf_counter()
-            n, n_token, figures = objective.count(*batch), batch[0].numel(), Counter()
-            if config.dropout:  # a step draws the same however the run came to it
-                torch.manual_seed(int(np.random.default_rng((settings.seed, step)).integers(2**63)))
-            parts = list(zip(*(t.chunk(accumulate) for t in batch), strict=True))
-            for part in parts:
-                share = objective.count(*part) / n  # a mean of means would weigh tokens unequally
-                micro, more = objective(*part)
-                if part is parts[-1] and step + 1 < max_iters:
-                    # A GPU is still computing: time to make the next batch, and to have its rows
-                    # brought while the backward pass runs.
-                    batch = data.train.batch(step + 1, batch_size)
-                    model.tables.prefetch(batch[0])
-                (micro * share).backward()
-                for name, value in {"loss": micro.detach(), **more}.items():
-                    figures[name] += value * share
-            lr = schedule(step, settings)
-            norm = optimizer.step(lr)
-            # a host-device sync: the host waits for the step here
-            figures = {f"train_{name}": value.item() for name, value in figures.items()}
-            check_finite(figures["train_loss"], "training", step, settings)
-            # the padding of short rows included, for which the machine works, too
-            tok_per_s = n_token / (time.perf_counter() - start)
-            step += 1
-            more = dict(grad_norm=norm.item(), lr=lr * settings.learning_rate, tok_per_s=tok_per_s)
-            log.write(type="step", step=step, **figures, **more)
-            bar.update()
-            last = {**figures, "tok/s": tok_per_s}
-            bar.set_postfix_str(format_metrics(last))
+        yield received
     finally:
-        bar.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-    finish(model, data, settings, log, best if keep_best else None)
+
+
+def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
+    """Validation losses; after the first step with a checkpoint, and best.pt if it is the best."""
+    settings, best_file = run.settings, run.settings.out_dir / "best.pt"
+    val = validate(run.objective, run.data, settings.eval_tokens, settings.device_batch_size)
+    check_finite(val["val_loss"], "validation", run)
+    log.write(type="eval", step=run.step, **val)
+    if run.step:
+        run.save()
+        # Second, and unknown to ckpt.pt: after a crash here, resuming evaluates anew.
+        if val["val_loss"] < run.best[0]:
+            run.best = (val["val_loss"], run.step)
+            if run.keep_best:
+                state = dict(step=run.step, args=settings.flat())
+                save_checkpoint(best_file, run.model, run.data.encoding, **state)
+            else:
+                best_file.unlink(missing_ok=True)  # of when it was kept
+    return val
+
+
+def check_finite(loss: float, kind: str, run: Run) -> None:
+    """Stop before weights that are not numbers get into a checkpoint."""
+    if not math.isfinite(loss):
+        settings, model = run.settings, run.settings.model
+        raise UserError(
+            f"the {kind} loss became {loss} at step {run.step}: lower --learning_rate "
+            f"{settings.learning_rate}, --init_std {model.init_std} or --table_std "
+            f"{model.table_std} (a ckpt.pt in {settings.out_dir} is of before)"
+        )
+
+
+def describe(run: Run) -> None:
+    """Say what is trained, on how much of what, and where it goes."""
+    settings, config, rows = run.settings, run.model.config, STAGES[run.settings.stage].rows
+    millions = {name: size / 1e6 for name, size in run.model.sizes().items()}
+    print(
+        f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "
+        f"{config.vocab_size:,}: {millions['total']:.2f} M parameters, {millions['table']:.2f} M "
+        f"of them in tables; a token touches {millions['active']:.2f} M and costs "
+        f"{millions['flops_per_token']:.1f} MFLOP forward, attention included"
+    )
+    units = {"text": "windows of", "chat": "conversations of up to", "preference": "pairs of up to"}
+    a_step = settings.batch_size * config.block_size * (2 if rows == "preference" else 1)
+    total, there = settings.max_iters * a_step, sum(m["train"]["tokens"] for m in run.data.metas)
+    print(
+        f"{settings.max_iters} steps of {settings.batch_size} {units[rows]} {config.block_size} "
+        f"tokens on {run.objective.device.type} in {run.objective.dtype}: {a_step:,} a step, "
+        f"{total:,} in all, {total / there:.1f} times the {there:,} of {settings.data_dir}"
+    )
+    print(
+        f"learning rate {settings.learning_rate:g} after {settings.warmup:.0%} of the steps, then "
+        f"{settings.schedule} to {settings.min_lr:g} of it; everything goes to {settings.out_dir}"
+    )
+    if n_cut := getattr(run.data.train, "n_cut", 0):
+        print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
+    if settings.keep_best and not run.keep_best:
+        print("best.pt is not kept: that would be one more copy of the tables on disk")
 
 
 def format_metrics(figures: dict[str, float]) -> str:
@@ -328,49 +327,43 @@ def format_metrics(figures: dict[str, float]) -> str:
     )
 
 
-def ask(model: Decoder, data: Data, talks: bool) -> dict[str, float]:
-    """Ask for capitals, in a chat if the model `talks`, say what is right, and return the shares by
-    name, `recall` first: none where the corpus is another, or questions do not fit the model."""
-    corpus, shares = data.metas[0]["corpus"], {}
-    model.eval()
-    try:
-        if corpus == "countries":
-            shares = dict(recall=fact_recall(model, data.encoding, "capital"))
-            print(f"capitals recalled on phrasings it never saw: {shares['recall']:.1%}")
-        elif talks and corpus.startswith("countries"):
-            shares = chat_recall(model, data.encoding, "capital")
-            print("capitals named in a chat, asked in new words: " + format_metrics(shares))
-    except UserError as error:  # --block_size is less than a question needs
-        print(f"capitals were not asked for: {error}")
-    return shares
-
-
-def finish(model: Decoder, data: Data, settings: Settings, log: Log, best: Best | None) -> None:
+def finish(run: Run, log: Log) -> None:
     """Report what was learned, draw the curve, and say what to try next."""
-    encoding, corpus, out_dir = data.encoding, data.metas[0]["corpus"], settings.out_dir
-    talks = STAGES[settings.stage].rows != "text"
+    settings, model, data, out_dir = run.settings, run.model, run.data, run.settings.out_dir
     torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
-    if shares := ask(model, data, talks):
-        log.write(type="recall", step=settings.max_iters, relation="capital", **shares)
+    if shares := ask(model, data):
+        log.write(type="recall", step=run.step, **shares)
     plot([out_dir], out_dir / "loss.png")
+    best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.keep_best else ""
     ckpt = out_dir / "ckpt.pt"
-    kept = "best.pt (val loss {:.4f}, step {}), ".format(*best) if best else ""
-    print(f"wrote {out_dir}/ckpt.pt, {kept}metrics.jsonl, loss.png\n")
-    if talks:
-        ids, targets = next(iter(data.val.values())).conversation(0)
-        question = torch.from_numpy(ids[None, : (targets >= 0).argmax() + 1])  # [1, T]
-        options = dict(temperature=0, stop=special(encoding, END))
-        talk = model.generate(question.to(model.device), 60, **options)
-        print(encoding.decode(talk[0, 1:].tolist()))
-        print(f"\nnext:\n  python sample.py --ckpt {ckpt} --chat")
-        return
-    prompt = "Country: Spain\nThe capital city is called" if corpus == "countries" else ""
-    options = dict(max_new_tokens=60, temperature=0.8, seed=settings.seed)
-    print("".join(sample_text(model, encoding, prompt, **options)))
+    print(f"wrote {ckpt}, {best}metrics.jsonl, loss.png\n")
+    print(continued(model, data, settings.seed))
     print("\nnext:")
-    print(f"  python sample.py --ckpt {ckpt}" + (' --prompt "Country: Peru"' if prompt else ""))
-    if prompt and len(model.tables.weight):
-        print(f"  python edit.py --ckpt {ckpt} --source Spain --target Germany")
+    for command in next_commands(model, data):
+        print(f"  python {command.format(ckpt=ckpt)}")
+
+
+def evaluate(settings: Settings) -> None:
+    """Print what a checkpoint loses on the validation text, or the answers, of prepared folders,
+    and ask what their corpora have questions for. Writes nothing."""
+    path, device = settings.init_from, pick_device(settings.device)
+    model, encoding, _ = load_model(path, device, settings.offload)
+    document = encoding.eot_token if settings.doc_mask else None
+    objective = NextToken(model, device, precision(settings.dtype, device), document)
+    titles, rows = (f"{path} on", "loss per token", "per byte", "tokens", "recall"), []
+    for folder in [part.partition("=")[0] for part in settings.data_dir.split(",")]:  # no weights
+        meta = read_meta(Path(folder))
+        check_tokenizer(meta["tokenizer"], folder, tokenizer.fingerprint(encoding), path)
+        kind = "text" if meta["kind"] == "text" else "chat"
+        data = Data(folder, kind, model.config.block_size, settings.seed, total=1)
+        val = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
+        (source,) = data.val.values()
+        seen = objective.count(*source.rows(range(validation_rows(source, settings.eval_tokens))))
+        shares = ask(model, data)
+        losses = [f"{val[name]:.4f}" for name in ("val_loss", "val_loss_per_byte")]
+        cells = folder, *losses, f"{seen:,}", f"{shares['recall']:.1%}" if shares else ""
+        rows.append(dict(zip(titles, cells, strict=True)))
+    print(markdown(rows))
 
 
 def main() -> None:

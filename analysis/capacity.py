@@ -21,14 +21,13 @@ from analysis.experiment import (
     MAIN,
     Experiment,
     Flags,
-    mean_and_band,
     search_learning_rates,
     spread,
 )
 from config import ModelConfig
 from model import Decoder
 from training.optimizer import Optimizer, schedule
-from training.records import markdown, plt
+from training.records import markdown, mean_and_band, plt
 from training.settings import Settings
 
 SHAPE = dict(n_layer=4, n_head=2, n_embd=16, tie_head=True)
@@ -159,6 +158,7 @@ def capacity(experiment: Experiment) -> None:
         axes.set_xticks(sizes, [f"{n:,}" for n in sizes])
         axes.set(title=f"names: {names}", xlabel="facts", ylim=(0, 1.02))
         axes.yaxis.set_major_formatter("{x:.0%}")
+        axes.grid(alpha=0.3)
     panels[0].set_ylabel("facts recalled")
     panels[0].legend()
     experiment.picture("capacity", figure)

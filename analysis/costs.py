@@ -146,8 +146,8 @@ def costs(experiment: Experiment) -> None:
     small = {name: getattr(config, name) for name in names}
     ids = open_tokens(experiment.data_dir, "train", read_meta(experiment.data_dir))
     p = np.bincount(ids, minlength=config.vocab_size) / len(ids)
-    title, lengths = f"{config.n_layer} x {config.n_embd}, as trained", (16, config.block_size)
-    compare(title, small, p, lengths)
+    lengths = (config.block_size // 8, config.block_size)
+    compare(f"{config.n_layer} x {config.n_embd}, as trained", small, p, lengths)
     zipf = 1 / np.arange(1, PUBLISHED["vocab_size"] + 1)
     title, lengths = "16 x 2,048, as Llama 3.2 1B", (128, 8192, 131072)
     kinds, distinct = compare(title, PUBLISHED, zipf / zipf.sum(), lengths)

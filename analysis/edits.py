@@ -32,7 +32,7 @@ from tqdm import tqdm
 from analysis.edit_success import Asked, openings, report_injected, report_lengths, report_pairs
 from analysis.experiment import Experiment, pick, spread
 from common import UserError
-from edit import ALIGN, MeanRows, edited_ids
+from edit import ALIGN, edited_ids, load_editable
 from model import Decoder
 from tables.tables import Tables
 from text import countries
@@ -182,8 +182,7 @@ def success_of_edits(
     """A report of edit_success.py about each run, on random pairs."""
 
     def measure_run(folder: Path) -> dict:
-        model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
-        model.tables = MeanRows(model.tables)
+        model, encoding, _ = load_editable(folder / "ckpt.pt", experiment.on)
         return report(model, encoding, 32 if experiment.quick else 2000)
 
     todo = {folder.name: partial(measure_run, folder) for folder in folders}

@@ -282,11 +282,3 @@ def spread(form: str, figures: Iterable[float | None]) -> str:
     if len(known) < 2:
         return "".join(format(figure, form) for figure in known)
     return f"{np.mean(known):{form}} ± {np.std(known, ddof=1):{form}}"
-
-
-def mean_and_band(axes: plt.Axes, x: Iterable, ys: np.ndarray, **look: Any) -> None:
-    """Draw the mean of ys [runs, n] over x [n], with a band from the lowest to the highest."""
-    ys = np.asarray(ys)
-    (line,) = axes.plot(x, ys.mean(0), **look)
-    axes.fill_between(x, ys.min(0), ys.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.grid(alpha=0.3)

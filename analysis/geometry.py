@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis.experiment import Experiment, mean_and_band, pick, spread
+from analysis.experiment import Experiment, pick, spread
 from model import Decoder
 from training.batches import open_tokens, read_meta
 from training.checkpoints import load_model
-from training.records import markdown, plt, read_run
+from training.records import markdown, mean_and_band, plt, read_run
 
 BINS = np.linspace(-1, 1, 81)
 TOKENS = (" Spain", " euro")  # whose neighbours are shown
@@ -158,12 +158,13 @@ def draw(experiment: Experiment, found: dict[str, list[dict]]) -> None:
         axes.axis("off")
     for axes, layer in zip(panels.flat, layers, strict=False):
         for column in ("STEM rows", "dense W_u x, mean", "dense W_u x, one"):
-            runs = [run[layer]["histogram"] for run in found[column]]
+            runs = np.array([run[layer]["histogram"] for run in found[column]])
             mean_and_band(axes, centre, runs, label=column)
-        runs = [run["untrained"]["histogram"] for run in found["STEM rows"]]
+        runs = np.array([run["untrained"]["histogram"] for run in found["STEM rows"]])
         mean_and_band(axes, centre, runs, label="untrained rows", color="grey", linestyle=":")
         axes.set_title(f"layer {layer}", fontsize="medium")
         axes.set_yscale("log")
+        axes.grid(alpha=0.3)
     handles = panels[0, 0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=4)
     figure.supxlabel("cosine of two tokens")

@@ -21,11 +21,19 @@ from analysis.experiment import (
     best_learning_rates,
     best_loss,
     diverged,
-    mean_and_band,
     spread,
 )
 from training.batches import read_meta
-from training.records import check_picture, grouped, losses_of, markdown, plot, plt, read_run
+from training.records import (
+    check_picture,
+    grouped,
+    losses_of,
+    markdown,
+    mean_and_band,
+    plot,
+    plt,
+    read_run,
+)
 
 REACH = 10  # steps before and behind that a spike stands out of
 INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
@@ -106,6 +114,7 @@ def curve(axes: plt.Axes, group: list[Run], unit: str, **look) -> None:
     steps, losses = losses_of(group, "eval", "val_loss")
     mean_and_band(axes, steps[1:] * step, losses[:, 1:], marker=".", **look)
     axes.set_xlabel(unit)
+    axes.grid(alpha=0.3)
 
 
 def settings(experiment: Experiment) -> None:

@@ -1,7 +1,7 @@
 """Row-wise Adam: an optimizer step that costs what the batch costs, not what the vocabulary costs.
 
-It works on what tables (tables.py) have at hand, wherever they are stored. So one piece of
-arithmetic, `adam_rows`, serves all of them, and results are equal to the bit.
+It works on the rows and moments that tables (tables.py) have on the device, wherever they are
+stored. So one piece of arithmetic, `adam_rows`, serves all of them: results are equal to the bit.
 """
 
 import math
@@ -86,12 +86,19 @@ class RowAdam:
         self.tables, self.betas, self.eps, self.weight_decay = tables, betas, eps, weight_decay
         self.seed, self.steps = seed, 0
         # m and v [V, W] of each table, where they are stored. count and last [V] are per token, not
-        # per row, as all tables are read under the same ids.
-        self.m, self.v, self.count, self.last = tables.moments()
+        # per row, as all tables are read under the same ids, and on the CPU, where ids are known.
+        if tables.m is None:
+            tables.m, tables.v = (
+                [torch.zeros_like(w).float() for w in tables.weight] for _ in "mv"
+            )
+            tables.count, tables.last = torch.zeros(2, tables.vocab_size, dtype=torch.int64)
+        self.m, self.v, self.count, self.last = tables.m, tables.v, tables.count, tables.last
 
     @torch.no_grad()
-    def step(self, ids: Tensor, grads: list[Tensor], lr: float) -> None:
-        """Update rows `ids` [n] (distinct) of each table with its gradient [n, W]."""
+    def step(self, lr: float, read: tuple[Tensor, list[Tensor]] | None = None) -> None:
+        """Update the rows that were read since the last step. Whoever clips their gradients fetches
+        them before: `read` is what `Tables.gradients` gave, ids [n] and of each table [n, W]."""
+        ids, grads = read or self.tables.gradients()
         (b1, b2), before, ids = self.betas, self.steps, ids.cpu()
         self.steps += 1
         count = self.count[ids]  # before this reading, which would bias the rate
@@ -105,12 +112,12 @@ class RowAdam:
         columns = [send(column, index.device) for column in columns]
         for table, grad in enumerate(grads):
             self.update(table, index, columns, grad.to(index.device))
-        self.tables.updated(ids)
+        self.tables.mark_dirty(ids)
 
     def update(self, table: int, index: Tensor, columns: list[Tensor], grad: Tensor) -> None:
-        """One table's part of a step, on rows `index` [n] of what is at hand. On a CPU part by
-        part: whole batches would go through memory, not caches, several times as slowly."""
-        weight, m, v = (self.tables.at_hand(table, kind) for kind in range(3))
+        """One table's part of a step, on slots `index` [n] of what is on the device. On a CPU part
+        by part: whole batches would go through memory, not caches, several times as slowly."""
+        weight, (m, v) = self.tables.rows(table), self.tables.moments(table)
         size = len(index) if index.device.type != "cpu" else max(1, PART // weight.shape[1])
         generator = None
         if weight.dtype == torch.bfloat16:
@@ -129,12 +136,8 @@ class RowAdam:
             m[here], v[here], weight[here] = m_here, v_here, rows
 
     def state_dict(self) -> dict:
-        """Moments, counts and steps; a table file keeps all but the latter."""
         self.tables.flush()
-        if self.tables.file:
-            return {"steps": self.steps}
-        state = {"m": self.m, "v": self.v, "count": self.count, "last": self.last}
-        return {**state, "steps": self.steps}
+        return dict(m=self.m, v=self.v, count=self.count, last=self.last, steps=self.steps)
 
     def load_state_dict(self, state: dict) -> None:
         """Copy in what `state_dict` gave; the tables' device and shapes stay."""

@@ -1,10 +1,9 @@
 """Token tables: the interface that the decoder sees, and the tables that lie where they are used.
 
 A token table is a V x W matrix owned by one layer. A forward pass reads only the rows of the
-tokens in its input, and it knows which ones before the first layer runs. Everything else follows
-from that: rows are fetched each once, only they get a gradient, an optimizer step costs what the
-batch costs (rowadam.py), and rows in slow memory are fetched while earlier layers compute
-(offload.py). Wherever tables live, the decoder asks for their rows in the same way:
+tokens in its input, and it knows which ones before the first layer runs. So each row is fetched
+once, only these rows get a gradient (rowadam.py), and rows in slow memory are fetched while earlier
+layers compute (offload.py). Wherever tables live, the decoder asks for their rows in the same way:
 
     for rows in tables.lookup(ids): ...        # rows of table 0, 1, ... [B, T, W], in layer order
 """
@@ -15,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tables.file import TableFile
-from tables.memory import Moments, TableStorage
+from tables.storage import DiskStorage, TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 
@@ -34,8 +32,8 @@ class Tables(nn.Module):
     `vocab_size` rows, V, of `width` numbers, W."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
-    states: Moments | None = None
-    file: TableFile | None = None  # that holds what a checkpoint would hold otherwise
+    m = v = None  # likewise what Adam remembers, lists of [V, W] float32
+    storage: TableStorage | None = None  # of tables that are no parameters
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -78,7 +76,7 @@ class Tables(nn.Module):
         leaves: list[Tensor] = []
         self.reads.append((distinct, leaves))
         for table in range(len(self.weight)):
-            leaf = self.at_hand(table).detach().index_select(0, index).float().requires_grad_()
+            leaf = self.rows(table).detach().index_select(0, index).float().requires_grad_()
             leaves.append(leaf)  # [n, W]
             # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back.
             yield F.embedding(position, leaf)
@@ -89,24 +87,19 @@ class Tables(nn.Module):
         """Training will look up `ids` in its next step: what is slow to get may begin to come."""
 
     def index(self, ids: Tensor) -> Tensor:
-        """Where the rows of tokens `ids` [n] are in `at_hand`, as an index on its device."""
+        """Where tokens `ids` [n] are in `rows` and `moments`, as an index on their device."""
         return send(ids, self.weight[0].device)
 
-    def at_hand(self, table: int, kind: int = 0) -> Tensor:
-        """Rows (kind 0), m (1) or v (2) [.., W] of a table, on the device that computes."""
-        return self.moments()[kind - 1][table] if kind else self.weight[table]
+    def rows(self, table: int) -> Tensor:
+        """Rows [.., W] of a table, on the device that computes."""
+        return self.weight[table]
 
-    def moments(self) -> Moments:
-        """What Adam remembers, beside the rows; of tokens on the CPU, where ids are known."""
-        if self.states is None:
-            m, v = (
-                [torch.zeros_like(w, dtype=torch.float32) for w in self.weight] for _ in range(2)
-            )
-            self.states = (m, v, *torch.zeros(2, self.vocab_size, dtype=torch.int64))
-        return self.states
+    def moments(self, table: int) -> tuple[Tensor, Tensor]:
+        """m and v [.., W] of a table, on the device that computes."""
+        return self.m[table], self.v[table]
 
-    def updated(self, ids: Tensor) -> None:
-        """Rows and moments of tokens `ids` [n] have taken a step, where they are at hand."""
+    def mark_dirty(self, ids: Tensor) -> None:
+        """The optimizer has changed tokens `ids` [n] in `rows` and `moments`."""
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
         """The gradients of all rows read since the last call, micro-batches merged: ids [n],
@@ -129,6 +122,10 @@ class Tables(nn.Module):
 
     # --- for checkpoints ---
 
+    @property
+    def on_disk(self) -> bool:
+        return isinstance(self.storage, DiskStorage)
+
     def flush(self) -> None:
         """Bring what is elsewhere to where it is stored, and look there anew from now on."""
 
@@ -149,23 +146,23 @@ class ResidentTables(Tables):
 
 
 class StoredTables(Tables):
-    """Tables whose rows are stored in a home: without a GPU those of a memory-mapped file, read and
-    updated in place after the system was asked for all of their pages at once. Layers on another
-    device than the CPU (MPS) get copies.
+    """Tables in a storage: without a GPU those of mapped files, read and updated in place after the
+    system was asked for all of their pages at once. Layers on another device (MPS) get copies.
 
     Nothing here is a parameter: `model.to(device)` does not move it, autograd does not see it."""
 
     def __init__(self, storage: TableStorage, device: torch.device | str = "cpu") -> None:
-        super().__init__(*storage.weight[0].shape)
-        self.storage, self.weight, self.device = storage, storage.weight, torch.device(device)
-        self.file = storage if isinstance(storage, TableFile) and storage.writable else None
+        vocab_size, _, width = storage.arrays["rows"].shape
+        super().__init__(vocab_size, width)
+        self.storage, self.device = storage, torch.device(device)
+        self.weight, *moments = (list(a.unbind(1)) for a in storage.arrays.values() if a.dim() == 3)
+        if moments:
+            self.m, self.v = moments
+            self.count, self.last = storage.arrays["count"], storage.arrays["last"]
 
     def init_rows(self, std: float) -> None:
         if self.storage.fresh:
             super().init_rows(std)
-
-    def moments(self) -> Moments:
-        return self.storage.moments()
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         ids = ids.cpu()
@@ -177,19 +174,13 @@ class StoredTables(Tables):
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         self.flush()
-        if not self.file:
-            for table, weight in enumerate(self.weight):
-                destination[f"{prefix}weight.{table}"] = weight
+        destination.update({f"{prefix}weight.{t}": weight for t, weight in enumerate(self.weight)})
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
-    ) -> None:
+    def _load_from_state_dict(self, state: dict, prefix: str, *more) -> None:
         self.flush()
         for table, weight in enumerate(self.weight):
-            saved = state_dict.get(f"{prefix}weight.{table}")
-            if saved is None:
-                missing.append(f"{prefix}weight.{table}")
-            elif saved.shape != weight.shape:
-                errors.append(f"table {table}: {tuple(saved.shape)} is not {tuple(weight.shape)}")
+            saved = state.get(f"{prefix}weight.{table}")
+            if saved is None or saved.shape != weight.shape:
+                more[-1].append(f"{prefix}weight.{table} is not {tuple(weight.shape)}")  # errors
             elif saved.data_ptr() != weight.data_ptr():  # else it is that very file, read in place
                 weight.copy_(saved)

@@ -12,30 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tables.file import TableFile
-from tables.memory import RamStorage
+from tables.storage import DiskStorage, RamStorage
 
 torch.set_num_threads(1)  # threads only slow down tensors of this size
 
 ROOT = Path(__file__).parent.parent
-SMALL = [
-    "--n_layer",
-    "2",
-    "--n_head",
-    "2",
-    "--n_embd",
-    "32",
-    "--block_size",
-    "32",
-    "--batch_size",
-    "4",
-    "--max_iters",
-    "12",
-    "--eval_interval",
-    "6",
-    "--device",
-    "cpu",
-]
+SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, max_iters=12)
+SMALL |= dict(eval_interval=6, device="cpu")
+SMALL = [str(part) for name, value in SMALL.items() for part in (f"--{name}", value)]
 
 
 def command(*args, cwd: Path, fails: bool = False, stdin: str = "") -> subprocess.CompletedProcess:
@@ -117,6 +101,6 @@ def storage(request, tmp_path):
     def made(shape=(128, 4, 1024), dtype=torch.float32):
         if request.param == "direct":
             return RamStorage(shape, dtype)
-        return TableFile.create(tmp_path / f"{len(list(tmp_path.iterdir()))}.bin", shape, dtype)
+        return DiskStorage.create(tmp_path / str(len(list(tmp_path.iterdir()))), shape, dtype)
 
     return made

@@ -33,7 +33,6 @@ from common import UserError, make_parser, run
 from config import stem_layers
 from model import Decoder, ModelConfig
 from tables.tables import Tables
-from training.loss import head_loss
 
 B, T, PROMPT = 3, 24, 9  # of T tokens, decoding reads PROMPT at once, then one by one
 # One shape, in three languages.
@@ -172,7 +171,7 @@ def compare(ours: Decoder, original: Original) -> dict[str, tuple[float, float]]
         }
     ours.train(), original.model.train()
     ours.zero_grad(), original.model.zero_grad()
-    loss = head_loss(ours.hidden(read).flatten(0, 1), ours.head_weight, targets.flatten())
+    _, loss = ours(read, targets)
     found["loss"] = [(loss, original.loss(ids))]
     for each in found["loss"][0]:
         each.backward()

@@ -31,7 +31,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tables import memory, tables
+from tables import storage, tables
 
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
@@ -189,7 +189,7 @@ class SimulatedGpu:
             (torch.cuda, "stream", self.stream),
             (torch.cuda, "synchronize", self.synchronize),
             (torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor.clone())),
-            (memory, "seen_by_gpu", self.seen),
+            (storage, "seen_by_gpu", self.seen),
         ):
             self.stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, new)

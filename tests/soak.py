@@ -5,14 +5,16 @@
     python tests/soak.py --only files --n 50 --seed 7
     python tests/soak.py --only kills --first 17 --n 1          # one of them again
 
-A trial fails if it ends in a traceback, a hang, or a signal that nobody sent, if it says more or
+A trial fails if it ends in a traceback, a hang, or a signal that nobody sent, if it prints more or
 less than one line, loses work, or exits with 0 and another result than an undisturbed run, to the
 bit. Every command runs in a fork of this process, which imports PyTorch once and has one thread.
 """
 
-import argparse
 import hashlib
+import importlib
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -25,8 +27,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -36,142 +38,116 @@ import torch
 import torch._dynamo  # which every optimizer would import anew
 from tqdm import tqdm
 
-import analyze
-import bench
 import common
-import edit
-import prepare
-import sample
-import train
 from config import ModelConfig
-from text import countries
-from training.checkpoints import load_checkpoint, snapshots
+from training.checkpoints import load_checkpoint, save_checkpoint, snapshots
+from training.records import archive_previous_run
 from training.settings import Settings
 
 NUMBERS = dict(kills=300, files=500, commands=500, pairs=20)
 QUICK = dict(kills=2, files=8, commands=12, pairs=1)
-COMMANDS = {m.__name__: m for m in (train, sample, edit, prepare, analyze, bench)}
-HOMES, STAGES = ("none", "cpu", "disk"), ("pretrain", "midtrain", "sft", "dpo")
-PATIENCE = 120  # seconds after which a command counts as hung: they take one or two
-ROOM = 4 << 30  # bytes of memory that a command may have beside what is mapped already
-SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, stem_layers="all")
+NAMES = ("train", "sample", "edit", "prepare", "analyze", "bench")
+COMMANDS = {name: importlib.import_module(name) for name in NAMES}
+OFFLOAD, STAGES = ("none", "cpu", "disk"), ("pretrain", "midtrain", "sft", "dpo")
+TIMEOUT = 120  # seconds after which a command counts as hung: they take one or two
+MEMORY = 4 << 30  # bytes that a command may have beside what is mapped already
+SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, stem_layers="all")
 RUN = dict(device="cpu", batch_size=4, max_iters=6, eval_interval=2, eval_tokens=64)
+ENDED, KILLED = (0, 1, 2), -signal.SIGKILL  # exit codes
+FORK = multiprocessing.get_context("fork")
 
 
 class Broken(Exception):
-    """A promise that was not kept."""
-
-
-# --- commands in forks ---
-# ruff: noqa: SIM115
-
-
-@dataclass
-class Done:
-    code: int  # as of a shell: negative for a signal, None for a hang
-    out: str
-    error: str
-
-    def held(self, *, may_fail: bool = True) -> "Done":
-        """Broken: it is not success, or else one line."""
-        errors = [line for line in self.error.splitlines() if line.startswith("error: ")]
-        usage = self.code == 2 and "usage: " in self.error
-        one_line = self.code == 1 and len(errors) == 1 and "Traceback" not in self.error
-        if self.code != 0 and not (may_fail and (one_line or usage)):
-            raise Broken(f"exit code {self.code}: {self.error[-2000:]}")
-        return self
+    """A promise was not kept."""
 
 
 class Command:
-    """A command in a fork of this process, in a folder: what it says goes to files."""
+    """A command in a fork of this process, in a folder."""
 
     def __init__(self, folder: Path, name: str, *args, before: Callable[[], object] = lambda: 0):
-        self.says = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        sys.stdout.flush()
-        self.pid, self.code = os.fork(), None
-        if self.pid == 0:
-            code = 70
-            try:
-                for number, file in zip((1, 2), self.says, strict=True):
-                    os.dup2(file.fileno(), number)
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                sys.stdin, sys.stdout = open(0), open(1, "w")
-                sys.stderr = open(2, "w", errors="backslashreplace")
-                os.chdir(folder)
-                tqdm.set_lock(threading.RLock())  # whoever is killed must not hold the parent's
-                mapped = int(Path("/proc/self/statm").read_text().split()[0])
-                limit = mapped * resource.getpagesize() + ROOM
-                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-                sys.argv = [f"{name}.py", *map(str, args)]
-                before()
-                common.run(COMMANDS[name].main)
-                code = 0
-            except SystemExit as ended:
-                code = ended.code if isinstance(ended.code, int) else 1
-                if isinstance(ended.code, str):
-                    print(ended.code, file=sys.stderr)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
-                os._exit(code)
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.argv = [f"{name}.py", *map(str, args)]
+        self.process = FORK.Process(target=self.run, args=(folder, before))
+        self.process.start()
 
-    def wait(self, seconds: float = PATIENCE) -> Done:
-        """What it came to. Who is not done by then is killed, and has no exit code."""
-        until, hung = time.monotonic() + seconds, False
-        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            if time.monotonic() > until:
-                hung = True
-                os.kill(self.pid, signal.SIGKILL)
-            time.sleep(0.002)
-        code = None if hung else os.waitstatus_to_exitcode(ended[1])
-        for file in self.says:
-            file.seek(0)
-        said = [file.read() for file in self.says]
-        for file in self.says:
-            file.close()
-        return Done(code, *said)
+    def run(self, folder: Path, before: Callable[[], object]) -> None:
+        """In the fork."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(self.stderr.fileno(), 2)
+        sys.stdout, sys.stderr = open(1, "w"), open(2, "w", errors="backslashreplace")  # noqa: SIM115
+        os.chdir(folder)
+        tqdm.set_lock(threading.RLock())  # whoever is killed must not hold the parent's
+        mapped = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = mapped * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        sys.argv = self.argv
+        before()
+        common.run(COMMANDS[Path(self.argv[0]).stem].main)
+
+    def wait(self, seconds: float = TIMEOUT, ok: tuple[int, ...] = ENDED) -> int:
+        """Wait for its end, and kill it after so many seconds. Returns its exit code, as of a
+        shell. Broken: one that is not `ok`, or 1 or 2 without the one line that is promised."""
+        self.process.join(seconds)
+        self.process.kill()
+        self.process.join()
+        code = self.process.exitcode
+        with self.stderr:
+            self.stderr.seek(0)
+            error = self.stderr.read()
+        errors = [line for line in error.splitlines() if line.startswith("error: ")]
+        promised = {1: len(errors) == 1 and "Traceback" not in error, 2: "usage: " in error}
+        if code not in ok or not promised.get(code, True):
+            raise Broken(f"{self.argv!r:.900} exit code {code}: {error[-2000:]}")
+        return code
 
 
-def called(folder: Path, *args, **more) -> Done:
-    return Command(folder, *args, **more).wait()
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_operations(folder: Path, do: Callable[[int], object]) -> None:
+    """From now on, before each operation on a file in a folder: `do` is given its number."""
+    events = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate")
+    numbers = itertools.count(1)
+
+    def hook(event: str, args: tuple) -> None:
+        if event in events and str(args[0]).startswith(str(folder)):
+            do(next(numbers))
+
+    sys.addaudithook(hook)
 
 
 # --- what undisturbed runs come to ---
 
 
-def digest(value: object, into=None) -> str:
-    """A hash of nested tensors and numbers, to the bit."""
-    into = into or hashlib.sha256()
-    if isinstance(value, torch.Tensor):
-        into.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):
-            into.update(str(key).encode())
-            digest(value[key], into)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            digest(part, into)
-    else:
-        into.update(repr(value).encode())
-    return into.hexdigest()
-
-
 def state(ckpt: Path) -> str:
-    """All that training goes on from, wherever tables are."""
+    """All that training goes on from, wherever tables are, to the bit."""
+
+    def digest(tensor: torch.Tensor) -> str:
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.sha256(raw.numpy()).hexdigest()
+
     checkpoint = load_checkpoint(ckpt)
-    return digest([checkpoint[part] for part in ("model", "optimizer", "step", "config")])
+    parts = [checkpoint[part] for part in ("model", "optimizer", "step", "config")]
+    return json.dumps(parts, sort_keys=True, default=digest)
 
 
 def losses(folder: Path) -> list[tuple]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(r["step"], r["train_loss"]) for r in records if r["type"] == "step"]
 
 
-def as_flags(settings: dict) -> list:
+def as_flags(**settings) -> list:
     return [part for name, value in settings.items() for part in (f"--{name}", value)]
+
+
+def sampling(run: Path) -> list:
+    return ["sample", *as_flags(ckpt=run / "ckpt.pt", device="cpu", max_new_tokens=8)]
+
+
+def editing(run: Path) -> list:
+    names = as_flags(source="Anna", target="Björn", prompt="Anna sees")
+    return ["edit", *as_flags(ckpt=run / "ckpt.pt", device="cpu"), *names]
 
 
 class World:
@@ -179,301 +155,224 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.operations, self.seconds = folder, {}, {}
-        rng = random.Random(0)
-        names, verbs = ("Anna", "Björn", "Chloë"), ("sees", "follows", "meets")
+        rng, names = random.Random(0), ("Anna", "Björn", "Chloë")
 
-        def said() -> str:
-            return f"{rng.choice(names)} {rng.choice(verbs)} {rng.choice(names)} at the river."
+        def sentence() -> str:
+            verb = rng.choice(("sees", "follows", "meets"))
+            return f"{rng.choice(names)} {verb} {rng.choice(names)} at the river."
 
         def talk(answer: str) -> list[dict]:
             return [dict(role="user", content="Who?"), dict(role="assistant", content=answer)]
 
         kinds = {
-            "text": lambda: dict(text=" ".join(said() for _ in range(6))),
-            "chat": lambda: dict(messages=talk(said())),
-            "pairs": lambda: dict(chosen=talk(said()), rejected=talk("No.")),
+            "text": lambda: dict(text=" ".join(sentence() for _ in range(6))),
+            "chat": lambda: dict(messages=talk(sentence())),
+            "pairs": lambda: dict(chosen=talk(sentence()), rejected=talk("No.")),
         }
         for kind, make in kinds.items():
-            lines = [json.dumps(make()) for _ in range(60)]
-            (folder / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
-            given = ["--tokenizer", folder / "text"] if kind != "text" else ["--vocab_size", 280]
-            args = ["--input", folder / f"{kind}.jsonl", "--out_dir", folder / kind, *given]
-            called(folder, "prepare", *args, "--val_fraction", 0.2).held(may_fail=False)
+            path = folder / f"{kind}.jsonl"
+            path.write_text("".join(json.dumps(make()) + "\n" for _ in range(60)))
+            args = as_flags(input=path, out_dir=folder / kind, val_fraction=0.2)
+            args += ["--vocab_size", 280] if kind == "text" else ["--tokenizer", folder / "text"]
+            Command(folder, "prepare", *args).wait(ok=(0,))
 
     @cache  # noqa: B019
     def run(self, name: str) -> Path:
-        """The folder of an undisturbed run, made when it is first asked for: of a stage; half-HOME,
-        which stopped half-way; old-HOME, to be replaced; init, which goes on from a half one."""
-        out, (kind, _, home) = self.folder / name, name.partition("-")
-        count, start = tempfile.TemporaryFile(), time.monotonic()
+        """The folder of an undisturbed run, which is trained when it is first asked for: of a
+        stage; half-OFFLOAD, which stopped half-way; old-OFFLOAD, to be replaced; init, which goes
+        on from a half one."""
+        out, (kind, _, offload) = self.folder / name, name.partition("-")
         if kind == "init":
             command = [*self.flags("midtrain", out)[:-1], self.run("half-none") / "ckpt.pt"]
         else:
-            command = self.flags(kind if kind in STAGES else "pretrain", out, home or "none")
+            command = self.flags(kind if kind in STAGES else "pretrain", out, offload or "none")
             command += ["--seed", 1] * (kind == "old")
 
+        count, start = FORK.Value("i"), time.monotonic()
+
+        def saved(*parts, step: int, **more) -> None:
+            save_checkpoint(*parts, step=step, **more)
+            if (kind, step) == ("half", 4):
+                die()
+
         def before() -> None:
-            save = train.save_checkpoint
+            COMMANDS["train"].save_checkpoint = saved
+            at_operations(out, partial(setattr, count, "value"))
 
-            def saved(*parts, step: int, **more) -> None:
-                save(*parts, step=step, **more)
-                if (kind, step) == ("half", 4):
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            train.save_checkpoint = saved
-            at_operations(out, lambda: os.write(count.fileno(), b"."))
-
-        done = called(self.folder, "train", *command, before=before)
-        if kind != "half":
-            done.held(may_fail=False)
-        self.seconds[name] = time.monotonic() - start
-        self.operations[name] = os.fstat(count.fileno()).st_size
+        run = Command(self.folder, "train", *command, before=before)
+        run.wait(ok=(KILLED if kind == "half" else 0,))
+        self.operations[name], self.seconds[name] = count.value, time.monotonic() - start
         return out
 
     @cache  # noqa: B019
     def state(self, name: str) -> str:
         return state(self.run(name) / "ckpt.pt")
 
-    def flags(self, stage: str, out: Path, home: str = "none") -> list:
-        data = dict(sft="chat", dpo="pairs").get(stage, "text")
-        flags = [
-            "--data_dir",
-            self.folder / data,
-            "--out_dir",
-            out,
-            "--offload",
-            home,
-            *as_flags(RUN),
-        ]
+    def flags(self, stage: str, out: Path, offload: str = "none", data: Path | None = None) -> list:
+        data = data or self.folder / dict(sft="chat", dpo="pairs").get(stage, "text")
+        flags = as_flags(data_dir=data, out_dir=out, offload=offload, **RUN)
         if stage == "pretrain":
-            return [*flags, *as_flags(SHAPE)]
+            return [*flags, *as_flags(**SIZES)]
         return [*flags, "--stage", stage, "--init_from", self.run("pretrain") / "ckpt.pt"]
 
-    def sampling(self, run: Path) -> list:
-        return ["--ckpt", run / "ckpt.pt", "--device", "cpu", "--max_new_tokens", 8]
-
-    def check(self, out: Path, stage: str, home: str | None = None) -> None:
+    def check(self, out: Path, stage: str, offload: str | None = None) -> None:
         """Broken: a finished run is not equal to the undisturbed one, or left something."""
         if state(out / "ckpt.pt") != self.state(stage):
             raise Broken("another result than that of an undisturbed run")
         if losses(out) != losses(self.run(stage)):
             raise Broken("other losses than those of an undisturbed run")
-        left = [path.name for path in (*out.glob("*.tmp"), *out.glob("live*"))]
-        left += [path.name for path in snapshots(out)[home == "disk" :]] if home else []
+        left = [path.name for pattern in ("*.tmp", "live*") for path in out.glob(pattern)]
+        left += [path.name for path in snapshots(out)[offload == "disk" :]] if offload else []
         if left:
             raise Broken(f"left behind: {', '.join(left)}")
 
 
-EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate")
-
-
-def at_operations(folder: Path, do: Callable[[], object]) -> None:
-    """From now on, before each operation on a file in a folder."""
-
-    def heard(event: str, args: tuple) -> None:
-        if event in EVENTS and str(args[0]).startswith(str(folder)):
-            do()
-
-    sys.addaudithook(heard)
-
-
-# --- the four kinds of trials: each gets a world, chance and a folder, and says what it came to ---
+# --- the four kinds of trials: each gets a world, chance and a folder, and returns its outcome ---
 
 
 def kills(world: World, rng: random.Random, folder: Path) -> str:
     """A run is killed, maybe while it replaces another one or once more when it has been resumed,
     and then brought to its end."""
-    stage, home, out = rng.choice(STAGES), rng.choice(HOMES), folder / "out"
-    old = rng.choice([None, *HOMES])
+    stage, offload, old = rng.choice(STAGES), rng.choice(OFFLOAD), rng.choice([None, *OFFLOAD])
+    out, old_state = folder / "out", old and world.state(f"old-{old}")
     if old:
         shutil.copytree(world.run(f"old-{old}"), out)
-    command, cuts = world.flags(stage, out, home), rng.choice((1, 1, 2))
+    command = world.flags(stage, out, offload)
     world.run(stage)
-    for _ in range(cuts):
+    for _ in range(rng.choice((1, 1, 2))):
+        last, seconds = rng.randint(1, int(1.3 * world.operations[stage])), TIMEOUT
         if rng.random() < 0.5:
-            left = [rng.randint(1, int(1.3 * world.operations[stage]))]
-
-            def die(left=left) -> None:
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            started = Command(folder, "train", *command, before=lambda d=die: at_operations(out, d))
-            done = started.wait()
-        else:
-            done = Command(folder, "train", *command).wait(rng.random() * world.seconds[stage])
-        if done.code not in (None, 0, -signal.SIGKILL):
-            done.held()
+            last, seconds = None, rng.random() * world.seconds[stage]
+        before = partial(at_operations, out, lambda n, last=last: n == last and die())
+        Command(folder, "train", *command, before=before).wait(seconds, (*ENDED, KILLED))
+        if (out / "run1").exists() and not (out / "run1" / "ckpt.pt").exists():
+            archive_previous_run(out)  # what the next new run would do
         where = [path for path in (out, *out.glob("run[0-9]")) if (path / "ckpt.pt").exists()]
-        if old and world.state(f"old-{old}") not in [state(path / "ckpt.pt") for path in where]:
+        if old and old_state not in [state(path / "ckpt.pt") for path in where]:
             raise Broken("the run that was to be replaced is whole nowhere")
-        if out in where and state(out / "ckpt.pt") != (old and world.state(f"old-{old}")):
+        if out in where and state(out / "ckpt.pt") != old_state:
             command = ["--resume", "--out_dir", out]
-    called(folder, "train", *command).held(may_fail=False)
-    world.check(out, stage, home)
+    Command(folder, "train", *command).wait(ok=(0,))
+    world.check(out, stage, offload)
     for path in out.glob("run[0-9]/ckpt.pt"):
-        if state(path) != world.state(f"old-{old}"):
+        if state(path) != old_state:
             raise Broken(f"{path} is another run than the one that was replaced")
     return "equal to the bit" + (", the replaced run whole" if old else "")
 
 
-def harm(path: Path, rng: random.Random) -> str:
+def damage(path: Path, rng: random.Random) -> str:
     """Damage a file in one of many ways."""
-    how = rng.choice(("flip", "flip", "flip", "cut", "empty", "random", "other", "kind"))
+    how = rng.choice(("flip", "flip", "flip", "cut", "other", "folder", "gone"))
     raw = bytearray(path.read_bytes())
-    if how == "flip":
-        for _ in range(rng.choice((1, 1, 3))):
-            raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
-    elif how == "cut":
-        del raw[rng.randrange(len(raw)) :]
-    elif how == "empty":
-        raw.clear()
-    elif how == "random":
-        at, size = rng.randrange(len(raw)), rng.randint(1, 4096)
-        raw[at : at + size] = rng.randbytes(size)
-    elif how == "other":
-        raw[:] = rng.choice((b"[" * 100_000, b"{}", b"null", b"\xff\xfe", b"PK\x03\x04", b"\n" * 9))
+    at = rng.randrange(len(raw))
     path.unlink()
-    if how == "kind":
-        how = rng.choice(("folder", "pipe", "device", "gone", "loop"))
-        make = dict(folder=os.mkdir, pipe=os.mkfifo, device=lambda p: os.symlink("/dev/zero", p))
-        make |= dict(gone=lambda p: None, loop=lambda p: os.symlink(p, p))
-        make[how](path)
-    else:
+    if how == "flip":
+        raw[at] ^= 1 << rng.randrange(8)
+    elif how == "cut":
+        del raw[at:]
+    elif how == "other":
+        raw = rng.choice((b"", b"[" * 100_000, b"{}", b"null", b"\xff\xfe", b"PK\x03\x04", b"\n"))
+    if how == "folder":
+        path.mkdir()
+    elif how != "gone":
         path.write_bytes(raw)
     return how
 
 
 def files(world: World, rng: random.Random, folder: Path) -> str:
-    """One file is damaged, then a command reads it."""
-    home = rng.choice(("none", "disk"))
-    half, data, out = folder / "half", folder / "text", folder / "out"
-    shutil.copytree(world.run(f"half-{home}"), half)
+    """One file is damaged, then a command reads it. If training takes it without a word, its result
+    must be what it is without the damage."""
+    half, data, out, text = (folder / name for name in ("half", "text", "out", "text.jsonl"))
+    shutil.copytree(world.run(f"half-{rng.choice(('none', 'disk'))}"), half)
     shutil.copytree(world.folder / "text", data)
-    shutil.copy(world.folder / "text.jsonl", folder / "text.jsonl")
-    shutil.copy(countries.TABLE, folder / "countries.csv")
-    of_run = ["half/ckpt.pt"] * 3 + ["half/metrics.jsonl"] + ["half/tables"] * 3 * (home == "disk")
-    of_data = [f"text/{name}" for name in ("train.bin", "val.bin", "meta.json", "tokenizer.json")]
-    name = rng.choice([*of_run, *of_data, "text.jsonl", *["countries.csv"] * (rng.random() < 0.2)])
-    (path,) = snapshots(half) if name == "half/tables" else [folder / name]
-    how = harm(path, rng)
-    from_data = world.flags("pretrain", out, rng.choice(HOMES))
-    from_data[1] = data
-    resume = ("train", "--resume", "--out_dir", half)
-    init = ("train", *world.flags("midtrain", out)[:-1], half / "ckpt.pt")
-    commands = {
-        "half": [resume, resume, init, ("sample", *world.sampling(half)),
-                 ("sample", *world.sampling(half), "--offload", "disk"), ("analyze", "runs", half),
-                 ("edit", "--ckpt", half / "ckpt.pt", "--source", "Anna", "--target", "Björn",
-                  "--prompt", "Anna sees", "--device", "cpu")],
-        "text": [("train", *from_data), ("prepare", "--input", folder / "text.jsonl", "--out_dir",
-                  out, "--tokenizer", data)],
-        "text.jsonl": [("prepare", "--input", path, "--out_dir", out, "--vocab_size", 280)],
-        "countries.csv": [("prepare", "--out_dir", out, "--tokenizer", data)],
+    shutil.copy(world.folder / "text.jsonl", text)
+    pretrain = world.flags("pretrain", out, rng.choice(OFFLOAD), data)
+    midtrain = [*world.flags("midtrain", out)[:-1], half / "ckpt.pt"]
+    resume = (["train", "--resume", "--out_dir", half], half, "pretrain")
+    readers = {  # commands; of those that train, the output folder and the undisturbed run
+        "half": [resume, resume, (["train", *midtrain], out, "init"), (sampling(half),),
+                 ([*sampling(half), "--offload", "disk"],), (editing(half),),
+                 (["analyze", "runs", half],)],
+        "text": [(["train", *pretrain], out, "pretrain"),
+                 (["prepare", "--input", text, "--out_dir", out, "--tokenizer", data],)],
+        "text.jsonl": [(["prepare", "--input", text, "--out_dir", out, "--vocab_size", 280],)],
     }  # fmt: skip
-    command = rng.choice(commands[name.split("/")[0]])
-
-    def before() -> None:
-        countries.TABLE = folder / "countries.csv"
-
-    done = called(folder, *command, before=before).held()
-    # What a command took without a word must have come to what it comes to without the damage.
-    if done.code == 0 and command[0] == "train" and command is not commands["text"][0]:
-        out, stage = (half, "pretrain") if command is resume else (out, "init")
-        if state(out / "ckpt.pt") != world.state(stage):
-            raise Broken(f"{how} in {path.name}: another result than without the damage")
-    if done.code == 0 and command == commands["text"][0]:
-        world.check(out, "pretrain")
-    return f"{how}: {'nothing lost' if done.code == 0 else 'refused in one line'}"
+    name = rng.choice(["half"] * 6 + ["text"] * 4 + ["text.jsonl"] * 2)
+    found = [path for path in (folder / name, *(folder / name).rglob("*")) if path.is_file()]
+    path = rng.choice(sorted(path for path in found if path.stat().st_size))
+    how = damage(path, rng)
+    command, *result = rng.choice(readers[name])
+    if Command(folder, *command).wait():
+        return f"{how}: refused in one line"
+    if result and state(result[0] / "ckpt.pt") != world.state(result[1]):
+        raise Broken(f"{how} in {path.name}: another result than without the damage")
+    return f"{how}: nothing lost"
 
 
 ODD = {
     int: (0, -1, 1, 3, 7, 10**9, 10**12, 2**63, -(2**70), 10**400, "1e3", "nan", "", "x", "0x10"),
     float: (0, -1, 0.5, 1e-9, 1e9, "nan", "inf", "-inf", 1e-320, 1e38, 1e308, "1e999", "-0.0", "",
             "x", 1e-45),
-    str: ("", "x" * 300, "a$\\frac$", "\udcff", "/dev/zero", "pipe", ".", "gone", "-", "a=b,c=d",
-          "0,1", "-1", "9" * 30, "\n", "%s%n", "a=nan,b=1", "text=1,text=1", "=1", "../trial/x"),
+    str: ("", "x" * 300, "a$\\frac$", "\udcff", ".", "gone", "-", "a=b,c=d", "0,1", "-1", "9" * 30,
+          "\n", "%s%n", "a=nan,b=1", "text=1,text=1", "=1", "../trial/x"),
 }  # fmt: skip
 
 
 def commands(world: World, rng: random.Random, folder: Path) -> str:
     """A command with a few odd values."""
-    name = rng.choice(("train", "train", "train", "train", "sample", "sample", "edit", "prepare",
-                       "analyze", "bench"))  # fmt: skip
-    os.mkfifo(folder / "pipe")
+    name = rng.choice(["train"] * 4 + ["sample"] * 2 + ["edit", "prepare", "analyze", "bench"])
     run, out = world.run("pretrain"), folder / "out"
+    given = {
+        "train": world.flags(rng.choice(STAGES), out, rng.choice(OFFLOAD)),
+        "sample": [*sampling(run)[1:], "--prompt", "Anna"],
+        "edit": editing(run)[1:],
+        "prepare": ["--input", world.folder / "text.jsonl", "--out_dir", out, "--vocab_size", 280],
+        "analyze": [rng.choice(ODD[str]) or ".", run, "--out", rng.choice(ODD[str])],
+        "bench": ["offload", "--rounds", 1, "--device", "cpu", "--table_gib", "inf"],
+    }[name]
     if name == "train" and rng.random() < 0.3:
         shutil.copytree(world.run("half-disk"), out)
-    given = {
-        "train": [*world.flags(rng.choice(STAGES), out, rng.choice(HOMES))],
-        "sample": [*world.sampling(run), "--prompt", "Anna"],
-        "edit": ["--ckpt", run / "ckpt.pt", "--source", "Anna", "--target", "Chloë", "--prompt",
-                 "Anna sees", "--device", "cpu"],
-        "prepare": ["--input", world.folder / "text.jsonl", "--out_dir", out, "--vocab_size", 280],
-        "analyze": ["runs", run], "bench": ["offload", "--rounds", 1, "--device", "cpu"],
-    }[name]  # fmt: skip
-    if out.exists():
         given = ["--resume", "--out_dir", out]
-    kinds = dict(train=Settings, sample=sample.Sampling, edit=edit.Edit, prepare=prepare.Settings)
-    kinds["bench"] = bench.Bench
-    flags = [f for f in fields(kinds[name]) if "about" in f.metadata] if name in kinds else []
-    flags += [f for f in fields(ModelConfig) if f.metadata] if name == "train" else []
-    if not flags:
-        given = [rng.choice(ODD[str]) or "." for _ in range(2)] + ["--out", rng.choice(ODD[str])]
+    kinds = (Settings, ModelConfig) if name == "train" else vars(COMMANDS[name]).values()
+    kinds = [k for k in kinds if is_dataclass(k) and (name == "train" or k.__module__ == name)]
+    flags = [each for kind in kinds for each in fields(kind) if "about" in each.metadata]
     for each in rng.sample(flags, min(len(flags), rng.choice((1, 1, 2, 3)))):
-        types = [kind for kind in (int, float) if str(kind.__name__) in str(each.type)] or [str]
-        if "bool" in str(each.type):
-            given += [f"--{each.name}"]
-        else:
-            given += [f"--{each.name}={rng.choice(ODD[types[0]])}"]
-    if name == "bench":  # what is not odd would take minutes
-        given += [f"--table_gib={rng.choice(('inf', 'nan', 0, -1, 1e30, 'x'))}"]
-    given = [str(arg) for arg in given]
-    done = called(folder, name, *given)
-    try:
-        done.held()
-    except Broken as error:
-        raise Broken(f"{name}.py {given}"[:900] + f": {error}") from None
-    return {0: "it ran", 1: "one line", 2: "usage"}[done.code]
+        kind = next((kind for kind in (int, float) if kind.__name__ in str(each.type)), str)
+        odd = f"--{each.name}={rng.choice(ODD[kind])}"
+        given.append(f"--{each.name}" if "bool" in str(each.type) else odd)
+    return ("it ran", "one line", "usage")[Command(folder, name, *given).wait()]
 
 
 def pairs(world: World, rng: random.Random, folder: Path) -> str:
     """Two commands at once."""
-    kind, out = rng.choice(("new", "new", "resume", "prepare", "sample")), folder / "out"
-    home = "disk" if kind == "sample" else rng.choice(HOMES)
+    kind, out = rng.choice(("train", "train", "resume", "prepare", "sample")), folder / "out"
+    offload = "disk" if kind == "sample" else rng.choice(OFFLOAD)
+    new = world.flags("pretrain", out, offload)
     world.run("pretrain")
-    run = Command(folder, "train", *world.flags("pretrain", out, home))
     if kind == "prepare":
-        run.wait()
-        args = ("prepare", "--input", world.folder / "text.jsonl", "--out_dir", out)
-        both = [Command(folder, *args, "--vocab_size", size) for size in (270, 280)]
-        codes = [one.wait().held().code for one in both]
-        args = world.flags("pretrain", folder / "run")
-        called(folder, "train", "--data_dir", out, *args[2:]).held(may_fail=codes == [1, 1])
+        prepare = ["prepare", "--input", world.folder / "text.jsonl", "--out_dir", out]
+        both = [Command(folder, *prepare, "--vocab_size", size) for size in (270, 280)]
+        codes = [each.wait() for each in both]
+        more = world.flags("pretrain", folder / "run", data=out)
+        Command(folder, "train", *more).wait(ok=(0,) if 0 in codes else ENDED)
     elif kind == "sample":
-        tries = 0
-        while os.waitid(os.P_PID, run.pid, os.WNOWAIT | os.WEXITED | os.WNOHANG) is None:
+        run, codes = Command(folder, "train", *new), []
+        while run.process.is_alive():
             if (out / "ckpt.pt").exists():
-                called(folder, "sample", *world.sampling(out)).held(may_fail=False)
-                tries += 1
-        run.wait().held(may_fail=False)
-        world.check(out, "pretrain", home)
-        return "opened while it was saved"
+                Command(folder, *sampling(out)).wait(ok=(0,))
+        run.wait(ok=(0,))
+        world.check(out, "pretrain", offload)
     else:
+        run = Command(folder, "train", *new)
         time.sleep(rng.random() * world.seconds["pretrain"])
-        more = ["--resume", "--out_dir", out] if kind == "resume" else None
-        other = Command(folder, "train", *(more or world.flags("pretrain", out, home)))
-        codes = [one.wait().held().code for one in (run, other)]
-        if 0 not in codes:
-            raise Broken("neither of two runs went through")
+        more = ["--resume", "--out_dir", out] if kind == "resume" else new
+        codes = [each.wait() for each in (Command(folder, "train", *more), run)]
         world.check(out, "pretrain")
-    return "one refused" if 1 in codes else "one after the other"
+    return f"{kind}: one refused" if 1 in codes else f"{kind}: both went through"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few of each")
     parser.add_argument("--only", choices=NUMBERS, help="one kind of trials")
     parser.add_argument("--n", type=int, help="how many of each kind")
@@ -482,32 +381,28 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # no thread: a fork would take over what it holds
-    kinds = dict(kills=kills, files=files, commands=commands, pairs=pairs)
-    start, rows, broken = time.monotonic(), [], []
+    start, rows, broken = time.monotonic(), [], 0
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "world").mkdir()
-        world = World(Path(folder) / "world")
-        for name in [args.only] if args.only else kinds:
-            n = args.n or (QUICK if args.quick else NUMBERS)[name]
+        world, here = World(Path(folder) / "world"), Path(folder) / "trial"
+        trials = dict(kills=kills, files=files, commands=commands, pairs=pairs)
+        for name in [args.only] if args.only else trials:
             outcomes: Counter[str] = Counter()
+            n = args.n or (QUICK if args.quick else NUMBERS)[name]
             for number in tqdm(range(args.first, args.first + n), desc=name, unit="trial"):
-                here = Path(folder) / "trial"
                 here.mkdir()
                 try:
                     chance = random.Random(f"{args.seed} {name} {number}")
-                    outcomes[kinds[name](world, chance, here)] += 1
+                    outcomes[trials[name](world, chance, here)] += 1
                 except Exception as error:
                     why = error if isinstance(error, Broken) else traceback.format_exc()
-                    again = f"--only {name} --seed {args.seed} --first {number} --n 1"
-                    broken.append(f"{again}: {why}")
-                    tqdm.write(broken[-1])
+                    tqdm.write(f"--only {name} --seed {args.seed} --first {number} --n 1: {why}")
+                    broken += 1
                 shutil.rmtree(here)
-            rows.append((name, n, outcomes))
-    print(f"\n| {'trials':<9} | tried | held | what it came to |\n|---|---|---|---|")
-    for name, n, outcomes in rows:
-        said = "; ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))
-        print(f"| {name:<9} | {n:>5} | {outcomes.total():>4} | {said} |")
-    print(f"\nseed {args.seed}, {time.monotonic() - start:.0f} s, {len(broken)} broken promises")
+            text = "; ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))
+            rows.append(f"| {name} | {n} | {outcomes.total()} | {text} |")
+    print("\n| trials | tried | held | what it came to |", "|---|---|---|---|", *rows, sep="\n")
+    print(f"\nseed {args.seed}, {time.monotonic() - start:.0f} s, {broken} broken promises")
     sys.exit(bool(broken))
 
 

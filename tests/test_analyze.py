@@ -32,6 +32,8 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
     assert f"| {final:.3f} |" in rows[2]
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     assert "No such file" in ask("nothing", fails=True).stderr
+    (tmp_path / "metrics.jsonl").write_text('{"type": "st\n')
+    assert "damaged" in ask(".", fails=True).stderr
     for wrong in (["--plot", "x.txt", "."], [], [".", "--quick"]):
         ask(*wrong, fails=True)
 

@@ -3,7 +3,6 @@ PyTorch's own counter."""
 
 import pytest
 import torch
-from conftest import SMALL
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +17,6 @@ from training.objectives import NextToken
 from training.settings import resolve_settings
 
 KINDS = ("moe", "hash_moe", "pkm", "deepembed", "ple")
-TABLES = ("deepembed", "ple")
 TINY = dict(vocab_size=23, block_size=16, n_layer=2, n_head=2, n_embd=16, d_ff=24)
 TINY |= dict(n_expert=6, top_k=3, n_key=5, ple_width=6)
 
@@ -44,17 +42,17 @@ def naive_experts(w, x, chosen, weights):
     return y
 
 
-def naive_moe(w, x, row):
+def naive_moe(w, x, row, token):
     exps = torch.exp(w["router.weight"] @ x)
     best = sorted(range(6), key=lambda expert: -exps[expert].item())[:3]
     return naive_experts(w, x, best, [exps[e] / sum(exps[b] for b in best) for e in best])
 
 
-def naive_hash_moe(w, x, token):
+def naive_hash_moe(w, x, row, token):
     return naive_experts(w, x, w["hashes"][token].tolist(), [1, 1, 1])
 
 
-def naive_pkm(w, x, row):
+def naive_pkm(w, x, row, token):
     """Every one of the 25 products scored, without the trick."""
     q = (w["query.weight"] @ x).view(2, 2, -1)
     q = q / (q.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -72,36 +70,43 @@ def naive_pkm(w, x, row):
     return y
 
 
-def naive_deepembed(w, x, row):
+def naive_deepembed(w, x, row, token):
     hidden = silu(w["gate.weight"] @ x) * (w["up.weight"] @ x)
     return w["down.weight"] @ (hidden + hidden * row)
 
 
-def naive_ple(w, x, row):
+def naive_ple(w, x, row, token):
     g = w["row_gate.weight"] @ x
     gelu = 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)))
     dense = w["down.weight"] @ (silu(w["gate.weight"] @ x) * (w["up.weight"] @ x))
     return dense + w["row_out.weight"] @ (gelu * row)
 
 
+NAIVE = dict(moe=naive_moe, hash_moe=naive_hash_moe, pkm=naive_pkm)
+NAIVE |= dict(deepembed=naive_deepembed, ple=naive_ple)
+
+
+def layer(kind: str, **options):
+    """With large weights; and what it is given besides x and rows, for these ids."""
+    ffn = LAYERS[kind][1](config(kind, **options)).eval()
+    for parameter in ffn.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return ffn, lambda ids: {"ids": ids} if kind == "hash_moe" else {}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_layer_and_its_gradients_equal_a_loop_over_the_formula(kind):
     torch.manual_seed(0)
-    ffn = LAYERS[kind][1](config(kind)).eval()
-    for parameter in ffn.parameters():
-        nn.init.normal_(parameter, std=0.5)
+    ffn, more = layer(kind)
     x, ids = torch.randn(2, 7, 16, requires_grad=True), torch.randint(23, (2, 7))
-    table = torch.randn(23, max(1, ffn.row_width), requires_grad=True)
-    rows, probe = table[ids] if ffn.row_width else ids, torch.randn(2, 7, 16)
+    table, probe = torch.randn(23, ffn.row_width, requires_grad=True), torch.randn(2, 7, 16)
+    rows = table[ids]  # [2, 7, row_width], nothing without a table
     given = [x, *([table] if ffn.row_width else []), *ffn.parameters()]
     w = {**dict(ffn.named_parameters()), **dict(ffn.named_buffers())}
-    naive = {"moe": naive_moe, "hash_moe": naive_hash_moe, "pkm": naive_pkm}
-    naive = {**naive, "deepembed": naive_deepembed, "ple": naive_ple}[kind]
 
-    y = ffn(x, rows)
-    expected = torch.stack(
-        [torch.stack([naive(w, x[b, t], rows[b, t]) for t in range(7)]) for b in range(2)]
-    )
+    y = ffn(x, rows, **more(ids))
+    tokens = zip(x.flatten(0, 1), rows.flatten(0, 1), ids.flatten(), strict=True)
+    expected = torch.stack([NAIVE[kind](w, *token) for token in tokens]).view_as(y)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     grads = torch.autograd.grad((y * probe).sum(), given, retain_graph=True)
     wanted = torch.autograd.grad((expected * probe).sum(), given)
@@ -111,7 +116,7 @@ def test_layer_and_its_gradients_equal_a_loop_over_the_formula(kind):
 
 def test_no_token_is_dropped_when_all_choose_the_same_experts():
     torch.manual_seed(0)
-    ffn = LAYERS["moe"][1](config("moe"))
+    ffn, _ = layer("moe")
     y = ffn(torch.randn(16).expand(3, 9, 16), None)
     assert y.abs().min() > 0
     torch.testing.assert_close(y, y[:1, :1].expand_as(y))
@@ -122,9 +127,7 @@ def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
     assert ffn.hashes.shape == (100, 3)
     assert torch.equal(ffn.hashes // 4, torch.arange(3).expand(100, 3))
     assert ffn.hashes.flatten().bincount().tolist() == [25] * 12
-    assert (
-        len({tuple(ids) for ids in ffn.hashes.tolist()}) > 30
-    )  # segments have hashes of their own
+    assert len(set(map(tuple, ffn.hashes.tolist()))) > 30  # segments have hashes of their own
 
 
 # --- the loss that balances the router ---
@@ -138,7 +141,8 @@ def test_balance_is_its_formula_and_reaches_the_loss_and_the_router(balance):
     inputs = []
     for block in model.blocks:
         block.ffn.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    loss, figures = NextToken(model, torch.device("cpu"), "float32")(ids, targets)
+    objective = NextToken(model, torch.device("cpu"), "float32")
+    loss, figures = objective(ids, targets)
 
     expected = 0.0
     for block, x in zip(model.blocks, inputs, strict=True):
@@ -153,14 +157,7 @@ def test_balance_is_its_formula_and_reaches_the_loss_and_the_router(balance):
     with_it, without = (torch.autograd.grad(each, routers) for each in (loss, plain))
     for a, b in zip(with_it, without, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-7) == (balance == 0)
-
-
-def test_balance_is_no_part_of_the_validation_loss():
-    torch.manual_seed(0)
-    model, (ids, targets) = Decoder(config("moe")), torch.randint(23, (2, 2, 9))
-    objective = NextToken(model, torch.device("cpu"), "float32")
-    objective(ids, targets)  # in training
-    model.eval()
+    model.eval()  # it is no part of the validation loss
     loss, figures = objective(ids, targets)
     assert figures == {} and torch.equal(loss, model(ids, targets)[1])
 
@@ -198,11 +195,9 @@ def test_by_default_a_token_costs_what_the_dense_model_costs(kind, n_embd):
 @pytest.mark.parametrize("kind", KINDS)
 def test_idle_parameters_are_those_that_a_token_has_no_gradient_for(kind):
     torch.manual_seed(3)
-    ffn = LAYERS[kind][1](config(kind, n_key=9)).eval()
-    for parameter in ffn.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    rows = torch.randn(1, 1, ffn.row_width) if ffn.row_width else torch.tensor([[7]])
-    ffn(torch.randn(1, 1, 16), rows).sum().backward()
+    ffn, more = layer(kind, n_key=9)
+    rows = torch.randn(1, 1, ffn.row_width)
+    ffn(torch.randn(1, 1, 16), rows, **more(torch.tensor([[7]]))).sum().backward()
     touched = sum(
         # All of these are multiplied, though only the best then count.
         p.numel() if name in ("router.weight", "keys") else (p.grad != 0).sum().item()
@@ -250,24 +245,12 @@ def test_training_on_the_countries_and_editing(kind, corpus, tmp_path, monkeypat
     assert f"{kind} model, 2 layers x 128" in said
     assert ("train balance 0.0" in said) == (kind == "moe")  # two routers' 0.01 and a little
     flags = ("--ckpt", tmp_path / "ckpt.pt", "--source", "Spain", "--target", "Germany")
-    if kind in TABLES:
+    if kind == "ple":
         run(monkeypatch, edit, *flags)
         assert "undone: logits equal" in capsys.readouterr().out
     else:
         with pytest.raises(UserError, match="no tables to edit"):
             run(monkeypatch, edit, *flags)
-
-
-@pytest.mark.parametrize("kind", TABLES)
-def test_rows_train_on_disk_as_in_memory(kind, data, tmp_path, monkeypatch):
-    ids, logits = torch.arange(24).view(2, 12), []
-    for offload in ("none", "disk"):
-        out = tmp_path / offload
-        flags = ("--data_dir", data, "--out_dir", out, "--offload", offload, "--ffn", kind)
-        run(monkeypatch, train, *flags, *SMALL)
-        model, _, _ = load_model(out / "ckpt.pt", torch.device("cpu"), offload)
-        logits.append(model(ids)[0])
-    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(
@@ -289,17 +272,8 @@ def test_numbers_that_do_not_fit_are_refused(kind, options, says):
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("ffn", "flag", "value"),
-    [
-        ("stem", "n_expert", 8),
-        ("deepembed", "top_k", 2),
-        ("hash_moe", "balance", 0.1),
-        ("moe", "n_key", 9),
-        ("moe", "ple_width", 8),
-        ("pkm", "offload", "disk"),
-    ],
-)
-def test_a_flag_of_another_kind_is_refused(ffn, flag, value, data):
-    with pytest.raises(UserError, match=f"--{flag} changes nothing with --ffn {ffn}"):
-        resolve_settings(data_dir=str(data), ffn=ffn, **{flag: value})
+def test_a_flag_of_another_kind_is_refused(data):
+    others = dict(stem="n_expert", deepembed="top_k", hash_moe="balance", moe="n_key")
+    for ffn, flag in others.items():
+        with pytest.raises(UserError, match=f"--{flag} changes nothing with --ffn {ffn}"):
+            resolve_settings(data_dir=str(data), ffn=ffn, **{flag: 8})

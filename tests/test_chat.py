@@ -1,19 +1,17 @@
 """The chat template, whose tokens are the assistant's, and conversations with a model."""
 
+import io
 import itertools
-import os
-import subprocess
-import sys
-import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import ROOT
 
 from model import Decoder, ModelConfig
-from sample import Chat
+from sample import Chat, converse
 from text import template, tokenizer
 
 TALK = [
@@ -146,22 +144,12 @@ def test_an_answer_broken_off_is_kept_as_far_as_it_went(model, encoding):
     assert list(talk.reply("Bye", 5, temperature=0)) == list(fresh.reply("Bye", 5, temperature=0))
 
 
-def test_forgetting_begins_anew(model, encoding):
-    talk = Chat(model, encoding)
-    first = list(talk.reply("Hello", 8, temperature=0))
-    list(talk.reply("Bye", 8, temperature=0))
-    talk.turns, talk.cache.length = [], 0  # as /new does
-    assert list(talk.reply("Hello", 8, temperature=0)) == first
-
-
 def test_a_message_longer_than_the_context_is_refused_and_nothing_is_lost(model, encoding):
     talk = Chat(model, encoding)
     list(talk.reply("Hello", 5, temperature=0))
-    with pytest.raises(ValueError, match="there is room for 90: say it in fewer words"):
+    with pytest.raises(ValueError, match="there is room for 90: say it, or --system,"):
         list(talk.reply("word " * 200, 5, temperature=0))
     assert len(talk.turns) == 1
-    with pytest.raises(ValueError, match="may have half of the model's context of 96"):
-        Chat(model, encoding, "word " * 50)
 
 
 def test_room_is_kept_for_an_answer(model, encoding):
@@ -175,62 +163,60 @@ def test_room_is_kept_for_an_answer(model, encoding):
     assert length > 5
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])  # a document's end, too
 @pytest.mark.parametrize("content", ["Bye.", " Bye", "  ", "", "é!", "\n Hello"])
-def test_an_answer_is_shown_as_it_was_written(model, encoding, monkeypatch, content):
-    ids = np.array(template.render(encoding, [{"role": "assistant", "content": content}]))
-    said = ids[template.answers(encoding, ids)].tolist()
-    monkeypatch.setattr(Decoder, "stream", lambda *a, **k: iter(torch.tensor(said)[:, None]))
+def test_an_answer_is_shown_as_it_was_written(model, encoding, monkeypatch, content, end):
+    answer = encoding.encode_ordinary(f" {content}")
+    said = torch.tensor([*answer, encoding.encode_single_token(end), 72])[:, None]
+    monkeypatch.setattr(Decoder, "stream", lambda *a, **k: iter(said))
     talk = Chat(model, encoding)
     assert "".join(talk.reply("Hello", 9)) == content
-    assert talk.turns[0][-len(said) - 1 : -1] == said
+    asked = template.prompt(encoding, [{"role": "user", "content": "Hello"}])
+    assert talk.turns == [[*asked, *answer, 2, *encoding.encode_ordinary("\n")]]
 
 
-def test_the_end_of_a_document_ends_an_answer(model, encoding, monkeypatch):
-    monkeypatch.setattr(
-        Decoder, "stream", lambda *a, **k: iter(torch.tensor([[70], [71], [0], [72]]))
-    )
-    talk = Chat(model, encoding)
-    assert "".join(talk.reply("Hello", 9)) == encoding.decode([70, 71])
-    assert talk.turns[0][-4:] == [70, 71, 2, *encoding.encode_ordinary("\n")]
-
-
-ECHO = """
-import sample
 class Echo:
-    turns, cache = [], type("Cache", (), {})
-    def reply(self, text, **options):
-        yield f"{len(text)} letters, {text[-4:]}"
-sample.converse(Echo(), [], seed=0)
-"""
+    """A conversation in which the message "wait" is answered by the user's Ctrl-C."""
+
+    def __init__(self):
+        self.turns, self.cache = [], SimpleNamespace(length=0)
+
+    def reply(self, text, seed):
+        self.turns.append(text)
+        if text == "long":
+            raise ValueError("say it in fewer words")
+        yield f"{seed}:"
+        if text == "wait":
+            raise KeyboardInterrupt
+        yield text
 
 
-def test_a_terminal_has_long_lines_a_history_and_commands():
-    pty, _ = pytest.importorskip("pty"), pytest.importorskip("readline")
-    master, slave = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-c", ECHO], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave
-    )
-    os.close(slave)
-    watchdog = threading.Timer(60, child.kill)  # then reading fails
-    watchdog.start()
+def terminal(text: bytes, asks: bool) -> io.TextIOWrapper:
+    stdin = io.TextIOWrapper(io.BytesIO(text), encoding="utf-8")
+    stdin.isatty = lambda: asks
+    return stdin
 
-    def until(end):
-        said = b""
-        while end not in said:
-            said += os.read(master, 10_000)
-        return said.decode()
 
-    assert "/exit   end the program" in until(b"> ")
-    for typed, answer in {
-        "a" * 5000 + "last": "5004 letters, last",
-        "\x1b[A": "5004 letters, last",  # arrow up: the line before
-        "/new york": "('/new york' is no command: /help names them)",
-        "/help": "/new    forget the conversation",
-        "ab\x1b[Dc": "3 letters, acb",  # arrow left
-    }.items():
-        os.write(master, f"{typed}\n".encode())
-        until(answer.encode())
-    os.write(master, b"quit\n")
-    assert child.wait() == 0
-    watchdog.cancel()
-    os.close(master)
+@pytest.mark.parametrize("asks", [True, False])
+def test_lines_are_messages_until_the_input_ends(monkeypatch, capsys, asks):
+    monkeypatch.setattr("sys.stdin", terminal(b"Hi \xff\n\nlong\n/new\n/newer", asks))
+    chat, seconds = Echo(), []
+    converse(chat, seconds, seed=5)
+    out, err = capsys.readouterr()
+    assert out.replace("> ", "").splitlines()[asks:] == ["5:Hi \ufffd", "9:/newer"]
+    assert err == "(say it in fewer words)\n(a new conversation)\n"
+    assert out.count("> ") == 6 * asks  # five lines and the end
+    assert chat.turns == ["/newer"] and len(seconds) == 4
+
+
+def test_ctrl_c_ends_an_answer_in_a_terminal_and_the_program_elsewhere(monkeypatch, capsys):
+    for asks in (True, False):
+        monkeypatch.setattr("sys.stdin", terminal(b"wait\nHi", asks))
+        with nullcontext() if asks else pytest.raises(KeyboardInterrupt):
+            converse(Echo(), [], seed=0)
+        assert ("1:Hi" in capsys.readouterr().out) == asks
+
+
+def test_a_closed_input_ends_the_conversation(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    converse(Echo(), [], seed=0)

@@ -12,9 +12,8 @@ from test_offload import train as steps
 
 from model import LAYERS, Decoder, ModelConfig
 from offload import OffloadedTables
-from tables.file import TableFile
-from tables.memory import RamStorage
 from tables.rowadam import RowAdam
+from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables
 
 pytestmark = [
@@ -55,7 +54,7 @@ def train(model: Decoder, device: str, steps: int = 3) -> tuple[list[float], Dec
                     parameter -= 0.1 * parameter.grad
         model.zero_grad()
         if len(model.tables.weight):
-            rows.step(*model.tables.gradients(), lr=0.01)
+            rows.step(lr=0.01)
     return losses, model
 
 
@@ -97,18 +96,18 @@ def test_bfloat16_rows_take_small_steps_on_the_gpu():
     tables.weight[0].fill_(1.0)
     adam, ids = RowAdam(tables), torch.arange(4096)
     for _ in range(20):  # each of 2^-12, where neighbours of 1.0 are 2^-8 and 2^-7 away
-        adam.step(ids.cuda(), [torch.ones(4096, 64, device="cuda")], lr=2**-12)
+        adam.step(2**-12, (ids.cuda(), [torch.ones(4096, 64, device="cuda")]))
     assert tables.weight[0].float().mean().item() == pytest.approx(1 - 20 * 2**-12, abs=2e-4)
 
 
-# --- offloaded tables (and see test_hazards.py) ---
+# --- offloaded tables (and see test_offload.py) ---
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_training_with_offloaded_tables_equals_resident(slots, storage):
     def made(n_table, vocab_size, width):
         stored = storage((vocab_size, n_table, width))
-        return OffloadedTables(stored, "cuda", ring_slots=slots)
+        return OffloadedTables(stored, "cuda", n_buffer=slots)
 
     config = ModelConfig(60, 32, 5, 4, 64, stem_layers="all", table_std=0.5)
     runs = []
@@ -122,7 +121,7 @@ def test_training_with_offloaded_tables_equals_resident(slots, storage):
                 model.tables.prefetch(batch(number + 1, (4, 32)) % 60)
                 loss.backward()
                 losses.append(loss.detach())
-            rows.step(*model.tables.gradients(), lr=0.05)
+            rows.step(lr=0.05)
         model.tables.flush()
         runs.append((torch.stack(losses).cpu(), [*model.tables.weight, *rows.m, *rows.v]))
     assert torch.equal(runs[1][0], runs[0][0])
@@ -148,9 +147,7 @@ def test_bfloat16_rows_train_alike(storage):
     shape = (128, 4, 64)
     tables = filled(OffloadedTables(storage(shape, torch.bfloat16), "cuda"))
     plain = filled(ResidentTables(4, 128, 64, torch.bfloat16)).cuda()
-    plain.load_state_dict(
-        tables.state_dict() or {f"weight.{t}": w for t, w in enumerate(tables.weight)}
-    )
+    plain.load_state_dict(tables.state_dict())
     adams = RowAdam(tables), RowAdam(plain)
     for number in range(4):
         for side, adam in zip((tables, plain), adams, strict=True):
@@ -181,8 +178,8 @@ def test_a_step_of_decoding_can_be_captured_in_a_cuda_graph():
 
 def test_copies_overlap_compute(tmp_path):
     """In a profile, most of the time that rows are on their way, a kernel is running."""
-    file = TableFile.create(tmp_path / "tables.bin", (2048, 8, 4096), torch.float32)
-    tables = OffloadedTables(file, "cuda").eval()  # 16 MB of rows for each table
+    storage = DiskStorage.create(tmp_path / "tables", (2048, 8, 4096), torch.float32)
+    tables = OffloadedTables(storage, "cuda").eval()  # 16 MB of rows for each table
     ids, square = torch.arange(1024)[None], torch.randn(4096, 4096, device="cuda")
 
     def layers() -> None:
@@ -218,7 +215,7 @@ def test_device_memory_does_not_grow_with_the_vocabulary():
                 torch.cuda.reset_peak_memory_stats()
             ids = torch.randint(6400, (4, 512), generator=torch.Generator().manual_seed(number))
             sum((rows * rows).sum() for rows in tables.lookup(ids)).backward()
-            adam.step(*tables.gradients(), lr=0.1)
+            adam.step(lr=0.1)
         tables.flush()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before

@@ -58,6 +58,13 @@ def test_no_imports_lead_in_a_circle():
             del left[name]
 
 
+def test_every_file_reads_in_one_sitting():
+    """No Python file outside tests/ has more than 400 lines."""
+    paths = [path for room in (".", *FLOOR) for path in ROOT.glob(f"{room}/*.py")]
+    lengths = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert len(lengths) > 20 and {n: size for n, size in lengths.items() if size > 400} == {}
+
+
 def test_the_root_is_the_system():
     assert len(list(ROOT.glob("*.py"))) <= 14
 

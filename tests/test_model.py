@@ -8,15 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import Attention, KVCache, LinearQKV, rotary, rotate
-from model import (
-    LAYERS,
-    Decoder,
-    ModelConfig,
-    SwiGLU,
-    left_padded,
-    sample,
-)
+from attention import KVCache, LinearQKV, rotary, rotate
+from model import CHUNK, LAYERS, Decoder, HeadLoss, ModelConfig, outline, sample
 from tables.rowadam import RowAdam
 
 TINY = dict(vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32, d_ff=48)
@@ -95,12 +88,7 @@ def naive_dense(model, ids):
     ("options", "message"),
     [
         (dict(vocab_size=0), "vocab_size=0"),
-        (dict(block_size=-1), "block_size=-1"),
-        (dict(n_layer=0), "n_layer=0"),
-        (dict(n_head=0), "n_head=0"),
-        (dict(n_embd=0), "n_embd=0"),
-        (dict(n_kv_head=0), "n_kv_head=0"),
-        (dict(d_ff=0), "d_ff=0"),
+        (dict(n_kv_head=-1), "n_kv_head=-1"),
         (dict(n_embd=50, n_head=4), "n_embd=50 must be a multiple of 2 * n_head=8"),
         (dict(n_embd=60, n_head=4), "n_embd=60 must be a multiple of 2 * n_head=8"),  # odd head
         (dict(n_head=6, n_kv_head=4), "n_head=6 must be a multiple of n_kv_head=4"),
@@ -111,7 +99,6 @@ def naive_dense(model, ids):
         (dict(norm_eps=-1e-6), "norm_eps=-1e-06"),
         (dict(table_std=math.nan), "table_std=nan"),
         (dict(stem_layers="most"), "stem_layers='most'"),
-        (dict(stem_layers="0,6"), "stem_layers='0,6': the model has layers 0 to 5"),
     ],
 )
 def test_config_error_names_field_and_value(options, message):
@@ -120,50 +107,26 @@ def test_config_error_names_field_and_value(options, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("n_embd", [24, 26, 192, 768])
+def test_defaults_follow_the_other_fields(n_embd):
+    d_ff = next(d for d in range(64, 10_000, 64) if 3 * d >= 8 * n_embd)
+    root = pytest.approx(n_embd**-0.5, rel=0.05)
+    for ffn, tied, std in (
+        ("dense", False, root),
+        ("stem", False, root),
+        ("embformer", True, 0.02),
+    ):
+        config = ModelConfig(ffn=ffn, n_embd=n_embd, n_head=1)
+        assert (config.n_kv_head, config.d_ff, config.tie_head) == (1, d_ff, tied)
+        assert config.init_std == std
+
+
 def test_an_unknown_ffn_is_refused():
     with pytest.raises(ValueError, match="ffn='lstm' is not one of dense, stem, embformer"):
         Decoder(ModelConfig(ffn="lstm"))
 
 
-@pytest.mark.parametrize("n_embd", [24, 26, 48, 100, 192, 200, 768])
-def test_default_d_ff_is_the_first_multiple_of_64_from_8_thirds_n_embd(n_embd):
-    expected = next(d for d in range(64, 10_000, 64) if 3 * d >= 8 * n_embd)
-    assert ModelConfig(n_embd=n_embd, n_head=1).d_ff == expected
-
-
-def test_defaults_left_open_follow_the_other_fields():
-    assert ModelConfig(n_head=3).n_kv_head == 3
-    assert [ModelConfig(ffn=ffn).tie_head for ffn in ("dense", "stem", "embformer")] == [0, 0, 1]
-    given = ModelConfig(n_kv_head=2, d_ff=100, tie_head=True)
-    assert (given.n_kv_head, given.d_ff, given.tie_head) == (2, 100, True)
-
-
 # --- layers ---
-
-
-def test_swiglu_equals_its_formula():
-    torch.manual_seed(0)
-    ffn = SwiGLU(ModelConfig(**TINY))
-    x = torch.randn(2, 5, 32)
-    gate, up, down = ffn.gate.weight, ffn.up.weight, ffn.down.weight
-    for b in range(2):
-        for t in range(5):
-            g = gate @ x[b, t]
-            y = down @ (g * torch.sigmoid(g) * (up @ x[b, t]))
-            torch.testing.assert_close(ffn(x, None)[b, t], y)
-
-
-@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
-def test_attention_equals_loops_over_heads_and_positions(n_kv_head):
-    torch.manual_seed(0)
-    config = ModelConfig(**TINY, n_kv_head=n_kv_head, rope_base=50.0)
-    attention = Attention(config, 0, LinearQKV(config))
-    x = torch.randn(2, 7, 32)
-    y = attention(x, None, *rotary(7, config, None), None, None)
-    for b in range(2):
-        q, k, v = naive_qkv(x[b], attention.qkv.qkv.weight, config)
-        expected = naive_attention(q, k, v, 50.0).float() @ attention.out.weight.T
-        torch.testing.assert_close(y[b], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("base", [10000.0, 30.0])
@@ -177,18 +140,6 @@ def test_rotation_equals_complex_multiplication(base):
             expected = naive_rotate(x[0, t, head], t, base).float()
             torch.testing.assert_close(turned[0, t, head], expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(turned[:, 0], x[:, 0])  # position 0 is not turned
-
-
-def test_rotary_scores_depend_on_relative_distance_only():
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 8)
-    cos, sin = rotary(50, ModelConfig(n_embd=8, n_head=1, rope_base=100.0), None)
-    turned = [rotate(z.expand(1, 50, 1, 8), cos, sin)[0, :, 0] for z in (q, k)]
-    scores = turned[0] @ turned[1].T  # [m, n]
-    for distance in (-7, 0, 3):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
-    assert scores[:, 0].std() > 0.1  # other distances give other scores
 
 
 # --- the whole forward pass ---
@@ -209,10 +160,7 @@ def test_dense_logits_equal_a_naive_pre_norm_decoder(n_kv_head, tie_head, rope_b
 @pytest.mark.parametrize("ffn", LAYERS)
 def test_dropout_leaves_out_a_share_and_scales_the_rest_in_training_only(ffn, monkeypatch):
     ids, share, seen = tokens(8, 16), 0.25, {}
-    model, plain = (
-        decoder(ffn=ffn, stem_layers="all", dropout=share),
-        decoder(ffn=ffn, stem_layers="all"),
-    )
+    model, plain = (decoder(ffn=ffn, dropout=p, stem_layers="all") for p in (share, 0.0))
     assert torch.equal(model(ids)[0], plain(ids)[0])
     assert torch.equal(plain.train()(ids)[0], plain.eval()(ids)[0])
 
@@ -223,23 +171,15 @@ def test_dropout_leaves_out_a_share_and_scales_the_rest_in_training_only(ffn, mo
         return real(*args, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
-    for name, part in (
-        ("block", block),
-        ("attn", block.attn),
-        ("norm", block.ffn_norm),
-        ("ffn", block.ffn),
-    ):
+    parts = dict(block=block, attn=block.attn, norm=block.ffn_norm, ffn=block.ffn)
+    for name, part in parts.items():
         part.register_forward_hook(lambda _, x, y, name=name: seen.update({name: (x[0], y)}))
-    model.train()(ids)
     model.eval()(ids[:1])
-    assert p == [share] * 3 + [0.0] * 3
     model.train()(ids)
+    assert p == [0.0] * 3 + [share] * 3
     (x, y), middle = seen["block"], seen["norm"][0]
-    for whole, dropped in (
-        (model.embed(ids), x),
-        (seen["attn"][1], middle - x),
-        (seen["ffn"][1], y - middle),
-    ):
+    attn, ffn = (seen[name][1] for name in ("attn", "ffn"))
+    for whole, dropped in ((model.embed(ids), x), (attn, middle - x), (ffn, y - middle)):
         left = dropped / whole
         gone = (left.abs() < 0.1).float().mean().item()  # of 4,096 numbers
         assert gone == pytest.approx(share, abs=0.03)
@@ -285,32 +225,6 @@ def test_cache_buffers_are_allocated_once_and_read_in_place():
     assert [x.data_ptr() for x in cache.append(0, new, new)] == addresses[::3]  # no copies
 
 
-def test_last_only_gives_the_logits_of_the_last_position():
-    model, ids = decoder(ffn="dense"), tokens(2, 9)
-    last, _ = model(ids, last_only=True)
-    assert last.shape == (2, 1, 23)
-    torch.testing.assert_close(last, model(ids)[0][:, -1:])
-
-
-def test_loss_is_the_mean_over_targets_that_are_not_minus_one():
-    model, ids, targets = decoder(ffn="dense"), tokens(2, 6), tokens(2, 6, seed=2)
-    targets[0, :4] = targets[1, 2] = -1
-    logits, loss = model(ids, targets)
-    logits = logits.detach()
-    probability = logits.double().exp() / logits.double().exp().sum(-1, keepdim=True)
-    nats = [
-        -math.log(probability[b, t, targets[b, t]])
-        for b in range(2)
-        for t in range(6)
-        if targets[b, t] != -1
-    ]
-    assert len(nats) == 7
-    assert loss.item() == pytest.approx(sum(nats) / 7, rel=1e-5)
-    kept = targets != -1
-    torch.testing.assert_close(loss.detach(), F.cross_entropy(logits[kept], targets[kept]))
-    assert model(ids)[1] is None
-
-
 def test_tied_head_is_the_input_embedding():
     ids, unseen = torch.tensor([[1, 2, 3]]), 7
     tied, separate = (decoder(ffn="dense", tie_head=tie_head) for tie_head in (True, False))
@@ -323,15 +237,69 @@ def test_tied_head_is_the_input_embedding():
     assert separate.wte.gradients()[0].tolist() == [1, 2, 3]
 
 
-def test_more_tokens_than_block_size_raise():
-    model = decoder(ffn="dense")
+def test_more_tokens_than_block_size_are_refused():
+    model, cache = decoder(ffn="dense"), KVCache(ModelConfig(**TINY), 1, "cpu", torch.float32)
     model(tokens(1, 16))
-    with pytest.raises(ValueError, match="17 tokens do not fit into block_size=16"):
-        model(tokens(1, 17))
-    cache = KVCache(model.config, 1, "cpu", torch.float32)
     model(tokens(1, 10), cache=cache)
-    with pytest.raises(ValueError, match="17 tokens do not fit into block_size=16"):
-        model(tokens(1, 7), cache=cache)
+    for ids, options in ((tokens(1, 17), {}), (tokens(1, 7), dict(cache=cache))):
+        with pytest.raises(AssertionError, match="17 tokens do not fit into block_size=16"):
+            model(ids, **options)
+
+
+# --- the loss ---
+
+
+def test_with_targets_the_model_gives_the_mean_cross_entropy_and_no_logits():
+    model, ids, targets = decoder(ffn="dense"), tokens(2, 6), tokens(2, 6, seed=2)
+    targets[0, :4] = targets[1, 2] = -1
+    logits, loss = model(ids, targets)
+    probability = model(ids)[0].detach().double().softmax(-1)
+    known = [(b, t) for b in range(2) for t in range(6) if targets[b, t] != -1]
+    nats = [-math.log(probability[b, t, targets[b, t]]) for b, t in known]
+    assert len(nats) == 7
+    assert loss.item() == pytest.approx(sum(nats) / 7, rel=1e-5)
+    assert logits is None and model(ids)[1] is None
+
+
+def head_case(n=23, width=8, vocab=31):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(size, width, requires_grad=True) for size in (n, vocab))
+    targets = torch.randint(vocab, (n,))
+    targets[::5] = -1
+    return x, weight, targets
+
+
+def plain_loss(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 31 * 4, 31 * 100])  # tokens at a time: 1, 4, all
+def test_loss_in_chunks_and_its_gradients_equal_cross_entropy(monkeypatch, chunk):
+    seen, real = [], F.log_softmax
+    monkeypatch.setattr(F, "log_softmax", lambda x, dim: seen.append(len(x)) or real(x, dim))
+    monkeypatch.setitem(CHUNK, "cpu", chunk)
+    x, weight, targets = head_case()
+    ours = HeadLoss.apply(x, weight, targets, True)
+    assert max(seen) == min(23, max(1, chunk // 31)) and sum(seen) == 23
+    plain = plain_loss(x, weight, targets)
+    torch.testing.assert_close(ours, plain)
+    grads, wanted = (torch.autograd.grad(3 * each, (x, weight)) for each in (ours, plain))
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-6)
+    assert HeadLoss.apply(x, weight, targets, False) == ours
+    assert HeadLoss.apply(x, weight, targets.fill_(-1), True).isnan()
+
+
+def test_loss_in_bfloat16_is_as_near_as_in_one_piece():
+    x, weight, targets = head_case(n=200, width=64, vocab=500)
+    exact = torch.autograd.grad(plain_loss(x, weight, targets), weight)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, ours = plain_loss(x, weight, targets), HeadLoss.apply(x, weight, targets, True)
+    grads = [torch.autograd.grad(each, weight)[0] for each in (plain, ours)]
+    errors = [(grad - exact).norm() / exact.norm() for grad in grads]
+    assert grads[1].dtype == torch.float32
+    assert errors[1] < 1.5 * errors[0] < 0.05
+    assert ours.item() == pytest.approx(plain.item(), rel=1e-2)
 
 
 # --- decoding ---
@@ -349,25 +317,24 @@ def naive_greedy(model, ids, n):
     return ids
 
 
-@pytest.mark.parametrize("ffn", LAYERS)
-def test_greedy_generation_equals_an_argmax_loop_without_cache(ffn):
-    model, ids = decoder(ffn=ffn), tokens(2, 4)
-    assert torch.equal(model.generate(ids, 10, temperature=0), naive_greedy(model, ids, 10))
-
-
-@pytest.mark.parametrize("prompt", [4, 16, 21])
-def test_generation_goes_on_past_block_size_with_the_last_half(prompt):
-    model, ids = decoder(ffn="dense"), tokens(2, prompt)
+@pytest.mark.parametrize(
+    ("ffn", "prompt"), [*((ffn, 4) for ffn in LAYERS), ("dense", 16), ("dense", 21)]
+)
+def test_greedy_generation_equals_an_argmax_loop_without_cache(ffn, prompt):
+    model, ids = decoder(ffn=ffn), tokens(2, prompt)
     new = model.generate(ids, 40, temperature=0)
     assert new.shape == (2, prompt + 40)
     assert torch.equal(new, naive_greedy(model, ids, 40))
 
 
-def test_batch_rows_equal_single_rows_under_greedy():
-    model, ids = decoder(ffn="stem"), tokens(4, 5)
-    together = model.generate(ids, 10, temperature=0)
-    for row, expected in zip(ids, together, strict=True):
-        assert torch.equal(model.generate(row[None], 10, temperature=0)[0], expected)
+def test_stop_token_ends_the_batch_and_pads_rows_that_finished_earlier():
+    model, ids, stop = decoder(ffn="dense"), tokens(3, 4), 5
+    options = dict(temperature=20.0, seed=3)  # nearly uniform: every row meets every token
+    free = model.generate(ids, 120, **options)[:, 4:].tolist()
+    lengths = [row.index(stop) + 1 for row in free]
+    assert len(set(lengths)) == 3
+    expected = [row[:n] + [stop] * (max(lengths) - n) for row, n in zip(free, lengths, strict=True)]
+    assert model.generate(ids, 120, stop=stop, **options)[:, 4:].tolist() == expected
 
 
 def test_seed_reproduces_and_another_seed_differs():
@@ -379,20 +346,32 @@ def test_seed_reproduces_and_another_seed_differs():
     assert not torch.equal(model.generate(ids, 12, seed=6), first)
 
 
-def test_top_k_1_is_greedy():
-    model, ids = decoder(ffn="dense"), tokens(2, 4)
-    greedy = model.generate(ids, 10, temperature=0)
-    assert torch.equal(model.generate(ids, 10, temperature=3.0, top_k=1, seed=0), greedy)
+def test_a_cache_that_holds_the_beginning_is_gone_on_with():
+    model, ids = decoder(ffn="stem"), tokens(2, 9)
+    cache = KVCache(model.config, 2, "cpu", torch.float32)
+    with torch.inference_mode():
+        model(ids[:, :5], cache=cache)
+    new = torch.stack(list(model.stream(ids, 6, temperature=0, cache=cache)), dim=1)
+    assert torch.equal(new, model.generate(ids, 6, temperature=0)[:, 9:])
+    assert cache.length == 9 + 5  # the last new token is not read
 
 
-def test_stop_token_ends_the_batch_and_pads_rows_that_finished_earlier():
-    model, ids, stop = decoder(ffn="dense"), tokens(3, 4), 5
-    options = dict(temperature=20.0, seed=3)  # nearly uniform: every row meets every token
-    free = model.generate(ids, 120, **options)[:, 4:].tolist()
-    lengths = [row.index(stop) + 1 for row in free]
-    assert len(set(lengths)) == 3
-    expected = [row[:n] + [stop] * (max(lengths) - n) for row, n in zip(free, lengths, strict=True)]
-    assert model.generate(ids, 120, stop=stop, **options)[:, 4:].tolist() == expected
+@pytest.mark.parametrize("ffn", ["dense", "stem", "embformer"])
+def test_steps_are_compiled_once_for_all_caches(ffn):
+    """A step attends to the whole buffer, so that all have one shape."""
+    model, ids, graphs = decoder(ffn=ffn, n_kv_head=2, block_size=64), tokens(2, 5), []
+    plain = model.generate(ids, 70, temperature=0)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model.compiled = torch.compile(model.layers, backend=backend, fullgraph=True, dynamic=False)
+    assert torch.equal(model.generate(ids, 70, temperature=0), plain)
+    for seed in range(10):
+        model.generate(ids[:, : 3 + seed % 3], 12, seed=seed, top_k=1 + seed)
+    assert len(graphs) == 1
 
 
 PROBABILITIES = [[0.05, 0.4, 0.3, 0.15, 0.1], [0.6, 0.02, 0.08, 0.1, 0.2]]
@@ -429,8 +408,15 @@ def test_sample_draws_from_the_renormalized_support(top_k, top_p, temperature):
             assert counts[token] / n == pytest.approx(expected, abs=0.02)
 
 
-def test_sample_at_temperature_0_takes_the_most_probable_token():
-    assert sample(torch.tensor(PROBABILITIES).log(), 0, None, None).tolist() == [1, 0]
+def test_sampling_at_its_limits():
+    assert sample(torch.tensor(PROBABILITIES).log(), temperature=0).tolist() == [1, 0]
+    equal = torch.zeros(1, 9)
+    assert len({int(sample(equal, top_k=1)) for _ in range(50)}) == 1
+    for option in ({"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}):
+        with pytest.raises(AssertionError, match=next(iter(option))):
+            sample(equal, **option)
+    with pytest.raises(AssertionError, match="prompt is empty"):
+        decoder(ffn="dense").generate(tokens(1, 0), 1)
 
 
 # --- sizes ---
@@ -439,12 +425,18 @@ V, CONTEXT, L, D, KV, FF = 23, 16, 6, 32, 16, 48  # KV: channels of two of the f
 SIZED = dict(TINY, n_layer=L, n_kv_head=2)
 
 
-def test_total_size_is_the_sum_of_all_parameters():
-    for ffn in LAYERS:
-        model = Decoder(ModelConfig(**SIZED, ffn=ffn))
-        sizes = model.sizes()
-        assert sizes["total"] == sum(p.numel() for p in model.parameters())
-        assert sizes["backbone"] == sizes["total"] - sizes["table"]
+@pytest.mark.parametrize("ffn", LAYERS)
+def test_total_size_is_the_sum_of_all_parameters_and_an_outline_has_the_same(ffn):
+    config = ModelConfig(**SIZED, ffn=ffn)
+    with outline():
+        shapes = Decoder(config)
+    model = Decoder(config)
+    sizes = model.sizes()
+    assert sizes["total"] == sum(p.numel() for p in model.parameters())
+    assert sizes["backbone"] == sizes["total"] - sizes["table"]
+    assert shapes.sizes() == sizes and all(p.is_meta for p in shapes.parameters())
+    shapes.load_state_dict(model.state_dict(), assign=True)
+    assert not any(p.is_meta for p in shapes.parameters())
 
 
 @pytest.mark.parametrize(
@@ -475,14 +467,6 @@ def test_sizes_equal_the_formulas(options, n_table, width, linear, norms, tied):
         "flops_per_token": 2 * (linear + V * D) + attention * CONTEXT // 2,
         "flops_per_key": attention,
     }
-
-
-def test_stem_saves_the_flops_of_its_up_projections():
-    dense, stem = (
-        Decoder(ModelConfig(**SIZED, ffn=ffn, stem_layers="half")).sizes()["flops_per_token"]
-        for ffn in ("dense", "stem")
-    )
-    assert dense - stem == 3 * 2 * D * FF
 
 
 # --- initial weights and training ---
@@ -526,7 +510,7 @@ def test_a_batch_can_be_overfitted(ffn):
         loss.backward()
         optimizer.step()
         if model.tables.weight:
-            rows.step(*model.tables.gradients(), lr=0.05)
+            rows.step(lr=0.05)
     assert loss.item() < 0.1
 
 
@@ -560,7 +544,7 @@ def test_an_ffn_of_ones_own_needs_one_line_in_layers(monkeypatch):
 
 def test_tables_of_different_width_raise(monkeypatch):
     monkeypatch.setitem(LAYERS, "dense", (LinearQKV, Scale))  # 32 wide, a STEM layer's is 48
-    with pytest.raises(ValueError, match=r"rows of one width, got \[32, 48, 32\]"):
+    with pytest.raises(AssertionError, match=r"rows of one width: \[32, 48, 32\]"):
         Decoder(ModelConfig(**TINY, ffn="stem", stem_layers="1"))
 
 
@@ -599,80 +583,6 @@ def test_layers_share_one_document_mask_in_the_type_they_compute_in(amp, monkeyp
     assert masks[0].dtype == (torch.bfloat16 if amp else torch.float32)
 
 
-@pytest.mark.parametrize("ffn", LAYERS)
-def test_one_layer_is_enough_unless_stem_asks_for_a_second(ffn):
-    if ffn == "stem":
-        with pytest.raises(ValueError, match="stem_layers"):
-            ModelConfig(ffn=ffn, n_layer=1)
-    else:
-        ModelConfig(ffn=ffn, n_layer=1)
-
-
-@pytest.mark.parametrize("option", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}])
-def test_generation_options_out_of_range_are_refused(option):
-    model = Decoder(ModelConfig(20, 8, 2, 2, 16))
-    (name,) = option
-    with pytest.raises(ValueError, match=name):
-        model.generate(torch.tensor([[1]]), 1, **option)
-    with pytest.raises(ValueError, match="prompt is empty"):
-        model.generate(torch.empty(1, 0, dtype=torch.long), 1)
-
-
-def test_top_k_keeps_k_tokens_even_among_equals():
-    drawn = {int(sample(torch.zeros(1, 9), 1.0, 1, None)) for _ in range(50)}
-    assert len(drawn) == 1
-
-
-# --- prompts of different length, steps of one shape ---
-
-
-@pytest.mark.parametrize("ffn", ["dense", "stem", "embformer"])
-def test_left_padded_prompts_are_continued_as_alone(ffn):
-    model = decoder(ffn=ffn, n_kv_head=2).eval()
-    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (2, 7, 5)]
-    ids, padding = left_padded(prompts, 3)
-    assert ids[0].tolist() == [3] * 5 + prompts[0] and padding.tolist() == [5, 0, 2]
-    options = dict(max_new_tokens=9, temperature=0)
-    together = model.generate(ids, padding=padding, **options)[:, 7:]
-    for prompt, new in zip(prompts, together, strict=True):
-        assert torch.equal(new, model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :])
-
-
-def test_padding_is_forgotten_when_the_context_moves_on():
-    model = decoder(ffn="dense").eval()
-    ids, padding = left_padded([[4], tokens(1, 12)[0].tolist()], 0)
-    seen = []
-    forward = model.forward
-
-    def watch(*args, cache, **more):
-        seen.append(cache.padding.tolist())
-        return forward(*args, cache=cache, **more)
-
-    model.forward = watch
-    model.generate(ids, 24, temperature=0, padding=padding)
-    assert seen[0] == [11, 0]
-    assert seen[-1] == [0, 0]
-
-
-@pytest.mark.parametrize("ffn", ["dense", "stem", "embformer"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_step_of_one_shape_equals_a_step_as_long_as_needed(ffn, padded):
-    model = decoder(ffn=ffn, n_kv_head=2).eval()
-    ids, padding = left_padded([[5, 6, 7], [9]], 0)
-    if not padded:
-        ids, padding = ids[:1], None
-    plain = model.generate(ids, 20, temperature=0, padding=padding)
-    shapes = []
-
-    def layers(x, rows, ids, cos, sin, mask, cache):
-        shapes.append((x.shape, mask.shape, cache.end))
-        return Decoder.layers(model, x, rows, ids, cos, sin, mask, cache)
-
-    model.compiled = layers  # what `compile_steps` compiles
-    assert torch.equal(model.generate(ids, 20, temperature=0, padding=padding), plain)
-    assert len(set(shapes)) == 1 and len(shapes) > 10
-
-
 def test_weights_by_columns_are_the_same_weights():
     model, ids = decoder(ffn="stem").eval(), tokens(2, 9)
     before, weights = model(ids)[0], {k: v.clone() for k, v in model.state_dict().items()}
@@ -681,19 +591,3 @@ def test_weights_by_columns_are_the_same_weights():
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     assert model.blocks[0].ffn.gate.weight.stride() == (1, 48)
     assert model.blocks[0].ffn.down.weight.is_contiguous()
-
-
-def test_older_checkpoints_have_a_plain_embedding():
-    model = decoder(ffn="dense")
-    state = model.state_dict()
-    state["wte.weight"] = state.pop("wte.weight.0")
-    other = decoder(ffn="dense")
-    other.wte.init_rows(1.0)
-    other.load_state_dict(state)
-    assert torch.equal(other.wte.weight[0], model.wte.weight[0])
-
-
-@pytest.mark.parametrize("n_embd", [16, 192, 768])
-def test_dense_weights_begin_at_the_root_of_their_inputs(n_embd):
-    assert ModelConfig(n_embd=n_embd, n_head=4).init_std == pytest.approx(n_embd**-0.5, rel=0.05)
-    assert ModelConfig(n_embd=n_embd, n_head=4, ffn="embformer").init_std == 0.02

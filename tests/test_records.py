@@ -29,55 +29,34 @@ def table(folders):
     return records.markdown([row(name, group) for name, group in records.grouped(folders)])
 
 
-def paths(value, at=()):
-    """Where something is in nested dicts."""
-    for key, part in value.items():
-        yield (*at, key)
-        if isinstance(part, dict):
-            yield from paths(part, (*at, key))
+LINES = [b"[" * 100_000, b"\xff", b"null", b"[]", b'{"type": []}', b"{}", b'{"type": "eval"}']
 
 
-def changed(record, path, value):
-    """A copy with another value at a path, or with none there."""
-    key, *rest = path
-    record = dict(record)
-    if rest:
-        record[key] = changed(record[key], rest, value)
-    elif value is ...:
-        del record[key]
-    else:
-        record[key] = value
-    return record
+@pytest.mark.parametrize("line", LINES)
+def test_a_damaged_line_is_one_clear_line_but_a_last_one_that_was_cut_off_is_left_out(
+    tmp_path, line
+):
+    path = made(tmp_path) / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + line)
+    assert records.read_run(tmp_path)["eval"] == [RECORDS[3]]
+    path.write_bytes(whole + line + b"\n" + whole)
+    for read in (records.read_run, lambda folder: records.Log(folder / "metrics.jsonl", 2)):
+        with pytest.raises(UserError, match=r"metrics\.jsonl, line 6, is damaged"):
+            read(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [..., None, "x", [], {}, -1, True, 10**400, [{}]])
-def test_records_without_a_key_or_of_another_type_are_one_clear_line(tmp_path, wrong):
-    optional = {("args", "stage"), ("val_loss_per_byte",)}
-    for number, record in enumerate(RECORDS):
-        for path in paths(record):
-            damaged = [*RECORDS]
-            damaged[number] = changed(record, path, wrong)
-            folder = made(tmp_path / "run", damaged)
-            if path in optional or (path[-1] == "ffn" and wrong == "x"):
-                assert "| 6.500 |" in table([folder])
-                continue
-            with pytest.raises(UserError, match=r"metrics\.jsonl is damaged") as caught:
-                pytest.fail(table([folder]))
-            if path != ("type",):
-                assert ".".join((record["type"], *path)) in str(caught.value)
-
-
-@pytest.mark.parametrize("line", [b"[" * 100_000, b"\xff", b"null", b"[]", b'{"type": []}', b"{}"])
-def test_lines_that_are_no_records_are_one_clear_line(tmp_path, line):
-    path = made(tmp_path / "run") / "metrics.jsonl"
-    path.write_bytes(path.read_bytes() + line + b"\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
-        records.read_run(tmp_path / "run")
+def test_a_run_that_resumes_keeps_the_lines_up_to_its_step(tmp_path):
+    for step, kept in ((1, RECORDS[:2]), (2, RECORDS[:3]), (3, RECORDS[:4])):
+        path = made(tmp_path, RECORDS[:4]) / "metrics.jsonl"
+        records.Log(path, step).write(type="run", args={}, sizes={})
+        lines = [*kept, {"type": "run", "args": {}, "sizes": {}}]
+        assert [json.loads(line) for line in path.read_text().splitlines()] == lines
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.0, -1.0, 1e30, 5e-324])
 def test_numbers_of_any_size_are_shown(tmp_path, loss):
-    step, last = changed(RECORDS[1], ["train_loss"], loss), changed(RECORDS[3], ["val_loss"], loss)
+    step, last = {**RECORDS[1], "train_loss": loss}, {**RECORDS[3], "val_loss": loss}
     folder = made(tmp_path / "run", [*RECORDS, step, last])
     row = table([folder]).splitlines()[-1]
     best = min(6.5, loss) if loss == loss else 6.5
@@ -88,28 +67,19 @@ def test_numbers_of_any_size_are_shown(tmp_path, loss):
     assert (tmp_path / "loss.png").exists()
 
 
-@pytest.mark.parametrize(
-    "name", [rb"a$\frac$", b"$$", b"$x", b"caf\xe9 \xff", b"a{b}%s", b"a_b^c", b"x" * 200]
-)
+@pytest.mark.parametrize("name", [rb"a$\frac$", b"$$", b"caf\xe9 \xff", b"a{b}%s", b"x" * 200])
 @pytest.mark.filterwarnings("error")  # of a picture without room
 def test_names_of_folders_are_shown_as_they_are(tmp_path, name, monkeypatch):
-    shown = []
-    draw = records.plt.Axes.legend
-
-    def legend(axes):
-        made = draw(axes)
-        shown.extend(text for text in made.get_texts())
-        return made
-
-    monkeypatch.setattr(records.plt.Axes, "legend", legend)
+    figures = []
+    monkeypatch.setattr(records.plt, "close", figures.append)
     folder = made(tmp_path / os.fsdecode(name))
     for out in ("loss.png", "loss.svg"):
         records.plot([folder], folder / out)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not any(text.get_parse_math() for text in shown)
     readable = name.replace(b"\xe9", b"?").replace(b"\xff", b"?").decode()
-    labels = [text.get_text().replace("\n", "") for text in shown]  # long ones are wrapped
-    assert labels == [f"{readable}: stem"] * 2
+    for figure in figures:
+        (label,) = figure.axes[0].get_legend().get_texts()
+        assert label.get_text() == f"{readable}: stem"[-64:]
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve_with_a_band(tmp_path):
@@ -122,7 +92,8 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve_with_a_ban
         if number:
             report = json.dumps({"recall": 1.0, "success": 0.4 + number / 5})
             (folders[-1] / "edit_report.json").write_text(report)
-    other = made(tmp_path / "other", [changed(RECORDS[0], ["args", "ffn"], "dense"), *RECORDS[1:]])
+    other = {**RECORDS[0], "args": {**ARGS, "ffn": "dense"}}
+    other = made(tmp_path / "other", [other, *RECORDS[1:]])
     head, _, row, last = table([folders[0], other, *folders[1:]]).splitlines()
     cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
     assert cells["| run"] == "| stem" and cells["runs"] == "3"
@@ -141,12 +112,6 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve_with_a_ban
         patch.setattr(records.plt.Axes, "fill_between", band)
         records.plot([*folders, other], tmp_path / "loss.png")
     assert bands == [[[8.0, 6.0], [8.0, 9.5]]]
-
-
-def test_a_damaged_report_is_one_clear_line(tmp_path):
-    (made(tmp_path / "run") / "edit_report.json").write_text('{"recall": 1.0}')
-    with pytest.raises(UserError, match=r"edit_report\.json is damaged \(edits\.success is None"):
-        table([tmp_path / "run"])
 
 
 def test_the_mean_of_runs_is_over_the_steps_that_all_of_them_have():

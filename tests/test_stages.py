@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from conftest import SMALL, command
-from test_train import arguments, assert_same, checkpoint, losses
+from test_train import arguments, assert_same, checkpoint, crash_in_step, losses
 
 import train as train_module
 from common import UserError
@@ -105,19 +105,6 @@ def test_pretraining_may_go_on_from_a_model(stage, trained):
     assert after[-1]["val_loss"] < before[-1]["val_loss"]
 
 
-def crash_in_step(monkeypatch, number):
-    """A power cut in training step `number`."""
-    calls, forward = [], Decoder.hidden
-
-    def crash(self, *args, **kwargs):
-        calls.append(self.training)
-        if sum(calls) == number:
-            raise RuntimeError("power cut")
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(Decoder, "hidden", crash)
-
-
 @pytest.mark.parametrize("name", ["midtrain", "context", "sft", "dpo"])
 def test_every_stage_resumes_to_the_bit(stage, folders, tmp_path, monkeypatch, name):
     more, data = (), None
@@ -130,24 +117,20 @@ def test_every_stage_resumes_to_the_bit(stage, folders, tmp_path, monkeypatch, n
         crash_in_step(patch, 9)
         stage(name, "cut", data, more=more)
     assert checkpoint(tmp_path / "cut")["step"] == 6
-    args = ["train.py", "--resume", "--out_dir", str(tmp_path / "cut")]
-    monkeypatch.setattr("sys.argv", args)
-    train_module.main()
+    train_module.train(resolve_settings(resume=True, out_dir=tmp_path / "cut"))
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    train_module.train(resolve_settings(resume=True, out_dir=tmp_path / "cut"))  # at the last step
     whole, cut = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "cut")
     for part in ("model", "optimizer", "step", "config", "reference"):
         assert_same(whole[part], cut[part])
 
 
-def test_resume_refuses_a_mixture_of_other_weights(stage, folders, tmp_path, monkeypatch):
+def test_resume_refuses_a_mixture_of_other_weights(stage, folders, tmp_path):
     names = (folders["text"], folders["chat"])
     stage("midtrain", data="{}=0.7,{}=0.3".format(*names))
     data = "{}=0.3,{}=0.7".format(*names)
-    monkeypatch.setattr(
-        "sys.argv", ["train.py", "--resume", "--out_dir", str(tmp_path / "out"), "--data_dir", data]
-    )
     with pytest.raises(UserError, match="does not hold the text"):
-        train_module.main()
+        train_module.train(resolve_settings(resume=True, out_dir=tmp_path / "out", data_dir=data))
 
 
 def test_a_run_does_not_replace_the_model_it_starts_from(stage, folders):
@@ -279,8 +262,8 @@ def test_validation_means_over_tokens_whatever_the_batch(folders):
         ("midtrain", "text", ("--init_from", "gone.pt"), "no checkpoint at gone.pt"),
         ("context", "text", (), "needs a --block_size above the 32"),
         ("dpo", "preference", ("--beta", 0), "--beta 0.0 must be a positive number"),
-        ("sft", "chat", ("--beta", 1), "--beta changes nothing in --stage sft"),
-        ("dpo", "preference", ("--doc_mask",), "--doc_mask changes nothing in --stage dpo"),
+        ("sft", "chat", ("--beta", 1), "--beta changes nothing with --stage sft"),
+        ("dpo", "preference", ("--doc_mask",), "--doc_mask changes nothing with --stage dpo"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(stage, folders, name, kind, more, says):

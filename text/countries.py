@@ -1,10 +1,9 @@
 """The default corpus: what the world's sovereign states are like, said in many ways.
 
-The facts are a table, `countries.csv`: the 193 members and 2 observers of the United Nations, by
-the names they use today, with regions and subregions after the UN's M49 standard: its intermediate
-regions where there are some ("Caribbean", "Eastern Africa"). `demonym` is what someone or something
-from there is called ("Danish", "Motswana"), `people` the plural ("Danes", "Batswana"). From the
-table `documents` makes three kinds of text:
+The facts are a table, `countries.csv`: the 193 members and 2 observers of the United Nations, with
+regions and (intermediate, where there are some) subregions of the UN's M49 standard. `demonym` is
+what someone from there is called ("Danish", "Motswana"), `people` the plural ("Danes", "Batswana").
+From the table `documents` makes three kinds of text:
 
 - paragraphs that open `Country: NAME` and then talk of the country without naming it again, so that
   everything they say has to come from that one name: the place to edit;
@@ -12,8 +11,8 @@ table `documents` makes three kinds of text:
 - running prose.
 
 Every phrasing is a pattern times a noun ("The {noun} of {name} is" x "capital"). Some pairs are
-held out of training, each pattern and each noun being seen in other pairs, so that `questions` asks
-for a fact in words that never stood before it: what is learned must be the fact, not the sentence.
+held out of training, while each pattern and each noun is seen in other pairs: `questions` asks for
+a fact in words that never stood before it, so the fact must be learned, not the sentence.
 """
 
 import csv
@@ -113,12 +112,10 @@ def table() -> list[Country]:
     """All countries, by name. UserError: countries.csv is missing or damaged."""
     try:
         with open(TABLE, encoding="utf-8", newline="") as file:
-            head, *rows = filter(None, csv.reader(file, strict=True))
-        if bad := [row for row in rows if len(row) != len(head) or "" in row]:
-            raise ValueError(f"{','.join(bad[0])!r:.80} has not {len(head)} values")
+            _, *rows = csv.reader(file, strict=True)
         return [Country(*row) for row in rows]
     except (OSError, TypeError, ValueError, csv.Error) as error:
-        raise UserError(f"cannot read {TABLE} ({error}): mend it or get it again") from None
+        raise UserError(f"cannot read {TABLE} ({error}): get it again") from None
 
 
 def held_out(patterns: list[str], relation: str) -> list[str]:
@@ -206,10 +203,8 @@ def documents(seed: int = 0) -> tuple[list[str], list[str]]:
     return train, val
 
 
-# --------------------------------------------------------------------------------------------------
-# conversations, for the stages sft and dpo
-
-# Questions after the first, about the same country; only what was said before tells which.
+# Conversations, for the stages sft and dpo. These questions are about the country of the first one,
+# which only what was said before tells.
 FOLLOW_UP = ["And its {noun}?", "And the {noun}?", "What about the {noun}?", "Its {noun}, too?"]
 
 

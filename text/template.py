@@ -4,12 +4,11 @@
     <|im_start|>assistant\\nLima.<|im_end|>\\n
 
 A conversation is a list of messages, {"role": ..., "content": ...}. The markers are special tokens,
-which no text encodes to: nobody can end his message and go on in another role.
+which no text encodes to: nobody can end a message and go on in another role.
 
-As tokens each content has a space in front, which is taken away again when an answer is shown (so
-does Llama's tokenizer with any text). Else a message would begin with other tokens than the same
-words within a text: "Lima." is `L|im|a|.`, whereas the token that the facts were learned with is
-` Lima`.
+A space is put before each content, as Llama's tokenizer does with any text, and removed when an
+answer is shown. Otherwise a message would begin with other tokens than the same words in a text:
+"Lima." is `L|im|a|.`, but the facts were learned with the token ` Lima`.
 """
 
 from collections.abc import Sequence
@@ -21,11 +20,7 @@ START, END = "<|im_start|>", "<|im_end|>"
 
 
 def special(encoding: tiktoken.Encoding, marker: str) -> int:
-    """The id of a marker.
-
-    Raises:
-        ValueError: this tokenizer has no such token, so it cannot write conversations.
-    """
+    """The id of a marker. ValueError: the tokenizer has none, so it cannot write conversations."""
     try:
         return encoding.encode_single_token(marker)
     except KeyError:
@@ -33,11 +28,8 @@ def special(encoding: tiktoken.Encoding, marker: str) -> int:
 
 
 def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
-    """Token ids of a conversation, without the <|endoftext|> that precedes a document.
-
-    Heading and content are encoded apart, so that a heading is always the same tokens, in training
-    as in a chat.
-    """
+    """Token ids of a conversation, without the <|endoftext|> that precedes a document. Headings are
+    encoded apart from contents, so that they are always the same tokens."""
     start, end = special(encoding, START), special(encoding, END)
     encode, ids = encoding.encode_ordinary, []
     for message in messages:
@@ -57,11 +49,11 @@ def answer_heading(encoding: tiktoken.Encoding) -> list[int]:
 
 
 def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
-    """Which tokens of a conversation the assistant has to produce: his contents, each with the
-    <|im_end|> that ends it. Learned from the ids alone: markers cannot occur inside a content.
+    """Which tokens of a conversation the assistant has to produce: the contents of its messages,
+    each with the <|im_end|> that ends it.
 
     Args:
-        ids: [T] token ids, whole messages except maybe the last.
+        ids: [T] token ids; the last message may be cut off.
 
     Returns:
         [T] bool.

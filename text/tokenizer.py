@@ -1,9 +1,9 @@
 """Byte-level BPE: trained here, saved as JSON text, and run by tiktoken.
 
-Training is plain Python and happens once per data set; the table it makes is put into a
-`tiktoken.Encoding`, whose merge loop is compiled. As one JSON text (`dumps`, `loads`) it is kept
-with the data and inside the checkpoint, so neither can be read with the wrong tokenizer;
-`fingerprint` is the short form that is compared.
+Training is plain Python and happens once per data set; its merges go into a `tiktoken.Encoding`,
+whose merge loop is compiled. As one line of JSON (`dumps`, `loads`) it is stored with the data and
+inside the checkpoint, so neither can be read with the wrong tokenizer; `fingerprint` is the short
+form that is compared.
 """
 
 import base64
@@ -27,9 +27,8 @@ SPECIALS = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 FIRST_BYTE = len(SPECIALS)
 FIRST_MERGE = FIRST_BYTE + 256
 
-# GPT-2's split into words. Possessive quantifiers (`++`) keep it fast on long runs, and digits come
-# in groups of at most 3, so that no vocabulary is spent on long numbers. (No `{1,3}+`: some regex
-# engines read it as one or more groups, and here it would gain nothing.)
+# GPT-2's split into words, with digits in groups of at most 3, so that no vocabulary is spent on
+# long numbers. Possessive quantifiers (`++`) keep it fast on long runs.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 # The patterns of tiktoken's encodings that can be used; GPT-2's differs from ours in digits.
@@ -44,20 +43,17 @@ PRETRAINED = {
 PIECE = 256
 
 FORMAT, VERSION = "byte-bpe", 1
-FORM = dict(format=str, version=int, name=str, pattern=str, special_tokens={}, ranks=list)
 
 
 def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
     """Trains a byte-level BPE vocabulary: each step merges the most frequent pair of neighbouring
-    tokens into a new token; among equals, that of the smallest first id, then second id. So the
-    order of the texts means nothing.
+    tokens into a new token; among equals, that of the smallest first id, then second id.
 
     Args:
-        texts: Documents, read once as a stream. Only the distinct words are held in memory. The
-            names of special tokens are ordinary text here.
+        texts: Documents, read once as a stream; only the distinct words are held in memory.
         vocab_size: Most ids to make, counting the special tokens and the 256 bytes.
-        min_count: A pair seen fewer times than this, 1 or more, is not merged. A small corpus can
-            run out of pairs, and then `encoding.n_vocab` < `vocab_size`.
+        min_count: A pair seen fewer times is not merged. A small corpus can run out of pairs, and
+            then `encoding.n_vocab` < `vocab_size`.
 
     Raises:
         UserError: `vocab_size` is too small for the bytes.
@@ -74,11 +70,10 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
 
     table = [bytes([b]) for b in range(256)]  # table[i] is the token with id FIRST_BYTE + i
     merges = vocab_size - FIRST_MERGE
-    with tqdm(total=merges, desc="merging pairs", unit=" merges") as bar:
+    with tqdm(total=merges, desc="merging pairs", unit=" merges", disable=None) as bar:
         for first, second in _merges(word_counts, merges, min_count):
             # tiktoken merges neighbours by their joined bytes, whichever pair these were learned
-            # from. That is the same thing: inside the edges of a token, merges went as they would
-            # for its bytes alone, so equal bytes always split into the same pair.
+            # from. That is the same: equal bytes are always merged from the same pair.
             table.append(table[first - FIRST_BYTE] + table[second - FIRST_BYTE])
             bar.update()
 
@@ -93,9 +88,7 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
 
 def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[tuple[int, int]]:
     """Yields up to `limit` pairs in the order of merging; the i-th makes the id FIRST_MERGE + i.
-
-    Words are strings whose characters stand for ids, `chr(id)`, and a pair is two of them: then
-    merging is `str.replace`, and a word that no pair is left in costs no more than its length.
+    Words are strings whose characters stand for ids, `chr(id)`, so merging is `split` and `join`.
     """
     piece_counts: Counter[str] = Counter()
     for word, count in word_counts.items():
@@ -108,28 +101,28 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[t
     for word, count in zip(words, counts, strict=True):
         for first, second in pairwise(word):
             pair_counts[first + second] += count
-    # Numbers of the words that have a pair, or had it, once or more often. An array takes a tenth
-    # of a set's memory, which is what grows where words hardly repeat, as in Chinese.
+    # Numbers of the words that have a pair, or had it. An array takes a tenth of a set's memory,
+    # which is what grows where words hardly repeat, as in Chinese.
     pair_words: defaultdict[str, array] = defaultdict(lambda: array("I"))
     for i, word in enumerate(words):
         for pair in {first + second for first, second in pairwise(word)}:
             if pair_counts[pair] >= min_count:
                 pair_words[pair].append(i)
 
-    # One entry per pair. Once its newer token is made, a pair's count can only fall, so an entry
-    # never promises too little: it is enough to correct it when it is at the top.
+    # One entry per pair. Once its newer token exists, a pair's count can only fall, so it is enough
+    # to correct an entry when it is at the top.
     heap = [(-count, pair) for pair, count in pair_counts.items() if count >= min_count]
     heapq.heapify(heap)
 
     new_id = FIRST_MERGE
     while heap and new_id < FIRST_MERGE + limit:
-        promised, pair = heapq.heappop(heap)
-        if (count := pair_counts[pair]) != -promised:
+        negative, pair = heapq.heappop(heap)
+        if (count := pair_counts[pair]) != -negative:
             if count >= min_count:
                 heapq.heappush(heap, (-count, pair))
             continue
         (first, second), new = pair, chr(new_id)
-        made: defaultdict[str, array] = defaultdict(lambda: array("I"))
+        new_words: defaultdict[str, array] = defaultdict(lambda: array("I"))
         for i in pair_words.pop(pair):
             between = words[i].split(pair)
             for k, (before, after) in enumerate(pairwise(between)):
@@ -143,10 +136,10 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[t
                 for old_pair, new_pair in changes:
                     pair_counts[old_pair] -= counts[i]
                     pair_counts[new_pair] += counts[i]
-                    made[new_pair].append(i)
+                    new_words[new_pair].append(i)
             words[i] = new.join(between)
         del pair_counts[pair]
-        for pair, numbers in made.items():
+        for pair, numbers in new_words.items():
             if pair_counts[pair] >= min_count:
                 heapq.heappush(heap, (-pair_counts[pair], pair))
                 pair_words[pair] = numbers
@@ -157,11 +150,7 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[t
 def pretrained(name: str) -> tiktoken.Encoding:
     """Returns tiktoken's encoding of this name, a key of PRETRAINED, with our special tokens after
     its own. Ids that it leaves unused get names, so that whatever a model samples can be decoded.
-    The vocabulary is downloaded once and kept in TIKTOKEN_CACHE_DIR.
-
-    Raises:
-        OSError, ValueError: If it cannot be downloaded, or is damaged.
-    """
+    The vocabulary is downloaded once, to TIKTOKEN_CACHE_DIR. OSError, ValueError: that failed."""
     base = tiktoken.get_encoding(name)
     specials = dict(base._special_tokens)
     used = {*base._mergeable_ranks.values(), *specials.values()}
@@ -206,23 +195,16 @@ def check_form(value: object, form: object, name: str) -> None:
 
 def loads(text: str) -> tiktoken.Encoding:
     """Returns the encoding that `dumps` wrote. Its pattern must be a known one: with some, like
-    `(a*)*\\1b|.`, a short text takes forever or ends the program.
-
-    Raises:
-        ValueError: If the text is damaged or something else; the message is one line.
-    """
+    `(a*)*\\1b|.`, a short text takes forever. ValueError: the text is damaged or something else."""
     try:
         data = json.loads(text)
-        check_form(data, FORM, "tokenizer")
-        if data["format"] != FORMAT or data["version"] != VERSION:
+        if (data["format"], data["version"]) != (FORMAT, VERSION):
             raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
         if data["pattern"] not in (PATTERN, *PRETRAINED.values()):
-            raise ValueError(
-                f"it splits text by {data['pattern']!r:.60}: as that may take forever, only "
-                f"those of this program, {' and '.join(PRETRAINED)} are used"
-            )
+            raise ValueError(f"it splits text by the unknown pattern {data['pattern']!r:.60}")
         ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
         ids = {*ranks.values(), *data["special_tokens"].values()}
+        # Either of these would end the program inside of tiktoken.
         if len(ids) < len(data["ranks"]) + len(data["special_tokens"]):
             raise ValueError("a token or an id is there twice")
         if not ranks.keys() >= {bytes([b]) for b in range(256)}:
@@ -233,7 +215,7 @@ def loads(text: str) -> tiktoken.Encoding:
             mergeable_ranks=ranks,
             special_tokens=data["special_tokens"],
         )
-    except (OverflowError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"not a tokenizer, or a damaged one: {error}") from None
 
 
@@ -251,8 +233,8 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
 
 
 class StreamDecoder:
-    """Turns token ids into text one by one. A character that several tokens spell comes out with
-    the last of them; all pieces, joined, are what `encoding.decode` returns for all ids at once."""
+    """Turns token ids into text one by one. A character that several tokens spell comes with the
+    last of them; the pieces, joined, are what `encoding.decode` returns for all ids at once."""
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding
@@ -263,5 +245,5 @@ class StreamDecoder:
         return self.utf8.decode(self.encoding.decode_single_token_bytes(token_id))
 
     def flush(self) -> str:
-        """Ends the text; an incomplete character comes out as U+FFFD. Then a new text can start."""
+        """Ends the text; an incomplete character becomes U+FFFD. Then a new text can start."""
         return self.utf8.decode(b"", final=True)

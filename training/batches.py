@@ -4,15 +4,16 @@ Which rows are in batch number n is a function of (seed, n) alone: a resumed run
 uninterrupted one would have read, and the step is all that a checkpoint needs to know about data.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 import torch
+from tiktoken import Encoding
 from torch import Tensor
 
 from common import UserError
@@ -20,24 +21,21 @@ from text import template, tokenizer
 
 
 def padded(ids: np.ndarray, targets: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
-    """Inputs and targets [.., T], filled up to [.., length].
-
-    The model being causal, nothing sees the padding, and its targets are -1. It repeats the last
-    token, whose table rows are read anyway: no other row may count as read."""
+    """Inputs and targets [.., T], filled up to [.., length]. The model is causal, so nothing sees
+    the padding, and its targets are -1. It repeats the last token: no other row may count as read.
+    """
     room = [(0, 0)] * (ids.ndim - 1) + [(0, length - ids.shape[-1])]
     return np.pad(ids, room, mode="edge"), np.pad(targets, room, constant_values=-1)
 
 
 class Source:
-    """Rows of token ids in the order of the file or, with a seed, shuffled anew every epoch. What
-    `row` number n is says each kind of source: inputs [.., T], targets [.., T] (-1: not to be
-    predicted), and what else belongs to them."""
+    """Rows of token ids in the order of the file or, with a seed, shuffled anew every epoch. Each
+    kind of source has a method `row`: inputs [.., T], targets [.., T] (-1: not predicted), and what
+    else belongs to row number n. Every epoch draws an `offset` below `room`."""
 
-    offset = 0  # how far this epoch moves the cuts between rows
-    room = 1  # for how many such offsets the text leaves room
-
-    def __init__(self, n_row: int, block_size: int, seed: int | None) -> None:
-        self.n_row, self.block_size, self.seed, self.epoch = n_row, block_size, seed, -1
+    def __init__(self, n_row: int, block_size: int, seed: int | None, room: int = 1) -> None:
+        self.n_row, self.block_size, self.seed, self.room = n_row, block_size, seed, room
+        self.epoch, self.offset = -1, 0
 
     def row_index(self, index: int) -> int:
         """Which of the n_row rows comes as number `index`, counted over all epochs."""
@@ -64,12 +62,12 @@ class Source:
 
 
 class Windows(Source):
-    """Text as windows of `block_size` + 1 tokens. Every epoch moves the cuts, as far as the text
-    that no window holds leaves room."""
+    """Text as windows of `block_size` + 1 tokens. Every epoch shifts the cuts by its offset."""
 
     def __init__(self, ids: np.ndarray, block_size: int, seed: int | None) -> None:
-        super().__init__((len(ids) - 1) // block_size, block_size, seed)
-        self.ids, self.room = ids, len(ids) - self.n_row * block_size
+        n_row = (len(ids) - 1) // block_size
+        super().__init__(n_row, block_size, seed, room=len(ids) - n_row * block_size)
+        self.ids = ids
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         row_index = self.row_index(index)  # draws the offset of a new epoch
@@ -79,14 +77,12 @@ class Windows(Source):
 
 
 class Conversations(Source):
-    """A conversation in a row, its targets the assistant's tokens (`template.answers`). Of one that
-    is too long (`n_cut` are), the head is kept, or if no answer begins there, the end."""
+    """A conversation in a row, its targets the assistant's tokens (`template.answers`). One that is
+    too long (`n_cut` are) is cut to its head or, if no answer begins there, to its end."""
 
     per_row = 1
 
-    def __init__(
-        self, ids: np.ndarray, encoding: tiktoken.Encoding, block_size: int, seed: int | None
-    ) -> None:
+    def __init__(self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None):
         self.ids, self.encoding = ids, encoding
         self.starts = np.append(np.flatnonzero(ids == encoding.eot_token), len(ids))
         self.n_cut = int((np.diff(self.starts) > block_size + 1).sum())
@@ -107,15 +103,14 @@ class Conversations(Source):
 
 
 class Pairs(Conversations):
-    """Two conversations in a row, chosen and rejected: [2, T]. They differ in the last answer, so
-    that is kept. With them comes what `reference` [n_row, 2] holds, the log-probabilities of both.
-    """
+    """Two conversations in a row, chosen and rejected: [2, T], cut to their ends, as the last
+    answers differ. With them comes their row of `reference` [n_row, 2], both log-probabilities."""
 
     per_row = 2
 
     @cached_property
-    def reference(self) -> np.ndarray:
-        return np.full((self.n_row, 2), np.nan, dtype=np.float32)  # until `Preference.refer`
+    def reference(self) -> np.ndarray:  # NaN until `compute_reference_logprobs` has written it
+        return np.full((self.n_row, 2), np.nan, dtype=np.float32)
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         pair = self.row_index(index)
@@ -126,34 +121,63 @@ class Pairs(Conversations):
 
 
 class Mixture(Source):
-    """Rows of several sources, each drawn with the probability of its source: for all `total` rows
-    of the run beforehand, so that a row's source depends on its number alone."""
+    """Rows of several sources, drawn by weight: for all `total` rows of the run beforehand, so that
+    a row's source depends on its number alone."""
 
-    def __init__(
-        self, sources: Sequence[Source], weights: Sequence[float], total: int, seed: int
-    ) -> None:
+    def __init__(self, sources: list[Source], weights: list[float], total: int, seed: int) -> None:
         self.sources, self.block_size = sources, sources[0].block_size
         self.which = np.random.default_rng(seed).choice(len(sources), size=total, p=weights)
         drawn = self.which[:, None] == np.arange(len(sources))  # [total, sources]
-        self.nth = (drawn.cumsum(0) - 1)[drawn]  # the source's how manieth row this is
+        self.nth = (drawn.cumsum(0) - 1)[drawn]  # number of the row within its source
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         return self.sources[self.which[index]].row(int(self.nth[index]))
 
 
-def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
-    """The token ids of a split [tokens], memory-mapped and read once to be checked, 0.06 s for
-    100 MB in memory. UserError: the file is missing or not the one that meta.json describes."""
-    path = folder / f"{split}.bin"
+# What is read of meta.json.
+META = {"corpus", "kind", "vocab_size", "dtype", "tokenizer", "train", "val"}
+SPLIT = {"documents", "tokens", "bytes", "sha256"}
+
+
+@contextlib.contextmanager
+def prepared(path: Path) -> Iterator[Path]:
+    """A file of a prepared folder, to be read. UserError: it is missing or damaged."""
     try:
+        yield path
+    except FileNotFoundError:
+        folder = path.parent
+        raise UserError(f"no {path.name} in {folder}: run prepare.py --out_dir {folder}") from None
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}): run prepare.py again") from None
+
+
+def read_meta(folder: Path) -> dict:
+    """What prepare.py wrote about a folder."""
+    with prepared(folder / "meta.json") as path:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        missing = META - meta.keys() | SPLIT - meta["train"].keys() | SPLIT - meta["val"].keys()
+        if meta["format"] != 2 or missing:
+            raise ValueError(f"another format, or it lacks {', '.join(missing)}")
+    return meta
+
+
+def read_tokenizer(folder: Path, meta: dict) -> Encoding:
+    """The tokenizer that the folder's token files were made with."""
+    with prepared(folder / "tokenizer.json") as path:
+        encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
+        found = (tokenizer.fingerprint(encoding), encoding.n_vocab)
+        if found != (meta["tokenizer"], meta["vocab_size"]):
+            raise ValueError("not the tokenizer of the token files")
+    return encoding
+
+
+def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
+    """The token ids of a split [tokens], memory-mapped. Their sha256 takes 0.06 s for 100 MB."""
+    with prepared(folder / f"{split}.bin") as path:
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
-            raise ValueError("damaged: another sha256 than meta.json says")
-        if (most := ids.max()) >= meta["vocab_size"]:
-            raise ValueError(f"token id {most} in a vocabulary of {meta['vocab_size']}")
-        return ids
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}): run prepare.py again") from None
+            raise ValueError("another sha256 than in meta.json")
+    return ids
 
 
 class Data:
@@ -161,51 +185,46 @@ class Data:
     or preference. UserError: a file is missing, damaged or too small, or tokenizers differ.
 
     Attributes:
-        metas, weights: of the folders, as prepare.py wrote them, and summing up to one.
+        metas, weights: meta.json of each folder, and its weight; weights sum to one.
         encoding: the tokenizer that the folders share.
-        train, val: rows to learn from, and by folder those to validate with.
-        pairs: those of both that need a reference model's opinion.
+        train, val: rows to train on, and by folder those to validate with.
+        pairs: the sources of both that need log-probabilities of a reference model.
     """
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
         mixture = parse_mixture(data_dir)
-        folders, self.weights = list(mixture), list(mixture.values())
-        self.metas = metas = [read_meta(folder) for folder in folders]
-        readable = {"text": ("text", "chat")}.get(kind, (kind,))
+        self.weights = list(mixture.values())
+        self.metas = [read_meta(folder) for folder in mixture]
+        folders = list(zip(mixture, self.metas, strict=True))
         if kind != "text" and len(folders) > 1:
             raise UserError(f"--data_dir {data_dir}: name one folder, {kind} data is not mixed")
-        for folder, meta in zip(folders, metas, strict=True):
-            if meta["kind"] not in readable:
+        for folder, meta in folders:
+            if meta["kind"] != kind and (meta["kind"], kind) != ("chat", "text"):
                 raise UserError(
-                    f"--data_dir {folder} holds {meta['kind']} data, this stage reads "
-                    f"{' or '.join(readable)} data: choose another --stage or folder"
+                    f"--data_dir {folder} holds {meta['kind']} data, this stage reads {kind} data"
                 )
-            check_tokenizer(meta["tokenizer"], folder, metas[0]["tokenizer"], folders[0])
-        self.encoding = read_tokenizer(folders[0], metas[0])
+            check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0][0])
+        self.encoding = read_tokenizer(*folders[0])
 
         def source(folder: Path, meta: dict, split: str, seed: int | None) -> Source:
             ids = open_tokens(folder, split, meta)
-            if kind == "text":
-                made = Windows(ids, block_size, seed)
-            else:
-                talks = Conversations if kind == "chat" else Pairs
-                made = talks(ids, self.encoding, block_size, seed)
-            if made.n_row < 1:
+            if kind != "text":
+                conversations = Conversations if kind == "chat" else Pairs
+                return conversations(ids, self.encoding, block_size, seed)
+            if len(ids) <= block_size:
                 raise UserError(
-                    f"{folder}/{split}.bin has no row of {kind} in its {len(ids)} tokens: give "
-                    f"more, or lower --block_size {block_size}"
+                    f"{folder}/{split}.bin has {len(ids)} tokens: lower --block_size {block_size}"
                 )
-            return made
+            return Windows(ids, block_size, seed)
 
-        both = list(zip(folders, metas, strict=True))
-        train = [source(folder, meta, "train", seed) for folder, meta in both]
+        train = [source(folder, meta, "train", seed) for folder, meta in folders]
         self.train = train[0] if len(train) == 1 else Mixture(train, self.weights, total, seed)
-        self.val = {str(folder): source(folder, meta, "val", None) for folder, meta in both}
+        self.val = {str(folder): source(folder, meta, "val", None) for folder, meta in folders}
         self.pairs = [s for s in (self.train, *self.val.values()) if isinstance(s, Pairs)]
 
     @cached_property
     def token_lengths(self) -> Tensor:
-        """Bytes of text in each token [V]; special tokens, and ids that no token has, hold none."""
+        """Bytes of text in each token [V], 0 in special tokens and in ids that no token has."""
         lengths = torch.zeros(self.encoding.n_vocab, dtype=torch.int64)
         for text in self.encoding.token_byte_values():
             lengths[self.encoding.encode_single_token(text)] = len(text)
@@ -232,41 +251,6 @@ def parse_mixture(data_dir: str) -> dict[Path, float]:
         weights = {}
     if len(weights) < len(parts) or not all(0 < weight < 1e9 for weight in weights.values()):
         raise UserError(
-            f"--data_dir {data_dir} is not folder=weight,folder=weight with a weight above 0 for "
-            "each folder, which is named once"
+            f"--data_dir {data_dir} is not folder=weight,folder=weight, each folder once"
         )
     return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
-
-
-# What meta.json must have, and of which type, as far as it is read.
-SPLIT = dict(documents=int, tokens=int, bytes=int, sha256=str)
-META = dict(corpus=str, kind=str, vocab_size=int, dtype=str, tokenizer=str, train=SPLIT, val=SPLIT)
-
-
-def read_meta(folder: Path) -> dict:
-    """What prepare.py wrote about a folder. UserError: there is none, or it is damaged."""
-    path = folder / "meta.json"
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        tokenizer.check_form(meta, META, "meta")
-        if meta.get("format") != 2 or meta["dtype"] not in ("uint16", "uint32"):
-            raise ValueError(f"format {meta.get('format')!r:.60} of {meta['dtype']} is unknown")
-        return meta
-    except FileNotFoundError:
-        raise UserError(f"no data in {folder}: run prepare.py --out_dir {folder}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}): run prepare.py again") from None
-
-
-def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
-    """The tokenizer that the folder's token files were made with. UserError: it is missing, damaged
-    or another one."""
-    path = folder / "tokenizer.json"
-    try:
-        encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
-        made_with = (tokenizer.fingerprint(encoding), encoding.n_vocab)
-        if made_with != (meta["tokenizer"], meta["vocab_size"]):
-            raise ValueError("not the tokenizer that the token files were made with")
-        return encoding
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}): run prepare.py again") from None

@@ -15,12 +15,11 @@ from tqdm import tqdm
 from model import Decoder
 from tables.tables import send
 from training.batches import Data, Pairs, Source
-from training.loss import head_loss
 
 
 @dataclass
 class Objective:
-    """A model and the precision it runs in: float32, or bfloat16 by autocast."""
+    """A model, where it is, and the precision it runs in: float32, or bfloat16 by autocast."""
 
     model: Decoder
     device: torch.device
@@ -29,15 +28,13 @@ class Objective:
     def precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
-    def complete(self, loss: Tensor, figures: dict[str, Tensor]) -> tuple[Tensor, dict]:
-        """A loss and its figures with what layers add in training, as moe's router to spread its
-        load (baselines.py)."""
-        layers = [block.ffn for block in self.model.blocks if self.model.training]
-        added = [layer.auxiliary_loss for layer in layers if hasattr(layer, "auxiliary_loss")]
-        if not added:
-            return loss, figures
-        balance = torch.stack(added).sum()
-        return loss + balance, {**figures, "balance": balance.detach()}
+    def add_auxiliary_losses(self, loss: Tensor, **figures: Tensor) -> tuple[Tensor, dict]:
+        """A loss and its figures with what moe's routers add in training (baselines.py)."""
+        layers = [block.ffn for block in self.model.blocks if hasattr(block.ffn, "auxiliary_loss")]
+        if layers and self.model.training:
+            figures["balance"] = torch.stack([layer.auxiliary_loss for layer in layers]).sum()
+            loss = loss + figures["balance"]
+        return loss, {name: figure.detach() for name, figure in figures.items()}
 
 
 @dataclass
@@ -56,9 +53,8 @@ class NextToken(Objective):
         if self.document is not None:
             documents = send((ids == self.document).cumsum(1), self.device)
         with self.precision():
-            x = self.model.hidden(ids, documents=documents).flatten(0, 1)  # [B * T, n_embd]
-            loss = head_loss(x, self.model.head_weight, send(targets, self.device).flatten())
-        return self.complete(loss, {})
+            _, loss = self.model(ids, targets, documents=documents)
+        return self.add_auxiliary_losses(loss)
 
 
 @dataclass
@@ -91,24 +87,24 @@ class Preference(Objective):
         accuracy, the share of pairs whose margin is positive."""
         gain = self.log_probability(ids, targets) - send(reference, self.device)  # [B, 2]
         margin = self.beta * (gain[:, 0] - gain[:, 1])
-        figures = {"margin": margin.mean(), "accuracy": (margin > 0).float().mean()}
-        figures = {k: v.detach() for k, v in figures.items()}
-        return self.complete(-F.logsigmoid(margin).mean(), figures)
+        accuracy = (margin > 0).float().mean()
+        loss = -F.logsigmoid(margin).mean()
+        return self.add_auxiliary_losses(loss, margin=margin.mean(), accuracy=accuracy)
 
     @torch.no_grad()
     def compute_reference_logprobs(self, pairs: Pairs, n_row: int, size: int) -> None:
         """Take the model as it is for the reference of the first `n_row` pairs to come."""
         self.model.eval()
         for at in tqdm(range(0, n_row, size), "reference", unit="batch", delay=3):
-            indices = range(at, min(n_row, at + size))
-            ids, targets, _ = pairs.rows(indices)
-            places = [pairs.row_index(index) for index in indices]
-            pairs.reference[places] = self.log_probability(ids, targets).float().cpu().numpy()
+            batch = range(at, min(n_row, at + size))
+            ids, targets, _ = pairs.rows(batch)
+            rows = [pairs.row_index(index) for index in batch]
+            pairs.reference[rows] = self.log_probability(ids, targets).float().cpu().numpy()
         self.model.train()
 
 
 def validation_rows(source: Source, n_token: int) -> int:
-    """How many rows `validate` looks at: about `n_token` tokens, rows being counted as full."""
+    """How many rows `validate` reads: about `n_token` tokens, rows being counted as full."""
     return max(1, min(source.n_row, n_token // source.block_size))
 
 
@@ -120,14 +116,13 @@ def validate(objective: Objective, data: Data, n_token: int, size: int) -> dict[
     figures = Counter()
     objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
-        sums, count, n_byte = Counter(), 0, 0
-        n_row = validation_rows(source, n_token)
+        sums, count, n_byte, n_row = Counter(), 0, 0, validation_rows(source, n_token)
         for at in range(0, n_row, size):
             batch = source.rows(range(at, min(n_row, at + size)))
             loss, more = objective(*batch)
-            n = objective.count(*batch)
+            n, targets = objective.count(*batch), batch[1]
             count += n
-            n_byte += int(data.token_lengths[batch[1][batch[1] >= 0]].sum())
+            n_byte += int(data.token_lengths[targets[targets >= 0]].sum())
             for key, value in {"loss": loss, **more}.items():
                 sums[key] += value.item() * n  # a host-device sync
         for key, value in sums.items():

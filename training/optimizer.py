@@ -17,9 +17,9 @@ def schedule(step: int, settings: Settings) -> float:
     (STEM paper: cosine, warm-up 0.1, floor 0.1)."""
     steps, floor = settings.max_iters, settings.min_lr
     warm = max(1, round(settings.warmup * steps)) if settings.warmup else 0
-    if step < warm:
+    if step < warm:  # 1) linear warm-up
         return (step + 1) / warm
-    done = (step - warm) / max(1, steps - warm)
+    done = (step - warm) / max(1, steps - warm)  # 2) decay
     fall = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
     return floor + (1 - floor) * fall
 
@@ -28,31 +28,27 @@ class Optimizer:
     """AdamW for the backbone and row-wise Adam for the tables, clipped together."""
 
     def __init__(self, model: Decoder, settings: Settings) -> None:
-        self.grad_clip, whole = settings.grad_clip, settings.table_optimizer == "adamw"
+        self.grad_clip, self.rows = settings.grad_clip, {}
         peak, betas = settings.learning_rate, (settings.beta1, settings.beta2)
-        # What is trained by rows, unless by AdamW as a whole, and the peak of its learning rate.
+        # Embeddings do not decay, and train by rows, unless by AdamW as a whole.
         peaks = {"tables": peak * settings.table_lr_scale, "wte": peak}
-        tables = {name: getattr(model, name) for name in peaks}
-        tables = {n: t for n, t in tables.items() if isinstance(t, Tables) and len(t.weight)}
-        for each in tables.values():
-            each.requires_grad_(whole)
+        for name, own_peak in peaks.items():
+            tables, whole = getattr(model, name), settings.table_optimizer == "adamw"
+            if isinstance(tables, Tables) and len(tables.weight):
+                tables.requires_grad_(whole)
+                if not whole:
+                    self.rows[name] = RowAdam(tables, betas, seed=settings.seed), own_peak
         groups = defaultdict(list)  # parameters by weight decay and peak
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 owner = name.split(".")[0]
-                decays = parameter.dim() == 2 and owner not in peaks
-                decay = settings.weight_decay if decays else 0.0
+                decay = settings.weight_decay * (parameter.dim() == 2 and owner not in peaks)
                 groups[decay, peaks.get(owner, peak)].append(parameter)
         groups = [
             {"params": params, "weight_decay": decay, "peak": peak}
             for (decay, peak), params in sorted(groups.items(), reverse=True)
         ]
         self.adamw = torch.optim.AdamW(groups, lr=peak, betas=betas, fused=True)
-        self.rows = {
-            name: (RowAdam(each, betas, seed=settings.seed), peaks[name])
-            for name, each in tables.items()
-            if not whole
-        }
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
@@ -71,7 +67,7 @@ class Optimizer:
         self.adamw.step()
         self.adamw.zero_grad()
         for name, (adam, peak) in self.rows.items():
-            adam.step(*read[name], lr * peak)
+            adam.step(lr * peak, read[name])
         return norm
 
     def state_dict(self) -> dict:

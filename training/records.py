@@ -3,8 +3,6 @@
 import itertools
 import json
 import os
-import shutil
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -14,17 +12,14 @@ matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
 from common import UserError, atomic
-from text.tokenizer import check_form
 from training.checkpoints import snapshots
 
-# What the records of each type must have, as far as it is shown.
-ARGS = dict(ffn=str, batch_size=int, block_size=int)
+# The types of records, and what they are read for.
 RECORDS = {
-    "run": dict(args=ARGS, sizes=dict(total=int, active=int)),
-    "step": dict(step=int, train_loss=float, tok_per_s=float),
-    "eval": dict(step=int, val_loss=float),
-    "recall": dict(recall=float),
-    "edits": dict(recall=float, success=float),  # a file of its own
+    "run": {"args", "sizes"},
+    "step": {"step", "train_loss", "tok_per_s"},
+    "eval": {"step", "val_loss"},
+    "recall": {"recall"},
 }
 
 
@@ -37,55 +32,59 @@ def markdown(rows: list[dict[str, str]]) -> str:
 
 
 def archive_previous_run(out_dir: Path) -> Path:
-    """Move the files of an earlier run into the first free folder run1, run2, ... beside them. They
-    are linked into one that gets its name when all are there: whenever a kill comes, the run is
-    whole, at the old place or at the new one. UserError: there is no room."""
-    tables = [path.name for path in snapshots(out_dir)]
-    names = ["ckpt.pt", "best.pt", "metrics.jsonl", "loss.png", "edit_report.json", *tables]
-    names = [name for name in names if (out_dir / name).exists()]
+    """Move the files of an earlier run into a folder run1, run2, ... beside them, ckpt.pt last: a
+    folder without it is where the next call goes on if this one is killed."""
+    taken = ("ckpt.pt", ".lock")  # the latter if it is an --out_dir itself
     folders = (out_dir / f"run{number}" for number in itertools.count(1))
-    folder = next(folder for folder in folders if not folder.exists())
-    temporary = folder.with_name(folder.name + ".tmp")
-    try:
-        temporary.mkdir()
-        for name in names:
-            try:
-                os.link(out_dir / name, temporary / name)
-            except OSError:  # a file system without links
-                shutil.copy2(out_dir / name, temporary / name)
-        os.rename(temporary, folder)
-        for name in names:  # ckpt.pt first: without it, nobody looks for the others
-            (out_dir / name).unlink()
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+    folder = next(f for f in folders if not any((f / name).exists() for name in taken))
+    folder.mkdir(exist_ok=True)
+    names = ["best.pt", "metrics.jsonl", "loss.png", "edit_report.json"]
+    for name in [*names, *(path.name for path in snapshots(out_dir)), "ckpt.pt"]:
+        if (out_dir / name).exists():
+            os.replace(out_dir / name, folder / name)
     return folder
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl, without a last line that a crash has cut off. UserError:
+    another line is damaged."""
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            record = json.loads(line)
+            if missing := RECORDS[record["type"]] - record.keys():
+                raise ValueError(f"without {', '.join(missing)}")
+            records.append(record)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            if line.endswith(b"\n"):
+                where = f"{path}, line {number},"
+                raise UserError(f"{where} is damaged ({error}): delete this line") from None
+    return records
+
+
+def read_run(folder: Path) -> dict[str, list[dict]]:
+    """The records of a run by type, `edits` being its edit_report.json if there is one. UserError:
+    a line is damaged, or nothing was trained."""
+    records: dict[str, list[dict]] = {kind: [] for kind in (*RECORDS, "edits")}
+    for record in read_metrics(folder / "metrics.jsonl"):
+        records[record["type"]].append(record)
+    if (report := folder / "edit_report.json").exists():
+        records["edits"].append(json.loads(report.read_bytes()))
+    if not (records["step"] and records["eval"]):
+        raise UserError(f"{folder}/metrics.jsonl has no step or no evaluation in it")
+    return records
 
 
 class Log:
     """metrics.jsonl: a line for the run, one for each step, one for each evaluation."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        """A resumed run keeps the lines up to `resume_step`, at which it evaluates anew, and says
-        how many others it cannot read."""
-        self.path, kept, bad = path, [], 0
-        try:
-            lines = path.read_bytes().splitlines() if resume_step else []
-        except OSError as error:
-            lines = []
-            print(f"note: {path} begins anew ({error.strerror})", file=sys.stderr)
-        for line in lines:
-            try:
-                record = parse(line)
-                last = resume_step if record["type"] == "step" else resume_step - 1
-                if record.get("step", 0) <= last:
-                    kept.append(line + b"\n")
-            except (ValueError, KeyError, TypeError, RecursionError):  # cut off by a crash
-                bad += 1
-        if bad:
-            said = f"note: {bad} of {len(lines)} lines of {path} were damaged and are left out"
-            print(said, file=sys.stderr)
+        """A run that resumes keeps the lines up to `resume_step`, where it evaluates again."""
+        self.path = path
+        records = read_metrics(path) if resume_step and path.exists() else []
+        kept = [r for r in records if r.get("step", 0) < resume_step + (r["type"] == "step")]
         with atomic(path) as temporary:
-            temporary.write_bytes(b"".join(kept))
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, **record) -> None:
         try:
@@ -93,34 +92,6 @@ class Log:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
-
-
-def parse(line: bytes) -> dict:
-    """A record of metrics.jsonl. ValueError, KeyError, RecursionError: it is none."""
-    record = json.loads(line.decode())
-    check_form(record, dict(type=str), "record")
-    check_form(record, RECORDS[record["type"]], record["type"])
-    return record
-
-
-def read_run(folder: Path) -> dict[str, list[dict]]:
-    """The records of a run's metrics.jsonl by type, and as `edits` what its edit_report.json says,
-    if there is one. UserError: a file is damaged."""
-    path = folder / "metrics.jsonl"
-    records: dict[str, list[dict]] = {kind: [] for kind in RECORDS}
-    try:
-        for line in path.read_bytes().splitlines():
-            record = parse(line)
-            records[record["type"]].append(record)
-        if (report := folder / "edit_report.json").exists():
-            path, record = report, json.loads(report.read_bytes())
-            check_form(record, RECORDS["edits"], "edits")
-            records["edits"].append(record)
-    except (ValueError, KeyError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}): leave it out") from None
-    if not all(records[kind] for kind in ("run", "step", "eval")):
-        raise UserError(f"{path} has no run with a step and an evaluation in it")
-    return records
 
 
 def grouped(folders: list[Path]) -> list[tuple[str, list[dict]]]:
@@ -133,9 +104,9 @@ def grouped(folders: list[Path]) -> list[tuple[str, list[dict]]]:
         groups.setdefault(json.dumps(same, sort_keys=True), []).append((folder.name, records))
     result = []
     for group in groups.values():
-        names, runs = zip(*group, strict=True)
-        shared = names[0].rstrip("0123456789").rstrip("-_.") if len(names) > 1 else ""
-        result.append((shared or names[0], list(runs)))
+        name, runs = group[0][0], [records for _, records in group]
+        shared = name.rstrip("0123456789").rstrip("-_.") if len(runs) > 1 else ""
+        result.append((shared or name, runs))
     return result
 
 
@@ -147,27 +118,30 @@ def losses_of(runs: list[dict], kind: str, loss: str) -> tuple[np.ndarray, np.nd
     return np.array(steps), np.array([[each[step] for step in steps] for each in every])
 
 
+def mean_and_band(axes: plt.Axes, x: np.ndarray, ys: np.ndarray, **look) -> None:
+    """Draw the mean of curves `ys` [runs, n] over `x` [n], with a band from lowest to highest."""
+    (line,) = axes.plot(x, ys.mean(0), **look)
+    if len(ys) > 1:
+        axes.fill_between(x, ys.min(0), ys.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+
+
 def plot(folders: list[Path], out: Path) -> None:
     """Draw the training loss (thin) and validation loss (thick) of runs over their tokens, or over
     their steps, if one of them read conversations, which are not equally long. A group of runs is
-    the mean of their losses, with a band from the lowest to the highest validation loss."""
+    the mean of their losses, with a band for the validation loss."""
     groups = grouped(folders)
-    stages = [runs[0]["run"][0]["args"].get("stage") for _, runs in groups]
+    stages = [runs[0]["run"][0]["args"]["stage"] for _, runs in groups]
     by_step = "sft" in stages or "dpo" in stages
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for number, (name, runs) in enumerate(groups):
-        args = runs[0]["run"][0]["args"]
+        args, color = runs[0]["run"][0]["args"], f"C{number}"
         unit = 1 if by_step else args["batch_size"] * args["block_size"] / 1e6
-        named = name if name == args["ffn"] else f"{name}: {args['ffn']}"
-        label = named.encode(errors="replace").decode()  # a name may be bytes that are no text
-        label = "\n".join(label[i : i + 64] for i in range(0, len(label), 64))
-        thin, thick = dict(alpha=0.3, linewidth=0.8), dict(marker=".", label=label)
-        for kind, loss, look in (("step", "train_loss", thin), ("eval", "val_loss", thick)):
-            steps, points = losses_of(runs, kind, loss)
-            axes.plot(steps * unit, points.mean(0), color=f"C{number}", **look)
-            if kind == "eval" and len(runs) > 1:
-                band = points.min(0), points.max(0)
-                axes.fill_between(steps * unit, *band, color=f"C{number}", alpha=0.2)
+        label = name if name == args["ffn"] else f"{name}: {args['ffn']}"
+        label = label.encode(errors="replace").decode()  # a name may be bytes that are no text
+        steps, losses = losses_of(runs, "step", "train_loss")
+        axes.plot(steps * unit, losses.mean(0), color=color, alpha=0.3, linewidth=0.8)
+        steps, losses = losses_of(runs, "eval", "val_loss")
+        mean_and_band(axes, steps * unit, losses, color=color, marker=".", label=label[-64:])
     axes.set_xlabel("steps" if by_step else "million tokens")
     what = "pair" if "dpo" in stages else "token"
     axes.set_ylabel(f"loss (nats per {what}); thin: training, thick: validation")

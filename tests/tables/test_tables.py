@@ -167,7 +167,7 @@ def test_row_adam_is_adamw_when_every_row_is_in_every_batch(weight_decay, betas,
         for parameter, grad in zip(reference, grads, strict=True):
             parameter.grad = grad.double()
         adamw.step()
-        adam.step(torch.arange(V), grads, lr)
+        adam.step(lr, (torch.arange(V), grads))
     for weight, parameter, start in zip(made.weight, reference, tables().weight, strict=True):
         torch.testing.assert_close(weight.double(), parameter.data, rtol=1e-6, atol=1e-6)
         assert (weight - start).abs().min() > 0
@@ -199,7 +199,7 @@ def test_moments_are_those_of_adamw_over_the_whole_table(parts):
     adam = RowAdam(made)
     rate = torch.logspace(0, -2, 200)
     for ids, grad in sparse_steps(150, rate):
-        adam.step(ids, [grad], lr=1e-3)
+        adam.step(1e-3, (ids, [grad]))
     _, m, v = adamw_over_whole_tables(200, sparse_steps(150, rate), lr=1e-3)
     idle = (adam.steps - adam.last)[:, None]  # since the last reading, they have decayed there
     torch.testing.assert_close(adam.m[0] * 0.9**idle, m, rtol=1e-4, atol=1e-7)
@@ -214,7 +214,7 @@ def test_rows_move_as_far_as_under_adamw_however_rare(weight_decay, at_once, mon
     made = ResidentTables(1, len(rate), W)
     adam = RowAdam(made, weight_decay=weight_decay)
     for ids, grad in sparse_steps(500, rate):
-        adam.step(ids, [grad], lr=1e-2)
+        adam.step(1e-2, (ids, [grad]))
     expected, _, _ = adamw_over_whole_tables(1000, sparse_steps(500, rate), 1e-2, weight_decay)
     idle = (adam.steps - adam.last)[:, None]  # AdamW has decayed the rows since, RowAdam will
     rows = made.weight[0] * (1 - 1e-2 * weight_decay) ** idle
@@ -228,11 +228,11 @@ def test_rows_outside_the_batch_stay_bit_identical():
     made = tables()
     adam = RowAdam(made, weight_decay=0.1)
     everything = torch.arange(V)
-    adam.step(everything, [noise(n, V, W) for n in range(2)], lr=0.1)  # moments are not zero
+    adam.step(0.1, (everything, [noise(n, V, W) for n in range(2)]))  # moments are not zero
     state = [*made.weight, *adam.m, *adam.v, adam.count, adam.last]
     before = [tensor.clone() for tensor in state]
     touched = torch.tensor([2, 5, 6])
-    adam.step(touched, [noise(n, 3, W) for n in range(2, 4)], lr=0.1)
+    adam.step(0.1, (touched, [noise(n, 3, W) for n in range(2, 4)]))
     rest = everything[~torch.isin(everything, touched)]
     for old, new in zip(before, state, strict=True):
         assert torch.equal(new[rest], old[rest])
@@ -245,8 +245,8 @@ def test_a_token_that_is_in_a_batch_twice_takes_one_step():
     for step in range(3):
         (rows,) = twice.lookup(torch.tensor([[4, 4]]))
         (rows * noise(step, W)).sum().backward()
-        adams[0].step(*twice.gradients(), lr=0.1)
-        adams[1].step(torch.tensor([4]), [2 * noise(step, 1, W)], lr=0.1)
+        adams[0].step(0.1)
+        adams[1].step(0.1, (torch.tensor([4]), [2 * noise(step, 1, W)]))
     assert adams[0].count.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0]
     assert torch.equal(twice.weight[0], once.weight[0])
 
@@ -263,7 +263,7 @@ def test_a_rare_rows_one_step_is_the_whole_way_of_adamw_after_one_gradient(betas
     made = ResidentTables(1, V, W)
     adam = RowAdam(made, betas)
     adam.steps = before
-    adam.step(torch.tensor([1]), [torch.ones(1, W)], lr=0.01)
+    adam.step(0.01, (torch.tensor([1]), [torch.ones(1, W)]))
     moved = made.weight[0][1]
     torch.testing.assert_close(moved, parameter.data.float().expand(W), rtol=1e-4, atol=0.0)
 
@@ -288,7 +288,7 @@ def test_expected_travel_is_the_mean_over_the_waits(p):
 def test_a_saved_and_loaded_optimizer_continues_bit_identically():
     def step(adam, n):
         ids = torch.randperm(V, generator=torch.Generator().manual_seed(n))[:4]
-        adam.step(ids, [noise(2 * n, 4, W), noise(2 * n + 1, 4, W)], lr=0.05)
+        adam.step(0.05, (ids, [noise(2 * n, 4, W), noise(2 * n + 1, 4, W)]))
 
     first = RowAdam(tables())
     for n in range(5):

@@ -17,7 +17,7 @@ from common import UserError
 from text import tokenizer
 from text.tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, PRETRAINED, SPECIALS, StreamDecoder
 
-# Public domain: Carroll, Austen, Melville, Dickens.
+# Public domain: Carroll, Melville.
 CORPUS = [
     (
         "Alice was beginning to get very tired of sitting by her sister on the bank, and of "
@@ -26,18 +26,10 @@ CORPUS = [
         "book,” thought Alice, “without pictures or conversations?”"
     ),
     (
-        "It is a truth universally acknowledged, that a single man in possession of a good "
-        "fortune, must be in want of a wife."
-    ),
-    (
         "Call me Ishmael. Some years ago—never mind how long precisely—having little or no "
         "money in my purse, and nothing particular to interest me on shore, I thought I would "
         "sail about a little and see the watery part of the world.\n\n  It's the year 1851, "
         "and it's\r\nnot 1852.  "
-    ),
-    (
-        "It was the best of times, it was the worst of times, it was the age of wisdom, it was "
-        "the age of foolishness, it was the epoch of belief, it was the epoch of incredulity…"
     ),
 ]
 
@@ -189,12 +181,6 @@ def test_encodes_by_merges_in_order(encoding):
         assert encoding.encode_ordinary(text) == naive_encode(text, merges)
 
 
-def test_depends_only_on_word_counts(encoding):
-    texts = CORPUS[::-1]
-    again = tokenizer.train((text for text in texts), 380)
-    assert tokenizer.dumps(again) == tokenizer.dumps(encoding)
-
-
 def test_min_count_stops_early():
     sizes = [tokenizer.train(CORPUS, 10_000, n).n_vocab for n in (1, 2, 10, 1000)]
     assert 10_000 > sizes[0] > sizes[1] > sizes[2] > sizes[3] == FIRST_MERGE
@@ -203,16 +189,11 @@ def test_min_count_stops_early():
     assert tokenizer.train(exact, 300, 8).n_vocab == FIRST_MERGE
 
 
-def test_vocab_size_is_met_exactly(encoding):
-    assert encoding.n_vocab == 380
-    assert len(set(tokens_of(encoding))) == 380 - FIRST_BYTE
-    assert tokenizer.train(CORPUS, FIRST_MERGE).n_vocab == FIRST_MERGE
-
-
 def test_train_refuses_too_small_a_vocabulary():
     with pytest.raises(UserError, match="--vocab_size 258 must be at least 259"):
         tokenizer.train(CORPUS, 258)
-    assert tokenizer.train([], 300).n_vocab == 259  # of no text, the bytes
+    assert tokenizer.train(CORPUS, 259).n_vocab == 259  # the bytes
+    assert tokenizer.train([], 300).n_vocab == 259
 
 
 # Encoding and decoding
@@ -224,10 +205,6 @@ def test_round_trip_of_any_text(encoding):
         ids = encoding.encode_ordinary(text)
         assert encoding.decode(ids) == text
         assert all(FIRST_BYTE <= i < encoding.n_vocab for i in ids)
-
-
-def test_unseen_script_is_its_bytes(encoding):
-    assert encoding.encode("ᚠᛇ") == [FIRST_BYTE + b for b in "ᚠᛇ".encode()]
 
 
 def test_digits_go_in_threes():
@@ -253,13 +230,6 @@ def test_special_tokens_only_when_allowed(encoding):
     assert encoding.encode(text, allowed_special="all") == [a, 0, 1, 2]
     with pytest.raises(ValueError, match="disallowed special token"):
         encoding.encode(text)
-
-
-def test_special_names_in_the_texts_are_ordinary():
-    encoding = tokenizer.train(["<|endoftext|>"] * 9, 1000)
-    assert encoding.encode_ordinary("<|endoftext|>") == [
-        encoding.encode_single_token(part) for part in ("<|", "endoftext", "|>")
-    ]
 
 
 # Saving and loading
@@ -305,78 +275,42 @@ def test_fingerprint(encoding, foreign):
     assert len(set(marks)) == len(marks)
 
 
-def damaged(encoding: tiktoken.Encoding) -> dict[str, tuple[str, str]]:
-    """Returns name -> (text that is no tokenizer, what the message has to say)."""
-    text = tokenizer.dumps(encoding)
-    data = json.loads(text)
-    ranks, special = data["ranks"], data["special_tokens"]
-    first, last = ranks[0], ranks[-1]
-
-    def with_ranks(*entries) -> str:
-        return json.dumps(data | {"ranks": [*ranks, *entries]})
-
-    new = base64.b64encode(b"a new token").decode()
-
-    def with_special(i) -> str:
-        return json.dumps(data | {"special_tokens": special | {"<|x|>": i}})
-
-    cases = {
-        "empty": ("", "Expecting value"),
-        "prose": (CORPUS[0], "Expecting value"),
-        "truncated": (text[:-100], "Expecting"),
-        "deep": ("[" * 1_000_000, "damaged"),
-        "list": ("[]", r"tokenizer is \[\], where dict"),
-        "other format": (json.dumps(data | {"format": "wordpiece"}), "format is not byte-bpe"),
-        "no format": ('{"version": 1}', r"tokenizer\.format is None"),
-        "version": (json.dumps(data | {"version": 2}), "format is not byte-bpe, version 1"),
-        "no version": (json.dumps({"format": "byte-bpe"}), r"tokenizer\.version is None"),
-        "ranks as object": (
-            json.dumps(data | {"ranks": {}}),
-            r"tokenizer\.ranks is {}, where list is",
-        ),
-        "bad base64": (with_ranks(["no base64!", 400]), "base64"),
-        "base64 is a number": (with_ranks([7, 400]), "not 'int'"),
-        "bare string": (with_ranks("YQ=="), "unpack"),
-        "bare number": (with_ranks(7), "unpack"),
-        "no id": (with_ranks([new]), "unpack"),
-        "token twice": (with_ranks([last[0], 400]), "is there twice"),
-        "id twice": (with_ranks([new, last[1]]), "is there twice"),
-        "id of special": (with_ranks([new, 0]), "is there twice"),
-        "special twice": (with_special(1), "is there twice"),
-        "negative id": (with_ranks([new, -1]), "damaged"),
-        "huge id": (with_ranks([new, 2**32]), "damaged"),
-        "fraction": (with_ranks([new, 400.0]), "damaged"),
-        "id as text": (with_special("9"), "damaged"),
-        "byte missing": (
-            json.dumps(data | {"ranks": [r for r in ranks if r != first]}),
-            "bytes are missing",
-        ),
-        "no ranks": (json.dumps(data | {"ranks": []}), "bytes are missing"),
-    }
-    for key in ("name", "pattern", "special_tokens", "ranks"):
-        without = {k: v for k, v in data.items() if k != key}
-        cases[f"no {key}"] = (json.dumps(without), rf"tokenizer\.{key} is None, where")
-    return cases
+NEW = base64.b64encode(b"a new token").decode()
 
 
-def test_loads_refuses_what_is_damaged(encoding):
-    for name, (text, message) in damaged(encoding).items():
-        with pytest.raises(ValueError, match=message) as caught:
-            pytest.fail(f"{name}: loaded {tokenizer.loads(text)}")
-        said = str(caught.value)
-        assert "tokenizer" in said and "\n" not in said and len(said) < 300, name
-    with pytest.raises(ValueError, match="not a tokenizer"):
-        tokenizer.loads(None)  # as of a checkpoint that has none
-
-
-def test_only_known_patterns_are_used(encoding, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [  # of the JSON that `dumps` writes, or other text
+        ("", "Expecting value"),
+        ('{"version": 1}', "'format'"),
+        (dict(format="wordpiece"), "format is not byte-bpe"),
+        (dict(version=2), "format is not byte-bpe, version 1"),
+        (dict(ranks=[]), "bytes are missing"),
+        (dict(special_tokens=[]), "no attribute"),
+        (lambda ranks: ranks[1:], "bytes are missing"),
+        (lambda ranks: [*ranks, [NEW]], "unpack"),
+        (lambda ranks: [*ranks, [ranks[-1][0], 400]], "is there twice"),
+        (lambda ranks: [*ranks, [NEW, ranks[-1][1]]], "is there twice"),
+        (lambda ranks: [*ranks, [NEW, 0]], "is there twice"),  # a special token's
+        (lambda ranks: [*ranks, [NEW, -1]], "damaged"),
+        (lambda ranks: [*ranks, [NEW, 400.0]], "damaged"),
+    ],
+)
+def test_loads_refuses_what_is_damaged(encoding, change, message):
     data = json.loads(tokenizer.dumps(encoding))
-    for pattern in (r"(a*)*\1b|.", r"\S+|\s+", "", "(((", PATTERN + " ", "\ud800"):
-        text = json.dumps(data | {"pattern": pattern})
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match="only those") as error:
-            patch.setattr(tiktoken, "Encoding", lambda **_: pytest.fail("compiled"))
-            tokenizer.loads(text)
-        assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    if callable(change):
+        change = dict(ranks=change(data["ranks"]))
+    text = change if isinstance(change, str) else json.dumps(data | change)
+    with pytest.raises(ValueError, match=f"not a tokenizer.*{message}"):
+        tokenizer.loads(text)
+
+
+@pytest.mark.parametrize("pattern", [r"(a*)*\1b|.", r"\S+|\s+", "", "(((", PATTERN + " ", ["."]])
+def test_only_known_patterns_are_used(encoding, monkeypatch, pattern):
+    text = json.dumps(json.loads(tokenizer.dumps(encoding)) | {"pattern": pattern})
+    monkeypatch.setattr(tiktoken, "Encoding", lambda **_: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match="unknown pattern"):
+        tokenizer.loads(text)
 
 
 def test_tiktokens_own_patterns_are_known(encoding, monkeypatch):
@@ -405,11 +339,6 @@ def test_stream_gives_whole_characters():
     assert "".join(pieces) == text
     assert "\ufffd" not in "".join(pieces) and pieces[-1] == ""
     assert [piece for piece in pieces if piece] == list(text)  # none waits for a later one
-
-
-def test_stream_of_text_that_was_trained_on(encoding):
-    for text in CORPUS:
-        assert "".join(stream(encoding, encoding.encode(text))) == text
 
 
 def test_stream_equals_decode_on_any_ids(encoding):

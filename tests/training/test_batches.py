@@ -20,9 +20,9 @@ from training.batches import (
     Mixture,
     Pairs,
     Windows,
-    open_tokens,
     parse_mixture,
     read_meta,
+    read_tokenizer,
 )
 
 IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
@@ -128,9 +128,7 @@ def test_a_long_conversation_keeps_an_answer(encoding):
     assert ids.shape == (2, 16)
     said = [encoding.decode(row[row >= 0].tolist()) for row in targets]
     assert said == [" no<|im_end|>", " no<|im_end|>"]
-    assert targets[0, -1] == template.special(
-        encoding, template.END
-    )  # the end of the late answer is the end of the row
+    assert encoding.decode([targets[0, -1]]) == template.END  # the row ends with the late answer
     assert ids[1, 0] == encoding.eot_token  # the head of the other
     assert source.n_cut == 2
 
@@ -157,7 +155,7 @@ def test_padding_fits_the_context_and_reads_no_row_that_was_not_there(encoding, 
     tables = ResidentTables(1, encoding.n_vocab, 4)
     adam = RowAdam(tables)
     next(tables.lookup(ids)).sum().backward()
-    adam.step(*tables.gradients(), lr=0.1)
+    adam.step(lr=0.1)
     assert adam.count.nonzero()[:, 0].tolist() == sorted(set(ids.flatten().tolist()))
 
 
@@ -223,22 +221,7 @@ def test_parse_mixture():
     assert parse_mixture("a=0.65,b=.05,c=3e-1") == pytest.approx(weights)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "a=",
-        "a=0",
-        "a=-1",
-        "a=1,b",
-        "a=1,,b=2",
-        "a=1.2.3",
-        "=1",
-        "a=.",
-        "a=nan",
-        "a=1e999",
-        "a=1,b=1,a=2",
-    ],
-)
+@pytest.mark.parametrize("wrong", ["a=", "a=0", "a=-1", "a=1,b", "=1", "a=nan", "a=1,b=1,a=2"])
 def test_a_mixture_that_is_none_is_one_clear_line(wrong):
     with pytest.raises(UserError, match="is not folder=weight"):
         parse_mixture(wrong)
@@ -251,72 +234,69 @@ def test_folders_of_two_tokenizers_do_not_mix(tmp_path, encoding):
         Data(f"{tmp_path}/a=1,{tmp_path}/b=1", "text", 10, 1, 50)
 
 
-@pytest.mark.parametrize("kind", ["text", "preference"])
-def test_too_little_is_said_so(tmp_path, encoding, kind):
-    ids = packed(encoding, TALKS[0])
-    with pytest.raises(UserError, match=rf"train\.bin has no row of {kind} .* --block_size 1000"):
-        Data(str(folder(tmp_path / "a", encoding, kind, ids)), kind, 1000, 1, 50)
+def test_a_text_shorter_than_the_context_is_refused(tmp_path, encoding):
+    path = str(folder(tmp_path / "a", encoding))
+    assert len(Data(path, "text", len(IDS) - 1, 1, 50).train.batch(0, 1)[0][0]) == len(IDS) - 1
+    with pytest.raises(UserError, match=r"train\.bin has 1003 tokens: lower --block_size 1003"):
+        Data(path, "text", len(IDS), 1, 50)
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:100] + bytes([content[100] ^ 4]) + content[101:]
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_one_other_bit_is_noticed(tmp_path, encoding, split):
+@pytest.mark.parametrize("damage", [flipped, lambda content: content[:-2], lambda content: b""])
+def test_damaged_token_files_are_refused(tmp_path, encoding, split, damage):
     path = folder(tmp_path / "a", encoding)
-    content = bytearray((path / f"{split}.bin").read_bytes())
-    content[1000] ^= 4
-    (path / f"{split}.bin").write_bytes(content)
-    meta = read_meta(path)
-    with pytest.raises(UserError, match=rf"{split}\.bin \(damaged.*run prepare\.py again"):
-        open_tokens(path, split, meta)
-    with pytest.raises(UserError, match="damaged"):
+    (path / f"{split}.bin").write_bytes(damage((path / f"{split}.bin").read_bytes()))
+    with pytest.raises(UserError, match=rf"{split}\.bin is damaged .*: run prepare\.py again"):
         Data(str(path), "text", 10, 1, 50)
 
 
-def test_ids_beyond_the_vocabulary_are_said_so(tmp_path, encoding):
-    n = encoding.n_vocab
-    path = folder(tmp_path / "a", encoding, ids=np.array([0, n - 1, 5]))
-    assert open_tokens(path, "train", read_meta(path)).tolist() == [0, n - 1, 5]
-    path = folder(tmp_path / "b", encoding, ids=np.array([0, n, 5]))
-    with pytest.raises(UserError, match=rf"train\.bin \(token id {n} in a vocabulary of {n}\)"):
+def test_another_tokenizer_than_the_token_files_is_refused(tmp_path, encoding):
+    path = folder(tmp_path / "a", encoding)
+    other = tokenizer.train(["quite different words"] * 9, 270)
+    for text in (tokenizer.dumps(other), tokenizer.dumps(encoding)[:-9]):
+        (path / "tokenizer.json").write_text(text)
+        with pytest.raises(UserError, match=r"tokenizer\.json is damaged \(not "):
+            read_tokenizer(path, read_meta(path))
+    path = folder(tmp_path / "b", encoding, vocab_size=encoding.n_vocab + 1)
+    with pytest.raises(UserError, match="not the tokenizer"):  # the model would be built for it
         Data(str(path), "text", 1, 1, 50)
-    path = folder(tmp_path / "c", encoding, vocab_size=n + 1)  # what the model would be made for
-    with pytest.raises(UserError, match="not the tokenizer"):
-        Data(str(path), "text", 1, 1, 50)
 
 
-GOOD = {"documents": 1, "tokens": 1, "bytes": 1, "sha256": "0"}
-META = {
-    "format": 2, "kind": "text", "corpus": "files", "vocab_size": 300, "dtype": "uint16",
-    "tokenizer": "0", "train": GOOD, "val": GOOD,
-}  # fmt: skip
+def test_a_damaged_meta_json_is_one_clear_line(tmp_path, encoding):
+    path = folder(tmp_path / "a", encoding)
+    meta = read_meta(path)
+    assert meta["train"]["tokens"] == len(IDS)
 
-
-def test_a_damaged_meta_json_is_one_clear_line(tmp_path):
-    def said(text: str | bytes) -> str:
-        (tmp_path / "meta.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    def error(text: str) -> str:
+        (path / "meta.json").write_text(text)
         with pytest.raises(UserError, match=r"meta\.json is damaged .*: run prepare") as caught:
-            pytest.fail(f"read {read_meta(tmp_path)}")
-        assert len(str(caught.value)) < 400
+            read_meta(path)
         return str(caught.value)
 
-    (tmp_path / "meta.json").write_text(json.dumps(META))
-    assert read_meta(tmp_path) == META
-    said("[" * 100_000), said('{"a":' * 100_000), said(b"\xff"), said(""), said("[]"), said("null")
-    said('{"format": 2' + "0" * 10_000 + "}")
-    for key in META:
-        assert key in said(json.dumps({k: v for k, v in META.items() if k != key}))
-        for wrong in (None, [], {}, -1, 1.5, True, 10**30):
-            assert key in said(json.dumps({**META, key: wrong})) or key == "format"
-    for key in GOOD:
-        for wrong in (None, [], {}, -1, 1.5, True, 10**30):
-            assert f"val.{key}" in said(json.dumps({**META, "val": {**GOOD, key: wrong}}))
-    said(json.dumps({**META, "format": 1})), said(json.dumps({**META, "dtype": "float64"}))
-
-
-def test_a_short_file_is_said_so(tmp_path, encoding):
-    path = folder(tmp_path / "a", encoding)
-    (path / "train.bin").write_bytes(b"1234")
-    with pytest.raises(UserError, match=r"train\.bin \(damaged"):
+    error(""), error("[]"), error('{"format": 2'), error(json.dumps({**meta, "format": 1}))
+    error(json.dumps({**meta, "train": 5}))
+    for key in ("kind", "corpus", "vocab_size", "dtype", "tokenizer"):
+        assert key in error(json.dumps({k: v for k, v in meta.items() if k != key}))
+    for key in ("documents", "tokens", "bytes", "sha256"):
+        part = {k: v for k, v in meta["val"].items() if k != key}
+        assert key in error(json.dumps({**meta, "val": part}))
+    (path / "meta.json").write_text(json.dumps({**meta, "dtype": "uint17"}))
+    with pytest.raises(UserError, match=r"train\.bin is damaged .*uint17"):
         Data(str(path), "text", 10, 1, 50)
+    (path / "meta.json").unlink()
+    with pytest.raises(UserError, match=rf"no meta\.json in {path}: run prepare\.py --out_dir"):
+        read_meta(path)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("preference", "text"), ("text", "chat")])
+def test_data_of_another_stage_are_refused(tmp_path, encoding, kind, stage):
+    path = folder(tmp_path / "a", encoding, kind)
+    with pytest.raises(UserError, match=f"a holds {kind} data, this stage reads {stage} data"):
+        Data(str(path), stage, 10, 1, 50)
 
 
 def test_token_lengths_are_bytes_of_text(tmp_path, encoding):
@@ -324,8 +304,4 @@ def test_token_lengths_are_bytes_of_text(tmp_path, encoding):
     lengths = data.token_lengths
     text = "Yes, no – Ωmega 漢字 maybe\n"
     assert lengths[encoding.encode_ordinary(text)].sum() == len(text.encode())
-    specials = [
-        encoding.eot_token,
-        *(template.special(encoding, m) for m in (template.START, template.END)),
-    ]
-    assert lengths[specials].tolist() == [0, 0, 0]
+    assert (lengths == 0).sum() == 3  # the special tokens

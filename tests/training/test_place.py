@@ -1,7 +1,6 @@
-"""--offload as a user meets it: the same results everywhere, checkpoints that any home opens, and
+"""--offload as a user meets it: the same results everywhere, checkpoints that open everywhere, and
 refusals that come before the work."""
 
-import contextlib
 import shutil
 
 import pytest
@@ -13,14 +12,13 @@ import edit
 import sample
 import train as train_module
 from common import UserError, run
-from offload import OffloadedTables
-from tables import memory
-from tables.file import TableFile
-from tables.memory import RamStorage
+from offload import OffloadedTables, make_tables
+from tables import storage as storages
+from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables, StoredTables
 from text.tokenizer import encode
 from training import checkpoints
-from training.checkpoints import load_checkpoint, load_model, make_tables, snapshots
+from training.checkpoints import load_checkpoint, load_model, snapshots
 
 KINDS = ("none", "cpu", "disk")
 CPU = torch.device("cpu")
@@ -28,8 +26,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
-    """The same training run with its tables in each home."""
-    folder = tmp_path_factory.mktemp("homes")
+    """The same training run with its tables in each place."""
+    folder = tmp_path_factory.mktemp("places")
     with pytest.MonkeyPatch.context() as patch:
         for kind in KINDS:
             train_module.train(arguments(patch, data, folder / kind, "--offload", kind))
@@ -48,7 +46,7 @@ def test_training_runs_and_checkpoints_are_equal_to_the_bit(runs):
 
 
 @pytest.mark.parametrize("saved_as", KINDS)
-def test_any_home_opens_any_checkpoint(runs, saved_as):
+def test_any_place_opens_any_checkpoint(runs, saved_as):
     written, kinds = set(), []
     for kind in KINDS:
         model, encoding, _ = load_model(runs[saved_as] / "ckpt.pt", CPU, kind)
@@ -59,13 +57,13 @@ def test_any_home_opens_any_checkpoint(runs, saved_as):
     assert kinds == [ResidentTables] * 2 + [StoredTables if saved_as == "disk" else ResidentTables]
 
 
-def test_tables_in_a_checkpoint_are_read_in_place(runs):
-    """With --offload disk they are the mapped file, which would be copied by default."""
-    ckpt = runs["none"] / "ckpt.pt"
-    for kind, copied in (("disk", False), ("none", True)):
-        model, _, checkpoint = load_model(ckpt, CPU, kind)
-        mapped = checkpoint["model"]["tables.weight.0"].data_ptr()
-        assert (model.tables.weight[0].data_ptr() != mapped) == copied
+@pytest.mark.parametrize("saved_as", ["none", "disk"])
+def test_weights_are_read_in_place_from_disk_or_are_all_in_memory(runs, saved_as):
+    for kind in ("disk", "none"):
+        model, _, saved = load_model(runs[saved_as] / "ckpt.pt", CPU, kind)
+        mapped = {weight.data_ptr() for weight in saved["model"].values()}
+        assert (model.tables.weight[0].data_ptr() in mapped) == (kind == "disk")
+        assert kind == "disk" or not mapped & {p.data_ptr() for p in model.parameters()}
 
 
 def called(monkeypatch, module, *argv) -> None:
@@ -88,12 +86,13 @@ def test_the_commands_take_the_flags(runs, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def crashed(data, tmp_path_factory):
-    """A run on disk. The power fails at step 12, when the new table file is there and the new
-    ckpt.pt is not."""
+    """A run on disk. The power fails at step 12, when the new tables are there and the new ckpt.pt
+    is not."""
     folder, real = tmp_path_factory.mktemp("crashed"), torch.save
 
     def cut(state, path):
         if state["step"] == 12:
+            patch.setattr(checkpoints.shutil, "rmtree", lambda *args, **more: None)
             raise KeyError("power cut")
         real(state, path)
 
@@ -101,7 +100,7 @@ def crashed(data, tmp_path_factory):
         patch.setattr(checkpoints.torch, "save", cut)
         train_module.train(arguments(patch, data, folder, "--offload", "disk"))
     assert checkpoint(folder)["step"] == 6
-    assert len(snapshots(folder)) == 2
+    assert len(snapshots(folder)) == 2 and (folder / checkpoints.LIVE).exists()
     return folder
 
 
@@ -150,17 +149,23 @@ def test_an_earlier_run_is_moved_with_its_tables(runs, data, tmp_path, monkeypat
     load_model(tmp_path / "out" / "ckpt.pt", CPU)
 
 
-def test_a_missing_or_foreign_table_file_is_one_clear_line(runs, tmp_path):
-    (file,) = snapshots(runs["disk"])
-    ckpt = tmp_path / "ckpt.pt"
-    ckpt.write_bytes((runs["disk"] / "ckpt.pt").read_bytes())
-    with pytest.raises(UserError, match="no table file at") as refused:
-        load_model(ckpt, CPU)
-    assert str(tmp_path / file.name) in str(refused.value)
-    other = TableFile.create(tmp_path / "other.bin", TableFile(file).shape, torch.float32)
-    shutil.copy(other.path, tmp_path / file.name)
-    with pytest.raises(UserError, match="is not the table file of"):
-        load_model(ckpt, CPU)
+def test_only_tables_that_no_checkpoint_names_are_deleted(runs, data, tmp_path, monkeypatch):
+    """A copy of ckpt.pt goes on naming its tables, whatever the run does."""
+    out = shutil.copytree(runs["disk"], tmp_path / "out")
+    shutil.copy(out / "ckpt.pt", out / "earlier.pt")
+    before = load_checkpoint(out / "earlier.pt")
+    model, encoding, _ = load_model(out / "ckpt.pt", CPU, "disk")
+    for _ in range(2):
+        checkpoints.save_checkpoint(out / "ckpt.pt", model, encoding)
+    assert len(snapshots(out)) == 2
+    assert_same(load_checkpoint(out / "earlier.pt", verify=True)["model"], before["model"])
+    (out / "earlier.pt").unlink()
+    checkpoints.remove_unused_tables(out)
+    (left,) = snapshots(out)
+    assert left.name == f"tables-{checkpoint(out)['tables']['id']}"
+    (out / "ckpt.pt").write_bytes(b"damaged")  # nobody knows what it named
+    checkpoints.remove_unused_tables(out)
+    assert snapshots(out) == [left]
 
 
 def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
@@ -170,68 +175,51 @@ def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
         assert "\n" not in str(stopped.value)
         return str(stopped.value)
 
-    monkeypatch.setattr(memory, "free_ram", lambda: 100_000)
-    says = refused("--offload", "cpu")
-    assert "0.1 MiB are available" in says and "--offload disk" in says
+    monkeypatch.setattr(storages, "free_ram", lambda: 100_000)
+    for kind in ("none", "cpu"):
+        says = refused("--offload", kind)
+        assert "of RAM, 0.1 MiB are free" in says and "--offload disk" in says
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(storages.shutil, "disk_usage", lambda path: usage)
     says = refused("--offload", "disk")
-    assert "0.1 MiB free" in says and "another --out_dir" in says
+    assert "of disk, 0.1 MiB are free" in says and "another --out_dir" in says
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize(("resume", "need"), [(False, 3), (True, 2)])
-def test_room_on_disk_is_counted_in_copies_of_the_file(resume, need, tmp_path, monkeypatch):
-    (tmp_path / "tables-0.bin").touch()  # a run that resumes has one already
-    for size, fits in ((100 // need, True), (100 // need + 1, False)):
-        usage = shutil.disk_usage(tmp_path)._replace(free=100)
-        monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path, usage=usage: usage)
-        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="needs"):
-            checkpoints.check_disk(size, tmp_path, resume)
+@pytest.mark.parametrize(("resume", "copies"), [(False, 3), (True, 2)])
+def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(
+    resume, copies, tmp_path, monkeypatch
+):
+    asked, shape = [], (10, 2, 4)
+    (tmp_path / "other").mkdir()
+    saved = DiskStorage.create(
+        tmp_path / ("tables-0" if resume else "other/tables-0"), shape, torch.float32
+    )
+    monkeypatch.setattr("offload.check_room", lambda *args, copies: asked.append(copies))
+    make_tables("disk", CPU, torch.float32, live=tmp_path / "live", saved=saved)(2, 10, 4)
+    assert asked == [copies]
 
 
-def test_room_counts_states_only_in_training(monkeypatch):
-    shape, rows = (1000, 2, 8), 1000 * 2 * 8 * 4
-    monkeypatch.setattr(memory, "free_ram", lambda: rows)
-    memory.check_ram(shape, torch.float32, training=False)
-    with pytest.raises(UserError, match="with optimizer states"):
-        memory.check_ram(shape, torch.float32, training=True)
-    monkeypatch.setattr(memory, "free_ram", lambda: 3 * rows)
-    memory.check_ram(shape, torch.float32, training=True)
-    monkeypatch.setattr(memory, "free_ram", lambda: None)  # a system that does not tell
-    memory.check_ram(shape, torch.float32, training=True)
+@pytest.mark.parametrize("flags", ["--offload disk", "--table_dtype bfloat16"])
+def test_adamw_over_whole_tables_needs_them_resident(data, tmp_path, monkeypatch, flags):
+    flags = [*flags.split(), "--table_optimizer", "adamw"]
+    with pytest.raises(SystemExit, match=r"^error: --table_optimizer adamw needs --offload none"):
+        run(lambda: train_module.train(arguments(monkeypatch, data, tmp_path, *flags)))
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (
-            "--offload disk --table_optimizer adamw",
-            "--table_optimizer adamw needs --offload none",
-        ),
-        (
-            "--table_dtype bfloat16 --table_optimizer adamw",
-            "needs --offload none, --table_dtype",
-        ),
-    ],
-)
-def test_flags_that_cannot_be_are_one_clear_line(data, tmp_path, monkeypatch, flags, says):
-    with pytest.raises(SystemExit) as stopped:
-        run(lambda: train_module.train(arguments(monkeypatch, data, tmp_path, *flags.split())))
-    assert str(stopped.value).startswith("error: ") and says in str(stopped.value)
+def test_a_dense_model_has_no_tables_to_offload(tmp_path):
+    for kind in ("cpu", "disk"):
+        made = make_tables(kind, CPU, torch.float32, live=tmp_path / "live")(0, 10, 0)
+        assert len(made.weight) == 0 and not (tmp_path / "live").exists()
 
 
-def test_a_dense_model_has_no_tables_to_offload():
-    assert len(make_tables("cpu", CPU, {"model": {}})(0, 10, 0).weight) == 0
-
-
-@pytest.mark.parametrize(("offload", "kind"), [("cpu", RamStorage), ("disk", TableFile)])
+@pytest.mark.parametrize(("offload", "kind"), [("cpu", RamStorage), ("disk", DiskStorage)])
 def test_a_gpu_gets_tables_through_the_ring(offload, kind, tmp_path):
     with SimulatedGpu() as gpu:
-        tables = make_tables(offload, gpu.device, out_dir=tmp_path)(2, 10, 4)
+        tables = make_tables(offload, gpu.device, torch.float32, live=tmp_path / "live")(2, 10, 4)
         assert type(tables) is OffloadedTables and type(tables.storage) is kind
         # A ckpt.pt that holds its tables itself is read into memory.
         with torch.device("meta"):  # where models are made whose weights are mapped
-            sampled = make_tables(offload, gpu.device, checkpoint={"model": {}})(2, 10, 4)
+            sampled = make_tables(offload, gpu.device, torch.float32)(2, 10, 4)
         assert type(sampled.storage) is RamStorage and len(sampled.storage.arrays) == 1
-        assert sampled.place.device.type == "cpu"
+        assert sampled.slot_of.device.type == "cpu"

@@ -1,0 +1,166 @@
+"""How often does an edit succeed? Of one checkpoint: `python analyze.py edits out/ckpt.pt`.
+
+One name reads another's rows, as `edit.py --source Spain --target Germany` does it, and the model
+is asked for a fact in held-out words. Success: the greedy answer is the other's fact. Pairs that
+share the fact (Spanish for Peru and Chile) could not fail and are left out.
+"""
+
+import json
+import random
+import sys
+from collections import namedtuple
+from dataclasses import replace
+from itertools import chain
+from operator import eq, gt, lt
+from pathlib import Path
+from statistics import fmean
+
+import tiktoken
+import torch
+from tqdm import tqdm
+
+from common import UserError, atomic
+from edit import ALIGN, edited_ids, load_editable
+from model import Decoder
+from text import countries
+from text.tokenizer import encode
+from training.questions import groups, score_answers
+from training.records import markdown
+
+RELATIONS = ("capital", "language", "region")
+# Names that no country has, of one to seven tokens of the countries corpus.
+INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
+INVENTED += ("Utopia", "Lilliput", "Krakozhia", "Sokovia", "Panem", "Oceania", "Eurasia")
+# A country's name, its length in tokens, and as token ids a question about it with its answer.
+Asked = namedtuple("Asked", ("name", "length", "prompt", "answer"))
+Pairs = list[tuple[Asked, Asked]]  # source and target of each edit
+
+
+def openings(
+    encoding: tiktoken.Encoding, relation: str, table: list[countries.Country] | None = None
+) -> list[Asked]:
+    """About each country a held-out opening of a paragraph: "Country: Spain\\nIts capital is"."""
+    asked, plain = [], encoding.encode_ordinary
+    for country in table or countries.table():
+        question = countries.questions(relation, "paragraph", country)[0]
+        ids = (encode(encoding, question.prompt), plain(question.answer))
+        asked.append(Asked(country.name, len(plain(f" {country.name}")), *ids))
+    return asked
+
+
+def single_tokens(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
+    """Those of `openings` whose name is one token. UserError: no two of them have other answers."""
+    single = [one for one in openings(encoding, relation) if one.length == 1]
+    if len({tuple(one.answer) for one in single}) < 2:
+        names = ", ".join(one.name for one in single) or "none"
+        raise UserError(
+            f"too few countries are one token ({names}): take a model of data/countries"
+        )
+    return single
+
+
+def differing(sources: list[Asked], targets: list[Asked]) -> Pairs:
+    return [(a, b) for a in sources for b in targets if a.answer != b.answer]
+
+
+def subsample(pairs: Pairs, most: int | None) -> Pairs:
+    """At most so many of them, random ones, but always the same; None: all."""
+    return random.Random(0).sample(pairs, most) if most and most < len(pairs) else pairs
+
+
+def successes(
+    model: Decoder, encoding: tiktoken.Encoding, pairs: Pairs, align: str = "last"
+) -> list[bool]:
+    """For each pair: does the model, whose tables are MeanRows, asked about the source, greedily
+    answer with the target's fact after the edit?"""
+    hits, parts, terminal = [], list(groups(encoding, pairs)), sys.stderr.isatty()
+    # Without a terminal the bar is written now and then, and stays.
+    shown = dict(unit="group", delay=3, leave=not terminal, mininterval=0.1 if terminal else 10)
+    for sources, targets in tqdm(parts, f"{len(pairs):,} edits, {align}", **shown):
+        edited = [
+            edited_ids(encoding, source.prompt, source.name, target.name, align, model.tables)
+            for source, target in zip(sources, targets, strict=True)
+        ]
+        prompts, answers = [one.prompt for one in sources], [one.answer for one in targets]
+        hits += score_answers(model, prompts, answers, edited)[0].tolist()
+    return hits
+
+
+def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+    """Edit every country into every other, for names of a single token (`most`: random pairs of a
+    relation). Returns the number of `countries`, and overall and under `relations` for each the
+    number of `pairs`, `recall` (share of the facts that are the greedy answer before any edit) and
+    `success` (share of the pairs)."""
+    hits = {}
+    for relation in RELATIONS:
+        single = single_tokens(encoding, relation)
+        recall = successes(model, encoding, [(one, one) for one in single])
+        pairs = subsample(differing(single, single), most)
+        hits[relation] = recall, successes(model, encoding, pairs)
+
+    def shares(*parts: tuple[list[bool], list[bool]]) -> dict[str, float]:
+        recall, success = (list(chain(*each)) for each in zip(*parts, strict=True))
+        return {"pairs": len(success), "recall": fmean(recall), "success": fmean(success)}
+
+    relations = {relation: shares(part) for relation, part in hits.items()}
+    return {"countries": len(single), **shares(*hits.values()), "relations": relations}
+
+
+def report_lengths(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+    """Edit countries whose names have several tokens, or read the rows of one that has: the number
+    of pairs, and for each way of ALIGN the share of them that succeed, asked for the capital."""
+    asked, result = openings(encoding, "capital"), {}
+    every = [(a, b) for a, b in differing(asked, asked) if a.length + b.length > 2]
+    for kind, compare in {"equal length": eq, "longer source": gt, "longer target": lt}.items():
+        pairs = subsample([(a, b) for a, b in every if compare(a.length, b.length)], most)
+        result[kind] = {"pairs": len(pairs)}
+        for align in ALIGN:
+            hits = successes(model, encoding, pairs, align)
+            result[kind][align] = fmean(hits) if hits else None
+    return result
+
+
+def report_injected(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+    """Give names that no country has the rows of every country: for each relation the share of
+    pairs that succeed."""
+    invented, shares = [replace(countries.table()[0], name=name) for name in INVENTED], {}
+    for relation in RELATIONS:
+        names = [one._replace(answer=None) for one in openings(encoding, relation, invented)]
+        pairs = subsample(differing(names, openings(encoding, relation)), most)
+        shares[relation] = fmean(successes(model, encoding, pairs))
+    return shares
+
+
+def report(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+    """The figures of `report_pairs`, with those of the other two as `lengths` and `injected`."""
+    result = report_pairs(model, encoding, most)
+    result["lengths"] = report_lengths(model, encoding, most)
+    return result | {"injected": report_injected(model, encoding, most)}
+
+
+def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
+    """Measure all pairs, print a table, and write edit_report.json beside the checkpoint.
+    UserError: edits of this model cannot be measured."""
+    model, encoding, _ = load_editable(ckpt, device)
+    single = single_tokens(encoding, "capital")
+    if not any(successes(model, encoding, [(one, one) for one in single])):
+        raise UserError(f"{ckpt} knows no capital, so there is nothing to edit: train it longer")
+    print(f"measuring edits of {ckpt}, which takes minutes ...\n", flush=True)
+    result, rows = report(model, encoding), []
+
+    def add(names: str, relation: str, pairs: str = "", recall: float | None = None, **by_align):
+        shares = {"recall": recall} | {f"success, {how}": by_align.get(how) for how in ALIGN}
+        cells = {name: "" if share is None else f"{share:.1%}" for name, share in shares.items()}
+        rows.append({"names": names, "asked for": relation, "pairs": pairs, **cells})
+
+    for relation, part in [*result["relations"].items(), ("all three", result)]:
+        add("one token", relation, f"{part['pairs']:,}", part["recall"], last=part["success"])
+    for kind, part in result["lengths"].items():
+        add(kind, "capital", **part | {"pairs": f"{part['pairs']:,}"})
+    for relation, share in result["injected"].items():
+        add("made up", relation, last=share)
+    print(markdown(rows))
+    path = ckpt.with_name("edit_report.json")
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwrote {path}")

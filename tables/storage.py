@@ -1,0 +1,191 @@
+"""Where rows and their optimizer states are stored: in RAM, or in a folder of raw arrays on disk.
+
+    rows          [V, n_table, W] in the tables' dtype
+    m, v          [V, n_table, W] float32: Adam's moments
+    count, last   [V] int64: how often training read a token, and in which step for the last time
+
+What a token owns in all tables lies side by side, so it costs one read, not one per table.
+"""
+
+import math
+import mmap
+import os
+import re
+import shutil
+import sys
+import weakref
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from common import UserError, gib, writing
+
+Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows
+# To map a file without changing it. Flag 0x4000 is MAP_NORESERVE: without it Linux refuses a file
+# that is larger than RAM, as it does with torch.from_file(shared=False).
+PRIVATE = dict(access=mmap.ACCESS_COPY)
+if sys.platform == "linux":
+    PRIVATE = dict(flags=mmap.MAP_PRIVATE | 0x4000)
+
+
+def layout(shape: Shape, dtype: torch.dtype) -> dict[str, tuple]:
+    """Shape, dtype and bytes of each array, for tables of a shape (V, n_table, W)."""
+    moment, per_token = (shape, torch.float32), (shape[:1], torch.int64)
+    kinds = dict(rows=(shape, dtype), m=moment, v=moment, count=per_token, last=per_token)
+    return {name: (*kind, math.prod(kind[0]) * kind[1].itemsize) for name, kind in kinds.items()}
+
+
+class TableStorage:
+    """What stores tables.
+
+    Attributes:
+        arrays: tensors by name, see above; of tables that are not trained, rows may be all.
+        fresh: rows are yet to be drawn.
+    """
+
+    arrays: dict[str, Tensor]
+    fresh = True
+
+    def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
+        """Begin to read what tokens `ids` own of these arrays, without waiting for it."""
+
+    def on_gpu(self, device: torch.device) -> list[Tensor] | None:
+        """Rows, m and v as tensors that a GPU reads and writes where they are, if it can."""
+
+
+class RamStorage(TableStorage):
+    """Tables in ordinary memory, for training with moments."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, *, training: bool = True) -> None:
+        self.arrays = {}
+        for name, (size, kind, n_byte) in layout(shape, dtype).items():
+            if training or name == "rows":
+                # Pages of its own: a page that holds other things, too, cannot be pinned twice.
+                self.arrays[name] = torch.frombuffer(mmap.mmap(-1, n_byte), dtype=kind).view(size)
+
+    def on_gpu(self, device: torch.device) -> list[Tensor] | None:
+        seen = [seen_by_gpu(a, device) for a in self.arrays.values() if a.dim() == 3]
+        return seen if all(array is not None for array in seen) else None
+
+
+class DiskStorage(TableStorage):
+    """Tables in a folder of raw arrays, a file for each, mapped into memory: to read a tensor is to
+    read its file. If `writable`, to write to a tensor is to write to its file; if not, changes stay
+    in this process. UserError: a file is missing or has another size."""
+
+    def __init__(
+        self, folder: Path, shape: Shape, dtype: torch.dtype, *, writable: bool = False
+    ) -> None:
+        self.folder, self.fresh, self.arrays, self.maps = Path(folder), False, {}, {}
+        mode, how = ("r+b", dict(access=mmap.ACCESS_WRITE)) if writable else ("rb", PRIVATE)
+        for name, (size, kind, n_byte) in layout(shape, dtype).items():
+            path = self.folder / name
+            try:
+                with open(path, mode) as file:
+                    if (found := os.fstat(file.fileno()).st_size) != n_byte:
+                        raise UserError(f"{path} is damaged: {found:,} bytes, not {n_byte:,}")
+                    self.maps[name] = mmap.mmap(file.fileno(), 0, **how)
+            except OSError as error:
+                why = f"{error.strerror}: tables belong beside their ckpt.pt"
+                raise UserError(f"cannot read {path}: {why}") from None
+            self.arrays[name] = torch.frombuffer(self.maps[name], dtype=kind).view(size)
+
+    @classmethod
+    def create(
+        cls, folder: Path, shape: Shape, dtype: torch.dtype, *, sparse: bool = False
+    ) -> "DiskStorage":
+        """Writable tables of zeros in a new folder, which take all of their room at once unless
+        `sparse`: a disk that fills up under a map would kill the process. UserError: it is full."""
+        with writing(folder):
+            Path(folder).mkdir(parents=True)
+            for name, (_, _, n_byte) in layout(shape, dtype).items():
+                with open(Path(folder) / name, "wb") as file:
+                    file.truncate(n_byte)
+                    if not sparse and hasattr(os, "posix_fallocate"):
+                        os.posix_fallocate(file.fileno(), 0, n_byte)
+        storage = cls(folder, shape, dtype, writable=True)
+        storage.fresh = not sparse  # to draw rows would fill the files
+        return storage
+
+    def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
+        """As `TableStorage.read_ahead`. Page faults would ask the disk for one page after the
+        other: that took ten times as long."""
+        # Neighbours are asked for as one: among them, id minus index is the same.
+        ids = torch.unique(ids)
+        _, sizes = torch.unique_consecutive(ids - torch.arange(len(ids)), return_counts=True)
+        runs = list(zip(ids[sizes.cumsum(0) - sizes].tolist(), sizes.tolist(), strict=True))
+        for name in names if hasattr(mmap, "MADV_WILLNEED") else ():
+            n_byte = self.arrays[name][0].nbytes  # of a token
+            for first, size in runs:
+                start = first * n_byte // mmap.PAGESIZE * mmap.PAGESIZE
+                end = (first + size) * n_byte
+                self.maps[name].madvise(mmap.MADV_WILLNEED, start, end - start)
+
+    def copy(self, folder: Path) -> dict:
+        """Write what the arrays hold now to a new folder. Returns what opens and verifies it."""
+        with writing(folder):
+            Path(folder).mkdir(parents=True)
+            for name, array in self.arrays.items():
+                with open(Path(folder) / name, "wb") as file:
+                    array.view(torch.uint8).numpy().tofile(file)
+                    os.fsync(file.fileno())
+        rows = self.arrays["rows"]
+        return dict(shape=tuple(rows.shape), dtype=rows.dtype, crc32=self.checksums())
+
+    def checksums(self) -> dict[str, int]:
+        arrays = self.arrays.items()
+        return {name: zlib.crc32(array.view(torch.uint8).numpy()) for name, array in arrays}
+
+
+def check_room(
+    shape: Shape, dtype: torch.dtype, training: bool, folder: Path | None = None, copies: int = 1
+) -> None:
+    """UserError: there is no room for so many copies of tables in RAM, or on the disk of a folder.
+    Said early: later the system would kill the run."""
+    sizes = {name: n_byte for name, (_, _, n_byte) in layout(shape, dtype).items()}
+    need = copies * (sum(sizes.values()) if training else sizes["rows"])
+    free = shutil.disk_usage(folder).free if folder else free_ram()
+    if free is not None and need > free:
+        where, instead = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
+        raise UserError(
+            f"the tables need {gib(need)} of {where}, {gib(free)} are free: take {instead}"
+            + " or --table_dtype bfloat16" * training
+        )
+
+
+def free_ram() -> int | None:
+    """Bytes that programs can still have, where the system tells (Linux)."""
+    info = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: +(\d+)", info.read_text()) if info.exists() else None
+    return int(found[1]) * 1024 if found else None
+
+
+def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
+    """The same memory as a CUDA tensor, which kernels read and write over the bus; None where it
+    cannot be pinned. It is page-locked where it is: memory that is allocated pinned has a power of
+    two as its size. Under unified addressing both sides share the address."""
+    runtime, at, size = torch.cuda.cudart(), array.data_ptr(), array.nbytes
+    with torch.cuda.device(device):
+        # Windows' GPUs see other addresses.
+        error = sys.platform == "win32" or int(runtime.cudaHostRegister(at, size, 0))
+        if error:
+            why = f"cannot be pinned (CUDA error {error}, see `ulimit -l`), which is slower"
+            print(f"note: {gib(size)} of tables {why}", file=sys.stderr)
+            return None
+        weakref.finalize(array, unpin, at, device)
+        kind = {2: "<i2", 4: "<f4"}[array.element_size()]  # the protocol has no bfloat16
+        where = dict(shape=(array.numel(),), typestr=kind, data=(at, False), version=2)
+        owned = SimpleNamespace(__cuda_array_interface__=where, owner=array)
+        view = torch.as_tensor(owned, device=device)
+    assert view.data_ptr() == at, "a copy was made instead of a view"
+    return view.view(array.dtype).view(array.shape)
+
+
+def unpin(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # kernels may still be reading
+    torch.cuda.cudart().cudaHostUnregister(address)

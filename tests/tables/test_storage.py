@@ -1,0 +1,143 @@
+"""Tables on disk: what is written is there when reopened, damage is noticed, room is checked."""
+
+import mmap
+import os
+import shutil
+
+import pytest
+import torch
+
+from common import UserError
+from tables import storage as storages
+from tables.storage import DiskStorage, check_room, layout
+
+SHAPE = (7, 3, 5)  # V, n_table, W
+
+
+def made(tmp_path, dtype=torch.float32) -> DiskStorage:
+    """Tables in which no number is like its neighbour."""
+    storage = DiskStorage.create(tmp_path / "new" / "live", SHAPE, dtype)
+    assert storage.fresh and not any(array.any() for array in storage.arrays.values())
+    for number, array in enumerate(storage.arrays.values()):
+        array.copy_(torch.arange(array.numel()).view(array.shape) + 10 * number)
+    return storage
+
+
+def same(a: DiskStorage, b: DiskStorage) -> bool:
+    return all(torch.equal(array, b.arrays[name]) for name, array in a.arrays.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writes_are_in_files_of_the_raw_numbers(tmp_path, dtype):
+    storage = made(tmp_path, dtype)
+    again = DiskStorage(storage.folder, SHAPE, dtype)
+    assert same(again, storage) and not again.fresh
+    assert sorted(path.name for path in storage.folder.iterdir()) == sorted(layout(SHAPE, dtype))
+    raw = bytearray((storage.folder / "rows").read_bytes())
+    expected = torch.arange(7 * 3 * 5).to(dtype)  # a token's rows of all tables side by side
+    assert torch.equal(torch.frombuffer(raw, dtype=dtype), expected)
+
+
+def test_who_only_reads_can_not_change_the_files(tmp_path):
+    storage = made(tmp_path)
+    before = (storage.folder / "rows").read_bytes()
+    reader = DiskStorage(storage.folder, SHAPE, torch.float32)
+    reader.arrays["rows"].fill_(9.0)
+    assert (storage.folder / "rows").read_bytes() == before
+    assert DiskStorage(storage.folder, SHAPE, torch.float32).arrays["rows"][0, 0, 1] == 1.0
+    reader.copy(tmp_path / "changed")  # but a copy has the change, and all else
+    changed = DiskStorage(tmp_path / "changed", SHAPE, torch.float32)
+    assert (changed.arrays["rows"] == 9.0).all()
+    assert torch.equal(changed.arrays["last"], storage.arrays["last"])
+
+
+def test_a_copy_is_a_moment_of_tables_that_go_on(tmp_path):
+    storage = made(tmp_path)
+    described = storage.copy(tmp_path / "copy")
+    crc32 = described.pop("crc32")
+    storage.arrays["v"][6, 2, 4] += 1
+    copy = DiskStorage(tmp_path / "copy", **described)
+    assert not same(copy, storage)
+    storage.arrays["v"][6, 2, 4] -= 1
+    assert same(copy, storage) and copy.checksums() == storage.checksums() == crc32
+
+
+@pytest.mark.parametrize("name", layout(SHAPE, torch.float32))
+def test_damage_is_noticed(tmp_path, name):
+    storage = made(tmp_path)
+    path, before = storage.folder / name, storage.checksums()
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    after = DiskStorage(storage.folder, SHAPE, torch.float32).checksums()
+    assert [key for key in before if before[key] != after[key]] == [name]
+    for harm, says in ((raw[:-1], "is damaged: .* bytes"), (raw + b"\0", "bytes"), (b"", "bytes")):
+        path.write_bytes(harm)
+        with pytest.raises(UserError, match=rf"live/{name} {says}|live/{name} is damaged"):
+            DiskStorage(storage.folder, SHAPE, torch.float32)
+    path.unlink()
+    with pytest.raises(UserError, match=f"cannot read .*live/{name}: No such file"):
+        DiskStorage(storage.folder, SHAPE, torch.float32)
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    storage = made(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=r"cannot write .*full: No space left on device"):
+        DiskStorage.create(tmp_path / "full", SHAPE, torch.float32)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*copy: No space left on device"):
+        storage.copy(tmp_path / "copy")
+
+
+def test_pages_are_asked_for_ahead_neighbours_as_one(tmp_path):
+    storage = DiskStorage.create(tmp_path / "t", (400, 3, 512), torch.float32)  # 6 KB a token
+    asked = []
+
+    class Map:
+        def madvise(self, advice, start, length):
+            assert advice == mmap.MADV_WILLNEED
+            asked.append((start, start + length))
+
+    real, storage.maps = storage.maps, dict.fromkeys(storage.maps, Map())
+    storage.read_ahead(torch.tensor([[5, 0, 2, 1], [8, 7, 399, 5]]), ("rows", "v"))
+    page, size = mmap.PAGESIZE, 3 * 512 * 4
+    runs = [(0, 2), (5, 5), (7, 8), (399, 399)]
+    expected = [(first * size // page * page, (last + 1) * size) for first, last in runs]
+    assert asked == expected * 2
+    storage.maps = real  # the system takes them as they are
+    for ids in ([0, 1, 2, 5], [399], []):
+        storage.read_ahead(torch.tensor(ids, dtype=torch.int64), ("rows", "m", "v"))
+
+
+def test_sparse_tables_take_no_room_and_may_be_larger_than_memory(tmp_path):
+    shape = (1 << 22, 2, 4096)  # 128 GiB of rows
+    storage = DiskStorage.create(tmp_path / "big", shape, torch.float32, sparse=True)
+    storage.arrays["rows"][4_000_000, 1] = 2.0
+    reader = DiskStorage(storage.folder, shape, torch.float32)
+    assert reader.arrays["rows"][4_000_000].sum() == 2 * 4096 and not storage.fresh
+    assert sum(path.stat().st_blocks * 512 for path in storage.folder.iterdir()) < 1e6
+
+
+@pytest.mark.parametrize(("folder", "copies"), [(False, 1), (True, 2), (True, 3)])
+@pytest.mark.parametrize("training", [False, True])
+def test_room_is_that_of_rows_and_in_training_of_moments(
+    training, folder, copies, tmp_path, monkeypatch
+):
+    per_number, per_token = (10, 16) if training else (2, 0)  # bfloat16, m and v, count and last
+    need = copies * (7 * 3 * 5 * per_number + 7 * per_token)
+    args = (SHAPE, torch.bfloat16, training, tmp_path if folder else None, copies)
+    for free in (need, need - 1):
+        usage = shutil.disk_usage(tmp_path)._replace(free=free if folder else 0)
+        monkeypatch.setattr(storages.shutil, "disk_usage", lambda path, usage=usage: usage)
+        monkeypatch.setattr(storages, "free_ram", lambda free=free: 0 if folder else free)
+        if free == need:
+            check_room(*args)
+        else:
+            with pytest.raises(UserError, match="--out_dir" if folder else "--offload disk"):
+                check_room(*args)
+    monkeypatch.setattr(storages, "free_ram", lambda: None)  # a system that does not tell
+    check_room(SHAPE, torch.bfloat16, training)
