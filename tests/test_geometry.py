@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from analysis.geometry import cosines, effective_rank, up_outputs, vectors
+from analysis.geometry import cosines, up_outputs, vectors
 from attention import rotary
 from config import ModelConfig
 from model import Decoder
@@ -25,17 +25,6 @@ def test_random_rows_are_as_orthogonal_as_theory_says():
     torch.manual_seed(0)
     size = cosines(torch.randn(500, 256)).abs().mean().item()
     assert size == pytest.approx(math.sqrt(2 / (math.pi * 256)), rel=0.02)
-
-
-def test_effective_rank_counts_directions_whatever_their_length():
-    assert effective_rank(torch.eye(6) * torch.arange(1, 7)) == pytest.approx(6)
-    assert effective_rank(torch.ones(5, 9)) == pytest.approx(1)
-    a = math.pi / 3  # two vectors at 60 degrees: singular values are the roots of 1 +- cos
-    two = torch.tensor([[1.0, 0.0], [math.cos(a), math.sin(a)]])
-    big, small = math.sqrt(1.5), math.sqrt(0.5)
-    p, q = big / (big + small), small / (big + small)
-    expected = math.exp(-p * math.log(p) - q * math.log(q))
-    assert effective_rank(two) == pytest.approx(expected, rel=1e-6)
 
 
 def test_outputs_of_up_projections_by_token():

@@ -205,7 +205,6 @@ def test_a_checkpoint_that_would_run_code_is_called_so(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "says_"),
     [
-        (dict(step=13), "step 13 of 12"),
         (dict(step="x"), "is damaged or not a checkpoint"),
         (dict(args=None), "is damaged or not a checkpoint"),
         (dict(args=dict(n_layer=10**8)), "n_layer=100000000 must be at most 1,024"),
