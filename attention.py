@@ -25,8 +25,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, in buffers with `room` for block_size tokens or
-    fewer."""
+    """Keys and values of the tokens seen so far; `room` for block_size tokens, or fewer."""
 
     def __init__(
         self, config: ModelConfig, batch: int, device, dtype: torch.dtype, room: int | None = None
