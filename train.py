@@ -94,6 +94,8 @@ class Run:
                     for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                         pairs.reference[:] = known.numpy()
                     self.step, self.best = checkpoint["step"], checkpoint["best"]
+                    if not 0 <= self.step <= settings.max_iters:
+                        raise ValueError(f"it is of step {self.step} of {settings.max_iters}")
         if settings.compile:
             for block in model.blocks:  # not the model: lookups and offloading stay outside
                 block.compile()

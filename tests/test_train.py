@@ -336,7 +336,7 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(
             f"val loss {last['val_loss']:.5g}, val loss per byte {last['val_loss_per_byte']:.5g}"
         )
         lines = [f"{trained[ffn]}/ckpt.pt on {folder}: {figures}" for folder in (data, f"{other}/")]
-        lines += ["capitals recalled on phrasings it never saw: 50.0%"]
+        lines += ["capitals, asked in words it never saw: recall 50.0%"]
         assert capsys.readouterr().out.splitlines() == lines
         assert {path: path.read_bytes() for path in trained[ffn].iterdir()} == before
     (other / "meta.json").write_text(json.dumps({**meta, "tokenizer": "another"}))

@@ -21,13 +21,13 @@ def ask(model: Decoder, data: Data) -> dict[str, float]:
     try:
         if corpus == "countries":
             shares = dict(recall=fact_recall(*of))
-            print(f"capitals recalled on phrasings it never saw: {shares['recall']:.1%}")
         elif corpus in ("countries-sft", "countries-dpo"):
             shares = chat_recall(*of)
-            named = ", ".join(f"{name.replace('_', ' ')} {shares[name]:.1%}" for name in shares)
-            print(f"capitals named in a chat, asked in new words: {named}")
     except UserError as error:  # --block_size is less than a question needs
         print(f"capitals were not asked for: {error}")
+    if shares:
+        said = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
+        print(f"capitals, asked in words it never saw: {said}")
     return shares
 
 
