@@ -7,6 +7,7 @@ python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.
 """
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, count
@@ -30,7 +31,9 @@ class Sampling:
     max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
     temperature: float = flag(0.8, "0: always the most probable", must="0 or more")
     top_k: int | None = flag(None, "draw from the k most probable tokens only", must="at least 1")
-    top_p: float | None = flag(None, "draw from those that reach p", must="above 0 and at most 1")
+    top_p: float | None = flag(
+        None, "draw from the fewest that sum up to p", must="above 0 and at most 1"
+    )
     num_samples: int = flag(1, "how many", must="at least 1")
     compile: bool = flag(False, "torch.compile a step of decoding: slow start, faster tokens")
     seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
@@ -94,25 +97,37 @@ class Chat:
         self.turns.append([*question, *answer, self.end, *self.encoding.encode_ordinary("\n")])
 
 
-def show(pieces: Iterator[str]) -> None:
-    """Print a text as it comes."""
+def show(pieces: Iterator[str]) -> int:
+    """Print a text as it comes. Returns the number of its pieces."""
+    n = 0
     for piece in pieces:
         print(piece, end="", flush=True)
+        n += 1
     print()
+    return n
 
 
 def converse(chat: Chat, seed: int, **options) -> None:
-    """Hold a conversation: each line of standard input is a message, until the input ends."""
+    """Hold a conversation: each line of standard input is a message, until the input ends. /new
+    forgets what was said, Ctrl-C ends an answer."""
+    if sys.stdin is None:
+        raise UserError("--chat reads standard input, which is closed")
     sys.stdin.reconfigure(errors="replace")
-    prompt = "> " if sys.stdin.isatty() else ""
     for turn in count():
         try:
-            if text := input(prompt).strip():
-                show(chat.reply(text, seed=seed + turn, **options))
+            text = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
-        except UserError as error:
-            print(f"({error})", file=sys.stderr)
+        if text == "/new":
+            chat.turns = []
+            print("(a new conversation)", file=sys.stderr)
+        elif text:
+            try:
+                show(chat.reply(text, seed=seed + turn, **options))
+            except KeyboardInterrupt:
+                print()
+            except UserError as error:
+                print(f"({error})", file=sys.stderr)
 
 
 def main() -> None:
@@ -127,10 +142,17 @@ def main() -> None:
             print(f"{args.ckpt} has not learned to talk (train.py --stage sft)", file=sys.stderr)
         return converse(Chat(model, encoding, args.system), args.seed, **options)
     prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
+    n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
+    if n_prompt > block_size:
+        print(f"of {n_prompt} prompt tokens the model sees the last {block_size}", file=sys.stderr)
+    tokens, start = 0, time.perf_counter()
     for number in range(args.num_samples):
         if number:
             print("\n" + "-" * 40)
-        show(sample_text(model, encoding, prompt, seed=args.seed + number, **options))
+        text = sample_text(model, encoding, prompt, seed=args.seed + number, **options)
+        tokens += show(text) - 2  # two pieces are no tokens: the prompt and the flush
+    speed = tokens / (time.perf_counter() - start)
+    print(f"\n{tokens} tokens, {speed:,.0f} tok/s on {model.device.type}", file=sys.stderr)
 
 
 if __name__ == "__main__":

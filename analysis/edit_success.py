@@ -134,6 +134,9 @@ def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     UserError: edits of this model cannot be measured."""
     model, encoding, _ = load_model(ckpt, device)
     model.tables = MeanRows(model.tables)
+    single = single_tokens(encoding, "capital")
+    if not any(successes(model, encoding, [(one, one) for one in single])):
+        raise UserError(f"{ckpt} knows no capital, so there is nothing to edit: train it longer")
     print(f"measuring edits of {ckpt}, which takes minutes ...\n", flush=True)
     result, rows = report(model, encoding), []
     parts = [("one token", *part) for part in result["relations"].items()]

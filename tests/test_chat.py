@@ -142,26 +142,38 @@ def test_an_answer_is_shown_as_it_was_written(model, encoding, monkeypatch, cont
     assert talk.turns == [[*asked, *answer, 2, *encoding.encode_ordinary("\n")]]
 
 
+ENDS = {"long": UserError("say it in fewer words"), "stop": KeyboardInterrupt()}
+
+
 class Echo:
     def __init__(self):
         self.turns = []
 
     def reply(self, text, seed):
         self.turns.append(text)
-        if text == "long":
-            raise UserError("say it in fewer words")
+        if text in ENDS:
+            raise ENDS[text]
         yield f"{seed}:"
         yield text
 
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_lines_are_messages_until_the_input_ends(monkeypatch, capsys, asks):
-    stdin, chat = io.TextIOWrapper(io.BytesIO(b"Hi \xff\n\nlong\nBye"), encoding="utf-8"), Echo()
+    stdin, chat = (
+        io.TextIOWrapper(io.BytesIO(b"Hi \xff\n\nlong\nstop\nA\n/new\nBye"), encoding="utf-8"),
+        Echo(),
+    )
     stdin.isatty = lambda: asks
     monkeypatch.setattr("sys.stdin", stdin)
     converse(chat, seed=5)
     out, err = capsys.readouterr()
-    assert out.replace("> ", "").splitlines() == ["5:Hi \ufffd", "8:Bye"]
-    assert err == "(say it in fewer words)\n"
-    assert out.count("> ") == 5 * asks  # four lines and the end
-    assert chat.turns == ["Hi \ufffd", "long", "Bye"]
+    assert out.replace("> ", "").splitlines() == ["5:Hi \ufffd", "", "9:A", "11:Bye"]
+    assert err == "(say it in fewer words)\n(a new conversation)\n"
+    assert out.count("> ") == 8 * asks  # seven lines and the end
+    assert chat.turns == ["Bye"]
+
+
+def test_a_chat_without_standard_input_says_so(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="standard input, which is closed"):
+        converse(Echo(), seed=5)

@@ -191,6 +191,7 @@ def test_a_model_that_cannot_be_measured_is_refused(untrained, trained, tmp_path
         (trained["dense"] / "ckpt.pt", six, "has no tables to edit"),
         (trained["stem"] / "ckpt.pt", six, "too few countries are one token"),
         (tmp_path / "ckpt.pt", six[:1], "too few countries are one token"),
+        (tmp_path / "ckpt.pt", six, "knows no capital"),
     ):
         monkeypatch.setattr(countries, "table", lambda table=table: table)
         with pytest.raises(UserError, match=says):
