@@ -123,6 +123,22 @@ class Experiment:
                 train_all(jobs, self.jobs)
         return folders
 
+    def best_learning_rates(self, kinds: dict[str, Flags]) -> dict[str, Flags]:
+        """The kinds, each with the learning rate of its lowest validation loss, first seed."""
+
+        def losses(todo: list[tuple[str, float]]) -> list[float]:
+            wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in todo}
+            folders = [folder for (folder,) in self.train(wanted, self.numbers[:1]).values()]
+            return [inf if diverged(each) else best_loss(read_run(each)) for each in folders]
+
+        found = search_learning_rates(kinds, RATES[1:2] if self.quick else RATES, losses)
+        rows, rates = [], sorted(set().union(*found.values()))
+        for name, by in found.items():
+            shown = {f"{rate:g}": f"{by[rate]:.3f}" if rate in by else "" for rate in rates}
+            rows.append({"best val loss": name, **shown})
+        print(f"Learning rates, seed {self.numbers[0]}:\n\n{markdown(rows)}\n")
+        return {k: {**kinds[k], "learning_rate": min(by, key=by.get)} for k, by in found.items()}
+
     def measure(
         self, name: str, todo: dict[str, Callable[[], Any]], what: str = "runs to measure"
     ) -> list[Any]:
@@ -250,25 +266,6 @@ def search_learning_rates(
                 todo += [(name, best / 2)] * (best == min(found))
                 todo += [(name, best * 2)] * (best == max(found))
     return tried
-
-
-def best_learning_rates(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str, Flags]:
-    """The kinds, each with the learning rate of its lowest validation loss with the first seed."""
-    rates, seed = RATES[1:2] if experiment.quick else RATES, experiment.numbers[:1]
-
-    def losses(todo: list[tuple[str, float]]) -> list[float]:
-        wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in todo}
-        folders = itertools.chain(*experiment.train(wanted, seed).values())
-        return [inf if diverged(folder) else best_loss(read_run(folder)) for folder in folders]
-
-    found = search_learning_rates(kinds, rates, losses)
-    shown = sorted(set().union(*found.values()))
-    rows = [
-        {"best val loss": name} | {f"{r:g}": f"{by[r]:.3f}" if r in by else "" for r in shown}
-        for name, by in found.items()
-    ]
-    print(f"Learning rates, seed {seed[0]}:\n\n{markdown(rows)}\n")
-    return {k: {**kinds[k], "learning_rate": min(by, key=by.get)} for k, by in found.items()}
 
 
 def best_loss(run: Run) -> float:

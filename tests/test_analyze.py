@@ -10,7 +10,7 @@ from conftest import command
 
 import analyze
 from analysis import experiment as shared
-from analysis.experiment import Experiment, JsonCache, best_learning_rates
+from analysis.experiment import Experiment, JsonCache
 from analysis.runs import spikes
 from common import UserError
 from training.records import read_run
@@ -186,7 +186,7 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkey
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(shared, "read_run", read)
     monkeypatch.setattr(shared, "diverged", breaks)
-    found = best_learning_rates(experiment, {"one": dict(ffn="dense")})["one"]
+    found = experiment.best_learning_rates({"one": dict(ffn="dense")})["one"]
     assert found["ffn"] == "dense" and abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
     assert min(asked) < found["learning_rate"] < max(asked) and len(set(asked)) == len(asked)
 
