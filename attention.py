@@ -25,8 +25,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, in buffers with `room` for block_size tokens or
-    fewer."""
+    """Keys and values of the tokens seen so far; `room` for block_size tokens, or fewer."""
 
     def __init__(
         self, config: ModelConfig, batch: int, device, dtype: torch.dtype, room: int | None = None
@@ -101,9 +100,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module) -> None:
         super().__init__()
         self.layer, self.qkv, self.dropout = layer, qkv, config.dropout
-        self.out = nn.Identity()
-        if not config.embedding_only:
-            self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        width = config.n_embd
+        self.out = nn.Identity() if config.embedding_only else nn.Linear(width, width, bias=False)
 
     def forward(
         self, x: Tensor, rows: Tensor, angles: Angles, mask: Tensor | None, cache: KVCache | None

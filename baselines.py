@@ -142,10 +142,7 @@ class ProductKeyMemory(nn.Module):
         spare = (3 * config.d_ff - n_head * top_k) * n_embd
         half = spare // (2 * n_head * (n_embd + n_key))  # numbers in half a query
         if half < 1 or top_k > n_key:
-            raise ValueError(
-                f"{top_k=} must be at most {n_key=}, and {n_head=} times as many values cost less "
-                f"than a dense FFN of d_ff={config.d_ff}: lower it"
-            )
+            raise ValueError(f"{top_k=} is more than {n_key=}, or too much for d_ff={config.d_ff}")
         self.shape, self.top_k, self.norm_eps = (n_head, 2, n_key), top_k, config.norm_eps
         self.query = nn.Linear(n_embd, n_head * 2 * half, bias=False)
         self.keys = nn.Parameter(torch.empty(n_head * 2 * n_key, half))

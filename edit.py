@@ -9,8 +9,8 @@
     python analyze.py edits out/ckpt.pt              # all pairs of countries: how many succeed
 
 An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
-(`stem.substitute`). Embedding, attention and everything dense still see Spain. What --save writes
-has Germany's rows under Spain's id instead, and keeps Spain's, for --undo.
+(`stem.substitute`); everything dense still sees Spain. What --save writes has Germany's rows under
+Spain's id instead, and keeps Spain's, for --undo.
 """
 
 import itertools
@@ -80,9 +80,8 @@ class Edit:
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
     align: str = flag(
         "last",
-        "names of different length: their ends together (a longer source repeats the target's "
-        "first row, a longer target gives its last ones), their beginnings, ends with a padding "
-        "token in front, or the mean of the target's rows for all of the source",
+        "names of different length: ends together (a longer source repeats the target's first row, "
+        "a longer target gives its last), beginnings, ends after padding, or the target's mean row",
         choices=ALIGN,
     )
     max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
@@ -125,15 +124,11 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
     ids = encode(encoding, prompt)
-    room = model.config.block_size - len(ids)
-    if room < 1:
+    if (room := model.config.block_size - len(ids)) < 1:
         raise UserError(f"--prompt has {len(ids)} tokens, room is {model.config.block_size - 1}")
     table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, model.tables)
     if ids == table_ids:
-        raise UserError(
-            f"--prompt {prompt!r} does not contain --source {edit.source!r} as a word of its own, "
-            f"or as a part of {edit.target!r} it reads the same rows as before"
-        )
+        raise UserError(f"--prompt {prompt!r} reads no other rows: has it a word {edit.source!r}?")
 
     given = torch.tensor([ids, ids], device=model.device)  # [2, T]
     both = torch.tensor([ids, table_ids])  # what to look rows up under, before and after

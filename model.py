@@ -225,8 +225,8 @@ class Decoder(nn.Module):
             text = torch.cat((text, new), dim=-1)
 
     def generate(self, ids: Tensor, max_new_tokens: int, **options) -> Tensor:
-        """All tokens of `stream` behind the prompt: [B, T] -> [B, T + new]."""
-        new = list(self.stream(ids, max_new_tokens, **options))
+        """The prompt with all tokens of `stream`: [B, T] -> [B, T + new]."""
+        new = self.stream(ids, max_new_tokens, **options)
         return torch.cat([ids, *(token[:, None] for token in new)], dim=1)
 
     def sizes(self) -> dict[str, int]:
@@ -244,8 +244,7 @@ class Decoder(nn.Module):
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
         backbone = sum(p.numel() for p in dense)
         idle = sum(getattr(block.ffn, "idle", 0) for block in self.blocks)
-        # An embedding that is not the head is looked up: one row is touched, nothing multiplied.
-        row = 0 if config.tie_head else config.n_embd
+        row = 0 if config.tie_head else config.n_embd  # of an embedding that is only looked up
         multiplied = sum(p.numel() for p in dense if p.dim() == 2) - config.vocab_size * row - idle
         touched = backbone - (config.vocab_size - 1) * row - idle
         attention = 4 * config.n_layer * config.n_embd  # q k, and its weight times v
@@ -298,10 +297,9 @@ CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
 class HeadLoss(torch.autograd.Function):
     """`F.cross_entropy(x @ weight.T, targets, ignore_index=-1)` without all of its logits at once.
 
-    Logits [N, V] are by far the largest tensor of a small model: 6,400 numbers a token, where the
-    residual stream has 192. Here tokens take their turn chunk by chunk, forward and backward at
-    once: the gradient of a token's logits is `softmax(logits) - onehot(target)`, so nothing is kept
-    but the gradients of the head and of its input. A chunk stays in a CPU's caches."""
+    Logits [N, V] are by far the largest tensor of a small model. Here tokens take their turn chunk
+    by chunk, forward and backward at once: the gradient of a token's logits is `softmax(logits) -
+    onehot(target)`, so nothing is kept but the gradients of the head and of its input."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiate: bool) -> Tensor:

@@ -30,9 +30,7 @@ class Sampling:
     max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
     temperature: float = flag(0.8, "0: always the most probable", must="0 or more")
     top_k: int | None = flag(None, "draw from the k most probable tokens only", must="at least 1")
-    top_p: float | None = flag(
-        None, "draw from the most probable tokens that sum up to p", must="above 0 and at most 1"
-    )
+    top_p: float | None = flag(None, "draw from those that reach p", must="above 0 and at most 1")
     num_samples: int = flag(1, "how many", must="at least 1")
     compile: bool = flag(False, "torch.compile a step of decoding: slow start, faster tokens")
     seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
@@ -50,8 +48,7 @@ class Sampling:
 def sample_text(
     model: Decoder, encoding: tiktoken.Encoding, prompt: str, max_new_tokens: int, **options
 ) -> Iterator[str]:
-    """Yield the prompt, then the model's text token by token, until it ends the document; `options`
-    are those of `Decoder.stream`."""
+    """Yield the prompt and the model's text token by token; `options` as for `Decoder.stream`."""
     ids = torch.tensor([encode(encoding, prompt)], device=model.device)  # [1, T]
     decoder = StreamDecoder(encoding)
     yield prompt
@@ -62,8 +59,8 @@ def sample_text(
 
 
 class Chat:
-    """A conversation with a model. When a turn does not fit into the model's context, the oldest
-    turns are forgotten, the `system` message at the beginning is not."""
+    """A conversation. When a turn does not fit into the model's context, the oldest turns are
+    forgotten, the `system` message at the beginning is not."""
 
     def __init__(self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None):
         self.model, self.encoding = model, encoding
@@ -79,27 +76,22 @@ class Chat:
         block_size = self.model.config.block_size
         room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
         if len(question) > room:
-            raise UserError(
-                f"the message has {len(question)} tokens, there is room for {max(room, 0)}: say "
-                "it, or --system, in fewer words"
-            )
+            said = f"the message has {len(question)} tokens, there is room for {max(room, 0)}"
+            raise UserError(f"{said}: say it, or --system, in fewer words")
         while sum(map(len, self.turns)) + len(question) > room:
             self.turns.pop(0)
         ids = [*self.head, *chain(*self.turns), *question]
         new = min(max_new_tokens, block_size - len(ids))
         ids = torch.tensor([ids], device=self.model.device)  # [1, T]
         decoder, answer = StreamDecoder(self.encoding), []
-        try:
-            for token in self.model.stream(ids, new, stop=self.end, **options):
-                if token.item() in (self.end, self.encoding.eot_token):
-                    break  # a document's end is a message's, too
-                answer.append(token.item())
-                piece = decoder.feed(answer[-1])
-                yield piece.removeprefix(" ") if len(answer) == 1 else piece
-            yield decoder.flush()
-        finally:  # an answer that is interrupted or cut off is a turn, too
-            newline = self.encoding.encode_ordinary("\n")
-            self.turns.append([*question, *answer, self.end, *newline])
+        for token in self.model.stream(ids, new, stop=self.end, **options):
+            if token.item() in (self.end, self.encoding.eot_token):
+                break  # a document's end is a message's, too
+            answer.append(token.item())
+            piece = decoder.feed(answer[-1])
+            yield piece.removeprefix(" ") if len(answer) == 1 else piece
+        yield decoder.flush()
+        self.turns.append([*question, *answer, self.end, *self.encoding.encode_ordinary("\n")])
 
 
 def show(pieces: Iterator[str]) -> None:
@@ -110,24 +102,17 @@ def show(pieces: Iterator[str]) -> None:
 
 
 def converse(chat: Chat, seed: int, **options) -> None:
-    """Hold a conversation: each line of standard input is a message, until the input ends. Ctrl-C
-    in a terminal ends an answer."""
+    """Hold a conversation: each line of standard input is a message, until the input ends."""
     sys.stdin.reconfigure(errors="replace")
-    asks = sys.stdin.isatty()
-    if asks:
-        print("Ctrl-C: end an answer   Ctrl-D: end the program")
+    prompt = "> " if sys.stdin.isatty() else ""
     for turn in count():
         try:
-            if text := input("> " if asks else "").strip():
+            if text := input(prompt).strip():
                 show(chat.reply(text, seed=seed + turn, **options))
         except EOFError:
             return
         except UserError as error:
             print(f"({error})", file=sys.stderr)
-        except KeyboardInterrupt:
-            if not asks:
-                raise
-            print()
 
 
 def main() -> None:

@@ -94,6 +94,8 @@ class Run:
                     for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                         pairs.reference[:] = known.numpy()
                     self.step, self.best = checkpoint["step"], checkpoint["best"]
+                    if not 0 <= self.step <= settings.max_iters:
+                        raise ValueError(f"it is of step {self.step} of {settings.max_iters}")
         if settings.compile:
             for block in model.blocks:  # not the model: lookups and offloading stay outside
                 block.compile()
@@ -184,7 +186,15 @@ def fit(run: Run) -> None:
             log.write(type="step", step=run.step, **figures)
             bar.update()
             bar.set_postfix_str(format_metrics(figures))
-    finish(run, log)
+
+    # 4) report what was learned
+    torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
+    if shares := ask(run.model, data):
+        log.write(type="recall", step=run.step, **shares)
+    plot([out_dir], out_dir / "loss.png")
+    best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.keep_best else ""
+    print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
+    show(run.model, data, out_dir / "ckpt.pt", settings.seed)
 
 
 def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, tuple | None]:
@@ -293,18 +303,6 @@ def format_metrics(figures: dict[str, float]) -> str:
         name: f"{value:{',.0f' if value >= 1000 else '.5g'}}" for name, value in figures.items()
     }
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
-
-
-def finish(run: Run, log: Log) -> None:
-    """Report what was learned, draw the curve, and say what to try next."""
-    settings, model, data, out_dir = run.settings, run.model, run.data, run.settings.out_dir
-    torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
-    if shares := ask(model, data):
-        log.write(type="recall", step=run.step, **shares)
-    plot([out_dir], out_dir / "loss.png")
-    best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.keep_best else ""
-    print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
-    show(model, data, out_dir / "ckpt.pt", settings.seed)
 
 
 def evaluate(settings: Settings) -> None:

@@ -48,13 +48,10 @@ def openings(
 
 
 def single_tokens(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
-    """Those of `openings` whose name is one token. UserError: no two of them have other answers."""
+    """Those of `openings` whose name is one token. UserError: no two answers differ."""
     single = [one for one in openings(encoding, relation) if one.length == 1]
     if len({tuple(one.answer) for one in single}) < 2:
-        names = ", ".join(one.name for one in single) or "none"
-        raise UserError(
-            f"too few countries are one token ({names}): take a model of data/countries"
-        )
+        raise UserError("too few countries are one token: take a model of data/countries")
     return single
 
 
@@ -85,9 +82,8 @@ def successes(
 
 def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
     """Edit every country into every other, for names of a single token (`most`: random pairs of a
-    relation). Returns the number of `countries`, and overall and under `relations` for each the
-    number of `pairs`, `recall` (share of the facts that are the greedy answer before any edit) and
-    `success` (share of the pairs)."""
+    relation). Returns the number of `countries`, and overall and under `relations` the number of
+    `pairs`, `recall` (share of greedy answers that are right before any edit) and `success`."""
 
     def shares(recall: list[bool], success: list[bool]) -> dict[str, float]:
         return {"pairs": len(success), "recall": fmean(recall), "success": fmean(success)}
@@ -145,9 +141,8 @@ def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     parts += [(names, "capital", part) for names, part in result["lengths"].items()]
     parts += [("made up", relation, {"last": x}) for relation, x in result["injected"].items()]
     for names, relation, part in parts:
-        shares = {"recall": part.get("recall")}
-        shares |= {f"success, {how}": part.get(how) for how in ALIGN}
-        shares["success, last"] = part.get("success", part.get("last"))
+        part = {"last": part.get("success"), "recall": None, **part}
+        shares = {"recall": part["recall"]} | {f"success, {how}": part.get(how) for how in ALIGN}
         cells = {name: "" if share is None else f"{share:.1%}" for name, share in shares.items()}
         pairs = f"{part['pairs']:,}" if "pairs" in part else ""
         rows.append({"names": names, "asked for": relation, "pairs": pairs, **cells})

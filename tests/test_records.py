@@ -80,7 +80,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve_with_a_ban
     other = made(tmp_path / "other", [other, *RECORDS[1:]])
     head, _, row, last = table([folders[0], other, *folders[1:]]).splitlines()
     cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
-    assert cells["| run"] == "| stem" and cells["runs"] == "3"
+    assert cells["| run"] == "| stem-0" and cells["runs"] == "3"
     assert cells["val loss, last"] == "7.500 ± 1.803"  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
     assert cells["best"] == "7.000 ± 1.000" and cells["per byte"] == "1.500 ± 0.000"
     assert cells["recall before edits"] == "100.0% ± 0.0%"

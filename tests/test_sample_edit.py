@@ -115,7 +115,7 @@ def test_flags_that_do_not_go_together_are_refused(flags, says):
 
 @pytest.mark.parametrize(
     ("kind", "prompt", "says"),
-    [("stem", "Nobody", "does not contain --source"), ("stem", "a" * 99, "--prompt has 100 tokens"),
+    [("stem", "Nobody", "has it a word 'Anna'?"), ("stem", "a" * 99, "--prompt has 100 tokens"),
      ("dense", "Anna", "no tables to edit")],
 )  # fmt: skip
 def test_edit_refuses_in_one_line(trained, tmp_path, kind, prompt, says):

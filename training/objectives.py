@@ -1,7 +1,7 @@
 """What training minimizes: next-token prediction, or preferring one answer to another (DPO).
 
-An objective is called with a batch on the CPU (batches.py) and returns its mean loss with further
-figures by name. `count` says over how many the mean is, so that means of parts combine.
+An objective is called with a batch on the CPU (batches.py) and returns its mean loss, over `count`
+tokens or pairs, with further figures by name.
 """
 
 from collections import Counter

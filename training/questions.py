@@ -32,8 +32,7 @@ def score_answers(
         temperature: of the sampling whose probabilities are wanted.
         barred: a token that no answer may begin with; the others share its probability.
 
-    Returns:
-        greedy [N] bool, probability of the whole answer [N], and the logits [N, T, V].
+    Returns greedy [N] bool, probability of the whole answer [N], and the logits [N, T, V].
     """
     last = [len(prompt) - 1 for prompt in prompts]  # the position that predicts an answer
 
@@ -94,9 +93,8 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
 def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> dict[str, float]:
     """Ask in a conversation for a fact of every country, in held-out words, and judge each style
     of answer by itself: brief ("Lima.") and a sentence ("The answer is Lima."). No brief answer
-    about the relation may begin with " The".
+    about the relation may begin with " The". Returns:
 
-    Returns:
         recall, recall_brief, recall_sentence: share of the questions that greedy decoding answers
             rightly: left to itself, kept from beginning with " The", made to begin with it.
         sampled, sampled_brief, sampled_sentence: probability that a sample at temperature 0.8 is

@@ -92,18 +92,13 @@ class Log:
 
 def grouped(folders: list[Path]) -> list[tuple[str, list[dict]]]:
     """The records of runs, those together whose settings differ in nothing but the seed, after the
-    name of the first one's folder, of several without its number."""
+    name of the first one's folder."""
     groups: dict[str, dict[Path, dict]] = {}
     for folder in folders:
         records = read_run(folder)
         same = {**records["run"][0]["args"], "seed": None, "out_dir": None}
         groups.setdefault(json.dumps(same, sort_keys=True), {})[folder] = records
-    result = []
-    for group in groups.values():
-        name = next(iter(group)).name
-        shared = name.rstrip("0123456789").rstrip("-_.") if len(group) > 1 else name
-        result.append((shared or name, list(group.values())))
-    return result
+    return [(next(iter(group)).name, list(group.values())) for group in groups.values()]
 
 
 def losses_of(runs: list[dict], kind: str, loss: str) -> tuple[np.ndarray, np.ndarray]:
@@ -123,21 +118,17 @@ def mean_and_band(axes: plt.Axes, x: np.ndarray, ys: np.ndarray, **look) -> None
 
 def plot(folders: list[Path], out: Path) -> None:
     """Draw the training loss (thin) and validation loss (thick) of groups of runs over their
-    tokens, or over steps if one of them read conversations, which are not equally long."""
-    groups = grouped(folders)
-    stages = [runs[0]["run"][0]["args"]["stage"] for _, runs in groups]
-    by_step = "sft" in stages or "dpo" in stages
+    tokens, all rows counted as full."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for number, (name, runs) in enumerate(groups):
-        args, color = runs[0]["run"][0]["args"], f"C{number}"
-        unit = 1 if by_step else args["batch_size"] * args["block_size"] / 1e6
+    for number, (name, runs) in enumerate(grouped(folders)):
+        args, look = runs[0]["run"][0]["args"], dict(color=f"C{number}")
+        a_step = args["batch_size"] * args["block_size"] * (2 if args["stage"] == "dpo" else 1)
         steps, losses = losses_of(runs, "step", "train_loss")
-        axes.plot(steps * unit, losses.mean(0), color=color, alpha=0.3, linewidth=0.8)
+        axes.plot(steps * a_step / 1e6, losses.mean(0), alpha=0.3, linewidth=0.8, **look)
         steps, losses = losses_of(runs, "eval", "val_loss")
-        look = dict(color=color, marker=".", label=f"{name}: {args['ffn']}")
-        mean_and_band(axes, steps * unit, losses, **look)
-    x, y = "steps" if by_step else "million tokens", "pair" if "dpo" in stages else "token"
-    axes.set(xlabel=x, ylabel=f"loss (nats per {y}); thin: training, thick: validation")
+        look |= dict(marker=".", label=f"{name}: {args['ffn']}")
+        mean_and_band(axes, steps * a_step / 1e6, losses, **look)
+    axes.set(xlabel="million tokens", ylabel="loss (nats); thin: training, thick: validation")
     axes.set_yscale("log")  # the first steps fall by as much as all others
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")

@@ -21,13 +21,13 @@ def ask(model: Decoder, data: Data) -> dict[str, float]:
     try:
         if corpus == "countries":
             shares = dict(recall=fact_recall(*of))
-            print(f"capitals recalled on phrasings it never saw: {shares['recall']:.1%}")
         elif corpus in ("countries-sft", "countries-dpo"):
             shares = chat_recall(*of)
-            named = ", ".join(f"{name.replace('_', ' ')} {shares[name]:.1%}" for name in shares)
-            print(f"capitals named in a chat, asked in new words: {named}")
     except UserError as error:  # --block_size is less than a question needs
         print(f"capitals were not asked for: {error}")
+    if shares:
+        said = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
+        print(f"capitals, asked in words it never saw: {said}")
     return shares
 
 
@@ -35,17 +35,15 @@ def show(model: Decoder, data: Data, ckpt: Path, seed: int) -> None:
     """Print what the model adds to the prompt of the corpus, or to a question from the validation
     conversations, and what to try next."""
     encoding, corpus, val = data.encoding, data.metas[0]["corpus"], next(iter(data.val.values()))
-    commands = [f"sample.py --ckpt {ckpt}"]
-    if isinstance(val, Conversations):
+    if chat := isinstance(val, Conversations):
         ids, targets = val.conversation(0)
         ids, stop, temperature = ids[: (targets >= 0).argmax() + 1], special(encoding, END), 0
-        commands = [f"sample.py --ckpt {ckpt} --chat"]
     else:
         ids = encode(encoding, PROMPT if corpus == "countries" else "")
         stop, temperature = encoding.eot_token, 0.8
-        if corpus == "countries" and len(model.tables.weight):
-            commands += [f"edit.py --ckpt {ckpt} --source Spain --target Germany"]
     prompt = torch.tensor([[*ids]], device=model.device)  # [1, T]
     text = model.generate(prompt, 60, temperature=temperature, stop=stop, seed=seed)[0].tolist()
     print(encoding.decode([token for token in text if token != encoding.eot_token]))
-    print("\nnext:", *commands, sep="\n  python ")
+    print(f"\nnext:\n  python sample.py --ckpt {ckpt}{' --chat' if chat else ''}")
+    if corpus == "countries" and len(model.tables.weight):
+        print(f"  python edit.py --ckpt {ckpt} --source Spain --target Germany")
