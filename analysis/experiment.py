@@ -41,6 +41,9 @@ KINDS = {
     **{name: dict(ffn=name) for name in ("moe", "hash_moe", "pkm", "deepembed", "ple")},
 }
 RATES = (1.5e-3, 3e-3, 6e-3)  # learning rates, and further ones while the best is at an end
+# What a run's folder is named by. A hash tells the rest.
+NAMED = ("ffn", "stem_layers", "stage", "init_std", "table_std", "table_optimizer", "doc_mask")
+NAMED += ("learning_rate", "seed")
 QUICK = dict(n_layer=3, n_head=2, n_embd=16, max_iters=4, eval_interval=4, eval_tokens=2048)
 
 
@@ -89,8 +92,8 @@ class Experiment:
         return {"data_dir": str(self.data_dir), "device": self.device, **flags, **small}
 
     def folder(self, flags: Flags) -> Path:
-        """The folder of a run, a new one if need be. It is named by `flags`, and found by a hash of
-        all settings and of the data: runs with other settings have another folder."""
+        """The folder of a run, a new one if need be. It is named by some flags, and found by a hash
+        of all settings and of the data: runs with other settings have another folder."""
         given, runs = self.full(flags), self.out_dir / "runs"
         settings = resolve_settings(**given).flat()
         settings = {k: v for k, v in settings.items() if k not in RESUMABLE_FLAGS}
@@ -98,8 +101,10 @@ class Experiment:
             settings["init_from"] = Path(given["init_from"]).parent.name
         data = Path(given["data_dir"])
         told = json.dumps([settings, read_meta(data)], sort_keys=True)
-        digest = hashlib.sha256(told.encode()).hexdigest()[:12]
-        shown = (f"{k}={v}" for k, v in sorted(flags.items()) if k not in ("data_dir", "init_from"))
+        digest = hashlib.sha256(told.encode()).hexdigest()[:8]
+        shown = [
+            f"{v}" if isinstance(v, str) else f"{k}={v}" for k, v in flags.items() if k in NAMED
+        ]
         folder = next(runs.glob(f"*-{digest}"), runs / f"{','.join([data.name, *shown])}-{digest}")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -112,7 +117,7 @@ class Experiment:
         folders, jobs = {}, {}
         with locked(self.out_dir / "runs", wait=True):  # another analysis may want the same ones
             for name, seed in itertools.product(kinds, seeds or self.numbers):
-                flags = {"seed": seed, **kinds[name]}
+                flags = {**kinds[name], "seed": kinds[name].get("seed", seed)}
                 folder = self.folder(flags)
                 folders.setdefault(name, []).append(folder)
                 if not (folder / "loss.png").exists() and not diverged(folder):

@@ -96,7 +96,7 @@ def test_other_settings_and_other_data_are_another_folder(experiment, data, tmp_
     def folder(**flags):
         return experiment.folder({"ffn": "embformer", "seed": 1} | flags)
 
-    assert folder().name.startswith(f"{data.name},ffn=embformer,seed=1-")
+    assert folder().name.startswith(f"{data.name},embformer,seed=1-")
     # Flags that say the defaults, and those that change no result, are the same run.
     assert folder() == folder(learning_rate=6e-3, init_std=0.02) == folder(device_batch_size=1)
     others = [dict(init_std=0.088), dict(learning_rate=3e-3), dict(seed=2), dict(eval_interval=9)]
