@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from analysis.experiment import (
-    KINDS,
-    MAIN,
-    Experiment,
-    Flags,
-    search_learning_rates,
-    spread,
-)
+from analysis.experiment import KINDS, MAIN, Experiment, Flags, search_learning_rates, spread
 from config import ModelConfig
 from model import Decoder
 from training.optimizer import Optimizer, schedule
@@ -131,21 +124,14 @@ def capacity(experiment: Experiment) -> None:
         model = make_model(KINDS[kind], vocab_size, prompts.shape[1]).sizes()
         flops = model["flops_per_token"] - 2 * vocab_size * SHAPE["n_embd"]  # without the head
         bits = shares * np.array(sizes)[:, None] * log2(VALUES)  # [sizes, seeds]
+        row = {"names": names, "layers": kind, "kFLOP of a token": f"{flops / 1e3:.1f}"}
+        row[f"parameters for {sizes[-1]:,}"] = f"{model['total'] / 1e3:,.0f} k"
+        row["rate"] = f"{best[kind, names]:g}"
+        row |= {f"{n:,} facts": spread(".1%", each) for n, each in zip(sizes, shares, strict=True)}
+        row["most kbit recalled"] = spread(".1f", bits[bits.mean(1).argmax()] / 1e3)
+        row[f"bits per parameter, {sizes[-1]:,}"] = f"{bits[-1].mean() / model['total']:.2f}"
         longer = recalls.get((kind, names, compared, LONGER * passes, best[kind, names]), [])
-        by_size = {f"{n:,} facts": spread(".1%", r) for n, r in zip(sizes, shares, strict=True)}
-        rows.append(
-            {
-                "names": names,
-                "layers": kind,
-                "kFLOP of a token": f"{flops / 1e3:.1f}",
-                f"parameters for {sizes[-1]:,}": f"{model['total'] / 1e3:,.0f} k",
-                "rate": f"{best[kind, names]:g}",
-                **by_size,
-                "most kbit recalled": spread(".1f", bits[bits.mean(1).argmax()] / 1e3),
-                f"bits per parameter, {sizes[-1]:,}": f"{bits[-1].mean() / model['total']:.2f}",
-                f"{compared:,} facts, {LONGER} times the passes": spread(".1%", longer),
-            }
-        )
+        rows.append(row | {f"{compared:,} facts, {LONGER} times the passes": spread(".1%", longer)})
     print(markdown(rows))
 
     figure, panels = plt.subplots(1, len(NAMES), figsize=(10, 4), sharey=True, layout="constrained")

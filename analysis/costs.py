@@ -12,7 +12,7 @@ text, or by Zipf's law for the published shape; moe's router spreads its load ev
 
 import numpy as np
 
-from analysis.experiment import MAIN, Experiment, best_learning_rates, pick, spread
+from analysis.experiment import MAIN, Experiment, pick, spread
 from config import ModelConfig
 from model import Decoder, outline
 from training.batches import open_tokens, read_meta
@@ -117,7 +117,7 @@ def compare(
 def returns(experiment: Experiment) -> str:
     """Accuracy over training FLOPs of trained runs, and that over the mean of dense ones."""
     measured: dict[str, list[dict[str, float]]] = {}
-    groups = experiment.train(best_learning_rates(experiment, pick(*MAIN)))
+    groups = experiment.train(experiment.best_learning_rates(pick(*MAIN)))
     for name, folders in groups.items():
         for run in map(read_run, folders):
             settings = Settings.of(run["run"][-1]["args"])

@@ -1,23 +1,14 @@
 """Which layers' rows hold a fact, and what else does an edit change?
 
-Measured with countries whose name is one token, on random pairs whose capitals differ. Rows are
-swapped in one layer alone, in the first k and in the last k layers that have a table:
-
-- success: asked in a phrasing held out of training, the greedy answer is the target's capital;
-- own fact kept: it is the source's still. What is left of 100 % is neither.
-
-And leaks, in a context that goes on with another document after a paragraph about the source:
-
-- another's fact: of those about a third country that were answered rightly before the edit, how
-  many are not after it;
-- next tokens: of that document's tokens that were predicted rightly before it, how many are not.
-
-Deliberately simple: one relation, names of one token, one document behind the edited one. All
-relations of the source change with its rows, as they should, and are no leak. Then names of other
-lengths and made-up names, with random pairs: see edit_success.py.
+Measured on random pairs of countries whose name is one token and whose capitals differ. Rows are
+swapped in one layer alone, in the first k and in the last k layers that have a table. Success: in a
+held-out phrasing, the greedy answer is the target's capital; own fact kept: it is the source's
+still. And leaks, where another document follows a paragraph about the source: of a third country's
+facts that were answered rightly there before the edit, and of that document's tokens that were
+predicted rightly, how many are not after it. All relations of the source change with its rows, as
+they should, and are no leak. Then names of other lengths and made-up names: see edit_success.py.
 """
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,7 +23,7 @@ from tqdm import tqdm
 from analysis.edit_success import Asked, openings, report_injected, report_lengths, report_pairs
 from analysis.experiment import Experiment, pick, spread
 from common import UserError
-from edit import ALIGN, edited_ids, load_editable
+from edit import ALIGN, MeanRows, edited_ids
 from model import Decoder
 from tables.tables import Tables
 from text import countries
@@ -119,16 +110,17 @@ def measure(
         )
         theirs, own, third = ([one.answer for one in side] for side in (targets, sources, thirds))
         # The other document's tokens behind its <|endoftext|>, each predicted one place before it.
-        others = [one.prompt[1:] for one in thirds]
-        rows = [row for row, tokens in enumerate(others) for _ in tokens]
-        places = [len(ids) - n - 1 for ids, tokens in zip(behind, others, strict=True)
-                  for n in range(len(tokens), 0, -1)]  # fmt: skip
-        wanted = torch.tensor(list(itertools.chain(*others)))
-        for name, tables.swapped in swaps.items():
+        places, wanted = [], []
+        for row, (ids, one) in enumerate(zip(behind, thirds, strict=True)):
+            wanted += one.prompt[1:]
+            places += [(row, at - 1) for at in range(len(ids) - len(one.prompt) + 1, len(ids))]
+        at, wanted = tuple(torch.tensor(places).T), torch.tensor(wanted)  # 2 x [tokens], [tokens]
+        for name, swapped in swaps.items():
+            tables.swapped = swapped
             success = score_answers(model, prompts, theirs, edited)[0]
             kept = score_answers(model, prompts, own, edited)[0]
             facts, _, logits = score_answers(model, behind, third, edited_behind)
-            tokens = logits[rows, places].argmax(-1).cpu() == wanted
+            tokens = logits[at].argmax(-1).cpu() == wanted
             if name == "none":
                 known, predicted = facts, tokens
             lost = (known & ~facts, known, predicted & ~tokens, predicted)
@@ -182,7 +174,8 @@ def success_of_edits(
     """A report of edit_success.py about each run, on random pairs."""
 
     def measure_run(folder: Path) -> dict:
-        model, encoding, _ = load_editable(folder / "ckpt.pt", experiment.on)
+        model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
+        model.tables = MeanRows(model.tables)
         return report(model, encoding, 32 if experiment.quick else 2000)
 
     todo = {folder.name: partial(measure_run, folder) for folder in folders}

@@ -41,6 +41,9 @@ KINDS = {
     **{name: dict(ffn=name) for name in ("moe", "hash_moe", "pkm", "deepembed", "ple")},
 }
 RATES = (1.5e-3, 3e-3, 6e-3)  # learning rates, and further ones while the best is at an end
+# What a run's folder is named by. A hash tells the rest.
+NAMED = ("ffn", "stem_layers", "stage", "init_std", "table_std", "table_optimizer", "doc_mask")
+NAMED += ("learning_rate", "seed")
 QUICK = dict(n_layer=3, n_head=2, n_embd=16, max_iters=4, eval_interval=4, eval_tokens=2048)
 
 
@@ -89,8 +92,8 @@ class Experiment:
         return {"data_dir": str(self.data_dir), "device": self.device, **flags, **small}
 
     def folder(self, flags: Flags) -> Path:
-        """The folder of a run, a new one if need be. It is named by `flags`, and found by a hash of
-        all settings and of the data: runs with other settings have another folder."""
+        """The folder of a run, a new one if need be. It is named by some flags, and found by a hash
+        of all settings and of the data: runs with other settings have another folder."""
         given, runs = self.full(flags), self.out_dir / "runs"
         settings = resolve_settings(**given).flat()
         settings = {k: v for k, v in settings.items() if k not in RESUMABLE_FLAGS}
@@ -98,8 +101,10 @@ class Experiment:
             settings["init_from"] = Path(given["init_from"]).parent.name
         data = Path(given["data_dir"])
         told = json.dumps([settings, read_meta(data)], sort_keys=True)
-        digest = hashlib.sha256(told.encode()).hexdigest()[:12]
-        shown = (f"{k}={v}" for k, v in sorted(flags.items()) if k not in ("data_dir", "init_from"))
+        digest = hashlib.sha256(told.encode()).hexdigest()[:8]
+        shown = [
+            f"{v}" if isinstance(v, str) else f"{k}={v}" for k, v in flags.items() if k in NAMED
+        ]
         folder = next(runs.glob(f"*-{digest}"), runs / f"{','.join([data.name, *shown])}-{digest}")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -112,7 +117,7 @@ class Experiment:
         folders, jobs = {}, {}
         with locked(self.out_dir / "runs", wait=True):  # another analysis may want the same ones
             for name, seed in itertools.product(kinds, seeds or self.numbers):
-                flags = {"seed": seed, **kinds[name]}
+                flags = {**kinds[name], "seed": kinds[name].get("seed", seed)}
                 folder = self.folder(flags)
                 folders.setdefault(name, []).append(folder)
                 if not (folder / "loss.png").exists() and not diverged(folder):
@@ -122,6 +127,22 @@ class Experiment:
                 print(f"training {len(jobs)} runs, {self.jobs} at a time", file=sys.stderr)
                 train_all(jobs, self.jobs)
         return folders
+
+    def best_learning_rates(self, kinds: dict[str, Flags]) -> dict[str, Flags]:
+        """The kinds, each with the learning rate of its lowest validation loss, first seed."""
+
+        def losses(todo: list[tuple[str, float]]) -> list[float]:
+            wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in todo}
+            folders = [folder for (folder,) in self.train(wanted, self.numbers[:1]).values()]
+            return [inf if diverged(each) else best_loss(read_run(each)) for each in folders]
+
+        found = search_learning_rates(kinds, RATES[1:2] if self.quick else RATES, losses)
+        rows, rates = [], sorted(set().union(*found.values()))
+        for name, by in found.items():
+            shown = {f"{rate:g}": f"{by[rate]:.3f}" if rate in by else "" for rate in rates}
+            rows.append({"best val loss": name, **shown})
+        print(f"Learning rates, seed {self.numbers[0]}:\n\n{markdown(rows)}\n")
+        return {k: {**kinds[k], "learning_rate": min(by, key=by.get)} for k, by in found.items()}
 
     def measure(
         self, name: str, todo: dict[str, Callable[[], Any]], what: str = "runs to measure"
@@ -250,25 +271,6 @@ def search_learning_rates(
                 todo += [(name, best / 2)] * (best == min(found))
                 todo += [(name, best * 2)] * (best == max(found))
     return tried
-
-
-def best_learning_rates(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str, Flags]:
-    """The kinds, each with the learning rate of its lowest validation loss with the first seed."""
-    rates, seed = RATES[1:2] if experiment.quick else RATES, experiment.numbers[:1]
-
-    def losses(todo: list[tuple[str, float]]) -> list[float]:
-        wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in todo}
-        folders = itertools.chain(*experiment.train(wanted, seed).values())
-        return [inf if diverged(folder) else best_loss(read_run(folder)) for folder in folders]
-
-    found = search_learning_rates(kinds, rates, losses)
-    shown = sorted(set().union(*found.values()))
-    rows = [
-        {"best val loss": name} | {f"{r:g}": f"{by[r]:.3f}" if r in by else "" for r in shown}
-        for name, by in found.items()
-    ]
-    print(f"Learning rates, seed {seed[0]}:\n\n{markdown(rows)}\n")
-    return {k: {**kinds[k], "learning_rate": min(by, key=by.get)} for k, by in found.items()}
 
 
 def best_loss(run: Run) -> float:

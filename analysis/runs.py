@@ -13,27 +13,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view as windows
 
 from analysis.edits import success_of_edits
-from analysis.experiment import (
-    KINDS,
-    Experiment,
-    Flags,
-    Run,
-    best_learning_rates,
-    best_loss,
-    diverged,
-    spread,
-)
+from analysis.experiment import KINDS, Experiment, Flags, Run, best_loss, diverged, spread
+from training import records
 from training.batches import read_meta
-from training.records import (
-    check_picture,
-    grouped,
-    losses_of,
-    markdown,
-    mean_and_band,
-    plot,
-    plt,
-    read_run,
-)
+from training.records import markdown, plt, read_run
 
 REACH = 10  # steps before and behind that a spike stands out of
 INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
@@ -41,9 +24,9 @@ INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
 
 def runs(folders: list[Path], out: Path) -> None:
     """Print a table of runs that exist, and draw their losses."""
-    check_picture(out)
-    print(markdown([row(name, group) for name, group in grouped(folders)]))
-    plot(folders, out)
+    records.check_picture(out)
+    print(markdown([row(name, group) for name, group in records.grouped(folders)]))
+    records.plot(folders, out)
     print(f"\nwrote {out}")
 
 
@@ -71,30 +54,38 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
     }
 
 
-def train_and_read(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str, list[Run]]:
-    folders = experiment.train(kinds)
-    return {name: list(map(read_run, group)) for name, group in folders.items()}
+def compare(
+    title: str, experiment: Experiment, kinds: dict[str, Flags], edits: bool = False
+) -> dict[str, list[Run]]:
+    """Train kinds and print a table of them, with the edits that succeed if these are wanted.
+    Returns the records of their runs."""
+    folders, rows = experiment.train(kinds), []
+    groups = {name: list(map(read_run, each)) for name, each in folders.items()}
+    for name, group in groups.items():
+        args, sizes = group[0]["run"][0]["args"], group[0]["run"][0]["sizes"]
+        cells = {"run": name, "learning rate": f"{args['learning_rate']:g}"}
+        cells["steps"] = f"{args['max_iters']:,}"
+        cells["MFLOP a token"] = f"{sizes['flops_per_token'] / 1e6:.2f}"
+        cells |= {**row(name, group), "FFN": ""}
+        if edits and args["ffn"] != "dense" and cells["capitals recalled"]:
+            found = success_of_edits(experiment, folders[name])
+            cells["edits that succeed"] = spread(".1%", (pairs["success"] for pairs in found))
+        rows.append(cells)
+    print(f"{title}:\n\n{markdown(rows)}\n")
+    return groups
 
 
 def kinds(experiment: Experiment) -> None:
-    at_best = best_learning_rates(experiment, KINDS)
-    equal, longer = train_and_read(experiment, at_best), {}
+    at_best = experiment.best_learning_rates(KINDS)
+    equal = compare("Equal tokens", experiment, at_best)
     # A kind whose tokens cost less gets more of them, until as much was computed.
     cost = {name: group[0]["run"][0]["sizes"]["flops_per_token"] for name, group in equal.items()}
+    longer = {"dense": at_best["dense"]}
     for name, (run, *_) in equal.items():
         if cost[name] < 0.97 * cost["dense"]:
             steps = round(run["run"][0]["args"]["max_iters"] * cost["dense"] / cost[name])
             longer[name] = {**at_best[name], "max_iters": steps}
-    more = train_and_read(experiment, longer)
-
-    for title, groups in (("tokens", equal), ("training FLOPs", {"dense": equal["dense"], **more})):
-        rows = []
-        for name, group in groups.items():
-            rows.append({"run": name, "learning rate": f"{at_best[name]['learning_rate']:g}"})
-            rows[-1]["steps"] = f"{group[0]['run'][0]['args']['max_iters']:,}"
-            rows[-1]["MFLOP a token"] = f"{cost[name] / 1e6:.2f}"
-            rows[-1] |= {**row(name, group), "FFN": ""}
-        print(f"Equal {title}:\n\n{markdown(rows)}\n")
+    more = compare("Equal training FLOPs", experiment, longer)
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for name, group in equal.items():
@@ -111,8 +102,8 @@ def curve(axes: plt.Axes, group: list[Run], unit: str, **look) -> None:
     args, sizes = group[0]["run"][0]["args"], group[0]["run"][0]["sizes"]
     step = args["batch_size"] * args["block_size"] / 1e6  # million tokens
     step *= 1 if unit == "million tokens" else 3 * sizes["flops_per_token"] / 1e6
-    steps, losses = losses_of(group, "eval", "val_loss")
-    mean_and_band(axes, steps[1:] * step, losses[:, 1:], marker=".", **look)
+    steps, losses = records.losses_of(group, "eval", "val_loss")
+    records.mean_and_band(axes, steps[1:] * step, losses[:, 1:], marker=".", **look)
     axes.set_xlabel(unit)
     axes.grid(alpha=0.3)
 
@@ -123,29 +114,15 @@ def settings(experiment: Experiment) -> None:
         f"{name}, {std}": {**KINDS[name], "init_std": std}
         for name, std in itertools.product(main, INITS)
     }
-    every, third = best_learning_rates(experiment, every), KINDS["STEM, third"]
-    print(f"How dense weights begin:\n\n{with_edits(experiment, every)}\n")
+    every = experiment.best_learning_rates(every)
+    compare("How dense weights begin", experiment, every, edits=True)
     if read_meta(experiment.data_dir)["corpus"] == "countries":  # facts, and edits that tell where
         others = (dict(table_std=1.0), dict(doc_mask=True), dict(table_optimizer="adamw"))
-        tables = {"STEM, third": third} | {
-            f"STEM, third, {' '.join(f'--{k} {v}' for k, v in flag.items())}": {**third, **flag}
-            for flag in others
-        }
-        print(f"Tables, at the default learning rate:\n\n{with_edits(experiment, tables)}")
-
-
-def with_edits(experiment: Experiment, kinds: dict[str, Flags]) -> str:
-    """A table of trained kinds, and of the edits that succeed in them."""
-    rows = []
-    for name, folders in experiment.train(kinds).items():
-        group = list(map(read_run, folders))
-        rate = group[0]["run"][0]["args"]["learning_rate"]
-        cells = {"run": name, "learning rate": f"{rate:g}", **row(name, group)}
-        if cells["FFN"] != "dense" and cells["capitals recalled"]:
-            found = success_of_edits(experiment, folders)
-            cells["edits that succeed"] = spread(".1%", (pairs["success"] for pairs in found))
-        rows.append({**cells, "FFN": ""})
-    return markdown(rows)
+        tables = {"STEM, third": KINDS["STEM, third"]}
+        for flag in others:
+            name = "".join(f", --{k} {v}" for k, v in flag.items())
+            tables[f"STEM, third{name}"] = {**KINDS["STEM, third"], **flag}
+        compare("Tables, at the default learning rate", experiment, tables, edits=True)
 
 
 def stability(experiment: Experiment) -> None:

@@ -10,7 +10,7 @@ from conftest import command
 
 import analyze
 from analysis import experiment as shared
-from analysis.experiment import Experiment, JsonCache, best_learning_rates
+from analysis.experiment import Experiment, JsonCache
 from analysis.runs import spikes
 from common import UserError
 from training.records import read_run
@@ -96,7 +96,7 @@ def test_other_settings_and_other_data_are_another_folder(experiment, data, tmp_
     def folder(**flags):
         return experiment.folder({"ffn": "embformer", "seed": 1} | flags)
 
-    assert folder().name.startswith(f"{data.name},ffn=embformer,seed=1-")
+    assert folder().name.startswith(f"{data.name},embformer,seed=1-")
     # Flags that say the defaults, and those that change no result, are the same run.
     assert folder() == folder(learning_rate=6e-3, init_std=0.02) == folder(device_batch_size=1)
     others = [dict(init_std=0.088), dict(learning_rate=3e-3), dict(seed=2), dict(eval_interval=9)]
@@ -186,7 +186,7 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkey
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(shared, "read_run", read)
     monkeypatch.setattr(shared, "diverged", breaks)
-    found = best_learning_rates(experiment, {"one": dict(ffn="dense")})["one"]
+    found = experiment.best_learning_rates({"one": dict(ffn="dense")})["one"]
     assert found["ffn"] == "dense" and abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
     assert min(asked) < found["learning_rate"] < max(asked) and len(set(asked)) == len(asked)
 
