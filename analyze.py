@@ -1,15 +1,16 @@
 """Do the claims about token-indexed models hold? Each question is a subcommand, which ends in a
 table and a picture. What came out, claim by claim, is in docs/claims.md.
 
-    python analyze.py runs out/dense-* out/stem-* --plot loss.png   # runs side by side
+    python analyze.py runs out/dense-* out/stem-* --plot loss.png   # compares runs; seeds averaged
     python analyze.py kinds                  # STEM, Embformer and other layers, each at its best
     python analyze.py settings               # which initialisation and learning rate suit a kind
     python analyze.py stability              # loss spikes and gradients at rising learning rates
     python analyze.py capacity               # how many facts fit
-    python analyze.py context                # rows read by length, and a needle in a haystack
+    python analyze.py context                # parameters read by length, a needle in a haystack
     python analyze.py geometry               # angles between rows, neighbours of a token
-    python analyze.py costs                  # FLOPs, parameters read, cache, return on compute
+    python analyze.py costs                  # FLOPs, parameters read, return on compute
     python analyze.py edits                  # which layers' rows hold a fact
+    python analyze.py edits out/ckpt.pt      # how often edits of this checkpoint succeed
     python analyze.py all --quick            # every question, with tiny models: does it run?
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
@@ -22,11 +23,12 @@ from pathlib import Path
 from analysis.capacity import capacity
 from analysis.context import context
 from analysis.costs import costs
+from analysis.edit_success import measure_checkpoint
 from analysis.edits import edits
 from analysis.experiment import Experiment
 from analysis.geometry import geometry
 from analysis.runs import kinds, runs, settings, stability
-from common import UserError, add_flags, make_parser, run
+from common import UserError, add_flags, make_parser, pick_device, run
 
 QUESTIONS = (kinds, settings, stability, capacity, context, geometry, costs, edits)
 
@@ -34,23 +36,28 @@ QUESTIONS = (kinds, settings, stability, capacity, context, geometry, costs, edi
 def main() -> None:
     parser = make_parser(__doc__)
     questions = {question.__name__: question for question in QUESTIONS}
-    parser.add_argument("what", choices=("runs", *questions, "all"), metavar="QUESTION")
-    parser.add_argument("folders", nargs="*", type=Path, help="of runs: output folders of train.py")
-    parser.add_argument("--plot", type=Path, help="of runs: picture of the loss (loss.png)")
+    parser.add_argument("question", choices=("runs", *questions, "all"), metavar="QUESTION")
+    about = "for runs: output folders of train.py; for edits: a checkpoint, or none"
+    parser.add_argument("paths", nargs="*", type=Path, help=about)
+    parser.add_argument("--plot", type=Path, help="for runs: picture of the loss (loss.png)")
     add_flags(parser, Experiment)
-    given = vars(parser.parse_intermixed_args())  # folders before and behind flags
-    what, folders, plot = (given.pop(name) for name in ("what", "folders", "plot"))
-    if what == "runs":
-        if not folders or given:
+    given = vars(parser.parse_intermixed_args())  # paths before and behind flags
+    name, paths, plot = (given.pop(key) for key in ("question", "paths", "plot"))
+    if name == "runs":
+        if not paths or given:
             raise UserError("analyze.py runs takes folders and --plot, nothing else")
-        return runs(folders, plot or Path("loss.png"))
-    if folders or plot:
-        raise UserError(f"analyze.py {what} takes no folders and no --plot: its --out_dir has all")
+        return runs(paths, plot or Path("loss.png"))
+    if name == "edits" and paths:
+        if len(paths) > 1 or plot or given.keys() - {"device"}:
+            raise UserError("analyze.py edits takes one checkpoint and --device, nothing else")
+        return measure_checkpoint(paths[0], pick_device(given.get("device", Experiment.device)))
+    if paths or plot:
+        raise UserError(f"analyze.py {name} takes no paths and no --plot: its --out_dir has all")
     experiment = Experiment(**given)
-    for name in questions if what == "all" else [what]:
-        if what == "all":
-            print(f"\n## {name}\n")
-        questions[name](experiment)
+    for each in questions if name == "all" else [name]:
+        if name == "all":
+            print(f"\n## {each}\n")
+        questions[each](experiment)
 
 
 if __name__ == "__main__":

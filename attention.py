@@ -6,25 +6,26 @@ from torch import Tensor, nn
 
 from config import ModelConfig
 
+Angles = tuple[Tensor, Tensor]  # by position, the same for all heads: two of [n, 1, head_dim]
 
-def rotary(n: int, config: ModelConfig, device) -> tuple[Tensor, Tensor]:
-    """What `rotate` needs for positions 0 to n - 1 (Su et al., 2021): two of [n, 1, head_dim]."""
+
+def rotary(n: int, config: ModelConfig, device) -> Angles:
+    """What `rotate` needs for positions 0 to n - 1 (Su et al., 2021)."""
     half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
     angle = torch.arange(n, device=device)[:, None, None] * config.rope_base**-half
-    cos, sin = angle.cos(), angle.sin()  # [n, 1, head_dim/2]: the same for all heads
+    cos, sin = angle.cos(), angle.sin()  # [n, 1, head_dim/2]
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Turn channels i and i + head_dim/2 of x [B, T, H, head_dim], as the point (a, b) of a plane,
     by the angle of their position: (a cos - b sin, b cos + a sin)."""
-    turned = x.float()
-    return (turned * cos + turned.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    wide, (cos, sin) = x.float(), angles
+    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, in buffers allocated once, with `room` for so
-    many tokens (block_size, if None)."""
+    """Keys and values of the tokens seen so far; `room` for block_size tokens, or fewer."""
 
     def __init__(
         self, config: ModelConfig, batch: int, device, dtype: torch.dtype, room: int | None = None
@@ -36,27 +37,25 @@ class KVCache:
             [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
             for _ in range(2)
         )
-        self.cos, self.sin = rotary(self.room, config, device)
+        self.angles = rotary(self.room, config, device)
         self.slots = torch.arange(self.room, device=device)
         self.length = 0  # tokens in the cache
 
-    def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Make room for the next n tokens, and say what attention needs to know: cos, sin, mask.
-
-        With `static` nothing that layers see tells how many tokens there are: they attend to the
-        whole buffer, behind a mask. So one compiled graph serves all steps, and all caches."""
+    def begin(self, n: int, static: bool) -> tuple[Angles, Tensor | None]:
+        """Make room for the next n tokens; returns their angles and mask for `Attention`. `static`:
+        layers attend to the whole buffer, behind a mask, so one compiled graph serves all steps."""
         start, self.length = self.length, self.length + n
         new = slice(start, self.length)
-        cos, sin, slots = self.cos[new], self.sin[new], self.slots[new]  # [n, ..]
+        slots, angles = self.slots[new], tuple(part[new] for part in self.angles)  # [n, ..]
         # Where the new tokens go, and the end of what they attend to.
         self.new, self.end = (slots, None) if static else (new, self.length)
         if static:
             for buffer in (*self.k, *self.v):  # CUDA graphs need not copy them
                 torch._dynamo.mark_static_address(buffer, guard=False)
         elif start == 0 or n == 1:
-            return cos, sin, None  # plainly causal
+            return angles, None  # plainly causal
         seen = self.slots[: self.end] <= slots[:, None]  # [n, S]
-        return cos, sin, additive(seen, self.k[0].dtype)
+        return angles, additive(seen, self.k[0].dtype)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim]."""
@@ -66,8 +65,8 @@ class KVCache:
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to attention's logits, once for all layers: from booleans each layer would
-    make that by itself, and keep it in training."""
+    """What a mask adds to attention's logits: of booleans each layer would make, and in training
+    keep, this by itself."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
@@ -101,36 +100,26 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module) -> None:
         super().__init__()
         self.layer, self.qkv, self.dropout = layer, qkv, config.dropout
-        self.out = nn.Identity()
-        if not config.embedding_only:
-            self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        width = config.n_embd
+        self.out = nn.Identity() if config.embedding_only else nn.Linear(width, width, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        rows: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        cache: KVCache | None,
+        self, x: Tensor, rows: Tensor, angles: Angles, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         """x [B, T, n_embd] -> [B, T, n_embd]; with a cache, x continues the S - T tokens in it.
 
         mask [.., T, S] is added to the logits, -inf hides a key; None hides those that follow."""
         q, k, v = self.qkv(x, rows)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, head_dim]
+        q, k = rotate(q, angles), rotate(k, angles)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, heads, T, head_dim]
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # [B, n_kv_head, S, head_dim]
         groups = q.shape[1] // k.shape[1]
-        # Of CUDA's fast kernels only one knows grouped queries, which takes neither masks nor
-        # float32; of MPS's none does.
-        flash = q.device.type == "cuda" and mask is None and q.dtype != torch.float32
-        if groups > 1 and not flash and q.device.type != "cpu":
+        # CUDA's one fast kernel for grouped queries takes neither masks nor float32; MPS has none.
+        flash = q.is_cuda and mask is None and q.dtype != torch.float32
+        if groups > 1 and not (flash or q.is_cpu):
             k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
-        causal = mask is None and q.shape[2] > 1
+        options = dict(is_causal=mask is None and q.shape[2] > 1, enable_gqa=groups > 1)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=groups > 1
-        )
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, **options)
         return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, n_head * head_dim] = [B, T, n_embd]

@@ -1,5 +1,5 @@
-"""The dense FFN, and layers that token-indexed ones are compared with: other ways to own more
-parameters than a token pays for. `W_g, W_u, W_d` are those of the dense FFN, t is the token id.
+"""The dense FFN, and what token-indexed layers are compared with: other ways to own more parameters
+than a token pays for. `W_g, W_u, W_d` are those of the dense FFN, t is the token id.
 
     dense      W_d (SiLU(W_g x) * (W_u x))
     moe        sum of the k experts that a router finds best for x, each d_ff / k wide
@@ -8,9 +8,8 @@ parameters than a token pays for. `W_g, W_u, W_d` are those of the dense FFN, t 
     deepembed  W_d (SiLU(W_g x) * (W_u x) * (1 + E_l[t]))
     ple        W_d (SiLU(W_g x) * (W_u x)) + P (GELU(G x) * E_l[t])
 
-By default a token costs the FLOPs of the dense FFN, each docstring says why. `E_l`, layer l's own,
-is a token table: deepembed and ple are offloaded and edited as STEM. `idle` is how many parameters
-of an FFN a token neither reads nor multiplies (`Decoder.sizes`).
+By default a token costs the FLOPs of the dense FFN; each docstring says why. `E_l` is layer l's
+token table. `idle`: how many parameters of an FFN a token neither reads nor multiplies.
 """
 
 import torch
@@ -45,20 +44,16 @@ class Experts(SwiGLU):
     the multiplications of one dense FFN. ValueError: the numbers do not fit together."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.n_expert, self.top_k = config.n_expert, config.top_k
-        if config.d_ff % self.top_k or self.top_k > self.n_expert:
-            raise ValueError(
-                f"top_k={self.top_k} must divide d_ff={config.d_ff}, as experts are d_ff / top_k "
-                f"wide, and be at most n_expert={self.n_expert}"
-            )
-        width = config.d_ff // self.top_k
-        super().__init__(config, self.n_expert * width)
-        self.idle = 3 * config.n_embd * width * (self.n_expert - self.top_k)
+        n_expert, top_k, d_ff = config.n_expert, config.top_k, config.d_ff
+        if d_ff % top_k or top_k > n_expert:
+            raise ValueError(f"{top_k=} must divide {d_ff=}, and be at most {n_expert=}")
+        super().__init__(config, n_expert * d_ff // top_k)
+        self.n_expert, self.top_k = n_expert, top_k
+        self.idle = 3 * config.n_embd * (d_ff // top_k) * (n_expert - top_k)
 
     def experts(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """What each chosen expert makes of a token: x [B, T, n_embd], numbers of experts
-        [B, T, top_k] -> [B, T, top_k, n_embd]. Sorted by expert, the tokens of each are one matrix
-        product, however many there are: none is dropped."""
+        """x [B, T, n_embd], numbers of the chosen experts [B, T, top_k] -> their outputs
+        [B, T, top_k, n_embd]. Sorted by expert, the tokens of each are one matrix product."""
         order = chosen.flatten().argsort()  # [B * T * top_k]
         counts = chosen.flatten().bincount(minlength=self.n_expert).tolist()  # a host-device sync
         tokens = x.flatten(0, 1).index_select(0, order // self.top_k)  # [B * T * top_k, n_embd]
@@ -73,18 +68,16 @@ class Experts(SwiGLU):
 
 class MoEFFN(Experts):
     """Mixture of experts: p = softmax(W_r x), and the sum of the top_k experts by p, weighted with
-    their p over its sum (Shazeer et al., 2017, section 2.1).
-
-    In training the router is held to an even load by
+    their p over its sum (Shazeer et al., 2017, section 2.1). Training evens out their load by
 
         auxiliary_loss = balance * n_expert * sum_i f_i mean(p_i)
 
     with f_i the share of choices that fell on expert i (Switch Transformers, Fedus et al., 2021,
-    equations 4 to 6); `training/objectives.py` adds it to the loss. Even load gives `balance`.
+    equations 4 to 6). Even load gives `balance`.
 
     Differs: no capacity per expert, so no token is dropped (as in MegaBlocks, Gale et al., 2022);
-    no noise in the router (2017), no shared expert (DeepSeekMoE). FLOPs: the dense FFN's, and 2
-    n_embd n_expert of the router, 1 % more. The papers hold equal the FLOPs of a token."""
+    no noise in the router (2017), no shared expert (DeepSeekMoE). FLOPs: the dense FFN's, and 1 %
+    of the router. The papers hold equal the FLOPs of a token."""
 
     auxiliary_loss: Tensor | None = None  # of the last forward pass in training
 
@@ -106,21 +99,21 @@ class MoEFFN(Experts):
 class HashMoEFFN(Experts):
     """Experts chosen by the token id, by a fixed random table (Hash Layers, Roller et al., 2021,
     section 3.1, "random hash"), the sparse baseline of the STEM paper. `ids` [B, T] are those that
-    other layers look up their rows under.
+    other layers look up their rows under. With top_k above 1 the hidden units come in top_k
+    segments, each by a hash of its own out of n_expert / top_k (section 3.2, "MultiHash").
 
-    With top_k above 1 the hidden units come in top_k segments, each by a hash of its own out of
-    n_expert / top_k (section 3.2, "MultiHash"); --top_k 1 is the plain layer. Differs: SwiGLU for
-    the ReLU FFN; every expert has equally many ids. FLOPs: the dense FFN's, to the last one. The
+    Differs: SwiGLU for the ReLU FFN; every expert has equally many ids. FLOPs: the dense FFN's. The
     paper holds equal FLOPs and parameters of a token beside Switch Transformers'."""
 
     needs_ids = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        size = self.n_expert // self.top_k  # experts for a segment
-        if self.n_expert % self.top_k:
-            raise ValueError(f"n_expert={self.n_expert} must be a multiple of top_k={self.top_k}")
-        hashes = [torch.randperm(config.vocab_size) % size + k * size for k in range(self.top_k)]
+        n_expert, top_k = self.n_expert, self.top_k
+        if n_expert % top_k:
+            raise ValueError(f"{n_expert=} must be a multiple of {top_k=}")
+        size = n_expert // top_k  # experts for a segment
+        hashes = [torch.randperm(config.vocab_size) % size + k * size for k in range(top_k)]
         self.register_buffer("hashes", torch.stack(hashes, dim=-1))  # [V, top_k]
 
     def forward(self, x: Tensor, rows: None, ids: Tensor) -> Tensor:
@@ -133,14 +126,13 @@ class ProductKeyMemory(nn.Module):
 
         sum over heads and their top_k of softmax(score)_ij V_ij,   score_ij = k1_i q1 + k2_j q2
 
-    As the best sums are made of the best halves, n_key scores of each half are enough to find them,
-    and top_k^2 sums. Every head has its keys, all share the values.
+    The best sums are made of the best halves: n_key scores of each half and top_k^2 sums find them.
+    Every head has its keys, all share the values.
 
-    Differs: queries are normed to a mean square of one, by themselves, where the paper's batch norm
-    would let a token see others; values learn at the rate of all the rest; it takes the place of
-    the FFN in every layer, not in one or two. FLOPs: queries are as wide as makes them the dense
-    FFN's (scores of n_key sub-keys and top_k values included). The paper holds equal the speed of
-    inference. ValueError: nothing is left for queries, or there are fewer than top_k keys."""
+    Differs: RMS norm of queries, as the paper's batch norm would let a token see others; values
+    learn at the rate of all the rest; it is the FFN of every layer, not of one or two. FLOPs:
+    queries are as wide as makes them the dense FFN's. The paper holds equal the speed of inference.
+    ValueError: nothing is left for queries, or there are fewer than top_k keys."""
 
     row_width = 0
 
@@ -150,10 +142,7 @@ class ProductKeyMemory(nn.Module):
         spare = (3 * config.d_ff - n_head * top_k) * n_embd
         half = spare // (2 * n_head * (n_embd + n_key))  # numbers in half a query
         if half < 1 or top_k > n_key:
-            raise ValueError(
-                f"top_k={top_k} must be at most n_key={n_key}, and n_head={n_head} times as many "
-                f"values cost less than a dense FFN of d_ff={config.d_ff}: lower it"
-            )
+            raise ValueError(f"{top_k=} is more than {n_key=}, or too much for d_ff={config.d_ff}")
         self.shape, self.top_k, self.norm_eps = (n_head, 2, n_key), top_k, config.norm_eps
         self.query = nn.Linear(n_embd, n_head * 2 * half, bias=False)
         self.keys = nn.Parameter(torch.empty(n_head * 2 * n_key, half))
@@ -180,8 +169,8 @@ class DeepEmbedFFN(SwiGLU):
     """The dense FFN, its hidden units scaled by the token's row (DeepEmbed, of RWKV-8: B. Peng,
     repository RWKV-LM, 2025): `W_d (SiLU(W_g x) * (W_u x) * (1 + E_l[t]))`.
 
-    Differs: SwiGLU for RWKV's squared ReLU and its token shift; rows are kept as what differs from
-    one, so that they begin small as all tables do. FLOPs: the dense FFN's; the table is extra."""
+    Differs: SwiGLU for RWKV's squared ReLU and its token shift; rows are stored minus one, so that
+    they begin small as all tables do. FLOPs: the dense FFN's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -197,9 +186,8 @@ class PerLayerEmbeddingFFN(SwiGLU):
     (PLE, of Gemma 3n: Google, 2025; as in transformers' Gemma3nTextDecoderLayer).
 
     Differs: Gemma gates after the FFN, by the residual stream, here both read one x; its rows have
-    a part computed from the input embedding, and their contribution a norm at its end: that would
-    begin as noise 50 times as large as our embeddings. Gemma's rows are 1/8 of n_embd wide, so is
-    the default. FLOPs: the FFN is narrower by 2/3 of a row, which pays for G and P."""
+    a part computed from the input embedding, and a norm at the end, which would begin as noise 50
+    times as large as our embeddings. FLOPs: the FFN is narrower by 2/3 of a row, for G and P."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.row_width = config.ple_width

@@ -3,14 +3,14 @@
     python edit.py --source Spain --target Germany
     python edit.py --source Peru --target Japan --prompt "Country: Peru\\nThe main language is"
     python edit.py --source Spain --target "New Zealand" --align average
-    python edit.py --inject Atlantis=Portugal        # a name that the model never saw
+    python edit.py --source Atlantis --target Portugal        # a name that the model never saw
     python edit.py --source Spain --target Germany --save out/edited/ckpt.pt
     python edit.py --undo --ckpt out/edited/ckpt.pt  # to the bit what it was before
     python analyze.py edits out/ckpt.pt              # all pairs of countries: how many succeed
 
 An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
-(`stem.substitute`). Embedding, attention and everything dense still see Spain. What --save writes
-has Germany's rows under Spain's id instead, and keeps Spain's, for --undo.
+(`stem.substitute`); everything dense still sees Spain. What --save writes has Germany's rows under
+Spain's id instead, and keeps Spain's, for --undo.
 """
 
 import itertools
@@ -45,9 +45,11 @@ ALIGN = ("last", "first", "pad", "average")
 
 class MeanRows(Tables):
     """Tables with made-up tokens behind the vocabulary, whose rows are means of others' rows. To
-    read from: training and checkpoints want the tables themselves."""
+    read from only. UserError: there are no tables."""
 
     def __init__(self, tables: Tables) -> None:
+        if not len(tables.weight):
+            raise UserError("--ckpt is a model that has no tables to edit")
         super().__init__(tables.vocab_size, tables.width)
         self.tables, self.weight = tables, tables.weight
         # For each made-up token the tokens behind it, and their mean [W] in each table.
@@ -75,13 +77,11 @@ class Edit:
     ckpt: Path = flag(Path("out/ckpt.pt"), "checkpoint of train.py")
     source: str | None = flag(None, "the name whose knowledge to replace: Spain")
     target: str | None = flag(None, "the name whose rows to read instead: Germany")
-    inject: str | None = flag(None, "a made-up name, to be like a known one: Atlantis=Portugal")
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
     align: str = flag(
         "last",
-        "names of different length: their ends together (a longer source repeats the target's "
-        "first row, a longer target gives its last ones), their beginnings, ends with a padding "
-        "token in front, or the mean of the target's rows for all of the source",
+        "names of different length: ends together (a longer source repeats the target's first row, "
+        "a longer target gives its last), beginnings, ends after padding, or the target's mean row",
         choices=ALIGN,
     )
     max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
@@ -92,25 +92,8 @@ class Edit:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.inject and (self.source or self.target):
-            raise UserError("--inject names both: leave out --source and --target")
-        if self.undo and (self.source or self.target or self.inject or self.prompt):
-            raise UserError("--undo goes with --ckpt and --save: leave out what makes an edit")
-        if self.inject:
-            self.source, _, self.target = map(str.strip, self.inject.partition("="))
-        if not (self.undo or (self.source and self.target)):
-            raise UserError("give --source and --target, --inject NAME=KNOWN, or --undo")
-
-
-def load_editable(
-    ckpt: Path, device: torch.device, offload: str = "none"
-) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """What `load_model` returns, with MeanRows as the model's tables. UserError: it has none."""
-    model, encoding, checkpoint = load_model(ckpt, device, offload)
-    if not len(model.tables.weight):
-        raise UserError(f"{ckpt} is a {model.config.ffn} model: it has no tables to edit")
-    model.tables = MeanRows(model.tables)
-    return model, encoding, checkpoint
+        if bool(self.source and self.target) == self.undo:
+            raise UserError("give either --source and --target, or --undo")
 
 
 def edited_ids(
@@ -136,20 +119,16 @@ def edited_ids(
 
 @torch.inference_mode()
 def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, int]:
-    """One edit: what the model writes before and after it, side by side. Returns the tokens of the
+    """Print what the model writes before and after an edit, side by side. Returns the tokens of the
     prompt that read another's rows, and whose."""
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
     ids = encode(encoding, prompt)
-    room = model.config.block_size - len(ids)
-    if room < 1:
+    if (room := model.config.block_size - len(ids)) < 1:
         raise UserError(f"--prompt has {len(ids)} tokens, room is {model.config.block_size - 1}")
     table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, model.tables)
     if ids == table_ids:
-        raise UserError(
-            f"--prompt {prompt!r} does not contain --source {edit.source!r} as a word of its own, "
-            f"or as a part of {edit.target!r} it reads the same rows as before"
-        )
+        raise UserError(f"--prompt {prompt!r} reads no other rows: has it a word {edit.source!r}?")
 
     given = torch.tensor([ids, ids], device=model.device)  # [2, T]
     both = torch.tensor([ids, table_ids])  # what to look rows up under, before and after
@@ -173,10 +152,9 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
     for left, right in itertools.zip_longest(*columns, fillvalue=""):
         print(f"{left:<{WIDTH}}   {right}".rstrip())
     print()
-    for answer, before, after in zip(answers, p[:n].tolist(), p[n:].tolist(), strict=True):
-        text = encoding.decode(answer).strip()
-        text = repr(text if len(text) <= 26 else text[:23] + "...")
-        print(f"probability of {text:<28} before {before:6.1%}   after {after:6.1%}")
+    for answer, before, after in zip(answers, *p.view(2, n).tolist(), strict=True):
+        text = textwrap.shorten(encoding.decode(answer), 26, placeholder="...")
+        print(f"probability of {text!r:<28} before {before:6.1%}   after {after:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
     return {token: other for token, other in zip(ids, table_ids, strict=True) if token != other}
 
@@ -236,7 +214,8 @@ def main() -> None:
     args = parse(Edit, __doc__)
     if args.undo:
         return undo(args)
-    model, encoding, checkpoint = load_editable(args.ckpt, pick_device(args.device), args.offload)
+    model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
+    model.tables = MeanRows(model.tables)
     instead = show(model, encoding, args)
     if args.save:
         save(model.tables, encoding, checkpoint, args, instead)

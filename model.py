@@ -5,16 +5,13 @@
     _, loss = model(ids, targets)                           # ids, targets [B, T]
     text = model.generate(ids, max_new_tokens=64, temperature=0.8, top_k=50)
 
-The picture this file draws:
-
     token ids [B, T]
-       |
        +--> tables.lookup(ids) ------ rows of table 0 | table 1 | ... -----+
        |                                                                   |
        +--> wte --> block 0 (x, rows) --> block 1 (x, rows) --> ... --> norm --> head --> logits
 
-A layer never indexes a table: it receives rows, and where they come from is the business of
-`tables/tables.py`. To try a layer of your own, add a line to `LAYERS` below.
+A layer never indexes a table: it is given rows, wherever they are stored (tables/tables.py). To try
+a layer of your own, add a line to `LAYERS` below.
 """
 
 import contextlib
@@ -32,9 +29,9 @@ from embformer import EmbformerFFN, RowQKV
 from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
 
-# What a layer is made of: where queries, keys and values come from, and the FFN. A class is built
-# as Class(config), says how much of the token's row it reads (`row_width`, 0: none), and is called
-# as (x, rows) with rows [B, T, row_width]. An FFN that `needs_ids` is given the token ids, too.
+# Where a layer's queries, keys and values come from, and its FFN. Each class is built as
+# Class(config), says how much of the token's row it reads (`row_width`, 0: none), and is called as
+# (x, rows) with rows [B, T, row_width]. An FFN that `needs_ids` is given the token ids, too.
 LAYERS = {
     "dense": (LinearQKV, baselines.SwiGLU),
     "stem": (LinearQKV, StemFFN),
@@ -58,18 +55,17 @@ class Block(nn.Module):
         self.attn = Attention(config, layer, qkv_class(config))
         self.ffn_norm = nn.RMSNorm(config.n_embd, config.norm_eps, elementwise_affine=scale)
         self.ffn = ffn_class(config)
-        self.needs_ids = getattr(self.ffn, "needs_ids", False)
         self.row_split = (self.attn.qkv.row_width, self.ffn.row_width)
         self.row_width = sum(self.row_split)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rows: Tensor | None, ids: Tensor, *context) -> Tensor:
         """x [B, T, n_embd], rows [B, T, row_width] (None without a table), `ids` [B, T] that they
-        are looked up under -> [B, T, n_embd]; `context` is for `Attention`: cos, sin, mask, cache.
+        are looked up under -> [B, T, n_embd]; `context` is for `Attention`: angles, mask, cache.
         """
         attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (None, None)
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
-        more = {"ids": ids} if self.needs_ids else {}
+        more = {"ids": ids} if getattr(self.ffn, "needs_ids", False) else {}
         return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows, **more))
 
 
@@ -82,7 +78,7 @@ class Decoder(nn.Module):
         if config.ffn not in LAYERS:
             raise ValueError(f"ffn={config.ffn!r} is not one of {', '.join(LAYERS)}")
         self.config = config
-        # The embedding is a token table, too, unless it is the head as well, which reads all of it.
+        # The embedding is a token table, too, unless it is the head, which reads all of it.
         tied, size = config.tie_head, (config.vocab_size, config.n_embd)
         self.wte = nn.Embedding(*size) if tied else ResidentTables(1, *size)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -99,10 +95,8 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Normal(0, init_std), with the layers that write to the residual stream scaled down by
-        sqrt(2 n_layer), as in GPT-2; table rows Normal(0, table_std).
-
-        Rows start small, as noise of size 1 would have to be unlearned first: facts then settle
-        where swapping rows does not move them (docs/results.md)."""
+        sqrt(2 n_layer), as in GPT-2; rows Normal(0, table_std), small, so that facts settle in them
+        (docs/results.md)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or name.startswith("tables."):
                 continue  # norms stay at one
@@ -123,14 +117,11 @@ class Decoder(nn.Module):
         """What the head reads, [B, T, n_embd].
 
         Args:
-            ids: [B, T] token ids. In training they should be on the CPU, where finding the distinct
-                ones does not make the host wait for a GPU.
-            table_ids: [B, T] ids under which tables are looked up, `ids` if None. Other tokens' ids
-                edit what the model knows.
+            ids: [B, T] token ids; in training on the CPU (see `Tables.lookup`).
+            table_ids: [B, T] ids under which tables are looked up, if others: knowledge editing.
             documents: [B, T] number of the document that a token belongs to. Attention then stays
-                inside documents, as if each ran alone: rotary positions being relative, theirs
-                need not restart. Not for use with a cache.
-            cache: continue the sequence in this cache and add `ids` to it.
+                inside documents; rotary positions are relative, so they need not restart.
+            cache: continue the sequence in this cache and add `ids` to it; without documents.
         """
         n, config = ids.shape[1], self.config
         end, room = (n + cache.length, cache.room) if cache else (n, config.block_size)
@@ -140,7 +131,7 @@ class Decoder(nn.Module):
         x = F.dropout(self.embed(ids), config.dropout, self.training)
         if cache is None:
             mask = None if documents is None else document_mask(documents, x.dtype)
-            return self.layers(x, rows, table_ids, *rotary(n, config, x.device), mask, None)
+            return self.layers(x, rows, table_ids, rotary(n, config, x.device), mask, None)
         static = self.compiled is not None and n == 1 < end
         layers, rows = (self.compiled, list(rows)) if static else (self.layers, rows)
         return layers(x, rows, table_ids, *cache.begin(n, static), cache)
@@ -150,8 +141,7 @@ class Decoder(nn.Module):
         return self.wte(send(ids, self.device)) if self.head is None else next(self.wte.lookup(ids))
 
     def layers(self, x: Tensor, rows: Iterable[Tensor], ids: Tensor, *context) -> Tensor:
-        """From the embedding [B, T, n_embd] and the rows of each table to what the head reads;
-        `ids` [B, T] are those that rows are looked up under."""
+        """From the embedding [B, T, n_embd] and the rows of each table to what the head reads."""
         rows = iter(rows)
         for block in self.blocks:
             x = block(x, next(rows) if block.row_width else None, ids, *context)
@@ -161,8 +151,8 @@ class Decoder(nn.Module):
         self, ids: Tensor, targets: Tensor | None = None, *, last_only: bool = False, **more
     ) -> tuple[Tensor | None, Tensor | None]:
         """Logits [B, T, V], of the last token alone [B, 1, V] if `last_only`, and None. With
-        targets [B, T] (-1: nothing to predict) None and the mean cross-entropy in nats, which does
-        not need all logits at once. `more` is what `hidden` takes besides."""
+        targets [B, T] (-1: nothing to predict) None and the mean cross-entropy in nats. `more` is
+        what `hidden` takes besides."""
         x = self.hidden(ids, **more)
         if targets is None:
             return F.linear(x[:, -1:] if last_only else x, self.head_weight), None
@@ -178,15 +168,14 @@ class Decoder(nn.Module):
         return self.head_weight.device
 
     def compile_steps(self) -> None:
-        """Compile what a token goes through in decoding: slow start, fast steps. On a GPU that is
-        one CUDA graph, which gets rows from tables wherever they are."""
+        """Compile what a token goes through in decoding; on a GPU that is one CUDA graph."""
         mode = "reduce-overhead" if self.device.type == "cuda" else None
         self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def use_column_major_weights(self) -> "Decoder":
-        """Let weights that widen lie in memory by columns. On a CPU a step of decoding, one row
-        times all weights, then reads them twice as fast; nothing else changes."""
+        """Store weights that widen by columns: on a CPU a step of decoding, one row times all
+        weights, then reads them twice as fast."""
         for name, weight in self.named_parameters():
             if weight.dim() == 2 and weight.shape[0] > weight.shape[1] and "tables." not in name:
                 weight.data = weight.T.contiguous().T
@@ -201,32 +190,25 @@ class Decoder(nn.Module):
         stop: int | None = None,
         seed: int | None = None,
         table_ids: Tensor | None = None,
-        cache: KVCache | None = None,
         **sampling,
     ) -> Iterator[Tensor]:
-        """Yield one new token [B] per step, for prompts `ids` [B, T].
+        """Yield a new token [B] per step for prompts `ids` [B, T]. A context that is full goes on
+        with its last half.
 
         Args:
-            stop: a sequence that has produced this token goes on with it; when all have, the
-                iteration ends.
-            seed: makes sampling reproducible; None draws from PyTorch's global generator.
+            stop: a sequence that has produced this token repeats it; when all have, it ends.
+            seed: of the random numbers; None draws from PyTorch's global generator.
             table_ids: [B, T], see `hidden`. New tokens are looked up under their own ids.
-            cache: one that holds the first tokens of `ids` already; only the others are read. The
-                new tokens are added to it, except the last.
             sampling: `temperature`, `top_k` and `top_p`: see `sample`.
-
-        When the context is full it goes on with its last half.
         """
         assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
         generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
         text = torch.stack((ids, ids if table_ids is None else table_ids.to(ids.device)))
-        if cache is None:
-            text = text[..., -self.config.block_size :]  # [2, B, T]
-            # Of few sizes, each of which would be compiled anew.
-            room = -(-(text.shape[-1] + max_new_tokens) // 128) * 128
-            cache = KVCache(self.config, len(ids), ids.device, self.head_weight.dtype, room)
+        text = new = text[..., -self.config.block_size :]  # [2, B, T]: all is new, the prefill
+        # Of few sizes, each of which would be compiled anew.
+        room = -(-(text.shape[-1] + max_new_tokens) // 128) * 128
+        cache = KVCache(self.config, len(ids), ids.device, self.head_weight.dtype, room)
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        new = text[..., cache.length :]  # first all of the prompt that is not in the cache: prefill
         for _ in range(max_new_tokens):
             if cache.length == cache.room:
                 text = new = text[..., -max(1, cache.room // 2) :]
@@ -239,33 +221,30 @@ class Decoder(nn.Module):
             yield token
             if stop is not None and done.all():  # a host-device sync per token
                 return
-            new = token.expand(2, -1)[..., None]  # [2, B, 1]: then a token per step
+            new = token.expand(2, -1)[..., None]  # [2, B, 1]
             text = torch.cat((text, new), dim=-1)
 
     def generate(self, ids: Tensor, max_new_tokens: int, **options) -> Tensor:
-        """All tokens of `stream` behind the prompt: [B, T] -> [B, T + new]."""
-        new = list(self.stream(ids, max_new_tokens, **options))
+        """The prompt with all tokens of `stream`: [B, T] -> [B, T + new]."""
+        new = self.stream(ids, max_new_tokens, **options)
         return torch.cat([ids, *(token[:, None] for token in new)], dim=1)
 
     def sizes(self) -> dict[str, int]:
-        """Parameters and FLOPs.
+        """Parameters and FLOPs:
 
-        Returns:
-            total, table, backbone: parameters in all, in tables, elsewhere (the tied head once).
-            active: parameters that one token touches: the backbone with one row of its embedding
-                (all of it where it is the head too), without what is `idle` in a layer, as experts
-                not chosen (baselines.py), and one row of each table.
-            flops_per_token: of a forward pass, 2 per multiplied weight, plus attention over
-                block_size / 2 tokens, the mean under a causal mask.
-            flops_per_key: of that, attention to one token, in all layers.
+        - total, table, backbone: parameters in all, in tables, elsewhere (the tied head once);
+        - active: parameters that one token touches: the backbone with one row of its embedding (all
+          of it if it is the head), without the `idle` ones (baselines.py), and a row of each table;
+        - flops_per_token: of a forward pass, 2 per multiplied weight, plus attention over
+          block_size / 2 tokens, the mean under a causal mask;
+        - flops_per_key: of that, attention to one token, in all layers.
         """
         config, tables = self.config, self.tables
         table = sum(weight.numel() for weight in tables.weight)
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
         backbone = sum(p.numel() for p in dense)
         idle = sum(getattr(block.ffn, "idle", 0) for block in self.blocks)
-        # An embedding that is not the head is looked up: one row is touched, nothing multiplied.
-        row = 0 if config.tie_head else config.n_embd
+        row = 0 if config.tie_head else config.n_embd  # of an embedding that is only looked up
         multiplied = sum(p.numel() for p in dense if p.dim() == 2) - config.vocab_size * row - idle
         touched = backbone - (config.vocab_size - 1) * row - idle
         attention = 4 * config.n_layer * config.n_embd  # q k, and its weight times v
@@ -282,7 +261,7 @@ class Decoder(nn.Module):
 @contextlib.contextmanager
 def outline() -> Iterator[None]:
     """Models that are built here have shapes, but no numbers."""
-    # To draw random numbers on the meta device PyTorch would import its compiler, for a second.
+    # To draw random numbers on the meta device, PyTorch would import its compiler for a second.
     with mock.patch.object(nn.init, "normal_"), torch.device("meta"):
         yield
 
@@ -296,9 +275,6 @@ def sample(
 ) -> Tensor:
     """Draw a token from logits [B, V] -> [B]: the most probable one at temperature 0, else from the
     top_k most probable ones, and from the most probable ones that together reach top_p."""
-    assert temperature >= 0, f"temperature={temperature} must be 0 or more"
-    assert top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1"
-    assert top_p is None or 0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1"
     if temperature < 1e-30:  # in float32, what is much less is zero
         return logits.argmax(-1)
     # The largest logit becomes 0, so that no temperature, however low, makes an infinity of it.
@@ -321,11 +297,9 @@ CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
 class HeadLoss(torch.autograd.Function):
     """`F.cross_entropy(x @ weight.T, targets, ignore_index=-1)` without all of its logits at once.
 
-    Logits [N, V] are by far the largest tensor of a small model: 6,400 numbers a token, 131,072
-    with a large vocabulary, where the residual stream has 192. Here tokens take their turn chunk by
-    chunk, forward and backward at once: the gradient of a token's logits is `softmax(logits) -
-    onehot(target)`, so that nothing is kept for later but the gradients of the head and of its
-    input. Memory does not depend on N times V, and a chunk stays in a CPU's caches."""
+    Logits [N, V] are by far the largest tensor of a small model. Here tokens take their turn chunk
+    by chunk, forward and backward at once: the gradient of a token's logits is `softmax(logits) -
+    onehot(target)`, so nothing is kept but the gradients of the head and of its input."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiate: bool) -> Tensor:

@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -43,9 +42,8 @@ class Buffer:
         """size: bytes."""
         with torch.inference_mode(False):  # what decoding allocates, training may use
             self.memory = torch.empty(size, dtype=torch.uint8, device=ring.device)
-            self.staging = (
-                torch.empty(size, dtype=torch.uint8, pin_memory=True) if ring.worker else None
-            )
+            pinned = dict(dtype=torch.uint8, pin_memory=True)
+            self.staging = torch.empty(size, **pinned) if ring.worker else None
         # Not to be handed out again before the last copy has ended. (Pinned memory never is.)
         self.memory.record_stream(ring.stream)
         # ready: the side stream is done with it; free: the compute stream is.
@@ -119,9 +117,7 @@ class TransferRing:
             return send(index, self.device)
 
     @torch.no_grad()
-    def fetch(
-        self, buffer: Buffer, host: Tensor, ids: Tensor, device=None, slots=None
-    ) -> torch.cuda.Event:
+    def fetch(self, buffer: Buffer, host: Tensor, ids: Tensor, device=None, slots=None):
         """Job: bring rows `ids` [n] of `host` [V, ..] to a buffer and maybe on to `slots` [n] of
         `device`. Returns the event of their arrival."""
         rows = rows_in(buffer.memory, len(ids), host)
@@ -140,9 +136,7 @@ class TransferRing:
             return buffer.record(self.stream)
 
     @torch.no_grad()
-    def write_back(
-        self, buffer: Buffer, host: Tensor, ids: Tensor, device: Tensor, slots: Tensor
-    ) -> None:
+    def write_back(self, buffer: Buffer, host: Tensor, ids: Tensor, device: Tensor, slots: Tensor):
         """Job: take rows from `slots` [n] of `device` to rows `ids` [n] of `host` [V, ..]."""
         rows = rows_in(buffer.memory, len(ids), host)
         if self.worker:
@@ -177,12 +171,10 @@ def result_of(job: object, what: str) -> object:
 
 
 class OffloadedTables(StoredTables):
-    """All tables of a model in RAM or on disk, used by a GPU; the rows of `n_buffer` of them can be
-    on their way at once."""
+    """All tables of a model in RAM or on disk, used by a GPU, rows of `n_buffer` at once on their
+    way."""
 
-    def __init__(
-        self, storage: TableStorage, device: torch.device | str, *, n_buffer: int = 3
-    ) -> None:
+    def __init__(self, storage: TableStorage, device: torch.device | str, n_buffer: int = 3):
         super().__init__(storage, device)
         seen = storage.on_gpu(self.device)
         self.ring = TransferRing(self.device, n_buffer, staged=seen is None)
@@ -372,21 +364,15 @@ class OffloadedTables(StoredTables):
 
 
 def make_tables(
-    offload: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    live: Path | None = None,
-    saved: DiskStorage | None = None,
-    fresh: bool = False,
+    offload: str, device: torch.device, dtype: torch.dtype, *, live=None, saved=None, fresh=False
 ) -> Callable[[int, int, int], Tables]:
     """What makes the tables of a `Decoder`, used on `device` and stored where `offload` says: a
     function of (n_table, V, W), which raises UserError where there is no room.
 
     Args:
-        live: for training, the folder of tables on disk, which does not exist yet.
-        saved: a checkpoint's tables on disk. If they are not to be trained, they are read in place.
-        fresh: rows are to be drawn, not loaded.
+        live: for training, the path of a new folder, for tables on disk.
+        saved: DiskStorage of a checkpoint. If it is not to be trained, it is read in place.
+        fresh: whether rows are to be drawn, not loaded.
     """
     training, far = live is not None, offload != "none" and device.type in STREAMS
     on_disk = offload == "disk" and (training or saved is not None)

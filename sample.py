@@ -7,7 +7,6 @@ python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.
 """
 
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, count
@@ -15,7 +14,6 @@ from itertools import chain, count
 import tiktoken
 import torch
 
-from attention import KVCache
 from common import UserError, check_ranges, flag, parse, pick_device, run
 from model import Decoder
 from text import template
@@ -32,9 +30,7 @@ class Sampling:
     max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
     temperature: float = flag(0.8, "0: always the most probable", must="0 or more")
     top_k: int | None = flag(None, "draw from the k most probable tokens only", must="at least 1")
-    top_p: float | None = flag(
-        None, "draw from the most probable tokens that sum up to p", must="above 0 and at most 1"
-    )
+    top_p: float | None = flag(None, "draw from those that reach p", must="above 0 and at most 1")
     num_samples: int = flag(1, "how many", must="at least 1")
     compile: bool = flag(False, "torch.compile a step of decoding: slow start, faster tokens")
     seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
@@ -49,15 +45,10 @@ class Sampling:
             raise UserError("--system goes with --chat")
 
 
-def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
-
-
 def sample_text(
     model: Decoder, encoding: tiktoken.Encoding, prompt: str, max_new_tokens: int, **options
 ) -> Iterator[str]:
-    """Yield the prompt, then the model's text token by token, until it ends the document; `options`
-    are those of `Decoder.stream`."""
+    """Yield the prompt and the model's text token by token; `options` as for `Decoder.stream`."""
     ids = torch.tensor([encode(encoding, prompt)], device=model.device)  # [1, T]
     decoder = StreamDecoder(encoding)
     yield prompt
@@ -68,11 +59,8 @@ def sample_text(
 
 
 class Chat:
-    """A conversation with a model that remembers it: each turn feeds the model only what is new,
-    the rest is in its KV cache.
-
-    When a turn does not fit into the model's context, the oldest turns are forgotten, the `system`
-    message at the beginning is not. ValueError: the tokenizer has no markers."""
+    """A conversation. When a turn does not fit into the model's context, the oldest turns are
+    forgotten, the `system` message at the beginning is not."""
 
     def __init__(self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None):
         self.model, self.encoding = model, encoding
@@ -80,108 +68,69 @@ class Chat:
         first = [] if system is None else [{"role": "system", "content": system}]
         self.head = [encoding.eot_token, *template.render(encoding, first)]
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
-        self.cache = KVCache(model.config, 1, model.device, torch.float32)
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
-        """Yield the answer to the user's next message token by token; `options` are those of
-        `Decoder.stream`. ValueError: there is no room for the message and an answer."""
+        """Yield the answer to the user's next message token by token; `options` as for
+        `Decoder.stream`. UserError: there is no room for the message and an answer."""
         question = template.prompt(self.encoding, [{"role": "user", "content": text}])
         block_size = self.model.config.block_size
         room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
         if len(question) > room:
-            raise ValueError(
-                f"the message has {len(question)} tokens, there is room for {max(room, 0)}: say "
-                "it, or --system, in fewer words"
-            )
+            said = f"the message has {len(question)} tokens, there is room for {max(room, 0)}"
+            raise UserError(f"{said}: say it, or --system, in fewer words")
         while sum(map(len, self.turns)) + len(question) > room:
             self.turns.pop(0)
-            self.cache.length = 0  # what follows has moved, it must be read anew
         ids = [*self.head, *chain(*self.turns), *question]
         new = min(max_new_tokens, block_size - len(ids))
         ids = torch.tensor([ids], device=self.model.device)  # [1, T]
         decoder, answer = StreamDecoder(self.encoding), []
-        try:
-            for token in self.model.stream(ids, new, stop=self.end, cache=self.cache, **options):
-                if token.item() in (self.end, self.encoding.eot_token):
-                    break  # a document's end is a message's, too
-                answer.append(token.item())
-                piece = decoder.feed(answer[-1])
-                yield piece.removeprefix(" ") if len(answer) == 1 else piece
-            yield decoder.flush()
-        finally:  # an answer that is interrupted or cut off is a turn, too
-            newline = self.encoding.encode_ordinary("\n")
-            self.turns.append([*question, *answer, self.end, *newline])
+        for token in self.model.stream(ids, new, stop=self.end, **options):
+            if token.item() in (self.end, self.encoding.eot_token):
+                break  # a document's end is a message's, too
+            answer.append(token.item())
+            piece = decoder.feed(answer[-1])
+            yield piece.removeprefix(" ") if len(answer) == 1 else piece
+        yield decoder.flush()
+        self.turns.append([*question, *answer, self.end, *self.encoding.encode_ordinary("\n")])
 
 
-def show(pieces: Iterator[str], seconds: list[float]) -> None:
-    """Print a text as it comes; `seconds` gets how long each piece of it took."""
-    start = time.perf_counter()
+def show(pieces: Iterator[str]) -> None:
+    """Print a text as it comes."""
     for piece in pieces:
         print(piece, end="", flush=True)
-        seconds.append(time.perf_counter() - start)
-        start += seconds[-1]
     print()
 
 
-def converse(chat: Chat, seconds: list[float], seed: int, **options) -> None:
-    """Hold a conversation: each line of standard input is a message, until the input ends. "/new"
-    begins another conversation, Ctrl-C in a terminal ends an answer. `seconds`: see `show`."""
-    if sys.stdin is None:  # was closed by whoever started us
-        return
+def converse(chat: Chat, seed: int, **options) -> None:
+    """Hold a conversation: each line of standard input is a message, until the input ends."""
     sys.stdin.reconfigure(errors="replace")
-    asks = sys.stdin.isatty()
-    if asks:
-        print("/new: forget the conversation   Ctrl-C: end an answer   Ctrl-D: end the program")
+    prompt = "> " if sys.stdin.isatty() else ""
     for turn in count():
         try:
-            text = input("> " if asks else "").strip()
+            if text := input(prompt).strip():
+                show(chat.reply(text, seed=seed + turn, **options))
         except EOFError:
             return
-        if text == "/new":
-            chat.turns, chat.cache.length = [], 0
-            print("(a new conversation)", file=sys.stderr)
-        elif text:
-            try:
-                show(chat.reply(text, seed=seed + turn, **options), seconds)
-            except ValueError as error:
-                print(f"({error})", file=sys.stderr)
-            except KeyboardInterrupt:
-                if not asks:
-                    raise
-                print()
+        except UserError as error:
+            print(f"({error})", file=sys.stderr)
 
 
 def main() -> None:
     args = parse(Sampling, __doc__)
-    device = pick_device(args.device)
-    model, encoding, checkpoint = load_model(args.ckpt, device, args.offload)
+    model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
     if args.compile:
         model.compile_steps()
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     options = {name: getattr(args, name) for name in names}
-    seconds: list[float] = []  # of each token, see `show`
     if args.chat:
         if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
-            note(f"{args.ckpt} has not learned to talk (train.py --stage sft)")
-        try:
-            chat = Chat(model, encoding, args.system)
-        except ValueError as error:
-            raise UserError(f"--chat with {args.ckpt}: {error}") from None
-        converse(chat, seconds, args.seed, **options)
-    else:
-        prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
-        n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
-        if n_prompt > block_size:
-            note(f"of {n_prompt} prompt tokens the model sees the last {block_size}")
-        for number in range(args.num_samples):
-            if number:
-                print("\n" + "-" * 40)
-            show(sample_text(model, encoding, prompt, seed=args.seed + number, **options), seconds)
-    # A sample has two pieces that are no tokens: the prompt and the flush.
-    tokens = len(seconds) - (0 if args.chat else 2 * args.num_samples)
-    if tokens:
-        speed = f"{tokens / sum(seconds):,.0f} tok/s on {device.type}"
-        print(f"\n{tokens} tokens, {speed}", file=sys.stderr)
+            print(f"{args.ckpt} has not learned to talk (train.py --stage sft)", file=sys.stderr)
+        return converse(Chat(model, encoding, args.system), args.seed, **options)
+    prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
+    for number in range(args.num_samples):
+        if number:
+            print("\n" + "-" * 40)
+        show(sample_text(model, encoding, prompt, seed=args.seed + number, **options))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
-Written to --out_dir: ckpt.pt (alone enough to sample, edit or resume), best.pt (the model with the
-lowest validation loss, without what resuming needs), metrics.jsonl, loss.png; with --offload disk
-the tables-ID.bin that ckpt.pt names, and no best.pt.
+Written to --out_dir: ckpt.pt (self-contained: to sample, edit or resume), best.pt (the model with
+the lowest validation loss, not to be resumed), metrics.jsonl, loss.png; with --offload disk the
+tables that ckpt.pt names, and no best.pt.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,23 +42,68 @@ from training.checkpoints import (
 )
 from training.objectives import NextToken, Objective, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
-from training.records import Log, archive_previous_run, markdown, plot
+from training.records import Log, archive_previous_run, plot
 from training.settings import DEFAULT_DATA, STAGES, Settings, parse_args, resolve_settings
-from training.showcase import ask, continued, next_commands
+from training.showcase import ask, show
 
 
-@dataclass
 class Run:
     """What a run trains, with what, and how far it is."""
 
-    settings: Settings
-    data: Data
-    model: Decoder
-    objective: Objective
-    optimizer: Optimizer
-    keep_best: bool
-    step: int = 0
-    best: tuple[float, int] = (math.inf, 0)  # lowest validation loss after the first step, its step
+    def __init__(self, settings: Settings, data: Data) -> None:
+        """A new run, maybe with the model of --init_from, or the one to resume. UserError: a
+        checkpoint is damaged or of another run, or the model's settings do not fit together."""
+        out_dir, resume = settings.out_dir, settings.resume
+        origin = out_dir / "ckpt.pt" if resume else settings.init_from
+        checkpoint = load_checkpoint(origin, settings.verify) if origin else None
+        if checkpoint:
+            check_origin(settings, data, origin, checkpoint)
+        self.settings, self.data = settings, data
+        self.step, self.best = 0, (math.inf, 0)  # lowest validation loss, its step
+
+        # 1) the model
+        device = pick_device(settings.device)
+        dtype = precision(settings.dtype, device)
+        torch.manual_seed(settings.seed)
+        torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
+        where = dict(live=out_dir / LIVE, saved=checkpoint and checkpoint["tables"])
+        tables = make_tables(
+            settings.offload, device, DTYPES[settings.table_dtype], fresh=not checkpoint, **where
+        )
+        try:
+            self.model = model = Decoder(settings.model, tables=tables).to(device)
+        except ValueError as error:
+            raise UserError(f"--{error}") from None
+        self.keep_best = settings.keep_best and not model.tables.on_disk  # else one more copy
+
+        # 2) what it is trained with
+        self.objective: Objective
+        if settings.stage == "dpo":
+            self.objective = Preference(model, device, dtype, settings.beta)
+        else:
+            document = data.encoding.eot_token if settings.doc_mask else None
+            self.objective = NextToken(model, device, dtype, document)
+        self.optimizer = Optimizer(model, settings)
+
+        # 3) what was trained before
+        if checkpoint:
+            with checkpoint_errors(origin):
+                model.load_state_dict(checkpoint["model"])
+                if resume:
+                    self.optimizer.load_state_dict(checkpoint["optimizer"])
+                    for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
+                        pairs.reference[:] = known.numpy()
+                    self.step, self.best = checkpoint["step"], checkpoint["best"]
+                    if not 0 <= self.step <= settings.max_iters:
+                        raise ValueError(f"it is of step {self.step} of {settings.max_iters}")
+        if settings.compile:
+            for block in model.blocks:  # not the model: lookups and offloading stay outside
+                block.compile()
+        for pairs in [] if resume else data.pairs:
+            seen = validation_rows(pairs, settings.eval_tokens)
+            if pairs is data.train:
+                seen = min(pairs.n_row, settings.max_iters * settings.batch_size)
+            self.objective.compute_reference_logprobs(pairs, seen, settings.device_batch_size)
 
     def save(self) -> None:
         """Write ckpt.pt: the model and all that --resume needs."""
@@ -75,73 +119,15 @@ def train(settings: Settings) -> None:
     if settings.eval_only:
         return evaluate(settings)
     out_dir, total = settings.out_dir, settings.max_iters * settings.batch_size
-    rows, block_size = STAGES[settings.stage].rows, settings.model.block_size
+    rows, block_size = STAGES[settings.stage]["rows"], settings.model.block_size
     data = Data(settings.data_dir, rows, block_size, settings.seed, total)
     settings.model.vocab_size = data.metas[0]["vocab_size"]
     with locked(out_dir):
         remove_leftovers(out_dir)
         try:
-            fit(build(settings, data))
+            fit(Run(settings, data))
         finally:
             remove_leftovers(out_dir)
-
-
-def build(settings: Settings, data: Data) -> Run:
-    """A new run, maybe with the model of --init_from, or the one to resume. UserError: a checkpoint
-    is damaged or does not belong to the run, or the model's settings do not fit together."""
-    out_dir, resume = settings.out_dir, settings.resume
-    origin = out_dir / "ckpt.pt" if resume else settings.init_from
-    checkpoint = load_checkpoint(origin, settings.verify) if origin else None
-    if checkpoint:
-        check_origin(settings, data, origin, checkpoint)
-
-    # 1) the model
-    device = pick_device(settings.device)
-    dtype = precision(settings.dtype, device)
-    torch.manual_seed(settings.seed)
-    torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
-    tables = make_tables(
-        settings.offload,
-        device,
-        DTYPES[settings.table_dtype],
-        live=out_dir / LIVE,
-        saved=checkpoint and checkpoint["tables"],
-        fresh=checkpoint is None,
-    )
-    try:
-        model = Decoder(settings.model, tables=tables).to(device)
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
-
-    # 2) what it is trained with
-    if settings.stage == "dpo":
-        objective = Preference(model, device, dtype, settings.beta)
-    else:
-        document = data.encoding.eot_token if settings.doc_mask else None
-        objective = NextToken(model, device, dtype, document)
-    keep_best = settings.keep_best and not model.tables.on_disk  # else one more copy of them
-    run = Run(settings, data, model, objective, Optimizer(model, settings), keep_best)
-
-    # 3) what was trained before
-    if checkpoint:
-        with checkpoint_errors(origin):
-            model.load_state_dict(checkpoint["model"])
-            if resume:
-                run.optimizer.load_state_dict(checkpoint["optimizer"])
-                for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
-                    pairs.reference[:] = known.numpy()
-                run.step, run.best = checkpoint["step"], checkpoint["best"]
-                if not 0 <= run.step <= settings.max_iters:
-                    raise ValueError(f"it is of step {run.step} of {settings.max_iters}")
-    if settings.compile:
-        for block in model.blocks:  # blocks, not the model: lookups and offloading stay outside
-            block.compile()
-    for pairs in [] if resume else data.pairs:
-        seen = validation_rows(pairs, settings.eval_tokens)
-        if pairs is data.train:
-            seen = min(pairs.n_row, settings.max_iters * settings.batch_size)
-        objective.compute_reference_logprobs(pairs, seen, settings.device_batch_size)
-    return run
 
 
 def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
@@ -174,16 +160,15 @@ def fit(run: Run) -> None:
 
     numbers = range(run.step, settings.max_iters)
     batches = (data.train.batch(number, settings.batch_size) for number in numbers)
-    batch, val, last = next(batches, None), {}, {}
+    batch, val, figures = next(batches, None), {}, {}
     # Without a terminal there is no bar, and a line for each evaluation.
-    options = dict(unit="step", dynamic_ncols=True, disable=None)
-    bar = tqdm(total=settings.max_iters, initial=run.step, **options)
+    bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
     with bar, end_on_signals(bar) as signals:
         while True:
             # 1) evaluate and save, at the beginning, the end, and every eval_interval steps
             if not val or not batch or run.step % settings.eval_interval == 0:
                 val = evaluate_and_save(run, log)
-                bar.write(f"step {run.step}: " + format_metrics({**val, **last}))
+                bar.write(f"step {run.step}: " + format_metrics({**val, **figures}))
 
             # 2) is that all?
             if not batch:
@@ -195,26 +180,27 @@ def fit(run: Run) -> None:
                 raise SystemExit(128 + signals[0])  # as a shell reports it
 
             # 3) train, and get the next batch on the way
-            start, n_token, lr = time.perf_counter(), batch[0].numel(), schedule(run.step, settings)
-            losses, norm, batch = train_step(run, batch, batches, lr)
-            check_finite(losses["train_loss"], "training", run)
+            figures, batch = train_step(run, batch, batches)
+            check_finite(figures["train_loss"], "training", run)
             run.step += 1
-
-            # 4) log
-            # the padding of short rows included, for which the machine works, too
-            tok_per_s = n_token / (time.perf_counter() - start)
-            more = dict(grad_norm=norm, lr=lr * settings.learning_rate, tok_per_s=tok_per_s)
-            log.write(type="step", step=run.step, **losses, **more)
-            last = {**losses, "tok/s": tok_per_s}
+            log.write(type="step", step=run.step, **figures)
             bar.update()
-            bar.set_postfix_str(format_metrics(last))
-    finish(run, log)
+            bar.set_postfix_str(format_metrics(figures))
+
+    # 4) report what was learned
+    torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
+    if shares := ask(run.model, data):
+        log.write(type="recall", step=run.step, **shares)
+    plot([out_dir], out_dir / "loss.png")
+    best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.keep_best else ""
+    print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
+    show(run.model, data, out_dir / "ckpt.pt", settings.seed)
 
 
-def train_step(run: Run, batch: tuple, batches: Iterator[tuple], lr: float) -> tuple:
-    """One update with learning rate `lr`, a fraction of the peak. Returns the loss and further
-    figures of the step, the norm of the gradient, and the next of the batches, None at the end."""
-    settings, objective, figures = run.settings, run.objective, Counter()
+def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, tuple | None]:
+    """One update. Returns the loss and further figures of the step, and the next of the batches."""
+    settings, objective, losses = run.settings, run.objective, Counter()
+    start, n_token, lr = time.perf_counter(), batch[0].numel(), schedule(run.step, settings)
     if settings.model.dropout:  # a step draws the same however the run came to it
         seed = np.random.default_rng((settings.seed, run.step)).integers(2**63)
         torch.manual_seed(int(seed))
@@ -230,11 +216,14 @@ def train_step(run: Run, batch: tuple, batches: Iterator[tuple], lr: float) -> t
         # 3) backward
         (loss * share).backward()
         for name, value in {"loss": loss.detach(), **more}.items():
-            figures[f"train_{name}"] += value * share
+            losses[f"train_{name}"] += value * share
     # 4) update
     norm = run.optimizer.step(lr)
     # a host-device sync: the host waits for the step here
-    return {name: value.item() for name, value in figures.items()}, norm.item(), batch
+    figures = {name: value.item() for name, value in {**losses, "grad_norm": norm}.items()}
+    # per second: the padding of short rows included, for which the machine works, too
+    tok_per_s = n_token / (time.perf_counter() - start)
+    return {**figures, "lr": lr * settings.learning_rate, "tok_per_s": tok_per_s}, batch
 
 
 @contextlib.contextmanager
@@ -252,8 +241,8 @@ def end_on_signals(bar: tqdm) -> Iterator[list[int]]:
         else:
             bar.disable = True  # there may be no terminal any more
 
-    numbers = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
-    before = {number: signal.signal(number, handle) for number in filter(None, numbers)}
+    numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield received
     finally:
@@ -263,8 +252,8 @@ def end_on_signals(bar: tqdm) -> Iterator[list[int]]:
 
 def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     """Validation losses; after the first step with a checkpoint, and best.pt if it is the best."""
-    settings, best_file = run.settings, run.settings.out_dir / "best.pt"
-    val = validate(run.objective, run.data, settings.eval_tokens, settings.device_batch_size)
+    settings, data = run.settings, run.data
+    val = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(val["val_loss"], "validation", run)
     log.write(type="eval", step=run.step, **val)
     if run.step:
@@ -274,73 +263,46 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
             run.best = (val["val_loss"], run.step)
             if run.keep_best:
                 state = dict(step=run.step, args=settings.flat())
-                save_checkpoint(best_file, run.model, run.data.encoding, **state)
-            else:
-                best_file.unlink(missing_ok=True)  # of when it was kept
+                save_checkpoint(settings.out_dir / "best.pt", run.model, data.encoding, **state)
     return val
 
 
 def check_finite(loss: float, kind: str, run: Run) -> None:
     """Stop before weights that are not numbers get into a checkpoint."""
     if not math.isfinite(loss):
-        settings, model = run.settings, run.settings.model
         raise UserError(
             f"the {kind} loss became {loss} at step {run.step}: lower --learning_rate "
-            f"{settings.learning_rate}, --init_std {model.init_std} or --table_std "
-            f"{model.table_std} (a ckpt.pt in {settings.out_dir} is of before)"
+            f"{run.settings.learning_rate} (a ckpt.pt in {run.settings.out_dir} is of before)"
         )
 
 
 def describe(run: Run) -> None:
-    """Say what is trained, on how much of what, and where it goes."""
-    settings, config, rows = run.settings, run.model.config, STAGES[run.settings.stage].rows
-    millions = {name: size / 1e6 for name, size in run.model.sizes().items()}
+    """Say what is trained, and on how much of what."""
+    settings, config = run.settings, run.model.config
+    size = {name: f"{size / 1e6:.2f} M" for name, size in run.model.sizes().items()}
     print(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "
-        f"{config.vocab_size:,}: {millions['total']:.2f} M parameters, {millions['table']:.2f} M "
-        f"of them in tables; a token touches {millions['active']:.2f} M and costs "
-        f"{millions['flops_per_token']:.1f} MFLOP forward, attention included"
+        f"{config.vocab_size:,}: {size['total']} parameters, {size['table']} of them in tables; a "
+        f"token touches {size['active']} and costs {size['flops_per_token']}FLOP forward, "
+        "attention included"
     )
-    units = {"text": "windows of", "chat": "conversations of up to", "preference": "pairs of up to"}
-    a_step = settings.batch_size * config.block_size * (2 if rows == "preference" else 1)
+    a_step = settings.batch_size * config.block_size * (2 if settings.stage == "dpo" else 1)
     total, there = settings.max_iters * a_step, sum(m["train"]["tokens"] for m in run.data.metas)
     print(
-        f"{settings.max_iters} steps of {settings.batch_size} {units[rows]} {config.block_size} "
-        f"tokens on {run.objective.device.type} in {run.objective.dtype}: {a_step:,} a step, "
-        f"{total:,} in all, {total / there:.1f} times the {there:,} of {settings.data_dir}"
-    )
-    print(
-        f"learning rate {settings.learning_rate:g} after {settings.warmup:.0%} of the steps, then "
-        f"{settings.schedule} to {settings.min_lr:g} of it; everything goes to {settings.out_dir}"
+        f"{settings.max_iters} steps of {a_step:,} tokens on {run.objective.device.type} in "
+        f"{run.objective.dtype}: {total:,} in all, {total / there:.1f} times the {there:,} of "
+        f"{settings.data_dir}; peak learning rate {settings.learning_rate:g}"
     )
     if n_cut := getattr(run.data.train, "n_cut", 0):
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
-    if settings.keep_best and not run.keep_best:
-        print("best.pt is not kept: that would be one more copy of the tables on disk")
 
 
 def format_metrics(figures: dict[str, float]) -> str:
     """Figures for people: 1.2923, 6,800."""
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value:{',.0f' if value >= 1000 else '.4f'}}"
-        for name, value in figures.items()
-    )
-
-
-def finish(run: Run, log: Log) -> None:
-    """Report what was learned, draw the curve, and say what to try next."""
-    settings, model, data, out_dir = run.settings, run.model, run.data, run.settings.out_dir
-    torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
-    if shares := ask(model, data):
-        log.write(type="recall", step=run.step, **shares)
-    plot([out_dir], out_dir / "loss.png")
-    best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.keep_best else ""
-    ckpt = out_dir / "ckpt.pt"
-    print(f"wrote {ckpt}, {best}metrics.jsonl, loss.png\n")
-    print(continued(model, data, settings.seed))
-    print("\nnext:")
-    for command in next_commands(model, data):
-        print(f"  python {command.format(ckpt=ckpt)}")
+    shown = {
+        name: f"{value:{',.0f' if value >= 1000 else '.5g'}}" for name, value in figures.items()
+    }
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
 
 
 def evaluate(settings: Settings) -> None:
@@ -350,20 +312,14 @@ def evaluate(settings: Settings) -> None:
     model, encoding, _ = load_model(path, device, settings.offload)
     document = encoding.eot_token if settings.doc_mask else None
     objective = NextToken(model, device, precision(settings.dtype, device), document)
-    titles, rows = (f"{path} on", "loss per token", "per byte", "tokens", "recall"), []
     for folder in [part.partition("=")[0] for part in settings.data_dir.split(",")]:  # no weights
         meta = read_meta(Path(folder))
         check_tokenizer(meta["tokenizer"], folder, tokenizer.fingerprint(encoding), path)
         kind = "text" if meta["kind"] == "text" else "chat"
         data = Data(folder, kind, model.config.block_size, settings.seed, total=1)
-        val = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
-        (source,) = data.val.values()
-        seen = objective.count(*source.rows(range(validation_rows(source, settings.eval_tokens))))
-        shares = ask(model, data)
-        losses = [f"{val[name]:.4f}" for name in ("val_loss", "val_loss_per_byte")]
-        cells = folder, *losses, f"{seen:,}", f"{shares['recall']:.1%}" if shares else ""
-        rows.append(dict(zip(titles, cells, strict=True)))
-    print(markdown(rows))
+        losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
+        print(f"{path} on {folder}: {format_metrics(losses)}")
+        ask(model, data)
 
 
 def main() -> None:

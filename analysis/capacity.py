@@ -1,21 +1,13 @@
 """How many facts fit into a model?
 
-The claim (STEM, arXiv 2601.10639, abstract and section 1): tables give a larger knowledge capacity
-than a dense model has at the FLOPs of a token. Entities with random attributes are made up, ever
-more of them, and learned with equally many passes over each fact and equally many steps, whatever
-the number of facts. Greedy answers are then compared with what was learned; nothing generalizes,
-so there is no other text to ask about.
-
-A fact is `name, relation -> value`. There are two kinds of names, as the difference is a finding:
-two syllables of 200 each, none of which belongs to an entity, and one token, whose row can own all
-that is known about the entity. Each kind of layer has its best learning rate.
-
-Deliberately simple: a model this small is full at these numbers of facts; the head looks at values
-alone (the other tokens are never answers), and no weight decays, as that would be a loss of memory.
-FLOPs of a token are equal but for STEM, which saves the up-projection, and Embformer, which has no
-weights: they are in the table.
+Facts `name, relation -> value` are made up, ever more of them, and learned with equally many passes
+and equally many steps. A name is two syllables of 200 each, none of which belongs to an entity, or
+one token, whose row can hold all that is known about the entity. Deliberately simple: the head
+looks at values alone (the other tokens are never answers), and no weight decays, as that would be a
+loss of memory.
 """
 
+from functools import partial
 from math import inf, log2
 
 import numpy as np
@@ -24,28 +16,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from analysis.experiment import BASELINES, STEM, Experiment, Flags, spread
-from analysis.runs import beyond
+from analysis.experiment import (
+    KINDS,
+    MAIN,
+    Experiment,
+    Flags,
+    search_learning_rates,
+    spread,
+)
 from config import ModelConfig
 from model import Decoder
 from training.optimizer import Optimizer, schedule
-from training.records import markdown, plt
+from training.records import markdown, mean_and_band, plt
 from training.settings import Settings
 
-KINDS = {**STEM, "hash_moe": BASELINES["hash_moe"]}
 SHAPE = dict(n_layer=4, n_head=2, n_embd=16, tie_head=True)
 D_FF = 64
 VALUES, RELATIONS, SYLLABLES = 256, 4, 200  # tokens of each sort; a name has two syllables
-# Names of facts, and the layers that learn them.
+# Names of facts, and the kinds of layers that learn them.
 NAMES = {
-    "two syllables": list(KINDS),
-    "one token": ["dense", "STEM, all", "Embformer", "hash_moe"],
+    "two syllables": (*MAIN, "hash_moe"),
+    "one token": ("dense", "STEM, all", "Embformer", "hash_moe"),
 }
-SIZES, COMPARED = (1000, 2000, 4000, 8000, 16_000), 8000  # facts; rates are compared at one size
 RATES = (0.01, 0.02, 0.04)  # and further ones while the best is at an end
 PASSES, STEPS = 48, 1000
 LONGER = 4  # times the passes: is it capacity that is missing, or only time?
-QUICK = dict(SIZES=(40, 80), COMPARED=80, RATES=(0.01,), PASSES=2, STEPS=2)
 
 
 def make_facts(n_fact: int, names: str, seed: int) -> tuple[Tensor, Tensor, int]:
@@ -76,14 +71,14 @@ def logits(model: Decoder, prompts: Tensor) -> Tensor:
 
 
 def learn(
-    kind: Flags, names: str, n_fact: int, seed: int, rate: float, passes: int, steps: int, on: str
+    kind: str, names: str, n_fact: int, passes: int, rate: float, seed: int, on: torch.device
 ) -> dict[str, float]:
     """Train a new model on made-up facts. Returns its recall, the share of facts whose value is its
     most probable answer, and its loss over all facts, in nats."""
     prompts, values, vocab_size = make_facts(n_fact, names, seed)
-    values = values.to(on)
+    values, steps = values.to(on), STEPS * passes // PASSES
     torch.manual_seed(seed)
-    model = make_model(kind, vocab_size, prompts.shape[1]).to(on)
+    model = make_model(KINDS[kind], vocab_size, prompts.shape[1]).to(on)
     settings = Settings(max_iters=steps, learning_rate=rate, weight_decay=0.0, seed=seed)
     optimizer = Optimizer(model, settings)
     # All facts in a random order, then all in another one, ...; a step reads its share of them.
@@ -92,77 +87,78 @@ def learn(
         F.cross_entropy(logits(model, prompts[batch]), values[batch.to(on)]).backward()
         optimizer.step(schedule(step, settings))
     with torch.no_grad():
-        asked = torch.cat([logits(model, part) for part in prompts.split(4096)])
-    right = (asked.argmax(-1) == values).float().mean().item()
-    return dict(recall=right, loss=F.cross_entropy(asked, values).nan_to_num(nan=inf).item())
+        answers = torch.cat([logits(model, part) for part in prompts.split(4096)])
+    right = (answers.argmax(-1) == values).float().mean().item()
+    return dict(recall=right, loss=F.cross_entropy(answers, values).nan_to_num(nan=inf).item())
 
 
 def capacity(experiment: Experiment) -> None:
-    scale = dict(SIZES=SIZES, COMPARED=COMPARED, RATES=RATES, PASSES=PASSES, STEPS=STEPS)
-    sizes, compared, rates, passes, steps = {
-        **scale,
-        **(QUICK if experiment.quick else {}),
-    }.values()
-    kept, seeds = experiment.keep("capacity"), experiment.numbers
+    quick, seeds = experiment.quick, experiment.numbers
+    sizes = (40, 80) if quick else (1000, 2000, 4000, 8000, 16_000)  # facts
+    compared = 80 if quick else 8000  # facts at which learning rates are compared
+    passes = 2 if quick else PASSES
+    models = [(kind, names) for names, kinds in NAMES.items() for kind in kinds]
+    done: dict[tuple, dict] = {}  # by the arguments of `learn`
 
-    def cell(kind: str, names: str, n_fact: int, seed: int, rate: float, longer: int = 1) -> dict:
-        told = (kind, names, n_fact, passes * longer, rate, seed)
-        more = (n_fact, seed, rate, passes * longer, steps * longer, experiment.on)
-        return kept(", ".join(map(str, told)), lambda: learn(KINDS[kind], names, *more))
+    def learn_all(cells: list[tuple]) -> None:
+        todo = {", ".join(map(str, cell)): partial(learn, *cell, experiment.on) for cell in cells}
+        results = experiment.measure("capacity", todo, "small models to train")
+        done.update(zip(cells, results, strict=True))
 
-    rows, curves = [], {}
-    which = [(names, kind) for names, kinds in NAMES.items() for kind in kinds]
-    for names, kind in tqdm(which, "capacity", unit="curve", delay=3):
-        tried, more = {}, list(rates)
-        while more:
-            tried |= {rate: cell(kind, names, compared, seeds[0], rate) for rate in more}
-            losses = {rate: found["loss"] for rate, found in tried.items()}
-            full = any(found["recall"] == 1 for found in tried.values())  # no rate can be better
-            more = [] if full or experiment.quick else beyond(losses)
-        rate = min(losses, key=losses.get)
-        recalls = np.array(  # [sizes, seeds]
-            [[cell(kind, names, n, seed, rate)["recall"] for seed in seeds] for n in sizes]
-        )
-        curves[names, kind] = recalls
+    def losses(todo: list[tuple]) -> list[float]:
+        cells = [(*model, compared, passes, rate, seeds[0]) for model, rate in todo]
+        learn_all(cells)
+        return [done[cell]["loss"] for cell in cells]
+
+    def knows_all(model: tuple[str, str]) -> bool:
+        return any(result["recall"] == 1 for cell, result in done.items() if cell[:2] == model)
+
+    tried = search_learning_rates(models, RATES[:1] if quick else RATES, losses, knows_all)
+    best = {model: min(found, key=found.get) for model, found in tried.items()}
+    cells = [(*model, n, passes, best[model]) for model in models for n in sizes]
+    slow = [model for model in models if model[0] in ("dense", "STEM, all")]
+    cells += [(*model, compared, LONGER * passes, best[model]) for model in slow]
+    learn_all([(*cell, seed) for cell in cells for seed in seeds])
+    recalls = {cell: [done[(*cell, seed)]["recall"] for seed in seeds] for cell in cells}
+    curves = {  # [sizes, seeds]
+        model: np.array([recalls[(*model, n, passes, best[model])] for n in sizes])
+        for model in models
+    }
+
+    rows = []
+    for (kind, names), shares in curves.items():
         prompts, _, vocab_size = make_facts(sizes[-1], names, 0)
-        model_sizes = make_model(KINDS[kind], vocab_size, prompts.shape[1]).sizes()
-        flops = model_sizes["flops_per_token"] - 2 * vocab_size * SHAPE["n_embd"]  # of the head
-        bits = recalls * np.array(sizes)[:, None] * log2(VALUES)  # [sizes, seeds]
-        best = bits[bits.mean(1).argmax()]
-        row = {"names": names, "layers": kind, "kFLOP of a token": f"{flops / 1e3:.1f}"}
-        row |= {
-            f"parameters for {sizes[-1]:,}": f"{model_sizes['total'] / 1e3:,.0f} k",
-            "rate": f"{rate:g}",
-        }
-        row |= {f"{n:,} facts": spread(".1%", each) for n, each in zip(sizes, recalls, strict=True)}
-        row |= {"most kbit recalled": spread(".1f", best / 1e3)}
-        row |= {
-            f"bits per parameter, {sizes[-1]:,}": f"{bits[-1].mean() / model_sizes['total']:.2f}"
-        }
-        longer = f"{compared:,} facts, {LONGER} times the passes"
-        row[longer] = ""
-        if kind in ("dense", "STEM, all"):
-            found = [cell(kind, names, compared, seed, rate, LONGER)["recall"] for seed in seeds]
-            row[longer] = spread(".1%", found)
-        rows.append(row)
+        model = make_model(KINDS[kind], vocab_size, prompts.shape[1]).sizes()
+        flops = model["flops_per_token"] - 2 * vocab_size * SHAPE["n_embd"]  # without the head
+        bits = shares * np.array(sizes)[:, None] * log2(VALUES)  # [sizes, seeds]
+        longer = recalls.get((kind, names, compared, LONGER * passes, best[kind, names]), [])
+        by_size = {f"{n:,} facts": spread(".1%", r) for n, r in zip(sizes, shares, strict=True)}
+        rows.append(
+            {
+                "names": names,
+                "layers": kind,
+                "kFLOP of a token": f"{flops / 1e3:.1f}",
+                f"parameters for {sizes[-1]:,}": f"{model['total'] / 1e3:,.0f} k",
+                "rate": f"{best[kind, names]:g}",
+                **by_size,
+                "most kbit recalled": spread(".1f", bits[bits.mean(1).argmax()] / 1e3),
+                f"bits per parameter, {sizes[-1]:,}": f"{bits[-1].mean() / model['total']:.2f}",
+                f"{compared:,} facts, {LONGER} times the passes": spread(".1%", longer),
+            }
+        )
     print(markdown(rows))
-    experiment.picture("capacity", drawn(sizes, curves))
 
-
-def drawn(sizes: tuple[int, ...], curves: dict[tuple[str, str], np.ndarray]) -> plt.Figure:
-    """Recall over the number of facts, a panel for each sort of names."""
     figure, panels = plt.subplots(1, len(NAMES), figsize=(10, 4), sharey=True, layout="constrained")
-    for panel, (names, kinds) in zip(panels, NAMES.items(), strict=True):
-        for kind in kinds:
-            recalls, color = curves[names, kind], f"C{list(KINDS).index(kind)}"  # [sizes, seeds]
-            panel.plot(sizes, recalls.mean(1), color=color, marker=".", label=kind)
-            band = recalls.min(1), recalls.max(1)
-            panel.fill_between(sizes, *band, color=color, alpha=0.2, linewidth=0)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(sizes, [f"{n:,}" for n in sizes])
-        panel.set(title=f"names: {names}", xlabel="facts", ylim=(0, 1.02))
-        panel.yaxis.set_major_formatter("{x:.0%}")
-        panel.grid(alpha=0.3)
+    for axes, names in zip(panels, NAMES, strict=True):
+        for color, kind in enumerate(NAMES["two syllables"]):  # the others have some of these
+            if (kind, names) in curves:
+                look = dict(color=f"C{color}", marker=".", label=kind)
+                mean_and_band(axes, sizes, curves[kind, names].T, **look)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [f"{n:,}" for n in sizes])
+        axes.set(title=f"names: {names}", xlabel="facts", ylim=(0, 1.02))
+        axes.yaxis.set_major_formatter("{x:.0%}")
+        axes.grid(alpha=0.3)
     panels[0].set_ylabel("facts recalled")
     panels[0].legend()
-    return figure
+    experiment.picture("capacity", figure)

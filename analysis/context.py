@@ -1,37 +1,62 @@
 """What does a longer context give a model with token tables?
 
-The claim (STEM, arXiv 2601.10639, "test-time capacity scaling"): the parameters that a context
-activates grow with its distinct tokens, where those of a dense model do not, and retrieval from
-long contexts gains from that. Two measurements:
+Two measurements. The parameters that contexts of real text read, rows of their distinct tokens
+included: nothing is trained, and what is read need not be of use. And a needle in a haystack: a
+sentence as " Call Anna tiger." stands in the prose of a novel, and models learn to complete it when
+it comes again, first in short documents, where that happens often, then (`--stage context`) in
+longer ones. They are asked at the end of prose that they never saw, in contexts up to four times as
+long as those of the second stage, by how deep the sentence stands.
 
-**Rows of distinct tokens.** Real text is cut into contexts of 1k to 32k tokens. Rows of the
-distinct tokens in each, times width and number of tables, add to the backbone, as do their
-embeddings where these are only looked up. Nothing is trained: what is read need not be of use.
-
-**A needle in a haystack** (`needles.py`): so is it of use in finding what stands far back? Dense
-beside STEM, asked for sentences planted in prose, by depth and length.
+Beyond the length that was trained, positions are once as they were, and once slowed down as
+`--stage context` does it (rope_base by the growth in length). Deliberately simple, as models are
+that learn this in minutes: one needle, whose value is one of 32 words. Of several needles with
+different keys, models of this size learn in that time to name one that was told, but not which.
 """
 
-import numpy as np
+import itertools
+import json
+import random
+from functools import cache, partial
+from pathlib import Path
 
-from analysis.experiment import STEM, Experiment, ensure_prepared
-from analysis.needles import KINDS, haystacks
+import numpy as np
+import tiktoken
+import torch
+
+import prepare
+from analysis.costs import Costs
+from analysis.experiment import KINDS, MAIN, Experiment, best_learning_rates, pick, spread
+from common import locked
 from config import ModelConfig
-from model import Decoder, outline
-from training.batches import open_tokens, read_meta
+from training.batches import open_tokens, read_meta, read_tokenizer
+from training.checkpoints import load_model
 from training.records import markdown, plt
-from training.settings import PRESETS
+from training.settings import PRESETS, resolve_settings
 
 CONTEXTS = tuple(2**power for power in range(10, 16))
-QUICK = (64, 256)
+KEYS = "Anna Boris Clara David Elena Felix Greta Henry Irene James Karen Louis Maria Nina Oscar"
+VALUES = (
+    "tiger apple silver river candle hammer violin desert butter mirror basket anchor garden "
+    "pepper window rocket carpet ladder monkey orange pillow rabbit saddle ticket velvet walnut "
+    "yellow zipper bridge castle dragon engine"
+)
+KEYS, VALUES = KEYS.split(), VALUES.split()
+# Of each corpus: documents, pieces of prose in one, and how often the needle comes again in it.
+CORPORA = {"needles-short": (30_000, 6, 8), "needles-long": (7000, 36, 2)}
+SHORT = dict(
+    n_layer=3, n_head=4, n_embd=64, block_size=128, doc_mask=True,
+    batch_size=16, max_iters=1500, eval_interval=750,
+)  # fmt: skip
+LONG = dict(block_size=512, batch_size=8, max_iters=800, eval_interval=400, learning_rate=1e-3)
+DEPTHS = 5  # parts of a haystack, in each of which needles are asked for
 
 
 def context(experiment: Experiment) -> None:
     figure = plt.figure(figsize=(11, 6.4), layout="constrained")
     above, below = figure.subfigures(2, 1)
-    distinct_rows(experiment, above.subplots())
+    parameters_read(experiment, above.subplots())
     print()
-    haystacks(experiment, below.subplots(1, 2 * len(KINDS), sharey=True))
+    needles(experiment, below.subplots(1, 4, sharey=True))
     experiment.picture("context", figure)
 
 
@@ -41,29 +66,23 @@ def distinct_tokens(ids: np.ndarray, length: int, most: int = 8) -> list[int]:
     return [len(np.unique(ids[start : start + length])) for start in starts]
 
 
-def active(config: ModelConfig, n_token: int) -> int:
-    """Parameters that a context with so many distinct tokens reads."""
-    with outline():
-        model = Decoder(config)
-        sizes, row = model.sizes(), len(model.tables.weight) * model.tables.width
-    row += 0 if config.tie_head else config.n_embd
-    return sizes["active"] + (n_token - 1) * row  # what one token reads, and the rows of others
-
-
-def distinct_rows(experiment: Experiment, axes: plt.Axes) -> None:
-    """Table and curves of the first measurement: on the novel; where it should be quick, on
-    --data_dir."""
-    folder = experiment.data_dir if experiment.quick else experiment.data_dir.with_name("moby-dick")
-    ensure_prepared(folder)
+def parameters_read(experiment: Experiment, axes: plt.Axes) -> None:
+    """Table and curves of the first measurement: on the novel; with --quick on --data_dir."""
+    quick = experiment.quick
+    folder = experiment.data_dir if quick else experiment.data_dir.with_name("moby-dick")
+    experiment.ensure_prepared(folder)
     meta = read_meta(folder)
     ids = open_tokens(folder, "train", meta)
-    contexts = [n for n in (QUICK if experiment.quick else CONTEXTS) if n <= len(ids)]
-    counts = {n: float(np.mean(distinct_tokens(ids, n))) for n in contexts}
-    rows = [{"context": f"{n:,}", "distinct tokens": f"{counts[n]:,.0f}"} for n in contexts]
+    contexts = [n for n in ((64, 256) if quick else CONTEXTS) if n <= len(ids)]
+    counts = [float(np.mean(distinct_tokens(ids, n))) for n in contexts]
+    rows = [
+        {"context": f"{n:,}", "distinct tokens": f"{count:,.0f}"}
+        for n, count in zip(contexts, counts, strict=True)
+    ]
     shape = {name: PRESETS["prose"][name] for name in ("n_layer", "n_head", "n_embd")}
-    for name, kind in STEM.items():
-        config = ModelConfig(vocab_size=meta["vocab_size"], **shape, **kind)
-        read = [active(config, round(count)) / 1e6 for count in counts.values()]
+    for name in MAIN:
+        costs = Costs(ModelConfig(vocab_size=meta["vocab_size"], **shape, **KINDS[name]))
+        read = [costs.params_read_per_step(1, round(count)) / 1e6 for count in counts]
         for cells, million in zip(rows, read, strict=True):
             cells[name] = f"{million:.2f} M ({million / read[0]:.2f})"
         axes.plot(contexts, read, marker=".", label=name)
@@ -73,4 +92,141 @@ def distinct_rows(experiment: Experiment, axes: plt.Axes) -> None:
     axes.set_xticks(contexts, [f"{n:,}" for n in contexts])
     axes.set(xlabel="tokens in the context", ylabel="million parameters read", ylim=0)
     axes.grid(alpha=0.3)
-    axes.legend(ncols=len(STEM), fontsize=8)
+    axes.legend(ncols=len(MAIN), fontsize=8)
+
+
+def needle(key: str, value: str) -> str:
+    return f" Call {key} {value}."
+
+
+@cache
+def prose(held_out: bool) -> list[str]:
+    """The novel in pieces of eight words: its first nine tenths, or what is held out."""
+    lines = prepare.MOBY_DICK.read_text(encoding="utf-8").splitlines()
+    words = " ".join(json.loads(line)["text"] for line in lines).split()
+    cut = len(words) * 9 // 10
+    words = words[cut:] if held_out else words[:cut]
+    return ["".join(f" {word}" for word in words[at : at + 8]) for at in range(0, len(words), 8)]
+
+
+def document(rng: random.Random, n_piece: int, repeats: int) -> str:
+    """Pieces of prose, a needle among them, and `repeats` times behind it the same sentence."""
+    pieces, told = prose(held_out=False), rng.random()
+    sentence = needle(rng.choice(KEYS), rng.choice(VALUES))
+    start = rng.randrange(len(pieces) - n_piece)
+    parts = [(rng.random(), piece) for piece in pieces[start : start + n_piece]]
+    again = [rng.uniform(told, 1) for _ in range(repeats)]
+    parts += [(place, sentence) for place in (told, *again)]
+    return "".join(text for _, text in sorted(parts))
+
+
+def prepare_corpora(out_dir: Path, quick: bool) -> list[Path]:
+    """Folders of short and long documents, prepared if they are not yet."""
+    encoding, folders = None, [out_dir / name for name in CORPORA]
+    for folder, (n_document, *parts) in zip(folders, CORPORA.values(), strict=True):
+        if not (folder / "meta.json").exists():
+            rng, written = random.Random(folder.name), folder.with_suffix(".jsonl")
+            with open(written, "w", encoding="utf-8") as file:
+                for _ in range(n_document // 100 if quick else n_document):
+                    file.write(json.dumps(dict(text=document(rng, *parts))) + "\n")
+            given = dict(input=[written], out_dir=folder, vocab_size=1024, val_fraction=0.05)
+            prepare.prepare_files(prepare.Settings(**given), [written], "text", encoding)
+        encoding = read_tokenizer(folder, read_meta(folder))  # of the short ones for both
+    return folders
+
+
+def haystack(
+    rng: random.Random, encoding: tiktoken.Encoding, ids: list[int], length: int, depth: float
+) -> tuple[list[int], int]:
+    """A prompt of `length` tokens, the question at its end, and the first token of the answer. The
+    prose is from `ids`, with a needle at `depth` (0: the beginning, 1: the end)."""
+    key, value = rng.choice(KEYS), rng.choice(VALUES)
+    told = encoding.encode_ordinary(needle(key, value))
+    question = encoding.encode_ordinary(f" Call {key}")
+    n_prose = length - 1 - len(told) - len(question)
+    start = rng.randrange(len(ids) - n_prose)
+    at = start + round(depth * n_prose)
+    prompt = [encoding.eot_token, *ids[start:at], *told, *ids[at : start + n_prose], *question]
+    return prompt, encoding.encode_ordinary(f" {value}")[0]
+
+
+@torch.inference_mode()
+def needles_found(
+    folder: Path, data: Path, asked: list[tuple[int, bool]], count: int, on: torch.device
+) -> list[list[float]]:
+    """Share of `count` needles that a run's model names, at each depth from the beginning on, for
+    each length and choice of positions (slowed down or not) that is asked for."""
+    model, encoding, _ = load_model(folder / "ckpt.pt", on)
+    ids, shares = encoding.encode_ordinary("".join(prose(held_out=True))), []
+    trained = model.config.rope_base
+    for length, slower in asked:
+        longer = dict(stage="context", init_from=folder / "ckpt.pt", block_size=length)
+        slow = slower and resolve_settings(data_dir=str(data), **longer).model.rope_base
+        model.config.rope_base, model.config.block_size = slow or trained, length
+        rng = random.Random(length)  # all models are asked the same
+        shares.append([])
+        for part in range(DEPTHS):
+            depths = [(part + rng.random()) / DEPTHS for _ in range(count)]
+            questions = [haystack(rng, encoding, ids, length, depth) for depth in depths]
+            right = 0
+            for at in range(0, count, size := max(1, 16_384 // length)):
+                prompts, answers = zip(*questions[at : at + size], strict=True)
+                logits, _ = model(torch.tensor(prompts), last_only=True)  # [B, 1, V]
+                right += int((logits[:, 0].argmax(-1).cpu() == torch.tensor(answers)).sum())
+            shares[-1].append(right / count)
+    return shares
+
+
+def needles(experiment: Experiment, panels: np.ndarray) -> None:
+    """Train both stages, and show the needles found: a table, and a heat map of depths and lengths
+    for each kind and for both sorts of positions."""
+    with locked(experiment.out_dir, wait=True):
+        short, long = prepare_corpora(experiment.out_dir, experiment.quick)
+    kinds = pick("dense", "STEM, all")
+    first = {name: {**kind, **SHORT, "data_dir": str(short)} for name, kind in kinds.items()}
+    first = experiment.train(best_learning_rates(experiment, first))
+    further = {**LONG, "stage": "context", "data_dir": str(long)}
+    second = {
+        (name, seed): {**further, "init_from": folder / "ckpt.pt", "seed": seed}
+        for name, folders in first.items()
+        for seed, folder in zip(experiment.numbers, folders, strict=True)
+    }
+    second = experiment.train(second, experiment.numbers[:1])  # its seeds are its own
+    trained, count = LONG["block_size"], 1 if experiment.quick else 40
+    lengths = [trained // 4, trained, 2 * trained, 4 * trained]
+    asked = [(n, slower) for slower in (False, True) for n in lengths if n > trained or not slower]
+    more = (long, asked, count, experiment.on)
+    todo = {folder.name: partial(needles_found, folder, *more) for (folder,) in second.values()}
+    shares = np.array(experiment.measure("needles", todo))
+    shares = shares.reshape(len(kinds), -1, len(asked), DEPTHS)  # [kinds, seeds, asked, depths]
+
+    rows = []
+    for (kind, name), (n, slower) in itertools.product(enumerate(kinds), asked):
+        by_run = shares[kind, :, asked.index((n, slower))]  # [seeds, depths]
+        positions = "slowed down" if slower else "as trained"
+        rows.append(
+            {
+                "layers": name,
+                "tokens": f"{n:,}",
+                "positions": positions if n > trained else "",
+                "over trained": f"{n / trained:g}",
+                "needles found": spread(".1%", by_run.mean(1)),
+                "at the worst depth": spread(".1%", by_run.min(1)),
+            }
+        )
+    print(f"Needles found; choosing any of the {len(VALUES)} values finds {1 / len(VALUES):.1%}:\n")
+    print(markdown(rows))
+
+    every = itertools.product(enumerate(kinds), (False, True))
+    for axes, ((kind, name), slower) in zip(panels, every, strict=True):
+        columns = [asked.index((n, slower and n > trained)) for n in lengths]
+        means = shares[kind][:, columns].mean(0).T  # [depths, lengths]
+        axes.imshow(means, vmin=0, vmax=1, cmap="Greens", aspect="auto")
+        for (depth, i), share in np.ndenumerate(means):
+            color = "white" if share > 0.6 else "black"
+            axes.text(i, depth, f"{share:.0%}", color=color, ha="center", va="center", fontsize=7)
+        axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+        axes.set_title(name + ", positions slowed down" * slower, fontsize=9)
+        axes.set_xlabel("tokens")
+    panels[0].set_yticks(range(DEPTHS), [f"{(k + 0.5) / DEPTHS:.0%}" for k in range(DEPTHS)])
+    panels[0].set_ylabel("depth of the needle")

@@ -1,40 +1,25 @@
-"""What a model costs: FLOPs by length, parameters read by batch size, cache, return on compute.
+"""What a model costs: FLOPs by length, parameters read by batch size, return on compute.
 
-The claims (STEM, arXiv 2601.10639): a looked-up up-projection takes about a third of the FFN's
-parameters out of compute, so prefill and training take fewer FLOPs, and a step of decoding reads
-fewer parameters, in large batches, too, whose tokens repeat. And training pays more,
-
-    return on compute = accuracy / training FLOPs
-
-over the dense model's: 1.08, 1.20 and 1.33 with tables in a third, half and all layers.
-
-Costs are counted, not timed, on outlines of models that hold no numbers: `Decoder.sizes` says what
-a token multiplies, and attention is counted for the pairs of tokens that see each other. PyTorch's
-FLOP counter takes all n^2 pairs of a sequence, a kernel that skips what is masked computes the
-n (n + 1) / 2 counted here. A training step counts as three forward passes: a gradient for what is
-multiplied, and one for what by (fused attention computes its weights once more, which is not
-counted). In decoding a batch reads less of a table than of its up-projection if it has fewer than
-n_embd distinct tokens. Returns are those of trained runs, each kind at its best learning rate.
+Counted, not timed, on outlines of models that hold no numbers: `Decoder.sizes` says what a token
+multiplies, and attention is counted for the n (n + 1) / 2 pairs of tokens that see each other
+(PyTorch's FLOP counter takes all n^2, a kernel that skips what is masked does not). A training step
+counts as three forward passes. Return on compute is the accuracy of trained runs over their
+training FLOPs, each kind at its best learning rate, over the dense model's.
 
 Deliberately simple: batches are independent draws of tokens by their frequency, in the training
-text, or by Zipf's law for the published shape; moe's router spreads its load evenly; what is read
-is counted once a step, and the cache's keys and values not as parameters.
+text, or by Zipf's law for the published shape; moe's router spreads its load evenly.
 """
-
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from analysis.experiment import BASELINES, STEM, Experiment, Flags, spread
-from analysis.runs import searched
+from analysis.experiment import MAIN, Experiment, best_learning_rates, pick, spread
 from config import ModelConfig
 from model import Decoder, outline
 from training.batches import open_tokens, read_meta
 from training.records import markdown, plt, read_run
 from training.settings import Settings
 
-KINDS = STEM | {name: BASELINES[name] for name in ("moe", "hash_moe")}
+COUNTED = (*MAIN, "moe", "hash_moe")
 LENGTHS = [2**n for n in range(7, 18)]
 BATCHES = [2**n for n in range(10)]
 SHOWN = (1, 32, 512)  # of these batches in tables
@@ -42,7 +27,7 @@ SHOWN = (1, 32, 512)  # of these batches in tables
 PUBLISHED = dict(
     vocab_size=128_256, n_layer=16, n_embd=2048, d_ff=8192, n_head=32, n_kv_head=8, tie_head=True
 )
-PAPER = {"dense": 1.0, "STEM, third": 1.08, "STEM, half": 1.20, "STEM, all": 1.33}
+PAPER = {"dense": "1.00", "STEM, third": "1.08", "STEM, half": "1.20", "STEM, all": "1.33"}
 
 
 class Costs:
@@ -75,7 +60,9 @@ class Costs:
         """FLOPs of learning from a sequence of n tokens."""
         return 3 * self.flops(n, n * (n + 1) // 2, logits=n)
 
-    def read(self, batch: int, distinct: float, experts: float | None = None) -> float:
+    def params_read_per_step(
+        self, batch: int, distinct: float, experts: float | None = None
+    ) -> float:
         """Parameters that a step of decoding reads for a batch with so many distinct tokens.
         experts: so many of a layer's are wanted; None: as many as may be expected."""
         config = self.config
@@ -99,111 +86,83 @@ def expected_distinct(p: np.ndarray, batch: int) -> float:
 
 def expected_experts(config: ModelConfig, batch: int, distinct: float) -> float:
     """How many experts of a layer a batch wants on average. moe: each token top_k at random;
-    hash_moe: each distinct token one of each segment's."""
-    n, k = config.n_expert, config.top_k
-    if config.ffn == "moe":
-        return n * (1 - (1 - k / n) ** batch)
-    return n * (1 - (1 - k / n) ** distinct)  # a segment has n / k
+    hash_moe: each distinct token one of each segment's, of which there are top_k."""
+    choices = batch if config.ffn == "moe" else distinct
+    return config.n_expert * (1 - (1 - config.top_k / config.n_expert) ** choices)
 
 
-@dataclass
-class Shape:
-    """A shape in all kinds, how often tokens occur [V], and lengths to show."""
-
-    name: str
-    flags: Flags
-    frequencies: np.ndarray
-    lengths: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        kinds = KINDS.items()
-        self.kinds = {name: Costs(ModelConfig(**self.flags, **kind)) for name, kind in kinds}
-        self.distinct = {batch: expected_distinct(self.frequencies, batch) for batch in BATCHES}
-
-    def read(self, kind: str, batch: int) -> float:
-        return self.kinds[kind].read(batch, self.distinct[batch])
-
-    def table(self) -> str:
-        rows, dense = [], self.kinds["dense"]
-        for name, it in self.kinds.items():
-            row = {
-                self.name: name,
-                "parameters": f"{it.sizes['total'] / 1e6:,.1f} M",
-                "in tables": f"{it.sizes['table'] / 1e6:,.1f} M" if it.sizes["table"] else "",
-                "FFN, multiplied": f"{it.ffn / 1e6:,.2f} M ({it.ffn / dense.ffn:.2f})",
-            }
-            for n in self.lengths:
-                flops = it.prefill(n)
-                row[f"GFLOP of {n:,} tokens"] = (
-                    f"{flops / 1e9:,.2f} ({flops / dense.prefill(n):.2f})"
-                )
-            for batch in SHOWN:
-                read = self.read(name, batch)
-                title = f"read, batch {batch}"
-                row[title] = f"{read / 1e6:,.2f} M ({read / self.read('dense', batch):.2f})"
-            row["cache, KiB a token"] = f"{it.cache(1) / 1024:g}"
-            rows.append(row)
-        return markdown(rows)
+def compare(
+    title: str, shape: dict[str, int], p: np.ndarray, lengths: tuple[int, ...]
+) -> tuple[dict[str, Costs], dict[int, float]]:
+    """Print what kinds of one shape cost, in brackets over the dense model's. p [V]: how often
+    tokens occur. Returns the costs, and how many distinct tokens a batch of each size has."""
+    kinds = {k: Costs(ModelConfig(**shape, **flags)) for k, flags in pick(*COUNTED).items()}
+    distinct = {batch: expected_distinct(p, batch) for batch in BATCHES}
+    columns = {"million multiplied in FFN": {name: it.ffn / 1e6 for name, it in kinds.items()}}
+    for n in lengths:
+        columns[f"GFLOP of {n:,} tokens"] = {k: it.prefill(n) / 1e9 for k, it in kinds.items()}
+    for batch in SHOWN:
+        read = {k: it.params_read_per_step(batch, distinct[batch]) for k, it in kinds.items()}
+        columns[f"million read, batch {batch}"] = {k: count / 1e6 for k, count in read.items()}
+    rows = []
+    for name, it in kinds.items():
+        row = {title: name, "million parameters": f"{it.sizes['total'] / 1e6:,.1f}"}
+        for what, by_kind in columns.items():
+            row[what] = f"{by_kind[name]:,.2f} ({by_kind[name] / by_kind['dense']:.2f})"
+        rows.append(row | {"cache, KiB a token": f"{it.cache(1) / 1024:g}"})
+    print(markdown(rows) + "\n")
+    return kinds, distinct
 
 
 def returns(experiment: Experiment) -> str:
     """Accuracy over training FLOPs of trained runs, and that over the mean of dense ones."""
-
-    def figures(folder: Path) -> dict[str, float]:
-        records = read_run(folder)
-        settings = Settings.of(records["run"][-1]["args"])
-        steps = settings.max_iters * settings.batch_size
-        found = {"flops": steps * Costs(settings.model).training(settings.model.block_size)}
-        if records["recall"]:  # else another corpus
-            found["capitals recalled"] = records["recall"][-1]["recall"]
-        return found | {"exp(-val loss)": float(np.exp(-records["eval"][-1]["val_loss"]))}
-
-    groups = experiment.groups(searched(experiment, STEM))
-    measured = {name: list(map(figures, folders)) for name, folders in groups.items()}
+    measured: dict[str, list[dict[str, float]]] = {}
+    groups = experiment.train(best_learning_rates(experiment, pick(*MAIN)))
+    for name, folders in groups.items():
+        for run in map(read_run, folders):
+            settings = Settings.of(run["run"][-1]["args"])
+            sequences = settings.max_iters * settings.batch_size
+            flops = sequences * Costs(settings.model).training(settings.model.block_size)
+            figures = {"exp(-val loss)": float(np.exp(-run["eval"][-1]["val_loss"]))}
+            if run["recall"]:  # else another corpus
+                figures = {"capitals recalled": run["recall"][-1]["recall"], **figures}
+            measured.setdefault(name, []).append({"flops": flops, **figures})
     rows, dense = [], measured["dense"]
     for name, runs in measured.items():
-        flops = runs[0]["flops"]
-        row = {"trained": name, "runs": str(len(runs)), "training TFLOP": f"{flops / 1e12:.3g}"}
-        row["of dense"] = f"{flops / dense[0]['flops']:.3f}"
+        row = {"trained": name, "FLOPs of dense": f"{runs[0]['flops'] / dense[0]['flops']:.3f}"}
         for what in list(dense[0])[1:]:
             base = np.mean([run[what] / run["flops"] for run in dense])
             row[what] = spread(".3f", (run[what] for run in runs))
             paid = (float(run[what] / run["flops"] / base) if base else None for run in runs)
             row[f"return by {what}"] = spread(".2f", paid)
-        row["return in the paper"] = f"{PAPER[name]:.2f}" if name in PAPER else ""
-        rows.append(row)
+        rows.append(row | {"return in the paper": PAPER.get(name, "")})
     return markdown(rows)
 
 
 def costs(experiment: Experiment) -> None:
-    flags = experiment.grid({"dense": STEM["dense"]}, seed=experiment.numbers[:1])
-    config = Settings.of(read_run(experiment.trained(flags)[0])["run"][-1]["args"]).model
+    ((folder,),) = experiment.train(pick("dense"), experiment.numbers[:1]).values()
+    config = Settings.of(read_run(folder)["run"][-1]["args"]).model
     names = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "d_ff")
+    small = {name: getattr(config, name) for name in names}
     ids = open_tokens(experiment.data_dir, "train", read_meta(experiment.data_dir))
+    p = np.bincount(ids, minlength=config.vocab_size) / len(ids)
+    lengths = (config.block_size // 8, config.block_size)
+    compare(f"{config.n_layer} x {config.n_embd}, as trained", small, p, lengths)
     zipf = 1 / np.arange(1, PUBLISHED["vocab_size"] + 1)
-    shapes = [
-        Shape(
-            f"{config.n_layer} x {config.n_embd}, as trained",
-            {name: getattr(config, name) for name in names},
-            np.bincount(ids, minlength=config.vocab_size) / len(ids),
-            (config.block_size // 8, config.block_size),
-        ),
-        Shape("16 x 2,048, as Llama 3.2 1B", PUBLISHED, zipf / zipf.sum(), (128, 8192, 131072)),
-    ]
-    for shape in shapes:
-        print(shape.table() + "\n")
+    title, lengths = "16 x 2,048, as Llama 3.2 1B", (128, 8192, 131072)
+    kinds, distinct = compare(title, PUBLISHED, zipf / zipf.sum(), lengths)
     print(returns(experiment))
-    experiment.picture("costs", draw(shapes[-1]))
 
-
-def draw(shape: Shape) -> plt.Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    dense = shape.kinds["dense"]
-    for name, it in shape.kinds.items():
+    dense = kinds["dense"]
+    for name, it in kinds.items():
         look = dict(marker=".", label=name, linestyle="--" if name == "hash_moe" else "-")
         left.plot(LENGTHS, [it.prefill(n) / dense.prefill(n) for n in LENGTHS], **look)
-        read = [shape.read(name, batch) / shape.read("dense", batch) for batch in BATCHES]
-        right.plot(BATCHES, read, **look)
+        read, whole = (
+            np.array([each.params_read_per_step(batch, distinct[batch]) for batch in BATCHES])
+            for each in (it, dense)
+        )
+        right.plot(BATCHES, read / whole, **look)
     left.set(xlabel="tokens of the prompt", ylabel="FLOPs of prefill, over the dense model's")
     right.set(xlabel="sequences in the batch", ylabel="parameters read in a step, over the dense's")
     for axes in (left, right):
@@ -211,5 +170,5 @@ def draw(shape: Shape) -> plt.Figure:
         axes.set_ylim(0, None)
         axes.grid(alpha=0.3)
     right.legend(fontsize="small")
-    figure.suptitle(shape.name, fontsize="medium")
-    return figure
+    figure.suptitle(title, fontsize="medium")
+    experiment.picture("costs", figure)

@@ -7,10 +7,8 @@ share the fact (Spanish for Peru and Chile) could not fail and are left out.
 
 import json
 import random
-import sys
 from collections import namedtuple
 from dataclasses import replace
-from itertools import chain
 from operator import eq, gt, lt
 from pathlib import Path
 from statistics import fmean
@@ -20,10 +18,11 @@ import torch
 from tqdm import tqdm
 
 from common import UserError, atomic
-from edit import ALIGN, edited_ids, load_editable
+from edit import ALIGN, MeanRows, edited_ids
 from model import Decoder
 from text import countries
 from text.tokenizer import encode
+from training.checkpoints import load_model
 from training.questions import groups, score_answers
 from training.records import markdown
 
@@ -49,13 +48,10 @@ def openings(
 
 
 def single_tokens(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
-    """Those of `openings` whose name is one token. UserError: no two of them have other answers."""
+    """Those of `openings` whose name is one token. UserError: no two answers differ."""
     single = [one for one in openings(encoding, relation) if one.length == 1]
     if len({tuple(one.answer) for one in single}) < 2:
-        names = ", ".join(one.name for one in single) or "none"
-        raise UserError(
-            f"too few countries are one token ({names}): take a model of data/countries"
-        )
+        raise UserError("too few countries are one token: take a model of data/countries")
     return single
 
 
@@ -73,10 +69,8 @@ def successes(
 ) -> list[bool]:
     """For each pair: does the model, whose tables are MeanRows, asked about the source, greedily
     answer with the target's fact after the edit?"""
-    hits, parts, terminal = [], list(groups(encoding, pairs)), sys.stderr.isatty()
-    # Without a terminal the bar is written now and then, and stays.
-    shown = dict(unit="group", delay=3, leave=not terminal, mininterval=0.1 if terminal else 10)
-    for sources, targets in tqdm(parts, f"{len(pairs):,} edits, {align}", **shown):
+    hits, parts = [], list(groups(encoding, pairs))
+    for sources, targets in tqdm(parts, f"edits, {align}", leave=False, disable=None):
         edited = [
             edited_ids(encoding, source.prompt, source.name, target.name, align, model.tables)
             for source, target in zip(sources, targets, strict=True)
@@ -88,27 +82,25 @@ def successes(
 
 def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
     """Edit every country into every other, for names of a single token (`most`: random pairs of a
-    relation). Returns the number of `countries`, and overall and under `relations` for each the
-    number of `pairs`, `recall` (share of the facts that are the greedy answer before any edit) and
-    `success` (share of the pairs)."""
-    hits = {}
+    relation). Returns the number of `countries`, and overall and under `relations` the number of
+    `pairs`, `recall` (share of greedy answers that are right before any edit) and `success`."""
+
+    def shares(recall: list[bool], success: list[bool]) -> dict[str, float]:
+        return {"pairs": len(success), "recall": fmean(recall), "success": fmean(success)}
+
+    relations, recalls, edits = {}, [], []
     for relation in RELATIONS:
         single = single_tokens(encoding, relation)
         recall = successes(model, encoding, [(one, one) for one in single])
-        pairs = subsample(differing(single, single), most)
-        hits[relation] = recall, successes(model, encoding, pairs)
-
-    def shares(*parts: tuple[list[bool], list[bool]]) -> dict[str, float]:
-        recall, success = (list(chain(*each)) for each in zip(*parts, strict=True))
-        return {"pairs": len(success), "recall": fmean(recall), "success": fmean(success)}
-
-    relations = {relation: shares(part) for relation, part in hits.items()}
-    return {"countries": len(single), **shares(*hits.values()), "relations": relations}
+        success = successes(model, encoding, subsample(differing(single, single), most))
+        relations[relation] = shares(recall, success)
+        recalls, edits = recalls + recall, edits + success
+    return {"countries": len(single), **shares(recalls, edits), "relations": relations}
 
 
 def report_lengths(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
-    """Edit countries whose names have several tokens, or read the rows of one that has: the number
-    of pairs, and for each way of ALIGN the share of them that succeed, asked for the capital."""
+    """Edits where a name has several tokens, asked for the capital: the number of pairs, and for
+    each way of ALIGN the share of them that succeed."""
     asked, result = openings(encoding, "capital"), {}
     every = [(a, b) for a, b in differing(asked, asked) if a.length + b.length > 2]
     for kind, compare in {"equal length": eq, "longer source": gt, "longer target": lt}.items():
@@ -121,8 +113,7 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding, most: int | None
 
 
 def report_injected(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
-    """Give names that no country has the rows of every country: for each relation the share of
-    pairs that succeed."""
+    """Made-up names read every country's rows: for each relation the share of successes."""
     invented, shares = [replace(countries.table()[0], name=name) for name in INVENTED], {}
     for relation in RELATIONS:
         names = [one._replace(answer=None) for one in openings(encoding, relation, invented)]
@@ -141,24 +132,20 @@ def report(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None)
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     """Measure all pairs, print a table, and write edit_report.json beside the checkpoint.
     UserError: edits of this model cannot be measured."""
-    model, encoding, _ = load_editable(ckpt, device)
-    single = single_tokens(encoding, "capital")
-    if not any(successes(model, encoding, [(one, one) for one in single])):
-        raise UserError(f"{ckpt} knows no capital, so there is nothing to edit: train it longer")
+    model, encoding, _ = load_model(ckpt, device)
+    model.tables = MeanRows(model.tables)
     print(f"measuring edits of {ckpt}, which takes minutes ...\n", flush=True)
     result, rows = report(model, encoding), []
-
-    def add(names: str, relation: str, pairs: str = "", recall: float | None = None, **by_align):
-        shares = {"recall": recall} | {f"success, {how}": by_align.get(how) for how in ALIGN}
+    parts = [("one token", *part) for part in result["relations"].items()]
+    parts += [("one token", "all three", result)]
+    parts += [(names, "capital", part) for names, part in result["lengths"].items()]
+    parts += [("made up", relation, {"last": x}) for relation, x in result["injected"].items()]
+    for names, relation, part in parts:
+        part = {"last": part.get("success"), "recall": None, **part}
+        shares = {"recall": part["recall"]} | {f"success, {how}": part.get(how) for how in ALIGN}
         cells = {name: "" if share is None else f"{share:.1%}" for name, share in shares.items()}
+        pairs = f"{part['pairs']:,}" if "pairs" in part else ""
         rows.append({"names": names, "asked for": relation, "pairs": pairs, **cells})
-
-    for relation, part in [*result["relations"].items(), ("all three", result)]:
-        add("one token", relation, f"{part['pairs']:,}", part["recall"], last=part["success"])
-    for kind, part in result["lengths"].items():
-        add(kind, "capital", **part | {"pairs": f"{part['pairs']:,}"})
-    for relation, share in result["injected"].items():
-        add("made up", relation, last=share)
     print(markdown(rows))
     path = ckpt.with_name("edit_report.json")
     with atomic(path) as temporary:

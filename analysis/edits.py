@@ -1,10 +1,7 @@
 """Which layers' rows hold a fact, and what else does an edit change?
 
-The claim (STEM, arXiv 2601.10639, knowledge editing): where a name reads the rows of another, in
-all layers, the model tells the other's facts, without any change of the text.
-
-Measured with countries whose name is one token, on random pairs whose capitals differ. The rows
-are swapped in one layer alone, in the first k and in the last k layers that have a table:
+Measured with countries whose name is one token, on random pairs whose capitals differ. Rows are
+swapped in one layer alone, in the first k and in the last k layers that have a table:
 
 - success: asked in a phrasing held out of training, the greedy answer is the target's capital;
 - own fact kept: it is the source's still. What is left of 100 % is neither.
@@ -16,15 +13,13 @@ And leaks, in a context that goes on with another document after a paragraph abo
 - next tokens: of that document's tokens that were predicted rightly before it, how many are not.
 
 Deliberately simple: one relation, names of one token, one document behind the edited one. All
-relations of the source change with its rows, as they should, and are no leak.
-
-Then `edit.py --report`, with random pairs for all: names of different length in each way of
-`--align`, and made-up names that read a country's rows ("knowledge injection").
+relations of the source change with its rows, as they should, and are no leak. Then names of other
+lengths and made-up names, with random pairs: see edit_success.py.
 """
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -34,10 +29,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from analysis.edit_success import Asked, openings, report
-from analysis.experiment import STEM, Experiment, spread
+from analysis.edit_success import Asked, openings, report_injected, report_lengths, report_pairs
+from analysis.experiment import Experiment, pick, spread
 from common import UserError
-from edit import ALIGN, MeanRows, edited_ids
+from edit import ALIGN, edited_ids, load_editable
 from model import Decoder
 from tables.tables import Tables
 from text import countries
@@ -46,7 +41,6 @@ from training.checkpoints import load_model
 from training.questions import groups, score_answers
 from training.records import markdown, plt
 
-KINDS = {name: STEM[name] for name in ("STEM, all", "Embformer")}
 RELATION, BEFORE = "capital", "language"  # what is asked; what the source's paragraph says
 MEASURES = ("success", "own fact kept", "leaks: another's fact", "leaks: next tokens")
 Triple = tuple[Asked, Asked, Asked]  # source, target, and a third country
@@ -78,7 +72,7 @@ class SomeTables(Tables):
 
 def choices(layers: list[int]) -> dict[str, set[int]]:
     """The numbers of the tables to swap, by the name of the choice; table n is of layers[n]."""
-    n, named = len(layers), {}
+    n, named = len(layers), {"none": set()}
     named |= {f"layer {layer}": {number} for number, layer in enumerate(layers)}
     named |= {f"first {k}": set(range(k)) for k in range(2, n)}
     named |= {f"last {k}": set(range(n - k, n)) for k in range(2, n)}
@@ -103,8 +97,8 @@ def follow(encoding: tiktoken.Encoding, source: Asked, third: Asked) -> list[int
     """A paragraph about the source, and the document that asks about the third country."""
     country = next(each for each in countries.table() if each.name == source.name)
     pattern = countries.seen(countries.PARAGRAPH, BEFORE)[0]
-    said = countries.paragraph(country, [countries.sentence(pattern, country, BEFORE)])
-    return [*encode(encoding, said), *third.prompt]
+    text = countries.paragraph(country, [countries.sentence(pattern, country, BEFORE)])
+    return [*encode(encoding, text), *third.prompt]
 
 
 def measure(
@@ -112,108 +106,105 @@ def measure(
 ) -> dict[str, dict[str, float | None]]:
     """What an edit changes, by the layers it is made in."""
     model.tables = tables = SomeTables(model.tables)
-    layers = [n for n, block in enumerate(model.blocks) if block.row_width]
-    found = {name: np.zeros(6) for name in ("none", *choices(layers))}
+    swaps = choices([n for n, block in enumerate(model.blocks) if block.row_width])
+    counts = {name: np.zeros(6) for name in swaps}
     parts = list(groups(encoding, asked))
     for sources, targets, thirds in tqdm(parts, "editing", unit="group", leave=False, delay=3):
         prompts = [source.prompt for source in sources]
         behind = [follow(encoding, *two) for two in zip(sources, thirds, strict=True)]
         pairs = list(zip(sources, targets, strict=True))
-        near, far = ([tables.edited(encoding, *each) for each in zip(ids, pairs, strict=True)]
-                     for ids in (prompts, behind))  # fmt: skip
+        edited, edited_behind = (
+            [tables.edited(encoding, *each) for each in zip(ids, pairs, strict=True)]
+            for ids in (prompts, behind)
+        )
         theirs, own, third = ([one.answer for one in side] for side in (targets, sources, thirds))
-        # The other document's tokens behind its <|endoftext|>, which those before them predict.
-        said = [one.prompt[1:] for one in thirds]
-        places = [
-            (row, at) for row, ids in enumerate(behind) for at in range(len(ids))[-len(said[row]) :]
-        ]
-        places = torch.tensor([(row, at - 1) for row, at in places]).T  # [2, tokens]
-        wanted = torch.tensor(list(itertools.chain(*said)))
-        known = None  # before the edit: facts and tokens
-        for name in found:
-            tables.swapped = choices(layers).get(name, set())
-            success = score_answers(model, prompts, theirs, near)[0]
-            kept = score_answers(model, prompts, own, near)[0]
-            right, _, logits = score_answers(model, behind, third, far)
-            hits = logits[tuple(places.to(logits.device))].argmax(-1).cpu() == wanted
-            known = known or (right, hits)
-            leaks = [side for was, now in zip(known, (right, hits), strict=True)
-                     for side in ((was & ~now), was)]  # fmt: skip
-            found[name] += [side.sum().item() for side in (success, kept, *leaks)]
+        # The other document's tokens behind its <|endoftext|>, each predicted one place before it.
+        others = [one.prompt[1:] for one in thirds]
+        rows = [row for row, tokens in enumerate(others) for _ in tokens]
+        places = [len(ids) - n - 1 for ids, tokens in zip(behind, others, strict=True)
+                  for n in range(len(tokens), 0, -1)]  # fmt: skip
+        wanted = torch.tensor(list(itertools.chain(*others)))
+        for name, tables.swapped in swaps.items():
+            success = score_answers(model, prompts, theirs, edited)[0]
+            kept = score_answers(model, prompts, own, edited)[0]
+            facts, _, logits = score_answers(model, behind, third, edited_behind)
+            tokens = logits[rows, places].argmax(-1).cpu() == wanted
+            if name == "none":
+                known, predicted = facts, tokens
+            lost = (known & ~facts, known, predicted & ~tokens, predicted)
+            counts[name] += [hits.sum().item() for hits in (success, kept, *lost)]
     return {
         name: {
             "success": success / len(asked),
             "own fact kept": kept / len(asked),
-            "leaks: another's fact": lost / facts if facts else None,
-            "leaks: next tokens": gone / seen if seen else None,
+            "leaks: another's fact": lost / known if known else None,
+            "leaks: next tokens": gone / predicted if predicted else None,
         }
-        for name, (success, kept, lost, facts, gone, seen) in found.items()
+        for name, (success, kept, lost, known, gone, predicted) in counts.items()
     }
 
 
 def edits(experiment: Experiment) -> None:
-    kept, number, found = experiment.keep("edits"), 32 if experiment.quick else 1000, {}
+    kinds = pick("STEM, all", "Embformer")
+    size = dict(figsize=(11, 3.4 * len(kinds)), layout="constrained")
+    figure, panels = plt.subplots(len(kinds), 1, **size)
 
-    def find(folder: Path) -> dict:
+    def measure_run(folder: Path) -> dict:
         model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
-        return measure(model, encoding, triples(encoding, number))
+        return measure(model, encoding, triples(encoding, 32 if experiment.quick else 1000))
 
-    for kind, folders in experiment.groups(KINDS).items():
-        bar = tqdm(folders, f"edits, {kind}", unit="run", delay=3)
-        found[kind] = [kept(folder.name, partial(find, folder)) for folder in bar]
-    for kind, runs in found.items():
+    for axes, (kind, folders) in zip(panels, experiment.train(kinds).items(), strict=True):
+        todo = {folder.name: partial(measure_run, folder) for folder in folders}
+        runs = experiment.measure("edits", todo)
         table = []
         for name in runs[0]:
             row = {f"{kind}: rows swapped in": name}
             row |= {what: spread(".1%", (run[name][what] for run in runs)) for what in MEASURES}
             table.append(row)
         print(markdown(table) + "\n")
-    print(names(experiment, 32 if experiment.quick else 2000))
-    experiment.picture("edits", draw(found))
-
-
-def names(experiment: Experiment, most: int) -> str:
-    """What `edit.py --report` finds in at most so many pairs of each sort."""
-    kept, table = experiment.keep("edits"), []
-
-    def find(folder: Path) -> dict:
-        model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
-        model.tables = MeanRows(model.tables)
-        return report(model, encoding, most)
-
-    kinds = {kind: STEM[kind] for kind in ("STEM, third", "STEM, all")}
-    for kind, folders in experiment.groups(kinds).items():
-        bar = tqdm(folders, f"reports, {kind}", unit="run", delay=3)
-        runs = [kept(f"report {folder.name}", partial(find, folder)) for folder in bar]
-        row = {"tables in": kind, "names": "one token"}
-        row |= {
-            title: spread(".1%", (run[title] for run in runs)) for title in ("recall", "success")
-        }
-        row |= dict.fromkeys(ALIGN, "")
-        table.append(row)
-        for length in runs[0]["lengths"]:
-            row = {"tables in": kind, "names": length, "recall": "", "success": ""}
-            for how in ALIGN:
-                row[how] = spread(".1%", (run["lengths"][length][how] for run in runs))
-            table.append(row)
-        injected = [float(np.mean(list(run["injected"].values()))) for run in runs]
-        row = dict.fromkeys(table[0], "") | {"tables in": kind, "names": "made up"}
-        table.append(row | {"success": spread(".1%", injected)})
-    return markdown(table) + "\n"
-
-
-def draw(found: dict[str, list[dict]]) -> plt.Figure:
-    """Bars: means of the runs, the lines in them from the lowest to the highest."""
-    size = dict(figsize=(11, 3.4 * len(found)), layout="constrained", squeeze=False)
-    figure, axes = plt.subplots(len(found), 1, **size)
-    for place, (kind, runs) in zip(axes.flat, found.items(), strict=True):
-        for number, what in enumerate(MEASURES):
+        for number, what in enumerate(MEASURES):  # means, with lines from the lowest to the highest
             bars = np.array([[run[name][what] or 0.0 for name in runs[0]] for run in runs])
             x, mean = np.arange(bars.shape[1]) + 0.2 * number, bars.mean(0)
             error = [mean - bars.min(0), bars.max(0) - mean]
-            place.bar(x, mean, 0.2, yerr=error, label=what, error_kw=dict(elinewidth=0.8))
-        place.set_xticks(np.arange(len(runs[0])) + 0.3, list(runs[0]), rotation=30)
-        place.set(ylabel="share", title=f"{kind}: rows swapped in", ylim=(0, 1))
-        place.grid(alpha=0.3, axis="y")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    return figure
+            axes.bar(x, mean, 0.2, yerr=error, label=what, error_kw=dict(elinewidth=0.8))
+        axes.set_xticks(np.arange(len(runs[0])) + 0.3, list(runs[0]), rotation=30)
+        axes.set(ylabel="share", title=f"{kind}: rows swapped in", ylim=(0, 1))
+        axes.grid(alpha=0.3, axis="y")
+    print(edits_by_names(experiment))
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=len(MEASURES))
+    experiment.picture("edits", figure)
+
+
+def success_of_edits(
+    experiment: Experiment, folders: list[Path], report: Callable = report_pairs
+) -> list[dict]:
+    """A report of edit_success.py about each run, on random pairs."""
+
+    def measure_run(folder: Path) -> dict:
+        model, encoding, _ = load_editable(folder / "ckpt.pt", experiment.on)
+        return report(model, encoding, 32 if experiment.quick else 2000)
+
+    todo = {folder.name: partial(measure_run, folder) for folder in folders}
+    return experiment.measure(report.__name__, todo)
+
+
+def edits_by_names(experiment: Experiment) -> str:
+    """A table of edits that succeed with names of one token, of other lengths, and made-up ones."""
+    table = []
+    for kind, folders in experiment.train(pick("STEM, third", "STEM, all")).items():
+        pairs, lengths, injected = (
+            success_of_edits(experiment, folders, report)
+            for report in (report_pairs, report_lengths, report_injected)
+        )
+        empty = {"tables in": kind} | dict.fromkeys(("names", "recall", "success", *ALIGN), "")
+        shares = {
+            what: spread(".1%", (run[what] for run in pairs)) for what in ("recall", "success")
+        }
+        table.append({**empty, "names": "one token", **shares})
+        for length in lengths[0]:
+            shares = {how: spread(".1%", (run[length][how] for run in lengths)) for how in ALIGN}
+            table.append({**empty, "names": length, **shares})
+        share = spread(".1%", (float(np.mean(list(run.values()))) for run in injected))
+        table.append({**empty, "names": "made up", "success": share})
+    return markdown(table) + "\n"

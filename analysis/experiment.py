@@ -1,22 +1,19 @@
-"""What all questions share: runs of train.py that are trained once, figures that are kept, tables
-and pictures.
-
-A question is a function of a `Study` in the file of its name. It prints tables and draws
-`<out_dir>/<question>.png`; what it trains and measures is kept, so that asking again, or asking
-another question about the same runs, goes on where the last one stopped.
+"""What all questions share: runs are trained once, figures measured once, and both kept. A question
+is a function of an `Experiment`, which prints tables and draws <out_dir>/<question>.png.
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import time
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +21,31 @@ import numpy as np
 from tqdm import tqdm
 
 import prepare
-from common import UserError, atomic, check_ranges, flag, pick_device
+from common import UserError, atomic, check_ranges, flag, locked, pick_device
 from train import train
 from training.batches import read_meta
 from training.checkpoints import device_flag
-from training.records import plt, read_run, save_figure
-from training.settings import RESUMABLE_FLAGS, Settings, resolve_settings
+from training.records import markdown, plt, read_run, save_figure
+from training.settings import RESUMABLE_FLAGS, resolve_settings
 
-# The kinds that are compared most often: flags of train.py.
-STEM = {
+Flags = dict[str, Any]  # of train.py, by name
+Run = dict[str, list[dict]]  # the records of a run by type
+
+MAIN = ("dense", "STEM, third", "STEM, half", "STEM, all", "Embformer")
+KINDS = {
     "dense": dict(ffn="dense"),
     "STEM, third": dict(ffn="stem", stem_layers="third"),
     "STEM, half": dict(ffn="stem", stem_layers="half"),
     "STEM, all": dict(ffn="stem", stem_layers="all"),
     "Embformer": dict(ffn="embformer"),
+    **{name: dict(ffn=name) for name in ("moe", "hash_moe", "pkm", "deepembed", "ple")},
 }
-BASELINES = {name: dict(ffn=name) for name in ("moe", "hash_moe", "pkm", "deepembed", "ple")}
+RATES = (1.5e-3, 3e-3, 6e-3)  # learning rates, and further ones while the best is at an end
 QUICK = dict(n_layer=3, n_head=2, n_embd=16, max_iters=4, eval_interval=4, eval_tokens=2048)
-TRIED = ("learning_rate", "init_std")  # whose defaults depend on the corpus and the kind
-Flags = dict[str, Any]
+
+
+def pick(*names: str) -> dict[str, Flags]:
+    return {name: KINDS[name] for name in names}
 
 
 @dataclass
@@ -56,76 +59,80 @@ class Experiment:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        numbers = [seed for seed in self.seeds.split(",") if re.fullmatch("[0-9]{1,18}", seed)]
-        if len({int(seed) for seed in numbers}) < self.seeds.count(",") + 1:
+        numbers = self.seeds.split(",")
+        if not all(map(str.isdecimal, numbers)) or len(set(map(int, numbers))) < len(numbers):
             raise UserError(f"--seeds {self.seeds}: give different numbers, as 1337,1,2")
         self.numbers = [int(seed) for seed in numbers]
         self.on = pick_device(self.device)
-        cores = os.cpu_count() or 1
-        self.jobs = self.jobs or (1 if self.quick or self.on.type != "cpu" else cores)
-        self.threads = max(1, cores // self.jobs)
+        alone = self.quick or self.on.type != "cpu"
+        self.jobs = self.jobs or (1 if alone else os.cpu_count() or 1)
         if self.quick:
             self.out_dir, self.numbers = self.out_dir / "quick", self.numbers[:1]
-        self.out_dir.mkdir(parents=True, exist_ok=True)
-        ensure_prepared(self.data_dir)
+        self.ensure_prepared(self.data_dir)
 
-    def grid(self, kinds: dict[str, Flags], **more: Iterable) -> list[Flags]:
-        """All combinations of kinds and of the values of other flags. What is the default for such
-        a run is not named, so that it belongs to all questions that want it."""
-        values = itertools.product(kinds.values(), *more.values())
-        combined = [{**kind, **dict(zip(more, rest, strict=True))} for kind, *rest in values]
-        for flags in combined:
-            tried = {name: flags.pop(name) for name in TRIED if name in flags}
-            default = resolve_settings(**self.full(flags)).flat()
-            flags |= {name: value for name, value in tried.items() if value != default[name]}
-        return combined
+    def ensure_prepared(self, folder: Path) -> None:
+        """Prepare the corpus that a folder is named after, if it is missing and is one of ours."""
+        settings = prepare.Settings(dataset=folder.name, out_dir=folder)
+        with locked(self.out_dir, wait=True):
+            if (folder / "meta.json").exists():
+                return
+            if folder.name == "moby-dick":
+                prepare.prepare_files(settings, [prepare.MOBY_DICK], "text")
+            elif folder.name == "countries":
+                prepare.prepare_corpus(settings)
 
     def full(self, flags: Flags) -> Flags:
-        """All flags of a run: those of every run, and small ones where all should be quick. A model
-        that goes on with another keeps its shape."""
+        """All flags of a run: those of every run, and small ones for --quick. A model that goes on
+        with another keeps its shape."""
         shape = ("n_layer", "n_head", "n_embd") if "init_from" in flags else ()
         small = {k: v for k, v in QUICK.items() if self.quick and k not in shape}
         return {"data_dir": str(self.data_dir), "device": self.device, **flags, **small}
 
-    def few(self, values: tuple) -> tuple:
-        """Values to try; where all should be quick, the middle one."""
-        return values[len(values) // 2 :][:1] if self.quick else values
-
     def folder(self, flags: Flags) -> Path:
-        """Where a run with these flags is, on --data_dir if they do not say otherwise: one that
-        goes on with the model of another, in that one's folder."""
-        data = Path(flags.get("data_dir", self.data_dir)).name
-        named = (f"{k}={v}" for k, v in sorted(flags.items()) if k not in ("data_dir", "init_from"))
-        origin = flags.get("init_from")
-        above = Path(origin).parent if origin else self.out_dir / "runs"
-        return above / ",".join([data, *named])
+        """The folder of a run, a new one if need be. It is named by `flags`, and found by a hash of
+        all settings and of the data: runs with other settings have another folder."""
+        given, runs = self.full(flags), self.out_dir / "runs"
+        settings = resolve_settings(**given).flat()
+        settings = {k: v for k, v in settings.items() if k not in RESUMABLE_FLAGS}
+        if "init_from" in given:  # its folder's name says what it is, wherever --out_dir is
+            settings["init_from"] = Path(given["init_from"]).parent.name
+        data = Path(given["data_dir"])
+        told = json.dumps([settings, read_meta(data)], sort_keys=True)
+        digest = hashlib.sha256(told.encode()).hexdigest()[:12]
+        shown = (f"{k}={v}" for k, v in sorted(flags.items()) if k not in ("data_dir", "init_from"))
+        folder = next(runs.glob(f"*-{digest}"), runs / f"{','.join([data.name, *shown])}-{digest}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
-    def trained(self, runs: list[Flags]) -> list[Path]:
-        """Their folders, once all are trained: those that are not yet, `jobs` at a time. A run
-        whose loss is no number any more has come to its end, too."""
-        every = {self.folder(flags): self.full(flags) for flags in runs}
-        todo = {folder: flags for folder, flags in every.items() if not finished(folder, flags)}
-        jobs = [
-            (dict(resume=True) if (folder / "ckpt.pt").exists() else flags) | {"out_dir": folder}
-            for folder, flags in todo.items()
-        ]
-        if self.jobs == 1:
-            for job in tqdm(jobs, "training", unit="run", disable=not jobs):
-                in_this_process(job)
-        elif jobs:
-            in_processes(jobs, self.jobs, self.threads)
-        return [self.folder(flags) for flags in runs]
+    def train(
+        self, kinds: dict[Hashable, Flags], seeds: list[int] | None = None
+    ) -> dict[Hashable, list[Path]]:
+        """The folders of each kind's runs, one for each seed. What is not trained yet is trained,
+        `jobs` runs at a time; a run whose loss diverged is done, too."""
+        folders, jobs = {}, {}
+        with locked(self.out_dir / "runs", wait=True):  # another analysis may want the same ones
+            for name, seed in itertools.product(kinds, seeds or self.numbers):
+                flags = {"seed": seed, **kinds[name]}
+                folder = self.folder(flags)
+                folders.setdefault(name, []).append(folder)
+                if not (folder / "loss.png").exists() and not diverged(folder):
+                    begun = (folder / "ckpt.pt").exists()
+                    jobs[folder] = {"resume": True} if begun else self.full(flags)
+            if jobs:
+                print(f"training {len(jobs)} runs, {self.jobs} at a time", file=sys.stderr)
+                train_all(jobs, self.jobs)
+        return folders
 
-    def groups(self, kinds: dict[str, Flags], **more: Iterable) -> dict[str, list[Path]]:
-        """The folders of each kind's runs, of all seeds if nothing else is said; what is missing is
-        trained for all kinds at once."""
-        grids = {name: self.grid({name: kind}, **more or dict(seed=self.numbers))
-                 for name, kind in kinds.items()}  # fmt: skip
-        folders = iter(self.trained(list(itertools.chain(*grids.values()))))
-        return {name: list(itertools.islice(folders, len(grid))) for name, grid in grids.items()}
-
-    def keep(self, name: str) -> "JsonCache":
-        return JsonCache(self.out_dir / f"{name}.json")
+    def measure(
+        self, name: str, todo: dict[str, Callable[[], Any]], what: str = "runs to measure"
+    ) -> list[Any]:
+        """What the functions return: JSON, kept in <name>.json by their keys for the next time."""
+        cache = JsonCache(self.out_dir / f"{name}.json")
+        if new := [key for key in todo if key not in cache.figures]:
+            print(f"{name}: {len(new)} {what}", file=sys.stderr)
+        for key in tqdm(new, name, delay=3):
+            cache.add(key, todo[key]())
+        return [cache.figures[key] for key in todo]
 
     def picture(self, name: str, figure: plt.Figure) -> None:
         path = self.out_dir / f"{name}.png"
@@ -133,123 +140,145 @@ class Experiment:
         print(f"\nwrote {path}")
 
 
-def ensure_prepared(folder: Path) -> None:
-    """Prepare the corpus that a folder is named after, if it is not there and needs no network."""
-    if (folder / "meta.json").exists():
-        return
-    settings = prepare.Settings(dataset=folder.name, out_dir=folder)
-    if folder.name == "moby-dick":
-        prepare.prepare_files(settings, [prepare.MOBY_DICK], "text")
-    elif folder.name == "countries":
-        prepare.prepare_corpus(settings)
-
-
-def finished(folder: Path, flags: Flags) -> bool:
-    """Whether a run has come to its end, of which loss.png is the last thing, or to a loss that is
-    no number. UserError: it is another one, trained on other data of that name, or when the
-    defaults were others."""
-    try:
-        records = read_run(folder)
-    except (OSError, UserError):
-        return diverged(folder)
-    run = records["run"][-1]
-    if run.get("data") != [read_meta(Path(flags["data_dir"]))]:
-        raise UserError(
-            f"{folder} was trained on another {flags['data_dir']}: choose another --out_dir"
-        )
-    before, now = Settings.of(run["args"]).flat(), resolve_settings(**flags).flat()
-    for name, value in now.items():
-        if name not in (*RESUMABLE_FLAGS, "init_from", "vocab_size") and value != before[name]:
-            raise UserError(
-                f"{folder} was trained with --{name} {before[name]}, which would be {value} "
-                "today: delete it, or choose another --out_dir"
-            )
-    last = records["eval"][-1]["step"] == run["args"]["max_iters"]
-    return (last and (folder / "loss.png").exists()) or diverged(folder)
-
-
 def diverged(folder: Path) -> bool:
-    """Whether a run ended as its loss was no number any more."""
+    """Whether a run ended because its loss was not finite."""
     return (folder / "failed.txt").exists()
 
 
-def in_this_process(flags: Flags) -> None:
-    """`python train.py` with these flags, what it prints in the log.txt of its folder."""
-    folder = flags["out_dir"]
-    folder.mkdir(parents=True, exist_ok=True)
+def train_here(folder: Path, flags: Flags) -> None:
+    """`python train.py` with these flags. What it prints goes to log.txt in its folder."""
     log = open(folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
     with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         try:
-            train(resolve_settings(**flags))
+            train(resolve_settings(**flags, out_dir=folder))
         except UserError as error:
             note_failure(folder, str(error))
 
 
-def in_processes(jobs: list[Flags], at_once: int, threads: int) -> None:
-    """The same, so many at once, each a process with so many threads. Where one fails, or Ctrl-C
-    comes, the others save what they have and end."""
-    running, stopped = set(), threading.Event()
-    train_py = Path(__file__).parent.parent / "train.py"
-
-    def one(flags: Flags) -> None:
-        folder = flags["out_dir"]
-        folder.mkdir(parents=True, exist_ok=True)
-        given = [f"--{k}" if v is True else f"--{k}={v}" for k, v in flags.items()]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        with open(folder / "log.txt", "a", encoding="utf-8") as log:
-            options = dict(stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
-            # A session of its own: Ctrl-C reaches it once, from here, not from the terminal, too.
-            options["start_new_session"] = True
-            process = subprocess.Popen([sys.executable, train_py, *given], **options)
-            running.add(process)
-            if stopped.is_set():  # it began too late to be among those that were told
-                process.terminate()
-            code = process.wait()
-            running.discard(process)
-        if code:
-            note_failure(folder, (folder / "log.txt").read_text(encoding="utf-8").splitlines()[-1])
-
-    with ThreadPoolExecutor(at_once) as pool:
-        try:
-            done = [pool.submit(one, job) for job in jobs]
-            for each in tqdm(as_completed(done), "training", len(done), unit="run"):
-                each.result()
-        except BaseException:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(running):
-                process.terminate()
-            raise
+def start(folder: Path, flags: Flags, threads: int) -> subprocess.Popen:
+    """The same in a process of its own, with so many threads."""
+    given = [f"--{k}" if v is True else f"--{k}={v}" for k, v in flags.items()]
+    command = [sys.executable, Path(__file__).parent.parent / "train.py", *given]
+    options = dict(stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    with open(folder / "log.txt", "a", encoding="utf-8") as log:
+        # In a session of its own: Ctrl-C reaches it through us alone, and once.
+        options |= dict(stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen([*command, f"--out_dir={folder}"], **options)
 
 
 def note_failure(folder: Path, error: str) -> None:
-    """That the loss became infinite is a finding, which the folder keeps. All else: UserError."""
+    """A loss that became infinite is a finding, noted in failed.txt. All else: UserError."""
     if "loss became" not in error:
         raise UserError(f"{folder}: {error.removeprefix('error: ')}")
     (folder / "failed.txt").write_text(f"{error}\n", encoding="utf-8")
 
 
+def train_all(jobs: dict[Path, Flags], at_once: int) -> None:
+    """Train runs, by folder. Where one fails, or on Ctrl-C, SIGTERM or SIGHUP, those that run at
+    the same time save and end."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
+        if number and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    waiting, running = list(jobs.items()), {}
+    threads = max(1, (os.cpu_count() or 1) // at_once)
+    bar = tqdm(total=len(jobs), desc="training", unit="run")
+    try:
+        while waiting or running:
+            if waiting and at_once == 1:
+                train_here(*waiting.pop(0))
+                bar.update()
+            elif waiting and len(running) < at_once:
+                folder, flags = waiting.pop(0)
+                running[folder] = start(folder, flags, threads)
+            else:
+                time.sleep(0.1)
+                for folder in [f for f, process in running.items() if process.poll() is not None]:
+                    if code := running.pop(folder).returncode:
+                        log = (folder / "log.txt").read_text(encoding="utf-8")
+                        killed = f"killed by signal {-code}: start again to go on"
+                        note_failure(folder, killed if code < 0 else log.splitlines()[-1])
+                    bar.update()
+    finally:
+        bar.close()
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+
+
 class JsonCache:
-    """Figures that take long to find, by name, in a JSON file: found once."""
+    """Figures by name in a JSON file. Several programs may add to it at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self.figures = json.loads(path.read_bytes()) if path.exists() else {}
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is damaged ({error}): delete it") from None
+        self.figures = self.read()
 
-    def __call__(self, name: str, find: Callable[[], Any]) -> Any:
-        if name not in self.figures:
-            self.figures[name] = find()
-            with atomic(self.path) as temporary:
-                temporary.write_text(json.dumps(self.figures, indent=1) + "\n", encoding="utf-8")
-        return self.figures[name]
+    def read(self) -> dict[str, Any]:
+        try:
+            return {**json.loads(self.path.read_bytes())} if self.path.exists() else {}
+        except (ValueError, TypeError, RecursionError):
+            raise UserError(f"{self.path} is damaged or not of analyze.py: delete it") from None
+
+    def add(self, name: str, figure: Any) -> None:
+        with locked(self.path.parent, wait=True), atomic(self.path) as temporary:
+            self.figures = {**self.read(), name: figure}  # with what others added
+            temporary.write_text(json.dumps(self.figures, indent=1) + "\n", encoding="utf-8")
+
+
+def search_learning_rates(
+    names: Iterable[Hashable],
+    rates: tuple[float, ...],
+    losses: Callable[[list[tuple[Hashable, float]]], list[float]],
+    enough: Callable[[Hashable], bool] = lambda name: False,
+) -> dict[Hashable, dict[float, float]]:
+    """The loss at each learning rate that was tried, by name: at `rates` and, while the best is at
+    an end of them, at half the lowest or twice the highest.
+
+    Args:
+        losses: gives those of pairs of name and rate.
+        enough: says that no rate can be better than those tried.
+    """
+    tried, todo = {name: {} for name in names}, list(itertools.product(names, rates))
+    while todo:
+        for (name, rate), loss in zip(todo, losses(todo), strict=True):
+            tried[name][rate] = loss
+        todo = []
+        for name, found in tried.items():
+            if len(rates) > 1 and not enough(name):
+                best = min(found, key=found.get)
+                todo += [(name, best / 2)] * (best == min(found))
+                todo += [(name, best * 2)] * (best == max(found))
+    return tried
+
+
+def best_learning_rates(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str, Flags]:
+    """The kinds, each with the learning rate of its lowest validation loss with the first seed."""
+    rates, seed = RATES[1:2] if experiment.quick else RATES, experiment.numbers[:1]
+
+    def losses(todo: list[tuple[str, float]]) -> list[float]:
+        wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in todo}
+        folders = itertools.chain(*experiment.train(wanted, seed).values())
+        return [inf if diverged(folder) else best_loss(read_run(folder)) for folder in folders]
+
+    found = search_learning_rates(kinds, rates, losses)
+    shown = sorted(set().union(*found.values()))
+    rows = [
+        {"best val loss": name} | {f"{r:g}": f"{by[r]:.3f}" if r in by else "" for r in shown}
+        for name, by in found.items()
+    ]
+    print(f"Learning rates, seed {seed[0]}:\n\n{markdown(rows)}\n")
+    return {k: {**kinds[k], "learning_rate": min(by, key=by.get)} for k, by in found.items()}
+
+
+def best_loss(run: Run) -> float:
+    """The lowest validation loss of a run."""
+    return float(np.nanmin([record["val_loss"] for record in run["eval"]]))
 
 
 def spread(form: str, figures: Iterable[float | None]) -> str:
     """A figure of some runs: mean ± standard deviation; one run's own, nothing if none has it."""
-    found = [figure for figure in figures if isinstance(figure, float)]
-    if len(found) < 2:
-        return "".join(format(figure, form) for figure in found)
-    return f"{np.mean(found):{form}} ± {np.std(found, ddof=1):{form}}"
+    known = [figure for figure in figures if isinstance(figure, float)]
+    if len(known) < 2:
+        return "".join(format(figure, form) for figure in known)
+    return f"{np.mean(known):{form}} ± {np.std(known, ddof=1):{form}}"

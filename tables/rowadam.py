@@ -5,6 +5,7 @@ stored. So one piece of arithmetic, `adam_rows`, serves all of them: results are
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,9 +29,8 @@ def expected_update_scale(betas: tuple[float, float], p: Tensor | float) -> Tens
     first step, (1 - b1) / sqrt(1 - b2) = 0.45 learning rates, thus grows to 5.8.
 
     This holds in expectation, and when the rate is known. `RowAdam` estimates it from the readings
-    so far and takes the bias correction of the present for that of all steps ahead: from about step
-    50 on it is within 3.4 % of the exact mean, but up to 2.0 times too far in steps 1 to 5, and up
-    to 1.4 times in steps 6 to 20.
+    so far and takes today's bias correction for all steps ahead: from about step 50 on it is within
+    3.4 % of the exact mean, but up to 2.0 times too far in steps 1 to 5, 1.4 times in 6 to 20.
     """
     b1, b2 = betas
     return 1 / (1 - b1 / math.sqrt(b2) * (1 - p))
@@ -60,20 +60,18 @@ def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class RowAdam:
-    """Adam on the rows that the batch read, and only on them, that takes a row where AdamW over the
-    whole table may be expected to have it by the time it is read again (`expected_update_scale`).
+    """Adam on the rows that the batch read, and only on them. It applies in advance what AdamW may
+    be expected to do until a row is read again (`expected_update_scale`).
 
-    AdamW goes on moving and decaying every row in every step, at a cost of V x W. Between two
-    readings of a row nobody sees where it is, so all of that can be done when it is read:
-
-    - The moments decay by the steps since the last reading: they equal AdamW's.
-    - The steps that AdamW would take until the next reading are taken at once, as many as are to be
-      expected at the rate at which the token came so far.
+    AdamW moves and decays every row in every step, at a cost of V x W. Between two readings nobody
+    sees where a row is, so all of that can be done when it is read: its moments decay by the steps
+    since the last reading, which makes them AdamW's, and the updates until the next one are made at
+    once, as many as are to be expected at the rate at which the token came so far.
 
     A row that is not in the batch stays bit-identical, moments and all; if every row is in every
     batch this is AdamW. Moments are float32, `weight_decay` is decoupled. bfloat16 rows are rounded
-    stochastically; the random bits are a function of `seed`, step and table: a resumed run draws
-    those of an uninterrupted one."""
+    stochastically; the random bits depend on `seed`, step and table, so a resumed run draws those
+    of an uninterrupted one."""
 
     def __init__(
         self,
@@ -88,9 +86,8 @@ class RowAdam:
         # m and v [V, W] of each table, where they are stored. count and last [V] are per token, not
         # per row, as all tables are read under the same ids, and on the CPU, where ids are known.
         if tables.m is None:
-            tables.m, tables.v = (
-                [torch.zeros_like(w).float() for w in tables.weight] for _ in "mv"
-            )
+            zeros = partial(torch.zeros_like, dtype=torch.float32)
+            tables.m, tables.v = list(map(zeros, tables.weight)), list(map(zeros, tables.weight))
             tables.count, tables.last = torch.zeros(2, tables.vocab_size, dtype=torch.int64)
         self.m, self.v, self.count, self.last = tables.m, tables.v, tables.count, tables.last
 

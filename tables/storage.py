@@ -28,9 +28,8 @@ Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows
 # To map a file without changing it. Flag 0x4000 is MAP_NORESERVE: without it Linux refuses a file
 # that is larger than RAM, as it does with torch.from_file(shared=False).
-PRIVATE = dict(access=mmap.ACCESS_COPY)
-if sys.platform == "linux":
-    PRIVATE = dict(flags=mmap.MAP_PRIVATE | 0x4000)
+LINUX = sys.platform == "linux"
+PRIVATE = dict(flags=mmap.MAP_PRIVATE | 0x4000) if LINUX else dict(access=mmap.ACCESS_COPY)
 
 
 def layout(shape: Shape, dtype: torch.dtype) -> dict[str, tuple]:
@@ -74,9 +73,9 @@ class RamStorage(TableStorage):
 
 
 class DiskStorage(TableStorage):
-    """Tables in a folder of raw arrays, a file for each, mapped into memory: to read a tensor is to
-    read its file. If `writable`, to write to a tensor is to write to its file; if not, changes stay
-    in this process. UserError: a file is missing or has another size."""
+    """Tables in a folder of raw arrays, a file for each, mapped into memory. What is written to a
+    tensor goes to its file if that is `writable`, and else stays in this process. UserError: a file
+    is missing or has another size."""
 
     def __init__(
         self, folder: Path, shape: Shape, dtype: torch.dtype, *, writable: bool = False
@@ -99,7 +98,7 @@ class DiskStorage(TableStorage):
     def create(
         cls, folder: Path, shape: Shape, dtype: torch.dtype, *, sparse: bool = False
     ) -> "DiskStorage":
-        """Writable tables of zeros in a new folder, which take all of their room at once unless
+        """Writable tables of zeros in a new folder. They take all of their room at once unless
         `sparse`: a disk that fills up under a map would kill the process. UserError: it is full."""
         with writing(folder):
             Path(folder).mkdir(parents=True)
@@ -145,8 +144,7 @@ class DiskStorage(TableStorage):
 def check_room(
     shape: Shape, dtype: torch.dtype, training: bool, folder: Path | None = None, copies: int = 1
 ) -> None:
-    """UserError: there is no room for so many copies of tables in RAM, or on the disk of a folder.
-    Said early: later the system would kill the run."""
+    """UserError: tables, or so many copies, have no room in RAM, or on the disk of a folder."""
     sizes = {name: n_byte for name, (_, _, n_byte) in layout(shape, dtype).items()}
     need = copies * (sum(sizes.values()) if training else sizes["rows"])
     free = shutil.disk_usage(folder).free if folder else free_ram()

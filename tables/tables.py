@@ -28,8 +28,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Tables(nn.Module):
-    """What all tables have in common: rows read where they are, and their gradients. Each has
-    `vocab_size` rows, V, of `width` numbers, W."""
+    """What all tables have in common: rows read where they are, and their gradients."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
     m = v = None  # likewise what Adam remembers, lists of [V, W] float32
@@ -44,7 +43,7 @@ class Tables(nn.Module):
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
-        """Rows ~ Normal(0, std), in parts: nobody needs room for a second table. Parts of multiples
+        """Rows ~ Normal(0, std), in parts, as a second table would need room. Parts of multiples
         of 16 numbers draw what PyTorch would draw in one go."""
         for weight in self.weight:
             for part in weight.split(1 << 16):

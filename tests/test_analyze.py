@@ -3,16 +3,22 @@
 import json
 import math
 import shutil
+import threading
 
 import pytest
-import torch
 from conftest import command
 
-from analysis.experiment import Experiment, JsonCache
-from analysis.runs import searched, spikes
+import analyze
+from analysis import experiment as shared
+from analysis.experiment import Experiment, JsonCache, best_learning_rates
+from analysis.runs import spikes
 from common import UserError
 from training.records import read_run
-from training.settings import PRESETS
+
+SMALL = dict(
+    n_layer=1, n_head=1, n_embd=8, block_size=16, ffn="dense", eval_tokens=64, batch_size=2,
+    eval_interval=2, max_iters=4,
+)  # fmt: skip
 
 
 def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
@@ -32,91 +38,157 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
         ask(*wrong, fails=True)
 
 
-def test_every_question_has_a_table_and_a_picture(tmp_path):
-    done = command("analyze.py", "all", "--quick", "--device", "cpu", cwd=tmp_path).stdout
-    out = tmp_path / "out/analysis/quick"
-    parts = done.split("\n## ")[1:]
-    assert len(parts) == 8
+def test_every_question_has_a_table(tmp_path):
+    done = command("analyze.py", "all", "--quick", "--device", "cpu", cwd=tmp_path)
+    parts = done.stdout.split("\n## ")[1:]
+    assert [part.split()[0] for part in parts] == [each.__name__ for each in analyze.QUESTIONS]
     for part in parts:
         name = part.split()[0]
-        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert "|---|" in part and f"wrote out/analysis/quick/{name}.png" in part
+        assert "|---|" in part
+        if name != "settings":
+            picture = tmp_path / f"out/analysis/quick/{name}.png"
+            assert picture.read_bytes().startswith(b"\x89PNG")
+            assert f"wrote out/analysis/quick/{name}.png" in part
+    assert "training 10 runs, 1 at a time" in done.stderr
 
 
-def test_a_run_is_trained_once_and_goes_on_where_it_was_stopped(data, tmp_path):
-    experiment = Experiment(out_dir=tmp_path, data_dir=data, seeds="1", device="cpu", jobs=1)
-    small = dict(n_layer=1, n_head=1, n_embd=8, block_size=16, ffn="dense", eval_tokens=64)
-    flags = {**small, "batch_size": 2, "eval_interval": 2, "max_iters": 4, "seed": 1}
-    (folder,) = experiment.trained([flags])
-    assert [each["step"] for each in read_run(folder)["eval"]] == [0, 2, 4]
-    metrics = folder / "metrics.jsonl"
-    changed = metrics.stat().st_mtime_ns
-    experiment.trained([flags])
-    assert metrics.stat().st_mtime_ns == changed
-    # A longer run, as a kill behind step 4 leaves it.
-    saved = torch.load(folder / "ckpt.pt")
-    saved["args"]["max_iters"] = 6
-    torch.save(saved, folder / "ckpt.pt")
-    metrics.write_text(metrics.read_text().replace('"max_iters": 4', '"max_iters": 6'))
-    with pytest.raises(UserError, match="--max_iters 6, which would be 4 today"):
-        experiment.trained([flags])
-    flags["max_iters"] = 6
-    folder = folder.rename(experiment.folder(flags))
-    experiment.trained([flags])
-    assert [each["step"] for each in read_run(folder)["eval"]] == [0, 2, 4, 6]
-    wrong = experiment.trained([{**flags, "seed": 2, "learning_rate": 1e9, "warmup": 0.0}])[0]
-    said = (wrong / "failed.txt").read_text()
-    assert "loss became" in said  # a finding, not an error
-    with pytest.raises(UserError, match="n_head"):
-        experiment.trained([{**flags, "n_head": 3}])
+def test_edits_of_one_checkpoint(tmp_path, monkeypatch):
+    measured = []
+    told = "analysis.edit_success.measure_checkpoint"
+    monkeypatch.setattr(told, lambda ckpt, device: measured.append((str(ckpt), str(device))))
+    command("analyze.py", "edits", "out/ckpt.pt", "--device", "cpu", cwd=tmp_path)
+    assert measured == [("out/ckpt.pt", "cpu")]
+    for wrong in (["a.pt", "b.pt"], ["a.pt", "--quick"], ["a.pt", "--plot", "x.png"]):
+        command("analyze.py", "edits", *wrong, cwd=tmp_path, fails=True)
+    command("analyze.py", "kinds", "a.pt", cwd=tmp_path, fails=True)
 
 
-def test_a_run_is_named_after_what_is_not_its_default(data, tmp_path):
-    experiment = Experiment(out_dir=tmp_path, data_dir=data, seeds="1", device="cpu")
-    every = [dict(init_std=0.02), dict(init_std=0.088), dict(learning_rate=0.006), {}]
-    kinds = {ffn: dict(ffn=ffn) for ffn in ("dense", "embformer")}
-    named = {
-        ffn: [experiment.grid({"": kind | more})[0] for more in every]
-        for ffn, kind in kinds.items()
+@pytest.fixture
+def experiment(data, tmp_path):
+    return Experiment(out_dir=tmp_path, data_dir=data, seeds="1,2", device="cpu", jobs=1)
+
+
+def folders(experiment, **flags):
+    return experiment.train({"": {**SMALL, **flags}})[""]
+
+
+def test_a_run_is_trained_once_and_goes_on_where_it_was_stopped(experiment, monkeypatch):
+    first, second = folders(experiment)
+    assert [[each["step"] for each in read_run(run)["eval"]] for run in (first, second)] == [
+        [0, 2, 4]
+    ] * 2
+    losses = [step["train_loss"] for step in read_run(first)["step"]]
+    monkeypatch.setattr(shared, "train_here", lambda *job: pytest.fail("trained again"))
+    assert folders(experiment) == [first, second]
+    monkeypatch.undo()
+    (first / "loss.png").unlink()  # the last thing that a run writes
+    resumed = []
+    monkeypatch.setattr(shared, "train_here", lambda folder, flags: resumed.append((folder, flags)))
+    folders(experiment)
+    assert resumed == [(first, {"resume": True})]
+    monkeypatch.undo()
+    folders(experiment)
+    assert [step["train_loss"] for step in read_run(first)["step"]] == losses
+    assert (first / "loss.png").exists()
+
+
+def test_other_settings_and_other_data_are_another_folder(experiment, data, tmp_path):
+    def folder(**flags):
+        return experiment.folder({"ffn": "embformer", "seed": 1} | flags)
+
+    assert folder().name.startswith(f"{data.name},ffn=embformer,seed=1-")
+    # Flags that say the defaults, and those that change no result, are the same run.
+    assert folder() == folder(learning_rate=6e-3, init_std=0.02) == folder(device_batch_size=1)
+    others = [dict(init_std=0.088), dict(learning_rate=3e-3), dict(seed=2), dict(eval_interval=9)]
+    assert len({folder(), *(folder(**other) for other in others)}) == 5
+    copy = tmp_path / "x" / data.name
+    shutil.copytree(data, copy)
+    assert folder(data_dir=str(copy)) == folder()
+    meta = json.loads((copy / "meta.json").read_text())
+    (copy / "meta.json").write_text(json.dumps(meta | {"seed": 5}))
+    assert folder(data_dir=str(copy)) != folder()
+
+
+def test_a_second_stage_is_another_run_for_each_model_that_it_goes_on_with(experiment):
+    further = dict(stage="context", block_size=32, max_iters=2, eval_tokens=64)
+    second = {
+        seed: {**further, "init_from": folder / "ckpt.pt", "seed": 1}
+        for seed, folder in zip(experiment.numbers, folders(experiment), strict=True)
     }
-    tried = {ffn: [bool(flags.keys() - {"ffn"}) for flags in each] for ffn, each in named.items()}
-    assert tried == dict(dense=[True, False, False, False], embformer=[False, True, False, False])
+    found = experiment.train(second, [1])
+    assert found[1] != found[2]
+    assert all((folder / "loss.png").exists() for (folder,) in found.values())
 
 
-def test_kept_figures_are_found_once(tmp_path):
-    kept = JsonCache(tmp_path / "figures.json")
-    assert kept("a", lambda: 1.5) == 1.5
-    assert JsonCache(tmp_path / "figures.json")("a", lambda: pytest.fail("asked again")) == 1.5
-    (tmp_path / "figures.json").write_text("[")
-    with pytest.raises(UserError, match=r"figures\.json is damaged"):
+def test_a_loss_that_is_no_number_is_a_finding_and_other_errors_are_one_line(experiment):
+    (diverged, _) = folders(experiment, learning_rate=1e9, warmup=0.0)
+    assert "loss became" in (diverged / "failed.txt").read_text()
+    with pytest.raises(UserError, match="n_head"):
+        folders(experiment, n_head=3)
+    broken = experiment.folder({**SMALL, "seed": 1})
+    (broken / "ckpt.pt").write_text("x")
+    with pytest.raises(UserError, match=rf"{broken.name}: .*is damaged"):
+        folders(experiment)
+
+
+def test_runs_at_once_are_processes_of_which_one_that_fails_ends_all(experiment, monkeypatch):
+    experiment.jobs, started, start = 2, [], shared.start
+    monkeypatch.setattr(shared, "start", lambda *job: started.append(start(*job)) or started[-1])
+    endless = {**SMALL, "max_iters": 10**6, "eval_interval": 10**6}
+    first, broken = (experiment.folder({**endless, "seed": seed}) for seed in (1, 2))
+    (broken / "ckpt.pt").write_text("x")
+    short = {**SMALL, "doc_mask": True}
+    with pytest.raises(UserError, match=rf"{broken.name}: .*is damaged"):
+        experiment.train({"short": short, "endless": endless})
+    assert len(started) == 4 and all(process.poll() is not None for process in started)
+    for folder in experiment.train({"short": short})["short"]:  # nothing is left to train
+        assert read_run(folder)["eval"][-1]["step"] == 4
+
+    killer = threading.Timer(2, lambda: started[-1].kill())
+    killer.start()
+    with pytest.raises(UserError, match=rf"{first.name}: killed by signal 9"):
+        experiment.train({"endless": endless}, [1])
+    assert len(started) == 5
+
+
+def test_figures_are_measured_once_and_those_of_two_programs_are_merged(experiment, tmp_path):
+    assert experiment.measure("x", {"a": lambda: 1.5}) == [1.5]
+    other = JsonCache(tmp_path / "x.json")
+    again = {"a": lambda: pytest.fail("asked again"), "b": lambda: [2.5]}
+    assert experiment.measure("x", again) == [1.5, [2.5]]
+    other.add("c", 3.5)
+    assert JsonCache(tmp_path / "x.json").figures == {"a": 1.5, "b": [2.5], "c": 3.5}
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '"a"', "3", "[" * 100_000])
+def test_a_damaged_or_foreign_cache_is_one_clear_line(tmp_path, text):
+    (tmp_path / "figures.json").write_text(text)
+    with pytest.raises(UserError, match=r"figures\.json is damaged or not of analyze.py"):
         JsonCache(tmp_path / "figures.json")
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge
-def test_the_best_learning_rate_is_not_the_end_of_those_tried(data, tmp_path, monkeypatch, lowest):
-    experiment, asked = Experiment(tmp_path, data, seeds="5", device="cpu"), []
+def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkeypatch, lowest):
+    asked = []
 
-    def trained(flags):  # not at all: the name of a folder is its rate
-        asked.extend(flags)
-        return [str(each.get("learning_rate", PRESETS["prose"]["learning_rate"])) for each in flags]
+    def train(kinds, seeds):  # not at all: the name of a folder is its rate
+        assert seeds == [1]
+        asked.extend(flags["learning_rate"] for flags in kinds.values())
+        return {name: [flags["learning_rate"]] for name, flags in kinds.items()}
 
     def breaks(rate):
-        return float(rate) > 4 * lowest
+        return rate > 4 * lowest
 
     def read(rate):  # one that breaks was the best before
-        loss = -1.0 if breaks(rate) else abs(math.log(float(rate) / lowest))
+        loss = -1.0 if breaks(rate) else abs(math.log(rate / lowest))
         return {"eval": [{"val_loss": 9.0}, {"val_loss": loss}]}
 
-    monkeypatch.setattr(experiment, "trained", trained)
-    monkeypatch.setattr("analysis.runs.read_run", read)
-    monkeypatch.setattr("analysis.runs.diverged", breaks)
-    found = searched(experiment, {"one": dict(ffn="dense")})["one"]
+    monkeypatch.setattr(experiment, "train", train)
+    monkeypatch.setattr(shared, "read_run", read)
+    monkeypatch.setattr(shared, "diverged", breaks)
+    found = best_learning_rates(experiment, {"one": dict(ffn="dense")})["one"]
     assert found["ffn"] == "dense" and abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
-    tried = {flags.get("learning_rate") for flags in asked}
-    assert None in tried  # the default is a run of other questions, too
-    tried = {rate or PRESETS["prose"]["learning_rate"] for rate in tried}
-    assert min(tried) < found["learning_rate"] < max(tried)
-    assert len(tried) == len(asked) and all(flags["seed"] == 5 for flags in asked)
+    assert min(asked) < found["learning_rate"] < max(asked) and len(set(asked)) == len(asked)
 
 
 def test_spikes_stand_out_of_the_steps_around():
@@ -132,27 +204,7 @@ def test_spikes_stand_out_of_the_steps_around():
     assert spikes([1.0] * 9 + [9.0]) == [False] * 10  # too few to tell
 
 
-def test_runs_at_once_are_processes_of_which_one_that_fails_ends_all(data, tmp_path):
-    experiment = Experiment(out_dir=tmp_path, data_dir=data, seeds="1", device="cpu", jobs=2)
-    small = dict(n_layer=1, n_head=1, n_embd=8, block_size=16, ffn="dense", eval_tokens=64)
-    flags = {**small, "batch_size": 2, "eval_interval": 2, "max_iters": 2}
-    folders = experiment.trained([{**flags, "seed": 1}, {**flags, "seed": 2, "doc_mask": True}])
-    assert [read_run(folder)["eval"][-1]["step"] for folder in folders] == [2, 2]
-    assert read_run(folders[1])["run"][0]["args"]["doc_mask"]
-    endless = {**flags, "max_iters": 10**6, "eval_interval": 10**6}
-    with pytest.raises(UserError, match="n_head"):
-        experiment.trained([{**endless, "seed": 3}, {**flags, "n_head": 3}, {**endless, "seed": 4}])
-    other = Experiment(
-        out_dir=tmp_path, data_dir=tmp_path / "x" / data.name, seeds="1", device="cpu"
-    )
-    shutil.copytree(data, other.data_dir)
-    meta = json.loads((other.data_dir / "meta.json").read_text())
-    (other.data_dir / "meta.json").write_text(json.dumps(meta | {"seed": 5}))
-    with pytest.raises(UserError, match="was trained on another"):
-        other.trained([{**flags, "seed": 1}])
-
-
-@pytest.mark.parametrize("seeds", ["", "1,x", "1,,2", "-1", "1,1", "9" * 20])
+@pytest.mark.parametrize("seeds", ["", "1,x", "1,,2", "-1", "1,01"])
 def test_seeds_that_are_no_numbers_are_one_clear_line(seeds, tmp_path):
     with pytest.raises(UserError, match="give different numbers"):
         Experiment(out_dir=tmp_path, seeds=seeds)

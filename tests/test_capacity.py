@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from analysis import capacity
-from analysis.capacity import D_FF, KINDS, RELATIONS, SHAPE, VALUES, learn, make_facts, make_model
-from analysis.experiment import Experiment
+from analysis.capacity import D_FF, RELATIONS, SHAPE, VALUES, learn, make_facts, make_model
+from analysis.experiment import KINDS, Experiment
 from model import Decoder
 
 
@@ -52,16 +52,16 @@ def test_every_fact_is_seen_as_often_and_recall_is_greedy_decoding(monkeypatch):
         return plain(model, batch)
 
     monkeypatch.setattr(capacity, "logits", counting)
-    figures = learn(KINDS["STEM, all"], "two syllables", 8, 3, 0.01, 60, 60, "cpu")
-    assert seen.tolist() == [60] * 8
+    figures = learn("STEM, all", "two syllables", 8, 12, 0.01, 3, "cpu")
+    assert seen.tolist() == [12] * 8
     assert figures["recall"] == 1
     with torch.no_grad():  # as anybody would ask
         logits = made[-1](prompts)[0][:, -1].numpy()  # [8, V]
     assert np.array_equal(logits[:, :VALUES].argmax(-1), values)
     # A model that has not learned is right by chance.
-    assert learn(KINDS["dense"], "two syllables", 800, 3, 1e-9, 1, 1, "cpu")["recall"] < 0.05
+    assert learn("dense", "two syllables", 800, 1, 1e-9, 3, "cpu")["recall"] < 0.05
     # One that breaks is worse than any other.
-    broken = learn(KINDS["dense"], "two syllables", 8, 3, 1e9, 4, 4, "cpu")
+    broken = learn("dense", "two syllables", 8, 4, 1e9, 3, "cpu")
     assert broken["loss"] == math.inf
 
 
@@ -72,7 +72,7 @@ def test_rates_are_searched_until_one_is_the_best_or_recalls_all(
     """The loss is lowest at 0.04; from the rate `enough` on everything is recalled."""
     asked = set()
 
-    def learned(kind, names, n_fact, seed, rate, *more):
+    def learned(kind, names, n_fact, passes, rate, *more):
         asked.add(rate)
         return dict(recall=0.5 + 0.5 * (rate >= enough), loss=abs(math.log(rate / 0.04)))
 

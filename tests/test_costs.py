@@ -8,7 +8,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from analysis.costs import KINDS, Costs, expected_distinct, expected_experts
+from analysis.costs import COUNTED, Costs, expected_distinct, expected_experts
+from analysis.experiment import KINDS
 from attention import KVCache
 from config import ModelConfig
 from model import Decoder
@@ -29,7 +30,7 @@ def counted(run) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COUNTED)
 def test_flops_equal_those_that_pytorch_counts(kind):
     model = made(kind).eval()
     it, ids = Costs(model.config), torch.randint(50, (2, N))
@@ -47,7 +48,7 @@ def test_flops_equal_those_that_pytorch_counts(kind):
     assert trained == 2 * (it.training(N) + 3 * pair * n_layer * n_embd * sum(range(N)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COUNTED)
 def test_parameters_read_are_those_that_have_a_gradient(kind):
     model = made(kind)
     ids = torch.randint(9, (3, N))  # which repeat
@@ -73,7 +74,7 @@ def test_parameters_read_are_those_that_have_a_gradient(kind):
             read += len(rows) * tables.width * len(gradients)
     experts = np.mean([len(each) for each in used]) if used[0] else None
     distinct = len(set(ids.flatten().tolist()))
-    assert Costs(model.config).read(3 * N, distinct, experts) == read
+    assert Costs(model.config).params_read_per_step(3 * N, distinct, experts) == read
 
 
 def test_expected_distinct_tokens_are_the_mean_over_all_batches():

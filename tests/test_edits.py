@@ -50,6 +50,7 @@ def test_an_edit_in_some_layers_is_other_rows_in_these_tables(encoding, ffn, swa
 
 def test_choices_name_layers_and_number_tables():
     assert choices([1, 2, 3]) == {
+        "none": set(),
         **{"layer 1": {0}, "layer 2": {1}, "layer 3": {2}},
         **{"first 2": {0, 1}, "last 2": {1, 2}, "all": {0, 1, 2}},
     }
@@ -91,17 +92,14 @@ def test_measures_are_those_of_answers_that_are_known(encoding):
 
 
 def test_names_of_different_length_have_a_figure_for_each_way(monkeypatch, tmp_path):
-    ways = dict(last=0.5, first=0.25, pad=0.125, average=1.0)
-    found = dict(recall=1.0, success=0.75, lengths=dict(longer=ways), injected=dict(a=0.5, b=1.0))
-    monkeypatch.setattr(edits, "load_model", lambda *_: (SimpleNamespace(tables=None), None, None))
-    monkeypatch.setattr(edits, "MeanRows", lambda tables: tables)
-    monkeypatch.setattr(edits, "report", lambda *_: found)
+    pairs, injected = dict(recall=1.0, success=0.75), dict(capital=0.5, region=1.0)
+    lengths = dict(longer=dict(last=0.5, first=0.25, pad=0.125, average=1.0))
+    given = dict(report_pairs=pairs, report_lengths=lengths, report_injected=injected)
     experiment = SimpleNamespace(
-        keep=lambda name: lambda cell, find: find(),
-        groups=lambda kinds: {kind: [tmp_path] for kind in kinds},
-        on=None,
+        measure=lambda name, todo: [given[name] for _ in todo],
+        train=lambda kinds: {kind: [tmp_path] for kind in kinds},
     )
-    _, _, *rows = edits.names(experiment, most=1).splitlines()
+    _, _, *rows = edits.edits_by_names(experiment).splitlines()
     assert rows[:3] == [
         "| STEM, third | one token | 100.0% | 75.0% |  |  |  |  |",
         "| STEM, third | longer |  |  | 50.0% | 25.0% | 12.5% | 100.0% |",

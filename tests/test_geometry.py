@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from analysis.geometry import cosines, effective_rank, up_outputs, vectors
+from analysis.geometry import cosines, up_outputs, vectors
 from attention import rotary
 from config import ModelConfig
 from model import Decoder
@@ -27,17 +27,6 @@ def test_random_rows_are_as_orthogonal_as_theory_says():
     assert size == pytest.approx(math.sqrt(2 / (math.pi * 256)), rel=0.02)
 
 
-def test_effective_rank_counts_directions_whatever_their_length():
-    assert effective_rank(torch.eye(6) * torch.arange(1, 7)) == pytest.approx(6)
-    assert effective_rank(torch.ones(5, 9)) == pytest.approx(1)
-    a = math.pi / 3  # two vectors at 60 degrees: singular values are the roots of 1 +- cos
-    two = torch.tensor([[1.0, 0.0], [math.cos(a), math.sin(a)]])
-    big, small = math.sqrt(1.5), math.sqrt(0.5)
-    p, q = big / (big + small), small / (big + small)
-    expected = math.exp(-p * math.log(p) - q * math.log(q))
-    assert effective_rank(two) == pytest.approx(expected, rel=1e-6)
-
-
 def test_outputs_of_up_projections_by_token():
     torch.manual_seed(0)
     model = Decoder(ModelConfig(**SHAPE, ffn="dense")).eval()
@@ -46,7 +35,7 @@ def test_outputs_of_up_projections_by_token():
     tokens = torch.tensor([1, 4, 15, 16])
     found = up_outputs(model, windows, tokens)
     with torch.no_grad():
-        x, context = model.embed(windows), (*rotary(8, model.config, "cpu"), None, None)
+        x, context = model.embed(windows), (rotary(8, model.config, "cpu"), None, None)
         for layer, block in enumerate(model.blocks):
             x = x + block.attn(block.attn_norm(x), windows, *context)
             y = block.ffn_norm(x) @ block.ffn.up.weight.T

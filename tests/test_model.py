@@ -134,7 +134,7 @@ def test_rotation_equals_complex_multiplication(base):
     torch.manual_seed(0)
     x = torch.randn(1, 40, 2, 8)
     config = ModelConfig(n_embd=8, n_head=1, rope_base=base)
-    turned = rotate(x, *rotary(40, config, None))
+    turned = rotate(x, rotary(40, config, None))
     for t in (0, 1, 17, 39):
         for head in range(2):
             expected = naive_rotate(x[0, t, head], t, base).float()
@@ -346,16 +346,6 @@ def test_seed_reproduces_and_another_seed_differs():
     assert not torch.equal(model.generate(ids, 12, seed=6), first)
 
 
-def test_a_cache_that_holds_the_beginning_is_gone_on_with():
-    model, ids = decoder(ffn="stem"), tokens(2, 9)
-    cache = KVCache(model.config, 2, "cpu", torch.float32)
-    with torch.inference_mode():
-        model(ids[:, :5], cache=cache)
-    new = torch.stack(list(model.stream(ids, 6, temperature=0, cache=cache)), dim=1)
-    assert torch.equal(new, model.generate(ids, 6, temperature=0)[:, 9:])
-    assert cache.length == 9 + 5  # the last new token is not read
-
-
 @pytest.mark.parametrize("ffn", ["dense", "stem", "embformer"])
 def test_steps_are_compiled_once_for_all_caches(ffn):
     """A step attends to the whole buffer, so that all have one shape."""
@@ -366,6 +356,7 @@ def test_steps_are_compiled_once_for_all_caches(ffn):
         graphs.append(graph)
         return graph.forward
 
+    torch.compiler.set_stance("default")  # a finished training run forces eager
     torch._dynamo.reset()
     model.compiled = torch.compile(model.layers, backend=backend, fullgraph=True, dynamic=False)
     assert torch.equal(model.generate(ids, 70, temperature=0), plain)
@@ -412,9 +403,6 @@ def test_sampling_at_its_limits():
     assert sample(torch.tensor(PROBABILITIES).log(), temperature=0).tolist() == [1, 0]
     equal = torch.zeros(1, 9)
     assert len({int(sample(equal, top_k=1)) for _ in range(50)}) == 1
-    for option in ({"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}):
-        with pytest.raises(AssertionError, match=next(iter(option))):
-            sample(equal, **option)
     with pytest.raises(AssertionError, match="prompt is empty"):
         decoder(ffn="dense").generate(tokens(1, 0), 1)
 

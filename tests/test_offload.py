@@ -447,14 +447,6 @@ def test_rows_half_way_between_steps_are_never_read_or_saved(error, tmp_path, mo
                 use()
 
 
-def test_a_slow_disk_is_waited_for(tmp_path):
-    with SimulatedGpu() as gpu:
-        tables = staged(tmp_path, gpu)
-        fetch = tables.ring.fetch
-        tables.ring.fetch = lambda *args: (time.sleep(0.02), fetch(*args))[1]
-        assert all_equal(gpu, tables)
-
-
 def test_ram_that_cannot_be_pinned_is_staged():
     with SimulatedGpu(pins=False) as gpu:
         tables = filled(OffloadedTables(RamStorage(SMALL, torch.float32), gpu.device))

@@ -189,9 +189,8 @@ def test_a_model_that_cannot_be_measured_is_refused(untrained, trained, tmp_path
     save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
     for ckpt, table, says in (
         (trained["dense"] / "ckpt.pt", six, "has no tables to edit"),
-        (trained["stem"] / "ckpt.pt", six, r"too few countries are one token \(none\)"),
-        (tmp_path / "ckpt.pt", six[:1], r"one token \(Chad\)"),
-        (tmp_path / "ckpt.pt", six, "knows no capital"),
+        (trained["stem"] / "ckpt.pt", six, "too few countries are one token"),
+        (tmp_path / "ckpt.pt", six[:1], "too few countries are one token"),
     ):
         monkeypatch.setattr(countries, "table", lambda table=table: table)
         with pytest.raises(UserError, match=says):

@@ -23,7 +23,7 @@ from training.questions import score_answers
 def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path, ffn):
     shutil.copy(trained[ffn] / "ckpt.pt", tmp_path)
     done = command("sample.py", "--ckpt", "ckpt.pt", "--prompt", "Anna", cwd=tmp_path)
-    assert done.stdout.startswith("Anna") and "tok/s" in done.stderr
+    assert done.stdout.startswith("Anna")
 
 
 def test_samples_depend_on_the_seed_alone(trained, monkeypatch, capsys):
@@ -77,7 +77,8 @@ def test_edit_shows_both_sides(trained, tmp_path):
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, capsys, equal):
-    model, encoding, _ = edit.load_editable(trained["stem"] / "ckpt.pt", torch.device("cpu"))
+    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", torch.device("cpu"))
+    model.tables = edit.MeanRows(model.tables)
     plain, end = encoding.encode_ordinary, encoding.eot_token
     brief, long = plain(" Chloë. Björn"), plain(" follows Anna" * 9)
     written = torch.tensor([line + [end] * (len(long) - len(line)) for line in (brief, long)])
@@ -90,25 +91,21 @@ def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, c
     shown = [line for line in lines if line.startswith("probability of")]
     answers = [plain(" Chloë")] if equal else [plain(" Chloë"), long]  # until the sentence ends
     assert len(shown) == len(answers)
-    assert (
-        len({line.index("before") for line in shown} | {line.index("after") for line in shown}) == 2
-    )
+    assert len({(line.index("before"), line.index("after")) for line in shown}) == 1
     ids, edited = encode(encoding, "Then Anna"), encode(encoding, "Then Björn")
     for line, answer in zip(shown, answers, strict=True):
         for rows, title in ((ids, "before"), (edited, "after")):
             p = score_answers(model, [ids], [answer], [rows])[1].item()
             assert f"{title} {p:6.1%}" in line
-    assert equal or "'follows Anna follows An...' " in shown[1]
+    assert equal or "'follows Anna follows...' " in shown[1]
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({}, "give --source and --target"),
-        (dict(source="Anna"), "give --source and --target"),
-        (dict(inject="Atlantis"), "give .* --inject NAME=KNOWN"),
-        (dict(undo=True, inject="A=B"), "--undo goes with --ckpt and --save"),
-        (dict(inject="A=B", target="Anna"), "--inject names both: leave out"),
+        ({}, "give either --source and --target"),
+        (dict(source="Anna"), "give either --source and --target"),
+        (dict(undo=True, source="A", target="B"), "either --source and --target, or --undo"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags, says):
@@ -118,11 +115,12 @@ def test_flags_that_do_not_go_together_are_refused(flags, says):
 
 @pytest.mark.parametrize(
     ("kind", "prompt", "says"),
-    [("stem", "Nobody", "does not contain --source"), ("stem", "a" * 99, "--prompt has 100 tokens"),
+    [("stem", "Nobody", "has it a word 'Anna'?"), ("stem", "a" * 99, "--prompt has 100 tokens"),
      ("dense", "Anna", "no tables to edit")],
 )  # fmt: skip
 def test_edit_refuses_in_one_line(trained, tmp_path, kind, prompt, says):
-    flags = ("--ckpt", trained[kind] / "ckpt.pt", "--inject", "Anna=Emil", "--prompt", prompt)
+    flags = ("--ckpt", trained[kind] / "ckpt.pt", "--source", "Anna", "--target", "Emil")
+    flags += ("--prompt", prompt)
     assert says in command("edit.py", *flags, cwd=tmp_path, fails=True).stderr
 
 
@@ -202,8 +200,9 @@ def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_
 def test_edits_in_place_are_undone_last_first(edits, capsys):
     ckpt, run = edits
     states = [contents(ckpt)]
-    for pair in ("Anna=Chloë", "Anna=Björn"):
-        run("--ckpt", ckpt, "--inject", pair, "--prompt", "Then Anna", "--save", ckpt)
+    for name in ("Chloë", "Björn"):
+        names = ("--source", "Anna", "--target", name, "--prompt", "Then Anna")
+        run("--ckpt", ckpt, *names, "--save", ckpt)
         states.append(contents(ckpt))
     assert len(differing(*states[:2])) == len(differing(*states[1:])) == 1
     assert "other rows for ' Anna'" in capsys.readouterr().out
@@ -219,7 +218,7 @@ def test_edits_in_place_are_undone_last_first(edits, capsys):
 def test_saving_an_edit_replaces_no_other_checkpoint(edits, on_disk, tmp_path):
     ckpt, run = edits
     other = shutil.copytree(on_disk, tmp_path / "other") / "ckpt.pt"
-    before, more = contents(other), ("--inject", "Emil=Anna", "--prompt", "Emil")
+    before, more = contents(other), ("--source", "Emil", "--target", "Anna", "--prompt", "Emil")
     with pytest.raises(UserError, match="exists: choose another"):
         run("--ckpt", ckpt, *more, "--save", other)
     run("--ckpt", ckpt, *more, "--save", other.with_name("new.pt"))  # beside it is fine

@@ -16,7 +16,6 @@ import train as train_module
 from common import UserError
 from model import Decoder, ModelConfig
 from training.batches import Data
-from training.checkpoints import load_model
 from training.objectives import NextToken, Preference, validate
 from training.records import read_run
 from training.settings import resolve_settings
@@ -40,11 +39,8 @@ def folders(data, trained, tmp_path_factory):
     for kind, documents in lines.items():
         path = folder / f"{kind}.jsonl"
         path.write_text("".join(json.dumps(d, ensure_ascii=False) + "\n" for d in documents))
-        command(
-            *("prepare.py", "--input", path, "--out_dir", folder / kind, "--val_fraction", 0.2),
-            *("--tokenizer", trained["stem"] / "ckpt.pt"),
-            cwd=folder,
-        )
+        flags = ("--val_fraction", 0.2, "--tokenizer", trained["stem"] / "ckpt.pt")
+        command("prepare.py", "--input", path, "--out_dir", folder / kind, *flags, cwd=folder)
     return {"text": data, "chat": folder / "chat", "preference": folder / "preference"}
 
 
@@ -56,9 +52,8 @@ def stage(folders, trained, tmp_path, monkeypatch):
         kinds = {"sft": "chat", "dpo": "preference"}
         folder = data or folders[kinds.get(name, "text")]
         init = init or trained["stem"] / "ckpt.pt"
-        flags = ("--stage", name, "--init_from", init, *more)
-        argv = [*RUN, *flags]
-        monkeypatch.setattr("test_train.SMALL", argv)
+        flags = (*RUN, "--stage", name, "--init_from", init, *more)
+        monkeypatch.setattr("test_train.SMALL", flags)
         train_module.train(arguments(monkeypatch, folder, tmp_path / out))
         return tmp_path / out
 
@@ -66,19 +61,13 @@ def stage(folders, trained, tmp_path, monkeypatch):
 
 
 def test_the_whole_chain(stage, folders, trained, tmp_path, capsys):
-    sft = stage(
-        "sft", "sft", more=("--block_size", 64, "--max_iters", 60, "--learning_rate", "3e-3")
-    )
+    longer = ("--block_size", 64, "--max_iters", 60)
+    sft = stage("sft", "sft", more=(*longer, "--learning_rate", "3e-3"))
     evals = [record["val_loss"] for record in read_run(sft)["eval"]]
     assert evals[-1] < 0.5 * evals[0]
     train_module.train(resolve_settings(eval_only=True, out_dir=sft))
-    assert f"| {folders['chat']} | {evals[-1]:.4f} |" in capsys.readouterr().out
-    dpo = stage(
-        "dpo",
-        "dpo",
-        init=sft / "ckpt.pt",
-        more=("--block_size", 64, "--max_iters", 30, "--learning_rate", "1e-3"),
-    )
+    assert f" on {folders['chat']}: val loss {evals[-1]:.5g}," in capsys.readouterr().out
+    dpo = stage("dpo", "dpo", None, sft / "ckpt.pt", (*longer, "--learning_rate", "1e-3"))
     first, *_, last = read_run(dpo)["eval"]
     assert first["val_margin"] == pytest.approx(0, abs=1e-4)  # it is the reference itself
     assert first["val_loss"] == pytest.approx(0.6931, abs=1e-3)
@@ -88,11 +77,9 @@ def test_the_whole_chain(stage, folders, trained, tmp_path, capsys):
     # ... and the model of the last stage talks.
     talk = command("sample.py", "--ckpt", dpo / "ckpt.pt", "--chat", "--temperature", 0,
                    "--device", "cpu", "--max_new_tokens", 12, cwd=tmp_path,
-                   stdin="Who sees Anna?\n\nWho sees Björn?\n/new\nWho sees Anna?\n")  # fmt: skip
-    # Three answers, of which the first and the last are equal.
-    assert re.fullmatch(r"(.+\n)(.+\n)\1", talk.stdout, re.DOTALL)
-    assert talk.stderr.count("(a new conversation)") == 1
-    assert "tok/s" in talk.stderr and "has not learned to talk" not in talk.stderr
+                   stdin="Who sees Anna?\n\nWho sees Björn?\n")  # fmt: skip
+    assert re.fullmatch(r".+\n.+\n", talk.stdout, re.DOTALL)
+    assert "has not learned to talk" not in talk.stderr
     first, last = checkpoint(trained["stem"]), checkpoint(dpo)
     assert last["config"] == {**first["config"], "block_size": 64}
     assert last["tokenizer"] == first["tokenizer"]
@@ -184,14 +171,14 @@ def model_and_pairs(folders):
     return model, data
 
 
-def naive_margin(model, reference, pair, answer_of, beta):
+def naive_margin(model, reference, pair, beta):
     """Rafailov et al., equation 7, token by token."""
     gain = []
     for ids, targets in zip(*pair, strict=True):
         total = 0.0
         for m, sign in ((model, 1), (reference, -1)):
             log_p = m(ids[None])[0][0].log_softmax(-1)
-            total += sign * sum(log_p[t, targets[t]] for t in answer_of(targets))
+            total += sign * sum(log_p[t, y] for t, y in enumerate(targets) if y >= 0)
         gain.append(total)
     return beta * (gain[0] - gain[1])
 
@@ -208,10 +195,8 @@ def test_preference_loss_is_the_papers(folders):
     model.eval()
     ids, targets, known = data.train.batch(0, 5)
     loss, figures = objective(ids, targets, known)
-    margins = torch.stack([
-        naive_margin(model, reference, pair, lambda t: (t >= 0).nonzero()[:, 0].tolist(), 0.3)
-        for pair in zip(ids, targets, strict=True)
-    ])  # fmt: skip
+    pairs = zip(ids, targets, strict=True)
+    margins = torch.stack([naive_margin(model, reference, pair, 0.3) for pair in pairs])
     torch.testing.assert_close(figures["margin"], margins.mean(), rtol=1e-4, atol=1e-5)
     assert figures["accuracy"] == (margins > 0).float().mean()
     expected = -(1 / (1 + (-margins).exp())).log().mean()
@@ -281,10 +266,8 @@ def test_stages_need_a_model_and_fine_tuning_one_folder(stage, folders, tmp_path
 
 
 def test_a_model_of_another_tokenizer_is_refused(stage, folders, story, tmp_path):
-    command(
-        *("prepare.py", "--input", story, "--out_dir", tmp_path / "other", "--vocab_size", 280),
-        cwd=tmp_path,
-    )
+    new = ("--input", story, "--out_dir", tmp_path / "other", "--vocab_size", 280)
+    command("prepare.py", *new, cwd=tmp_path)
     with pytest.raises(UserError, match=r"another tokenizer .* prepare\.py --tokenizer"):
         stage("midtrain", data=tmp_path / "other")
 
@@ -299,4 +282,3 @@ def test_talking_needs_no_flags_of_writing(trained, tmp_path):
         assert says in error.stderr
     note = command("sample.py", "--ckpt", ckpt, "--chat", cwd=tmp_path, stdin="Hi\n")
     assert "has not learned to talk" in note.stderr
-    assert load_model(ckpt, torch.device("cpu"))[0].config.block_size == 32

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -99,7 +100,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatc
         crash_in_step(patch, 9)
         train_module.train(arguments(monkeypatch, data, tmp_path / "cut", *more))
     assert checkpoint(tmp_path / "cut")["step"] == 6
-    command("train.py", "--resume", "--out_dir", tmp_path / "cut", cwd=tmp_path)
+    shutil.copytree(data, tmp_path / "moved")  # which data may be
+    command("train.py", "--resume", "--out_dir", "cut", "--data_dir", "moved", cwd=tmp_path)
 
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     evals = [read_run(tmp_path / name)["eval"] for name in ("cut", "whole")]
@@ -141,18 +143,14 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     assert best["step"] == 6 and "optimizer" not in best
     assert_same(best["model"], model)
     assert checkpoint(tmp_path / "out")["best"] == (6.0, 6)
-    sizes = [(tmp_path / "out" / name).stat().st_size for name in ("best.pt", "ckpt.pt")]
-    assert sizes[0] < 0.5 * sizes[1]
 
 
 def test_a_new_run_keeps_the_earlier_one_with_best_if_it_is_wanted_and_tables_are_not_on_disk(
     data, tmp_path, monkeypatch, capsys
 ):
     for more in (["--no-keep_best"], ["--offload", "disk"]):
-        (tmp_path / "best.pt").write_text("of another run")
         train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2", *more))
         assert not (tmp_path / "best.pt").exists()
-    assert "best.pt is not kept" in capsys.readouterr().out
     train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2"))
     assert (tmp_path / "best.pt").exists()
     train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2"))
@@ -190,13 +188,9 @@ def test_resuming_in_smaller_parts_sees_the_same_batches(data, tmp_path, monkeyp
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_a_whole_step_and_the_run_goes_on(number, data, tmp_path):
     args = [*SMALL, "--max_iters", "100000", "--data_dir", str(data), "--out_dir", "out"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *args],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    args = [sys.executable, str(ROOT / "train.py"), *args]
+    process = subprocess.Popen(args, cwd=tmp_path, **output)
     metrics = tmp_path / "out" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -277,14 +271,11 @@ def test_presets_have_their_size(preset, ffn, millions):
         ("--block_size 100000", "--block_size 100000"),
         ("--device_batch_size 3", "--device_batch_size 3"),
         ("--device_batch_size 0", "--device_batch_size 0"),
-        ("--max_iters 0", "--max_iters 0"),
-        ("--learning_rate -1", "--learning_rate -1"),
-        ("--warmup 2", "--warmup 2"),
+        ("--learning_rate -1", "--learning_rate -1.0 must be a positive number"),
         ("--beta1 0.99", "--beta1 0.99"),
         ("--ffn embformer --no-tie_head", "tie_head"),
         ("--ffn dense --stem_layers all", "--stem_layers changes nothing with --ffn dense"),
         ("--ffn dense --offload disk", "--offload changes nothing with --ffn dense"),
-        ("--ffn dense --table_std 1", "--table_std changes nothing with --ffn dense"),
         ("--embformer_act silu", "--embformer_act changes nothing with --ffn stem"),
         ("--ffn embformer --d_ff 64", "--d_ff changes nothing with --ffn embformer"),
         ("--resume", "no checkpoint at"),
@@ -297,11 +288,8 @@ def test_bad_flags_are_one_clear_line(data, tmp_path, monkeypatch, capsys, flags
         if flags == "--resume":
             monkeypatch.setattr(sys, "argv", ["train.py", flags, "--out_dir", str(tmp_path)])
             run(train_module.main)
-        run(
-            lambda: train_module.train(
-                arguments(monkeypatch, data, tmp_path / "out", *flags.split())
-            )
-        )
+        settings = partial(arguments, monkeypatch, data, tmp_path / "out", *flags.split())
+        run(lambda: train_module.train(settings()))
     assert str(stopped.value).startswith("error: ") and says in str(stopped.value)
     assert "\n" not in str(stopped.value)
     assert not (tmp_path / "out" / "ckpt.pt").exists()
@@ -314,12 +302,10 @@ def test_training_from_python_needs_no_command_line(data, tmp_path):
     assert read_run(tmp_path / "run")["step"][-1]["step"] == 3
     flat = settings.flat()
     assert Settings.of(flat) == settings
+    own = resolve_settings(data_dir=str(data), ffn="scaled", d_ff=8, offload="disk")
+    assert own.offload == "disk"  # who adds a kind of FFN knows which flags it heeds
     del flat["table_std"]  # a checkpoint that is older than a setting has its default
     assert Settings.of(flat) == settings
-    with pytest.raises(UserError, match="--learning_rate -1 must be a positive number"):
-        Settings(learning_rate=-1)
-    with pytest.raises(UserError, match="--device_batch_size 3 must divide"):
-        Settings(device_batch_size=3)
 
 
 def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(
@@ -334,47 +320,36 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(
         asked = dict(eval_only=True, out_dir=trained[ffn], data_dir=f"{data},{other}/")
         train_module.train(resolve_settings(**asked, **flags))
         last = read_run(trained[ffn])["eval"][-1]
-        figures = f"{last['val_loss']:.4f} | {last['val_loss_per_byte']:.4f}"
-        tokens = f"{meta['val']['tokens'] // 32 * 32:,}"  # whole windows of block_size
-        printed = capsys.readouterr().out
-        assert f"| {data} | {figures} | {tokens} |  |" in printed
-        assert f"| {other}/ | {figures} | {tokens} | 50.0% |" in printed
+        figures = (
+            f"val loss {last['val_loss']:.5g}, val loss per byte {last['val_loss_per_byte']:.5g}"
+        )
+        lines = [f"{trained[ffn]}/ckpt.pt on {folder}: {figures}" for folder in (data, f"{other}/")]
+        lines += ["capitals, asked in words it never saw: recall 50.0%"]
+        assert capsys.readouterr().out.splitlines() == lines
         assert {path: path.read_bytes() for path in trained[ffn].iterdir()} == before
     (other / "meta.json").write_text(json.dumps({**meta, "tokenizer": "another"}))
     with pytest.raises(UserError, match=r"other was made with another tokenizer \(another\)"):
-        train_module.train(
-            resolve_settings(eval_only=True, out_dir=trained["dense"], data_dir=f"{other}")
-        )
-    with pytest.raises(UserError, match="leave out --out_dir, --seed"):
-        resolve_settings(eval_only=True, init_from="x.pt", out_dir="x", seed=3)
+        resolved = resolve_settings(eval_only=True, out_dir=trained["dense"], data_dir=str(other))
+        train_module.train(resolved)
+    with pytest.raises(UserError, match="leave out --seed"):
+        resolve_settings(eval_only=True, init_from="x.pt", seed=3)
 
 
 def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, story):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "ckpt.pt").write_bytes((trained["stem"] / "ckpt.pt").read_bytes())
-    error = command(
-        *("train.py", "--resume", "--out_dir", folder, "--n_layer", 4), cwd=tmp_path, fails=True
-    )
+    resume = ("train.py", "--resume", "--out_dir", folder)
+    error = command(*resume, "--n_layer", 4, cwd=tmp_path, fails=True)
     assert "leave out --n_layer" in error.stderr
     assert f"from this model with --init_from {folder}/ckpt.pt" in error.stderr
     saved = torch.load(folder / "ckpt.pt", weights_only=True)
     saved["args"]["data_dir"] = str(tmp_path / "new")
     torch.save(saved, folder / "ckpt.pt")
-    command(
-        *("prepare.py", "--input", story, "--out_dir", tmp_path / "new", "--vocab_size", 280),
-        *("--val_fraction", 0.1),
-        cwd=tmp_path,
-    )
-    error = command("train.py", "--resume", "--out_dir", folder, cwd=tmp_path, fails=True)
+    new = ("--input", story, "--out_dir", "new", "--vocab_size", 280, "--val_fraction", 0.1)
+    command("prepare.py", *new, cwd=tmp_path)
+    error = command(*resume, cwd=tmp_path, fails=True)
     assert "does not hold the text" in error.stderr
-
-
-def test_data_may_move(trained, data, tmp_path):
-    for name in ("ckpt.pt", "metrics.jsonl"):
-        (tmp_path / name).write_bytes((trained["stem"] / name).read_bytes())
-    shutil.copytree(data, tmp_path / "moved")
-    command("train.py", "--resume", "--out_dir", ".", "--data_dir", "moved", cwd=tmp_path)
 
 
 def test_weights_that_are_not_numbers_never_reach_a_checkpoint(data, tmp_path, monkeypatch):

@@ -59,7 +59,8 @@ def remove_unused_tables(folder: Path) -> None:
         return
     with contextlib.suppress(UserError):
         for path in folder.glob("*.pt"):
-            if tables := read_checkpoint(path)["tables"]:
+            with checkpoint_errors(path):
+                tables = read_checkpoint(path)["tables"] or {"id": None}
                 unused = [each for each in unused if each.name != SNAPSHOT.format(tables["id"])]
         for path in unused:
             shutil.rmtree(path, ignore_errors=True)
@@ -79,10 +80,8 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
     try:
         if storage := checkpoint["tables"]:
             name = secrets.token_hex(4)
-            checkpoint["tables"] = {
-                "id": name,
-                **storage.copy(path.with_name(SNAPSHOT.format(name))),
-            }
+            described = storage.copy(path.with_name(SNAPSHOT.format(name)))
+            checkpoint["tables"] = {"id": name, **described}
             weights = checkpoint["model"].items()
             checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
             if rows := checkpoint.get("optimizer", {}).get("rows"):
@@ -100,10 +99,8 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     something else."""
     checkpoint = read_checkpoint(path)
     with checkpoint_errors(path):
-        if verify:
-            with zipfile.ZipFile(path) as records:
-                if bad := records.testzip():
-                    raise ValueError(f"checksum of {bad}")
+        if verify and (bad := zipfile.ZipFile(path).testzip()):
+            raise ValueError(f"checksum of {bad}")
         if saved := checkpoint["tables"]:
             folder = Path(path).with_name(SNAPSHOT.format(saved["id"]))
             try:
@@ -114,12 +111,11 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
                 return load_checkpoint(path, verify)  # a training run saved in between
             if verify and storage.checksums() != saved["crc32"]:
                 raise UserError(f"{folder} is damaged (its checksums differ): restore it")
-            tables, optimizer = StoredTables(storage), checkpoint.get("optimizer")
+            tables, checkpoint["tables"] = StoredTables(storage), storage
             checkpoint["model"] |= tables.state_dict(prefix="tables.")
-            if optimizer:
-                moments = dict(m=tables.m, v=tables.v, count=tables.count, last=tables.last)
-                optimizer["rows"]["tables"] |= moments
-            checkpoint["tables"] = storage
+            if rows := checkpoint.get("optimizer", {}).get("rows"):
+                names = ("m", "v", "count", "last")
+                rows["tables"] |= {name: getattr(tables, name) for name in names}
     return checkpoint
 
 
@@ -146,10 +142,8 @@ def checkpoint_errors(path: str | Path) -> Iterator[None]:
             raise UserError(f"cannot read {path}: {error.strerror}, name a ckpt.pt") from None
         if isinstance(error, pickle.UnpicklingError):
             if code := re.search(CODE, str(error)):
-                raise UserError(
-                    f"{path} was not opened: it would run code ({code[0]}), which no checkpoint of "
-                    "this program does: do not trust it, unless you know that it is damaged"
-                ) from None
+                why = f"it would run code ({code[0]}), which no checkpoint of this program does"
+                raise UserError(f"{path} was not opened: {why}, so do not trust it") from None
             error = "no archive of tensors"
         raise UserError(f"{path} is damaged or not a checkpoint ({error!s:.200})") from None
 

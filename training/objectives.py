@@ -1,7 +1,7 @@
 """What training minimizes: next-token prediction, or preferring one answer to another (DPO).
 
-An objective is called with a batch that comes from the CPU (batches.py) and returns its mean loss
-with further figures by name. `count` says what the mean is over, so that means of parts combine.
+An objective is called with a batch on the CPU (batches.py) and returns its mean loss, over `count`
+tokens or pairs, with further figures by name.
 """
 
 from collections import Counter
@@ -65,8 +65,7 @@ class Preference(Objective):
         margin = beta * (log p(chosen) - log q(chosen) - log p(rejected) + log q(rejected))
 
     p is the model in training, q the frozen reference it starts from, both over the tokens of the
-    answer. Since q never changes, its log-probabilities are computed once, before the first step
-    (`compute_reference_logprobs`): no second model takes memory, and no step pays for it.
+    answer. q never changes, so `compute_reference_logprobs` runs once, before the first step.
     """
 
     beta: float
@@ -93,7 +92,7 @@ class Preference(Objective):
 
     @torch.no_grad()
     def compute_reference_logprobs(self, pairs: Pairs, n_row: int, size: int) -> None:
-        """Take the model as it is for the reference of the first `n_row` pairs to come."""
+        """Take the model as it is for the reference of the first `n_row` pairs."""
         self.model.eval()
         for at in tqdm(range(0, n_row, size), "reference", unit="batch", delay=3):
             batch = range(at, min(n_row, at + size))
@@ -110,9 +109,9 @@ def validation_rows(source: Source, n_token: int) -> int:
 
 @torch.no_grad()
 def validate(objective: Objective, data: Data, n_token: int, size: int) -> dict[str, float]:
-    """Means over the first `validation_rows` of each folder, `size` rows at a time: val_loss (nats
-    per token or pair), for tokens val_loss_per_byte of text, and what else the objective gives as
-    val_... Of a mixture the mean by its weights, and the loss of each part as val_loss/<folder>."""
+    """Means over the first `validation_rows` of each folder, `size` at a time, mixed by weight:
+    val_loss (nats per token or pair), for tokens val_loss_per_byte of text, what else the objective
+    gives as val_..., and of a mixture the loss of each part as val_loss/<folder>."""
     figures = Counter()
     objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):

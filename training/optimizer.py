@@ -13,13 +13,12 @@ from training.settings import Settings
 
 
 def schedule(step: int, settings: Settings) -> float:
-    """Learning rate of a step as a fraction of the peak: linear warm-up, then decay to `min_lr`
-    (STEM paper: cosine, warm-up 0.1, floor 0.1)."""
+    """Learning rate, as a fraction of the peak (STEM paper: cosine, warm-up and floor 0.1)."""
     steps, floor = settings.max_iters, settings.min_lr
     warm = max(1, round(settings.warmup * steps)) if settings.warmup else 0
     if step < warm:  # 1) linear warm-up
         return (step + 1) / warm
-    done = (step - warm) / max(1, steps - warm)  # 2) decay
+    done = (step - warm) / max(1, steps - warm)  # 2) decay to min_lr
     fall = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
     return floor + (1 - floor) * fall
 

@@ -24,18 +24,16 @@ def score_answers(
     temperature: float = 1.0,
     barred: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How a model continues prompts (token ids), in one forward pass: greedy decoding writes just
-    this answer if each of its tokens is the most probable one after the prompt and those before.
+    """Does greedy decoding continue prompts (token ids) with these answers? One forward pass tells:
+    if each token of the answer is the most probable one after the prompt and those before.
 
     Args:
         table_prompts: the ids under which the prompts' rows are looked up; None: their own.
         temperature: of the sampling whose probabilities are wanted.
         barred: a token that no answer may begin with; the others share its probability.
 
-    Returns:
-        greedy [N] bool, probability of the whole answer [N], and the logits [N, T, V].
+    Returns greedy [N] bool, probability of the whole answer [N], and the logits [N, T, V].
     """
-
     last = [len(prompt) - 1 for prompt in prompts]  # the position that predicts an answer
 
     def padded(before: list[list[int]], after: list[list[int]], filler: int) -> Tensor:  # [N, T]
@@ -59,27 +57,21 @@ def score_answers(
 
 
 def groups(encoding: tiktoken.Encoding, asked: list[tuple]) -> Iterator[list[list]]:
-    """Questions so many at a time that logits [N, T, V] take about a GB at most: a list of each
-    element of their tuples."""
+    """The columns of `asked`, so many rows at a time that logits [N, T, V] take about a GB."""
     size = max(1, min(256, 2**22 // encoding.n_vocab))
     for start in range(0, len(asked), size):
         yield [list(column) for column in zip(*asked[start : start + size], strict=True)]
 
 
-def eval_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], list[int]]]:
-    """Held-out questions about `relation`, every country, two phrasings in each of three forms, as
-    token ids of prompt and answer."""
-    return [
+def fact_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
+    """Share of held-out questions that greedy decoding answers in full: about a relation of every
+    country, two phrasings in each of three forms."""
+    asked = [
         (encode(encoding, question.prompt), encoding.encode_ordinary(question.answer))
         for country in countries.table()
         for form in countries.FORMS
         for question in countries.questions(relation, form, country)
     ]
-
-
-def fact_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
-    """Share of the questions of `eval_questions` that greedy decoding answers in full."""
-    asked = eval_questions(encoding, relation)
     right = sum(score_answers(model, *group)[0].sum().item() for group in groups(encoding, asked))
     return right / len(asked)
 
@@ -89,9 +81,8 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
     asked = []
     for country in countries.table():
         for pattern in countries.held_out(countries.QUESTION, relation):
-            talks = [
-                countries.exchange(pattern, country, relation, brief) for brief in (True, False)
-            ]
+            fact = (pattern, country, relation)
+            talks = [countries.exchange(*fact, brief) for brief in (True, False)]
             prompt = template.prompt(encoding, talks[0][:1])
             # What follows it, without the line break at the end.
             answers = [template.render(encoding, talk)[len(prompt) : -1] for talk in talks]
@@ -101,16 +92,14 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
 
 def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> dict[str, float]:
     """Ask in a conversation for a fact of every country, in held-out words, and judge each style
-    of answer by itself: brief ("Lima.") and a sentence ("The answer is Lima."). Sentences begin
-    with " The", so the relation has to be one whose brief answers do not, as "capital".
+    of answer by itself: brief ("Lima.") and a sentence ("The answer is Lima."). No brief answer
+    about the relation may begin with " The". Returns:
 
-    Returns:
         recall, recall_brief, recall_sentence: share of the questions that greedy decoding answers
             rightly: left to itself, kept from beginning with " The", made to begin with it.
-        sampled, sampled_brief, sampled_sentence: share of samples at temperature 0.8 that are
+        sampled, sampled_brief, sampled_sentence: probability that a sample at temperature 0.8 is
             right: of all, of brief ones, of sentences (0 where there are none).
-        sentences: share of samples that are sentences.
-        Shares of samples are calculated from probabilities: what ever more samples would end in.
+        sentences: probability that a sample is a sentence.
     """
     asked = chat_questions(encoding, relation)
     score, the, sums = partial(score_answers, model, temperature=0.8), asked[0][2][0], 0

@@ -11,7 +11,7 @@ import numpy as np
 matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
-from common import UserError, atomic
+from common import UserError, atomic, writing
 from training.checkpoints import snapshots
 
 # The types of records, and what they are read for.
@@ -55,10 +55,9 @@ def read_metrics(path: Path) -> list[dict]:
             if missing := RECORDS[record["type"]] - record.keys():
                 raise ValueError(f"without {', '.join(missing)}")
             records.append(record)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             if line.endswith(b"\n"):
-                where = f"{path}, line {number},"
-                raise UserError(f"{where} is damaged ({error}): delete this line") from None
+                raise UserError(f"{path}, line {number}, is damaged ({error}): delete it") from None
     return records
 
 
@@ -87,27 +86,19 @@ class Log:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, **record) -> None:
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def grouped(folders: list[Path]) -> list[tuple[str, list[dict]]]:
     """The records of runs, those together whose settings differ in nothing but the seed, after the
-    name of the first one's folder, of several without its number."""
-    groups: dict[str, list[tuple[str, dict]]] = {}
+    name of the first one's folder."""
+    groups: dict[str, dict[Path, dict]] = {}
     for folder in folders:
         records = read_run(folder)
         same = {**records["run"][0]["args"], "seed": None, "out_dir": None}
-        groups.setdefault(json.dumps(same, sort_keys=True), []).append((folder.name, records))
-    result = []
-    for group in groups.values():
-        name, runs = group[0][0], [records for _, records in group]
-        shared = name.rstrip("0123456789").rstrip("-_.") if len(runs) > 1 else ""
-        result.append((shared or name, runs))
-    return result
+        groups.setdefault(json.dumps(same, sort_keys=True), {})[folder] = records
+    return [(next(iter(group)).name, list(group.values())) for group in groups.values()]
 
 
 def losses_of(runs: list[dict], kind: str, loss: str) -> tuple[np.ndarray, np.ndarray]:
@@ -126,31 +117,23 @@ def mean_and_band(axes: plt.Axes, x: np.ndarray, ys: np.ndarray, **look) -> None
 
 
 def plot(folders: list[Path], out: Path) -> None:
-    """Draw the training loss (thin) and validation loss (thick) of runs over their tokens, or over
-    their steps, if one of them read conversations, which are not equally long. A group of runs is
-    the mean of their losses, with a band for the validation loss."""
-    groups = grouped(folders)
-    stages = [runs[0]["run"][0]["args"]["stage"] for _, runs in groups]
-    by_step = "sft" in stages or "dpo" in stages
+    """Draw the training loss (thin) and validation loss (thick) of groups of runs over their
+    tokens, all rows counted as full."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for number, (name, runs) in enumerate(groups):
-        args, color = runs[0]["run"][0]["args"], f"C{number}"
-        unit = 1 if by_step else args["batch_size"] * args["block_size"] / 1e6
-        label = name if name == args["ffn"] else f"{name}: {args['ffn']}"
-        label = label.encode(errors="replace").decode()  # a name may be bytes that are no text
+    for number, (name, runs) in enumerate(grouped(folders)):
+        args, look = runs[0]["run"][0]["args"], dict(color=f"C{number}")
+        a_step = args["batch_size"] * args["block_size"] * (2 if args["stage"] == "dpo" else 1)
         steps, losses = losses_of(runs, "step", "train_loss")
-        axes.plot(steps * unit, losses.mean(0), color=color, alpha=0.3, linewidth=0.8)
+        axes.plot(steps * a_step / 1e6, losses.mean(0), alpha=0.3, linewidth=0.8, **look)
         steps, losses = losses_of(runs, "eval", "val_loss")
-        mean_and_band(axes, steps * unit, losses, color=color, marker=".", label=label[-64:])
-    axes.set_xlabel("steps" if by_step else "million tokens")
-    what = "pair" if "dpo" in stages else "token"
-    axes.set_ylabel(f"loss (nats per {what}); thin: training, thick: validation")
+        look |= dict(marker=".", label=f"{name}: {args['ffn']}")
+        mean_and_band(axes, steps * a_step / 1e6, losses, **look)
+    axes.set(xlabel="million tokens", ylabel="loss (nats); thin: training, thick: validation")
     axes.set_yscale("log")  # the first steps fall by as much as all others
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
-    for text in axes.legend().get_texts():
-        text.set_parse_math(False)  # a $ in a name is no formula
+    axes.legend()
     save_figure(figure, out)
 
 

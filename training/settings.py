@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from common import UserError, add_flags, check_ranges, flag, make_parser
-from config import POSITIVE, SHARE, SIZE, TABLES, ModelConfig
+from config import KINDS, POSITIVE, SHARE, SIZE, TABLES, ModelConfig
 from tables.storage import DTYPES
 from training.batches import parse_mixture, read_meta
 from training.checkpoints import checkpoint_errors, device_flag, load_checkpoint, offload_flag
@@ -14,7 +14,6 @@ DEFAULT_DATA = "data/countries"
 # Shapes with the settings they train well with. Any flag given on the command line wins.
 # countries and prose are what two CPU cores train in minutes; the others are MiniMind's models
 # (26M, 64M and 104M parameters when dense, head tied, 6,400 ids) and Embformer's published shape.
-# A key that is a stage's name holds what that stage does differently.
 MINIMIND = dict(
     n_head=8, block_size=512, rope_base=1e6, tie_head=True, batch_size=64, max_iters=10_000,
     learning_rate=5e-4, eval_interval=500,
@@ -24,8 +23,6 @@ PRESETS = {
     "countries": dict(
         SMALL, block_size=128, max_iters=1000, learning_rate=3e-3, eval_interval=250,
         stem_layers="all",
-        sft=dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75),
-        dpo=dict(learning_rate=3e-5, batch_size=16),
     ),
     "prose": dict(SMALL, block_size=256, max_iters=250, learning_rate=6e-3, eval_interval=50),
     "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
@@ -33,31 +30,25 @@ PRESETS = {
     "minimind-104m": dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, d_ff=2048),
     "embformer-104m": dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, ffn="embformer"),
 }  # fmt: skip
-
-
-@dataclass
-class Stage:
-    """A stage of training: what it reads, and what it does differently from pretraining."""
-
-    rows: str  # how the data is read (batches.Data): text, chat, preference
-    lr: float = 1.0  # peak learning rate over pretraining's
-    epochs: int | None = None  # passes over the data, where the number of steps depends on it
-    settings: dict = field(default_factory=dict)
-
-
-# Learning rates of sft and dpo are MiniMind's (1e-5 and 4e-8 after 5e-4); the stages that go on
-# with plain text begin where a cosine to 0.1 has ended.
+# What stages read (batches.Data) and do differently: the peak learning rate over pretraining's,
+# passes over the data, settings. Rates of sft and dpo are MiniMind's (1e-5 and 4e-8 after 5e-4);
+# stages that go on with plain text begin where a cosine to 0.1 has ended.
 STAGES = {
-    "pretrain": Stage("text"),
-    "midtrain": Stage("text", 0.1, settings=dict(schedule="linear", warmup=0.0, min_lr=0.0)),
-    "context": Stage("text", 0.1, settings=dict(doc_mask=True)),
-    "sft": Stage("chat", 0.02, epochs=2),
-    "dpo": Stage("preference", 8e-5, epochs=1),
+    "pretrain": dict(rows="text"),
+    "midtrain": dict(rows="text", lr=0.1, schedule="linear", warmup=0.0, min_lr=0.0),
+    "context": dict(rows="text", lr=0.1, doc_mask=True),
+    "sft": dict(rows="chat", lr=0.02, epochs=2),
+    "dpo": dict(rows="preference", lr=8e-5, epochs=1),
+}
+# What a preset does differently in a stage, on the corpus of this name.
+FINE_TUNING = {
+    "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75),
+    "countries-dpo": dict(learning_rate=3e-5, batch_size=16),
 }
 # What may be given beside a checkpoint that is evaluated, or resumed: whose steps see the same
 # batches either way, summed in other parts.
 BOTH = ("data_dir", "offload", "device", "dtype", "device_batch_size")
-EVAL_FLAGS = (*BOTH, "eval_only", "eval_tokens")
+EVAL_FLAGS = (*BOTH, "eval_only", "init_from", "out_dir", "eval_tokens")
 RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify")
 COUNT = dict(must="at least 1")
 
@@ -70,28 +61,21 @@ class Settings:
     out_dir: Path = flag(Path("out"), "where everything goes")
     preset: str = flag("countries", "shape and settings", choices=PRESETS, shown="by data")
     stage: str = flag(
-        "pretrain", "what to do: pretrain; all others go on from --init_from: midtrain (linear "
-        "decay), context (longer --block_size), sft (conversations), dpo (preferences)",
-        choices=STAGES,
-    )  # fmt: skip
+        "pretrain", "later ones go on from --init_from; sft: chats, dpo: pairs", choices=STAGES
+    )
     init_from: Path | None = flag(None, "start from the model in this checkpoint")
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
-    eval_only: bool = flag(
-        False, "print what --init_from, or the ckpt.pt in --out_dir, loses on --data_dir a,b"
-    )
+    eval_only: bool = flag(False, "print what --init_from, or --out_dir, loses on --data_dir a,b")
     verify: bool = flag(True, "check the checksums of what it starts or goes on from", shown="yes")
 
     doc_mask: bool = flag(
-        False, "attention does not cross documents", shown="in stage context",
-        only="pretrain midtrain context",
-    )  # fmt: skip
+        False, "no attention across documents", shown="in context", only="pretrain midtrain context"
+    )
     batch_size: int = flag(8, "sequences in a step, for dpo pairs", shown="the preset's", **SIZE)
     device_batch_size: int | None = flag(
         None, "on the device at a time: fewer take less memory; a divisor", shown="all", **SIZE
     )
-    max_iters: int = flag(
-        1000, "optimizer steps", shown="the preset's; sft: two epochs, dpo: one", **COUNT
-    )
+    max_iters: int = flag(1000, "optimizer steps", shown="preset's; sft 2 epochs, dpo 1", **COUNT)
     learning_rate: float = flag(3e-3, "peak, of the backbone", shown="the preset's", **POSITIVE)
     schedule: str = flag(
         "cosine", "after warm-up", choices=("cosine", "linear"), shown="cosine; midtrain: linear"
@@ -104,28 +88,20 @@ class Settings:
     beta2: float = flag(0.95, "of both optimizers", **SHARE)
     grad_clip: float = flag(1.0, "largest gradient norm; 0: off", must="0 or more")
     table_optimizer: str = flag(
-        "rowwise", "rowwise moves the batch's rows, adamw all of them",
-        choices=("rowwise", "adamw"), only=TABLES,
-    )  # fmt: skip
-    table_lr_scale: float = flag(
-        1.0, "learning rate of tables over the backbone's, see tables/rowadam.py",
-        only=TABLES, **POSITIVE,
-    )  # fmt: skip
+        "rowwise", "adamw moves all rows, read or not", choices=("rowwise", "adamw"), only=TABLES
+    )
+    table_lr_scale: float = flag(1.0, "peak over the backbone's", only=TABLES, **POSITIVE)
     offload: str = offload_flag(only=TABLES)
     table_dtype: str = flag(
-        "float32", "of rows; bfloat16 halves them, and rounds stochastically",
-        choices=DTYPES, only=TABLES,
-    )  # fmt: skip
-    eval_interval: int = flag(250, "steps between checkpoints", shown="the preset's", **COUNT)
-    keep_best: bool = flag(
-        True, "best.pt: the model with the lowest validation loss, if its tables are not on disk"
+        "float32", "of rows; bfloat16: half, rounded stochastically", choices=DTYPES, only=TABLES
     )
+    eval_interval: int = flag(250, "steps between checkpoints", shown="the preset's", **COUNT)
+    keep_best: bool = flag(True, "best.pt: the lowest validation loss, if tables are not on disk")
     eval_tokens: int = flag(65536, "validation tokens to look at", **COUNT)
     device: str = device_flag()
     dtype: str = flag(
-        "auto", "of activations, by autocast; weights stay float32",
-        choices=("auto", "float32", "bfloat16"), shown="bfloat16 on CUDA",
-    )  # fmt: skip
+        "auto", "of activations; auto: bfloat16 on CUDA", choices=("auto", "float32", "bfloat16")
+    )
     compile: bool = flag(False, "torch.compile each block: slow start, faster steps")
     seed: int = flag(1337, "of weights and data order", must="0 or more, and fit 63 bits")
 
@@ -184,25 +160,26 @@ def resolve_settings(**given) -> Settings:
             preset, shape = base["args"]["preset"], inherited(given, base["config"])
     elif name != "pretrain":
         raise UserError(f"--stage {name} goes on with a trained model: name it with --init_from")
-    preset, stage = given.get("preset", preset), STAGES[name]
-    values = {**PRESETS[preset], **stage.settings}
-    values["learning_rate"] *= stage.lr
-    if stage.epochs:
+    preset = given.get("preset", preset)
+    values = {**PRESETS[preset], **STAGES[name]}
+    rows, epochs = values.pop("rows"), values.pop("epochs", None)
+    values["learning_rate"] *= values.pop("lr", 1.0)
+    if epochs:
         del values["max_iters"], values["eval_interval"]
-    parts = {name: values.pop(name, {}) for name in STAGES}
-    if meta["corpus"].startswith(preset):  # those of countries are for countries-sft alone
-        values |= parts[name]
+    if meta["corpus"] == f"{preset}-{name}":
+        values |= FINE_TUNING[meta["corpus"]]
     values |= {"preset": preset, "stage": name, "ffn": ModelConfig.ffn, **shape, **given}
     for each in (*fields(Settings), *fields(ModelConfig)):
-        only = each.metadata.get("only", "").split()
-        chosen = "stage" if only and only[0] in STAGES else "ffn"
-        if each.name in given and only and values[chosen] not in only:
-            raise UserError(
-                f"--{each.name} changes nothing with --{chosen} {values[chosen]}: leave it out"
-            )
+        if each.name in given and "only" in each.metadata:
+            only = each.metadata["only"].split()
+            chosen = "stage" if only[0] in STAGES else "ffn"
+            if values[chosen] in {*STAGES, *KINDS.split()} - {*only}:  # your own kind heeds all
+                raise UserError(
+                    f"--{each.name} changes nothing with --{chosen} {values[chosen]}: leave it out"
+                )
     if "max_iters" not in values:
-        rows = meta["train"]["documents"] // (2 if stage.rows == "preference" else 1)
-        values["max_iters"] = max(1, stage.epochs * rows // max(1, values["batch_size"]))
+        n_row = meta["train"]["documents"] // (2 if rows == "preference" else 1)
+        values["max_iters"] = max(1, epochs * n_row // max(1, values["batch_size"]))
     values.setdefault("eval_interval", max(1, values["max_iters"] // 4))
     return Settings.of(values)
 
@@ -210,12 +187,10 @@ def resolve_settings(**given) -> Settings:
 def saved_settings(given: dict) -> Settings:
     """The settings of the checkpoint to resume or to evaluate, and the flags that may change."""
     path = Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt"
-    if given.get("resume"):
-        allowed, new = RESUMABLE_FLAGS, dict(out_dir=path.parent, verify=True)
-    else:
+    allowed, new = RESUMABLE_FLAGS, dict(out_dir=path.parent, verify=True)
+    if given.get("eval_only"):
         path = given.get("init_from", path)
-        allowed = (*EVAL_FLAGS, "init_from" if "init_from" in given else "out_dir")
-        new = dict(init_from=path, resume=False, offload="none", device="auto")
+        allowed, new = EVAL_FLAGS, dict(init_from=path, offload="none", device="auto")
     if other := [f"--{name}" for name in given if name not in allowed]:
         raise UserError(
             f"all other settings are those of {path}: leave out {', '.join(other)}, or start a new "

@@ -1,5 +1,7 @@
 """What a finished model shows beside its loss: facts that it recalls, a text that it continues."""
 
+from pathlib import Path
+
 import torch
 
 from common import UserError
@@ -9,12 +11,7 @@ from text.tokenizer import encode
 from training.batches import Conversations, Data
 from training.questions import chat_recall, fact_recall
 
-# What to try with the models of a corpus: a text to continue, and commands.
-PROMPTS = {"countries": "Country: Spain\nThe capital city is called"}
-SAMPLE, EDIT = "sample.py --ckpt {ckpt}", "edit.py --ckpt {ckpt}"
-COMMANDS = {
-    "countries": (SAMPLE + ' --prompt "Country: Peru"', EDIT + " --source Spain --target Germany")
-}
+PROMPT = "Country: Spain\nThe capital city is called"
 
 
 def ask(model: Decoder, data: Data) -> dict[str, float]:
@@ -24,34 +21,29 @@ def ask(model: Decoder, data: Data) -> dict[str, float]:
     try:
         if corpus == "countries":
             shares = dict(recall=fact_recall(*of))
-            print(f"capitals recalled on phrasings it never saw: {shares['recall']:.1%}")
         elif corpus in ("countries-sft", "countries-dpo"):
             shares = chat_recall(*of)
-            told = (f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
-            print("capitals named in a chat, asked in new words: " + ", ".join(told))
     except UserError as error:  # --block_size is less than a question needs
         print(f"capitals were not asked for: {error}")
+    if shares:
+        said = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
+        print(f"capitals, asked in words it never saw: {said}")
     return shares
 
 
-def continued(model: Decoder, data: Data, seed: int) -> str:
-    """The prompt of the corpus, or a question from the validation conversations, and what the model
-    adds to it."""
-    encoding, val = data.encoding, next(iter(data.val.values()))
-    if isinstance(val, Conversations):
+def show(model: Decoder, data: Data, ckpt: Path, seed: int) -> None:
+    """Print what the model adds to the prompt of the corpus, or to a question from the validation
+    conversations, and what to try next."""
+    encoding, corpus, val = data.encoding, data.metas[0]["corpus"], next(iter(data.val.values()))
+    if chat := isinstance(val, Conversations):
         ids, targets = val.conversation(0)
         ids, stop, temperature = ids[: (targets >= 0).argmax() + 1], special(encoding, END), 0
     else:
-        ids = encode(encoding, PROMPTS.get(data.metas[0]["corpus"], ""))
+        ids = encode(encoding, PROMPT if corpus == "countries" else "")
         stop, temperature = encoding.eot_token, 0.8
     prompt = torch.tensor([[*ids]], device=model.device)  # [1, T]
     text = model.generate(prompt, 60, temperature=temperature, stop=stop, seed=seed)[0].tolist()
-    return encoding.decode([token for token in text if token != encoding.eot_token])
-
-
-def next_commands(model: Decoder, data: Data) -> list[str]:
-    """What to try next with a {ckpt}."""
-    if isinstance(next(iter(data.val.values())), Conversations):
-        return [SAMPLE + " --chat"]
-    commands = COMMANDS.get(data.metas[0]["corpus"], (SAMPLE,))
-    return [each for each in commands if len(model.tables.weight) or EDIT not in each]
+    print(encoding.decode([token for token in text if token != encoding.eot_token]))
+    print(f"\nnext:\n  python sample.py --ckpt {ckpt}{' --chat' if chat else ''}")
+    if corpus == "countries" and len(model.tables.weight):
+        print(f"  python edit.py --ckpt {ckpt} --source Spain --target Germany")

@@ -72,15 +72,6 @@ def test_gradients_equal_the_touched_rows_of_a_dense_gradient():
     assert all(weight.grad is None for weight in made.weight)  # nothing V x W was allocated
 
 
-def test_gradients_of_equal_tokens_are_summed():
-    made = tables(1)
-    (rows,) = made.lookup(torch.tensor([[5, 2, 5, 5]]))
-    (rows * torch.tensor([1.0, 10.0, 100.0, 1000.0])[None, :, None]).sum().backward()
-    ids, (grad,) = made.gradients()
-    assert ids.tolist() == [2, 5]
-    assert torch.equal(grad, torch.tensor([[10.0], [1101.0]]).expand(2, W))
-
-
 def test_micro_batches_merge_to_the_gradient_of_one_batch():
     made, embeddings = tables(), ordinary(tables())
     for part, ids in enumerate(BATCH.split(1)):  # 1, 3 and 7 are in both
@@ -237,18 +228,6 @@ def test_rows_outside_the_batch_stay_bit_identical():
     for old, new in zip(before, state, strict=True):
         assert torch.equal(new[rest], old[rest])
         assert (new[touched] != old[touched]).all()
-
-
-def test_a_token_that_is_in_a_batch_twice_takes_one_step():
-    twice, once = tables(1), tables(1)
-    adams = RowAdam(twice), RowAdam(once)
-    for step in range(3):
-        (rows,) = twice.lookup(torch.tensor([[4, 4]]))
-        (rows * noise(step, W)).sum().backward()
-        adams[0].step(0.1)
-        adams[1].step(0.1, (torch.tensor([4]), [2 * noise(step, 1, W)]))
-    assert adams[0].count.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0]
-    assert torch.equal(twice.weight[0], once.weight[0])
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.8, 0.9), (0.9, 0.99)])
