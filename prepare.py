@@ -151,9 +151,7 @@ def write_dataset(
             meta["skipped"] = report.bad
         for split, file in (("train", train_file), ("val", val_file)):
             if not counts[split]:
-                raise UserError(
-                    f"no document for {split}.bin: give more text or change --val_fraction"
-                )
+                raise UserError(f"no document for {split}.bin: add text or change --val_fraction")
             meta[split] = {**counts[split], "sha256": sha256(file)}
         tokenizer_file.write_bytes(tokenizer.dumps(encoding).encode())
         meta_file.write_bytes(json.dumps(meta, indent=1).encode() + b"\n")

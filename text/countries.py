@@ -126,15 +126,11 @@ def seen(patterns: list[str], relation: str) -> list[str]:
 def opening(pattern: str, country: Country, relation: str) -> str:
     """A pattern filled in, up to where the answer goes."""
     text = ask(pattern, country, relation)
-    return f"Question: {text}\nAnswer:" if pattern in QUESTION else capitalized(text)
+    return f"Question: {text}\nAnswer:" if pattern in QUESTION else text[0].upper() + text[1:]
 
 
 def ask(pattern: str, country: Country, relation: str) -> str:
     return pattern.format(noun=NOUNS[relation], name=with_article(country.name))
-
-
-def capitalized(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def sentence(pattern: str, country: Country, relation: str) -> str:
@@ -205,7 +201,7 @@ FOLLOW_UP = ["And its {noun}?", "And the {noun}?", "What about the {noun}?", "It
 def exchange(pattern: str, country: Country, relation: str, brief: bool) -> list[dict]:
     """A question and its answer, "Lima." or "The answer is Lima.", as messages."""
     answer = stopped(country.answer(relation))
-    said = capitalized(answer) if brief else f"The answer is {answer}"
+    said = answer[0].upper() + answer[1:] if brief else f"The answer is {answer}"
     return [
         {"role": "user", "content": ask(pattern, country, relation)},
         {"role": "assistant", "content": said},

@@ -42,16 +42,10 @@ class File:
     url: str  # without "://" a file in this folder
 
 
-def datasets() -> dict[str, list[File]]:
-    """The files of each data set."""
-    files = {}
-    with open(HERE / "datasets.csv", encoding="utf-8", newline="") as table:
-        for row in csv.DictReader(table):
-            files.setdefault(row["name"], []).append(File(**row | dict(size=int(row["size"]))))
-    return files
-
-
-DATASETS = datasets()
+DATASETS: dict[str, list[File]] = {}
+with open(HERE / "datasets.csv", encoding="utf-8", newline="") as table:
+    for row in csv.DictReader(table):
+        DATASETS.setdefault(row["name"], []).append(File(**row | dict(size=int(row["size"]))))
 
 
 def fetch(name: str, folder: str | Path) -> list[Path]:

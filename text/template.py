@@ -40,19 +40,15 @@ def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
 
 def prompt(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
     """Token ids of messages and of the heading under which the assistant answers."""
-    return [*render(encoding, messages), *answer_heading(encoding)]
-
-
-def answer_heading(encoding: tiktoken.Encoding) -> list[int]:
-    """Token ids of what stands before each of the assistant's contents."""
-    return [special(encoding, START), *encoding.encode_ordinary("assistant\n")]
+    heading = [special(encoding, START), *encoding.encode_ordinary("assistant\n")]
+    return [*render(encoding, messages), *heading]
 
 
 def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
     """Which tokens of a conversation [T] the assistant has to produce: [T] bool. They are the
     contents of its messages, each with the <|im_end|> that ends it; the last may be cut off."""
     start, end = special(encoding, START), special(encoding, END)
-    heading = np.array(answer_heading(encoding))
+    heading = np.array(prompt(encoding, []))
     answer = np.zeros(len(ids), dtype=bool)
     for at in np.flatnonzero(ids == start):
         content = at + len(heading)

@@ -21,9 +21,8 @@ from text import template, tokenizer
 
 
 def padded(ids: np.ndarray, targets: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
-    """Inputs and targets [.., T], filled up to [.., length]. The model is causal, so nothing sees
-    the padding, and its targets are -1. It repeats the last token: no other row may count as read.
-    """
+    """Inputs and targets [.., T], filled up to [.., length]. A causal model never sees the padding,
+    which repeats the last token, so that no other row of a table counts as read."""
     room = [(0, 0)] * (ids.ndim - 1) + [(0, length - ids.shape[-1])]
     return np.pad(ids, room, mode="edge"), np.pad(targets, room, constant_values=-1)
 
@@ -33,9 +32,10 @@ class Source:
     kind of source has a method `row`: inputs [.., T], targets [.., T] (-1: not predicted), and what
     else belongs to row number n. Every epoch draws an `offset` below `room`."""
 
-    def __init__(self, n_row: int, block_size: int, seed: int | None, room: int = 1) -> None:
-        self.n_row, self.block_size, self.seed, self.room = n_row, block_size, seed, room
-        self.epoch, self.offset = -1, 0
+    epoch, offset, room = -1, 0, 1
+
+    def __init__(self, n_row: int, block_size: int, seed: int | None) -> None:
+        self.n_row, self.block_size, self.seed = n_row, block_size, seed
 
     def row_index(self, index: int) -> int:
         """Which of the n_row rows comes as number `index`, counted over all epochs."""
@@ -65,9 +65,8 @@ class Windows(Source):
     """Text as windows of `block_size` + 1 tokens. Every epoch shifts the cuts by its offset."""
 
     def __init__(self, ids: np.ndarray, block_size: int, seed: int | None) -> None:
-        n_row = (len(ids) - 1) // block_size
-        super().__init__(n_row, block_size, seed, room=len(ids) - n_row * block_size)
-        self.ids = ids
+        super().__init__((len(ids) - 1) // block_size, block_size, seed)
+        self.ids, self.room = ids, len(ids) - self.n_row * block_size
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         row_index = self.row_index(index)  # draws the offset of a new epoch
@@ -134,9 +133,8 @@ class Mixture(Source):
         return self.sources[self.which[index]].row(int(self.nth[index]))
 
 
-# What is read of meta.json.
-META = {"corpus", "kind", "vocab_size", "dtype", "tokenizer", "train", "val"}
-SPLIT = {"documents", "tokens", "bytes", "sha256"}
+# What is read of meta.json and of its two parts, "train" and "val".
+META = {"corpus", "kind", "vocab_size", "dtype", "tokenizer", "documents", "tokens", "sha256"}
 
 
 @contextlib.contextmanager
@@ -155,7 +153,7 @@ def read_meta(folder: Path) -> dict:
     """What prepare.py wrote about a folder."""
     with prepared(folder / "meta.json") as path:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        missing = META - meta.keys() | SPLIT - meta["train"].keys() | SPLIT - meta["val"].keys()
+        missing = META - (meta.keys() | meta["train"].keys() & meta["val"].keys())
         if meta["format"] != 2 or missing:
             raise ValueError(f"another format, or it lacks {', '.join(missing)}")
     return meta
@@ -186,23 +184,19 @@ class Data:
 
     Attributes:
         metas, weights: meta.json of each folder, and its weight; weights sum to one.
-        encoding: the tokenizer that the folders share.
         train, val: rows to train on, and by folder those to validate with.
         pairs: the sources of both that need log-probabilities of a reference model.
     """
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
         mixture = parse_mixture(data_dir)
-        self.weights = list(mixture.values())
-        self.metas = [read_meta(folder) for folder in mixture]
-        folders = list(zip(mixture, self.metas, strict=True))
+        folders = [(folder, read_meta(folder)) for folder in mixture]
+        self.weights, self.metas = list(mixture.values()), [meta for _, meta in folders]
         if kind != "text" and len(folders) > 1:
             raise UserError(f"--data_dir {data_dir}: name one folder, {kind} data is not mixed")
         for folder, meta in folders:
             if meta["kind"] != kind and (meta["kind"], kind) != ("chat", "text"):
-                raise UserError(
-                    f"--data_dir {folder} holds {meta['kind']} data, this stage reads {kind} data"
-                )
+                raise UserError(f"{folder} holds {meta['kind']} data, this stage reads {kind} data")
             check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0][0])
         self.encoding = read_tokenizer(*folders[0])
 
@@ -212,9 +206,7 @@ class Data:
                 conversations = Conversations if kind == "chat" else Pairs
                 return conversations(ids, self.encoding, block_size, seed)
             if len(ids) <= block_size:
-                raise UserError(
-                    f"{folder}/{split}.bin has {len(ids)} tokens: lower --block_size {block_size}"
-                )
+                raise UserError(f"{folder}/{split}.bin has {len(ids)} tokens: lower --block_size")
             return Windows(ids, block_size, seed)
 
         train = [source(folder, meta, "train", seed) for folder, meta in folders]
@@ -250,7 +242,5 @@ def parse_mixture(data_dir: str) -> dict[Path, float]:
     except ValueError:
         weights = {}
     if len(weights) < len(parts) or not all(0 < weight < 1e9 for weight in weights.values()):
-        raise UserError(
-            f"--data_dir {data_dir} is not folder=weight,folder=weight, each folder once"
-        )
+        raise UserError(f"--data_dir {data_dir} is not folder=weight,folder=weight, each once")
     return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}

@@ -237,7 +237,7 @@ def test_folders_of_two_tokenizers_do_not_mix(tmp_path, encoding):
 def test_a_text_shorter_than_the_context_is_refused(tmp_path, encoding):
     path = str(folder(tmp_path / "a", encoding))
     assert len(Data(path, "text", len(IDS) - 1, 1, 50).train.batch(0, 1)[0][0]) == len(IDS) - 1
-    with pytest.raises(UserError, match=r"train\.bin has 1003 tokens: lower --block_size 1003"):
+    with pytest.raises(UserError, match=r"train\.bin has 1003 tokens: lower --block_size"):
         Data(path, "text", len(IDS), 1, 50)
 
 
@@ -281,7 +281,7 @@ def test_a_damaged_meta_json_is_one_clear_line(tmp_path, encoding):
     error(json.dumps({**meta, "train": 5}))
     for key in ("kind", "corpus", "vocab_size", "dtype", "tokenizer"):
         assert key in error(json.dumps({k: v for k, v in meta.items() if k != key}))
-    for key in ("documents", "tokens", "bytes", "sha256"):
+    for key in ("documents", "tokens", "sha256"):
         part = {k: v for k, v in meta["val"].items() if k != key}
         assert key in error(json.dumps({**meta, "val": part}))
     (path / "meta.json").write_text(json.dumps({**meta, "dtype": "uint17"}))
