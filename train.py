@@ -188,13 +188,13 @@ def fit(run: Run) -> None:
             bar.set_postfix_str(format_metrics(figures))
 
     # 4) report what was learned
-    torch.compiler.set_stance("force_eager")  # every prompt has another shape: not worth compiling
-    if shares := ask(run.model, data):
-        log.write(type="recall", step=run.step, **shares)
-    plot([out_dir], out_dir / "loss.png")
     best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.keep_best else ""
-    print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
-    show(run.model, data, out_dir / "ckpt.pt", settings.seed)
+    with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
+        if shares := ask(run.model, data):
+            log.write(type="recall", step=run.step, **shares)
+        plot([out_dir], out_dir / "loss.png")
+        print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
+        show(run.model, data, out_dir / "ckpt.pt", settings.seed)
 
 
 def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, tuple | None]:
