@@ -206,7 +206,8 @@ class Data:
                 conversations = Conversations if kind == "chat" else Pairs
                 return conversations(ids, self.encoding, block_size, seed)
             if len(ids) <= block_size:
-                raise UserError(f"{folder}/{split}.bin has {len(ids)} tokens: lower --block_size")
+                n, lower = len(ids), f"lower --block_size {block_size}"
+                raise UserError(f"{folder}/{split}.bin has {n} tokens: {lower}")
             return Windows(ids, block_size, seed)
 
         train = [source(folder, meta, "train", seed) for folder, meta in folders]

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections import defaultdict
 
 import torch
 
@@ -27,53 +26,48 @@ class Optimizer:
     """AdamW for the backbone and row-wise Adam for the tables, clipped together."""
 
     def __init__(self, model: Decoder, settings: Settings) -> None:
-        self.grad_clip, self.rows = settings.grad_clip, {}
-        peak, betas = settings.learning_rate, (settings.beta1, settings.beta2)
-        # Embeddings do not decay, and train by rows, unless by AdamW as a whole.
-        peaks = {"tables": peak * settings.table_lr_scale, "wte": peak}
-        for name, own_peak in peaks.items():
-            tables, whole = getattr(model, name), settings.table_optimizer == "adamw"
+        betas, whole = (settings.beta1, settings.beta2), settings.table_optimizer == "adamw"
+        self.grad_clip, self.peak = settings.grad_clip, settings.learning_rate
+        self.rows: dict[str, RowAdam] = {}  # embeddings train by rows, unless by AdamW as a whole
+        for name in ("tables", "wte"):
+            tables = getattr(model, name)
             if isinstance(tables, Tables) and len(tables.weight):
                 tables.requires_grad_(whole)
                 if not whole:
-                    self.rows[name] = RowAdam(tables, betas, seed=settings.seed), own_peak
-        groups = defaultdict(list)  # parameters by weight decay and peak
+                    self.rows[name] = RowAdam(tables, betas, seed=settings.seed)
+        groups = {settings.weight_decay: [], 0.0: []}  # parameters by weight decay
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                owner = name.split(".")[0]
-                decay = settings.weight_decay * (parameter.dim() == 2 and owner not in peaks)
-                groups[decay, peaks.get(owner, peak)].append(parameter)
-        groups = [
-            {"params": params, "weight_decay": decay, "peak": peak}
-            for (decay, peak), params in sorted(groups.items(), reverse=True)
-        ]
-        self.adamw = torch.optim.AdamW(groups, lr=peak, betas=betas, fused=True)
+                linear = parameter.dim() == 2 and name.split(".")[0] not in ("tables", "wte")
+                groups[settings.weight_decay if linear else 0.0].append(parameter)
+        groups = [dict(params=params, weight_decay=decay) for decay, params in groups.items()]
+        self.adamw = torch.optim.AdamW(groups, lr=self.peak, betas=betas, fused=True)
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
-        """One update with learning rate `lr`, a fraction of the peaks. Returns the norm that the
+        """One update with learning rate `lr`, a fraction of the peak. Returns the norm that the
         gradients of all parameters and rows had together, before they were clipped."""
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
-        read = {name: adam.tables.gradients() for name, (adam, _) in self.rows.items()}
+        read = {name: adam.tables.gradients() for name, adam in self.rows.items()}
         grads += [grad for _, row_grads in read.values() for grad in row_grads]
         norm = torch.nn.utils.get_total_norm(grads)
         if self.grad_clip:
             scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
             torch._foreach_mul_(grads, scale)
         for group in self.adamw.param_groups:
-            group["lr"] = lr * group["peak"]
+            group["lr"] = lr * self.peak
         self.adamw.step()
         self.adamw.zero_grad()
-        for name, (adam, peak) in self.rows.items():
-            adam.step(lr * peak, read[name])
+        for name, adam in self.rows.items():
+            adam.step(lr * self.peak, read[name])
         return norm
 
     def state_dict(self) -> dict:
-        rows = {name: adam.state_dict() for name, (adam, _) in self.rows.items()}
+        rows = {name: adam.state_dict() for name, adam in self.rows.items()}
         return {"adamw": self.adamw.state_dict(), "rows": rows}
 
     def load_state_dict(self, state: dict) -> None:
         self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
-        for name, (adam, _) in self.rows.items():
+        for name, adam in self.rows.items():
             adam.load_state_dict(state["rows"][name])

@@ -90,7 +90,6 @@ class Settings:
     table_optimizer: str = flag(
         "rowwise", "adamw moves all rows, read or not", choices=("rowwise", "adamw"), only=TABLES
     )
-    table_lr_scale: float = flag(1.0, "peak over the backbone's", only=TABLES, **POSITIVE)
     offload: str = offload_flag(only=TABLES)
     table_dtype: str = flag(
         "float32", "of rows; bfloat16: half, rounded stochastically", choices=DTYPES, only=TABLES
