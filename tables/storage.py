@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from common import UserError, gib, writing
+from common import UserError, writing
 
 Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows
@@ -40,15 +40,10 @@ def layout(shape: Shape, dtype: torch.dtype) -> dict[str, tuple]:
 
 
 class TableStorage:
-    """What stores tables.
+    """What stores tables."""
 
-    Attributes:
-        arrays: tensors by name, see above; of tables that are not trained, rows may be all.
-        fresh: rows are yet to be drawn.
-    """
-
-    arrays: dict[str, Tensor]
-    fresh = True
+    arrays: dict[str, Tensor]  # by name, see above; of tables that are not trained, maybe only rows
+    fresh = True  # rows are yet to be drawn
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
         """Begin to read what tokens `ids` own of these arrays, without waiting for it."""
@@ -112,8 +107,7 @@ class DiskStorage(TableStorage):
         return storage
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
-        """As `TableStorage.read_ahead`. Page faults would ask the disk for one page after the
-        other: that took ten times as long."""
+        """Page faults would ask the disk for one page after the other: ten times as long."""
         # Neighbours are asked for as one: among them, id minus index is the same.
         ids = torch.unique(ids)
         _, sizes = torch.unique_consecutive(ids - torch.arange(len(ids)), return_counts=True)
@@ -145,22 +139,22 @@ def check_room(
     shape: Shape, dtype: torch.dtype, training: bool, folder: Path | None = None, copies: int = 1
 ) -> None:
     """UserError: tables, or so many copies, have no room in RAM, or on the disk of a folder."""
-    sizes = {name: n_byte for name, (_, _, n_byte) in layout(shape, dtype).items()}
-    need = copies * (sum(sizes.values()) if training else sizes["rows"])
+    kinds = layout(shape, dtype)
+    names = kinds if training else ["rows"]
+    need = copies * sum(kinds[name][-1] for name in names)
     free = shutil.disk_usage(folder).free if folder else free_ram()
-    if free is not None and need > free:
+    if need > free:
         where, instead = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
-        raise UserError(
-            f"the tables need {gib(need)} of {where}, {gib(free)} are free: take {instead}"
-            + " or --table_dtype bfloat16" * training
-        )
+        sizes = f"{need / 2**30:.2f} GiB of {where}, {free / 2**30:.2f} GiB are free"
+        instead += " or --table_dtype bfloat16" * training
+        raise UserError(f"the tables need {sizes}: take {instead}")
 
 
-def free_ram() -> int | None:
+def free_ram() -> float:
     """Bytes that programs can still have, where the system tells (Linux)."""
     info = Path("/proc/meminfo")
     found = re.search(r"MemAvailable: +(\d+)", info.read_text()) if info.exists() else None
-    return int(found[1]) * 1024 if found else None
+    return int(found[1]) * 1024 if found else math.inf
 
 
 def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
@@ -172,8 +166,8 @@ def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
         # Windows' GPUs see other addresses.
         error = sys.platform == "win32" or int(runtime.cudaHostRegister(at, size, 0))
         if error:
-            why = f"cannot be pinned (CUDA error {error}, see `ulimit -l`), which is slower"
-            print(f"note: {gib(size)} of tables {why}", file=sys.stderr)
+            why = f"CUDA error {error}, see `ulimit -l`"
+            print(f"note: tables cannot be pinned ({why}), which is slower", file=sys.stderr)
             return None
         weakref.finalize(array, unpin, at, device)
         kind = {2: "<i2", 4: "<f4"}[array.element_size()]  # the protocol has no bfloat16

@@ -93,15 +93,6 @@ def test_training_equals_resident_bit_for_bit(made, micro):
     assert_same_training(train(made, micro), train(ResidentTables, micro))
 
 
-def test_generated_text_equals_resident(made):
-    texts = []
-    for tables in (ResidentTables, made):
-        torch.manual_seed(0)
-        model = Decoder(CONFIG, tables=tables).eval()
-        texts.append(model.generate(batch(0), 30, temperature=1.0, seed=1))  # past block_size
-    assert torch.equal(*texts)
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_rows_equal_those_of_an_embedding(made, training):
     tables = filled(made()).train(training)
@@ -114,12 +105,9 @@ def test_a_model_moves_its_tables_nowhere_and_counts_them(made):
         plain = Decoder(CONFIG).sizes()
     model = train(made, steps=1)[1]
     assert model.sizes() == plain
-    before = model.tables.weight[0].data_ptr()
+    before = model.tables.weight[0]
     model.to(torch.float64)
-    assert (model.tables.weight[0].data_ptr(), model.tables.weight[0].dtype) == (
-        before,
-        torch.float32,
-    )
+    assert model.tables.weight[0] is before and before.dtype == torch.float32
     assert not [name for name, _ in model.named_parameters() if name.startswith("tables.")]
 
 
