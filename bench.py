@@ -174,13 +174,12 @@ def train(it: Contender, steps: int = 1) -> int:
         settings = Settings(learning_rate=1e-3, table_optimizer=it.table_optimizer)
         it.optimizer = Optimizer(model, settings)
     batches = [it.batch(it.bench.batch_size, it.bench.block_size + 1) for _ in range(steps)]
-    coming = [*(table_ids[:, :-1] for _, table_ids in batches[1:]), None]
-    for (ids, table_ids), next_ids in zip(batches, coming, strict=True):
+    for number, (ids, table_ids) in enumerate(batches, 1):
         targets = ids[:, 1:] % len(model.head_weight)  # vocab: a small head has fewer classes
         with torch.autocast(device.type, torch.bfloat16, enabled=it.bench.cuda):
             _, loss = model(ids[:, :-1], targets, table_ids=table_ids[:, :-1])
-        if next_ids is not None:
-            model.tables.prefetch(next_ids)
+        if number < steps:
+            model.tables.prefetch(batches[number][1][:, :-1])
         loss.backward()
         it.optimizer.step(1.0)
         loss.item()

@@ -72,10 +72,8 @@ class DiskStorage(TableStorage):
     tensor goes to its file if that is `writable`, and else stays in this process. UserError: a file
     is missing or has another size."""
 
-    def __init__(
-        self, folder: Path, shape: Shape, dtype: torch.dtype, *, writable: bool = False
-    ) -> None:
-        self.folder, self.fresh, self.arrays, self.maps = Path(folder), False, {}, {}
+    def __init__(self, folder: Path, shape: Shape, dtype: torch.dtype, *, writable=False) -> None:
+        self.folder, self.fresh, self.arrays, self.maps = folder, False, {}, {}
         mode, how = ("r+b", dict(access=mmap.ACCESS_WRITE)) if writable else ("rb", PRIVATE)
         for name, (size, kind, n_byte) in layout(shape, dtype).items():
             path = self.folder / name
@@ -90,15 +88,13 @@ class DiskStorage(TableStorage):
             self.arrays[name] = torch.frombuffer(self.maps[name], dtype=kind).view(size)
 
     @classmethod
-    def create(
-        cls, folder: Path, shape: Shape, dtype: torch.dtype, *, sparse: bool = False
-    ) -> "DiskStorage":
+    def create(cls, folder: Path, shape: Shape, dtype: torch.dtype, *, sparse=False):
         """Writable tables of zeros in a new folder. They take all of their room at once unless
         `sparse`: a disk that fills up under a map would kill the process. UserError: it is full."""
         with writing(folder):
-            Path(folder).mkdir(parents=True)
+            folder.mkdir(parents=True)
             for name, (_, _, n_byte) in layout(shape, dtype).items():
-                with open(Path(folder) / name, "wb") as file:
+                with open(folder / name, "wb") as file:
                     file.truncate(n_byte)
                     if not sparse and hasattr(os, "posix_fallocate"):
                         os.posix_fallocate(file.fileno(), 0, n_byte)
@@ -122,9 +118,9 @@ class DiskStorage(TableStorage):
     def copy(self, folder: Path) -> dict:
         """Write what the arrays hold now to a new folder. Returns what opens and verifies it."""
         with writing(folder):
-            Path(folder).mkdir(parents=True)
+            folder.mkdir(parents=True)
             for name, array in self.arrays.items():
-                with open(Path(folder) / name, "wb") as file:
+                with open(folder / name, "wb") as file:
                     array.view(torch.uint8).numpy().tofile(file)
                     os.fsync(file.fileno())
         rows = self.arrays["rows"]
@@ -135,13 +131,10 @@ class DiskStorage(TableStorage):
         return {name: zlib.crc32(array.view(torch.uint8).numpy()) for name, array in arrays}
 
 
-def check_room(
-    shape: Shape, dtype: torch.dtype, training: bool, folder: Path | None = None, copies: int = 1
-) -> None:
+def check_room(shape: Shape, dtype: torch.dtype, training: bool, folder=None, copies=1) -> None:
     """UserError: tables, or so many copies, have no room in RAM, or on the disk of a folder."""
-    kinds = layout(shape, dtype)
-    names = kinds if training else ["rows"]
-    need = copies * sum(kinds[name][-1] for name in names)
+    sizes = {name: n_byte for name, (_, _, n_byte) in layout(shape, dtype).items()}
+    need = copies * (sum(sizes.values()) if training else sizes["rows"])
     free = shutil.disk_usage(folder).free if folder else free_ram()
     if need > free:
         where, instead = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
@@ -164,8 +157,7 @@ def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
     runtime, at, size = torch.cuda.cudart(), array.data_ptr(), array.nbytes
     with torch.cuda.device(device):
         # Windows' GPUs see other addresses.
-        error = sys.platform == "win32" or int(runtime.cudaHostRegister(at, size, 0))
-        if error:
+        if error := sys.platform == "win32" or int(runtime.cudaHostRegister(at, size, 0)):
             why = f"CUDA error {error}, see `ulimit -l`"
             print(f"note: tables cannot be pinned ({why}), which is slower", file=sys.stderr)
             return None

@@ -53,11 +53,7 @@ def resume(monkeypatch, out, *more) -> str:
 
 
 def test_a_folder_is_locked_until_its_owner_ends_however(tmp_path):
-    with (
-        locked(tmp_path),
-        pytest.raises(UserError, match="another run is writing"),
-        locked(tmp_path),
-    ):
+    with locked(tmp_path), pytest.raises(UserError, match="another run is"), locked(tmp_path):
         pass
     reading, writing = os.pipe()
     pid = os.fork()
@@ -146,9 +142,7 @@ def test_a_model_is_opened_while_its_training_saves(disk, tmp_path, monkeypatch)
     assert_same(load_checkpoint(out / "ckpt.pt")["model"], before["model"])
     assert len(set(opened)) == 2
     shutil.rmtree(snapshots(out)[0])
-    with pytest.raises(
-        UserError, match=r"No such file .* beside their ckpt.pt"
-    ):  # tries no further
+    with pytest.raises(UserError, match=r"No such file .* beside their ckpt"):  # tries no further
         load_checkpoint(out / "ckpt.pt")
 
 
@@ -229,9 +223,8 @@ def test_a_checkpoint_of_an_absurd_size_takes_no_memory(trained, tmp_path):
         saved = checkpoint(trained["dense"])
         saved["config"][name] = value
         torch.save(saved, tmp_path / "ckpt.pt")
-        with pytest.raises(
-            UserError, match=r"(?s)ckpt\.pt is damaged .*(must be at most|size mismatch)"
-        ):
+        why = r"(?s)ckpt\.pt is damaged .*(must be at most|size mismatch)"
+        with pytest.raises(UserError, match=why):
             load_model(tmp_path / "ckpt.pt", CPU)
 
 

@@ -239,9 +239,8 @@ def test_expected_travel_is_the_mean_over_the_waits(p):
         return k
 
     travels = [sum(r**j for j in range(min(wait(), 300))) for _ in range(4000)]
-    assert expected_update_scale((0.9, 0.95), p) == pytest.approx(
-        statistics.mean(travels), rel=0.03
-    )
+    expected = statistics.mean(travels)
+    assert expected_update_scale((0.9, 0.95), p) == pytest.approx(expected, rel=0.03)
 
 
 def test_gradients_count_only_what_was_differentiated():

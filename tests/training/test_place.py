@@ -175,16 +175,12 @@ def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize(("resume", "copies"), [(False, 3), (True, 2)])
-def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(
-    resume, copies, tmp_path, monkeypatch
-):
-    asked, saved = [], None
-    if resume:
-        saved = DiskStorage.create(tmp_path / "tables-0", (10, 2, 4), torch.float32)
+def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(tmp_path, monkeypatch):
+    asked, saved = [], DiskStorage.create(tmp_path / "tables-0", (10, 2, 4), torch.float32)
     monkeypatch.setattr("offload.check_room", lambda *args, copies: asked.append(copies))
-    make_tables("disk", CPU, torch.float32, live=tmp_path / "live", saved=saved)(2, 10, 4)
-    assert asked == [copies]
+    for name, start in (("new", None), ("resumed", saved)):
+        make_tables("disk", CPU, torch.float32, live=tmp_path / name, saved=start)(2, 10, 4)
+    assert asked == [3, 2]
 
 
 @pytest.mark.parametrize("flags", ["--offload disk", "--table_dtype bfloat16"])
