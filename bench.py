@@ -9,24 +9,19 @@
 
 Contenders take turns, so what slows the machine for a while slows all of them. Speeds are medians
 over the turns; ratios are medians of the ratios to a baseline within a turn. Token ids are random
-with Zipf's frequencies. On a GPU sizes are larger unless flags say otherwise (`GPU` in the code);
-all models that take turns then need less than 40 GiB.
+with Zipf's frequencies. Default sizes are for two CPU cores: give larger ones on a GPU.
 
-**train.** Whole optimizer steps. GFLOP/s are three times those of a forward pass; `of the matrix
-rate` is their share of what this machine reaches in one large matrix product.
-
-**decode.** A prompt of 64 tokens, and 96 more. GB/s are the weights that a step reads; `of the copy
-rate` is their share of what this machine reads when it adds up a large tensor.
-
-**vocab.** Training steps with the same ids: on rows that a batch read, and by AdamW on whole
-tables, as plain `nn.Embedding` would have it. The head, which costs V either way, is left out of
-both, and shown beside them. Memory is that of weights, gradients and optimizer states.
-
-**offload.** One model, its tables stored in different places. `decode` 1 and 8 is one token at a
-time for so many sequences, `prefill` forward passes, `train` whole optimizer steps.
+train    Whole optimizer steps. GFLOP/s are three times those of a forward pass; the matrix rate is
+         what this machine reaches in one large matrix product.
+decode   A prompt of 64 tokens, and 96 more. GB/s are the weights that a step reads; the copy rate
+         is what this machine reads when it adds up a large tensor.
+vocab    Training steps with the same ids: on rows that a batch read, and by AdamW on whole tables,
+         as plain `nn.Embedding` would have it. The head, which costs V either way, is left out of
+         both, and shown beside them. Memory: weights, gradients and optimizer states.
+offload  One model, its tables stored in different places. `decode` 1 and 8 is one token at a time
+         for so many sequences, `prefill` forward passes, `train` whole optimizer steps.
 """
 
-import json
 import mmap
 import os
 import random
@@ -40,13 +35,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
-from matplotlib.ticker import LogLocator
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer, timer
 from tqdm import tqdm
 
 from attention import KVCache
-from common import UserError, add_flags, atomic, check_ranges, flag, make_parser, pick_device, run
+from common import UserError, add_flags, check_ranges, flag, make_parser, pick_device, run
 from model import Decoder, ModelConfig
 from offload import OffloadedTables
 from tables.storage import DiskStorage, RamStorage
@@ -62,16 +56,10 @@ KINDS = {
     "STEM, all": dict(stem_layers="all"),
     "Embformer": dict(ffn="embformer"),
 }
-# Sizes instead of the flags' defaults, which are for two CPU cores.
 QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2, rounds=2)
-GPU = dict(n_layer=17, n_head=16, n_embd=1024, vocab_size=8192, block_size=1024, batch_size=16)
-GPU_SPECIAL = {"vocab": dict(n_layer=3, vocab_size=6400), "offload": dict(vocab_size=32768)}
-# How to print a column, by its first word.
-FORMATS = {
-    "tok/s": "{:,.0f}", "ms": "{:,.0f}", "over": "{:.2f}", "GFLOP/s": "{:,.0f}", "GB/s": "{:.1f}",
-    "of": "{:.0%}", "GiB": "{:.2f}",
-    **dict.fromkeys(("decode", "prefill", "train"), "{0[tok/s]:,.0f} ({0[ratio]:.1%})"),
-}  # fmt: skip
+# How to print a column, by its first word: others as whole numbers.
+FORMATS = {"over": "{:.2f}", "of": "{:.0%}", "GB/s": "{:.1f}", "GiB": "{:.2f}"}
+FORMATS |= dict.fromkeys(("decode", "prefill", "train"), "{0[tok/s]:,.0f} ({0[ratio]:.1%})")
 
 
 @dataclass
@@ -88,14 +76,11 @@ class Bench:
     plot: Path | None = flag(None, "picture of vocab: .png, .svg or .pdf")
     table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
     dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
-    json: Path | None = flag(None, "write the figures to this file, too")
 
     def __post_init__(self) -> None:
         check_ranges(self)
         self.on = pick_device(self.device)
         self.cuda = self.on.type == "cuda"
-        if self.cuda:
-            torch.cuda.set_device(self.on.index or 0)  # which `timer` waits for
 
     def model(self, **more) -> ModelConfig:
         names = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
@@ -159,18 +144,18 @@ def interleaved_timing(contenders: dict[str, Contender], rounds: int) -> dict[st
     rates = {name: np.array(each[1:]) for name, each in rates.items()}  # [rounds] each
     rows = {}
     for name, it in contenders.items():
-        ratios = {column: np.median(rates[name] / rates[to]) for column, to in it.over.items()}
-        rows[name] = {"tok/s": np.median(rates[name]), **ratios}
+        rows[name] = {"tok/s": np.median(rates[name])}
+        rows[name] |= {column: np.median(rates[name] / rates[to]) for column, to in it.over.items()}
     return rows
 
 
 def show(what: str, rows: dict[str, dict]) -> dict[str, dict]:
     """Print figures by contender and column as a Markdown table."""
-    cells = [
-        {what: name, **{c: FORMATS[c.split()[0]].format(value) for c, value in row.items()}}
-        for name, row in rows.items()
-    ]
-    print("\n" + markdown(cells))
+
+    def cells(row: dict) -> dict[str, str]:
+        return {c: FORMATS.get(c.split()[0], "{:,.0f}").format(v) for c, v in row.items()}
+
+    print("\n" + markdown([{what: name, **cells(row)} for name, row in rows.items()]))
     return rows
 
 
@@ -189,13 +174,12 @@ def train(it: Contender, steps: int = 1) -> int:
         settings = Settings(learning_rate=1e-3, table_optimizer=it.table_optimizer)
         it.optimizer = Optimizer(model, settings)
     batches = [it.batch(it.bench.batch_size, it.bench.block_size + 1) for _ in range(steps)]
-    coming = [*(table_ids[:, :-1] for _, table_ids in batches[1:]), None]
-    for (ids, table_ids), next_ids in zip(batches, coming, strict=True):
+    for number, (ids, table_ids) in enumerate(batches, 1):
         targets = ids[:, 1:] % len(model.head_weight)  # vocab: a small head has fewer classes
         with torch.autocast(device.type, torch.bfloat16, enabled=it.bench.cuda):
             _, loss = model(ids[:, :-1], targets, table_ids=table_ids[:, :-1])
-        if next_ids is not None:
-            model.tables.prefetch(next_ids)
+        if number < steps:
+            model.tables.prefetch(batches[number][1][:, :-1])
         loss.backward()
         it.optimizer.step(1.0)
         loss.item()
@@ -301,12 +285,9 @@ def plot_vocab(path: Path, ways: list[str], sizes: list[int], rows: dict[str, di
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axes, column, title in ((left, "ms", "training step (ms)"), (right, "GiB", "memory (GiB)")):
         for way in ways:
-            axes.plot(sizes, [rows[f"{way}, V = {v:,}"][column] for v in sizes], ".-", label=way)
-        axes.set(xlabel="vocabulary V", ylabel=title, xscale="log", yscale="log")
+            axes.loglog(sizes, [rows[f"{way}, V = {v:,}"][column] for v in sizes], ".-", label=way)
+        axes.set(xlabel="vocabulary V", ylabel=title)
         axes.set_xticks(sizes, [f"{v:,}" for v in sizes])
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:,g}")
-        axes.minorticks_off()
         axes.grid(alpha=0.3)
     left.legend()
     save_figure(figure, path)
@@ -326,8 +307,8 @@ def bench_offload(bench: Bench) -> dict:
     config, contenders, rows = bench.model(stem_layers="all"), {}, {place: {} for place in places}
     with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
         for place in places:
-            tables, cold = partial(tables_at, bench, place, Path(folder)), place == "disk, cold"
-            more = dict(over={"ratio": "resident"}, tables=tables, cold=cold)
+            more = dict(over={"ratio": "resident"}, cold=place == "disk, cold")
+            more["tables"] = partial(tables_at, bench, place, Path(folder))
             contenders[place] = Contender(bench, config, prefill, **more)
         for task, do in tasks.items():
             for it in contenders.values():
@@ -335,12 +316,8 @@ def bench_offload(bench: Bench) -> dict:
             for place, row in interleaved_timing(contenders, bench.rounds).items():
                 rows[place][task] = row
     show("tables", rows)
-    sizes = [it.model.sizes() for it in contenders.values()]
-    backbone, table, threads = sizes[0]["backbone"], sizes[-1]["table"], torch.get_num_threads()
-    print(
-        f"\n{backbone / 1e6:.1f} M parameters in the backbone, {table / 1e6:,.1f} M in "
-        f"{config.n_layer - 1} tables; {bench.on}, {threads} threads"
-    )
+    sizes = contenders[places[-1]].model.sizes()
+    print(f"\n{sizes['table'] / 1e6:,.1f} M in {config.n_layer - 1} tables")
     return rows
 
 
@@ -352,7 +329,6 @@ def tables_at(bench: Bench, place: str, folder: Path, n_table: int, V: int, widt
         V = int(bench.table_gib * 2**30) // (n_table * width * 4)
     disk = partial(DiskStorage.create, folder / place, sparse=sparse)
     storage = (RamStorage if place == "cpu" else disk)((V, n_table, width), torch.float32)
-    storage.fresh = not sparse  # drawing rows would fill a sparse file
     return (OffloadedTables if bench.cuda else StoredTables)(storage, bench.on)
 
 
@@ -376,14 +352,9 @@ def main() -> None:
     what = flags.pop("what")
     check_picture(flags.get("plot"))
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
-    cuda, result = pick_device(flags.get("device", "auto")).type == "cuda", {}
+    bench = Bench(**(QUICK if "quick" in flags else {}) | flags)
     for name in TABLES if what == "all" else [what]:
-        sizes = GPU | GPU_SPECIAL.get(name, {}) if cuda else {}
-        result[name] = TABLES[name](Bench(**(QUICK if "quick" in flags else sizes) | flags))
-    if path := flags.get("json"):
-        with atomic(path) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"\nwrote {path}")
+        TABLES[name](bench)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """The ground that everything stands on: errors a user can act on, flags, devices, files."""
 
-import argparse
 import contextlib
-import errno
 import os
 import re
 import sys
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields
 from pathlib import Path
@@ -44,34 +43,26 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell reports Ctrl-C
     except UserError as error:
         sys.exit("error: " + " ".join(str(error).split()))
     except Exception as error:
         if no_memory(error):
-            sys.exit(f"error: {no_memory(error)}")
+            flags = "--device_batch_size, --batch_size or the model's sizes, or take --offload"
+            sys.exit(f"error: out of memory: lower {flags}")
         if not isinstance(error, OSError):
             raise
         # The output is full, or its reader has gone: `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         where = error.filename or "standard output"
         sys.exit(1 if isinstance(error, BrokenPipeError) else f"error: {where}: {error.strerror}")
-    except KeyboardInterrupt:
-        sys.exit(130)  # as a shell reports Ctrl-C
 
 
-def no_memory(error: BaseException) -> str:
-    """What to say of an error that means that memory is used up, "" of any other."""
-    text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "MPS backend out of memory" in text:
-        return "out of GPU memory: lower --device_batch_size, --offload cpu or --device cpu"
-    # PyTorch: "can't allocate memory", "unable to mmap ...", and sizes beyond what can be counted.
-    refused = isinstance(error, RuntimeError) and re.search(r"t alloc|allocate mem|size calc", text)
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or refused:
-        return (
-            "out of memory: lower --device_batch_size, --batch_size or the sizes of the model, or "
-            "take --offload disk"
-        )
-    return ""
+def no_memory(error: Exception) -> bool:
+    """Whether memory, of whatever device, is used up, or a size beyond what can be counted."""
+    words = "MemoryError|out of memory|t alloc|allocate mem|size calc"  # Python's and PyTorch's
+    return bool(re.search(words, repr(error)))
 
 
 def flag(default: Any, about: str, **more) -> Any:
@@ -91,17 +82,15 @@ def add_flags(parser, kind: type) -> None:
         types = [t for t in (get_args(each.type) or [each.type]) if t is not NoneType]
         if types == [bool]:
             on = each.default is False and not shown
-            options["action"] = "store_true" if on else argparse.BooleanOptionalAction
+            options["action"] = "store_true" if on else BooleanOptionalAction
         else:
             options.update(type=types[0], choices=each.metadata.get("choices"))
-        parser.add_argument(f"--{each.name}", default=argparse.SUPPRESS, **options)
+        parser.add_argument(f"--{each.name}", default=SUPPRESS, **options)
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str) -> ArgumentParser:
     """A parser that shows a command's docstring as it is written."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
 
 
 def parse(kind: type, description: str) -> Any:
@@ -145,20 +134,17 @@ def writing(path: str | Path) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
     """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
-    whatever way, so no lock is ever left behind. UserError: somebody else has it; wait: until it is
-    free."""
-    path = Path(folder) / ".lock"
+    whatever way. UserError: somebody else has it; wait: until it is free."""
     with writing(folder):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a")  # noqa: SIM115
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = open(Path(folder) / ".lock", "a")  # noqa: SIM115
     with file:
         try:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise UserError(
-                f"another run is writing to {folder}: wait for it, or choose another folder"
-            ) from None
+            advice = "wait for it, or choose another folder"
+            raise UserError(f"another run is writing to {folder}: {advice}") from None
         except OSError:  # a file system without locks
             pass
         yield
@@ -168,12 +154,10 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to `path` on success: readers never see half a file.
     UserError: it cannot be written."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = Path(f"{path}.tmp")
     try:
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.unlink(missing_ok=True)  # of who was killed
+            temporary.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
@@ -181,8 +165,3 @@ def atomic(path: str | Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-
-
-def gib(size: int) -> str:
-    """A size for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

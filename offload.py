@@ -1,19 +1,15 @@
 """Tables far from the GPU that calculates with them: in RAM, or in files larger than RAM.
 
-Host memory stores, the GPU calculates, the optimizer's part included (docs/offloading.md). Rows go
-through a ring of buffers on a side stream, beside the compute stream:
+Rows go through a ring of buffers on a side stream, beside the compute stream (docs/offloading.md):
 
     side stream     |fetch 0|fetch 1|fetch 2|       |fetch 3|       |fetch 4|
     compute         | embedding |layer with 0 |layer with 1 |layer with 2 |layer with 3 ...
                                  ^ buffer 0 is free as soon as its rows are expanded to [B, T, W],
                                    so table 3 can follow in it (here: 3 buffers)
 
-In training, rows and moments of the last batch stay on the device, in slots of a working set. Of
-the next batch only what is missing is fetched, while this batch still computes; only what the next
-batch does not read is written back. To layers and optimizer this set is a resident table.
-
-A buffer is filled by a kernel that reads RAM over the bus, if it can be pinned (*direct*), or else
-by a worker thread that gathers rows in pinned staging memory (*staged*). What can go wrong:
+In training, rows and moments of the last batch stay on the device, in slots of a working set, and
+only what enters or leaves it is transferred. A buffer is filled by a kernel that reads pinned RAM
+over the bus (*direct*), or else by a worker thread with pinned staging memory (*staged*). Hazards:
 
     H1  staging memory is refilled while the side stream still copies it: Buffer.wait_staging
     H2  a buffer or a slot is refilled while the compute stream still reads it: Buffer.free,
@@ -26,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +35,11 @@ from tables.tables import STREAMS, ResidentTables, StoredTables, Tables, send
 class Buffer:
     """Device memory for rows on their way and, if a worker fills it, pinned memory beside it."""
 
-    def __init__(self, size: int, ring: "TransferRing") -> None:
-        """size: bytes."""
+    def __init__(self, n_byte: int, ring: "TransferRing") -> None:
         with torch.inference_mode(False):  # what decoding allocates, training may use
-            self.memory = torch.empty(size, dtype=torch.uint8, device=ring.device)
-            pinned = dict(dtype=torch.uint8, pin_memory=True)
-            self.staging = torch.empty(size, **pinned) if ring.worker else None
+            self.memory = torch.empty(n_byte, dtype=torch.uint8, device=ring.device)
+            if ring.worker:
+                self.staging = torch.empty(n_byte, dtype=torch.uint8, pin_memory=True)
         # Not to be handed out again before the last copy has ended. (Pinned memory never is.)
         self.memory.record_stream(ring.stream)
         # ready: the side stream is done with it; free: the compute stream is.
@@ -82,25 +78,24 @@ class TransferRing:
         self.failure: BaseException | None = None  # of a job: rows are half-way between steps
         self.buffers: deque[Buffer] = deque()
         self.turn = 0  # counts the users of the buffers, of whom each takes them from the last
-        self.moved = 0  # bytes fetched and written back so far
 
     def run(self, job: Callable, *args) -> object:
-        """Queue what a job does on the side stream: now, or by the worker; see `result_of`."""
+        """Do a job, now or by the worker: its operations join the side stream; see `result_of`."""
         return self.worker.submit(self.attempt, job, *args) if self.worker else job(*args)
 
     def attempt(self, job: Callable, *args) -> object:
-        """Worker: run a job, unless one before it failed."""
+        """Worker: do a job. RuntimeError: it failed, or one before it."""
         try:
             if self.failure is None:
                 return job(*args)
         except BaseException as error:  # whatever ends a job, the main thread hears of it
             self.failure = error
-        raise self.failure
+        raise RuntimeError(f"a transfer failed: {self.failure!r}: go on from a checkpoint")
 
-    def next_buffer(self, size: int) -> Buffer:
+    def next_buffer(self, n_byte: int) -> Buffer:
         """Addresses stay, unless rows need more bytes than any before."""
-        if not self.buffers or len(self.buffers[0].memory) < size:
-            self.buffers = deque(Buffer(size, self) for _ in range(self.n_buffer))
+        if not self.buffers or len(self.buffers[0].memory) < n_byte:
+            self.buffers = deque(Buffer(n_byte, self) for _ in range(self.n_buffer))
         self.buffers.rotate(-1)
         return self.buffers[-1]
 
@@ -158,21 +153,17 @@ class TransferRing:
 
     def synchronize(self) -> None:
         """Wait until all that was queued is done."""
-        result_of(self.wait_staging(), "storing rows")
+        result_of(self.wait_staging())
         self.stream.synchronize()
 
 
-def result_of(job: object, what: str) -> object:
-    """What a job returned, once the worker has done it. RuntimeError if it or one before failed."""
-    try:
-        return job.result() if isinstance(job, Future) else job
-    except BaseException as error:
-        raise RuntimeError(f"{what} failed: {error!r}: go on from a checkpoint") from error
+def result_of(job: object) -> object:
+    """What a job returned, once the worker has done it."""
+    return job.result() if isinstance(job, Future) else job
 
 
 class OffloadedTables(StoredTables):
-    """All tables of a model in RAM or on disk, used by a GPU, rows of `n_buffer` at once on their
-    way."""
+    """All tables of a model in RAM or on disk, used by a GPU through a ring of `n_buffer`."""
 
     def __init__(self, storage: TableStorage, device: torch.device | str, n_buffer: int = 3):
         super().__init__(storage, device)
@@ -194,9 +185,9 @@ class OffloadedTables(StoredTables):
     # --- reading ---
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """As `Tables.lookup`. What can be fetched ahead is under way when this returns. `ids`
-        should be on the CPU, except in a step of decoding, [B, 1]: else the host waits for them.
-        The iterator raises RuntimeError if the worker failed, or if another lookup has begun."""
+        """As `Tables.lookup`. What can be fetched ahead is under way when this returns. `ids` of a
+        decoding step, [B, 1], may be on the device. The iterator raises RuntimeError if the worker
+        failed."""
         if self.in_training():
             distinct, position = self.distinct(ids)
             if not self.reads and self.announced is None:  # the first of a step, unannounced
@@ -212,8 +203,7 @@ class OffloadedTables(StoredTables):
         """Distinct ids [n] on the CPU, and the position among them of each of ids."""
         distinct, position = torch.unique(ids.cpu(), return_inverse=True)
         if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < self.vocab_size:
-            first, last, most = distinct[0], distinct[-1], self.vocab_size - 1
-            raise IndexError(f"ids {first} to {last}: the tables have rows 0 to {most}")
+            raise IndexError(f"an id is not one of the tables' rows 0 to {self.vocab_size - 1}")
         return distinct, position
 
     def read(self, ids: Tensor) -> Iterator[Tensor]:
@@ -225,49 +215,45 @@ class OffloadedTables(StoredTables):
         if ids.shape[-1] == 1:
             if ids.device.type == "cpu":
                 self.distinct(ids)  # are they in range?
-            wanted, sources = ids.reshape(-1), [self.whole]
+            wanted, sources, buffer_of = ids.reshape(-1), [self.whole], self.decoding_buffer
             position = torch.arange(len(wanted), device=self.device).view(ids.shape)
         else:
-            (wanted, position), sources = self.distinct(ids), self.host_rows[0]
+            wanted, position = self.distinct(ids)
+            sources, buffer_of = self.host_rows[0], self.ring.next_buffer
             position = send(position, self.device)
         self.storage.read_ahead(wanted)
-        n, wanted, requested = len(wanted), self.ring.host_index(wanted), deque()
+        n, turn, wanted = len(wanted), self.ring.turn, self.ring.host_index(wanted)
 
-        def request(number: int) -> None:
-            if number < len(sources):
-                size = n * sources[number].shape[1] * self.whole.element_size()
-                decoding = ids.shape[-1] == 1
-                buffer = (self.decoding_buffer if decoding else self.ring.next_buffer)(size)
-                job = self.ring.run(self.ring.fetch, buffer, sources[number], wanted)
-                requested.append((buffer, job))
-                self.ring.moved += size
+        def request(source: Tensor) -> tuple[Tensor, Buffer, object]:
+            buffer = buffer_of(n * source.shape[1] * source.element_size())
+            return source, buffer, self.ring.run(self.ring.fetch, buffer, source, wanted)
 
-        def receive(turn: int) -> Iterator[Tensor]:
-            for number, source in enumerate(sources):
+        def receive() -> Iterator[Tensor]:
+            while requested:
                 assert self.ring.turn == turn, "this lookup lost its buffers to another one"
-                buffer, job = requested.popleft()
+                source, buffer, job = requested.popleft()
                 self.wait(job)
                 rows = rows_in(buffer.memory, n, source)  # [n, W], or [n, n_table * W]
                 rows = F.embedding(position, rows)  # [B, T, W], ...
                 buffer.free.record(torch.cuda.current_stream(self.device))
-                request(number + self.ring.n_buffer)
+                requested.extend(islice(requests, 1))
                 yield from rows.unflatten(-1, (-1, self.width)).unbind(-2)  # [B, T, W] each
 
-        for number in range(self.ring.n_buffer):
-            request(number)
-        return receive(self.ring.turn)
+        requests = map(request, sources)  # each is made when it is asked for
+        requested = deque(islice(requests, self.ring.n_buffer))
+        return receive()
 
-    def decoding_buffer(self, size: int) -> Buffer:
+    def decoding_buffer(self, n_byte: int) -> Buffer:
         """One for itself, as a CUDA graph keeps its address. All that has read it is queued by now,
         and so is what computes the ids: transfers wait for both."""
-        if self.for_decoding is None or len(self.for_decoding.memory) < size:
-            self.for_decoding = Buffer(size, self.ring)
+        if self.for_decoding is None or len(self.for_decoding.memory) < n_byte:
+            self.for_decoding = Buffer(n_byte, self.ring)
         self.for_decoding.free.record(torch.cuda.current_stream(self.device))
         return self.for_decoding
 
     def wait(self, job: object) -> None:
         """Have the compute stream wait for rows, and the host until the worker queued them."""
-        if arrival := result_of(job, "reading rows"):
+        if arrival := result_of(job):
             torch.cuda.current_stream(self.device).wait_event(arrival)
 
     # --- training ---
@@ -341,7 +327,6 @@ class OffloadedTables(StoredTables):
         self.ring.turn += 1
         for kind, pairs in enumerate(zip(self.host_rows, self.device_rows, strict=True)):
             for table, (host, device) in enumerate(zip(*pairs, strict=True)):
-                self.ring.moved += n * self.width * host.element_size()
                 buffer = self.ring.next_buffer(n * self.width * 4)  # at most: rows may be bfloat16
                 yield buffer, host, device, -1 if kind else table
 
@@ -371,7 +356,7 @@ def make_tables(
 
     Args:
         live: for training, the path of a new folder, for tables on disk.
-        saved: DiskStorage of a checkpoint. If it is not to be trained, it is read in place.
+        saved: DiskStorage of a checkpoint, which is read in place without training.
         fresh: whether rows are to be drawn, not loaded.
     """
     training, far = live is not None, offload != "none" and device.type in STREAMS
@@ -381,8 +366,7 @@ def make_tables(
         shape = (vocab_size, n_table, width)
         if n_table and on_disk and training:
             # The live one, a snapshot (a run that resumes has it), and the next one before it goes.
-            resumed = saved is not None and saved.folder.parent == live.parent
-            check_room(shape, dtype, training, live.parent, copies=3 - resumed)
+            check_room(shape, dtype, training, live.parent, copies=2 if saved else 3)
         elif not on_disk and (far or (offload != "disk" and device.type == "cpu")):
             check_room(shape, dtype, training)
         if not n_table or not (on_disk or far):

@@ -1,7 +1,7 @@
 """Row-wise Adam: an optimizer step that costs what the batch costs, not what the vocabulary costs.
 
 It works on the rows and moments that tables (tables.py) have on the device, wherever they are
-stored. So one piece of arithmetic, `adam_rows`, serves all of them: results are equal to the bit.
+stored: one piece of arithmetic, `adam_rows`, serves all of them, with results equal to the bit.
 """
 
 import math
@@ -60,27 +60,18 @@ def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class RowAdam:
-    """Adam on the rows that the batch read, and only on them. It applies in advance what AdamW may
-    be expected to do until a row is read again (`expected_update_scale`).
+    """Adam on the rows that the batch read, and only on them.
 
-    AdamW moves and decays every row in every step, at a cost of V x W. Between two readings nobody
-    sees where a row is, so all of that can be done when it is read: its moments decay by the steps
-    since the last reading, which makes them AdamW's, and the updates until the next one are made at
-    once, as many as are to be expected at the rate at which the token came so far.
+    AdamW moves and decays every row in every step, at a cost of V x W. Here that is done when a row
+    is read: its moments decay by the steps since the last reading, which makes them AdamW's, and
+    the updates until the next one are made at once, in expectation (`expected_update_scale`).
 
     A row that is not in the batch stays bit-identical, moments and all; if every row is in every
     batch this is AdamW. Moments are float32, `weight_decay` is decoupled. bfloat16 rows are rounded
     stochastically; the random bits depend on `seed`, step and table, so a resumed run draws those
     of an uninterrupted one."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, tables: Tables, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0):
         self.tables, self.betas, self.eps, self.weight_decay = tables, betas, eps, weight_decay
         self.seed, self.steps = seed, 0
         # m and v [V, W] of each table, where they are stored. count and last [V] are per token, not

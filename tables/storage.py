@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from common import UserError, gib, writing
+from common import UserError, writing
 
 Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows
@@ -40,15 +40,10 @@ def layout(shape: Shape, dtype: torch.dtype) -> dict[str, tuple]:
 
 
 class TableStorage:
-    """What stores tables.
+    """What stores tables."""
 
-    Attributes:
-        arrays: tensors by name, see above; of tables that are not trained, rows may be all.
-        fresh: rows are yet to be drawn.
-    """
-
-    arrays: dict[str, Tensor]
-    fresh = True
+    arrays: dict[str, Tensor]  # by name, see above; of tables that are not trained, maybe only rows
+    fresh = True  # rows are yet to be drawn
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
         """Begin to read what tokens `ids` own of these arrays, without waiting for it."""
@@ -77,10 +72,8 @@ class DiskStorage(TableStorage):
     tensor goes to its file if that is `writable`, and else stays in this process. UserError: a file
     is missing or has another size."""
 
-    def __init__(
-        self, folder: Path, shape: Shape, dtype: torch.dtype, *, writable: bool = False
-    ) -> None:
-        self.folder, self.fresh, self.arrays, self.maps = Path(folder), False, {}, {}
+    def __init__(self, folder: Path, shape: Shape, dtype: torch.dtype, *, writable=False) -> None:
+        self.folder, self.fresh, self.arrays, self.maps = folder, False, {}, {}
         mode, how = ("r+b", dict(access=mmap.ACCESS_WRITE)) if writable else ("rb", PRIVATE)
         for name, (size, kind, n_byte) in layout(shape, dtype).items():
             path = self.folder / name
@@ -95,15 +88,13 @@ class DiskStorage(TableStorage):
             self.arrays[name] = torch.frombuffer(self.maps[name], dtype=kind).view(size)
 
     @classmethod
-    def create(
-        cls, folder: Path, shape: Shape, dtype: torch.dtype, *, sparse: bool = False
-    ) -> "DiskStorage":
+    def create(cls, folder: Path, shape: Shape, dtype: torch.dtype, *, sparse=False):
         """Writable tables of zeros in a new folder. They take all of their room at once unless
         `sparse`: a disk that fills up under a map would kill the process. UserError: it is full."""
         with writing(folder):
-            Path(folder).mkdir(parents=True)
+            folder.mkdir(parents=True)
             for name, (_, _, n_byte) in layout(shape, dtype).items():
-                with open(Path(folder) / name, "wb") as file:
+                with open(folder / name, "wb") as file:
                     file.truncate(n_byte)
                     if not sparse and hasattr(os, "posix_fallocate"):
                         os.posix_fallocate(file.fileno(), 0, n_byte)
@@ -112,8 +103,7 @@ class DiskStorage(TableStorage):
         return storage
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
-        """As `TableStorage.read_ahead`. Page faults would ask the disk for one page after the
-        other: that took ten times as long."""
+        """Page faults would ask the disk for one page after the other: ten times as long."""
         # Neighbours are asked for as one: among them, id minus index is the same.
         ids = torch.unique(ids)
         _, sizes = torch.unique_consecutive(ids - torch.arange(len(ids)), return_counts=True)
@@ -128,9 +118,9 @@ class DiskStorage(TableStorage):
     def copy(self, folder: Path) -> dict:
         """Write what the arrays hold now to a new folder. Returns what opens and verifies it."""
         with writing(folder):
-            Path(folder).mkdir(parents=True)
+            folder.mkdir(parents=True)
             for name, array in self.arrays.items():
-                with open(Path(folder) / name, "wb") as file:
+                with open(folder / name, "wb") as file:
                     array.view(torch.uint8).numpy().tofile(file)
                     os.fsync(file.fileno())
         rows = self.arrays["rows"]
@@ -141,26 +131,23 @@ class DiskStorage(TableStorage):
         return {name: zlib.crc32(array.view(torch.uint8).numpy()) for name, array in arrays}
 
 
-def check_room(
-    shape: Shape, dtype: torch.dtype, training: bool, folder: Path | None = None, copies: int = 1
-) -> None:
+def check_room(shape: Shape, dtype: torch.dtype, training: bool, folder=None, copies=1) -> None:
     """UserError: tables, or so many copies, have no room in RAM, or on the disk of a folder."""
     sizes = {name: n_byte for name, (_, _, n_byte) in layout(shape, dtype).items()}
     need = copies * (sum(sizes.values()) if training else sizes["rows"])
     free = shutil.disk_usage(folder).free if folder else free_ram()
-    if free is not None and need > free:
+    if need > free:
         where, instead = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
-        raise UserError(
-            f"the tables need {gib(need)} of {where}, {gib(free)} are free: take {instead}"
-            + " or --table_dtype bfloat16" * training
-        )
+        sizes = f"{need / 2**30:.2f} GiB of {where}, {free / 2**30:.2f} GiB are free"
+        instead += " or --table_dtype bfloat16" * training
+        raise UserError(f"the tables need {sizes}: take {instead}")
 
 
-def free_ram() -> int | None:
+def free_ram() -> float:
     """Bytes that programs can still have, where the system tells (Linux)."""
     info = Path("/proc/meminfo")
     found = re.search(r"MemAvailable: +(\d+)", info.read_text()) if info.exists() else None
-    return int(found[1]) * 1024 if found else None
+    return int(found[1]) * 1024 if found else math.inf
 
 
 def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
@@ -170,10 +157,9 @@ def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
     runtime, at, size = torch.cuda.cudart(), array.data_ptr(), array.nbytes
     with torch.cuda.device(device):
         # Windows' GPUs see other addresses.
-        error = sys.platform == "win32" or int(runtime.cudaHostRegister(at, size, 0))
-        if error:
-            why = f"cannot be pinned (CUDA error {error}, see `ulimit -l`), which is slower"
-            print(f"note: {gib(size)} of tables {why}", file=sys.stderr)
+        if error := sys.platform == "win32" or int(runtime.cudaHostRegister(at, size, 0)):
+            why = f"CUDA error {error}, see `ulimit -l`"
+            print(f"note: tables cannot be pinned ({why}), which is slower", file=sys.stderr)
             return None
         weakref.finalize(array, unpin, at, device)
         kind = {2: "<i2", 4: "<f4"}[array.element_size()]  # the protocol has no bfloat16

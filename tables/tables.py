@@ -1,9 +1,9 @@
 """Token tables: the interface that the decoder sees, and the tables that lie where they are used.
 
-A token table is a V x W matrix owned by one layer. A forward pass reads only the rows of the
-tokens in its input, and it knows which ones before the first layer runs. So each row is fetched
-once, only these rows get a gradient (rowadam.py), and rows in slow memory are fetched while earlier
-layers compute (offload.py). Wherever tables live, the decoder asks for their rows in the same way:
+A token table is a V x W matrix owned by one layer. A forward pass reads only the rows of the tokens
+in its input, known before the first layer runs. So each row is fetched once, only these rows get a
+gradient (rowadam.py), and slow memory is read while earlier layers compute (offload.py). Wherever
+tables live, the decoder asks for their rows in the same way:
 
     for rows in tables.lookup(ids): ...        # rows of table 0, 1, ... [B, T, W], in layer order
 """
@@ -20,8 +20,7 @@ STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, for which the host does not wait: from pinned memory a GPU that is
-    still busy fetches it when it gets there."""
+    """A copy on the device, for which the host does not wait: a GPU reads pinned memory itself."""
     if device.type in STREAMS and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -33,6 +32,7 @@ class Tables(nn.Module):
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
     m = v = None  # likewise what Adam remembers, lists of [V, W] float32
     storage: TableStorage | None = None  # of tables that are no parameters
+    on_disk = False
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -119,12 +119,6 @@ class Tables(nn.Module):
                 total.index_add_(0, where, leaf.grad)  # each row once: the order of sums is fixed
         return ids, merged
 
-    # --- for checkpoints ---
-
-    @property
-    def on_disk(self) -> bool:
-        return isinstance(self.storage, DiskStorage)
-
     def flush(self) -> None:
         """Bring what is elsewhere to where it is stored, and look there anew from now on."""
 
@@ -154,6 +148,7 @@ class StoredTables(Tables):
         vocab_size, _, width = storage.arrays["rows"].shape
         super().__init__(vocab_size, width)
         self.storage, self.device = storage, torch.device(device)
+        self.on_disk = isinstance(storage, DiskStorage)
         self.weight, *moments = (list(a.unbind(1)) for a in storage.arrays.values() if a.dim() == 3)
         if moments:
             self.m, self.v = moments

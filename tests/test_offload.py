@@ -66,9 +66,8 @@ def batch(number: int, shape=(2, 4)) -> torch.Tensor:
 
 def train(tables, adam: RowAdam, ids: torch.Tensor) -> None:
     """A training step in which every number of every table matters."""
-    sum(
-        (rows.sin() * (i + 1)).sum() for i, rows in enumerate(tables.train().lookup(ids))
-    ).backward()
+    rows = tables.train().lookup(ids)
+    sum((row.sin() * (i + 1)).sum() for i, row in enumerate(rows)).backward()
     adam.step(lr=0.1)
 
 
@@ -193,13 +192,7 @@ def test_no_schedule_changes_results(expected):
 
 
 GUARDS = (".synchronize()", ".wait_event(", ".record(", ".record_stream(", ".after_compute()")
-GUARDS += (
-    ".wait_staging()",
-    "self.write_back(",
-    "self.wait(self",
-    "self.wait(job",
-    "result_of(self.wait",
-)
+GUARDS += (".wait_staging()", "self.write_back(", "self.wait(", "result_of(self.wait")
 
 
 def guards() -> list[int]:
@@ -347,15 +340,13 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(storage):
         sets = [set(), *batches]
         for number, wanted in enumerate(batches):
             crossed.clear()
-            before = tables.ring.moved
             train(tables, adam, torch.tensor([sorted(wanted)]))
             if tables.ring.worker:
-                offload.result_of(tables.ring.wait_staging(), "")
+                offload.result_of(tables.ring.wait_staging())
             # Unannounced: what leaves does so when the next batch is looked up.
             coming, leaving = wanted - sets[number], sets[number] - wanted
             bytes_a_token = SMALL[1] * SMALL[2] * 4 * 3  # rows, m and v
             assert sum(crossed) == (len(coming) + len(leaving)) * bytes_a_token
-            assert tables.ring.moved - before == sum(crossed)
 
 
 def test_each_distinct_row_is_fetched_once_and_a_step_reads_what_lies_side_by_side(storage):
@@ -445,12 +436,6 @@ def test_rows_half_way_between_steps_are_never_read_or_saved(error, tmp_path, mo
         for use in (tables.state_dict, adam.state_dict, lambda: list(tables.lookup(batch(2)))):
             with pytest.raises(RuntimeError, match=f"failed: .*{error}"):
                 use()
-
-
-def test_ram_that_cannot_be_pinned_is_staged():
-    with SimulatedGpu(pins=False) as gpu:
-        tables = filled(OffloadedTables(RamStorage(SMALL, torch.float32), gpu.device))
-        assert tables.ring.worker and all_equal(gpu, tables)
 
 
 def test_what_is_loaded_replaces_what_is_on_the_device(gpu, storage):

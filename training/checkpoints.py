@@ -1,4 +1,4 @@
-"""Checkpoints: a ckpt.pt that is self-contained, so enough to sample, edit or resume.
+"""Checkpoints: a ckpt.pt that is enough to sample, edit or resume.
 
 Training changes tables on disk all the time, in the folder `live-tables`. So saving copies them to
 a folder of their own, `tables-ID`, then replaces ckpt.pt by one that names this ID, and only then
@@ -7,7 +7,6 @@ deletes those that no checkpoint names. Whenever a crash comes, ckpt.pt finds it
 
 import contextlib
 import pickle
-import re
 import secrets
 import shutil
 import zipfile
@@ -26,9 +25,7 @@ from tables.tables import StoredTables
 from text import tokenizer
 
 FORMAT = 2
-LIVE, SNAPSHOT = "live-tables", "tables-{}"
-# What PyTorch says of a pickle that names what it would have to call.
-CODE = r"(?<=GLOBAL )\S+|(?:call reduce|instantiate|build) .{,60}"
+LIVE = "live-tables"
 
 
 def device_flag() -> str:
@@ -41,29 +38,27 @@ def offload_flag(**more) -> str:
 
 
 def snapshots(folder: Path) -> list[Path]:
-    return sorted(folder.glob(SNAPSHOT.format("*")))
+    return sorted(folder.glob("tables-*"))
 
 
 def remove_leftovers(out_dir: Path) -> None:
     """Delete what a run that was killed left in its folder, for who has `locked` it."""
-    names = ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png", "run*")
-    for path in (out_dir / LIVE, *(p for name in names for p in out_dir.glob(f"{name}.tmp"))):
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(out_dir / LIVE, ignore_errors=True)
+    for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
+        (out_dir / f"{name}.tmp").unlink(missing_ok=True)
     remove_unused_tables(out_dir)
 
 
 def remove_unused_tables(folder: Path) -> None:
     """Delete snapshots that no *.pt file in the folder names: none, if one cannot be read."""
-    if not (unused := snapshots(folder)):
-        return
-    with contextlib.suppress(UserError):
-        for path in folder.glob("*.pt"):
-            with checkpoint_errors(path):
-                tables = read_checkpoint(path)["tables"] or {"id": None}
-                unused = [each for each in unused if each.name != SNAPSHOT.format(tables["id"])]
-        for path in unused:
-            shutil.rmtree(path, ignore_errors=True)
+    if unused := set(snapshots(folder)):
+        with contextlib.suppress(UserError):
+            for path in folder.glob("*.pt"):
+                with checkpoint_errors(path):
+                    if tables := read_checkpoint(path)["tables"]:
+                        unused.discard(folder / f"tables-{tables['id']}")
+            for path in unused:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
@@ -80,7 +75,7 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
     try:
         if storage := checkpoint["tables"]:
             name = secrets.token_hex(4)
-            described = storage.copy(path.with_name(SNAPSHOT.format(name)))
+            described = storage.copy(path.with_name(f"tables-{name}"))
             checkpoint["tables"] = {"id": name, **described}
             weights = checkpoint["model"].items()
             checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
@@ -93,16 +88,15 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
-    """Read what `save_checkpoint` wrote, onto the CPU: mapped into memory, so that what nobody
-    touches is not read, unless it is to `verify` the checksums. Tables on disk are put where others
-    are, and their storage is `tables`. UserError: there is no such file, or it is damaged or
-    something else."""
+    """Read what `save_checkpoint` wrote, mapped into memory, so that what nobody touches is not
+    read, unless to `verify` the checksums. Tables on disk are put where others are, and their
+    storage is `tables`. UserError: there is no such file, or it is damaged or something else."""
     checkpoint = read_checkpoint(path)
     with checkpoint_errors(path):
         if verify and (bad := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"checksum of {bad}")
         if saved := checkpoint["tables"]:
-            folder = Path(path).with_name(SNAPSHOT.format(saved["id"]))
+            folder = Path(path).with_name(f"tables-{saved['id']}")
             try:
                 storage = DiskStorage(folder, saved["shape"], saved["dtype"])
             except UserError:
@@ -114,8 +108,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
             tables, checkpoint["tables"] = StoredTables(storage), storage
             checkpoint["model"] |= tables.state_dict(prefix="tables.")
             if rows := checkpoint.get("optimizer", {}).get("rows"):
-                names = ("m", "v", "count", "last")
-                rows["tables"] |= {name: getattr(tables, name) for name in names}
+                rows["tables"] |= {n: getattr(tables, n) for n in ("m", "v", "count", "last")}
     return checkpoint
 
 
@@ -140,11 +133,8 @@ def checkpoint_errors(path: str | Path) -> Iterator[None]:
             raise
         if isinstance(error, OSError) and error.strerror:
             raise UserError(f"cannot read {path}: {error.strerror}, name a ckpt.pt") from None
-        if isinstance(error, pickle.UnpicklingError):
-            if code := re.search(CODE, str(error)):
-                why = f"it would run code ({code[0]}), which no checkpoint of this program does"
-                raise UserError(f"{path} was not opened: {why}, so do not trust it") from None
-            error = "no archive of tensors"
+        if isinstance(error, pickle.UnpicklingError):  # which would tell to open it all the same
+            error = "it holds more than tensors, maybe code that was not run: do not trust it"
         raise UserError(f"{path} is damaged or not a checkpoint ({error!s:.200})") from None
 
 

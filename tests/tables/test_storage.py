@@ -2,7 +2,7 @@
 
 import mmap
 import os
-import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,14 +130,10 @@ def test_room_is_that_of_rows_and_in_training_of_moments(
     per_number, per_token = (10, 16) if training else (2, 0)  # bfloat16, m and v, count and last
     need = copies * (7 * 3 * 5 * per_number + 7 * per_token)
     args = (SHAPE, torch.bfloat16, training, tmp_path if folder else None, copies)
-    for free in (need, need - 1):
-        usage = shutil.disk_usage(tmp_path)._replace(free=free if folder else 0)
-        monkeypatch.setattr(storages.shutil, "disk_usage", lambda path, usage=usage: usage)
-        monkeypatch.setattr(storages, "free_ram", lambda free=free: 0 if folder else free)
-        if free == need:
-            check_room(*args)
-        else:
-            with pytest.raises(UserError, match="--out_dir" if folder else "--offload disk"):
-                check_room(*args)
-    monkeypatch.setattr(storages, "free_ram", lambda: None)  # a system that does not tell
-    check_room(SHAPE, torch.bfloat16, training)
+    usage = SimpleNamespace(free=need if folder else 0)
+    monkeypatch.setattr(storages.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(storages, "free_ram", lambda: 0 if folder else need)
+    check_room(*args)
+    need = usage.free = need - 1
+    with pytest.raises(UserError, match="--out_dir" if folder else "--offload disk"):
+        check_room(*args)

@@ -39,12 +39,6 @@ def batch(step: int, shape=(2, 4)) -> torch.Tensor:
     return torch.randint(V, shape, generator=torch.Generator().manual_seed(step))
 
 
-def assert_rows(rows, ids, tables=None):
-    """They are those of the resident tables."""
-    for row, weight in zip(rows, (tables or resident()).weight, strict=True):
-        assert torch.equal(row, F.embedding(ids, weight))
-
-
 def step(tables, adam: RowAdam, number: int) -> None:
     """One training step in which every number of every table matters."""
     ids = batch(number)
@@ -93,20 +87,13 @@ def test_training_equals_resident_bit_for_bit(made, micro):
     assert_same_training(train(made, micro), train(ResidentTables, micro))
 
 
-def test_generated_text_equals_resident(made):
-    texts = []
-    for tables in (ResidentTables, made):
-        torch.manual_seed(0)
-        model = Decoder(CONFIG, tables=tables).eval()
-        texts.append(model.generate(batch(0), 30, temperature=1.0, seed=1))  # past block_size
-    assert torch.equal(*texts)
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_rows_equal_those_of_an_embedding(made, training):
     tables = filled(made()).train(training)
     for number, shape in enumerate([(2, 4), (1, 1), (3, 9), (1, 40)]):
-        assert_rows(tables.lookup(batch(number, shape)), batch(number, shape))
+        ids = batch(number, shape)
+        for row, weight in zip(tables.lookup(ids), resident().weight, strict=True):
+            assert torch.equal(row, F.embedding(ids, weight))
 
 
 def test_a_model_moves_its_tables_nowhere_and_counts_them(made):
@@ -114,12 +101,9 @@ def test_a_model_moves_its_tables_nowhere_and_counts_them(made):
         plain = Decoder(CONFIG).sizes()
     model = train(made, steps=1)[1]
     assert model.sizes() == plain
-    before = model.tables.weight[0].data_ptr()
+    before = model.tables.weight[0]
     model.to(torch.float64)
-    assert (model.tables.weight[0].data_ptr(), model.tables.weight[0].dtype) == (
-        before,
-        torch.float32,
-    )
+    assert model.tables.weight[0] is before and before.dtype == torch.float32
     assert not [name for name, _ in model.named_parameters() if name.startswith("tables.")]
 
 
@@ -198,10 +182,8 @@ def test_stochastic_rounding_hits_neighbours_with_the_right_mean():
     for column in (1, 2, 3):
         values = rounded[:, column].float().unique()
         assert len(values) == 2 and values[0] < x[0, column] < values[1]
-        gap = (values[1] - values[0]).item()
-        assert rounded[:, column].double().mean().item() == pytest.approx(
-            x[0, column].item(), abs=gap / 50
-        )
+        off = rounded[:, column].double().mean() - x[0, column]
+        assert abs(off) < (values[1] - values[0]) / 50
 
 
 def test_bfloat16_trains_alike_in_every_home_and_resumes(made):

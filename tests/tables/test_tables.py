@@ -1,6 +1,5 @@
 """Checks row lookups against nn.Embedding and row-wise Adam against torch.optim.AdamW."""
 
-import io
 import math
 import random
 import statistics
@@ -60,37 +59,18 @@ def test_no_tables_have_no_rows():
     assert made.reads == []
 
 
-def test_gradients_equal_the_touched_rows_of_a_dense_gradient():
+@pytest.mark.parametrize("n_part", [1, 2])
+def test_gradients_equal_the_touched_rows_of_a_dense_gradient(n_part):
     made, embeddings = tables(), ordinary(tables())
-    backward(made.lookup(BATCH))
-    backward([embedding(BATCH) for embedding in embeddings])
+    for seed, part in enumerate(BATCH.chunk(n_part)):  # 1, 3 and 7 are in both
+        backward(made.lookup(part), seed)
+        backward([embedding(part) for embedding in embeddings], seed)  # autograd accumulates
     ids, grads = made.gradients()
     assert ids.tolist() == [0, 1, 3, 7]  # distinct and sorted
     for grad, embedding in zip(grads, embeddings, strict=True):
         dense = torch.zeros(V, W).index_copy(0, ids, grad)
         torch.testing.assert_close(dense, embedding.weight.grad)
     assert all(weight.grad is None for weight in made.weight)  # nothing V x W was allocated
-
-
-def test_micro_batches_merge_to_the_gradient_of_one_batch():
-    made, embeddings = tables(), ordinary(tables())
-    for part, ids in enumerate(BATCH.split(1)):  # 1, 3 and 7 are in both
-        backward(made.lookup(ids), seed=part)
-        backward([embedding(ids) for embedding in embeddings], seed=part)  # autograd accumulates
-    ids, grads = made.gradients()
-    assert ids.tolist() == [0, 1, 3, 7]
-    for grad, embedding in zip(grads, embeddings, strict=True):
-        dense = torch.zeros(V, W).index_copy(0, ids, grad)
-        torch.testing.assert_close(dense, embedding.weight.grad)
-
-
-def test_gradients_forgets_what_it_returned():
-    made = tables()
-    backward(made.lookup(BATCH))
-    made.gradients()
-    assert made.reads == []
-    backward(made.lookup(torch.tensor([[2, 4]])))
-    assert made.gradients()[0].tolist() == [2, 4]
 
 
 def test_tables_with_requires_grad_are_ordinary_parameters():
@@ -259,35 +239,8 @@ def test_expected_travel_is_the_mean_over_the_waits(p):
         return k
 
     travels = [sum(r**j for j in range(min(wait(), 300))) for _ in range(4000)]
-    assert expected_update_scale((0.9, 0.95), p) == pytest.approx(
-        statistics.mean(travels), rel=0.03
-    )
-
-
-def test_a_saved_and_loaded_optimizer_continues_bit_identically():
-    def step(adam, n):
-        ids = torch.randperm(V, generator=torch.Generator().manual_seed(n))[:4]
-        adam.step(0.05, (ids, [noise(2 * n, 4, W), noise(2 * n + 1, 4, W)]))
-
-    first = RowAdam(tables())
-    for n in range(5):
-        step(first, n)
-    file = io.BytesIO()
-    torch.save({"tables": first.tables.state_dict(), "adam": first.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file)
-    second = RowAdam(tables(seed=9))
-    second.tables.load_state_dict(saved["tables"])
-    second.load_state_dict(saved["adam"])
-    for n in range(5, 10):
-        step(first, n)
-        step(second, n)
-    for a, b in zip(
-        [*first.tables.weight, *first.m, *first.v, first.count, first.last],
-        [*second.tables.weight, *second.m, *second.v, second.count, second.last],
-        strict=True,
-    ):
-        assert torch.equal(a, b)
+    expected = statistics.mean(travels)
+    assert expected_update_scale((0.9, 0.95), p) == pytest.approx(expected, rel=0.03)
 
 
 def test_gradients_count_only_what_was_differentiated():
@@ -302,3 +255,4 @@ def test_gradients_count_only_what_was_differentiated():
     ids, (grad, _) = tables.gradients()
     assert ids.tolist() == [5, 7]
     assert grad.tolist() == [[2.0] * 3, [1.0] * 3]
+    assert tables.reads == []  # what was returned is forgotten

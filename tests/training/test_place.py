@@ -138,17 +138,6 @@ def test_bfloat16_tables_resume_to_the_bit(data, tmp_path, monkeypatch):
         assert_same(whole[part], cut[part])
 
 
-def test_an_earlier_run_is_moved_with_its_tables(runs, data, tmp_path, monkeypatch):
-    shutil.copytree(runs["disk"], tmp_path / "out")
-    (name,) = [path.name for path in snapshots(tmp_path / "out")]
-    more = ("--offload", "disk", "--max_iters", 1)
-    train_module.train(arguments(monkeypatch, data, tmp_path / "out", *more))
-    assert [path.name for path in snapshots(tmp_path / "out" / "run1")] == [name]
-    load_model(tmp_path / "out" / "run1" / "ckpt.pt", CPU)
-    assert len(snapshots(tmp_path / "out")) == 1
-    load_model(tmp_path / "out" / "ckpt.pt", CPU)
-
-
 def test_only_tables_that_no_checkpoint_names_are_deleted(runs, data, tmp_path, monkeypatch):
     """A copy of ckpt.pt goes on naming its tables, whatever the run does."""
     out = shutil.copytree(runs["disk"], tmp_path / "out")
@@ -178,26 +167,20 @@ def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
     monkeypatch.setattr(storages, "free_ram", lambda: 100_000)
     for kind in ("none", "cpu"):
         says = refused("--offload", kind)
-        assert "of RAM, 0.1 MiB are free" in says and "--offload disk" in says
+        assert "of RAM, 0.00 GiB are free" in says and "--offload disk" in says
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(storages.shutil, "disk_usage", lambda path: usage)
     says = refused("--offload", "disk")
-    assert "of disk, 0.1 MiB are free" in says and "another --out_dir" in says
+    assert "of disk, 0.00 GiB are free" in says and "another --out_dir" in says
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize(("resume", "copies"), [(False, 3), (True, 2)])
-def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(
-    resume, copies, tmp_path, monkeypatch
-):
-    asked, shape = [], (10, 2, 4)
-    (tmp_path / "other").mkdir()
-    saved = DiskStorage.create(
-        tmp_path / ("tables-0" if resume else "other/tables-0"), shape, torch.float32
-    )
+def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(tmp_path, monkeypatch):
+    asked, saved = [], DiskStorage.create(tmp_path / "tables-0", (10, 2, 4), torch.float32)
     monkeypatch.setattr("offload.check_room", lambda *args, copies: asked.append(copies))
-    make_tables("disk", CPU, torch.float32, live=tmp_path / "live", saved=saved)(2, 10, 4)
-    assert asked == [copies]
+    for name, start in (("new", None), ("resumed", saved)):
+        make_tables("disk", CPU, torch.float32, live=tmp_path / name, saved=start)(2, 10, 4)
+    assert asked == [3, 2]
 
 
 @pytest.mark.parametrize("flags", ["--offload disk", "--table_dtype bfloat16"])
