@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import shutil
 import threading
 
@@ -74,19 +75,16 @@ def folders(experiment, **flags):
 
 def test_a_run_is_trained_once_and_goes_on_where_it_was_stopped(experiment, monkeypatch):
     first, second = folders(experiment)
-    assert [[each["step"] for each in read_run(run)["eval"]] for run in (first, second)] == [
-        [0, 2, 4]
-    ] * 2
+    for run in (first, second):
+        assert [each["step"] for each in read_run(run)["eval"]] == [0, 2, 4]
     losses = [step["train_loss"] for step in read_run(first)["step"]]
-    monkeypatch.setattr(shared, "train_here", lambda *job: pytest.fail("trained again"))
-    assert folders(experiment) == [first, second]
-    monkeypatch.undo()
-    (first / "loss.png").unlink()  # the last thing that a run writes
-    resumed = []
-    monkeypatch.setattr(shared, "train_here", lambda folder, flags: resumed.append((folder, flags)))
-    folders(experiment)
-    assert resumed == [(first, {"resume": True})]
-    monkeypatch.undo()
+    asked = []
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "train_all", lambda jobs, at_once: asked.append(jobs))
+        assert folders(experiment) == [first, second] and not asked
+        (first / "loss.png").unlink()  # the last thing that a run writes
+        folders(experiment)
+    assert asked == [{first: {"resume": True}}]
     folders(experiment)
     assert [step["train_loss"] for step in read_run(first)["step"]] == losses
     assert (first / "loss.png").exists()
@@ -121,34 +119,32 @@ def test_a_second_stage_is_another_run_for_each_model_that_it_goes_on_with(exper
 
 
 def test_a_loss_that_is_no_number_is_a_finding_and_other_errors_are_one_line(experiment):
-    (diverged, _) = folders(experiment, learning_rate=1e9, warmup=0.0)
-    assert "loss became" in (diverged / "failed.txt").read_text()
+    flags = dict(learning_rate=1e9, warmup=0.0)
+    ended = folders(experiment, **flags)
+    assert all(map(shared.diverged, ended))
+    logs = [(folder / "log.txt").read_text() for folder in ended]
+    assert folders(experiment, **flags) == ended  # nothing is left to train
+    assert [(folder / "log.txt").read_text() for folder in ended] == logs
     with pytest.raises(UserError, match="n_head"):
         folders(experiment, n_head=3)
-    broken = experiment.folder({**SMALL, "seed": 1})
-    (broken / "ckpt.pt").write_text("x")
-    with pytest.raises(UserError, match=rf"{broken.name}: .*is damaged"):
-        folders(experiment)
 
 
-def test_runs_at_once_are_processes_of_which_one_that_fails_ends_all(experiment, monkeypatch):
-    experiment.jobs, started, start = 2, [], shared.start
-    monkeypatch.setattr(shared, "start", lambda *job: started.append(start(*job)) or started[-1])
+def test_of_runs_at_once_one_that_fails_or_is_killed_ends_all(experiment):
+    experiment.jobs = 2
     endless = {**SMALL, "max_iters": 10**6, "eval_interval": 10**6}
     first, broken = (experiment.folder({**endless, "seed": seed}) for seed in (1, 2))
     (broken / "ckpt.pt").write_text("x")
     short = {**SMALL, "doc_mask": True}
     with pytest.raises(UserError, match=rf"{broken.name}: .*is damaged"):
         experiment.train({"short": short, "endless": endless})
-    assert len(started) == 4 and all(process.poll() is not None for process in started)
+    assert not multiprocessing.active_children()
     for folder in experiment.train({"short": short})["short"]:  # nothing is left to train
         assert read_run(folder)["eval"][-1]["step"] == 4
 
-    killer = threading.Timer(2, lambda: started[-1].kill())
+    killer = threading.Timer(4, lambda: multiprocessing.active_children()[0].kill())
     killer.start()
     with pytest.raises(UserError, match=rf"{first.name}: killed by signal 9"):
         experiment.train({"endless": endless}, [1])
-    assert len(started) == 5
 
 
 def test_figures_are_measured_once_and_those_of_two_programs_are_merged(experiment, tmp_path):
@@ -160,10 +156,9 @@ def test_figures_are_measured_once_and_those_of_two_programs_are_merged(experime
     assert JsonCache(tmp_path / "x.json").figures == {"a": 1.5, "b": [2.5], "c": 3.5}
 
 
-@pytest.mark.parametrize("text", ["[", "[1]", '"a"', "3", "[" * 100_000])
-def test_a_damaged_or_foreign_cache_is_one_clear_line(tmp_path, text):
-    (tmp_path / "figures.json").write_text(text)
-    with pytest.raises(UserError, match=r"figures\.json is damaged or not of analyze.py"):
+def test_a_damaged_cache_is_one_clear_line(tmp_path):
+    (tmp_path / "figures.json").write_text("[")
+    with pytest.raises(UserError, match=r"figures\.json is damaged"):
         JsonCache(tmp_path / "figures.json")
 
 
@@ -204,7 +199,7 @@ def test_spikes_stand_out_of_the_steps_around():
     assert spikes([1.0] * 9 + [9.0]) == [False] * 10  # too few to tell
 
 
-@pytest.mark.parametrize("seeds", ["", "1,x", "1,,2", "-1", "1,01"])
+@pytest.mark.parametrize("seeds", ["", "1,x", "1,,2", "-1"])
 def test_seeds_that_are_no_numbers_are_one_clear_line(seeds, tmp_path):
-    with pytest.raises(UserError, match="give different numbers"):
+    with pytest.raises(UserError, match="give numbers, as 1337"):
         Experiment(out_dir=tmp_path, seeds=seeds)
