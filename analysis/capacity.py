@@ -95,7 +95,7 @@ def capacity(experiment: Experiment) -> None:
 
     def learn_all(cells: list[tuple]) -> list[dict[str, float]]:
         todo = {", ".join(map(str, cell)): partial(learn, *cell, experiment.on) for cell in cells}
-        return experiment.measure("capacity", todo, "small models to train")
+        return experiment.measure("capacity", todo)
 
     def losses(todo: list[tuple]) -> list[float]:
         results = learn_all([(*model, compared, passes, rate, seeds[0]) for model, rate in todo])

@@ -113,20 +113,20 @@ class Experiment:
                     begun = (folder / "ckpt.pt").exists()
                     jobs[folder] = {"resume": True} if begun else self.full(flags)
             if jobs:
-                print(f"training {len(jobs)} runs, {self.jobs} at a time", file=sys.stderr)
                 train_all(jobs, self.jobs)
         return folders
 
-    def measure(
-        self, name: str, todo: dict[str, Callable[[], Any]], what: str = "runs to measure"
-    ) -> list[Any]:
+    def measure(self, name: str, todo: dict[str, Callable[[], Any]]) -> list[Any]:
         """What the functions return: JSON, kept in <name>.json by their keys for the next time."""
-        cache = JsonCache(self.out_dir / f"{name}.json")
-        if new := [key for key in todo if key not in cache.figures]:
-            print(f"{name}: {len(new)} {what}", file=sys.stderr)
-        for key in tqdm(new, name, delay=3):
-            cache.add(key, todo[key]())
-        return [cache.figures[key] for key in todo]
+        path = self.out_dir / f"{name}.json"
+        figures = read_json(path)
+        new = [key for key in todo if key not in figures]
+        for key in tqdm(new, name, disable=not new):
+            figure = todo[key]()
+            with locked(self.out_dir, wait=True), atomic(path) as temporary:
+                figures = {**read_json(path), key: figure}  # with what another analysis added
+                temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        return [figures[key] for key in todo]
 
     def picture(self, name: str, figure: plt.Figure) -> None:
         path = self.out_dir / f"{name}.png"
@@ -168,7 +168,7 @@ def train_all(jobs: dict[Path, Flags], at_once: int) -> None:
     threads = max(1, torch.get_num_threads() // at_once)
     waiting, running = iter(jobs.items()), {}
     try:
-        for _ in tqdm(jobs, "training", unit="run"):
+        for _ in tqdm(jobs, f"training, {at_once} at a time", unit="run"):
             for folder, flags in itertools.islice(waiting, at_once - len(running)):
                 process = processes.Process(target=train_run, args=(folder, flags, threads))
                 process.start()
@@ -187,23 +187,11 @@ def train_all(jobs: dict[Path, Flags], at_once: int) -> None:
             process.join()
 
 
-class JsonCache:
-    """Figures by name in a JSON file, to which several programs may add at once."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.figures = self.read()
-
-    def read(self) -> dict[str, Any]:
-        try:
-            return json.loads(self.path.read_bytes()) if self.path.exists() else {}
-        except ValueError:
-            raise UserError(f"{self.path} is damaged: delete it") from None
-
-    def add(self, name: str, figure: Any) -> None:
-        with locked(self.path.parent, wait=True), atomic(self.path) as temporary:
-            self.figures = {**self.read(), name: figure}  # with what others added
-            temporary.write_text(json.dumps(self.figures, indent=1) + "\n", encoding="utf-8")
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError:
+        raise UserError(f"{path} is damaged: delete it") from None
 
 
 def search_learning_rates(

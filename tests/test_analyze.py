@@ -11,8 +11,8 @@ from conftest import command
 
 import analyze
 from analysis import experiment as shared
-from analysis.experiment import Experiment, JsonCache, best_learning_rates
-from analysis.runs import spikes
+from analysis.experiment import Experiment, best_learning_rates
+from analysis.runs import REACH, spike_rate, spikes
 from common import UserError
 from training.records import read_run
 
@@ -35,32 +35,30 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
     assert "No such file" in ask("nothing", fails=True).stderr
     (tmp_path / "metrics.jsonl").write_text('{"type": "st\n')
     assert "damaged" in ask(".", fails=True).stderr
-    for wrong in (["--plot", "x.txt", "."], [], [".", "--quick"]):
+    for wrong in (["--plot", "x.txt", "."], []):
         ask(*wrong, fails=True)
 
 
 def test_every_question_has_a_table(tmp_path):
-    done = command("analyze.py", "all", "--quick", "--device", "cpu", cwd=tmp_path)
+    where = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
+    done = command("analyze.py", "all", "--quick", "--device", "cpu", *where, cwd=tmp_path)
     parts = done.stdout.split("\n## ")[1:]
     assert [part.split()[0] for part in parts] == [each.__name__ for each in analyze.QUESTIONS]
     for part in parts:
         name = part.split()[0]
         assert "|---|" in part
         if name != "settings":
-            picture = tmp_path / f"out/analysis/quick/{name}.png"
+            picture = tmp_path / f"quick/{name}.png"
             assert picture.read_bytes().startswith(b"\x89PNG")
-            assert f"wrote out/analysis/quick/{name}.png" in part
-    assert "training 10 runs, 1 at a time" in done.stderr
+            assert f"wrote {picture}" in part
 
 
-def test_edits_of_one_checkpoint(tmp_path, monkeypatch):
+def test_edits_of_checkpoints(tmp_path, monkeypatch):
     measured = []
     told = "analysis.edit_success.measure_checkpoint"
     monkeypatch.setattr(told, lambda ckpt, device: measured.append((str(ckpt), str(device))))
-    command("analyze.py", "edits", "out/ckpt.pt", "--device", "cpu", cwd=tmp_path)
-    assert measured == [("out/ckpt.pt", "cpu")]
-    for wrong in (["a.pt", "b.pt"], ["a.pt", "--quick"], ["a.pt", "--plot", "x.png"]):
-        command("analyze.py", "edits", *wrong, cwd=tmp_path, fails=True)
+    command("analyze.py", "edits", "a.pt", "--device", "cpu", "b.pt", cwd=tmp_path)
+    assert measured == [("a.pt", "cpu"), ("b.pt", "cpu")]
     command("analyze.py", "kinds", "a.pt", cwd=tmp_path, fails=True)
 
 
@@ -148,18 +146,18 @@ def test_of_runs_at_once_one_that_fails_or_is_killed_ends_all(experiment):
 
 
 def test_figures_are_measured_once_and_those_of_two_programs_are_merged(experiment, tmp_path):
+    def other() -> list[float]:  # another analysis adds to the same file meanwhile
+        experiment.measure("x", {"c": lambda: 3.5})
+        return [2.5]
+
     assert experiment.measure("x", {"a": lambda: 1.5}) == [1.5]
-    other = JsonCache(tmp_path / "x.json")
-    again = {"a": lambda: pytest.fail("asked again"), "b": lambda: [2.5]}
+    again = {"a": lambda: pytest.fail("asked again"), "b": other}
     assert experiment.measure("x", again) == [1.5, [2.5]]
-    other.add("c", 3.5)
-    assert JsonCache(tmp_path / "x.json").figures == {"a": 1.5, "b": [2.5], "c": 3.5}
-
-
-def test_a_damaged_cache_is_one_clear_line(tmp_path):
-    (tmp_path / "figures.json").write_text("[")
-    with pytest.raises(UserError, match=r"figures\.json is damaged"):
-        JsonCache(tmp_path / "figures.json")
+    path = tmp_path / "x.json"
+    assert json.loads(path.read_text()) == {"a": 1.5, "b": [2.5], "c": 3.5}
+    path.write_text("[")
+    with pytest.raises(UserError, match=r"x\.json is damaged"):
+        experiment.measure("x", again)
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge
@@ -187,16 +185,20 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkey
 
 
 def test_spikes_stand_out_of_the_steps_around():
+    def found(losses):
+        return (spikes(losses).nonzero()[0] + REACH).tolist()
+
     band, high = [2.0, 2.1, 2.2] * 40, 2.1 + 6 * 1.4826 * 0.1  # median and median deviation
     spiked = {40: high - 0.01, 60: high + 0.02, 61: high + 0.01, 80: float("nan")}
-    found = spikes([spiked.get(step, loss) for step, loss in enumerate(band)])
-    assert [step for step, is_spike in enumerate(found) if is_spike] == [60, 80]  # 61 is its tail
+    spiked = [spiked.get(step, loss) for step, loss in enumerate(band)]
+    assert found(spiked) == [60, 80]  # 61 is the tail of 60
+    assert spike_rate(spiked) == 2 * 1000 / 100
     falling = [8 * 0.97**step + 0.02 * (step % 3) for step in range(120)]
-    assert not any(spikes(falling)) and not any(spikes([*falling[:50], *[9.0] * 50]))  # no return
+    assert not found(falling) and not found([*falling[:50], *[9.0] * 50])  # no return
     falling[20] += 1  # less than what it had 10 steps before
     falling[70] += 1
-    assert [step for step, is_spike in enumerate(spikes(falling)) if is_spike] == [70]
-    assert spikes([1.0] * 9 + [9.0]) == [False] * 10  # too few to tell
+    assert found(falling) == [70]
+    assert spike_rate([1.0] * 19 + [9.0]) is None  # too few to tell
 
 
 @pytest.mark.parametrize("seeds", ["", "1,x", "1,,2", "-1"])
