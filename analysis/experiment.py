@@ -72,15 +72,14 @@ class Experiment:
         """Prepare the corpus that a folder is named after, if it is missing and is one of ours."""
         settings = prepare.Settings(dataset=folder.name, out_dir=folder)
         with locked(self.out_dir, wait=True):
-            if (folder / "meta.json").exists():
-                return
-            if folder.name == "moby-dick":
+            missing = not (folder / "meta.json").exists()
+            if missing and folder.name == "moby-dick":
                 prepare.prepare_files(settings, [prepare.MOBY_DICK], "text")
-            elif folder.name == "countries":
+            elif missing and folder.name == "countries":
                 prepare.prepare_corpus(settings)
 
     def full(self, flags: Flags) -> Flags:
-        """All flags of a run. A model that goes on with another keeps its shape."""
+        """All flags of a run. One that goes on with another one's model keeps its shape."""
         shape = ("n_layer", "n_head", "n_embd") if "init_from" in flags else ()
         small = {k: v for k, v in QUICK.items() if self.quick and k not in shape}
         return {"data_dir": str(self.data_dir), "device": self.device, **flags, **small}
@@ -134,16 +133,10 @@ class Experiment:
         print(f"\nwrote {path}")
 
 
-def last_line(folder: Path) -> str:
-    """The last line that a run printed; of one that failed: its error."""
-    log = folder / "log.txt"
-    text = log.read_text(encoding="utf-8") if log.exists() else ""
-    return text.rstrip().rpartition("\n")[2]
-
-
 def diverged(folder: Path) -> bool:
     """Whether a run ended because its loss was not finite."""
-    return "loss became" in last_line(folder)
+    log = folder / "log.txt"
+    return log.exists() and "loss became" in log.read_text(encoding="utf-8")
 
 
 def train_run(folder: Path, flags: Flags, threads: int) -> None:
@@ -175,11 +168,11 @@ def train_all(jobs: dict[Path, Flags], at_once: int) -> None:
                 running[process.sentinel] = folder, process
             folder, process = running.pop(wait(running)[0])
             process.join()
-            if process.exitcode < 0:
-                killed = f"killed by signal {-process.exitcode}: start again to go on"
-                raise UserError(f"{folder}: {killed}")
             if process.exitcode and not diverged(folder):
-                raise UserError(f"{folder}: {last_line(folder).removeprefix('error: ')}")
+                *_, last = ["nothing", *(folder / "log.txt").open(encoding="utf-8")]
+                raise UserError(
+                    f"{folder}: exit code {process.exitcode}, log.txt ends with: {last}"
+                )
     finally:
         for process in multiprocessing.active_children():
             process.terminate()

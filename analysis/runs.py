@@ -82,13 +82,15 @@ def train_and_read(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str,
 
 def kinds(experiment: Experiment) -> None:
     at_best = best_learning_rates(experiment, KINDS)
-    equal, longer = train_and_read(experiment, at_best), {}
+    equal = train_and_read(experiment, at_best)
     # A kind whose tokens cost less gets more of them, until as much was computed.
     cost = {name: group[0]["run"][0]["sizes"]["flops_per_token"] for name, group in equal.items()}
-    for name, (run, *_) in equal.items():
-        if cost[name] < 0.97 * cost["dense"]:
-            steps = round(run["run"][0]["args"]["max_iters"] * cost["dense"] / cost[name])
-            longer[name] = {**at_best[name], "max_iters": steps}
+    total = equal["dense"][0]["run"][0]["args"]["max_iters"] * cost["dense"]
+    longer = {
+        name: {**at_best[name], "max_iters": round(total / cost[name])}
+        for name in equal
+        if cost[name] < 0.97 * cost["dense"]
+    }
     more = train_and_read(experiment, longer)
     for title, groups in (("tokens", equal), ("training FLOPs", {"dense": equal["dense"], **more})):
         rows = [row(name, group) for name, group in groups.items()]

@@ -141,7 +141,7 @@ def test_of_runs_at_once_one_that_fails_or_is_killed_ends_all(experiment):
 
     killer = threading.Timer(4, lambda: multiprocessing.active_children()[0].kill())
     killer.start()
-    with pytest.raises(UserError, match=rf"{first.name}: killed by signal 9"):
+    with pytest.raises(UserError, match=rf"{first.name}: exit code -9"):
         experiment.train({"endless": endless}, [1])
 
 
