@@ -37,26 +37,23 @@ def main() -> None:
     parser = make_parser(__doc__)
     questions = {question.__name__: question for question in QUESTIONS}
     parser.add_argument("question", choices=("runs", *questions, "all"), metavar="QUESTION")
-    about = "for runs: output folders of train.py; for edits: a checkpoint, or none"
+    about = "for runs: output folders of train.py; for edits: checkpoints, or none"
     parser.add_argument("paths", nargs="*", type=Path, help=about)
-    parser.add_argument("--plot", type=Path, help="for runs: picture of the loss (loss.png)")
+    about = "for runs: picture of the loss (loss.png)"
+    parser.add_argument("--plot", type=Path, default=Path("loss.png"), help=about)
     add_flags(parser, Experiment)
     given = vars(parser.parse_intermixed_args())  # paths before and behind flags
     name, paths, plot = (given.pop(key) for key in ("question", "paths", "plot"))
-    if name == "runs":
-        if not paths or given:
-            raise UserError("analyze.py runs takes folders and --plot, nothing else")
-        return runs(paths, plot or Path("loss.png"))
+    if name == "runs" and paths:
+        return runs(paths, plot)
     if name == "edits" and paths:
-        if len(paths) > 1 or plot or given.keys() - {"device"}:
-            raise UserError("analyze.py edits takes one checkpoint and --device, nothing else")
-        return measure_checkpoint(paths[0], pick_device(given.get("device", Experiment.device)))
-    if paths or plot:
-        raise UserError(f"analyze.py {name} takes no paths and no --plot: its --out_dir has all")
+        device = pick_device(given.get("device", Experiment.device))
+        return [measure_checkpoint(path, device) for path in paths]
+    if name == "runs" or paths:
+        raise UserError("analyze.py: runs takes folders, edits checkpoints, all others no paths")
     experiment = Experiment(**given)
     for each in questions if name == "all" else [name]:
-        if name == "all":
-            print(f"\n## {each}\n")
+        print(f"\n## {each}\n")
         questions[each](experiment)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from analysis.experiment import KINDS, MAIN, Experiment, Flags, search_learning_rates, spread
 from config import ModelConfig
@@ -33,7 +32,8 @@ NAMES = {
 }
 RATES = (0.01, 0.02, 0.04)  # and further ones while the best is at an end
 PASSES, STEPS = 48, 1000
-LONGER = 4  # times the passes: is it capacity that is missing, or only time?
+# Is it capacity that is missing, or only time? These kinds also get so many times the passes.
+LONGER, SLOW = 4, ("dense", "STEM, all")
 
 
 def make_facts(n_fact: int, names: str, seed: int) -> tuple[Tensor, Tensor, int]:
@@ -76,7 +76,7 @@ def learn(
     optimizer = Optimizer(model, settings)
     # All facts in a random order, then all in another one, ...; a step reads its share of them.
     orders = torch.cat([torch.randperm(len(values)) for _ in range(passes)])
-    for step, batch in enumerate(tqdm(orders.chunk(steps), "facts", leave=False, disable=None)):
+    for step, batch in enumerate(orders.chunk(steps)):
         F.cross_entropy(logits(model, prompts[batch]), values[batch.to(on)]).backward()
         optimizer.step(schedule(step, settings))
     with torch.no_grad():
@@ -91,47 +91,39 @@ def capacity(experiment: Experiment) -> None:
     compared = 80 if quick else 8000  # facts at which learning rates are compared
     passes = 2 if quick else PASSES
     models = [(kind, names) for names, kinds in NAMES.items() for kind in kinds]
-    done: dict[tuple, dict] = {}  # by the arguments of `learn`
+    perfect = set()  # the models that recall all facts at some rate
 
-    def learn_all(cells: list[tuple]) -> None:
+    def learn_all(cells: list[tuple]) -> list[dict[str, float]]:
         todo = {", ".join(map(str, cell)): partial(learn, *cell, experiment.on) for cell in cells}
-        results = experiment.measure("capacity", todo, "small models to train")
-        done.update(zip(cells, results, strict=True))
+        return experiment.measure("capacity", todo)
 
     def losses(todo: list[tuple]) -> list[float]:
-        cells = [(*model, compared, passes, rate, seeds[0]) for model, rate in todo]
-        learn_all(cells)
-        return [done[cell]["loss"] for cell in cells]
+        results = learn_all([(*model, compared, passes, rate, seeds[0]) for model, rate in todo])
+        perfect.update(todo[i][0] for i, each in enumerate(results) if each["recall"] == 1)
+        return [each["loss"] for each in results]
 
-    def knows_all(model: tuple[str, str]) -> bool:
-        return any(result["recall"] == 1 for cell, result in done.items() if cell[:2] == model)
+    tried = search_learning_rates(models, RATES[:1] if quick else RATES, losses, perfect)
+    rows, curves = [], {}
+    for (kind, names), by_rate in tried.items():
+        rate = min(by_rate, key=by_rate.get)
+        settings = [(n, passes) for n in sizes] + [(compared, LONGER * passes)] * (kind in SLOW)
+        cells = [(kind, names, *each, rate, seed) for each in settings for seed in seeds]
+        recalls = [each["recall"] for each in learn_all(cells)]
+        recalls, longer = np.split(np.array(recalls), [len(sizes) * len(seeds)])
+        curves[kind, names] = shares = recalls.reshape(-1, len(seeds))  # [sizes, seeds]
 
-    tried = search_learning_rates(models, RATES[:1] if quick else RATES, losses, knows_all)
-    best = {model: min(found, key=found.get) for model, found in tried.items()}
-    cells = [(*model, n, passes, best[model]) for model in models for n in sizes]
-    slow = [model for model in models if model[0] in ("dense", "STEM, all")]
-    cells += [(*model, compared, LONGER * passes, best[model]) for model in slow]
-    learn_all([(*cell, seed) for cell in cells for seed in seeds])
-    recalls = {cell: [done[(*cell, seed)]["recall"] for seed in seeds] for cell in cells}
-    curves = {  # [sizes, seeds]
-        model: np.array([recalls[(*model, n, passes, best[model])] for n in sizes])
-        for model in models
-    }
-
-    rows = []
-    for (kind, names), shares in curves.items():
         prompts, _, vocab_size = make_facts(sizes[-1], names, 0)
         model = make_model(KINDS[kind], vocab_size, prompts.shape[1]).sizes()
         flops = model["flops_per_token"] - 2 * vocab_size * SHAPE["n_embd"]  # without the head
         bits = shares * np.array(sizes)[:, None] * log2(VALUES)  # [sizes, seeds]
         row = {"names": names, "layers": kind, "kFLOP of a token": f"{flops / 1e3:.1f}"}
         row[f"parameters for {sizes[-1]:,}"] = f"{model['total'] / 1e3:,.0f} k"
-        row["rate"] = f"{best[kind, names]:g}"
-        row |= {f"{n:,} facts": spread(".1%", each) for n, each in zip(sizes, shares, strict=True)}
+        row["rate"] = f"{rate:g}"
+        row |= {f"{n:,} facts": spread(".1%", r) for n, r in zip(sizes, shares, strict=True)}
         row["most kbit recalled"] = spread(".1f", bits[bits.mean(1).argmax()] / 1e3)
         row[f"bits per parameter, {sizes[-1]:,}"] = f"{bits[-1].mean() / model['total']:.2f}"
-        longer = recalls.get((kind, names, compared, LONGER * passes, best[kind, names]), [])
-        rows.append(row | {f"{compared:,} facts, {LONGER} times the passes": spread(".1%", longer)})
+        row[f"{compared:,} facts, {LONGER} times the passes"] = spread(".1%", longer)
+        rows.append(row)
     print(markdown(rows))
 
     figure, panels = plt.subplots(1, len(NAMES), figsize=(10, 4), sharey=True, layout="constrained")

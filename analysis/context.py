@@ -1,14 +1,16 @@
 """What does a longer context give a model with token tables?
 
-The parameters that contexts of real text read, rows of their distinct tokens included: nothing is
-trained, and what is read need not be of use. And a needle in a haystack: a sentence as " Call Anna
-tiger." stands in the prose of a novel, and models learn to complete it when it comes again, first
-in short documents, where that happens often, then (`--stage context`) in longer ones. They are
-asked at the end of prose that they never saw, in contexts up to four times as long, by how deep the
-sentence stands. Beyond the length that was trained, positions are as they were, or slowed down once
-more as `--stage context` does it (rope_base by the growth in length). Deliberately simple: one
-needle, whose value is one of 32 words. Of several needles with different keys, models of this size
-learn in that time to name one that was told, but not which.
+Two measurements. The parameters that contexts of real text read, rows of their distinct tokens
+included: nothing is trained, and what is read need not be of use. And a needle in a haystack: a
+sentence as " Call Anna tiger." stands in the prose of a novel, and models learn to complete it when
+it comes again, first in short documents, where that happens often, then (`--stage context`) in
+longer ones. They are asked at the end of prose that they never saw, in contexts up to four times as
+long as those of the second stage, by how deep the sentence stands.
+
+Beyond the length that was trained, positions are once as they were, and once slowed down as
+`--stage context` does it (rope_base by the growth in length). Deliberately simple, as models are
+that learn this in minutes: one needle, whose value is one of 32 words. Of several needles with
+different keys, models of this size learn in that time to name one that was told, but not which.
 """
 
 import itertools
@@ -23,7 +25,7 @@ import torch
 
 import prepare
 from analysis.costs import Costs
-from analysis.experiment import KINDS, MAIN, Experiment, pick, spread
+from analysis.experiment import KINDS, MAIN, Experiment, best_learning_rates, pick, spread
 from common import locked
 from config import ModelConfig
 from training.batches import open_tokens, read_meta, read_tokenizer
@@ -182,7 +184,7 @@ def needles(experiment: Experiment, panels: np.ndarray) -> None:
         short, long = prepare_corpora(experiment.out_dir, experiment.quick)
     kinds = pick("dense", "STEM, all")
     first = {name: {**kind, **SHORT, "data_dir": str(short)} for name, kind in kinds.items()}
-    first = experiment.train(experiment.best_learning_rates(first))
+    first = experiment.train(best_learning_rates(experiment, first))
     further = {**LONG, "stage": "context", "data_dir": str(long)}
     second = {
         (name, seed): {**further, "init_from": folder / "ckpt.pt", "seed": seed}

@@ -127,8 +127,30 @@ def geometry(experiment: Experiment) -> None:
             table.append(row)
         print(markdown(table) + "\n")
     print(neighbours(folders[0], experiment, tokens))
+    draw(experiment, found)
 
-    layers = [line for line in found["STEM rows"][0] if line.isdigit()]  # with a panel each
+
+def neighbours(folder: Path, experiment: Experiment, tokens: Tensor) -> str:
+    """The tokens whose rows in a STEM model have the largest cosine with some token's."""
+    model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
+    table = []
+    for layer, rows in vectors(model, tokens[None], tokens)["STEM rows"].items():
+        unit, row = F.normalize(rows, dim=-1), {"nearest rows": layer}
+        for text in TOKENS:
+            token, *more = encoding.encode_ordinary(text)
+            if more or token not in tokens:
+                continue  # this tokenizer has other pieces
+            best = (unit @ unit[tokens.tolist().index(token)]).topk(4)  # the first is itself
+            near = zip(best.values.tolist(), tokens[best.indices.cpu()].tolist(), strict=True)
+            near = [f"{encoding.decode([other])!r} {cosine:.2f}" for cosine, other in near]
+            row[repr(text)] = ", ".join(near[1:])
+        table.append(row)
+    return markdown(table)
+
+
+def draw(experiment: Experiment, found: dict[str, list[dict]]) -> None:
+    """Histograms of the cosines, a panel for each layer with STEM rows."""
+    layers = [line for line in found["STEM rows"][0] if line.isdigit()]
     columns, centre = -(-len(layers) // 2), (BINS[1:] + BINS[:-1]) / 2
     size = dict(figsize=(3.4 * columns, 5), layout="constrained", sharex=True, squeeze=False)
     figure, panels = plt.subplots(2, columns, **size)
@@ -148,21 +170,3 @@ def geometry(experiment: Experiment) -> None:
     figure.supxlabel("cosine of two tokens")
     figure.supylabel("density")
     experiment.picture("geometry", figure)
-
-
-def neighbours(folder: Path, experiment: Experiment, tokens: Tensor) -> str:
-    """The tokens whose rows in a STEM model have the largest cosine with some token's."""
-    model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
-    table = []
-    for layer, rows in vectors(model, tokens[None], tokens)["STEM rows"].items():
-        unit, row = F.normalize(rows, dim=-1), {"nearest rows": layer}
-        for text in TOKENS:
-            token, *more = encoding.encode_ordinary(text)
-            if more or token not in tokens:
-                continue  # this tokenizer has other pieces
-            best = (unit @ unit[tokens.tolist().index(token)]).topk(4)  # the first is itself
-            near = zip(best.values.tolist(), tokens[best.indices.cpu()].tolist(), strict=True)
-            near = [f"{encoding.decode([other])!r} {cosine:.2f}" for cosine, other in near]
-            row[repr(text)] = ", ".join(near[1:])
-        table.append(row)
-    return markdown(table)

@@ -13,10 +13,27 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view as windows
 
 from analysis.edits import success_of_edits
-from analysis.experiment import KINDS, Experiment, Flags, Run, best_loss, diverged, spread
-from training import records
+from analysis.experiment import (
+    KINDS,
+    Experiment,
+    Flags,
+    Run,
+    best_learning_rates,
+    best_loss,
+    diverged,
+    spread,
+)
 from training.batches import read_meta
-from training.records import markdown, plt, read_run
+from training.records import (
+    check_picture,
+    grouped,
+    losses_of,
+    markdown,
+    mean_and_band,
+    plot,
+    plt,
+    read_run,
+)
 
 REACH = 10  # steps before and behind that a spike stands out of
 INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
@@ -24,22 +41,26 @@ INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
 
 def runs(folders: list[Path], out: Path) -> None:
     """Print a table of runs that exist, and draw their losses."""
-    records.check_picture(out)
-    print(markdown([row(name, group) for name, group in records.grouped(folders)]))
-    records.plot(folders, out)
+    check_picture(out)
+    print(markdown([row(name, group) for name, group in grouped(folders)]))
+    plot(folders, out)
     print(f"\nwrote {out}")
 
 
 def row(name: str, group: list[Run]) -> dict[str, str]:
     """What came out of runs that differ in the seed alone: the cells of a table by title."""
-    last, sizes = [run["eval"][-1] for run in group], group[0]["run"][0]["sizes"]
+    last, args = [run["eval"][-1] for run in group], group[0]["run"][0]["args"]
+    sizes = group[0]["run"][0]["sizes"]
     speeds = [statistics.median(step["tok_per_s"] for step in run["step"]) for run in group]
     edits = [report for run in group for report in run["edits"]]
     recalls = [record["recall"] for run in group for record in run["recall"][-1:]]
     return {
         "run": name,
         "runs": str(len(group)) if len(group) > 1 else "",
-        "FFN": group[0]["run"][0]["args"]["ffn"],
+        "FFN": args["ffn"],
+        "learning rate": f"{args['learning_rate']:g}",
+        "steps": f"{args['max_iters']:,}",
+        "MFLOP a token": f"{sizes['flops_per_token'] / 1e6:.2f}",
         "val loss, last": spread(".3f", (record["val_loss"] for record in last)),
         "best": spread(".3f", map(best_loss, group)),
         # none for preferences, whose loss is per pair
@@ -54,75 +75,77 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
     }
 
 
-def compare(
-    title: str, experiment: Experiment, kinds: dict[str, Flags], edits: bool = False
-) -> dict[str, list[Run]]:
-    """Train kinds and print a table of them, with the edits that succeed if these are wanted.
-    Returns the records of their runs."""
-    folders, rows = experiment.train(kinds), []
-    groups = {name: list(map(read_run, each)) for name, each in folders.items()}
-    for name, group in groups.items():
-        args, sizes = group[0]["run"][0]["args"], group[0]["run"][0]["sizes"]
-        cells = {"run": name, "learning rate": f"{args['learning_rate']:g}"}
-        cells["steps"] = f"{args['max_iters']:,}"
-        cells["MFLOP a token"] = f"{sizes['flops_per_token'] / 1e6:.2f}"
-        cells |= {**row(name, group), "FFN": ""}
-        if edits and args["ffn"] != "dense" and cells["capitals recalled"]:
-            found = success_of_edits(experiment, folders[name])
-            cells["edits that succeed"] = spread(".1%", (pairs["success"] for pairs in found))
-        rows.append(cells)
-    print(f"{title}:\n\n{markdown(rows)}\n")
-    return groups
+def train_and_read(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str, list[Run]]:
+    folders = experiment.train(kinds)
+    return {name: list(map(read_run, group)) for name, group in folders.items()}
 
 
 def kinds(experiment: Experiment) -> None:
-    at_best = experiment.best_learning_rates(KINDS)
-    equal = compare("Equal tokens", experiment, at_best)
+    at_best = best_learning_rates(experiment, KINDS)
+    equal = train_and_read(experiment, at_best)
     # A kind whose tokens cost less gets more of them, until as much was computed.
     cost = {name: group[0]["run"][0]["sizes"]["flops_per_token"] for name, group in equal.items()}
-    longer = {"dense": at_best["dense"]}
-    for name, (run, *_) in equal.items():
-        if cost[name] < 0.97 * cost["dense"]:
-            steps = round(run["run"][0]["args"]["max_iters"] * cost["dense"] / cost[name])
-            longer[name] = {**at_best[name], "max_iters": steps}
-    more = compare("Equal training FLOPs", experiment, longer)
+    total = equal["dense"][0]["run"][0]["args"]["max_iters"] * cost["dense"]
+    longer = {
+        name: {**at_best[name], "max_iters": round(total / cost[name])}
+        for name in equal
+        if cost[name] < 0.97 * cost["dense"]
+    }
+    more = train_and_read(experiment, longer)
+    for title, groups in (("tokens", equal), ("training FLOPs", {"dense": equal["dense"], **more})):
+        rows = [row(name, group) for name, group in groups.items()]
+        print(f"Equal {title}:\n\n{markdown(rows)}\n")
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for name, group in equal.items():
-        curve(panels[0], group, "million tokens", label=name)
-        curve(panels[1], more.get(name, group), "training TFLOP")
+        curve(panels[0], group, 1e-6, label=name)
+        curve(panels[1], more.get(name, group), 3 * cost[name] / 1e12)
+    for axes, unit in zip(panels, ("million tokens", "training TFLOP"), strict=True):
+        axes.set_xlabel(unit)
+        axes.grid(alpha=0.3)
     panels[0].set_ylabel("validation loss (nats per token)")
     panels[1].set_ylim(panels[0].get_ylim())  # what overfits with more steps leaves the picture
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     experiment.picture("kinds", figure)
 
 
-def curve(axes: plt.Axes, group: list[Run], unit: str, **look) -> None:
+def curve(axes: plt.Axes, group: list[Run], per_token: float, **look) -> None:
     """The validation loss of runs after their first step."""
-    args, sizes = group[0]["run"][0]["args"], group[0]["run"][0]["sizes"]
-    step = args["batch_size"] * args["block_size"] / 1e6  # million tokens
-    step *= 1 if unit == "million tokens" else 3 * sizes["flops_per_token"] / 1e6
-    steps, losses = records.losses_of(group, "eval", "val_loss")
-    records.mean_and_band(axes, steps[1:] * step, losses[:, 1:], marker=".", **look)
-    axes.set_xlabel(unit)
-    axes.grid(alpha=0.3)
+    args = group[0]["run"][0]["args"]
+    steps, losses = losses_of(group, "eval", "val_loss")
+    x = steps[1:] * args["batch_size"] * args["block_size"] * per_token
+    mean_and_band(axes, x, losses[:, 1:], marker=".", **look)
 
 
 def settings(experiment: Experiment) -> None:
-    main = ("dense", "STEM, third", "STEM, all", "Embformer")
     every = {
         f"{name}, {std}": {**KINDS[name], "init_std": std}
-        for name, std in itertools.product(main, INITS)
+        for name in ("dense", "STEM, third", "STEM, all", "Embformer")
+        for std in INITS
     }
-    every = experiment.best_learning_rates(every)
-    compare("How dense weights begin", experiment, every, edits=True)
+    every = best_learning_rates(experiment, every)
+    print(f"How dense weights begin:\n\n{with_edits(experiment, every)}\n")
     if read_meta(experiment.data_dir)["corpus"] == "countries":  # facts, and edits that tell where
-        others = (dict(table_std=1.0), dict(doc_mask=True), dict(table_optimizer="adamw"))
-        tables = {"STEM, third": KINDS["STEM, third"]}
-        for flag in others:
-            name = "".join(f", --{k} {v}" for k, v in flag.items())
-            tables[f"STEM, third{name}"] = {**KINDS["STEM, third"], **flag}
-        compare("Tables, at the default learning rate", experiment, tables, edits=True)
+        third = KINDS["STEM, third"]
+        tables = {
+            "the defaults": third,
+            "--table_optimizer adamw": third | dict(table_optimizer="adamw"),
+            "--doc_mask": third | dict(doc_mask=True),
+            "--table_std 1": third | dict(table_std=1.0),
+        }
+        print(f"Tables of STEM in a third of the layers:\n\n{with_edits(experiment, tables)}")
+
+
+def with_edits(experiment: Experiment, kinds: dict[str, Flags]) -> str:
+    """A table of trained kinds, and of the edits that succeed in them."""
+    rows = []
+    for name, folders in experiment.train(kinds).items():
+        cells = row(name, list(map(read_run, folders)))
+        if kinds[name]["ffn"] != "dense" and cells["capitals recalled"]:
+            found = success_of_edits(experiment, folders)
+            cells["edits that succeed"] = spread(".1%", (pairs["success"] for pairs in found))
+        rows.append(cells)
+    return markdown(rows)
 
 
 def stability(experiment: Experiment) -> None:
@@ -178,23 +201,20 @@ def losses(run: Run) -> list[float]:
 def spike_rate(losses: list[float]) -> float | None:
     """Spikes in 1,000 steps of those that have a band, if there are any."""
     inner = len(losses) - 2 * REACH
-    return 1000 * sum(spikes(losses)) / inner if inner > 0 else None
+    return 1000 * float(spikes(losses).sum()) / inner if inner > 0 else None
 
 
-def spikes(losses: list[float]) -> list[bool]:
+def spikes(losses: list[float]) -> np.ndarray:
     """Which steps have a loss higher than that of all REACH steps before, and above the robust
     running band. Its middle is the median of the steps up to REACH before and behind, which follows
     a loss that falls; its height is six times the spread around that of the steps up to twice as
     far (1.4826 of the median deviation, for normal noise the standard deviation). The first and the
-    last REACH steps have no band.
+    last REACH steps have no band, and are left out.
     """
-    loss, found = np.array(losses, float), np.zeros(len(losses), bool)
-    loss[~np.isfinite(loss)] = np.finfo(loss.dtype).max
-    if len(loss) > 2 * REACH:
-        inner = slice(REACH, len(loss) - REACH)
-        above = loss[inner] - np.median(windows(loss, 2 * REACH + 1), axis=1)
-        around = np.pad(np.abs(above), 2 * REACH, mode="symmetric")
-        band = 6 * 1.4826 * np.median(windows(around, 4 * REACH + 1), axis=1)
-        highest = windows(loss, REACH).max(axis=1)[: len(above)]  # of the steps before
-        found[inner] = (above > band) & (loss[inner] > highest)
-    return found.tolist()
+    loss = np.nan_to_num(losses, nan=np.inf).clip(max=1e30)
+    inner = loss[REACH:-REACH]
+    above = inner - np.median(windows(loss, 2 * REACH + 1), axis=1)
+    around = np.pad(np.abs(above), 2 * REACH, mode="symmetric")
+    band = 6 * 1.4826 * np.median(windows(around, 4 * REACH + 1), axis=1)
+    highest = windows(loss, REACH)[: len(inner)].max(axis=1)  # of the steps before
+    return (above > band) & (inner > highest)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from analysis import capacity
-from analysis.capacity import RELATIONS, VALUES, learn, make_facts
-from analysis.experiment import Experiment
+from analysis.capacity import D_FF, RELATIONS, SHAPE, VALUES, learn, make_facts, make_model
+from analysis.experiment import KINDS, Experiment
 from model import Decoder
 
 
@@ -27,6 +27,17 @@ def test_facts_differ_and_their_names_are_what_they_say():
         again = make_facts(400, names, seed=1)
         assert torch.equal(prompts, again[0]) and torch.equal(values, again[1])
         assert not torch.equal(values, make_facts(400, names, seed=2)[1])
+
+
+def test_a_token_costs_what_the_dense_layers_cost_less_the_up_projections():
+    def flops(kind: str) -> int:
+        return make_model(KINDS[kind], 300, 3).sizes()["flops_per_token"]
+
+    up = 2 * SHAPE["n_embd"] * D_FF
+    assert flops("hash_moe") == flops("dense")
+    assert flops("dense") - flops("STEM, third") == up  # layer 1 of 0 to 3
+    assert flops("dense") - flops("STEM, half") == 2 * up
+    assert flops("dense") - flops("STEM, all") == 3 * up
 
 
 def test_every_fact_is_seen_as_often_and_recall_is_greedy_decoding(monkeypatch):

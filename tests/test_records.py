@@ -9,8 +9,10 @@ from common import UserError
 from training import records
 
 ARGS = {"ffn": "stem", "batch_size": 4, "block_size": 32, "stage": "pretrain"}
+ARGS |= {"learning_rate": 6e-3, "max_iters": 2000}
+SIZES = {"total": 9_000_000, "active": 3_000_000, "flops_per_token": 2_500_000}
 RECORDS = [
-    {"type": "run", "args": ARGS, "sizes": {"total": 9_000_000, "active": 3_000_000}},
+    {"type": "run", "args": ARGS, "sizes": SIZES},
     {"type": "step", "step": 1, "train_loss": 7.5, "tok_per_s": 100.5},
     {"type": "step", "step": 2, "train_loss": 7.25, "tok_per_s": 300.5},
     {"type": "eval", "step": 2, "val_loss": 6.5, "val_loss_per_byte": 1.5},
@@ -59,9 +61,8 @@ def test_numbers_of_any_size_are_shown(tmp_path, loss):
     folder = made(tmp_path / "run", [*RECORDS, step, last])
     row = table([folder]).splitlines()[-1]
     best = min(6.5, loss) if loss == loss else 6.5
-    assert (
-        row == f"| run | stem | {loss:.3f} | {best:.3f} | 1.500 | 25.0% | 9.00 M | 3.00 M | 100 |"
-    )
+    trained = "run | stem | 0.006 | 2,000 | 2.50"
+    assert row == f"| {trained} | {loss:.3f} | {best:.3f} | 1.500 | 25.0% | 9.00 M | 3.00 M | 100 |"
     records.plot([folder], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").exists()
 
@@ -85,7 +86,9 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve_with_a_ban
     assert cells["best"] == "7.000 ± 1.000" and cells["per byte"] == "1.500 ± 0.000"
     assert cells["recall before edits"] == "100.0% ± 0.0%"
     assert cells["edits that succeed"] == "70.0% ± 14.1%" and cells["capitals recalled"] == ""
-    assert last.startswith("| other |  | dense | 6.500 | 6.500 | 1.500 | 25.0% |  |  | 9.00 M |")
+    assert last.startswith(
+        "| other |  | dense | 0.006 | 2,000 | 2.50 | 6.500 | 6.500 | 1.500 | 25.0%"
+    )
 
     bands = []
 
