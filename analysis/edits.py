@@ -1,23 +1,21 @@
 """Which layers' rows hold a fact, and what else does an edit change?
 
-Measured with countries whose name is one token, on random pairs whose capitals differ. Rows are
-swapped in one layer alone, in the first k and in the last k layers that have a table:
+Rows are swapped in one layer alone, in the first k and in the last k layers that have a table, for
+random pairs of countries whose names are one token and whose capitals differ:
 
 - success: asked in a phrasing held out of training, the greedy answer is the target's capital;
 - own fact kept: it is the source's still. What is left of 100 % is neither.
 
-And leaks, in a context that goes on with another document after a paragraph about the source:
+And leaks, in a second document behind a paragraph about the source. (All relations of the source
+change with its rows, as they should, and are no leak.)
 
 - another's fact: of those about a third country that were answered rightly before the edit, how
   many are not after it;
 - next tokens: of that document's tokens that were predicted rightly before it, how many are not.
 
-Deliberately simple: one relation, names of one token, one document behind the edited one. All
-relations of the source change with its rows, as they should, and are no leak. Then names of other
-lengths and made-up names, with random pairs: see edit_success.py.
+Then names of other lengths and made-up names, with random pairs: see edit_success.py.
 """
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,10 +27,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from analysis.edit_success import Asked, openings, report_injected, report_lengths, report_pairs
+from analysis.edit_success import (
+    Asked,
+    report_injected,
+    report_lengths,
+    report_pairs,
+    single_tokens,
+)
 from analysis.experiment import Experiment, pick, spread
-from common import UserError
-from edit import ALIGN, edited_ids, load_editable
+from edit import ALIGN, MeanRows, edited_ids
 from model import Decoder
 from tables.tables import Tables
 from text import countries
@@ -47,8 +50,8 @@ Triple = tuple[Asked, Asked, Asked]  # source, target, and a third country
 
 
 class SomeTables(Tables):
-    """Tables of which only those numbered in `swapped` see an edit. For them an edited id is one
-    that tells both: whose rows these read, and whose the others."""
+    """Tables of which only those numbered in `swapped` see an edit. An edited id is the token's own
+    plus V times how far behind it, modulo V, the token is whose row these tables read instead."""
 
     def __init__(self, tables: Tables) -> None:
         super().__init__(tables.vocab_size, tables.width)
@@ -56,41 +59,40 @@ class SomeTables(Tables):
         self.swapped: set[int] = set()
 
     def edited(
-        self, encoding: tiktoken.Encoding, ids: list[int], pair: tuple[Asked, Asked]
+        self, encoding: tiktoken.Encoding, ids: list[int], source: Asked, target: Asked
     ) -> list[int]:
-        """The ids of a text in which `pair[0]` reads the rows of `pair[1]`, as an id of both."""
-        both = zip(ids, edited_ids(encoding, ids, pair[0].name, pair[1].name), strict=True)
-        return [a if a == b else (a + 1) * self.vocab_size + b for a, b in both]
+        """The ids of a text in which the source reads the target's rows in some tables."""
+        others, n = edited_ids(encoding, ids, source.name, target.name), self.vocab_size
+        return [own + (other - own) % n * n for own, other in zip(ids, others, strict=True)]
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        n = self.vocab_size
-        own = torch.where(ids < n, ids, ids // n - 1)
-        both = zip(self.tables.lookup(own), self.tables.lookup(ids % n), strict=True)
-        for table, (rows, edited) in enumerate(both):
-            yield edited if table in self.swapped else rows  # [B, T, W]
+        own, distance = ids % self.vocab_size, ids // self.vocab_size
+        both = (self.tables.lookup(own), self.tables.lookup((own + distance) % self.vocab_size))
+        for table, rows in enumerate(zip(*both, strict=True)):
+            yield rows[table in self.swapped]  # [B, T, W]
 
 
 def choices(layers: list[int]) -> dict[str, set[int]]:
     """The numbers of the tables to swap, by the name of the choice; table n is of layers[n]."""
-    n, named = len(layers), {"none": set()}
-    named |= {f"layer {layer}": {number} for number, layer in enumerate(layers)}
-    named |= {f"first {k}": set(range(k)) for k in range(2, n)}
-    named |= {f"last {k}": set(range(n - k, n)) for k in range(2, n)}
-    return named | {"all": set(range(n))}
+    n = len(layers)
+    return {
+        "none": set(),
+        **{f"layer {layer}": {number} for number, layer in enumerate(layers)},
+        **{f"first {k}": set(range(k)) for k in range(2, n)},
+        **{f"last {k}": set(range(n - k, n)) for k in range(2, n)},
+        "all": set(range(n)),
+    }
 
 
 def triples(encoding: tiktoken.Encoding, number: int) -> list[Triple]:
-    """Random sources and targets whose facts differ, and third countries whose differs from both.
-    UserError: there are no such names."""
-    single = [one for one in openings(encoding, RELATION) if one.length == 1]
-    if len({tuple(one.answer) for one in single}) < 3:
-        raise UserError("edits needs --data_dir data/countries: its tokenizer knows the countries")
-    rng, found = random.Random(0), []  # the same for all models
-    while len(found) < number:
+    """Random sources, targets and third countries, whose facts all differ."""
+    single = single_tokens(encoding, RELATION)
+    rng, chosen = random.Random(0), []  # the same for all models
+    while len(chosen) < number:
         three = rng.sample(single, 3)
         if len({tuple(one.answer) for one in three}) == 3:
-            found.append(tuple(three))
-    return found
+            chosen.append(tuple(three))
+    return chosen
 
 
 def follow(encoding: tiktoken.Encoding, source: Asked, third: Asked) -> list[int]:
@@ -103,90 +105,76 @@ def follow(encoding: tiktoken.Encoding, source: Asked, third: Asked) -> list[int
 
 def measure(
     model: Decoder, encoding: tiktoken.Encoding, asked: list[Triple]
-) -> dict[str, dict[str, float | None]]:
-    """What an edit changes, by the layers it is made in."""
+) -> dict[str, dict[str, float]]:
+    """What an edit changes, by the layers it is made in. Leaks of what a model never knew: NaN."""
     model.tables = tables = SomeTables(model.tables)
     swaps = choices([n for n, block in enumerate(model.blocks) if block.row_width])
-    counts = {name: np.zeros(6) for name in swaps}
-    parts = list(groups(encoding, asked))
-    for sources, targets, thirds in tqdm(parts, "editing", unit="group", leave=False, delay=3):
-        prompts = [source.prompt for source in sources]
-        behind = [follow(encoding, *two) for two in zip(sources, thirds, strict=True)]
-        pairs = list(zip(sources, targets, strict=True))
-        edited, edited_behind = (
-            [tables.edited(encoding, *each) for each in zip(ids, pairs, strict=True)]
-            for ids in (prompts, behind)
-        )
-        theirs, own, third = ([one.answer for one in side] for side in (targets, sources, thirds))
-        # The other document's tokens behind its <|endoftext|>, each predicted one place before it.
-        others = [one.prompt[1:] for one in thirds]
-        rows = [row for row, tokens in enumerate(others) for _ in tokens]
-        places = [len(ids) - n - 1 for ids, tokens in zip(behind, others, strict=True)
-                  for n in range(len(tokens), 0, -1)]  # fmt: skip
-        wanted = torch.tensor(list(itertools.chain(*others)))
-        for name, tables.swapped in swaps.items():
+    rows, result = [], {}
+    for source, target, third in asked:
+        texts = (source.prompt, follow(encoding, source, third))
+        edited = (tables.edited(encoding, ids, source, target) for ids in texts)
+        rows.append((*texts, *edited, target.answer, source.answer, third))
+    for name, tables.swapped in tqdm(swaps.items(), "editing", leave=False, delay=3):
+        parts = []
+        for prompts, behind, edited, edited_behind, theirs, own, thirds in groups(encoding, rows):
             success = score_answers(model, prompts, theirs, edited)[0]
             kept = score_answers(model, prompts, own, edited)[0]
-            facts, _, logits = score_answers(model, behind, third, edited_behind)
-            tokens = logits[rows, places].argmax(-1).cpu() == wanted
-            if name == "none":
-                known, predicted = facts, tokens
-            lost = (known & ~facts, known, predicted & ~tokens, predicted)
-            counts[name] += [hits.sum().item() for hits in (success, kept, *lost)]
-    return {
-        name: {
-            "success": success / len(asked),
-            "own fact kept": kept / len(asked),
-            "leaks: another's fact": lost / known if known else None,
-            "leaks: next tokens": gone / predicted if predicted else None,
-        }
-        for name, (success, kept, lost, known, gone, predicted) in counts.items()
-    }
+            answers = [one.answer for one in thirds]
+            fact, _, logits = score_answers(model, behind, answers, edited_behind)
+            # The other document's tokens behind its <|endoftext|>, each predicted one place before.
+            tokens = [
+                guess[len(ids) - len(one.prompt) : len(ids) - 1] == torch.tensor(one.prompt[1:])
+                for guess, ids, one in zip(logits.argmax(-1).cpu(), behind, thirds, strict=True)
+            ]
+            parts.append((success, kept, fact, torch.cat(tokens)))
+        success, kept, fact, tokens = map(torch.cat, zip(*parts, strict=True))
+        if name == "none":
+            known, predicted = fact, tokens
+        every = zip(MEASURES, (success, kept, ~fact[known], ~tokens[predicted]), strict=True)
+        result[name] = {what: hits.float().mean().item() for what, hits in every}
+    return result
 
 
-def edits(experiment: Experiment) -> None:
-    kinds = pick("STEM, all", "Embformer")
-    size = dict(figsize=(11, 3.4 * len(kinds)), layout="constrained")
-    figure, panels = plt.subplots(len(kinds), 1, **size)
+def measure_layers(model: Decoder, encoding: tiktoken.Encoding, most: int) -> dict:
+    return measure(model, encoding, triples(encoding, most))
+
+
+def success_of_edits(
+    experiment: Experiment, folders: list[Path], report: Callable = report_pairs, most: int = 2000
+) -> list[dict]:
+    """A report about each run on at most so many random pairs: one of edit_success.py, or here."""
 
     def measure_run(folder: Path) -> dict:
         model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
-        return measure(model, encoding, triples(encoding, 32 if experiment.quick else 1000))
+        model.tables = MeanRows(model.tables)
+        return report(model, encoding, 32 if experiment.quick else most)
 
-    for axes, (kind, folders) in zip(panels, experiment.train(kinds).items(), strict=True):
-        todo = {folder.name: partial(measure_run, folder) for folder in folders}
-        runs = experiment.measure("edits", todo)
-        table = []
-        for name in runs[0]:
-            row = {f"{kind}: rows swapped in": name}
-            row |= {what: spread(".1%", (run[name][what] for run in runs)) for what in MEASURES}
-            table.append(row)
-        print(markdown(table) + "\n")
+    todo = {folder.name: partial(measure_run, folder) for folder in folders}
+    return experiment.measure(report.__name__, todo)
+
+
+def edits(experiment: Experiment) -> None:
+    figure, panels = plt.subplots(2, 1, figsize=(11, 6.8), layout="constrained")
+    kinds = experiment.train(pick("STEM, all", "Embformer"))
+    for axes, (kind, folders) in zip(panels, kinds.items(), strict=True):
+        runs = success_of_edits(experiment, folders, measure_layers, 1000)
+        title, swaps = f"{kind}: rows swapped in", list(runs[0])
+        table = [{title: swap} for swap in swaps]
         for number, what in enumerate(MEASURES):  # means, with lines from the lowest to the highest
-            bars = np.array([[run[name][what] or 0.0 for name in runs[0]] for run in runs])
-            x, mean = np.arange(bars.shape[1]) + 0.2 * number, bars.mean(0)
-            error = [mean - bars.min(0), bars.max(0) - mean]
+            shares = np.array([[run[swap][what] for swap in swaps] for run in runs])
+            for row, by_run in zip(table, shares.T, strict=True):
+                row[what] = spread(".1%", by_run)
+            x, mean = np.arange(len(swaps)) + 0.2 * number, shares.mean(0)
+            error = [mean - shares.min(0), shares.max(0) - mean]
             axes.bar(x, mean, 0.2, yerr=error, label=what, error_kw=dict(elinewidth=0.8))
-        axes.set_xticks(np.arange(len(runs[0])) + 0.3, list(runs[0]), rotation=30)
-        axes.set(ylabel="share", title=f"{kind}: rows swapped in", ylim=(0, 1))
+        print(markdown(table) + "\n")
+        axes.set_xticks(np.arange(len(swaps)) + 0.3, swaps, rotation=30)
+        axes.set(ylabel="share", title=title, ylim=(0, 1))
         axes.grid(alpha=0.3, axis="y")
     print(edits_by_names(experiment))
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=len(MEASURES))
     experiment.picture("edits", figure)
-
-
-def success_of_edits(
-    experiment: Experiment, folders: list[Path], report: Callable = report_pairs
-) -> list[dict]:
-    """A report of edit_success.py about each run, on random pairs."""
-
-    def measure_run(folder: Path) -> dict:
-        model, encoding, _ = load_editable(folder / "ckpt.pt", experiment.on)
-        return report(model, encoding, 32 if experiment.quick else 2000)
-
-    todo = {folder.name: partial(measure_run, folder) for folder in folders}
-    return experiment.measure(report.__name__, todo)
 
 
 def edits_by_names(experiment: Experiment) -> str:
@@ -197,14 +185,12 @@ def edits_by_names(experiment: Experiment) -> str:
             success_of_edits(experiment, folders, report)
             for report in (report_pairs, report_lengths, report_injected)
         )
-        empty = {"tables in": kind} | dict.fromkeys(("names", "recall", "success", *ALIGN), "")
-        shares = {
-            what: spread(".1%", (run[what] for run in pairs)) for what in ("recall", "success")
-        }
-        table.append({**empty, "names": "one token", **shares})
-        for length in lengths[0]:
-            shares = {how: spread(".1%", (run[length][how] for run in lengths)) for how in ALIGN}
-            table.append({**empty, "names": length, **shares})
-        share = spread(".1%", (float(np.mean(list(run.values()))) for run in injected))
-        table.append({**empty, "names": "made up", "success": share})
+        runs = {"one token": [{**run, "last": run["success"]} for run in pairs]}
+        runs |= {length: [run[length] for run in lengths] for length in lengths[0]}
+        runs["made up"] = [{"last": np.mean(list(run.values()))} for run in injected]
+        for names, each in runs.items():
+            row = {"tables in": kind, "names": names}
+            for what in ("recall", *ALIGN):
+                row[what] = spread(".1%", (run.get(what) for run in each))
+            table.append(row)
     return markdown(table) + "\n"

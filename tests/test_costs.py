@@ -95,9 +95,3 @@ def test_expected_experts_are_the_mean_over_all_choices():
     choices = list(itertools.product(range(3), range(3, 6)))
     two = [len({*a, *b}) for a, b in itertools.product(choices, repeat=2)]
     assert expected_experts(config, 3, 2) == pytest.approx(np.mean(two))
-
-
-def test_a_cache_takes_the_bytes_of_its_buffers():
-    config = ModelConfig(**SHAPE)
-    cache = KVCache(config, 1, "cpu", torch.bfloat16, room=20)
-    assert Costs(config).cache(20) == sum(each.nbytes for each in (*cache.k, *cache.v))

@@ -44,7 +44,7 @@ def test_an_edit_in_some_layers_is_other_rows_in_these_tables(encoding, ffn, swa
     model.tables = tables = SomeTables(model.tables)
     tables.swapped = swapped
     pair = [Asked(name, 1, [], []) for name in ("Spain", "Peru")]
-    mixed = torch.tensor([tables.edited(encoding, ids, pair)])
+    mixed = torch.tensor([tables.edited(encoding, ids, *pair)])
     assert torch.equal(model(torch.tensor([ids]), table_ids=mixed)[0], expected)
 
 
@@ -70,9 +70,8 @@ def test_measures_are_those_of_answers_that_are_known(encoding):
     model, prompt = made(encoding, "stem"), encode(encoding, "Country: Spain")
 
     def says(ids, table_ids=None):
-        return model(torch.tensor([ids]), table_ids=torch.tensor([table_ids or ids]))[0][0].argmax(
-            -1
-        )
+        logits, _ = model(torch.tensor([ids]), table_ids=torch.tensor([table_ids or ids]))
+        return logits[0].argmax(-1)
 
     edited = edited_ids(encoding, prompt, "Spain", "Peru")
     source = Asked("Spain", 1, prompt, says(prompt)[-1:].tolist())
@@ -91,7 +90,7 @@ def test_measures_are_those_of_answers_that_are_known(encoding):
     assert [found["all"][what] for what in MEASURES] == pytest.approx(expected)
 
 
-def test_names_of_different_length_have_a_figure_for_each_way(monkeypatch, tmp_path):
+def test_names_of_different_length_have_a_figure_for_each_way(tmp_path):
     pairs, injected = dict(recall=1.0, success=0.75), dict(capital=0.5, region=1.0)
     lengths = dict(longer=dict(last=0.5, first=0.25, pad=0.125, average=1.0))
     given = dict(report_pairs=pairs, report_lengths=lengths, report_injected=injected)
@@ -101,7 +100,7 @@ def test_names_of_different_length_have_a_figure_for_each_way(monkeypatch, tmp_p
     )
     _, _, *rows = edits.edits_by_names(experiment).splitlines()
     assert rows[:3] == [
-        "| STEM, third | one token | 100.0% | 75.0% |  |  |  |  |",
-        "| STEM, third | longer |  |  | 50.0% | 25.0% | 12.5% | 100.0% |",
-        "| STEM, third | made up |  | 75.0% |  |  |  |  |",
+        "| STEM, third | one token | 100.0% | 75.0% |  |  |  |",
+        "| STEM, third | longer |  | 50.0% | 25.0% | 12.5% | 100.0% |",
+        "| STEM, third | made up |  | 75.0% |  |  |  |",
     ]
