@@ -4,13 +4,9 @@ Two measurements. The parameters that contexts of real text read, rows of their 
 included: nothing is trained, and what is read need not be of use. And a needle in a haystack: a
 sentence as " Call Anna tiger." stands in the prose of a novel, and models learn to complete it when
 it comes again, first in short documents, where that happens often, then (`--stage context`) in
-longer ones. They are asked at the end of prose that they never saw, in contexts up to four times as
-long as those of the second stage, by how deep the sentence stands.
-
-Beyond the length that was trained, positions are once as they were, and once slowed down as
-`--stage context` does it (rope_base by the growth in length). Deliberately simple, as models are
-that learn this in minutes: one needle, whose value is one of 32 words. Of several needles with
-different keys, models of this size learn in that time to name one that was told, but not which.
+longer ones. They are asked at the end of prose that they never saw, by how deep the sentence
+stands; beyond the length that was trained with positions as they were, and slowed down as
+`--stage context` does it.
 """
 
 import itertools
@@ -24,16 +20,16 @@ import tiktoken
 import torch
 
 import prepare
-from analysis.costs import Costs
-from analysis.experiment import KINDS, MAIN, Experiment, best_learning_rates, pick, spread
+from analysis.costs import SMALL, Costs
+from analysis.experiment import MAIN, Experiment, best_learning_rates, pick, spread
 from common import locked
 from config import ModelConfig
 from training.batches import open_tokens, read_meta, read_tokenizer
 from training.checkpoints import load_model
 from training.records import markdown, plt
-from training.settings import PRESETS, resolve_settings
+from training.settings import resolve_settings
 
-CONTEXTS = tuple(2**power for power in range(10, 16))
+CONTEXTS = [2**power for power in range(10, 16)]
 KEYS = "Anna Boris Clara David Elena Felix Greta Henry Irene James Karen Louis Maria Nina Oscar"
 VALUES = (
     "tiger apple silver river candle hammer violin desert butter mirror basket anchor garden "
@@ -48,6 +44,7 @@ SHORT = dict(
     batch_size=16, max_iters=1500, eval_interval=750,
 )  # fmt: skip
 LONG = dict(block_size=512, batch_size=8, max_iters=800, eval_interval=400, learning_rate=1e-3)
+LENGTHS = (128, 512, 1024, 2048)  # tokens of haystacks
 DEPTHS = 5  # parts of a haystack, in each of which needles are asked for
 
 
@@ -71,20 +68,18 @@ def parameters_read(experiment: Experiment, axes: plt.Axes) -> None:
     quick = experiment.quick
     folder = experiment.data_dir if quick else experiment.data_dir.with_name("moby-dick")
     experiment.ensure_prepared(folder)
-    meta = read_meta(folder)
+    meta, contexts = read_meta(folder), (64, 256) if quick else CONTEXTS
     ids = open_tokens(folder, "train", meta)
-    contexts = [n for n in ((64, 256) if quick else CONTEXTS) if n <= len(ids)]
     counts = [float(np.mean(distinct_tokens(ids, n))) for n in contexts]
     rows = [
         {"context": f"{n:,}", "distinct tokens": f"{count:,.0f}"}
         for n, count in zip(contexts, counts, strict=True)
     ]
-    shape = {name: PRESETS["prose"][name] for name in ("n_layer", "n_head", "n_embd")}
-    for name in MAIN:
-        costs = Costs(ModelConfig(vocab_size=meta["vocab_size"], **shape, **KINDS[name]))
+    for name, flags in pick(*MAIN).items():
+        costs = Costs(ModelConfig(vocab_size=meta["vocab_size"], **SMALL, **flags))
         read = [costs.params_read_per_step(1, round(count)) / 1e6 for count in counts]
-        for cells, million in zip(rows, read, strict=True):
-            cells[name] = f"{million:.2f} M ({million / read[0]:.2f})"
+        for row, million in zip(rows, read, strict=True):
+            row[name] = f"{million:.2f} M ({million / read[0]:.2f})"
         axes.plot(contexts, read, marker=".", label=name)
     print(f"Parameters read in a context of {folder.name} (over those of the shortest):\n")
     print(markdown(rows))
@@ -151,20 +146,18 @@ def haystack(
 
 
 @torch.inference_mode()
-def needles_found(
-    folder: Path, data: Path, asked: list[tuple[int, bool]], count: int, on: torch.device
-) -> list[list[float]]:
-    """Share of `count` needles that a run's model names, at each depth from the beginning on, for
-    each length and choice of positions (slowed down or not) that is asked for."""
-    model, encoding, _ = load_model(folder / "ckpt.pt", on)
+def needles_found(folder: Path, count: int, device: torch.device) -> list[float]:
+    """Shares of `count` needles that a run's model names, at each of DEPTHS from the beginning on:
+    for each of LENGTHS with positions as trained, then for each of them slowed down."""
+    model, encoding, checkpoint = load_model(folder / "ckpt.pt", device)
+    longer = dict(data_dir=checkpoint["args"]["data_dir"], init_from=folder / "ckpt.pt")
     ids, shares = encoding.encode_ordinary("".join(prose(held_out=True))), []
-    trained = model.config.rope_base
-    for length, slower in asked:
-        longer = dict(stage="context", init_from=folder / "ckpt.pt", block_size=length)
-        slow = slower and resolve_settings(data_dir=str(data), **longer).model.rope_base
-        model.config.rope_base, model.config.block_size = slow or trained, length
+    for slower, length in itertools.product((False, True), LENGTHS):
+        if slower and length > LONG["block_size"]:
+            settings = resolve_settings(stage="context", block_size=length, **longer)
+            model.config.rope_base = settings.model.rope_base
+        model.config.block_size = length
         rng = random.Random(length)  # all models are asked the same
-        shares.append([])
         for part in range(DEPTHS):
             depths = [(part + rng.random()) / DEPTHS for _ in range(count)]
             questions = [haystack(rng, encoding, ids, length, depth) for depth in depths]
@@ -173,7 +166,7 @@ def needles_found(
                 prompts, answers = zip(*questions[at : at + size], strict=True)
                 logits, _ = model(torch.tensor(prompts), last_only=True)  # [B, 1, V]
                 right += int((logits[:, 0].argmax(-1).cpu() == torch.tensor(answers)).sum())
-            shares[-1].append(right / count)
+            shares.append(right / count)
     return shares
 
 
@@ -187,46 +180,37 @@ def needles(experiment: Experiment, panels: np.ndarray) -> None:
     first = experiment.train(best_learning_rates(experiment, first))
     further = {**LONG, "stage": "context", "data_dir": str(long)}
     second = {
-        (name, seed): {**further, "init_from": folder / "ckpt.pt", "seed": seed}
-        for name, folders in first.items()
+        folder: {**further, "init_from": folder / "ckpt.pt", "seed": seed}
+        for folders in first.values()
         for seed, folder in zip(experiment.numbers, folders, strict=True)
     }
     second = experiment.train(second, experiment.numbers[:1])  # its seeds are its own
-    trained, count = LONG["block_size"], 1 if experiment.quick else 40
-    lengths = [trained // 4, trained, 2 * trained, 4 * trained]
-    asked = [(n, slower) for slower in (False, True) for n in lengths if n > trained or not slower]
-    more = (long, asked, count, experiment.on)
+    more = (1 if experiment.quick else 40, experiment.on)
     todo = {folder.name: partial(needles_found, folder, *more) for (folder,) in second.values()}
     shares = np.array(experiment.measure("needles", todo))
-    shares = shares.reshape(len(kinds), -1, len(asked), DEPTHS)  # [kinds, seeds, asked, depths]
+    shares = shares.reshape(len(kinds), -1, 2, len(LENGTHS), DEPTHS)  # 1: seeds, 2: positions
 
-    rows = []
-    for (kind, name), (n, slower) in itertools.product(enumerate(kinds), asked):
-        by_run = shares[kind, :, asked.index((n, slower))]  # [seeds, depths]
-        positions = "slowed down" if slower else "as trained"
-        rows.append(
-            {
-                "layers": name,
-                "tokens": f"{n:,}",
-                "positions": positions if n > trained else "",
-                "over trained": f"{n / trained:g}",
-                "needles found": spread(".1%", by_run.mean(1)),
-                "at the worst depth": spread(".1%", by_run.min(1)),
-            }
-        )
-    print(f"Needles found; choosing any of the {len(VALUES)} values finds {1 / len(VALUES):.1%}:\n")
-    print(markdown(rows))
-
-    every = itertools.product(enumerate(kinds), (False, True))
-    for axes, ((kind, name), slower) in zip(panels, every, strict=True):
-        columns = [asked.index((n, slower and n > trained)) for n in lengths]
-        means = shares[kind][:, columns].mean(0).T  # [depths, lengths]
+    rows, trained = [], LONG["block_size"]
+    every = itertools.product(enumerate(kinds), enumerate(("as trained", "slowed down")))
+    for axes, ((kind, name), (slower, positions)) in zip(panels, every, strict=True):
+        by_run = shares[kind, :, slower]  # [seeds, lengths, depths]
+        for i, n in enumerate(LENGTHS):
+            if n > trained or not slower:
+                row = {"layers": name, "tokens": f"{n:,}"}
+                row["positions"] = positions if n > trained else ""
+                row["over trained"] = f"{n / trained:g}"
+                row["needles found"] = spread(".1%", by_run[:, i].mean(1))
+                row["at the worst depth"] = spread(".1%", by_run[:, i].min(1))
+                rows.append(row)
+        means = by_run.mean(0).T  # [depths, lengths]
         axes.imshow(means, vmin=0, vmax=1, cmap="Greens", aspect="auto")
         for (depth, i), share in np.ndenumerate(means):
             color = "white" if share > 0.6 else "black"
             axes.text(i, depth, f"{share:.0%}", color=color, ha="center", va="center", fontsize=7)
-        axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+        axes.set_xticks(range(len(LENGTHS)), [f"{n:,}" for n in LENGTHS])
         axes.set_title(name + ", positions slowed down" * slower, fontsize=9)
         axes.set_xlabel("tokens")
+    print(f"Needles found; choosing any of the {len(VALUES)} values finds {1 / len(VALUES):.1%}:\n")
+    print(markdown(rows))
     panels[0].set_yticks(range(DEPTHS), [f"{(k + 0.5) / DEPTHS:.0%}" for k in range(DEPTHS)])
     panels[0].set_ylabel("depth of the needle")

@@ -48,9 +48,9 @@ def openings(
 
 
 def single_tokens(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
-    """Those of `openings` whose name is one token. UserError: no two answers differ."""
+    """Those of `openings` named by one token. UserError: fewer than 3 have other answers."""
     single = [one for one in openings(encoding, relation) if one.length == 1]
-    if len({tuple(one.answer) for one in single}) < 2:
+    if len({tuple(one.answer) for one in single}) < 3:
         raise UserError("too few countries are one token: take a model of data/countries")
     return single
 
