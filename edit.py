@@ -6,7 +6,6 @@
     python edit.py --source Atlantis --target Portugal        # a name that the model never saw
     python edit.py --source Spain --target Germany --save out/edited/ckpt.pt
     python edit.py --undo --ckpt out/edited/ckpt.pt  # to the bit what it was before
-    python analyze.py edits out/ckpt.pt              # all pairs of countries: how many succeed
 
 An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
 (`stem.substitute`); everything dense still sees Spain. What --save writes has Germany's rows under
@@ -143,7 +142,9 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
         text = encoding.decode([token for token in tokens if token != encoding.eot_token])
         lines = [textwrap.wrap(line, WIDTH) or [""] for line in text.strip().splitlines()]
         columns.append([title, "-" * WIDTH, *itertools.chain(*lines)])
-        if (answer := first_sentence(encoding, tokens)) not in answers:
+        pieces = enumerate(encoding.decode([token]) for token in tokens)
+        ends = (n for n, piece in pieces if n and re.search(r"[.\n]|<\|endoftext", piece))
+        if (answer := tokens[: next(ends, None)]) not in answers:  # the first sentence
             answers.append(answer)
     n = len(answers)
     p = score_answers(model, [ids] * 2 * n, answers * 2, [ids] * n + [table_ids] * n)[1]
@@ -159,32 +160,18 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
     return {token: other for token, other in zip(ids, table_ids, strict=True) if token != other}
 
 
-def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
-    """The tokens before the one that ends the first sentence, but at least one."""
-    for n, token in enumerate(tokens):
-        if n and (token == encoding.eot_token or re.search(r"[.\n]", encoding.decode([token]))):
-            return tokens[:n]
-    return tokens
-
-
-def save(
-    tables: MeanRows,
-    encoding: tiktoken.Encoding,
-    checkpoint: dict,
-    edit: Edit,
-    instead: dict[int, int],
-) -> None:
+def save(tables: MeanRows, checkpoint: dict, edit: Edit, instead: dict[int, int]) -> None:
     """Write the checkpoint with the rows that tokens read `instead` of theirs as their own, and a
     record of the rows they had. As the prompt spells the name, and no other way: "Spain" without a
     space before it may be pieces of which many other words are made."""
-    ids = torch.tensor([list(instead), list(instead.values())])  # [2, n]
-    old, new = zip(*(rows.cpu().unbind() for rows in tables.lookup(ids)), strict=True)
-    record = dict(source=edit.source, target=edit.target, ids=ids[0].clone())
-    record["rows"] = [rows.clone() for rows in old]  # [n, W] of each table
+    record = dict(source=edit.source, target=edit.target, ids=torch.tensor(list(instead)))
+    record["rows"], new = (  # [n, W] of each table
+        [rows[0].cpu() for rows in tables.lookup(torch.tensor([list(tokens)]))]
+        for tokens in (instead, instead.values())
+    )
     checkpoint["edits"] = [*checkpoint.get("edits", []), record]
-    write_rows(edit, checkpoint, ids[0], list(new))
-    tokens = ", ".join(repr(encoding.decode([token])) for token in instead)
-    print(f"wrote {edit.save}: other rows for {tokens}, in every text that has these tokens")
+    write_rows(edit, checkpoint, record["ids"], new)
+    print(f"wrote {edit.save}: {edit.source} has {edit.target}'s rows in every text")
 
 
 def undo(edit: Edit) -> None:
@@ -199,8 +186,7 @@ def undo(edit: Edit) -> None:
 
 
 def write_rows(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
-    """Write the checkpoint with other `rows` [n, W] of tokens `ids` [n] in each table. UserError:
-    another checkpoint would be lost."""
+    """Write the checkpoint with other `rows` [n, W] of tokens `ids` [n] in each table."""
     path = edit.save or edit.ckpt
     if path.exists() and not path.samefile(edit.ckpt):
         raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
@@ -218,7 +204,7 @@ def main() -> None:
     model.tables = MeanRows(model.tables)
     instead = show(model, encoding, args)
     if args.save:
-        save(model.tables, encoding, checkpoint, args, instead)
+        save(model.tables, checkpoint, args, instead)
 
 
 if __name__ == "__main__":

@@ -122,13 +122,6 @@ def report_injected(model: Decoder, encoding: tiktoken.Encoding, most: int | Non
     return shares
 
 
-def report(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
-    """The figures of `report_pairs`, with those of the other two as `lengths` and `injected`."""
-    result = report_pairs(model, encoding, most)
-    result["lengths"] = report_lengths(model, encoding, most)
-    return result | {"injected": report_injected(model, encoding, most)}
-
-
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     """Measure all pairs, print a table, and write edit_report.json beside the checkpoint.
     UserError: edits of this model cannot be measured."""
@@ -138,17 +131,19 @@ def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     if not any(successes(model, encoding, [(one, one) for one in single])):
         raise UserError(f"{ckpt} knows no capital, so there is nothing to edit: train it longer")
     print(f"measuring edits of {ckpt}, which takes minutes ...\n", flush=True)
-    result, rows = report(model, encoding), []
+    result, rows = report_pairs(model, encoding), []
+    result["lengths"] = report_lengths(model, encoding)
+    result["injected"] = report_injected(model, encoding)
     parts = [("one token", *part) for part in result["relations"].items()]
     parts += [("one token", "all three", result)]
     parts += [(names, "capital", part) for names, part in result["lengths"].items()]
     parts += [("made up", relation, {"last": x}) for relation, x in result["injected"].items()]
     for names, relation, part in parts:
-        part = {"last": part.get("success"), "recall": None, **part}
-        shares = {"recall": part["recall"]} | {f"success, {how}": part.get(how) for how in ALIGN}
-        cells = {name: "" if share is None else f"{share:.1%}" for name, share in shares.items()}
-        pairs = f"{part['pairs']:,}" if "pairs" in part else ""
-        rows.append({"names": names, "asked for": relation, "pairs": pairs, **cells})
+        part = {"last": part.get("success"), **part}
+        row = {"names": names, "asked for": relation, "pairs": str(part.get("pairs", ""))}
+        for what in ("recall", *ALIGN):
+            row[what] = "" if part.get(what) is None else f"{part[what]:.1%}"
+        rows.append(row)
     print(markdown(rows))
     path = ckpt.with_name("edit_report.json")
     with atomic(path) as temporary:
