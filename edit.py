@@ -104,7 +104,7 @@ def edited_ids(
     tables: MeanRows | None = None,
 ) -> list[int]:
     """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
-    space before it. `align` is one of ALIGN; for `average`, `tables` are the model's."""
+    space before it. `tables` are the model's, for `align` "average"."""
     edited = ids = torch.tensor(ids)  # [T]
     for space in (" ", ""):
         names = [encoding.encode_ordinary(space + name) for name in (source, target)]
@@ -160,32 +160,7 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
     return {token: other for token, other in zip(ids, table_ids, strict=True) if token != other}
 
 
-def save(tables: MeanRows, checkpoint: dict, edit: Edit, instead: dict[int, int]) -> None:
-    """Write the checkpoint with the rows that tokens read `instead` of theirs as their own, and a
-    record of the rows they had. As the prompt spells the name, and no other way: "Spain" without a
-    space before it may be pieces of which many other words are made."""
-    record = dict(source=edit.source, target=edit.target, ids=torch.tensor(list(instead)))
-    record["rows"], new = (  # [n, W] of each table
-        [rows[0].cpu() for rows in tables.lookup(torch.tensor([list(tokens)]))]
-        for tokens in (instead, instead.values())
-    )
-    checkpoint["edits"] = [*checkpoint.get("edits", []), record]
-    write_rows(edit, checkpoint, record["ids"], new)
-    print(f"wrote {edit.save}: {edit.source} has {edit.target}'s rows in every text")
-
-
-def undo(edit: Edit) -> None:
-    """Write the checkpoint with the rows that its last edit replaced."""
-    checkpoint = load_checkpoint(edit.ckpt)
-    if not checkpoint.get("edits"):
-        raise UserError(f"{edit.ckpt} holds no edit to undo: it takes one written with --save")
-    *checkpoint["edits"], last = checkpoint["edits"]
-    write_rows(edit, checkpoint, last["ids"], last["rows"])
-    names = f"{last['source']} has its own rows again, not {last['target']}'s"
-    print(f"wrote {edit.save or edit.ckpt}: {names}")
-
-
-def write_rows(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
+def write(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
     """Write the checkpoint with other `rows` [n, W] of tokens `ids` [n] in each table."""
     path = edit.save or edit.ckpt
     if path.exists() and not path.samefile(edit.ckpt):
@@ -194,17 +169,28 @@ def write_rows(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) ->
         checkpoint["model"][f"tables.weight.{table}"][ids] = new
     with locked(path.parent):
         write_checkpoint(path, checkpoint)
+    print(f"wrote {path}")
 
 
 def main() -> None:
     args = parse(Edit, __doc__)
     if args.undo:
-        return undo(args)
+        checkpoint = load_checkpoint(args.ckpt)
+        if not checkpoint.get("edits"):
+            raise UserError(f"{args.ckpt} holds no edit to undo: it takes one written with --save")
+        *checkpoint["edits"], last = checkpoint["edits"]
+        return write(args, checkpoint, last["ids"], last["rows"])
     model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
     model.tables = MeanRows(model.tables)
     instead = show(model, encoding, args)
     if args.save:
-        save(model.tables, checkpoint, args, instead)
+        # As the prompt spells the name, and no other way: "Spain" without a space before it may be
+        # pieces of which many other words are made.
+        ids = torch.tensor([list(instead), list(instead.values())])  # [2, n]
+        rows = [of_table.cpu() for of_table in model.tables.lookup(ids)]  # [2, n, W] of each
+        record = dict(ids=ids[0], rows=[own.clone() for own, _ in rows])
+        checkpoint["edits"] = [*checkpoint.get("edits", []), record]
+        write(args, checkpoint, ids[0], [others for _, others in rows])
 
 
 if __name__ == "__main__":

@@ -59,16 +59,17 @@ def differing(sources: list[Asked], targets: list[Asked]) -> Pairs:
     return [(a, b) for a in sources for b in targets if a.answer != b.answer]
 
 
-def subsample(pairs: Pairs, most: int | None) -> Pairs:
-    """At most so many of them, random ones, but always the same; None: all."""
-    return random.Random(0).sample(pairs, most) if most and most < len(pairs) else pairs
-
-
 def successes(
-    model: Decoder, encoding: tiktoken.Encoding, pairs: Pairs, align: str = "last"
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    pairs: Pairs,
+    most: int | None = None,
+    align: str = "last",
 ) -> list[bool]:
-    """For each pair: does the model, whose tables are MeanRows, asked about the source, greedily
-    answer with the target's fact after the edit?"""
+    """For each pair, or for `most` random ones, always the same: does the model, whose tables are
+    MeanRows, asked about the source, greedily answer with the target's fact after the edit?"""
+    if most and most < len(pairs):
+        pairs = random.Random(0).sample(pairs, most)
     hits, parts = [], list(groups(encoding, pairs))
     for sources, targets in tqdm(parts, f"edits, {align}", leave=False, disable=None):
         edited = [
@@ -92,7 +93,7 @@ def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None =
     for relation in RELATIONS:
         single = single_tokens(encoding, relation)
         recall = successes(model, encoding, [(one, one) for one in single])
-        success = successes(model, encoding, subsample(differing(single, single), most))
+        success = successes(model, encoding, differing(single, single), most)
         relations[relation] = shares(recall, success)
         recalls, edits = recalls + recall, edits + success
     return {"countries": len(single), **shares(recalls, edits), "relations": relations}
@@ -104,11 +105,11 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding, most: int | None
     asked, result = openings(encoding, "capital"), {}
     every = [(a, b) for a, b in differing(asked, asked) if a.length + b.length > 2]
     for kind, compare in {"equal length": eq, "longer source": gt, "longer target": lt}.items():
-        pairs = subsample([(a, b) for a, b in every if compare(a.length, b.length)], most)
-        result[kind] = {"pairs": len(pairs)}
+        pairs, part = [(a, b) for a, b in every if compare(a.length, b.length)], {}
         for align in ALIGN:
-            hits = successes(model, encoding, pairs, align)
-            result[kind][align] = fmean(hits) if hits else None
+            hits = successes(model, encoding, pairs, most, align)
+            part |= {"pairs": len(hits), align: fmean(hits) if hits else None}
+        result[kind] = part
     return result
 
 
@@ -117,14 +118,13 @@ def report_injected(model: Decoder, encoding: tiktoken.Encoding, most: int | Non
     invented, shares = [replace(countries.table()[0], name=name) for name in INVENTED], {}
     for relation in RELATIONS:
         names = [one._replace(answer=None) for one in openings(encoding, relation, invented)]
-        pairs = subsample(differing(names, openings(encoding, relation)), most)
-        shares[relation] = fmean(successes(model, encoding, pairs))
+        pairs = differing(names, openings(encoding, relation))
+        shares[relation] = fmean(successes(model, encoding, pairs, most))
     return shares
 
 
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
-    """Measure all pairs, print a table, and write edit_report.json beside the checkpoint.
-    UserError: edits of this model cannot be measured."""
+    """Measure all pairs, print a table, and write edit_report.json beside the checkpoint."""
     model, encoding, _ = load_model(ckpt, device)
     model.tables = MeanRows(model.tables)
     single = single_tokens(encoding, "capital")

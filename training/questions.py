@@ -152,6 +152,4 @@ def show(model: Decoder, data: Data, ckpt: Path, seed: int) -> None:
     prompt = torch.tensor([[*ids]], device=model.device)  # [1, T]
     text = model.generate(prompt, 60, temperature=temperature, stop=stop, seed=seed)[0].tolist()
     print(encoding.decode([token for token in text if token != encoding.eot_token]))
-    print(f"\nnext:\n  python sample.py --ckpt {ckpt}{' --chat' if chat else ''}")
-    if corpus == "countries" and len(model.tables.weight):
-        print(f"  python edit.py --ckpt {ckpt} --source Spain --target Germany")
+    print(f"\nnext: python sample.py --ckpt {ckpt}{' --chat' if chat else ''}")
