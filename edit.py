@@ -28,13 +28,7 @@ from model import Decoder
 from stem import substitute
 from tables.tables import Tables
 from text.tokenizer import encode
-from training.checkpoints import (
-    device_flag,
-    load_checkpoint,
-    load_model,
-    offload_flag,
-    write_checkpoint,
-)
+from training import checkpoints
 from training.questions import score_answers
 
 WIDTH = 38  # of a column of text
@@ -86,8 +80,8 @@ class Edit:
     max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
     save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
     undo: bool = flag(False, "take the last edit saved in --ckpt out of it, there or in --save")
-    device: str = device_flag()
-    offload: str = offload_flag()
+    device: str = checkpoints.device_flag()
+    offload: str = checkpoints.offload_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -157,7 +151,7 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
         text = textwrap.shorten(encoding.decode(answer), 26, placeholder="...")
         print(f"probability of {text!r:<28} before {before:6.1%}   after {after:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
-    return {token: other for token, other in zip(ids, table_ids, strict=True) if token != other}
+    return {own: other for own, other in zip(ids, table_ids, strict=True) if own != other}
 
 
 def write(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
@@ -168,19 +162,20 @@ def write(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None
     for table, new in enumerate(rows):  # mapped from files: what changes is this process's own
         checkpoint["model"][f"tables.weight.{table}"][ids] = new
     with locked(path.parent):
-        write_checkpoint(path, checkpoint)
+        checkpoints.write_checkpoint(path, checkpoint)
     print(f"wrote {path}")
 
 
 def main() -> None:
     args = parse(Edit, __doc__)
     if args.undo:
-        checkpoint = load_checkpoint(args.ckpt)
+        checkpoint = checkpoints.load_checkpoint(args.ckpt)
         if not checkpoint.get("edits"):
             raise UserError(f"{args.ckpt} holds no edit to undo: it takes one written with --save")
         *checkpoint["edits"], last = checkpoint["edits"]
         return write(args, checkpoint, last["ids"], last["rows"])
-    model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
+    device = pick_device(args.device)
+    model, encoding, checkpoint = checkpoints.load_model(args.ckpt, device, args.offload)
     model.tables = MeanRows(model.tables)
     instead = show(model, encoding, args)
     if args.save:

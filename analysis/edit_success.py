@@ -13,8 +13,8 @@ from operator import eq, gt, lt
 from pathlib import Path
 from statistics import fmean
 
-import tiktoken
 import torch
+from tiktoken import Encoding
 from tqdm import tqdm
 
 from common import UserError, atomic
@@ -35,10 +35,8 @@ Asked = namedtuple("Asked", ("name", "length", "prompt", "answer"))
 Pairs = list[tuple[Asked, Asked]]  # source and target of each edit
 
 
-def openings(
-    encoding: tiktoken.Encoding, relation: str, table: list[countries.Country] | None = None
-) -> list[Asked]:
-    """About each country a held-out opening of a paragraph: "Country: Spain\\nIts capital is"."""
+def openings(encoding: Encoding, relation: str, table: list | None = None) -> list[Asked]:
+    """About each Country a held-out opening of a paragraph: "Country: Spain\\nIts capital is"."""
     asked, plain = [], encoding.encode_ordinary
     for country in table or countries.table():
         question = countries.questions(relation, "paragraph", country)[0]
@@ -47,7 +45,7 @@ def openings(
     return asked
 
 
-def single_tokens(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
+def single_tokens(encoding: Encoding, relation: str) -> list[Asked]:
     """Those of `openings` named by one token. UserError: fewer than 3 have other answers."""
     single = [one for one in openings(encoding, relation) if one.length == 1]
     if len({tuple(one.answer) for one in single}) < 3:
@@ -60,11 +58,7 @@ def differing(sources: list[Asked], targets: list[Asked]) -> Pairs:
 
 
 def successes(
-    model: Decoder,
-    encoding: tiktoken.Encoding,
-    pairs: Pairs,
-    most: int | None = None,
-    align: str = "last",
+    model: Decoder, encoding: Encoding, pairs: Pairs, most: int | None = None, align: str = "last"
 ) -> list[bool]:
     """For each pair, or for `most` random ones, always the same: does the model, whose tables are
     MeanRows, asked about the source, greedily answer with the target's fact after the edit?"""
@@ -81,7 +75,7 @@ def successes(
     return hits
 
 
-def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+def report_pairs(model: Decoder, encoding: Encoding, most: int | None = None) -> dict:
     """Edit every country into every other, for names of a single token (`most`: random pairs of a
     relation). Returns the number of `countries`, and overall and under `relations` the number of
     `pairs`, `recall` (share of greedy answers that are right before any edit) and `success`."""
@@ -99,7 +93,7 @@ def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None =
     return {"countries": len(single), **shares(recalls, edits), "relations": relations}
 
 
-def report_lengths(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+def report_lengths(model: Decoder, encoding: Encoding, most: int | None = None) -> dict:
     """Edits where a name has several tokens, asked for the capital: the number of pairs, and for
     each way of ALIGN the share of them that succeed."""
     asked, result = openings(encoding, "capital"), {}
@@ -113,7 +107,7 @@ def report_lengths(model: Decoder, encoding: tiktoken.Encoding, most: int | None
     return result
 
 
-def report_injected(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+def report_injected(model: Decoder, encoding: Encoding, most: int | None = None) -> dict:
     """Made-up names read every country's rows: for each relation the share of successes."""
     invented, shares = [replace(countries.table()[0], name=name) for name in INVENTED], {}
     for relation in RELATIONS:
