@@ -6,7 +6,6 @@
     python edit.py --source Atlantis --target Portugal        # a name that the model never saw
     python edit.py --source Spain --target Germany --save out/edited/ckpt.pt
     python edit.py --undo --ckpt out/edited/ckpt.pt  # to the bit what it was before
-    python analyze.py edits out/ckpt.pt              # all pairs of countries: how many succeed
 
 An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
 (`stem.substitute`); everything dense still sees Spain. What --save writes has Germany's rows under
@@ -29,13 +28,7 @@ from model import Decoder
 from stem import substitute
 from tables.tables import Tables
 from text.tokenizer import encode
-from training.checkpoints import (
-    device_flag,
-    load_checkpoint,
-    load_model,
-    offload_flag,
-    write_checkpoint,
-)
+from training import checkpoints
 from training.questions import score_answers
 
 WIDTH = 38  # of a column of text
@@ -87,8 +80,8 @@ class Edit:
     max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
     save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
     undo: bool = flag(False, "take the last edit saved in --ckpt out of it, there or in --save")
-    device: str = device_flag()
-    offload: str = offload_flag()
+    device: str = checkpoints.device_flag()
+    offload: str = checkpoints.offload_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -105,7 +98,7 @@ def edited_ids(
     tables: MeanRows | None = None,
 ) -> list[int]:
     """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
-    space before it. `align` is one of ALIGN; for `average`, `tables` are the model's."""
+    space before it. `tables` are the model's, for `align` "average"."""
     edited = ids = torch.tensor(ids)  # [T]
     for space in (" ", ""):
         names = [encoding.encode_ordinary(space + name) for name in (source, target)]
@@ -143,7 +136,9 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
         text = encoding.decode([token for token in tokens if token != encoding.eot_token])
         lines = [textwrap.wrap(line, WIDTH) or [""] for line in text.strip().splitlines()]
         columns.append([title, "-" * WIDTH, *itertools.chain(*lines)])
-        if (answer := first_sentence(encoding, tokens)) not in answers:
+        pieces = enumerate(encoding.decode([token]) for token in tokens)
+        ends = (n for n, piece in pieces if n and re.search(r"[.\n]|<\|endoftext", piece))
+        if (answer := tokens[: next(ends, None)]) not in answers:  # the first sentence
             answers.append(answer)
     n = len(answers)
     p = score_answers(model, [ids] * 2 * n, answers * 2, [ids] * n + [table_ids] * n)[1]
@@ -156,69 +151,41 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
         text = textwrap.shorten(encoding.decode(answer), 26, placeholder="...")
         print(f"probability of {text!r:<28} before {before:6.1%}   after {after:6.1%}")
     print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
-    return {token: other for token, other in zip(ids, table_ids, strict=True) if token != other}
+    return {own: other for own, other in zip(ids, table_ids, strict=True) if own != other}
 
 
-def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
-    """The tokens before the one that ends the first sentence, but at least one."""
-    for n, token in enumerate(tokens):
-        if n and (token == encoding.eot_token or re.search(r"[.\n]", encoding.decode([token]))):
-            return tokens[:n]
-    return tokens
-
-
-def save(
-    tables: MeanRows,
-    encoding: tiktoken.Encoding,
-    checkpoint: dict,
-    edit: Edit,
-    instead: dict[int, int],
-) -> None:
-    """Write the checkpoint with the rows that tokens read `instead` of theirs as their own, and a
-    record of the rows they had. As the prompt spells the name, and no other way: "Spain" without a
-    space before it may be pieces of which many other words are made."""
-    ids = torch.tensor([list(instead), list(instead.values())])  # [2, n]
-    old, new = zip(*(rows.cpu().unbind() for rows in tables.lookup(ids)), strict=True)
-    record = dict(source=edit.source, target=edit.target, ids=ids[0].clone())
-    record["rows"] = [rows.clone() for rows in old]  # [n, W] of each table
-    checkpoint["edits"] = [*checkpoint.get("edits", []), record]
-    write_rows(edit, checkpoint, ids[0], list(new))
-    tokens = ", ".join(repr(encoding.decode([token])) for token in instead)
-    print(f"wrote {edit.save}: other rows for {tokens}, in every text that has these tokens")
-
-
-def undo(edit: Edit) -> None:
-    """Write the checkpoint with the rows that its last edit replaced."""
-    checkpoint = load_checkpoint(edit.ckpt)
-    if not checkpoint.get("edits"):
-        raise UserError(f"{edit.ckpt} holds no edit to undo: it takes one written with --save")
-    *checkpoint["edits"], last = checkpoint["edits"]
-    write_rows(edit, checkpoint, last["ids"], last["rows"])
-    names = f"{last['source']} has its own rows again, not {last['target']}'s"
-    print(f"wrote {edit.save or edit.ckpt}: {names}")
-
-
-def write_rows(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
-    """Write the checkpoint with other `rows` [n, W] of tokens `ids` [n] in each table. UserError:
-    another checkpoint would be lost."""
+def write(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
+    """Write the checkpoint with other `rows` [n, W] of tokens `ids` [n] in each table."""
     path = edit.save or edit.ckpt
     if path.exists() and not path.samefile(edit.ckpt):
         raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
     for table, new in enumerate(rows):  # mapped from files: what changes is this process's own
         checkpoint["model"][f"tables.weight.{table}"][ids] = new
     with locked(path.parent):
-        write_checkpoint(path, checkpoint)
+        checkpoints.write_checkpoint(path, checkpoint)
+    print(f"wrote {path}")
 
 
 def main() -> None:
     args = parse(Edit, __doc__)
     if args.undo:
-        return undo(args)
-    model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
+        checkpoint = checkpoints.load_checkpoint(args.ckpt)
+        if not checkpoint.get("edits"):
+            raise UserError(f"{args.ckpt} holds no edit to undo: it takes one written with --save")
+        *checkpoint["edits"], last = checkpoint["edits"]
+        return write(args, checkpoint, last["ids"], last["rows"])
+    device = pick_device(args.device)
+    model, encoding, checkpoint = checkpoints.load_model(args.ckpt, device, args.offload)
     model.tables = MeanRows(model.tables)
     instead = show(model, encoding, args)
     if args.save:
-        save(model.tables, encoding, checkpoint, args, instead)
+        # As the prompt spells the name, and no other way: "Spain" without a space before it may be
+        # pieces of which many other words are made.
+        ids = torch.tensor([list(instead), list(instead.values())])  # [2, n]
+        rows = [of_table.cpu() for of_table in model.tables.lookup(ids)]  # [2, n, W] of each
+        record = dict(ids=ids[0], rows=[own.clone() for own, _ in rows])
+        checkpoint["edits"] = [*checkpoint.get("edits", []), record]
+        write(args, checkpoint, ids[0], [others for _, others in rows])
 
 
 if __name__ == "__main__":

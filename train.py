@@ -42,9 +42,9 @@ from training.checkpoints import (
 )
 from training.objectives import NextToken, Objective, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
+from training.questions import ask, show
 from training.records import Log, archive_previous_run, plot
 from training.settings import DEFAULT_DATA, STAGES, Settings, parse_args, resolve_settings
-from training.showcase import ask, show
 
 
 class Run:

@@ -13,8 +13,8 @@ from operator import eq, gt, lt
 from pathlib import Path
 from statistics import fmean
 
-import tiktoken
 import torch
+from tiktoken import Encoding
 from tqdm import tqdm
 
 from common import UserError, atomic
@@ -35,10 +35,8 @@ Asked = namedtuple("Asked", ("name", "length", "prompt", "answer"))
 Pairs = list[tuple[Asked, Asked]]  # source and target of each edit
 
 
-def openings(
-    encoding: tiktoken.Encoding, relation: str, table: list[countries.Country] | None = None
-) -> list[Asked]:
-    """About each country a held-out opening of a paragraph: "Country: Spain\\nIts capital is"."""
+def openings(encoding: Encoding, relation: str, table: list | None = None) -> list[Asked]:
+    """About each Country a held-out opening of a paragraph: "Country: Spain\\nIts capital is"."""
     asked, plain = [], encoding.encode_ordinary
     for country in table or countries.table():
         question = countries.questions(relation, "paragraph", country)[0]
@@ -47,7 +45,7 @@ def openings(
     return asked
 
 
-def single_tokens(encoding: tiktoken.Encoding, relation: str) -> list[Asked]:
+def single_tokens(encoding: Encoding, relation: str) -> list[Asked]:
     """Those of `openings` named by one token. UserError: fewer than 3 have other answers."""
     single = [one for one in openings(encoding, relation) if one.length == 1]
     if len({tuple(one.answer) for one in single}) < 3:
@@ -59,16 +57,13 @@ def differing(sources: list[Asked], targets: list[Asked]) -> Pairs:
     return [(a, b) for a in sources for b in targets if a.answer != b.answer]
 
 
-def subsample(pairs: Pairs, most: int | None) -> Pairs:
-    """At most so many of them, random ones, but always the same; None: all."""
-    return random.Random(0).sample(pairs, most) if most and most < len(pairs) else pairs
-
-
 def successes(
-    model: Decoder, encoding: tiktoken.Encoding, pairs: Pairs, align: str = "last"
+    model: Decoder, encoding: Encoding, pairs: Pairs, most: int | None = None, align: str = "last"
 ) -> list[bool]:
-    """For each pair: does the model, whose tables are MeanRows, asked about the source, greedily
-    answer with the target's fact after the edit?"""
+    """For each pair, or for `most` random ones, always the same: does the model, whose tables are
+    MeanRows, asked about the source, greedily answer with the target's fact after the edit?"""
+    if most and most < len(pairs):
+        pairs = random.Random(0).sample(pairs, most)
     hits, parts = [], list(groups(encoding, pairs))
     for sources, targets in tqdm(parts, f"edits, {align}", leave=False, disable=None):
         edited = [
@@ -80,7 +75,7 @@ def successes(
     return hits
 
 
-def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+def report_pairs(model: Decoder, encoding: Encoding, most: int | None = None) -> dict:
     """Edit every country into every other, for names of a single token (`most`: random pairs of a
     relation). Returns the number of `countries`, and overall and under `relations` the number of
     `pairs`, `recall` (share of greedy answers that are right before any edit) and `success`."""
@@ -92,63 +87,57 @@ def report_pairs(model: Decoder, encoding: tiktoken.Encoding, most: int | None =
     for relation in RELATIONS:
         single = single_tokens(encoding, relation)
         recall = successes(model, encoding, [(one, one) for one in single])
-        success = successes(model, encoding, subsample(differing(single, single), most))
+        success = successes(model, encoding, differing(single, single), most)
         relations[relation] = shares(recall, success)
         recalls, edits = recalls + recall, edits + success
     return {"countries": len(single), **shares(recalls, edits), "relations": relations}
 
 
-def report_lengths(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+def report_lengths(model: Decoder, encoding: Encoding, most: int | None = None) -> dict:
     """Edits where a name has several tokens, asked for the capital: the number of pairs, and for
     each way of ALIGN the share of them that succeed."""
     asked, result = openings(encoding, "capital"), {}
     every = [(a, b) for a, b in differing(asked, asked) if a.length + b.length > 2]
     for kind, compare in {"equal length": eq, "longer source": gt, "longer target": lt}.items():
-        pairs = subsample([(a, b) for a, b in every if compare(a.length, b.length)], most)
-        result[kind] = {"pairs": len(pairs)}
+        pairs, part = [(a, b) for a, b in every if compare(a.length, b.length)], {}
         for align in ALIGN:
-            hits = successes(model, encoding, pairs, align)
-            result[kind][align] = fmean(hits) if hits else None
+            hits = successes(model, encoding, pairs, most, align)
+            part |= {"pairs": len(hits), align: fmean(hits) if hits else None}
+        result[kind] = part
     return result
 
 
-def report_injected(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
+def report_injected(model: Decoder, encoding: Encoding, most: int | None = None) -> dict:
     """Made-up names read every country's rows: for each relation the share of successes."""
     invented, shares = [replace(countries.table()[0], name=name) for name in INVENTED], {}
     for relation in RELATIONS:
         names = [one._replace(answer=None) for one in openings(encoding, relation, invented)]
-        pairs = subsample(differing(names, openings(encoding, relation)), most)
-        shares[relation] = fmean(successes(model, encoding, pairs))
+        pairs = differing(names, openings(encoding, relation))
+        shares[relation] = fmean(successes(model, encoding, pairs, most))
     return shares
 
 
-def report(model: Decoder, encoding: tiktoken.Encoding, most: int | None = None) -> dict:
-    """The figures of `report_pairs`, with those of the other two as `lengths` and `injected`."""
-    result = report_pairs(model, encoding, most)
-    result["lengths"] = report_lengths(model, encoding, most)
-    return result | {"injected": report_injected(model, encoding, most)}
-
-
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
-    """Measure all pairs, print a table, and write edit_report.json beside the checkpoint.
-    UserError: edits of this model cannot be measured."""
+    """Measure all pairs, print a table, and write edit_report.json beside the checkpoint."""
     model, encoding, _ = load_model(ckpt, device)
     model.tables = MeanRows(model.tables)
     single = single_tokens(encoding, "capital")
     if not any(successes(model, encoding, [(one, one) for one in single])):
         raise UserError(f"{ckpt} knows no capital, so there is nothing to edit: train it longer")
     print(f"measuring edits of {ckpt}, which takes minutes ...\n", flush=True)
-    result, rows = report(model, encoding), []
+    result, rows = report_pairs(model, encoding), []
+    result["lengths"] = report_lengths(model, encoding)
+    result["injected"] = report_injected(model, encoding)
     parts = [("one token", *part) for part in result["relations"].items()]
     parts += [("one token", "all three", result)]
     parts += [(names, "capital", part) for names, part in result["lengths"].items()]
     parts += [("made up", relation, {"last": x}) for relation, x in result["injected"].items()]
     for names, relation, part in parts:
-        part = {"last": part.get("success"), "recall": None, **part}
-        shares = {"recall": part["recall"]} | {f"success, {how}": part.get(how) for how in ALIGN}
-        cells = {name: "" if share is None else f"{share:.1%}" for name, share in shares.items()}
-        pairs = f"{part['pairs']:,}" if "pairs" in part else ""
-        rows.append({"names": names, "asked for": relation, "pairs": pairs, **cells})
+        part = {"last": part.get("success"), **part}
+        row = {"names": names, "asked for": relation, "pairs": str(part.get("pairs", ""))}
+        for what in ("recall", *ALIGN):
+            row[what] = "" if part.get(what) is None else f"{part[what]:.1%}"
+        rows.append(row)
     print(markdown(rows))
     path = ckpt.with_name("edit_report.json")
     with atomic(path) as temporary:

@@ -180,7 +180,7 @@ def test_a_checkpoint_is_measured_into_a_table_and_a_report(judged, untrained, t
     report = json.loads((tmp_path / "edit_report.json").read_text())
     assert report["recall"] == report["success"] == 1.0
     out = capsys.readouterr().out
-    assert "| names | asked for | pairs | recall | success, last |" in out
+    assert "| names | asked for | pairs | recall | last |" in out
     assert "| one token | region | 28 | 100.0% | 100.0% |" in out
 
 

@@ -197,7 +197,7 @@ def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_
     assert differing(before, contents(ckpt)) == [] and set(ckpt.parent.iterdir()) == files
 
 
-def test_edits_in_place_are_undone_last_first(edits, capsys):
+def test_edits_in_place_are_undone_last_first(edits):
     ckpt, run = edits
     states = [contents(ckpt)]
     for name in ("Chloë", "Björn"):
@@ -205,7 +205,6 @@ def test_edits_in_place_are_undone_last_first(edits, capsys):
         run("--ckpt", ckpt, *names, "--save", ckpt)
         states.append(contents(ckpt))
     assert len(differing(*states[:2])) == len(differing(*states[1:])) == 1
-    assert "other rows for ' Anna'" in capsys.readouterr().out
     n_file = len(list(ckpt.parent.glob("tables-*")))
     for state in (states[1], states[0]):
         run("--ckpt", ckpt, "--undo")

@@ -18,7 +18,7 @@ from conftest import ROOT, SMALL, command
 import train as train_module
 from common import UserError, run
 from model import Decoder, ModelConfig
-from training import showcase
+from training import questions
 from training.batches import Windows, read_tokenizer
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
@@ -314,7 +314,7 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(
     other = shutil.copytree(data, tmp_path / "other")  # the same text as another corpus
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps({**meta, "corpus": "countries"}))
-    monkeypatch.setattr(showcase, "fact_recall", lambda model, *_: 0.5 - model.training)
+    monkeypatch.setattr(questions, "fact_recall", lambda model, *_: 0.5 - model.training)
     for ffn, flags in (("dense", {}), ("stem", {}), ("embformer", {"offload": "disk"})):
         before = {path: path.read_bytes() for path in trained[ffn].iterdir()}
         asked = dict(eval_only=True, out_dir=trained[ffn], data_dir=f"{data},{other}/")

@@ -1,7 +1,9 @@
-"""Ask a model what it knows: does greedy decoding write the whole answer, word for word?"""
+"""Ask a model what it knows: does greedy decoding write the whole answer, word for word? And what a
+finished run shows beside its loss."""
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import tiktoken
 import torch
@@ -13,6 +15,7 @@ from common import UserError
 from model import Decoder
 from text import countries, template
 from text.tokenizer import encode
+from training.batches import Conversations, Data
 
 
 @torch.inference_mode()
@@ -27,12 +30,9 @@ def score_answers(
     """Does greedy decoding continue prompts (token ids) with these answers? One forward pass tells:
     if each token of the answer is the most probable one after the prompt and those before.
 
-    Args:
-        table_prompts: the ids under which the prompts' rows are looked up; None: their own.
-        temperature: of the sampling whose probabilities are wanted.
-        barred: a token that no answer may begin with; the others share its probability.
-
-    Returns greedy [N] bool, probability of the whole answer [N], and the logits [N, T, V].
+    Rows are looked up under `table_prompts`, if given. `barred` is a token that no answer may begin
+    with; the others share its probability. Returns greedy [N] bool, the probability of sampling the
+    whole answer [N], and the logits [N, T, V]. UserError: longer than block_size.
     """
     last = [len(prompt) - 1 for prompt in prompts]  # the position that predicts an answer
 
@@ -49,11 +49,11 @@ def score_answers(
         logits[range(len(prompts)), last, barred] = -torch.inf
     targets = padded([[-1] * n for n in last], [[*answer, -1] for answer in answers], -1)
     wanted = targets >= 0  # where the next token is one of an answer's
+    greedy = ((logits.argmax(-1) == targets) | ~wanted).all(1)
     predicted = logits[wanted].float() / temperature  # [n, V]
-    wrong, losses = torch.zeros(2, *targets.shape, device=ids.device)  # [N, T]
-    wrong[wanted] = (predicted.argmax(-1) != targets[wanted]).float()
+    losses = torch.zeros(targets.shape, device=ids.device)  # [N, T]
     losses[wanted] = F.cross_entropy(predicted, targets[wanted], reduction="none")
-    return wrong.sum(1) == 0, losses.sum(1).neg().exp(), logits
+    return greedy, losses.sum(1).neg().exp(), logits
 
 
 def groups(encoding: tiktoken.Encoding, asked: list[tuple]) -> Iterator[list[list]]:
@@ -92,17 +92,16 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
 
 def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> dict[str, float]:
     """Ask in a conversation for a fact of every country, in held-out words, and judge each style
-    of answer by itself: brief ("Lima.") and a sentence ("The answer is Lima."). No brief answer
-    about the relation may begin with " The". Returns:
+    of answer by itself: brief ("Lima.", never with " The") and a sentence ("The answer is Lima."):
 
         recall, recall_brief, recall_sentence: share of the questions that greedy decoding answers
             rightly: left to itself, kept from beginning with " The", made to begin with it.
         sampled, sampled_brief, sampled_sentence: probability that a sample at temperature 0.8 is
-            right: of all, of brief ones, of sentences (0 where there are none).
+            right: of all, of brief ones, of sentences.
         sentences: probability that a sample is a sentence.
     """
-    asked = chat_questions(encoding, relation)
-    score, the, sums = partial(score_answers, model, temperature=0.8), asked[0][2][0], 0
+    asked, sums = chat_questions(encoding, relation), 0
+    score, the = partial(score_answers, model, temperature=0.8), asked[0][2][0]  # " The"
     for prompts, briefs, sentences in groups(encoding, asked):
         begins, p_the, _ = score(prompts, [[the]] * len(prompts))
         brief, p_brief, _ = score(prompts, briefs, barred=the)
@@ -120,3 +119,37 @@ def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> d
         sampled_sentence=sentence / max(p_the, 1e-9),
         sentences=p_the,
     )
+
+
+def ask(model: Decoder, data: Data) -> dict[str, float]:
+    """Ask for what the corpus teaches. Prints and returns the shares that are right, with `recall`:
+    {} if the corpus has no questions, or they do not fit the model."""
+    corpus, of, shares = data.metas[0]["corpus"], (model.eval(), data.encoding, "capital"), {}
+    try:
+        if corpus == "countries":
+            shares = dict(recall=fact_recall(*of))
+        elif corpus in ("countries-sft", "countries-dpo"):
+            shares = chat_recall(*of)
+    except UserError as error:  # --block_size is less than a question needs
+        print(f"capitals were not asked for: {error}")
+    if shares:
+        said = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
+        print(f"capitals, asked in words it never saw: {said}")
+    return shares
+
+
+def show(model: Decoder, data: Data, ckpt: Path, seed: int) -> None:
+    """Print what the model adds to the prompt of the corpus, or to a question from the validation
+    conversations, and what to try next."""
+    encoding, corpus, val = data.encoding, data.metas[0]["corpus"], next(iter(data.val.values()))
+    if chat := isinstance(val, Conversations):
+        ids, targets = val.conversation(0)
+        ids, temperature = ids[: (targets >= 0).argmax() + 1], 0
+        stop = template.special(encoding, template.END)
+    else:
+        prompt = "Country: Spain\nThe capital city is called" if corpus == "countries" else ""
+        ids, temperature, stop = encode(encoding, prompt), 0.8, encoding.eot_token
+    prompt = torch.tensor([[*ids]], device=model.device)  # [1, T]
+    text = model.generate(prompt, 60, temperature=temperature, stop=stop, seed=seed)[0].tolist()
+    print(encoding.decode([token for token in text if token != encoding.eot_token]))
+    print(f"\nnext: python sample.py --ckpt {ckpt}{' --chat' if chat else ''}")
