@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW for the backbone, row-wise Adam for the tables, one schedule."""
+"""The optimizer of a run and its schedule."""
 
 import copy
 import math
