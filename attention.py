@@ -16,8 +16,7 @@ def rotary(n: int, config: ModelConfig, device) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn channels i and i + head_dim/2 of x [B, T, H, head_dim], as the point (a, b) of a plane,
-    by the angle of their position: (a cos - b sin, b cos + a sin)."""
+    """Channels i and i + head_dim/2 of x [B, T, H, head_dim]: (a cos - b sin, b cos + a sin)."""
     wide, (cos, sin) = x.float(), angles
     return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 

@@ -78,8 +78,7 @@ class Preference(Objective):
         return -nats.view(y.shape).sum(-1)
 
     def __call__(self, ids: Tensor, targets: Tensor, reference: Tensor) -> tuple[Tensor, dict]:
-        """ids, targets [B, 2, T], chosen first; reference [B, 2] -> the loss; the mean margin and
-        accuracy, the share of pairs whose margin is positive."""
+        """ids, targets [B, 2, T], chosen first; reference [B, 2] -> the loss, margin, accuracy."""
         gain = self.log_probability(ids, targets) - send(reference, self.device)  # [B, 2]
         margin = self.beta * (gain[:, 0] - gain[:, 1])
         figures = dict(margin=margin.mean(), accuracy=(margin > 0).float().mean())
@@ -104,9 +103,9 @@ def validation_rows(source: Source, n_token: int) -> int:
 
 @torch.no_grad()
 def validate(objective: Objective, data: Data, n_token: int, size: int) -> dict[str, float]:
-    """Means over the first `validation_rows` of each folder, `size` at a time, mixed by weight:
-    val_loss (nats per token or pair), for tokens val_loss_per_byte of text, what else the objective
-    gives as val_..., and of a mixture the loss of each part as val_loss/<folder>."""
+    """Means over the first `validation_rows` of each folder, mixed by weight: val_loss (nats per
+    token or pair), for tokens val_loss_per_byte, the objective's figures as val_..., and of a
+    mixture the loss of each part as val_loss/<folder>."""
     figures = Counter()
     objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
