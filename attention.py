@@ -6,47 +6,41 @@ from torch import Tensor, nn
 
 from config import ModelConfig
 
-Angles = tuple[Tensor, Tensor]  # by position, the same for all heads: two of [n, 1, head_dim]
 
-
-def rotary(n: int, config: ModelConfig, device) -> Angles:
-    """What `rotate` needs for positions 0 to n - 1 (Su et al., 2021)."""
+def rotary(n: int, config: ModelConfig, device) -> Tensor:
+    """[2, n, 1, head_dim], what `rotate` needs for positions 0 to n - 1 (Su et al., 2021)."""
     half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
     angle = torch.arange(n, device=device)[:, None, None] * config.rope_base**-half
     cos, sin = angle.cos(), angle.sin()  # [n, 1, head_dim/2]
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
 
 
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Turn channels i and i + head_dim/2 of x [B, T, H, head_dim], as the point (a, b) of a plane,
-    by the angle of their position: (a cos - b sin, b cos + a sin)."""
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Channels i and i + head_dim/2 of x [B, T, H, head_dim]: (a cos - b sin, b cos + a sin)."""
     wide, (cos, sin) = x.float(), angles
     return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far; `room` for block_size tokens, or fewer."""
+    """Keys and values of the tokens seen so far; `room` for block_size tokens (0), or fewer."""
 
-    def __init__(
-        self, config: ModelConfig, batch: int, device, dtype: torch.dtype, room: int | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, batch: int, device, dtype, room: int = 0) -> None:
         self.room = min(room or config.block_size, config.block_size)
         shape = (batch, config.n_kv_head, self.room, config.head_dim)
-        # Of each layer. Zeros: where memory holds NaN, a weight of zero would not hide it.
-        self.k, self.v = (
-            [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-            for _ in range(2)
-        )
+        # Zeros: where memory holds NaN, a weight of zero would not hide it.
+        layers, options = range(config.n_layer), dict(device=device, dtype=dtype)
+        self.k = [torch.zeros(shape, **options) for _ in layers]
+        self.v = [torch.zeros(shape, **options) for _ in layers]
         self.angles = rotary(self.room, config, device)
         self.slots = torch.arange(self.room, device=device)
         self.length = 0  # tokens in the cache
 
-    def begin(self, n: int, static: bool) -> tuple[Angles, Tensor | None]:
+    def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor | None]:
         """Make room for the next n tokens; returns their angles and mask for `Attention`. `static`:
         layers attend to the whole buffer, behind a mask, so one compiled graph serves all steps."""
         start, self.length = self.length, self.length + n
         new = slice(start, self.length)
-        slots, angles = self.slots[new], tuple(part[new] for part in self.angles)  # [n, ..]
+        slots, angles = self.slots[new], self.angles[:, new]
         # Where the new tokens go, and the end of what they attend to.
         self.new, self.end = (slots, None) if static else (new, self.length)
         if static:
@@ -55,7 +49,7 @@ class KVCache:
         elif start == 0 or n == 1:
             return angles, None  # plainly causal
         seen = self.slots[: self.end] <= slots[:, None]  # [n, S]
-        return angles, additive(seen, self.k[0].dtype)
+        return angles, torch.where(seen, 0.0, -torch.inf).to(self.k[0].dtype)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim]."""
@@ -64,18 +58,13 @@ class KVCache:
         return self.k[layer][:, :, : self.end], self.v[layer][:, :, : self.end]
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to attention's logits: of booleans each layer would make, and in training
-    keep, this by itself."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
-
-
 def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Causal attention inside documents, numbered [B, T]: [B, 1, T, T] in the dtype of queries."""
-    same = documents[:, None, :, None] == documents[:, None, None]  # [B, 1, T, T]
+    """Causal attention inside documents, numbered [B, T]: [B, 1, T, T], 0 or -inf in the dtype of
+    queries. Of a mask of booleans each layer would make this, and keep it in training."""
+    same = (documents[:, None, :, None] == documents[:, None, None]).tril_()  # [B, 1, T, T]
     if torch.is_autocast_enabled(kind := documents.device.type):
         dtype = torch.get_autocast_dtype(kind)
-    return additive(same.tril_(), dtype)
+    return torch.zeros_like(same, dtype=dtype).masked_fill_(~same, -torch.inf)
 
 
 class LinearQKV(nn.Module):
@@ -104,7 +93,7 @@ class Attention(nn.Module):
         self.out = nn.Identity() if config.embedding_only else nn.Linear(width, width, bias=False)
 
     def forward(
-        self, x: Tensor, rows: Tensor, angles: Angles, mask: Tensor | None, cache: KVCache | None
+        self, x: Tensor, rows: Tensor, angles: Tensor, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         """x [B, T, n_embd] -> [B, T, n_embd]; with a cache, x continues the S - T tokens in it.
 

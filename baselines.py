@@ -20,13 +20,13 @@ from config import ModelConfig
 
 
 class SwiGLU(nn.Module):
-    """The dense FFN (Shazeer, 2020); `d_ff` hidden units, if not as many as the config says."""
+    """The dense FFN (Shazeer, 2020); `d_ff`: hidden units, if not as many as the config says."""
 
     row_width = 0
 
     def __init__(self, config: ModelConfig, d_ff: int | None = None) -> None:
         super().__init__()
-        d_ff = config.d_ff if d_ff is None else d_ff
+        d_ff = d_ff or config.d_ff
         self.gate = nn.Linear(config.n_embd, d_ff, bias=False)
         self.up = nn.Linear(config.n_embd, d_ff, bias=False)
         self.down = nn.Linear(d_ff, config.n_embd, bias=False)
@@ -40,13 +40,12 @@ class SwiGLU(nn.Module):
 
 class Experts(SwiGLU):
     """`n_expert` FFNs, each `d_ff / top_k` wide ("fine-grained": DeepSeekMoE, Dai et al., 2024,
-    section 3.1), which lie side by side as one wide FFN. A token passes through `top_k` of them:
-    the multiplications of one dense FFN. ValueError: the numbers do not fit together."""
+    section 3.1), side by side as one wide FFN. A token passes through `top_k` of them."""
 
     def __init__(self, config: ModelConfig) -> None:
         n_expert, top_k, d_ff = config.n_expert, config.top_k, config.d_ff
-        if d_ff % top_k or top_k > n_expert:
-            raise ValueError(f"{top_k=} must divide {d_ff=}, and be at most {n_expert=}")
+        if d_ff % top_k or n_expert % top_k:
+            raise ValueError(f"{top_k=} must divide {d_ff=} and {n_expert=}")
         super().__init__(config, n_expert * d_ff // top_k)
         self.n_expert, self.top_k = n_expert, top_k
         self.idle = 3 * config.n_embd * (d_ff // top_k) * (n_expert - top_k)
@@ -76,8 +75,7 @@ class MoEFFN(Experts):
     equations 4 to 6). Even load gives `balance`.
 
     Differs: no capacity per expert, so no token is dropped (as in MegaBlocks, Gale et al., 2022);
-    no noise in the router (2017), no shared expert (DeepSeekMoE). FLOPs: the dense FFN's, and 1 %
-    of the router. The papers hold equal the FLOPs of a token."""
+    no noise in the router, no shared expert. FLOPs: the dense FFN's, and 1 % of the router."""
 
     auxiliary_loss: Tensor | None = None  # of the last forward pass in training
 
@@ -98,22 +96,18 @@ class MoEFFN(Experts):
 
 class HashMoEFFN(Experts):
     """Experts chosen by the token id, by a fixed random table (Hash Layers, Roller et al., 2021,
-    section 3.1, "random hash"), the sparse baseline of the STEM paper. `ids` [B, T] are those that
-    other layers look up their rows under. With top_k above 1 the hidden units come in top_k
-    segments, each by a hash of its own out of n_expert / top_k (section 3.2, "MultiHash").
+    section 3.1, "random hash"), the sparse baseline of the STEM paper. `ids` [B, T] are those of
+    table rows. With top_k above 1 the hidden units come in top_k segments, each by a hash of its
+    own out of n_expert / top_k (section 3.2, "MultiHash").
 
-    Differs: SwiGLU for the ReLU FFN; every expert has equally many ids. FLOPs: the dense FFN's. The
-    paper holds equal FLOPs and parameters of a token beside Switch Transformers'."""
+    Differs: SwiGLU for the ReLU FFN; every expert has equally many ids. FLOPs: the dense FFN's."""
 
     needs_ids = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        n_expert, top_k = self.n_expert, self.top_k
-        if n_expert % top_k:
-            raise ValueError(f"{n_expert=} must be a multiple of {top_k=}")
-        size = n_expert // top_k  # experts for a segment
-        hashes = [torch.randperm(config.vocab_size) % size + k * size for k in range(top_k)]
+        size = self.n_expert // self.top_k  # experts for a segment
+        hashes = [torch.randperm(config.vocab_size) % size + k * size for k in range(self.top_k)]
         self.register_buffer("hashes", torch.stack(hashes, dim=-1))  # [V, top_k]
 
     def forward(self, x: Tensor, rows: None, ids: Tensor) -> Tensor:
@@ -131,8 +125,7 @@ class ProductKeyMemory(nn.Module):
 
     Differs: RMS norm of queries, as the paper's batch norm would let a token see others; values
     learn at the rate of all the rest; it is the FFN of every layer, not of one or two. FLOPs:
-    queries are as wide as makes them the dense FFN's. The paper holds equal the speed of inference.
-    ValueError: nothing is left for queries, or there are fewer than top_k keys."""
+    queries are as wide as makes them the dense FFN's."""
 
     row_width = 0
 
@@ -167,10 +160,8 @@ class ProductKeyMemory(nn.Module):
 
 class DeepEmbedFFN(SwiGLU):
     """The dense FFN, its hidden units scaled by the token's row (DeepEmbed, of RWKV-8: B. Peng,
-    repository RWKV-LM, 2025): `W_d (SiLU(W_g x) * (W_u x) * (1 + E_l[t]))`.
-
-    Differs: SwiGLU for RWKV's squared ReLU and its token shift; rows are stored minus one, so that
-    they begin small as all tables do. FLOPs: the dense FFN's."""
+    repository RWKV-LM, 2025). Differs: SwiGLU for RWKV's squared ReLU and its token shift; rows are
+    stored minus one, so that they begin small as all tables do. FLOPs: the dense FFN's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -182,8 +173,8 @@ class DeepEmbedFFN(SwiGLU):
 
 
 class PerLayerEmbeddingFFN(SwiGLU):
-    """The dense FFN, and beside it a narrow row, gated and projected, `P (GELU(G x) * E_l[t])`
-    (PLE, of Gemma 3n: Google, 2025; as in transformers' Gemma3nTextDecoderLayer).
+    """The dense FFN, and beside it a narrow row, gated and projected (PLE, of Gemma 3n: Google,
+    2025; as in transformers' Gemma3nTextDecoderLayer).
 
     Differs: Gemma gates after the FFN, by the residual stream, here both read one x; its rows have
     a part computed from the input embedding, and a norm at the end, which would begin as noise 50

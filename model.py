@@ -60,9 +60,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rows: Tensor | None, ids: Tensor, *context) -> Tensor:
-        """x [B, T, n_embd], rows [B, T, row_width] (None without a table), `ids` [B, T] that they
-        are looked up under -> [B, T, n_embd]; `context` is for `Attention`: angles, mask, cache.
-        """
+        """x [B, T, n_embd], rows [B, T, row_width] (None without a table) of `ids` [B, T]
+        -> [B, T, n_embd]; `context` is for `Attention`: angles, mask, cache."""
         attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (None, None)
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
         more = {"ids": ids} if getattr(self.ffn, "needs_ids", False) else {}
@@ -73,7 +72,8 @@ class Decoder(nn.Module):
     """The whole model: embedding, blocks, norm, head, and the tables the blocks read."""
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
-        """tables: makes the tables when called as (n_table, V, W), see tables/tables.py."""
+        """tables: makes the tables when called as (n_table, V, W). ValueError: no such `ffn`, or
+        numbers that do not fit together."""
         super().__init__()
         if config.ffn not in LAYERS:
             raise ValueError(f"ffn={config.ffn!r} is not one of {', '.join(LAYERS)}")
@@ -94,9 +94,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Normal(0, init_std), with the layers that write to the residual stream scaled down by
-        sqrt(2 n_layer), as in GPT-2; rows Normal(0, table_std), small, so that facts settle in them
-        (docs/results.md)."""
+        """Normal(0, init_std), for layers that write to the residual stream over sqrt(2 n_layer),
+        as in GPT-2; rows Normal(0, table_std), small: facts settle in them (docs/results.md)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or name.startswith("tables."):
                 continue  # norms stay at one
@@ -114,15 +113,10 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """What the head reads, [B, T, n_embd].
-
-        Args:
-            ids: [B, T] token ids; in training on the CPU (see `Tables.lookup`).
-            table_ids: [B, T] ids under which tables are looked up, if others: knowledge editing.
-            documents: [B, T] number of the document that a token belongs to. Attention then stays
-                inside documents; rotary positions are relative, so they need not restart.
-            cache: continue the sequence in this cache and add `ids` to it; without documents.
-        """
+        """ids [B, T] (in training on the CPU, see `Tables.lookup`) -> what the head reads,
+        [B, T, n_embd]. Tables are looked up under `table_ids` [B, T], if given: knowledge editing.
+        Attention stays inside `documents`, numbered [B, T]; rotary positions are relative, so they
+        need not restart. A cache, without documents, is continued and gets the ids."""
         n, config = ids.shape[1], self.config
         end, room = (n + cache.length, cache.room) if cache else (n, config.block_size)
         assert end <= room, f"{end} tokens do not fit into block_size={room}"
@@ -174,8 +168,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def use_column_major_weights(self) -> "Decoder":
-        """Store weights that widen by columns: on a CPU a step of decoding, one row times all
-        weights, then reads them twice as fast."""
+        """Store weights that widen by columns: one row times these, on a CPU, is twice as fast."""
         for name, weight in self.named_parameters():
             if weight.dim() == 2 and weight.shape[0] > weight.shape[1] and "tables." not in name:
                 weight.data = weight.T.contiguous().T
@@ -192,15 +185,10 @@ class Decoder(nn.Module):
         table_ids: Tensor | None = None,
         **sampling,
     ) -> Iterator[Tensor]:
-        """Yield a new token [B] per step for prompts `ids` [B, T]. A context that is full goes on
-        with its last half.
-
-        Args:
-            stop: a sequence that has produced this token repeats it; when all have, it ends.
-            seed: of the random numbers; None draws from PyTorch's global generator.
-            table_ids: [B, T], see `hidden`. New tokens are looked up under their own ids.
-            sampling: `temperature`, `top_k` and `top_p`: see `sample`.
-        """
+        """Yield a new token [B] per step for prompts `ids` [B, T], whose rows are looked up under
+        `table_ids` [B, T]. A sequence that has produced `stop` repeats it; when all have, it ends.
+        A context that is full goes on with its last half. `sampling` is for `sample`, and without a
+        `seed` PyTorch's global generator draws."""
         assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
         generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
         text = torch.stack((ids, ids if table_ids is None else table_ids.to(ids.device)))
@@ -230,15 +218,11 @@ class Decoder(nn.Module):
         return torch.cat([ids, *(token[:, None] for token in new)], dim=1)
 
     def sizes(self) -> dict[str, int]:
-        """Parameters and FLOPs:
-
-        - total, table, backbone: parameters in all, in tables, elsewhere (the tied head once);
-        - active: parameters that one token touches: the backbone with one row of its embedding (all
-          of it if it is the head), without the `idle` ones (baselines.py), and a row of each table;
-        - flops_per_token: of a forward pass, 2 per multiplied weight, plus attention over
-          block_size / 2 tokens, the mean under a causal mask;
-        - flops_per_key: of that, attention to one token, in all layers.
-        """
+        """Parameters, in all, in tables and elsewhere (the tied head once); `active`: those that a
+        token touches, so not what is `idle` (baselines.py), and one row of each table and of an
+        embedding that is not the head. FLOPs of a forward pass: 2 per multiplied weight and token,
+        plus attention over block_size / 2 tokens, the mean under a causal mask; `flops_per_key`:
+        of that, attention to one token, in all layers."""
         config, tables = self.config, self.tables
         table = sum(weight.numel() for weight in tables.weight)
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
@@ -297,14 +281,12 @@ CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
 class HeadLoss(torch.autograd.Function):
     """`F.cross_entropy(x @ weight.T, targets, ignore_index=-1)` without all of its logits at once.
 
-    Logits [N, V] are by far the largest tensor of a small model. Here tokens take their turn chunk
-    by chunk, forward and backward at once: the gradient of a token's logits is `softmax(logits) -
-    onehot(target)`, so nothing is kept but the gradients of the head and of its input."""
+    Tokens take their turn chunk by chunk, forward and backward at once: the gradient of a token's
+    logits is `softmax(logits) - onehot(target)`. Only the gradients of x and weight are kept."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiate: bool) -> Tensor:
-        """x [N, n_embd], weight [V, n_embd], targets [N], -1 where there is nothing to predict;
-        differentiate: whether gradients will be asked for. -> the mean in nats [], NaN of none."""
+        """x [N, n_embd], weight [V, n_embd], targets [N] -> the mean in nats [], NaN of none."""
         if torch.is_autocast_enabled(kind := x.device.type):
             dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)

@@ -256,9 +256,8 @@ def test_training_on_the_countries_and_editing(kind, corpus, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        ("moe", dict(top_k=5), "top_k=5 must divide d_ff=24"),
-        ("moe", dict(top_k=8), "at most n_expert=6"),
-        ("hash_moe", dict(n_expert=7), "n_expert=7 must be a multiple of top_k=3"),
+        ("moe", dict(top_k=5, n_expert=10), "top_k=5 must divide d_ff=24"),
+        ("hash_moe", dict(n_expert=7), "top_k=3 must divide d_ff=24 and n_expert=7"),
         ("pkm", dict(top_k=6), "top_k=6 is more than n_key=5"),
         ("pkm", dict(top_k=40, n_key=64), "too much for d_ff=24"),
         ("ple", dict(ple_width=36), "ple_width=36 leaves nothing of d_ff=24"),

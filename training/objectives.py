@@ -1,7 +1,6 @@
 """What training minimizes: next-token prediction, or preferring one answer to another (DPO).
 
-An objective is called with a batch on the CPU (batches.py) and returns its mean loss, over `count`
-tokens or pairs, with further figures by name.
+An objective turns a batch on the CPU into its mean loss over `count` tokens or pairs, and figures.
 """
 
 from collections import Counter
@@ -44,8 +43,7 @@ class NextToken(Objective):
     document: int | None = None  # the token that begins documents, which attention won't cross
 
     def count(self, ids: Tensor, targets: Tensor) -> int:
-        """Tokens to predict. On the CPU, so that nothing waits for the device."""
-        return int((targets >= 0).sum())
+        return int((targets >= 0).sum())  # on the CPU: nothing waits for the device
 
     def __call__(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, dict]:
         """ids, targets [B, T] -> the loss in nats per token, on the device."""
@@ -64,9 +62,7 @@ class Preference(Objective):
         loss = -log sigmoid(margin)
         margin = beta * (log p(chosen) - log q(chosen) - log p(rejected) + log q(rejected))
 
-    p is the model in training, q the frozen reference it starts from, both over the tokens of the
-    answer. q never changes, so `compute_reference_logprobs` runs once, before the first step.
-    """
+    p is the model in training, q the frozen reference it starts from, over the answer's tokens."""
 
     beta: float
 
@@ -82,13 +78,11 @@ class Preference(Objective):
         return -nats.view(y.shape).sum(-1)
 
     def __call__(self, ids: Tensor, targets: Tensor, reference: Tensor) -> tuple[Tensor, dict]:
-        """ids, targets [B, 2, T], chosen first; reference [B, 2] -> the loss; the mean margin and
-        accuracy, the share of pairs whose margin is positive."""
+        """ids, targets [B, 2, T], chosen first; reference [B, 2] -> the loss, margin, accuracy."""
         gain = self.log_probability(ids, targets) - send(reference, self.device)  # [B, 2]
         margin = self.beta * (gain[:, 0] - gain[:, 1])
-        accuracy = (margin > 0).float().mean()
-        loss = -F.logsigmoid(margin).mean()
-        return self.add_auxiliary_losses(loss, margin=margin.mean(), accuracy=accuracy)
+        figures = dict(margin=margin.mean(), accuracy=(margin > 0).float().mean())
+        return self.add_auxiliary_losses(-F.logsigmoid(margin).mean(), **figures)
 
     @torch.no_grad()
     def compute_reference_logprobs(self, pairs: Pairs, n_row: int, size: int) -> None:
@@ -109,9 +103,9 @@ def validation_rows(source: Source, n_token: int) -> int:
 
 @torch.no_grad()
 def validate(objective: Objective, data: Data, n_token: int, size: int) -> dict[str, float]:
-    """Means over the first `validation_rows` of each folder, `size` at a time, mixed by weight:
-    val_loss (nats per token or pair), for tokens val_loss_per_byte of text, what else the objective
-    gives as val_..., and of a mixture the loss of each part as val_loss/<folder>."""
+    """Means over the first `validation_rows` of each folder, mixed by weight: val_loss (nats per
+    token or pair), for tokens val_loss_per_byte, the objective's figures as val_..., and of a
+    mixture the loss of each part as val_loss/<folder>."""
     figures = Counter()
     objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):

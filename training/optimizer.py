@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW for the backbone, row-wise Adam for the tables, one schedule."""
+"""The optimizer of a run and its schedule."""
 
 import copy
 import math
@@ -45,8 +45,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
-        """One update with learning rate `lr`, a fraction of the peak. Returns the norm that the
-        gradients of all parameters and rows had together, before they were clipped."""
+        """Update at `lr`, a fraction of the peak. -> the norm of all gradients before clipping."""
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
         read = {name: adam.tables.gradients() for name, adam in self.rows.items()}
