@@ -21,7 +21,7 @@ from conftest import command
 import prepare
 from common import UserError
 from model import Decoder, ModelConfig
-from text import countries, documents, download, template, tokenizer
+from text import countries, documents, download, tokenizer
 from training.batches import read_meta, read_tokenizer
 from training.checkpoints import save_checkpoint
 
@@ -341,10 +341,9 @@ def test_conversations_become_what_the_template_says(tmp_path, data, encoding, k
     for split in ("train", "val"):
         parts, n = stored(out, split), len(documents[0])
         found += [parts[i : i + n] for i in range(0, len(parts), n)]
-    wanted = [[[0, *template.render(encoding, side)] for side in sides] for sides in documents]
+    wanted = [[[0, *tokenizer.render(encoding, side)] for side in sides] for sides in documents]
     assert sorted(found) == sorted(wanted)
-    messages = [m for sides in documents for side in sides for m in side]
-    size = sum(len(f"{m['role']}\n{m['content']}".encode()) for m in messages)
+    size = sum(len(encoding.decode_bytes(side[1:])) for sides in wanted for side in sides)
     assert meta["train"]["bytes"] + meta["val"]["bytes"] == size
 
 

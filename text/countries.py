@@ -160,13 +160,10 @@ FORMS = {"paragraph": PARAGRAPH, "question": QUESTION, "prose": PROSE}
 
 def questions(relation: str, form: str, country: Country) -> list[Question]:
     """Held-out phrasings of one fact: the two of a form (a key of FORMS)."""
-    result = []
-    for pattern in held_out(FORMS[form], relation):
-        prompt = opening(pattern, country, relation)
-        if form == "paragraph":
-            prompt = paragraph(country, [prompt])
-        result.append(Question(prompt, f" {stopped(country.answer(relation))}"))
-    return result
+    prompts = [opening(pattern, country, relation) for pattern in held_out(FORMS[form], relation)]
+    if form == "paragraph":
+        prompts = [paragraph(country, [prompt]) for prompt in prompts]
+    return [Question(prompt, f" {stopped(country.answer(relation))}") for prompt in prompts]
 
 
 def documents(seed: int = 0) -> tuple[list[str], list[str]]:

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import UserError
 from model import Decoder
-from text import countries, template
+from text import countries, tokenizer
 from text.tokenizer import encode
 
 
@@ -83,9 +83,9 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
         for pattern in countries.held_out(countries.QUESTION, relation):
             fact = (pattern, country, relation)
             talks = [countries.exchange(*fact, brief) for brief in (True, False)]
-            prompt = template.prompt(encoding, talks[0][:1])
+            prompt = tokenizer.prompt(encoding, talks[0][:1])
             # What follows it, without the line break at the end.
-            answers = [template.render(encoding, talk)[len(prompt) : -1] for talk in talks]
+            answers = [tokenizer.render(encoding, talk)[len(prompt) : -1] for talk in talks]
             asked.append(([encoding.eot_token, *prompt], *answers))
     return asked
 

@@ -6,8 +6,7 @@ import torch
 
 from common import UserError
 from model import Decoder
-from text.template import END, special
-from text.tokenizer import encode
+from text.tokenizer import END, encode
 from training.batches import Conversations, Data
 from training.questions import chat_recall, fact_recall
 
@@ -37,7 +36,8 @@ def show(model: Decoder, data: Data, ckpt: Path, seed: int) -> None:
     encoding, corpus, val = data.encoding, data.metas[0]["corpus"], next(iter(data.val.values()))
     if chat := isinstance(val, Conversations):
         ids, targets = val.conversation(0)
-        ids, stop, temperature = ids[: (targets >= 0).argmax() + 1], special(encoding, END), 0
+        ids, stop = ids[: (targets >= 0).argmax() + 1], encoding.encode_single_token(END)
+        temperature = 0
     else:
         ids = encode(encoding, PROMPT if corpus == "countries" else "")
         stop, temperature = encoding.eot_token, 0.8
