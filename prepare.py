@@ -67,7 +67,7 @@ class Settings:
     tokenizer: str = flag(
         "train",
         "train one (for text), the folder of prepared data or a model's ckpt.pt to take its, or "
-        "tiktoken's gpt2 or cl100k_base, whose vocabulary is downloaded",
+        "tiktoken's gpt2 or cl100k_base, from the network or the folder TIKTOKEN_CACHE_DIR",
     )
     vocab_size: int | None = flag(
         None, "most tokens to train, from 259", must="at least 1", shown="6400, for countries 4096"
@@ -156,10 +156,7 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
             raise ValueError(f"it has no {tokenizer.START}, which conversations need")
         return encoding
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"--tokenizer {name}: {error}: name train, a prepared folder, a ckpt.pt, "
-            "gpt2 or cl100k_base (from the network or the folder TIKTOKEN_CACHE_DIR)"
-        ) from None
+        raise UserError(f"--tokenizer {name}: {error}: see prepare.py -h") from None
 
 
 def prepare_corpus(args: Settings, encoding: tiktoken.Encoding | None = None) -> dict:

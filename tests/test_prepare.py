@@ -438,7 +438,7 @@ def test_vocabularies_that_cannot_be_fetched(tmp_path, story, vocabularies):
     assert "404" in error(*flags, "gpt2")
     server.shutdown()
     server.server_close()
-    assert "TIKTOKEN_CACHE_DIR" in error(*flags, "gpt2")
+    assert "--tokenizer gpt2: " in error(*flags, "gpt2")
 
 
 # Size

@@ -30,9 +30,9 @@ def padded(ids: np.ndarray, targets: np.ndarray, length: int) -> tuple[np.ndarra
 class Source:
     """Rows of token ids in the order of the file or, with a seed, shuffled anew every epoch. Each
     kind of source has a method `row`: inputs [.., T], targets [.., T] (-1: not predicted), and what
-    else belongs to row number n. Every epoch draws an `offset` below `room`."""
+    else belongs to row number n."""
 
-    epoch, offset, room = -1, 0, 1
+    epoch, offset, room = -1, 0, 1  # every epoch draws an offset below `room`
 
     def __init__(self, n_row: int, block_size: int, seed: int | None) -> None:
         self.n_row, self.block_size, self.seed = n_row, block_size, seed
@@ -220,10 +220,8 @@ class Data:
 def check_tokenizer(mine: str, folder: object, other: str, of: object) -> None:
     """Refuse data whose token ids mean something else; tokenizers by their fingerprints."""
     if mine != other:
-        raise UserError(
-            f"--data_dir {folder} was made with another tokenizer ({mine}) than {of} ({other}): "
-            f"make it again with prepare.py --tokenizer {of}"
-        )
+        made = f"--data_dir {folder} was made with another tokenizer than {of}"
+        raise UserError(f"{made}: make it again with prepare.py --tokenizer {of}")
 
 
 def parse_mixture(data_dir: str) -> dict[Path, float]:
