@@ -173,10 +173,8 @@ def documents(seed: int = 0) -> tuple[list[str], list[str]]:
     train, val = [], []
     for country in table():
         for _ in range(12):
-            relations = rng.sample(RELATIONS, rng.randint(2, len(RELATIONS)))
-            said = [
-                sentence(rng.choice(seen(PARAGRAPH, r) + OWN[r]), country, r) for r in relations
-            ]
+            chosen = rng.sample(RELATIONS, rng.randint(2, len(RELATIONS)))
+            said = [sentence(rng.choice(seen(PARAGRAPH, r) + OWN[r]), country, r) for r in chosen]
             train.append(paragraph(country, said))
         for relation in RELATIONS:
             for patterns in (QUESTION, PROSE):

@@ -139,8 +139,7 @@ def prepared(path: Path) -> Iterator[Path]:
     try:
         yield path
     except FileNotFoundError:
-        folder = path.parent
-        raise UserError(f"no {path.name} in {folder}: run prepare.py --out_dir {folder}") from None
+        raise UserError(f"no {path}: run prepare.py --out_dir {path.parent}") from None
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}): run prepare.py again") from None
 

@@ -288,7 +288,7 @@ def test_a_damaged_meta_json_is_one_clear_line(tmp_path, encoding):
     with pytest.raises(UserError, match=r"train\.bin is damaged .*uint17"):
         Data(str(path), "text", 10, 1, 50)
     (path / "meta.json").unlink()
-    with pytest.raises(UserError, match=rf"no meta\.json in {path}: run prepare\.py --out_dir"):
+    with pytest.raises(UserError, match=rf"no {path}/meta\.json: run prepare\.py --out_dir"):
         read_meta(path)
 
 
