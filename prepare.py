@@ -73,11 +73,7 @@ class Settings:
         None, "most tokens to train, from 259", must="at least 1", shown="6400, for countries 4096"
     )
     val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
-    max_bad: float = flag(
-        0.01,
-        "share of the documents in --input that may be unusable: they are skipped and counted",
-        must="from 0 to 1",
-    )
+    max_bad: float = flag(0.01, "share of --input that may be bad: skipped", must="from 0 to 1")
     seed: int = flag(0, "of a corpus that is made here", shown="0")
 
     def __post_init__(self) -> None:
