@@ -31,7 +31,7 @@ import numpy as np
 import tiktoken
 
 from common import UserError, add_flags, atomic, check_ranges, flag, locked, make_parser, run
-from text import countries, template, tokenizer
+from text import countries, tokenizer
 from text.documents import Document, Report, hashed, is_validation, kind_of, read
 from text.download import DATASETS, fetch, sha256
 from text.download import MOBY_DICK as MOBY_DICK  # for analysis/
@@ -51,12 +51,6 @@ CORPORA = {
 KINDS = {"countries": "text", "countries-sft": "chat", "countries-dpo": "preference"}
 KINDS |= {name: files[0].kind for name, files in DATASETS.items()}
 
-NEXT = {  # what trains on documents of a kind
-    "text": "train.py",
-    "chat": "train.py --stage sft --init_from CKPT --out_dir out/sft",
-    "preference": "train.py --stage dpo --init_from CKPT --out_dir out/dpo",
-}
-
 
 @dataclass
 class Settings:
@@ -65,29 +59,21 @@ class Settings:
     input: list[Path] | None = None  # which, having several values, `main` adds itself
     dataset: str = flag(
         "countries",
-        "countries, countries-sft, countries-dpo: facts about the world's states, told, asked for, "
-        "and answered in two styles, made here; "
-        + "; ".join(
-            f"{name}: {file.about}, {file.licence}" for name, (file, *_) in DATASETS.items()
-        ),
+        "countries, countries-sft, countries-dpo: facts about the world's states, made here; "
+        + "; ".join(f"{name}: {f.about}, {f.licence}" for name, (f, *_) in DATASETS.items()),
         choices=tuple(KINDS),
     )
     out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
     tokenizer: str = flag(
         "train",
         "train one (for text), the folder of prepared data or a model's ckpt.pt to take its, or "
-        "tiktoken's gpt2 or cl100k_base, whose vocabulary is downloaded",
+        "tiktoken's gpt2 or cl100k_base, from the network or the folder TIKTOKEN_CACHE_DIR",
     )
     vocab_size: int | None = flag(
         None, "most tokens to train, from 259", must="at least 1", shown="6400, for countries 4096"
     )
     val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
-    max_bad: float = flag(
-        0.01,
-        "share of the documents in --input that may be unusable: they are skipped and counted, "
-        "the first three named; more of them are an error",
-        must="from 0 to 1",
-    )
+    max_bad: float = flag(0.01, "share of --input that may be bad: skipped", must="from 0 to 1")
     seed: int = flag(0, "of a corpus that is made here", shown="0")
 
     def __post_init__(self) -> None:
@@ -108,16 +94,8 @@ def write_dataset(
     **origin,
 ) -> dict:
     """Write train.bin, val.bin, tokenizer.json and meta.json, which replace what was there when all
-    of them are complete.
-
-    Args:
-        documents: of any kind (text/documents.py), each with its split, "train" or "val".
-        report: counts what is skipped while they are read.
-        origin: what else meta.json should say.
-
-    Returns:
-        meta.json, with documents, tokens, bytes (of text) and sha256 of each split.
-    """
+    of them are complete. Documents come with their split, "train" or "val"; `report` counts what is
+    skipped while they are read. Returns meta.json, to which `origin` belongs."""
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
     meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
     meta["tokenizer"] = tokenizer.fingerprint(encoding)
@@ -135,17 +113,14 @@ def write_dataset(
             while block := list(islice(documents, BLOCK)):
                 if kind == "preference":
                     block = [(split, part) for split, pair in block for part in pair]
-                texts = parts = [part for _, part in block]
+                parts = [part for _, part in block]
                 if kind == "text":
-                    encoded = encoding.encode_ordinary_batch(texts)
+                    encoded = encoding.encode_ordinary_batch(parts)
                 else:
-                    texts = [
-                        "".join(f"{m['role']}\n{m['content']}" for m in part) for part in parts
-                    ]
-                    encoded = [template.render(encoding, part) for part in parts]
-                for (split, _), text, ids in zip(block, texts, encoded, strict=True):
+                    encoded = [tokenizer.render(encoding, part) for part in parts]
+                for (split, _), ids in zip(block, encoded, strict=True):
                     files[split].write(np.array([encoding.eot_token, *ids], dtype))
-                    size = len(text.encode())
+                    size = len(encoding.decode_bytes(ids))
                     counts[split].update(documents=1, tokens=1 + len(ids), bytes=size)
         if report:
             meta["skipped"] = report.bad
@@ -160,8 +135,7 @@ def write_dataset(
 
 
 def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
-    """The tokenizer that --tokenizer names: one of tiktoken's, a prepared folder's, a model's, or
-    None, which is to be trained."""
+    """The tokenizer that --tokenizer names; None is to be trained."""
     if name == "train":
         if kind != "text":
             raise UserError(f"--tokenizer is needed, as {kind} data continue a model: its ckpt.pt")
@@ -174,14 +148,11 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
             encoding = tokenizer.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
         else:
             encoding = tokenizer.loads(load_checkpoint(path).get("tokenizer"))
-        if kind != "text":
-            template.render(encoding, [])  # fails without the markers
+        if kind != "text" and tokenizer.START not in encoding.special_tokens_set:
+            raise ValueError(f"it has no {tokenizer.START}, which conversations need")
         return encoding
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"--tokenizer {name}: {error}: name train, a prepared folder, a ckpt.pt, "
-            "gpt2 or cl100k_base (from the network or the folder TIKTOKEN_CACHE_DIR)"
-        ) from None
+        raise UserError(f"--tokenizer {name}: {error}: see prepare.py -h") from None
 
 
 def prepare_corpus(args: Settings, encoding: tiktoken.Encoding | None = None) -> dict:
@@ -242,7 +213,9 @@ def main() -> None:
             f"{size / tokens:.2f} bytes per token"
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
-    print(f"next: python {NEXT[kind]} --data_dir {args.out_dir}")
+    stage = {"chat": "sft", "preference": "dpo"}.get(kind)
+    more = f" --stage {stage} --init_from CKPT --out_dir out/{stage}" if stage else ""
+    print(f"next: python train.py --data_dir {args.out_dir}{more}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 
 from common import UserError, check_ranges, flag, parse, pick_device, run
 from model import Decoder
-from text import template
+from text import tokenizer
 from text.tokenizer import StreamDecoder, encode
 from training.checkpoints import device_flag, load_model, offload_flag
 
@@ -67,15 +67,15 @@ class Chat:
 
     def __init__(self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None):
         self.model, self.encoding = model, encoding
-        self.end = template.special(encoding, template.END)
+        self.end = encoding.encode_single_token(tokenizer.END)
         first = [] if system is None else [{"role": "system", "content": system}]
-        self.head = [encoding.eot_token, *template.render(encoding, first)]
+        self.head = [encoding.eot_token, *tokenizer.render(encoding, first)]
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
         """Yield the answer to the user's next message token by token; `options` as for
         `Decoder.stream`. UserError: there is no room for the message and an answer."""
-        question = template.prompt(self.encoding, [{"role": "user", "content": text}])
+        question = tokenizer.prompt(self.encoding, [{"role": "user", "content": text}])
         block_size = self.model.config.block_size
         room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
         if len(question) > room:

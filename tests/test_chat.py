@@ -11,7 +11,7 @@ import torch
 from common import UserError
 from model import Decoder, ModelConfig
 from sample import Chat, converse
-from text import template, tokenizer
+from text import tokenizer
 
 TALK = [
     {"role": "system", "content": "Be kind."},
@@ -29,7 +29,7 @@ def encoding() -> tiktoken.Encoding:
 
 
 def test_render_is_the_template_with_a_space_before_each_content(encoding):
-    ids = template.render(encoding, TALK)
+    ids = tokenizer.render(encoding, TALK)
     text = "".join(f"<|im_start|>{m['role']}\n {m['content']}<|im_end|>\n" for m in TALK)
     assert encoding.decode(ids) == text
     # ... and the markers that a user types are text
@@ -38,16 +38,16 @@ def test_render_is_the_template_with_a_space_before_each_content(encoding):
 
 def test_an_answer_begins_with_the_tokens_it_has_within_a_text(encoding):
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "user. Bye"}]
-    ids = np.array(template.render(encoding, talk))
+    ids = np.array(tokenizer.render(encoding, talk))
     (word,) = encoding.encode_ordinary(" user")
     assert encoding.encode_ordinary("user") != [word]
-    assert ids[template.answers(encoding, ids)][0] == word
+    assert ids[tokenizer.answers(encoding, ids)][0] == word
     assert encoding.encode_ordinary("assistant: user. Bye")[-3] == word
 
 
 def test_the_assistants_tokens_are_his_contents_with_their_ends(encoding):
-    ids = np.array([0, *template.render(encoding, TALK)])
-    answer = template.answers(encoding, ids)
+    ids = np.array([0, *tokenizer.render(encoding, TALK)])
+    answer = tokenizer.answers(encoding, ids)
     parts = np.split(ids, np.flatnonzero(np.diff(answer)) + 1)  # runs of equal answer
     said = [encoding.decode(part.tolist()) for part in parts[1::2]]
     assert said == [" \n Hello!\n<|im_end|>", " Bye. assistant\n<|im_end|>"]
@@ -55,27 +55,19 @@ def test_the_assistants_tokens_are_his_contents_with_their_ends(encoding):
 
 
 def test_an_answer_that_is_cut_off_counts_as_far_as_it_goes(encoding):
-    ids = np.array(template.render(encoding, TALK))
-    whole = template.answers(encoding, ids)
+    ids = np.array(tokenizer.render(encoding, TALK))
+    whole = tokenizer.answers(encoding, ids)
     for length in range(len(ids)):
-        assert (template.answers(encoding, ids[:length]) == whole[:length]).all()
+        assert (tokenizer.answers(encoding, ids[:length]) == whole[:length]).all()
 
 
 def test_prompt_is_what_stands_before_an_answer(encoding):
-    ids = template.render(encoding, TALK)
-    prompt = template.prompt(encoding, TALK[:-1])
+    ids = tokenizer.render(encoding, TALK)
+    prompt = tokenizer.prompt(encoding, TALK[:-1])
     assert ids[: len(prompt)] == prompt
-    assert template.answers(encoding, np.array(ids))[len(prompt) :].argmin() == len(
+    assert tokenizer.answers(encoding, np.array(ids))[len(prompt) :].argmin() == len(
         ids[len(prompt) :]
     ) - len(encoding.encode_ordinary("\n"))
-
-
-def test_a_tokenizer_without_markers_is_refused():
-    plain = tiktoken.Encoding(
-        "plain", pat_str=".", mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={}
-    )
-    with pytest.raises(ValueError, match=r"plain has no <\|im_start\|>"):
-        template.render(plain, TALK)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +80,9 @@ def model(encoding) -> Decoder:
 def test_turns_equal_generation_from_the_whole_conversation(model, encoding):
     newline = encoding.encode_ordinary("\n")
     talk = Chat(model, encoding, "Be kind.")
-    history = [encoding.eot_token, *template.render(encoding, TALK[:1])]
+    history = [encoding.eot_token, *tokenizer.render(encoding, TALK[:1])]
     for text in ("Hello", "Bye", "Hello you"):
-        history += template.prompt(encoding, [{"role": "user", "content": text}])
+        history += tokenizer.prompt(encoding, [{"role": "user", "content": text}])
         ids = model.generate(torch.tensor([history]), 9, temperature=0, stop=2)[0].tolist()
         said = ids[len(history) :]
         reply = "".join(talk.reply(text, 9, temperature=0))
@@ -138,7 +130,7 @@ def test_an_answer_is_shown_as_it_was_written(model, encoding, monkeypatch, cont
     monkeypatch.setattr(Decoder, "stream", lambda *a, **k: iter(said))
     talk = Chat(model, encoding)
     assert "".join(talk.reply("Hello", 9)) == content
-    asked = template.prompt(encoding, [{"role": "user", "content": "Hello"}])
+    asked = tokenizer.prompt(encoding, [{"role": "user", "content": "Hello"}])
     assert talk.turns == [[*asked, *answer, 2, *encoding.encode_ordinary("\n")]]
 
 

@@ -21,7 +21,7 @@ from conftest import command
 import prepare
 from common import UserError
 from model import Decoder, ModelConfig
-from text import countries, documents, download, template, tokenizer
+from text import countries, documents, download, tokenizer
 from training.batches import read_meta, read_tokenizer
 from training.checkpoints import save_checkpoint
 
@@ -156,7 +156,7 @@ def test_a_public_data_set_by_name(tmp_path, monkeypatch):
 
 
 def test_the_novel_in_the_repository_needs_no_network(tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "download", None)
+    monkeypatch.setattr(download, "urlopen", None)
     run_main("--dataset", "moby-dick", "--out_dir", tmp_path, "--vocab_size", 300)
     meta = read_meta(tmp_path)
     assert meta["train"]["documents"] + meta["val"]["documents"] == 347
@@ -172,7 +172,7 @@ def test_conversations_need_a_tokenizer_before_they_are_fetched(tmp_path, data, 
     monkeypatch.setitem(download.DATASETS, name, [replace(file, url="http://127.0.0.1:9/x.jsonl")])
     assert "--tokenizer is needed" in error("--dataset", name)
     assert not list(tmp_path.iterdir())
-    assert "run it again to go on" in error("--dataset", name, "--tokenizer", data)
+    assert "run it again" in error("--dataset", name, "--tokenizer", data)
 
 
 def test_literal_special_tokens_in_text_stay_text(tmp_path, encoding):
@@ -341,10 +341,9 @@ def test_conversations_become_what_the_template_says(tmp_path, data, encoding, k
     for split in ("train", "val"):
         parts, n = stored(out, split), len(documents[0])
         found += [parts[i : i + n] for i in range(0, len(parts), n)]
-    wanted = [[[0, *template.render(encoding, side)] for side in sides] for sides in documents]
+    wanted = [[[0, *tokenizer.render(encoding, side)] for side in sides] for sides in documents]
     assert sorted(found) == sorted(wanted)
-    messages = [m for sides in documents for side in sides for m in side]
-    size = sum(len(f"{m['role']}\n{m['content']}".encode()) for m in messages)
+    size = sum(len(encoding.decode_bytes(side[1:])) for sides in wanted for side in sides)
     assert meta["train"]["bytes"] + meta["val"]["bytes"] == size
 
 
@@ -439,7 +438,7 @@ def test_vocabularies_that_cannot_be_fetched(tmp_path, story, vocabularies):
     assert "404" in error(*flags, "gpt2")
     server.shutdown()
     server.server_close()
-    assert "TIKTOKEN_CACHE_DIR" in error(*flags, "gpt2")
+    assert "--tokenizer gpt2: " in error(*flags, "gpt2")
 
 
 # Size

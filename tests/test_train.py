@@ -328,7 +328,7 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(
         assert capsys.readouterr().out.splitlines() == lines
         assert {path: path.read_bytes() for path in trained[ffn].iterdir()} == before
     (other / "meta.json").write_text(json.dumps({**meta, "tokenizer": "another"}))
-    with pytest.raises(UserError, match=r"other was made with another tokenizer \(another\)"):
+    with pytest.raises(UserError, match=r"other was made with another tokenizer"):
         resolved = resolve_settings(eval_only=True, out_dir=trained["dense"], data_dir=str(other))
         train_module.train(resolved)
     with pytest.raises(UserError, match="leave out --seed"):

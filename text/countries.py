@@ -160,13 +160,10 @@ FORMS = {"paragraph": PARAGRAPH, "question": QUESTION, "prose": PROSE}
 
 def questions(relation: str, form: str, country: Country) -> list[Question]:
     """Held-out phrasings of one fact: the two of a form (a key of FORMS)."""
-    result = []
-    for pattern in held_out(FORMS[form], relation):
-        prompt = opening(pattern, country, relation)
-        if form == "paragraph":
-            prompt = paragraph(country, [prompt])
-        result.append(Question(prompt, f" {stopped(country.answer(relation))}"))
-    return result
+    prompts = [opening(pattern, country, relation) for pattern in held_out(FORMS[form], relation)]
+    if form == "paragraph":
+        prompts = [paragraph(country, [prompt]) for prompt in prompts]
+    return [Question(prompt, f" {stopped(country.answer(relation))}") for prompt in prompts]
 
 
 def documents(seed: int = 0) -> tuple[list[str], list[str]]:
@@ -176,10 +173,8 @@ def documents(seed: int = 0) -> tuple[list[str], list[str]]:
     train, val = [], []
     for country in table():
         for _ in range(12):
-            relations = rng.sample(RELATIONS, rng.randint(2, len(RELATIONS)))
-            said = [
-                sentence(rng.choice(seen(PARAGRAPH, r) + OWN[r]), country, r) for r in relations
-            ]
+            chosen = rng.sample(RELATIONS, rng.randint(2, len(RELATIONS)))
+            said = [sentence(rng.choice(seen(PARAGRAPH, r) + OWN[r]), country, r) for r in chosen]
             train.append(paragraph(country, said))
         for relation in RELATIONS:
             for patterns in (QUESTION, PROSE):

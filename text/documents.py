@@ -13,20 +13,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeAlias
 
 from tqdm import tqdm
 
 from common import UserError
 
-Messages: TypeAlias = list[dict[str, str]]
-Document: TypeAlias = str | Messages | tuple[Messages, Messages]
+Messages = list[dict[str, str]]
+Document = str | Messages | tuple[Messages, Messages]
 
 # A document of a .txt file ends at the first blank line after so many bytes, or at the first line
 # break of any kind after so many: text without blank lines must not fill the memory.
 TXT_DOCUMENT, TXT_LONGEST = 2000, 1 << 20
 GUTENBERG = re.compile(rb"(?:\*\*\* ?)?(start|end) of (?:th(?:e|is) )?project gutenberg", re.I)
-NAMED = 3  # bad documents that are named; all are counted
 
 
 @dataclass
@@ -37,7 +35,7 @@ class Report:
     kind: str | None = None  # of all documents; if None, that of the first good one
     documents: int = 0
     bad: int = 0
-    named: list[str] = field(default_factory=list)  # the first of the bad: "file:line: reason"
+    named: list[str] = field(default_factory=list)  # three of the bad: "file:line: reason"
 
     def __str__(self) -> str:
         return f"{self.bad:,} of {self.documents:,} documents ({'; '.join(self.named)})"
@@ -74,14 +72,14 @@ def read_file(path: Path, report: Report, bar: tqdm) -> Iterator[Document]:
                     raise ValueError(f"{kind}, while the first document is {report.kind}")
             except ValueError as error:
                 report.bad += 1
-                if report.bad <= NAMED:
+                if len(report.named) < 3:
                     report.named.append(f"{path}:{number}: {error}")
             else:
                 yield document
 
 
 def kind_of(paths: list[Path]) -> str:
-    """The kind of the first document that can be used. UserError: there is none."""
+    """The kind of the first good document. UserError: there is none."""
     report = Report(max_bad=1)
     if next(read(paths, report), None) is None:
         raise UserError(f"--input: cannot use {report}: see prepare.py -h for what can be read")
@@ -123,9 +121,7 @@ def parse(raw: bytes, is_json: bool) -> tuple[str, Document]:
             chosen, rejected = conversation(chosen), conversation(rejected)
             last = [message["role"] for message in (*chosen[-1:], *rejected[-1:])]
             if chosen[:-1] != rejected[:-1] or chosen == rejected or last != ["assistant"] * 2:
-                raise ValueError(
-                    "chosen and rejected must differ in the last answer and only there"
-                )
+                raise ValueError("chosen and rejected must differ in the last answer only")
             return "preference", (chosen, rejected)
         case {"conversations": messages} | {"messages": messages}:
             messages = conversation(messages)
@@ -149,8 +145,7 @@ def conversation(messages: object) -> Messages:
     return talk
 
 
-def hashed(document: Document) -> int:
-    """64 bits."""
+def hashed(document: Document) -> int:  # 64 bits
     text = document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 

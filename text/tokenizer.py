@@ -1,9 +1,19 @@
-"""Byte-level BPE: trained here, saved as JSON text, and run by tiktoken.
+"""Byte-level BPE, trained here, saved as JSON text and run by tiktoken; and the chat template.
 
 Training is plain Python and happens once per data set; its merges go into a `tiktoken.Encoding`,
 whose merge loop is compiled. As one line of JSON (`dumps`, `loads`) it is stored with the data and
 inside the checkpoint, so neither can be read with the wrong tokenizer; `fingerprint` is the short
 form that is compared.
+
+A conversation is a list of messages, {"role": ..., "content": ...}, and as tokens
+
+    <|endoftext|><|im_start|>user\\n What is the capital of Peru?<|im_end|>\\n
+    <|im_start|>assistant\\n Lima.<|im_end|>\\n
+
+The markers are special tokens, which no text encodes to: nobody can end a message and go on in
+another role. The space before each content, as Llama's tokenizer puts it before any text, is
+removed when an answer is shown. Without it "Lima." would be `L|im|a|.`, but the facts were learned
+with the token ` Lima`.
 """
 
 import base64
@@ -13,9 +23,10 @@ import heapq
 import json
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+import numpy as np
 import regex
 import tiktoken
 from tqdm import tqdm
@@ -23,7 +34,8 @@ from tqdm import tqdm
 from common import UserError
 
 # Ids 0..2 are special, 3..258 are the 256 single bytes, and from 259 on every id is a merge.
-SPECIALS = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+START, END = "<|im_start|>", "<|im_end|>"
+SPECIALS = {"<|endoftext|>": 0, START: 1, END: 2}
 FIRST_BYTE = len(SPECIALS)
 FIRST_MERGE = FIRST_BYTE + 256
 
@@ -47,19 +59,10 @@ FORMAT, VERSION = "byte-bpe", 1
 
 def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
     """Trains a byte-level BPE vocabulary: each step merges the most frequent pair of neighbouring
-    tokens into a new token; among equals, that of the smallest first id, then second id.
-
-    Args:
-        texts: documents, read once as a stream; only the distinct words are held in memory.
-        vocab_size: most ids, counting the special tokens and the 256 bytes: UserError if fewer
-            than those. A small corpus can run out of pairs before.
-        min_count: a pair seen fewer times is not merged.
-    """
+    tokens into a new token; among equals, that of the smallest first id, then second id. It ends
+    with `vocab_size` ids, or when no pair is left that occurs `min_count` times."""
     if vocab_size < FIRST_MERGE:
-        raise UserError(
-            f"--vocab_size {vocab_size} must be at least {FIRST_MERGE}, "
-            f"for {len(SPECIALS)} special tokens and 256 bytes"
-        )
+        raise UserError(f"--vocab_size {vocab_size} must be at least {FIRST_MERGE}")
     word_counts: Counter[str] = Counter()
     split = regex.compile(PATTERN)
     for text in texts:
@@ -220,7 +223,7 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
 
 class StreamDecoder:
     """Turns token ids into text one by one. A character that several tokens spell comes with the
-    last of them; all pieces joined are what `encoding.decode` returns."""
+    last of them."""
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding
@@ -231,5 +234,36 @@ class StreamDecoder:
         return self.utf8.decode(self.encoding.decode_single_token_bytes(token_id))
 
     def flush(self) -> str:
-        """Ends the text; an incomplete character becomes U+FFFD. Then a new text can start."""
+        """Ends the text; an incomplete character becomes U+FFFD."""
         return self.utf8.decode(b"", final=True)
+
+
+def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
+    """Token ids of a conversation, without the <|endoftext|> that precedes a document. Headings are
+    encoded apart from contents, so that they are always the same tokens."""
+    encode, ids = encoding.encode_ordinary, []
+    start, end = map(encoding.encode_single_token, (START, END))
+    for message in messages:
+        ids += [start, *encode(f"{message['role']}\n"), *encode(f" {message['content']}")]
+        ids += [end, *encode("\n")]
+    return ids
+
+
+def prompt(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
+    """Token ids of messages and of the heading under which the assistant answers."""
+    heading = [encoding.encode_single_token(START), *encoding.encode_ordinary("assistant\n")]
+    return [*render(encoding, messages), *heading]
+
+
+def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
+    """Which tokens of a conversation [T] the assistant has to produce: [T] bool. They are the
+    contents of its messages, each with the <|im_end|> that ends it; the last may be cut off."""
+    start, end = map(encoding.encode_single_token, (START, END))
+    heading = np.array(prompt(encoding, []))
+    answer = np.zeros(len(ids), dtype=bool)
+    for at in np.flatnonzero(ids == start):
+        content = at + len(heading)
+        if np.array_equal(ids[at:content], heading):
+            after = np.flatnonzero(ids[content:] == end)
+            answer[content : content + after[0] + 1 if len(after) else None] = True
+    return answer

@@ -17,7 +17,7 @@ from tiktoken import Encoding
 from torch import Tensor
 
 from common import UserError
-from text import template, tokenizer
+from text import tokenizer
 
 
 def padded(ids: np.ndarray, targets: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
@@ -30,9 +30,9 @@ def padded(ids: np.ndarray, targets: np.ndarray, length: int) -> tuple[np.ndarra
 class Source:
     """Rows of token ids in the order of the file or, with a seed, shuffled anew every epoch. Each
     kind of source has a method `row`: inputs [.., T], targets [.., T] (-1: not predicted), and what
-    else belongs to row number n. Every epoch draws an `offset` below `room`."""
+    else belongs to row number n."""
 
-    epoch, offset, room = -1, 0, 1
+    epoch, offset, room = -1, 0, 1  # every epoch draws an offset below `room`
 
     def __init__(self, n_row: int, block_size: int, seed: int | None) -> None:
         self.n_row, self.block_size, self.seed = n_row, block_size, seed
@@ -76,8 +76,8 @@ class Windows(Source):
 
 
 class Conversations(Source):
-    """A conversation in a row, its targets the assistant's tokens (`template.answers`). One that is
-    too long (`n_cut` are) is cut to its head or, if no answer begins there, to its end."""
+    """A conversation in a row, its targets the assistant's tokens (`tokenizer.answers`). One
+    that is too long (`n_cut` are) is cut to its head or, if no answer begins there, to its end."""
 
     per_row = 1
 
@@ -89,7 +89,7 @@ class Conversations(Source):
 
     def conversation(self, number: int) -> tuple[np.ndarray, ...]:
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
-        answer = template.answers(self.encoding, ids)
+        answer = tokenizer.answers(self.encoding, ids)
         answer[0] = False  # nothing predicts the first token
         end = self.block_size + 1
         if answer.any() and (self.per_row == 2 or not answer[:end].any()):
@@ -133,18 +133,13 @@ class Mixture(Source):
         return self.sources[self.which[index]].row(int(self.nth[index]))
 
 
-# What is read of meta.json and of its two parts, "train" and "val".
-META = {"corpus", "kind", "vocab_size", "dtype", "tokenizer", "documents", "tokens", "sha256"}
-
-
 @contextlib.contextmanager
 def prepared(path: Path) -> Iterator[Path]:
     """A file of a prepared folder, to be read. UserError: it is missing or damaged."""
     try:
         yield path
     except FileNotFoundError:
-        folder = path.parent
-        raise UserError(f"no {path.name} in {folder}: run prepare.py --out_dir {folder}") from None
+        raise UserError(f"no {path}: run prepare.py --out_dir {path.parent}") from None
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}): run prepare.py again") from None
 
@@ -153,7 +148,9 @@ def read_meta(folder: Path) -> dict:
     """What prepare.py wrote about a folder."""
     with prepared(folder / "meta.json") as path:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        missing = META - (meta.keys() | meta["train"].keys() & meta["val"].keys())
+        required = {"corpus", "kind", "vocab_size", "dtype", "tokenizer"}
+        required |= {"documents", "tokens", "sha256"}  # of each split
+        missing = required - (meta.keys() | meta["train"].keys() & meta["val"].keys())
         if meta["format"] != 2 or missing:
             raise ValueError(f"another format, or it lacks {', '.join(missing)}")
     return meta
@@ -180,13 +177,8 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
 
 class Data:
     """What a run reads from `data_dir`, a folder or a mixture: `total` rows of a kind, text, chat
-    or preference. UserError: a file is missing, damaged or too small, or tokenizers differ.
-
-    Attributes:
-        metas, weights: meta.json of each folder, and its weight; weights sum to one.
-        train, val: rows to train on, and by folder those to validate with.
-        pairs: the sources of both that need log-probabilities of a reference model.
-    """
+    or preference, to train on and, by folder, to validate with. `pairs` are the sources that need
+    a reference model. UserError: a file is missing, damaged or too small, or tokenizers differ."""
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
         mixture = parse_mixture(data_dir)
@@ -227,10 +219,8 @@ class Data:
 def check_tokenizer(mine: str, folder: object, other: str, of: object) -> None:
     """Refuse data whose token ids mean something else; tokenizers by their fingerprints."""
     if mine != other:
-        raise UserError(
-            f"--data_dir {folder} was made with another tokenizer ({mine}) than {of} ({other}): "
-            f"make it again with prepare.py --tokenizer {of}"
-        )
+        made = f"--data_dir {folder} was made with another tokenizer than {of}"
+        raise UserError(f"{made}: make it again with prepare.py --tokenizer {of}")
 
 
 def parse_mixture(data_dir: str) -> dict[Path, float]:

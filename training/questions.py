@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import UserError
 from model import Decoder
-from text import countries, template
+from text import countries, tokenizer
 from text.tokenizer import encode
 from training.batches import Conversations, Data
 
@@ -83,9 +83,9 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
         for pattern in countries.held_out(countries.QUESTION, relation):
             fact = (pattern, country, relation)
             talks = [countries.exchange(*fact, brief) for brief in (True, False)]
-            prompt = template.prompt(encoding, talks[0][:1])
+            prompt = tokenizer.prompt(encoding, talks[0][:1])
             # What follows it, without the line break at the end.
-            answers = [template.render(encoding, talk)[len(prompt) : -1] for talk in talks]
+            answers = [tokenizer.render(encoding, talk)[len(prompt) : -1] for talk in talks]
             asked.append(([encoding.eot_token, *prompt], *answers))
     return asked
 
@@ -145,11 +145,13 @@ def show(model: Decoder, data: Data, ckpt: Path, seed: int) -> None:
     if chat := isinstance(val, Conversations):
         ids, targets = val.conversation(0)
         ids, temperature = ids[: (targets >= 0).argmax() + 1], 0
-        stop = template.special(encoding, template.END)
+        stop = encoding.encode_single_token(tokenizer.END)
     else:
         prompt = "Country: Spain\nThe capital city is called" if corpus == "countries" else ""
         ids, temperature, stop = encode(encoding, prompt), 0.8, encoding.eot_token
     prompt = torch.tensor([[*ids]], device=model.device)  # [1, T]
     text = model.generate(prompt, 60, temperature=temperature, stop=stop, seed=seed)[0].tolist()
     print(encoding.decode([token for token in text if token != encoding.eot_token]))
-    print(f"\nnext: python sample.py --ckpt {ckpt}{' --chat' if chat else ''}")
+    print(f"\nnext:\n  python sample.py --ckpt {ckpt}{' --chat' if chat else ''}")
+    if corpus == "countries" and len(model.tables.weight):
+        print(f"  python edit.py --ckpt {ckpt} --source Spain --target Germany")

@@ -13,7 +13,7 @@ import torch
 from common import UserError
 from tables.rowadam import RowAdam
 from tables.tables import ResidentTables
-from text import template, tokenizer
+from text import tokenizer
 from training.batches import (
     Conversations,
     Data,
@@ -98,7 +98,7 @@ def packed(encoding, *talks) -> np.ndarray:
     ids = [
         token
         for messages in talks
-        for token in [encoding.eot_token, *template.render(encoding, messages)]
+        for token in [encoding.eot_token, *tokenizer.render(encoding, messages)]
     ]
     return np.array(ids, dtype=np.uint16)
 
@@ -113,7 +113,7 @@ def test_only_what_the_assistant_says_is_a_target(encoding):
     wanted = [encoding.decode(row[row >= 0].tolist()) for row in targets]
     assert wanted == [" no<|im_end|>", " perhaps<|im_end|> no no<|im_end|>", " maybe<|im_end|>"]
     for row, target, messages in zip(ids, targets, TALKS, strict=True):
-        whole = [encoding.eot_token, *template.render(encoding, messages)]
+        whole = [encoding.eot_token, *tokenizer.render(encoding, messages)]
         assert row[: len(whole) - 1].tolist() == whole[:-1]
         assert (target[len(whole) - 1 :] == -1).all()  # padding
         for n in (target >= 0).nonzero()[:, 0]:
@@ -128,7 +128,7 @@ def test_a_long_conversation_keeps_an_answer(encoding):
     assert ids.shape == (2, 16)
     said = [encoding.decode(row[row >= 0].tolist()) for row in targets]
     assert said == [" no<|im_end|>", " no<|im_end|>"]
-    assert encoding.decode([targets[0, -1]]) == template.END  # the row ends with the late answer
+    assert encoding.decode([targets[0, -1]]) == tokenizer.END  # the row ends with the late answer
     assert ids[1, 0] == encoding.eot_token  # the head of the other
     assert source.n_cut == 2
 
@@ -136,7 +136,7 @@ def test_a_long_conversation_keeps_an_answer(encoding):
 def test_the_head_is_kept_if_an_answer_begins_with_its_last_target(encoding):
     long = talk("yes", "no no no no no")
     ids = packed(encoding, long)
-    first = int(template.answers(encoding, ids.astype(np.int64)).argmax())
+    first = int(tokenizer.answers(encoding, ids.astype(np.int64)).argmax())
     for block_size, head in ((first, True), (first - 1, False)):
         inputs, targets = Conversations(ids, encoding, block_size, None).conversation(0)
         assert (inputs[0] == encoding.eot_token) == head
@@ -149,8 +149,8 @@ def test_padding_fits_the_context_and_reads_no_row_that_was_not_there(encoding, 
     source = Conversations(packed(encoding, *long), encoding, block_size, None)
     ids, targets = source.rows(range(2))
     assert ids.shape[1] <= block_size
-    short = len(template.render(encoding, long[0]))
-    assert set(ids[0].tolist()) <= {encoding.eot_token, *template.render(encoding, long[0])}
+    short = len(tokenizer.render(encoding, long[0]))
+    assert set(ids[0].tolist()) <= {encoding.eot_token, *tokenizer.render(encoding, long[0])}
     assert (targets[0, short:] == -1).all()
     tables = ResidentTables(1, encoding.n_vocab, 4)
     adam = RowAdam(tables)
@@ -288,7 +288,7 @@ def test_a_damaged_meta_json_is_one_clear_line(tmp_path, encoding):
     with pytest.raises(UserError, match=r"train\.bin is damaged .*uint17"):
         Data(str(path), "text", 10, 1, 50)
     (path / "meta.json").unlink()
-    with pytest.raises(UserError, match=rf"no meta\.json in {path}: run prepare\.py --out_dir"):
+    with pytest.raises(UserError, match=rf"no {path}/meta\.json: run prepare\.py --out_dir"):
         read_meta(path)
 
 
