@@ -156,7 +156,7 @@ def test_a_public_data_set_by_name(tmp_path, monkeypatch):
 
 
 def test_the_novel_in_the_repository_needs_no_network(tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "urlopen", None)
+    monkeypatch.setattr(download, "download", None)
     run_main("--dataset", "moby-dick", "--out_dir", tmp_path, "--vocab_size", 300)
     meta = read_meta(tmp_path)
     assert meta["train"]["documents"] + meta["val"]["documents"] == 347
@@ -172,7 +172,7 @@ def test_conversations_need_a_tokenizer_before_they_are_fetched(tmp_path, data, 
     monkeypatch.setitem(download.DATASETS, name, [replace(file, url="http://127.0.0.1:9/x.jsonl")])
     assert "--tokenizer is needed" in error("--dataset", name)
     assert not list(tmp_path.iterdir())
-    assert "run it again" in error("--dataset", name, "--tokenizer", data)
+    assert "run it again to go on" in error("--dataset", name, "--tokenizer", data)
 
 
 def test_literal_special_tokens_in_text_stay_text(tmp_path, encoding):

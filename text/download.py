@@ -7,7 +7,8 @@ renamed and replaced (MiniMind's pretrain_hq.jsonl and sft_mini_512.jsonl are go
 checksum needs one that is not. `moby-dick.jsonl` needs no network: the whole novel, Project
 Gutenberg's number 2701, in 347 documents cut between paragraphs.
 
-A download grows in `<file>.part` and gets its name when its checksum is right.
+A download grows in `<file>.part` and gets its name when its size and checksum are right. If it
+breaks off, by the network or by Ctrl-C, the next run goes on where it stopped.
 """
 
 import csv
@@ -61,22 +62,34 @@ def fetch_file(file: File, folder: Path) -> Path:
     try:
         if path.exists() and sha256(path) == file.sha256:
             return path
-        folder.mkdir(parents=True, exist_ok=True)
-        options = dict(desc=path.name, total=file.size, unit="B", unit_scale=True, disable=None)
-        request = Request(file.url, headers={"User-Agent": "token-tables"})
-        with (
-            open(part, "wb") as output,
-            urlopen(request, timeout=TIMEOUT) as response,
-            tqdm.wrapattr(response, "read", **options) as reader,
-        ):
-            shutil.copyfileobj(reader, output)
+        download(file, part)
         if (digest := sha256(part)) != file.sha256:
+            part.unlink()  # so that the next run begins anew
             raise ValueError(f"its sha256 is {digest}, the published {file.sha256}")
         os.replace(part, path)
     except (OSError, HTTPException, ValueError) as error:
-        failed = f"cannot download {file.url} to {path} ({error or type(error).__name__})"
-        raise UserError(f"{failed}: run it again, or put the file there yourself") from error
+        raise UserError(
+            f"cannot download {file.url} to {path} ({error or type(error).__name__}): "
+            "run it again to go on, or put the file there yourself"
+        ) from error
     return path
+
+
+def download(file: File, part: Path) -> None:
+    """Append to `part` what it lacks of the file. OSError, HTTPException: this failed."""
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with open(part, "ab") as output:
+        if (start := output.tell()) >= file.size:
+            return
+        headers = {"User-Agent": "token-tables", "Range": f"bytes={start}-"}
+        with urlopen(Request(file.url, headers=headers), timeout=TIMEOUT) as response:
+            if response.status != 206:  # it knows no ranges and sends the file from its beginning
+                start = output.truncate(0)
+            options = dict(total=file.size, initial=start, unit="B", unit_scale=True, disable=None)
+            with tqdm.wrapattr(output, "write", desc=part.stem, **options) as writer:
+                shutil.copyfileobj(response, writer)
+        if (size := output.tell()) < file.size:
+            raise ConnectionError(f"broke off after {size:,} of {file.size:,} bytes")
 
 
 def sha256(path: Path) -> str:

@@ -31,7 +31,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/files"
         self.content, self.script = CONTENT, []
-        self.requests = []
+        self.requests = []  # path and where the client wants to begin
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -39,17 +39,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.server.requests.append(self.path)
+        start = int(re.fullmatch(r"bytes=(\d+)-", self.headers["Range"])[1])
+        self.server.requests.append((self.path, start))
         with contextlib.suppress(ConnectionError):
-            self.send(**(self.server.script.pop(0) if self.server.script else {}))
+            self.send(start, **(self.server.script.pop(0) if self.server.script else {}))
 
-    def send(self, stop=None, status=200, length=True):
-        """Breaks off at `stop`."""
-        self.send_response(status)
+    def send(self, start, stop=None, status=206, ranges=True, length=True):
+        """Breaks off at `stop`; with `ranges` False it sends all from the beginning."""
+        start = start if ranges else 0
+        self.send_response(status if ranges else 200)
         if length:
-            self.send_header("Content-Length", str(len(self.server.content)))
+            self.send_header("Content-Length", str(len(self.server.content) - start))
         self.end_headers()
-        self.wfile.write(self.server.content[:stop])
+        self.wfile.write(self.server.content[start:stop])
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def get(server, tmp_path, monkeypatch):
 
 
 def fails(get, match):
-    with pytest.raises(UserError, match=rf"cannot download .*{match}.*run it again"):
+    with pytest.raises(UserError, match=rf"cannot download .*{match}.*run it again to go on"):
         get()
     assert not (get.folder / "data.bin").exists()
 
@@ -90,28 +92,57 @@ def test_a_file_is_downloaded_once(server, get, capsys):
     assert path == get.folder / "data.bin" and path.read_bytes() == CONTENT
     assert list(get.folder.iterdir()) == [path]
     assert get() == path
-    assert server.requests == ["/files/data.bin"]
+    assert server.requests == [("/files/data.bin", 0)]
     assert capsys.readouterr().err == ""  # no bar where there is no terminal
 
 
 @pytest.mark.parametrize("length", [True, False])
-def test_what_broke_off_begins_anew(server, get, length):
-    server.script = [dict(stop=HALF, length=length)]
-    fails(get, f"its sha256 is {hashlib.sha256(CONTENT[:HALF]).hexdigest()}")
+def test_what_broke_off_goes_on_where_it_stopped(server, get, length):
+    server.script = [dict(stop=HALF, length=length), dict(stop=200_000, length=length)]
+    fails(get, "broke off after 150,000 of 300,000 bytes")
+    assert get.part.read_bytes() == CONTENT[:HALF]
+    fails(get, "broke off after 200,000")
     assert get().read_bytes() == CONTENT
-    assert len(server.requests) == 2 and not get.part.exists()
+    assert [start for _, start in server.requests] == [0, HALF, 200_000]
 
 
-def test_what_was_interrupted_begins_anew(server, get, monkeypatch):
+def test_an_interrupted_download_goes_on(server, get, monkeypatch):
     class Interrupted(download.tqdm):
         def update(self, n=1):
-            raise KeyboardInterrupt
+            super().update(n)
+            if get.part.stat().st_size > 100_000:
+                raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(download, "tqdm", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             get()
-    assert not (get.folder / "data.bin").exists()
+    kept = get.part.read_bytes()
+    assert 100_000 < len(kept) < 300_000 and kept == CONTENT[: len(kept)]
+    assert get().read_bytes() == CONTENT
+    assert server.requests[1] == ("/files/data.bin", len(kept))
+
+
+def test_a_complete_part_needs_no_request(server, get):
+    get.folder.mkdir()
+    get.part.write_bytes(CONTENT)
+    assert get().read_bytes() == CONTENT
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("part", [CONTENT + b"more", OTHER, OTHER[:HALF]])
+def test_wrong_bytes_are_deleted_and_the_next_run_begins_anew(server, get, part):
+    get.folder.mkdir()
+    get.part.write_bytes(part)
+    fails(get, f"the published {hashlib.sha256(CONTENT).hexdigest()}")
+    assert not get.part.exists()
+    assert get().read_bytes() == CONTENT
+    assert server.requests[-1][1] == 0
+
+
+def test_servers_without_ranges_begin_anew(server, get):
+    server.script = [dict(stop=HALF), dict(ranges=False)]
+    fails(get, "broke off")
     assert get().read_bytes() == CONTENT
 
 
@@ -149,7 +180,7 @@ def test_a_data_set_of_several_files(server, get, monkeypatch):
     digest = hashlib.sha256(CONTENT[:HALF]).hexdigest()
     other = replace(one, url=f"{server.url}/other.bin", size=HALF, sha256=digest)
     monkeypatch.setitem(DATASETS, "noise", [one, other])
-    server.script = [{}, dict(stop=HALF)]
+    server.script = [{}, dict(stop=HALF, length=False)]
     paths = fetch("noise", get.folder)
     assert [path.name for path in paths] == ["data.bin", "other.bin"]
     assert [path.read_bytes() for path in paths] == [CONTENT, CONTENT[:HALF]]
