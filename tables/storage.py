@@ -7,6 +7,7 @@
 What a token owns in all tables lies side by side, so it costs one read, not one per table.
 """
 
+import contextlib
 import math
 import mmap
 import os
@@ -63,8 +64,10 @@ class RamStorage(TableStorage):
                 self.arrays[name] = torch.frombuffer(mmap.mmap(-1, n_byte), dtype=kind).view(size)
 
     def on_gpu(self, device: torch.device) -> list[Tensor] | None:
-        seen = [seen_by_gpu(a, device) for a in self.arrays.values() if a.dim() == 3]
-        return seen if all(array is not None for array in seen) else None
+        try:
+            return [seen_by_gpu(a, device) for a in self.arrays.values() if a.dim() == 3]
+        except OSError as error:
+            print(f"note: tables cannot be pinned ({error}), which is slower", file=sys.stderr)
 
 
 class DiskStorage(TableStorage):
@@ -150,17 +153,17 @@ def free_ram() -> float:
     return int(found[1]) * 1024 if found else math.inf
 
 
-def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
-    """The same memory as a CUDA tensor, which kernels read and write over the bus; None where it
-    cannot be pinned. It is page-locked where it is: memory that is allocated pinned has a power of
-    two as its size. Under unified addressing both sides share the address."""
+def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor:
+    """The same memory as a CUDA tensor that kernels read and write over the bus, pinned in place:
+    memory that is allocated pinned has a power of two as its size. Under unified addressing both
+    sides share the address. OSError: it cannot be pinned."""
     runtime, at, size = torch.cuda.cudart(), array.data_ptr(), array.nbytes
     with torch.cuda.device(device):
         # Windows' GPUs see other addresses.
         if error := sys.platform == "win32" or int(runtime.cudaHostRegister(at, size, 0)):
-            why = f"CUDA error {error}, see `ulimit -l`"
-            print(f"note: tables cannot be pinned ({why}), which is slower", file=sys.stderr)
-            return None
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)  # the error stays set, and the next call raises it
+            raise OSError(f"CUDA error {error}, see `ulimit -l`")
         weakref.finalize(array, unpin, at, device)
         kind = {2: "<i2", 4: "<f4"}[array.element_size()]  # the protocol has no bfloat16
         where = dict(shape=(array.numel(),), typestr=kind, data=(at, False), version=2)
