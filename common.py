@@ -155,13 +155,12 @@ def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to `path` on success: readers never see half a file.
     UserError: it cannot be written."""
     temporary = Path(f"{path}.tmp")
-    try:
-        with writing(path):
+    with writing(path):
+        try:
             temporary.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
             os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        finally:
+            temporary.unlink(missing_ok=True)
