@@ -145,8 +145,6 @@ def interleaved_timing(contenders: dict[str, Contender], rounds: int) -> dict[st
 
 
 def show(what: str, rows: dict[str, dict]) -> dict[str, dict]:
-    """Print figures by contender and column as a Markdown table."""
-
     def cells(row: dict) -> dict[str, str]:
         return {c: FORMATS.get(c.split()[0], "{:,.0f}").format(v) for c, v in row.items()}
 
@@ -159,11 +157,7 @@ def calls_per_second(statement: str, x: Tensor) -> float:
     return 1 / call.blocked_autorange().median
 
 
-# --- what a contender does in a turn ---
-
-
 def train(it: Contender, steps: int = 1) -> int:
-    """Optimizer steps as in the training loop, each on B sequences of T tokens."""
     model, device = it.model.train(), it.bench.on
     if it.optimizer is None:
         settings = Settings(learning_rate=1e-3, table_optimizer=it.table_optimizer)
@@ -201,9 +195,6 @@ def prefill(it: Contender) -> int:
     ids, table_ids = it.batch(it.bench.batch_size, it.bench.block_size)
     it.model.eval()(ids.to(it.bench.on), table_ids=table_ids, last_only=True)
     return ids.numel()
-
-
-# --- the tables that are printed ---
 
 
 def bench_train(bench: Bench) -> dict:

@@ -89,7 +89,6 @@ def add_flags(parser, kind: type) -> None:
 
 
 def make_parser(description: str) -> ArgumentParser:
-    """A parser that shows a command's docstring as it is written."""
     return ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
 
 

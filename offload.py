@@ -54,7 +54,6 @@ class Buffer:
         return self.ready
 
     def wait_staging(self) -> None:
-        """Worker: before `staging` is used again (H1), and before what went out comes in (H3)."""
         self.ready.synchronize()
         self.scatter()
         self.scatter = lambda: None
@@ -66,8 +65,7 @@ def rows_in(memory: Tensor, n: int, like: Tensor) -> Tensor:  # [n, ..]
 
 
 class TransferRing:
-    """Buffers, and the side stream on which rows go through them, all in one order.
-    With `staged` a worker thread gathers rows, and scatters those that come back."""
+    """Buffers, and the side stream on which rows go through them, all in one order."""
 
     def __init__(self, device: torch.device, n_buffer: int, staged: bool) -> None:
         self.device, self.n_buffer = device, n_buffer
@@ -77,7 +75,6 @@ class TransferRing:
         self.buffers: deque[Buffer] = deque()
 
     def run(self, job: Callable, *args) -> object:
-        """Do a job, now or by the worker: its operations join the side stream; see `result_of`."""
         return self.worker.submit(self.attempt, job, *args) if self.worker else job(*args)
 
     def attempt(self, job: Callable, *args) -> object:
@@ -157,7 +154,7 @@ class OffloadedTables(StoredTables):
 
     def __init__(self, storage: TableStorage, device: torch.device | str, n_buffer: int = 3):
         super().__init__(storage, device)
-        seen = storage.on_gpu(self.device)
+        seen = None if self.on_disk else storage.on_gpu(self.device)
         self.ring = TransferRing(self.device, n_buffer, staged=seen is None)
         arrays = seen or [array for array in storage.arrays.values() if array.dim() == 3]
         # Rows, m and v, each [V, W] for every table; and all rows as one matrix [V, n_table * W].
@@ -230,15 +227,13 @@ class OffloadedTables(StoredTables):
         return receive()
 
     def decoding_buffer(self, n_byte: int) -> Buffer:
-        """One for itself, as a CUDA graph keeps its address. All that has read it is queued by now,
-        and so is what computes the ids: transfers wait for both."""
+        """One for itself, as a CUDA graph keeps its address. Transfers wait for its readers."""
         if self.for_decoding is None or len(self.for_decoding.memory) < n_byte:
             self.for_decoding = Buffer(n_byte, self.ring)
         self.for_decoding.free.record(torch.cuda.current_stream(self.device))
         return self.for_decoding
 
     def wait(self, job: object) -> None:
-        """Have the compute stream wait for rows, and the host until the worker queued them."""
         if arrival := result_of(job):
             torch.cuda.current_stream(self.device).wait_event(arrival)
 
@@ -266,7 +261,6 @@ class OffloadedTables(StoredTables):
             self.evict_except(self.announced)
 
     def prefetch_missing(self, ids: Tensor) -> None:
-        """Fetch those of tokens `ids` [n] that are not in the working set."""
         missing = ids[self.slot_of[ids] < 0]
         if not len(missing):
             return
@@ -308,8 +302,7 @@ class OffloadedTables(StoredTables):
             self.ring.wait_staging()
 
     def transfers(self, n: int) -> Iterator[tuple[Buffer, Tensor, Tensor, int]]:
-        """What goes one way for n tokens, rows of all tables, then m and v: a buffer, where it is
-        stored, where it is on the device, and the number of what fetches it."""
+        """For rows, m and v of n tokens: a buffer, where they are, and the number of the job."""
         for kind, pairs in enumerate(zip(self.host_rows, self.device_rows, strict=True)):
             for table, (host, device) in enumerate(zip(*pairs, strict=True)):
                 buffer = self.ring.next_buffer(n * self.width * 4)  # at most: rows may be bfloat16

@@ -25,12 +25,9 @@ def expected_update_scale(betas: tuple[float, float], p: Tensor | float) -> Tens
 
         sum_k (r (1 - p))^k = 1 / (1 - r (1 - p))
 
-    which is 1 for a row that is in every batch, and 13 for a rare one with betas (0.9, 0.95): whose
-    first step, (1 - b1) / sqrt(1 - b2) = 0.45 learning rates, thus grows to 5.8.
-
-    This holds in expectation, and when the rate is known. `RowAdam` estimates it from the readings
-    so far and takes today's bias correction for all steps ahead: from about step 50 on it is within
-    3.4 % of the exact mean, but up to 2.0 times too far in steps 1 to 5, 1.4 times in 6 to 20.
+    `RowAdam` estimates p from the readings so far and takes today's bias correction for all steps
+    ahead: within 3.4 % of the exact mean from about step 50 on, but up to 2.0 times too far in
+    steps 1 to 5, 1.4 times in 6 to 20.
     """
     b1, b2 = betas
     return 1 / (1 - b1 / math.sqrt(b2) * (1 - p))
@@ -128,7 +125,6 @@ class RowAdam:
         return dict(m=self.m, v=self.v, count=self.count, last=self.last, steps=self.steps)
 
     def load_state_dict(self, state: dict) -> None:
-        """Copy in what `state_dict` gave; the tables' device and shapes stay."""
         self.tables.flush()
         mine = [*self.m, *self.v, self.count, self.last]
         saved = [*state["m"], *state["v"], state["count"], state["last"]]

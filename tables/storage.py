@@ -27,8 +27,7 @@ from common import UserError, writing
 
 Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows
-# To map a file without changing it. Flag 0x4000 is MAP_NORESERVE: without it Linux refuses a file
-# that is larger than RAM, as it does with torch.from_file(shared=False).
+# To map a file without changing it. Without 0x4000, MAP_NORESERVE, Linux refuses one above RAM.
 LINUX = sys.platform == "linux"
 PRIVATE = dict(flags=mmap.MAP_PRIVATE | 0x4000) if LINUX else dict(access=mmap.ACCESS_COPY)
 
@@ -41,16 +40,11 @@ def layout(shape: Shape, dtype: torch.dtype) -> dict[str, tuple]:
 
 
 class TableStorage:
-    """What stores tables."""
-
     arrays: dict[str, Tensor]  # by name, see above; of tables that are not trained, maybe only rows
     fresh = True  # rows are yet to be drawn
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
         """Begin to read what tokens `ids` own of these arrays, without waiting for it."""
-
-    def on_gpu(self, device: torch.device) -> list[Tensor] | None:
-        """Rows, m and v as tensors that a GPU reads and writes where they are, if it can."""
 
 
 class RamStorage(TableStorage):
@@ -64,6 +58,7 @@ class RamStorage(TableStorage):
                 self.arrays[name] = torch.frombuffer(mmap.mmap(-1, n_byte), dtype=kind).view(size)
 
     def on_gpu(self, device: torch.device) -> list[Tensor] | None:
+        """Rows, m and v as tensors that a GPU reads and writes where they are, if it can."""
         try:
             return [seen_by_gpu(a, device) for a in self.arrays.values() if a.dim() == 3]
         except OSError as error:
@@ -107,8 +102,7 @@ class DiskStorage(TableStorage):
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
         """Page faults would ask the disk for one page after the other: ten times as long."""
-        # Neighbours are asked for as one: among them, id minus index is the same.
-        ids = torch.unique(ids)
+        ids = torch.unique(ids)  # neighbours are asked for as one: their id minus index is the same
         _, sizes = torch.unique_consecutive(ids - torch.arange(len(ids)), return_counts=True)
         runs = list(zip(ids[sizes.cumsum(0) - sizes].tolist(), sizes.tolist(), strict=True))
         for name in names if hasattr(mmap, "MADV_WILLNEED") else ():

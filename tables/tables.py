@@ -101,13 +101,11 @@ class Tables(nn.Module):
         """The optimizer has changed tokens `ids` [n] in `rows` and `moments`."""
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
-        """The gradients of all rows read since the last call, micro-batches merged: ids [n],
-        distinct and sorted, and for each table their summed gradient [n, W] on the compute device.
-        ValueError if nothing was read and differentiated."""
+        """The gradients of all rows read since the last call, micro-batches merged: distinct sorted
+        ids [n], and for each table their summed gradient [n, W] on the compute device."""
         reads = [read for read in self.reads if read[1] and read[1][0].grad is not None]
         self.reads = []
-        if not reads:
-            raise ValueError("no rows were read and differentiated since the last step")
+        assert reads, "no rows were read and differentiated since the last step"
         if len(reads) == 1:
             ids, leaves = reads[0]
             return ids, [leaf.grad for leaf in leaves]
