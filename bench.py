@@ -118,8 +118,7 @@ class Contender:
         ids, n_rows = zipf(shape, self.bench.vocab_size, self.batches), self.model.tables.vocab_size
         return ids, ids if n_rows == self.config.vocab_size else zipf(shape, n_rows, self.batches)
 
-    def turn(self) -> float:
-        """Tokens per second."""
+    def turn(self) -> float:  # tokens per second
         if self.cold:
             drop_pages(self.model.tables.storage)
         start = timer()
@@ -240,11 +239,8 @@ def bench_vocab(bench: Bench) -> dict:
     def small_head(model: Decoder) -> None:
         model.head = nn.Linear(bench.n_embd, 64, bias=False, device=bench.on)
 
-    ways = {
-        "rows": dict(adapt=small_head),
-        "rows, and the head": {},
-        "whole tables": dict(adapt=small_head, table_optimizer="adamw"),
-    }
+    ways = {"rows": dict(adapt=small_head), "rows, and the head": {}}
+    ways["whole tables"] = dict(adapt=small_head, table_optimizer="adamw")
     base, rows = bench.model(stem_layers="all"), {}
     sizes, first = [bench.vocab_size * n for n in (1, 5, 20)], f"rows, V = {bench.vocab_size:,}"
     for vocab_size in sizes:
@@ -307,9 +303,8 @@ def bench_offload(bench: Bench) -> dict:
 
 def sparse_tables(bench: Bench, folder: Path, n_table: int, _: int, width: int) -> Tables:
     """Tables of --table_gib, whatever the vocabulary, in files that take no room."""
-    vocab_size = int(bench.table_gib * 2**30) // (n_table * width * 4)
-    shape = (vocab_size, n_table, width)
-    storage = DiskStorage.create(folder, shape, torch.float32, sparse=True)
+    n_row = int(bench.table_gib * 2**30) // (n_table * width * 4)
+    storage = DiskStorage.create(folder, (n_row, n_table, width), torch.float32, sparse=True)
     return (OffloadedTables if bench.cuda else StoredTables)(storage, bench.on)
 
 

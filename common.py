@@ -142,8 +142,7 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            advice = "wait for it, or choose another folder"
-            raise UserError(f"another run is writing to {folder}: {advice}") from None
+            raise UserError(f"another run is writing to {folder}: wait, or take another") from None
         except OSError:  # a file system without locks
             pass
         yield

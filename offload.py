@@ -54,8 +54,8 @@ class Buffer:
         return self.ready
 
     def wait_staging(self) -> None:
-        self.ready.synchronize()
-        self.scatter()
+        self.ready.synchronize()  # before staging memory is used again (H1)
+        self.scatter()  # before what went out comes in (H3)
         self.scatter = lambda: None
 
 
@@ -320,15 +320,12 @@ class OffloadedTables(StoredTables):
         self.after_compute()  # it may still use what this memory was
 
     def flush(self) -> None:
-        """Write back all that has changed, wait for it, and empty the working set."""
         self.evict_except(self.resident_ids[:0])
         self.ring.synchronize()
         self.announced = None
 
 
-def make_tables(
-    offload: str, device: torch.device, dtype: torch.dtype, *, live=None, saved=None, fresh=False
-) -> Callable[[int, int, int], Tables]:
+def make_tables(offload: str, device, dtype, *, live=None, saved=None, fresh=False) -> Callable:
     """What makes the tables of a `Decoder`, used on `device` and stored where `offload` says: a
     function of (n_table, V, W). On disk, training writes to a new folder `live`, all else reads the
     DiskStorage `saved` of a checkpoint in place. `fresh`: rows are to be drawn, not loaded.

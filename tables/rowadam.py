@@ -33,9 +33,7 @@ def expected_update_scale(betas: tuple[float, float], p: Tensor | float) -> Tens
     return 1 / (1 - b1 / math.sqrt(b2) * (1 - p))
 
 
-def adam_rows(
-    rows: Tensor, m: Tensor, v: Tensor, grad: Tensor, columns: list[Tensor], betas, eps: float
-) -> None:
+def adam_rows(rows: Tensor, m: Tensor, v: Tensor, grad: Tensor, columns: list, betas, eps) -> None:
     """Take rows of a table one step on, in place: rows, m, v, grad [k, W] float32. Columns [k, 1]:
     what is left of m and v since the row was read last, and of the row after weight decay; the step
     size; and what corrects the bias of v."""
@@ -50,9 +48,8 @@ def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
     """float32 -> bfloat16, up or down with probabilities that make the mean exact: a random number
     added to the lower 16 bits carries into the upper ones, which are kept, just so often. Rounding
     to nearest would lose every step smaller than a 512th of the weight, which most are."""
-    noise = torch.randint(
-        1 << 16, rows.shape, generator=generator, dtype=torch.int32, device=rows.device
-    )
+    how = dict(generator=generator, dtype=torch.int32, device=rows.device)
+    noise = torch.randint(1 << 16, rows.shape, **how)
     return (rows.view(torch.int32) + noise).bitwise_and_(-1 << 16).view(torch.float32).bfloat16()
 
 
@@ -63,10 +60,9 @@ class RowAdam:
     is read: its moments decay by the steps since the last reading, which makes them AdamW's, and
     the updates until the next one are made at once, in expectation (`expected_update_scale`).
 
-    A row that is not in the batch stays bit-identical, moments and all; if every row is in every
-    batch this is AdamW. Moments are float32, `weight_decay` is decoupled. bfloat16 rows are rounded
-    stochastically; the random bits depend on `seed`, step and table, so a resumed run draws those
-    of an uninterrupted one."""
+    If every row is in every batch this is AdamW. Moments are float32, `weight_decay` is decoupled.
+    bfloat16 rows are rounded stochastically; the random bits depend on `seed`, step and table, so a
+    resumed run draws those of an uninterrupted one."""
 
     def __init__(self, tables: Tables, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0):
         self.tables, self.betas, self.eps, self.weight_decay = tables, betas, eps, weight_decay

@@ -136,7 +136,6 @@ def check_room(shape: Shape, dtype: torch.dtype, training: bool, folder=None, co
     if need > free:
         where, instead = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
         sizes = f"{need / 2**30:.2f} GiB of {where}, {free / 2**30:.2f} GiB are free"
-        instead += " or --table_dtype bfloat16" * training
         raise UserError(f"the tables need {sizes}: take {instead}")
 
 

@@ -73,8 +73,7 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
     try:
         if storage := checkpoint["tables"]:
             name = secrets.token_hex(4)
-            described = storage.copy(path.with_name(f"tables-{name}"))
-            checkpoint["tables"] = {"id": name, **described}
+            checkpoint["tables"] = dict(id=name, **storage.copy(path.with_name(f"tables-{name}")))
             weights = checkpoint["model"].items()
             checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
             if rows := checkpoint.get("optimizer", {}).get("rows"):
@@ -135,9 +134,7 @@ def checkpoint_errors(path: str | Path) -> Iterator[None]:
         raise UserError(f"{path} is damaged or not a checkpoint ({error!s:.200})") from None
 
 
-def load_model(
-    path: str | Path, device: torch.device, offload: str = "none"
-) -> tuple[Decoder, tiktoken.Encoding, dict]:
+def load_model(path: Path, device, offload="none") -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint in evaluation mode on `device`, its tables where `offload` says
     (`offload_flag`), its tokenizer, and the checkpoint. UserError: as `load_checkpoint`."""
     checkpoint = load_checkpoint(path)
