@@ -112,8 +112,7 @@ class Contender:
         self.adapt(self.model)
 
     def batch(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """Fresh ids, and those that tables are looked up under: others only if tables have more
-        rows than the model has tokens (--table_gib)."""
+        """Fresh ids, and those that tables are looked up under: others only with --table_gib."""
         self.batches += 1
         ids, n_rows = zipf(shape, self.bench.vocab_size, self.batches), self.model.tables.vocab_size
         return ids, ids if n_rows == self.config.vocab_size else zipf(shape, n_rows, self.batches)

@@ -93,7 +93,6 @@ def make_parser(description: str) -> ArgumentParser:
 
 
 def parse(kind: type, description: str) -> Any:
-    """The command line of a command whose flags are those of a dataclass, as one of it."""
     parser = make_parser(description)
     add_flags(parser, kind)
     return kind(**vars(parser.parse_args()))

@@ -290,8 +290,7 @@ class OffloadedTables(StoredTables):
         self.ring.run(self.ring.stream.wait_event, done)
 
     def write_back(self, ids: Tensor) -> None:
-        """Take what has changed of tokens `ids` [n] in the working set to where it is stored."""
-        ids = ids[self.dirty[ids]]
+        ids = ids[self.dirty[ids]]  # [n]
         if len(ids):
             transfers = list(self.transfers(len(ids)))
             self.after_compute()  # of what reads the buffers, too

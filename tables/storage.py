@@ -81,8 +81,7 @@ class DiskStorage(TableStorage):
                         raise UserError(f"{path} is damaged: {found:,} bytes, not {n_byte:,}")
                     self.maps[name] = mmap.mmap(file.fileno(), 0, **how)
             except OSError as error:
-                why = f"{error.strerror}: tables belong beside their ckpt.pt"
-                raise UserError(f"cannot read {path}: {why}") from None
+                raise UserError(f"cannot read {path} beside ckpt.pt: {error.strerror}") from None
             self.arrays[name] = torch.frombuffer(self.maps[name], dtype=kind).view(size)
 
     @classmethod

@@ -77,7 +77,7 @@ def test_damage_is_noticed(tmp_path, name):
         with pytest.raises(UserError, match=rf"live/{name} {says}|live/{name} is damaged"):
             DiskStorage(storage.folder, SHAPE, torch.float32)
     path.unlink()
-    with pytest.raises(UserError, match=f"cannot read .*live/{name}: No such file"):
+    with pytest.raises(UserError, match=f"cannot read .*live/{name} beside ckpt.pt: No such"):
         DiskStorage(storage.folder, SHAPE, torch.float32)
 
 
