@@ -11,15 +11,10 @@ Contenders take turns, so what slows the machine for a while slows all of them. 
 over the turns; ratios are medians of the ratios to a baseline within a turn. Token ids are random
 with Zipf's frequencies. Default sizes are for two CPU cores: give larger ones on a GPU.
 
-train    Whole optimizer steps. GFLOP/s are three times those of a forward pass; the matrix rate is
-         what this machine reaches in one large matrix product.
-decode   A prompt of 64 tokens, and 96 more. GB/s are the weights that a step reads; the copy rate
-         is what this machine reads when it adds up a large tensor.
-vocab    Training steps with the same ids: on rows that a batch read, and by AdamW on whole tables,
-         as plain `nn.Embedding` would have it. The head, which costs V either way, is left out of
-         both, and shown beside them. Memory: weights, gradients and optimizer states.
-offload  One model, its tables stored in different places. `decode` 1 and 8 is one token at a time
-         for so many sequences, `prefill` forward passes, `train` whole optimizer steps.
+The matrix rate is what this machine reaches in one large matrix product, the copy rate what it
+reads when it adds up a large tensor. `vocab` updates rows that a batch read, or whole tables by
+AdamW, as `nn.Embedding` would. The head, which costs V either way, is left out of both, and shown
+beside them. Memory: weights, gradients and optimizer states.
 """
 
 import mmap
@@ -42,8 +37,8 @@ from tqdm import tqdm
 from attention import KVCache
 from common import UserError, add_flags, check_ranges, flag, make_parser, pick_device, run
 from model import Decoder, ModelConfig
-from offload import OffloadedTables
-from tables.storage import DiskStorage, RamStorage
+from offload import OffloadedTables, make_tables
+from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
 from training.checkpoints import device_flag
 from training.optimizer import Optimizer
@@ -91,7 +86,7 @@ class Bench:
 
 
 def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
-    """Ids whose frequency falls as 1 / (id + 1): the logarithm of id + 1 is uniform."""
+    """Ids of frequency 1 / (id + 1): the logarithm of id + 1 is uniform."""
     u = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return ((vocab_size + 1) ** u).long().clamp_(1, vocab_size) - 1
 
@@ -117,14 +112,12 @@ class Contender:
         self.adapt(self.model)
 
     def batch(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """Fresh ids, and those that tables are looked up under: others only if tables have more
-        rows than the model has tokens (--table_gib)."""
+        """Fresh ids, and those that tables are looked up under: others only with --table_gib."""
         self.batches += 1
         ids, n_rows = zipf(shape, self.bench.vocab_size, self.batches), self.model.tables.vocab_size
         return ids, ids if n_rows == self.config.vocab_size else zipf(shape, n_rows, self.batches)
 
-    def turn(self) -> float:
-        """Do the task once. Returns tokens per second."""
+    def turn(self) -> float:  # tokens per second
         if self.cold:
             drop_pages(self.model.tables.storage)
         start = timer()
@@ -150,8 +143,6 @@ def interleaved_timing(contenders: dict[str, Contender], rounds: int) -> dict[st
 
 
 def show(what: str, rows: dict[str, dict]) -> dict[str, dict]:
-    """Print figures by contender and column as a Markdown table."""
-
     def cells(row: dict) -> dict[str, str]:
         return {c: FORMATS.get(c.split()[0], "{:,.0f}").format(v) for c, v in row.items()}
 
@@ -164,11 +155,7 @@ def calls_per_second(statement: str, x: Tensor) -> float:
     return 1 / call.blocked_autorange().median
 
 
-# --- what a contender does in a turn ---
-
-
 def train(it: Contender, steps: int = 1) -> int:
-    """Optimizer steps as in the training loop, each on B sequences of T tokens."""
     model, device = it.model.train(), it.bench.on
     if it.optimizer is None:
         settings = Settings(learning_rate=1e-3, table_optimizer=it.table_optimizer)
@@ -188,8 +175,7 @@ def train(it: Contender, steps: int = 1) -> int:
 
 @torch.inference_mode()
 def decode(it: Contender, batch: int, prompt: int, new: int, cached: bool = True) -> int:
-    """Read a prompt, then one token at a time, each of them given: a model that knows nothing would
-    repeat itself. As in sampling the ids are on the device."""
+    """Read a prompt, then given tokens: a model that knows nothing would repeat itself."""
     model, block_size = it.model.eval(), it.bench.block_size
     prompt = min(prompt, block_size // 3)
     new = min(new, block_size - prompt)
@@ -207,9 +193,6 @@ def prefill(it: Contender) -> int:
     ids, table_ids = it.batch(it.bench.batch_size, it.bench.block_size)
     it.model.eval()(ids.to(it.bench.on), table_ids=table_ids, last_only=True)
     return ids.numel()
-
-
-# --- the tables that are printed ---
 
 
 def bench_train(bench: Bench) -> dict:
@@ -255,11 +238,8 @@ def bench_vocab(bench: Bench) -> dict:
     def small_head(model: Decoder) -> None:
         model.head = nn.Linear(bench.n_embd, 64, bias=False, device=bench.on)
 
-    ways = {
-        "rows": dict(adapt=small_head),
-        "rows, and the head": {},
-        "whole tables": dict(adapt=small_head, table_optimizer="adamw"),
-    }
+    ways = {"rows": dict(adapt=small_head), "rows, and the head": {}}
+    ways["whole tables"] = dict(adapt=small_head, table_optimizer="adamw")
     base, rows = bench.model(stem_layers="all"), {}
     sizes, first = [bench.vocab_size * n for n in (1, 5, 20)], f"rows, V = {bench.vocab_size:,}"
     for vocab_size in sizes:
@@ -281,7 +261,6 @@ def bench_vocab(bench: Bench) -> dict:
 
 
 def plot_vocab(path: Path, ways: list[str], sizes: list[int], rows: dict[str, dict]) -> None:
-    """Step time and memory over V, a line for each way."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axes, column, title in ((left, "ms", "training step (ms)"), (right, "GiB", "memory (GiB)")):
         for way in ways:
@@ -301,34 +280,30 @@ def bench_offload(bench: Bench) -> dict:
         # The last update of a turn has nothing to hide behind: more steps where steps are short.
         "train": partial(train, steps=5 if bench.cuda else 2),
     }
-    places = ["resident", "cpu", "disk, warm", "disk, cold"]
+    places = {"resident": "none", "cpu": "cpu", "disk, warm": "disk", "disk, cold": "disk"}
     if bench.table_gib:
-        places = ["resident", *["cpu"] * bench.cuda, f"disk, {bench.table_gib:g} GiB of rows"]
+        places = {"resident": "none", f"disk, {bench.table_gib:g} GiB of rows": "disk"}
     config, contenders, rows = bench.model(stem_layers="all"), {}, {place: {} for place in places}
     with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
-        for place in places:
-            more = dict(over={"ratio": "resident"}, cold=place == "disk, cold")
-            more["tables"] = partial(tables_at, bench, place, Path(folder))
-            contenders[place] = Contender(bench, config, prefill, **more)
+        for place, offload in places.items():
+            live, over = Path(folder) / place, {"ratio": "resident"}
+            tables = make_tables(offload, bench.on, torch.float32, live=live, fresh=True)
+            if bench.table_gib and offload == "disk":
+                tables = partial(sparse_tables, bench, live)
+            more = dict(tables=tables, cold=place == "disk, cold")
+            contenders[place] = Contender(bench, config, prefill, over, **more)
         for task, do in tasks.items():
             for it in contenders.values():
                 it.task = do
             for place, row in interleaved_timing(contenders, bench.rounds).items():
                 rows[place][task] = row
-    show("tables", rows)
-    sizes = contenders[places[-1]].model.sizes()
-    print(f"\n{sizes['table'] / 1e6:,.1f} M in {config.n_layer - 1} tables")
-    return rows
+    return show("tables", rows)
 
 
-def tables_at(bench: Bench, place: str, folder: Path, n_table: int, V: int, width: int) -> Tables:
-    """Tables [V, width] of a model, stored at a place, on disk in a folder."""
-    if place == "resident" or (place == "cpu" and not bench.cuda):
-        return ResidentTables(n_table, V, width)
-    if sparse := bench.table_gib is not None:
-        V = int(bench.table_gib * 2**30) // (n_table * width * 4)
-    disk = partial(DiskStorage.create, folder / place, sparse=sparse)
-    storage = (RamStorage if place == "cpu" else disk)((V, n_table, width), torch.float32)
+def sparse_tables(bench: Bench, folder: Path, n_table: int, _: int, width: int) -> Tables:
+    """Tables of --table_gib, whatever the vocabulary, in files that take no room."""
+    n_row = int(bench.table_gib * 2**30) // (n_table * width * 4)
+    storage = DiskStorage.create(folder, (n_row, n_table, width), torch.float32, sparse=True)
     return (OffloadedTables if bench.cuda else StoredTables)(storage, bench.on)
 
 

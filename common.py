@@ -89,12 +89,10 @@ def add_flags(parser, kind: type) -> None:
 
 
 def make_parser(description: str) -> ArgumentParser:
-    """A parser that shows a command's docstring as it is written."""
     return ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
 
 
 def parse(kind: type, description: str) -> Any:
-    """The command line of a command whose flags are those of a dataclass, as one of it."""
     parser = make_parser(description)
     add_flags(parser, kind)
     return kind(**vars(parser.parse_args()))
@@ -143,8 +141,7 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            advice = "wait for it, or choose another folder"
-            raise UserError(f"another run is writing to {folder}: {advice}") from None
+            raise UserError(f"another run is writing to {folder}: wait, or take another") from None
         except OSError:  # a file system without locks
             pass
         yield
@@ -155,13 +152,12 @@ def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to `path` on success: readers never see half a file.
     UserError: it cannot be written."""
     temporary = Path(f"{path}.tmp")
-    try:
-        with writing(path):
+    with writing(path):
+        try:
             temporary.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
             os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        finally:
+            temporary.unlink(missing_ok=True)

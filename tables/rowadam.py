@@ -25,20 +25,15 @@ def expected_update_scale(betas: tuple[float, float], p: Tensor | float) -> Tens
 
         sum_k (r (1 - p))^k = 1 / (1 - r (1 - p))
 
-    which is 1 for a row that is in every batch, and 13 for a rare one with betas (0.9, 0.95): whose
-    first step, (1 - b1) / sqrt(1 - b2) = 0.45 learning rates, thus grows to 5.8.
-
-    This holds in expectation, and when the rate is known. `RowAdam` estimates it from the readings
-    so far and takes today's bias correction for all steps ahead: from about step 50 on it is within
-    3.4 % of the exact mean, but up to 2.0 times too far in steps 1 to 5, 1.4 times in 6 to 20.
+    `RowAdam` estimates p from the readings so far and takes today's bias correction for all steps
+    ahead: within 3.4 % of the exact mean from about step 50 on, but up to 2.0 times too far in
+    steps 1 to 5, 1.4 times in 6 to 20.
     """
     b1, b2 = betas
     return 1 / (1 - b1 / math.sqrt(b2) * (1 - p))
 
 
-def adam_rows(
-    rows: Tensor, m: Tensor, v: Tensor, grad: Tensor, columns: list[Tensor], betas, eps: float
-) -> None:
+def adam_rows(rows: Tensor, m: Tensor, v: Tensor, grad: Tensor, columns: list, betas, eps) -> None:
     """Take rows of a table one step on, in place: rows, m, v, grad [k, W] float32. Columns [k, 1]:
     what is left of m and v since the row was read last, and of the row after weight decay; the step
     size; and what corrects the bias of v."""
@@ -53,9 +48,8 @@ def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
     """float32 -> bfloat16, up or down with probabilities that make the mean exact: a random number
     added to the lower 16 bits carries into the upper ones, which are kept, just so often. Rounding
     to nearest would lose every step smaller than a 512th of the weight, which most are."""
-    noise = torch.randint(
-        1 << 16, rows.shape, generator=generator, dtype=torch.int32, device=rows.device
-    )
+    how = dict(generator=generator, dtype=torch.int32, device=rows.device)
+    noise = torch.randint(1 << 16, rows.shape, **how)
     return (rows.view(torch.int32) + noise).bitwise_and_(-1 << 16).view(torch.float32).bfloat16()
 
 
@@ -66,10 +60,9 @@ class RowAdam:
     is read: its moments decay by the steps since the last reading, which makes them AdamW's, and
     the updates until the next one are made at once, in expectation (`expected_update_scale`).
 
-    A row that is not in the batch stays bit-identical, moments and all; if every row is in every
-    batch this is AdamW. Moments are float32, `weight_decay` is decoupled. bfloat16 rows are rounded
-    stochastically; the random bits depend on `seed`, step and table, so a resumed run draws those
-    of an uninterrupted one."""
+    If every row is in every batch this is AdamW. Moments are float32, `weight_decay` is decoupled.
+    bfloat16 rows are rounded stochastically; the random bits depend on `seed`, step and table, so a
+    resumed run draws those of an uninterrupted one."""
 
     def __init__(self, tables: Tables, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0):
         self.tables, self.betas, self.eps, self.weight_decay = tables, betas, eps, weight_decay
@@ -128,7 +121,6 @@ class RowAdam:
         return dict(m=self.m, v=self.v, count=self.count, last=self.last, steps=self.steps)
 
     def load_state_dict(self, state: dict) -> None:
-        """Copy in what `state_dict` gave; the tables' device and shapes stay."""
         self.tables.flush()
         mine = [*self.m, *self.v, self.count, self.last]
         saved = [*state["m"], *state["v"], state["count"], state["last"]]

@@ -7,6 +7,7 @@
 What a token owns in all tables lies side by side, so it costs one read, not one per table.
 """
 
+import contextlib
 import math
 import mmap
 import os
@@ -26,8 +27,7 @@ from common import UserError, writing
 
 Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows
-# To map a file without changing it. Flag 0x4000 is MAP_NORESERVE: without it Linux refuses a file
-# that is larger than RAM, as it does with torch.from_file(shared=False).
+# To map a file without changing it. Without 0x4000, MAP_NORESERVE, Linux refuses one above RAM.
 LINUX = sys.platform == "linux"
 PRIVATE = dict(flags=mmap.MAP_PRIVATE | 0x4000) if LINUX else dict(access=mmap.ACCESS_COPY)
 
@@ -40,16 +40,11 @@ def layout(shape: Shape, dtype: torch.dtype) -> dict[str, tuple]:
 
 
 class TableStorage:
-    """What stores tables."""
-
     arrays: dict[str, Tensor]  # by name, see above; of tables that are not trained, maybe only rows
     fresh = True  # rows are yet to be drawn
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
         """Begin to read what tokens `ids` own of these arrays, without waiting for it."""
-
-    def on_gpu(self, device: torch.device) -> list[Tensor] | None:
-        """Rows, m and v as tensors that a GPU reads and writes where they are, if it can."""
 
 
 class RamStorage(TableStorage):
@@ -63,8 +58,11 @@ class RamStorage(TableStorage):
                 self.arrays[name] = torch.frombuffer(mmap.mmap(-1, n_byte), dtype=kind).view(size)
 
     def on_gpu(self, device: torch.device) -> list[Tensor] | None:
-        seen = [seen_by_gpu(a, device) for a in self.arrays.values() if a.dim() == 3]
-        return seen if all(array is not None for array in seen) else None
+        """Rows, m and v as tensors that a GPU reads and writes where they are, if it can."""
+        try:
+            return [seen_by_gpu(a, device) for a in self.arrays.values() if a.dim() == 3]
+        except OSError as error:
+            print(f"note: tables cannot be pinned ({error}), which is slower", file=sys.stderr)
 
 
 class DiskStorage(TableStorage):
@@ -83,8 +81,7 @@ class DiskStorage(TableStorage):
                         raise UserError(f"{path} is damaged: {found:,} bytes, not {n_byte:,}")
                     self.maps[name] = mmap.mmap(file.fileno(), 0, **how)
             except OSError as error:
-                why = f"{error.strerror}: tables belong beside their ckpt.pt"
-                raise UserError(f"cannot read {path}: {why}") from None
+                raise UserError(f"cannot read {path} beside ckpt.pt: {error.strerror}") from None
             self.arrays[name] = torch.frombuffer(self.maps[name], dtype=kind).view(size)
 
     @classmethod
@@ -104,8 +101,7 @@ class DiskStorage(TableStorage):
 
     def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
         """Page faults would ask the disk for one page after the other: ten times as long."""
-        # Neighbours are asked for as one: among them, id minus index is the same.
-        ids = torch.unique(ids)
+        ids = torch.unique(ids)  # neighbours are asked for as one: their id minus index is the same
         _, sizes = torch.unique_consecutive(ids - torch.arange(len(ids)), return_counts=True)
         runs = list(zip(ids[sizes.cumsum(0) - sizes].tolist(), sizes.tolist(), strict=True))
         for name in names if hasattr(mmap, "MADV_WILLNEED") else ():
@@ -139,7 +135,6 @@ def check_room(shape: Shape, dtype: torch.dtype, training: bool, folder=None, co
     if need > free:
         where, instead = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
         sizes = f"{need / 2**30:.2f} GiB of {where}, {free / 2**30:.2f} GiB are free"
-        instead += " or --table_dtype bfloat16" * training
         raise UserError(f"the tables need {sizes}: take {instead}")
 
 
@@ -150,17 +145,17 @@ def free_ram() -> float:
     return int(found[1]) * 1024 if found else math.inf
 
 
-def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor | None:
-    """The same memory as a CUDA tensor, which kernels read and write over the bus; None where it
-    cannot be pinned. It is page-locked where it is: memory that is allocated pinned has a power of
-    two as its size. Under unified addressing both sides share the address."""
+def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor:
+    """The same memory as a CUDA tensor that kernels read and write over the bus, pinned in place:
+    memory that is allocated pinned has a power of two as its size. Under unified addressing both
+    sides share the address. OSError: it cannot be pinned."""
     runtime, at, size = torch.cuda.cudart(), array.data_ptr(), array.nbytes
     with torch.cuda.device(device):
         # Windows' GPUs see other addresses.
         if error := sys.platform == "win32" or int(runtime.cudaHostRegister(at, size, 0)):
-            why = f"CUDA error {error}, see `ulimit -l`"
-            print(f"note: tables cannot be pinned ({why}), which is slower", file=sys.stderr)
-            return None
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)  # the error stays set, and the next call raises it
+            raise OSError(f"CUDA error {error}, see `ulimit -l`")
         weakref.finalize(array, unpin, at, device)
         kind = {2: "<i2", 4: "<f4"}[array.element_size()]  # the protocol has no bfloat16
         where = dict(shape=(array.numel(),), typestr=kind, data=(at, False), version=2)

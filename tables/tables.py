@@ -101,13 +101,11 @@ class Tables(nn.Module):
         """The optimizer has changed tokens `ids` [n] in `rows` and `moments`."""
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
-        """The gradients of all rows read since the last call, micro-batches merged: ids [n],
-        distinct and sorted, and for each table their summed gradient [n, W] on the compute device.
-        ValueError if nothing was read and differentiated."""
+        """The gradients of all rows read since the last call, micro-batches merged: distinct sorted
+        ids [n], and for each table their summed gradient [n, W] on the compute device."""
         reads = [read for read in self.reads if read[1] and read[1][0].grad is not None]
         self.reads = []
-        if not reads:
-            raise ValueError("no rows were read and differentiated since the last step")
+        assert reads, "no rows were read and differentiated since the last step"
         if len(reads) == 1:
             ids, leaves = reads[0]
             return ids, [leaf.grad for leaf in leaves]
@@ -126,23 +124,18 @@ class Tables(nn.Module):
 class ResidentTables(Tables):
     """All `n_table` tables of a model in the memory of the compute device."""
 
-    def __init__(
-        self, n_table: int, vocab_size: int, width: int, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, n_table: int, vocab_size: int, width: int, dtype=torch.float32) -> None:
         super().__init__(vocab_size, width)
         # No requires_grad: autograd would fill a V x W gradient, nearly all of it zeros, each step.
         # Setting it (train.py --table_optimizer adamw) makes them ordinary parameters again.
-        self.weight = nn.ParameterList(
-            nn.Parameter(torch.zeros(vocab_size, width, dtype=dtype), requires_grad=False)
-            for _ in range(n_table)
-        )
+        tables = [torch.zeros(vocab_size, width, dtype=dtype) for _ in range(n_table)]
+        self.weight = nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in tables)
 
 
 class StoredTables(Tables):
     """Tables in a storage: without a GPU those of mapped files, read and updated in place after the
     system was asked for all of their pages at once. Layers on another device (MPS) get copies.
-
-    Nothing here is a parameter: `model.to(device)` does not move it, autograd does not see it."""
+    No parameters: `model.to(device)` does not move them, autograd does not see them."""
 
     def __init__(self, storage: TableStorage, device: torch.device | str = "cpu") -> None:
         vocab_size, _, width = storage.arrays["rows"].shape

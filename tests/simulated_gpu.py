@@ -247,9 +247,11 @@ class SimulatedGpu:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.pinned_memory
 
-    def seen(self, array: torch.Tensor, device) -> DeviceTensor | None:
+    def seen(self, array: torch.Tensor, device) -> DeviceTensor:
         """Host memory that kernels read and write when their turn has come."""
-        return DeviceTensor(array, Memory(self, torch.empty(0))) if self.pins else None
+        if not self.pins:
+            raise OSError("this GPU pins nothing")
+        return DeviceTensor(array, Memory(self, torch.empty(0)))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for a tensor, if possible such that has been freed."""

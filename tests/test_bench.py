@@ -27,8 +27,6 @@ def test_tables_in_all_places(tmp_path, gib, capsys):
         assert list(row) == ["decode 1", "decode 8", "prefill", "train"]
         assert all(task["tok/s"] > 0 and task["ratio"] > 0 for task in row.values())
         assert place != "resident" or {task["ratio"] for task in row.values()} == {1.0}
-    numbers = 0.25 * 2**30 / 4 if gib else 2 * 50 * 64
-    assert f"{numbers / 1e6:.1f} M in 2 tables" in printed
 
 
 def test_all_of_it_in_a_quick_run(tmp_path):

@@ -62,7 +62,6 @@ def remove_unused_tables(folder: Path) -> None:
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
-    """Write a checkpoint: config, weights, tokenizer, and `state`."""
     tables = model.tables.storage if model.tables.on_disk else None
     checkpoint = dict(format=FORMAT, config=asdict(model.config), model=dict(model.state_dict()))
     checkpoint |= dict(tokenizer=tokenizer.dumps(encoding), tables=tables, **state)
@@ -70,13 +69,11 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> None:
-    """Write what `load_checkpoint` gave, maybe with other rows. What tables on disk hold goes from
-    it to a snapshot first."""
+    """Write what `load_checkpoint` gave, maybe with other rows; tables on disk go to a snapshot."""
     try:
         if storage := checkpoint["tables"]:
             name = secrets.token_hex(4)
-            described = storage.copy(path.with_name(f"tables-{name}"))
-            checkpoint["tables"] = {"id": name, **described}
+            checkpoint["tables"] = dict(id=name, **storage.copy(path.with_name(f"tables-{name}")))
             weights = checkpoint["model"].items()
             checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
             if rows := checkpoint.get("optimizer", {}).get("rows"):
@@ -88,9 +85,9 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
-    """Read what `save_checkpoint` wrote, mapped into memory, so that what nobody touches is not
-    read, unless to `verify` the checksums. Tables on disk are put where others are, and their
-    storage is `tables`. UserError: there is no such file, or it is damaged or something else."""
+    """Read what `save_checkpoint` wrote, mapped into memory, and `verify` its checksums if asked.
+    Tables on disk are put where others are, and their storage is `tables`. UserError: there is no
+    such file, or it is damaged or something else."""
     checkpoint = read_checkpoint(path)
     with checkpoint_errors(path):
         if verify and (bad := zipfile.ZipFile(path).testzip()):
@@ -113,7 +110,6 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
 
 
 def read_checkpoint(path: str | Path) -> dict:
-    """The file of a checkpoint alone, as `load_checkpoint`."""
     with checkpoint_errors(path):
         loaded = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(loaded, dict) or loaded.get("format") != FORMAT:
@@ -138,9 +134,7 @@ def checkpoint_errors(path: str | Path) -> Iterator[None]:
         raise UserError(f"{path} is damaged or not a checkpoint ({error!s:.200})") from None
 
 
-def load_model(
-    path: str | Path, device: torch.device, offload: str = "none"
-) -> tuple[Decoder, tiktoken.Encoding, dict]:
+def load_model(path: Path, device, offload="none") -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint in evaluation mode on `device`, its tables where `offload` says
     (`offload_flag`), its tokenizer, and the checkpoint. UserError: as `load_checkpoint`."""
     checkpoint = load_checkpoint(path)
