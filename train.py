@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -40,7 +39,7 @@ from training.checkpoints import (
     remove_leftovers,
     save_checkpoint,
 )
-from training.objectives import NextToken, Objective, Preference, validate, validation_rows
+from training.objectives import NextToken, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
 from training.records import Log, archive_previous_run, plot
 from training.settings import DEFAULT_DATA, STAGES, Settings, parse_args, resolve_settings
@@ -74,10 +73,9 @@ class Run:
             self.model = model = Decoder(settings.model, tables=tables).to(device)
         except ValueError as error:
             raise UserError(f"--{error}") from None
-        self.keep_best = settings.keep_best and not model.tables.on_disk  # else one more copy
+        self.keep_best = not model.tables.on_disk  # best.pt would be one more copy of them
 
         # 2) what it is trained with
-        self.objective: Objective
         if settings.stage == "dpo":
             self.objective = Preference(model, device, dtype, settings.beta)
         else:
@@ -93,7 +91,7 @@ class Run:
                     self.optimizer.load_state_dict(checkpoint["optimizer"])
                     for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                         pairs.reference[:] = known.numpy()
-                    self.step, self.best = checkpoint["step"], checkpoint["best"]
+                    self.step, self.best = int(checkpoint["step"]), checkpoint["best"]
                     if not 0 <= self.step <= settings.max_iters:
                         raise ValueError(f"it is of step {self.step} of {settings.max_iters}")
         if settings.compile:
@@ -175,8 +173,6 @@ def fit(run: Run) -> None:
                 break
             if signals:
                 run.save()
-                if signals == [signal.SIGINT]:
-                    bar.write(f"go on with: python train.py --resume --out_dir {out_dir}")
                 raise SystemExit(128 + signals[0])  # as a shell reports it
 
             # 3) train, and get the next batch on the way
@@ -201,9 +197,7 @@ def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, 
     """One update. Returns the loss and further figures of the step, and the next of the batches."""
     settings, objective, losses = run.settings, run.objective, Counter()
     start, n_token, lr = time.perf_counter(), batch[0].numel(), schedule(run.step, settings)
-    if settings.model.dropout:  # a step draws the same however the run came to it
-        seed = np.random.default_rng((settings.seed, run.step)).integers(2**63)
-        torch.manual_seed(int(seed))
+    torch.manual_seed(settings.seed + run.step)  # the same dropout however the run came here
     n, n_part = objective.count(*batch), settings.batch_size // settings.device_batch_size
     parts = list(zip(*(tensor.chunk(n_part) for tensor in batch), strict=True))
     for part in parts:
@@ -221,8 +215,7 @@ def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, 
     norm = run.optimizer.step(lr)
     # a host-device sync: the host waits for the step here
     figures = {name: value.item() for name, value in {**losses, "grad_norm": norm}.items()}
-    # per second: the padding of short rows included, for which the machine works, too
-    tok_per_s = n_token / (time.perf_counter() - start)
+    tok_per_s = n_token / (time.perf_counter() - start)  # the padding of short rows included
     return {**figures, "lr": lr * settings.learning_rate, "tok_per_s": tok_per_s}, batch
 
 
@@ -237,17 +230,15 @@ def end_on_signals(bar: tqdm) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
         if number == signal.SIGINT:
-            bar.write("stopping after this step (Ctrl-C again: at once, nothing saved)")
+            bar.write("stopping after this step, for --resume (Ctrl-C again: at once, unsaved)")
         else:
             bar.disable = True  # there may be no terminal any more
 
     numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with contextlib.ExitStack() as restore:
+        for number in numbers:
+            restore.callback(signal.signal, number, signal.signal(number, handle))
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
@@ -299,9 +290,7 @@ def describe(run: Run) -> None:
 
 def format_metrics(figures: dict[str, float]) -> str:
     """Figures for people: 1.2923, 6,800."""
-    shown = {
-        name: f"{value:{',.0f' if value >= 1000 else '.5g'}}" for name, value in figures.items()
-    }
+    shown = {k: f"{v:,.0f}" if v >= 1000 else f"{v:.5g}" for k, v in figures.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
 
 
