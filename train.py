@@ -42,7 +42,7 @@ from training.checkpoints import (
 from training.objectives import NextToken, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
 from training.records import Log, archive_previous_run, plot
-from training.settings import DEFAULT_DATA, STAGES, Settings, parse_args, resolve_settings
+from training.settings import STAGES, Settings, parse_args, resolve_settings
 from training.showcase import ask, show
 
 
@@ -50,8 +50,7 @@ class Run:
     """What a run trains, with what, and how far it is."""
 
     def __init__(self, settings: Settings, data: Data) -> None:
-        """A new run, maybe with the model of --init_from, or the one to resume. UserError: a
-        checkpoint is damaged or of another run, or the model's settings do not fit together."""
+        """UserError: a checkpoint is damaged or of another run, or settings do not fit together."""
         out_dir, resume = settings.out_dir, settings.resume
         origin = out_dir / "ckpt.pt" if resume else settings.init_from
         checkpoint = load_checkpoint(origin, settings.verify) if origin else None
@@ -73,7 +72,6 @@ class Run:
             self.model = model = Decoder(settings.model, tables=tables).to(device)
         except ValueError as error:
             raise UserError(f"--{error}") from None
-        self.keep_best = not model.tables.on_disk  # best.pt would be one more copy of them
 
         # 2) what it is trained with
         if settings.stage == "dpo":
@@ -184,7 +182,7 @@ def fit(run: Run) -> None:
             bar.set_postfix_str(format_metrics(figures))
 
     # 4) report what was learned
-    best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.keep_best else ""
+    best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.best[1] else ""
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
         if shares := ask(run.model, data):
             log.write(type="recall", step=run.step, **shares)
@@ -250,21 +248,17 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     if run.step:
         run.save()
         # Second, and unknown to ckpt.pt: after a crash here, resuming evaluates anew.
-        if val["val_loss"] < run.best[0]:
-            run.best = (val["val_loss"], run.step)
-            if run.keep_best:
-                state = dict(step=run.step, args=settings.flat())
-                save_checkpoint(settings.out_dir / "best.pt", run.model, data.encoding, **state)
+        if val["val_loss"] < run.best[0] and not run.model.tables.on_disk:  # one more copy of them
+            run.best, best = (val["val_loss"], run.step), settings.out_dir / "best.pt"
+            save_checkpoint(best, run.model, data.encoding, step=run.step, args=settings.flat())
     return val
 
 
 def check_finite(loss: float, kind: str, run: Run) -> None:
     """Stop before weights that are not numbers get into a checkpoint."""
     if not math.isfinite(loss):
-        raise UserError(
-            f"the {kind} loss became {loss} at step {run.step}: lower --learning_rate "
-            f"{run.settings.learning_rate} (a ckpt.pt in {run.settings.out_dir} is of before)"
-        )
+        advice = f"lower --learning_rate {run.settings.learning_rate}"
+        raise UserError(f"the {kind} loss became {loss} at step {run.step}: {advice}")
 
 
 def describe(run: Run) -> None:
@@ -274,15 +268,13 @@ def describe(run: Run) -> None:
     print(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "
         f"{config.vocab_size:,}: {size['total']} parameters, {size['table']} of them in tables; a "
-        f"token touches {size['active']} and costs {size['flops_per_token']}FLOP forward, "
-        "attention included"
+        f"token touches {size['active']} and costs {size['flops_per_token']}FLOP forward"
     )
     a_step = settings.batch_size * config.block_size * (2 if settings.stage == "dpo" else 1)
-    total, there = settings.max_iters * a_step, sum(m["train"]["tokens"] for m in run.data.metas)
+    passes = settings.max_iters * a_step / sum(m["train"]["tokens"] for m in run.data.metas)
     print(
         f"{settings.max_iters} steps of {a_step:,} tokens on {run.objective.device.type} in "
-        f"{run.objective.dtype}: {total:,} in all, {total / there:.1f} times the {there:,} of "
-        f"{settings.data_dir}; peak learning rate {settings.learning_rate:g}"
+        f"{run.objective.dtype}: {passes:.1f} passes over {settings.data_dir}"
     )
     if n_cut := getattr(run.data.train, "n_cut", 0):
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
@@ -313,9 +305,9 @@ def evaluate(settings: Settings) -> None:
 
 def main() -> None:
     given = parse_args(__doc__)
-    folder = given.get("data_dir", DEFAULT_DATA)
+    folder = given.get("data_dir", Settings.data_dir)
     there = given.get("eval_only") or (Path(folder) / "meta.json").exists()
-    if folder == DEFAULT_DATA and not there:
+    if folder == Settings.data_dir and not there:
         print(f"no data in {folder} yet: preparing the default corpus")
         prepare.prepare_corpus(prepare.Settings(out_dir=Path(folder)))
     train(resolve_settings(**given))

@@ -9,8 +9,6 @@ from tables.storage import DTYPES
 from training.batches import parse_mixture, read_meta
 from training.checkpoints import checkpoint_errors, device_flag, load_checkpoint, offload_flag
 
-DEFAULT_DATA = "data/countries"
-
 # Shapes with the settings they train well with. Any flag given on the command line wins.
 # countries and prose are what two CPU cores train in minutes; the others are MiniMind's models
 # (26M, 64M and 104M parameters when dense, head tied, 6,400 ids) and Embformer's published shape.
@@ -57,7 +55,7 @@ COUNT, TEXT = dict(must="at least 1"), "pretrain midtrain context"
 class Settings:
     """A training run, complete and checked: all that train.py needs to know."""
 
-    data_dir: str = flag(DEFAULT_DATA, "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
+    data_dir: str = flag("data/countries", "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
     out_dir: Path = flag(Path("out"), "where everything goes")
     preset: str = flag("countries", "shape and settings", choices=PRESETS, shown="by data")
     stage: str = flag("pretrain", "sft reads chats, dpo pairs, others text", choices=STAGES)
@@ -138,7 +136,7 @@ def resolve_settings(**given) -> Settings:
     if given.get("resume") or given.get("eval_only"):
         return saved_settings(given)
     name, origin = given.get("stage", "pretrain"), given.get("init_from")
-    meta = read_meta(next(iter(parse_mixture(given.get("data_dir", DEFAULT_DATA)))))
+    meta = read_meta(next(iter(parse_mixture(given.get("data_dir", Settings.data_dir)))))
     preset, shape = "countries" if meta["corpus"] == "countries" else "prose", {}
     if origin:
         with checkpoint_errors(origin):
