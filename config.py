@@ -33,7 +33,7 @@ class ModelConfig:
     stem_layers: str = flag("third", "third, half, all or 0,2,5", shown="by preset", only="stem")
     embformer_act: str = flag("silu", "identity: as in the note", choices=ACTS, only="embformer")
     n_expert: int = flag(16, "experts of moe and hash_moe in a layer", only="moe hash_moe", **SIZE)
-    top_k: int | None = flag(None, "used by a token (4; pkm: 16)", only="moe hash_moe pkm", **SIZE)
+    top_k: int | None = flag(None, "experts or values (4; pkm 16)", only="moe hash_moe pkm", **SIZE)
     balance: float = flag(0.01, "weight of moe's load-balancing loss", must="0 or more", only="moe")
     n_key: int = flag(64, "keys in each half of pkm; squared: its values", only="pkm", **SIZE)
     ple_width: int | None = flag(None, "width of rows", shown="n_embd / 8", only="ple", **SIZE)
@@ -65,8 +65,6 @@ class ModelConfig:
             raise ValueError(f"{n_head=} must be a multiple of n_kv_head={self.n_kv_head}")
         if self.embedding_only and not self.tie_head:
             raise ValueError("tie_head=False: Embformer has no linear layers, such as a head")
-        if self.embformer_act not in ACTS:
-            raise ValueError(f"embformer_act={self.embformer_act!r} is not silu or identity")
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)
 

@@ -8,9 +8,8 @@
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
-Written to --out_dir: ckpt.pt (self-contained: to sample, edit or resume), best.pt (the model with
-the lowest validation loss, not to be resumed), metrics.jsonl, loss.png; with --offload disk the
-tables that ckpt.pt names, and no best.pt.
+Written to --out_dir: ckpt.pt (self-contained: to sample, edit or resume), metrics.jsonl, loss.png,
+best.pt (the lowest validation loss; not to be resumed, none with --offload disk).
 """
 
 import contextlib
@@ -128,11 +127,10 @@ def train(settings: Settings) -> None:
 
 def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
     """Raises UserError if what a run starts or goes on from does not belong to it."""
-    folder, out_dir = settings.data_dir, settings.out_dir
-    if settings.resume:
-        if [checkpoint.get(k) for k in ("data", "weights")] != [data.metas, data.weights]:
-            raise UserError(f"{folder} does not hold the text of {origin}: prepare it again")
-    elif origin.resolve().parent == out_dir.resolve():
+    folder, known = settings.data_dir, [checkpoint.get(name) for name in ("data", "weights")]
+    if settings.resume and known != [data.metas, data.weights]:
+        raise UserError(f"{folder} does not hold the text of {origin}: prepare it again")
+    if not settings.resume and origin.resolve().parent == settings.out_dir.resolve():
         raise UserError(f"a new run would move --init_from {origin}: choose another --out_dir")
     with checkpoint_errors(origin):
         theirs = tokenizer.fingerprint(tokenizer.loads(checkpoint["tokenizer"]))
@@ -287,8 +285,7 @@ def format_metrics(figures: dict[str, float]) -> str:
 
 
 def evaluate(settings: Settings) -> None:
-    """Print what a checkpoint loses on the validation text, or the answers, of prepared folders,
-    and ask what their corpora have questions for. Writes nothing."""
+    """Print a checkpoint's losses on prepared folders, and ask what their corpora teach."""
     path, device = settings.init_from, pick_device(settings.device)
     model, encoding, _ = load_model(path, device, settings.offload)
     document = encoding.eot_token if settings.doc_mask else None

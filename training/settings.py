@@ -9,9 +9,8 @@ from tables.storage import DTYPES
 from training.batches import parse_mixture, read_meta
 from training.checkpoints import checkpoint_errors, device_flag, load_checkpoint, offload_flag
 
-# Shapes with the settings they train well with. Any flag given on the command line wins.
-# countries and prose are what two CPU cores train in minutes; the others are MiniMind's models
-# (26M, 64M and 104M parameters when dense, head tied, 6,400 ids) and Embformer's published shape.
+# Shapes with settings they train well with: for minutes on two CPU cores, MiniMind's models (26M,
+# 64M, 104M parameters when dense, head tied, 6,400 ids), and Embformer's published shape.
 MINIMIND = dict(
     n_head=8, block_size=512, rope_base=1e6, tie_head=True, batch_size=64, max_iters=10_000,
     learning_rate=5e-4, eval_interval=500,
@@ -28,9 +27,8 @@ PRESETS = {
     "minimind-104m": dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, d_ff=2048),
     "embformer-104m": dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, ffn="embformer"),
 }  # fmt: skip
-# What stages read (batches.Data) and do differently: the peak learning rate over pretraining's,
-# passes over the data, settings. Rates of sft and dpo are MiniMind's (1e-5 and 4e-8 after 5e-4);
-# stages that go on with plain text begin where a cosine to 0.1 has ended.
+# What stages read (batches.Data), their peak learning rate over pretraining's (MiniMind's 1e-5 and
+# 4e-8 after 5e-4; text goes on where a cosine to 0.1 has ended), passes over the data, settings.
 STAGES = {
     "pretrain": dict(rows="text"),
     "midtrain": dict(rows="text", lr=0.1, schedule="linear", warmup=0.0, min_lr=0.0),
@@ -43,8 +41,7 @@ FINE_TUNING = {
     "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75),
     "countries-dpo": dict(learning_rate=3e-5, batch_size=16),
 }
-# What may be given beside a checkpoint that is evaluated, or resumed: whose steps see the same
-# batches either way, summed in other parts.
+# What may be given beside a checkpoint that is evaluated, or resumed with the same batches.
 BOTH = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 EVAL_FLAGS = (*BOTH, "eval_only", "init_from", "out_dir", "eval_tokens")
 RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify")
@@ -101,8 +98,8 @@ class Settings:
         if self.batch_size % self.device_batch_size:
             part, whole = self.device_batch_size, self.batch_size
             raise UserError(f"--device_batch_size {part} must divide --batch_size {whole}")
-        resident = (self.offload, self.table_dtype) == ("none", "float32")
-        if self.table_optimizer == "adamw" and not resident:
+        where = (self.offload, self.table_dtype)
+        if self.table_optimizer == "adamw" and where != ("none", "float32"):
             raise UserError("--table_optimizer adamw needs --offload none, --table_dtype float32")
 
     def flat(self) -> dict:
