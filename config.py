@@ -17,11 +17,8 @@ ACTS = ("silu", "identity")
 
 @dataclass
 class ModelConfig:
-    """Shape of a decoder. Fields left at None get the default named beside them.
-
-    Raises:
-        ValueError: naming the field, its value and what would be valid.
-    """
+    """Shape of a decoder. Fields left at None get the default named beside them. ValueError: names
+    a field, its value and what would be valid."""
 
     vocab_size: int = field(default=6400, metadata=dict(must="at least 1"))
     block_size: int = flag(256, "context length in tokens", shown="the preset's", **SIZE)
@@ -33,16 +30,10 @@ class ModelConfig:
         None, "FFN width", shown="8/3 n_embd, in 64s", only=KINDS.replace("embformer", ""), **SIZE
     )
     ffn: str = flag("stem", f"what layers are made of: {KINDS}")
-    stem_layers: str = flag(
-        "third", "third, half, all (but layer 0) or 0,2,5", shown="all; prose: third", only="stem"
-    )
-    embformer_act: str = flag(
-        "silu", "silu (the authors' code), identity (the note)", choices=ACTS, only="embformer"
-    )
+    stem_layers: str = flag("third", "third, half, all or 0,2,5", shown="by preset", only="stem")
+    embformer_act: str = flag("silu", "identity: as in the note", choices=ACTS, only="embformer")
     n_expert: int = flag(16, "experts of moe and hash_moe in a layer", only="moe hash_moe", **SIZE)
-    top_k: int | None = flag(
-        None, "experts or values for a token", shown="4; pkm: 16", only="moe hash_moe pkm", **SIZE
-    )
+    top_k: int | None = flag(None, "experts or values (4; pkm 16)", only="moe hash_moe pkm", **SIZE)
     balance: float = flag(0.01, "weight of moe's load-balancing loss", must="0 or more", only="moe")
     n_key: int = flag(64, "keys in each half of pkm; squared: its values", only="pkm", **SIZE)
     ple_width: int | None = flag(None, "width of rows", shown="n_embd / 8", only="ple", **SIZE)
@@ -58,27 +49,22 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, ValueError, "{}={}")
-        self.n_kv_head = self.n_kv_head or self.n_head
-        self.d_ff = self.d_ff or -(-8 * self.n_embd // 3 // 64) * 64
+        n_embd, n_head = self.n_embd, self.n_head
+        self.n_kv_head = self.n_kv_head or n_head
+        self.d_ff = self.d_ff or -(-8 * n_embd // 3 // 64) * 64
         self.top_k = self.top_k or (16 if self.ffn == "pkm" else 4)
-        self.ple_width = self.ple_width or max(1, self.n_embd // 8)
+        self.ple_width = self.ple_width or max(1, n_embd // 8)
         # As docs/results.md measures. Of two digits, which one can type: 0.072 for 192.
-        root = float(f"{self.n_embd**-0.5:.2g}")
+        root = float(f"{n_embd**-0.5:.2g}")
         self.init_std = self.init_std or (0.02 if self.embedding_only else root)
         if self.tie_head is None:
             self.tie_head = self.embedding_only
-        if self.n_embd % (2 * self.n_head):  # heads share channels, positions rotate pairs of them
-            raise ValueError(
-                f"n_embd={self.n_embd} must be a multiple of 2 * n_head={2 * self.n_head}"
-            )
-        if self.n_head % self.n_kv_head:
-            raise ValueError(
-                f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}"
-            )
+        if n_embd % (2 * n_head):  # heads share channels, positions rotate pairs of them
+            raise ValueError(f"{n_embd=} must be a multiple of 2 * n_head={2 * n_head}")
+        if n_head % self.n_kv_head:
+            raise ValueError(f"{n_head=} must be a multiple of n_kv_head={self.n_kv_head}")
         if self.embedding_only and not self.tie_head:
             raise ValueError("tie_head=False: Embformer has no linear layers, such as a head")
-        if self.embformer_act not in ACTS:
-            raise ValueError(f"embformer_act={self.embformer_act!r} is not silu or identity")
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)
 
@@ -108,8 +94,6 @@ def stem_layers(spec: str, n_layer: int) -> list[int]:
     except ValueError:
         layers = []
     if not layers or layers[0] < 0 or layers[-1] >= n_layer:
-        raise ValueError(
-            f"stem_layers={spec!r} must be third, half, all or numbers such as 0,2,5, and select "
-            f"layers from 0 to {n_layer - 1}"
-        )
+        allowed = f"third, half, all or numbers of layers from 0 to {n_layer - 1}"
+        raise ValueError(f"stem_layers={spec!r} must be {allowed}")
     return list(layers)

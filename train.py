@@ -8,9 +8,8 @@
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
-Written to --out_dir: ckpt.pt (self-contained: to sample, edit or resume), best.pt (the model with
-the lowest validation loss, not to be resumed), metrics.jsonl, loss.png; with --offload disk the
-tables that ckpt.pt names, and no best.pt.
+Written to --out_dir: ckpt.pt (self-contained: to sample, edit or resume), metrics.jsonl, loss.png,
+best.pt (the lowest validation loss; not to be resumed, none with --offload disk).
 """
 
 import contextlib
@@ -21,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -40,19 +38,18 @@ from training.checkpoints import (
     remove_leftovers,
     save_checkpoint,
 )
-from training.objectives import NextToken, Objective, Preference, validate, validation_rows
+from training.objectives import NextToken, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
 from training.questions import ask, show
 from training.records import Log, archive_previous_run, plot
-from training.settings import DEFAULT_DATA, STAGES, Settings, parse_args, resolve_settings
+from training.settings import STAGES, Settings, parse_args, resolve_settings
 
 
 class Run:
     """What a run trains, with what, and how far it is."""
 
     def __init__(self, settings: Settings, data: Data) -> None:
-        """A new run, maybe with the model of --init_from, or the one to resume. UserError: a
-        checkpoint is damaged or of another run, or the model's settings do not fit together."""
+        """UserError: a checkpoint is damaged or of another run, or settings do not fit together."""
         out_dir, resume = settings.out_dir, settings.resume
         origin = out_dir / "ckpt.pt" if resume else settings.init_from
         checkpoint = load_checkpoint(origin, settings.verify) if origin else None
@@ -74,10 +71,8 @@ class Run:
             self.model = model = Decoder(settings.model, tables=tables).to(device)
         except ValueError as error:
             raise UserError(f"--{error}") from None
-        self.keep_best = settings.keep_best and not model.tables.on_disk  # else one more copy
 
         # 2) what it is trained with
-        self.objective: Objective
         if settings.stage == "dpo":
             self.objective = Preference(model, device, dtype, settings.beta)
         else:
@@ -93,7 +88,7 @@ class Run:
                     self.optimizer.load_state_dict(checkpoint["optimizer"])
                     for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
                         pairs.reference[:] = known.numpy()
-                    self.step, self.best = checkpoint["step"], checkpoint["best"]
+                    self.step, self.best = int(checkpoint["step"]), checkpoint["best"]
                     if not 0 <= self.step <= settings.max_iters:
                         raise ValueError(f"it is of step {self.step} of {settings.max_iters}")
         if settings.compile:
@@ -132,11 +127,10 @@ def train(settings: Settings) -> None:
 
 def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
     """Raises UserError if what a run starts or goes on from does not belong to it."""
-    folder, out_dir = settings.data_dir, settings.out_dir
-    if settings.resume:
-        if [checkpoint.get(k) for k in ("data", "weights")] != [data.metas, data.weights]:
-            raise UserError(f"{folder} does not hold the text of {origin}: prepare it again")
-    elif origin.resolve().parent == out_dir.resolve():
+    folder, known = settings.data_dir, [checkpoint.get(name) for name in ("data", "weights")]
+    if settings.resume and known != [data.metas, data.weights]:
+        raise UserError(f"{folder} does not hold the text of {origin}: prepare it again")
+    if not settings.resume and origin.resolve().parent == settings.out_dir.resolve():
         raise UserError(f"a new run would move --init_from {origin}: choose another --out_dir")
     with checkpoint_errors(origin):
         theirs = tokenizer.fingerprint(tokenizer.loads(checkpoint["tokenizer"]))
@@ -175,8 +169,6 @@ def fit(run: Run) -> None:
                 break
             if signals:
                 run.save()
-                if signals == [signal.SIGINT]:
-                    bar.write(f"go on with: python train.py --resume --out_dir {out_dir}")
                 raise SystemExit(128 + signals[0])  # as a shell reports it
 
             # 3) train, and get the next batch on the way
@@ -188,7 +180,7 @@ def fit(run: Run) -> None:
             bar.set_postfix_str(format_metrics(figures))
 
     # 4) report what was learned
-    best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.keep_best else ""
+    best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.best[1] else ""
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
         if shares := ask(run.model, data):
             log.write(type="recall", step=run.step, **shares)
@@ -201,9 +193,7 @@ def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, 
     """One update. Returns the loss and further figures of the step, and the next of the batches."""
     settings, objective, losses = run.settings, run.objective, Counter()
     start, n_token, lr = time.perf_counter(), batch[0].numel(), schedule(run.step, settings)
-    if settings.model.dropout:  # a step draws the same however the run came to it
-        seed = np.random.default_rng((settings.seed, run.step)).integers(2**63)
-        torch.manual_seed(int(seed))
+    torch.manual_seed(settings.seed + run.step)  # the same dropout however the run came here
     n, n_part = objective.count(*batch), settings.batch_size // settings.device_batch_size
     parts = list(zip(*(tensor.chunk(n_part) for tensor in batch), strict=True))
     for part in parts:
@@ -221,8 +211,7 @@ def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, 
     norm = run.optimizer.step(lr)
     # a host-device sync: the host waits for the step here
     figures = {name: value.item() for name, value in {**losses, "grad_norm": norm}.items()}
-    # per second: the padding of short rows included, for which the machine works, too
-    tok_per_s = n_token / (time.perf_counter() - start)
+    tok_per_s = n_token / (time.perf_counter() - start)  # the padding of short rows included
     return {**figures, "lr": lr * settings.learning_rate, "tok_per_s": tok_per_s}, batch
 
 
@@ -237,17 +226,15 @@ def end_on_signals(bar: tqdm) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
         if number == signal.SIGINT:
-            bar.write("stopping after this step (Ctrl-C again: at once, nothing saved)")
+            bar.write("stopping after this step, for --resume (Ctrl-C again: at once, unsaved)")
         else:
             bar.disable = True  # there may be no terminal any more
 
     numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with contextlib.ExitStack() as restore:
+        for number in numbers:
+            restore.callback(signal.signal, number, signal.signal(number, handle))
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
@@ -259,21 +246,17 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     if run.step:
         run.save()
         # Second, and unknown to ckpt.pt: after a crash here, resuming evaluates anew.
-        if val["val_loss"] < run.best[0]:
-            run.best = (val["val_loss"], run.step)
-            if run.keep_best:
-                state = dict(step=run.step, args=settings.flat())
-                save_checkpoint(settings.out_dir / "best.pt", run.model, data.encoding, **state)
+        if val["val_loss"] < run.best[0] and not run.model.tables.on_disk:  # one more copy of them
+            run.best, best = (val["val_loss"], run.step), settings.out_dir / "best.pt"
+            save_checkpoint(best, run.model, data.encoding, step=run.step, args=settings.flat())
     return val
 
 
 def check_finite(loss: float, kind: str, run: Run) -> None:
     """Stop before weights that are not numbers get into a checkpoint."""
     if not math.isfinite(loss):
-        raise UserError(
-            f"the {kind} loss became {loss} at step {run.step}: lower --learning_rate "
-            f"{run.settings.learning_rate} (a ckpt.pt in {run.settings.out_dir} is of before)"
-        )
+        advice = f"lower --learning_rate {run.settings.learning_rate}"
+        raise UserError(f"the {kind} loss became {loss} at step {run.step}: {advice}")
 
 
 def describe(run: Run) -> None:
@@ -283,15 +266,13 @@ def describe(run: Run) -> None:
     print(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "
         f"{config.vocab_size:,}: {size['total']} parameters, {size['table']} of them in tables; a "
-        f"token touches {size['active']} and costs {size['flops_per_token']}FLOP forward, "
-        "attention included"
+        f"token touches {size['active']} and costs {size['flops_per_token']}FLOP forward"
     )
     a_step = settings.batch_size * config.block_size * (2 if settings.stage == "dpo" else 1)
-    total, there = settings.max_iters * a_step, sum(m["train"]["tokens"] for m in run.data.metas)
+    passes = settings.max_iters * a_step / sum(m["train"]["tokens"] for m in run.data.metas)
     print(
         f"{settings.max_iters} steps of {a_step:,} tokens on {run.objective.device.type} in "
-        f"{run.objective.dtype}: {total:,} in all, {total / there:.1f} times the {there:,} of "
-        f"{settings.data_dir}; peak learning rate {settings.learning_rate:g}"
+        f"{run.objective.dtype}: {passes:.1f} passes over {settings.data_dir}"
     )
     if n_cut := getattr(run.data.train, "n_cut", 0):
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
@@ -299,15 +280,12 @@ def describe(run: Run) -> None:
 
 def format_metrics(figures: dict[str, float]) -> str:
     """Figures for people: 1.2923, 6,800."""
-    shown = {
-        name: f"{value:{',.0f' if value >= 1000 else '.5g'}}" for name, value in figures.items()
-    }
+    shown = {k: f"{v:,.0f}" if v >= 1000 else f"{v:.5g}" for k, v in figures.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
 
 
 def evaluate(settings: Settings) -> None:
-    """Print what a checkpoint loses on the validation text, or the answers, of prepared folders,
-    and ask what their corpora have questions for. Writes nothing."""
+    """Print a checkpoint's losses on prepared folders, and ask what their corpora teach."""
     path, device = settings.init_from, pick_device(settings.device)
     model, encoding, _ = load_model(path, device, settings.offload)
     document = encoding.eot_token if settings.doc_mask else None
@@ -324,9 +302,9 @@ def evaluate(settings: Settings) -> None:
 
 def main() -> None:
     given = parse_args(__doc__)
-    folder = given.get("data_dir", DEFAULT_DATA)
+    folder = given.get("data_dir", Settings.data_dir)
     there = given.get("eval_only") or (Path(folder) / "meta.json").exists()
-    if folder == DEFAULT_DATA and not there:
+    if folder == Settings.data_dir and not there:
         print(f"no data in {folder} yet: preparing the default corpus")
         prepare.prepare_corpus(prepare.Settings(out_dir=Path(folder)))
     train(resolve_settings(**given))

@@ -93,7 +93,6 @@ def naive_dense(model, ids):
         (dict(n_embd=60, n_head=4), "n_embd=60 must be a multiple of 2 * n_head=8"),  # odd head
         (dict(n_head=6, n_kv_head=4), "n_head=6 must be a multiple of n_kv_head=4"),
         (dict(ffn="embformer", tie_head=False), "tie_head=False"),
-        (dict(embformer_act="relu"), "embformer_act='relu' is not silu or identity"),
         (dict(dropout=1.0), "dropout=1.0 must be 0 or more and below 1"),
         (dict(rope_base=0.0), "rope_base=0.0"),
         (dict(norm_eps=-1e-6), "norm_eps=-1e-06"),

@@ -145,20 +145,20 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     assert checkpoint(tmp_path / "out")["best"] == (6.0, 6)
 
 
-def test_a_new_run_keeps_the_earlier_one_with_best_if_it_is_wanted_and_tables_are_not_on_disk(
+def test_a_new_run_keeps_the_earlier_one_with_best_if_tables_are_not_on_disk(
     data, tmp_path, monkeypatch, capsys
 ):
-    for more in (["--no-keep_best"], ["--offload", "disk"]):
-        train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2", *more))
-        assert not (tmp_path / "best.pt").exists()
+    on_disk = ("--max_iters", "2", "--offload", "disk")
+    train_module.train(arguments(monkeypatch, data, tmp_path, *on_disk))
+    assert not (tmp_path / "best.pt").exists()
     train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2"))
     assert (tmp_path / "best.pt").exists()
     train_module.train(arguments(monkeypatch, data, tmp_path, "--max_iters", "2"))
     assert {"best.pt", "ckpt.pt", "metrics.jsonl", "loss.png"} == {
-        path.name for path in (tmp_path / "run3").iterdir()
+        path.name for path in (tmp_path / "run2").iterdir()
     }
-    assert len(losses(tmp_path)) == len(losses(tmp_path / "run3")) == 2
-    assert f"kept the run that was in {tmp_path} as {tmp_path}/run3" in capsys.readouterr().out
+    assert len(losses(tmp_path)) == len(losses(tmp_path / "run2")) == 2
+    assert f"kept the run that was in {tmp_path} as {tmp_path}/run2" in capsys.readouterr().out
 
 
 def test_resuming_in_smaller_parts_sees_the_same_batches(data, tmp_path, monkeypatch):
@@ -201,7 +201,7 @@ def test_a_signal_saves_a_whole_step_and_the_run_goes_on(number, data, tmp_path)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "Traceback" not in said and "error" not in said
-    assert number != signal.SIGINT or "--resume --out_dir out" in said
+    assert number != signal.SIGINT or "--resume" in said
     stopped = checkpoint(tmp_path / "out")
     assert stopped["step"] == len(losses(tmp_path / "out"))
 
@@ -342,8 +342,11 @@ def test_resume_refuses_other_settings_and_other_data(trained, data, tmp_path, s
     resume = ("train.py", "--resume", "--out_dir", folder)
     error = command(*resume, "--n_layer", 4, cwd=tmp_path, fails=True)
     assert "leave out --n_layer" in error.stderr
-    assert f"from this model with --init_from {folder}/ckpt.pt" in error.stderr
+    assert f"start a new run with --init_from {folder}/ckpt.pt" in error.stderr
     saved = torch.load(folder / "ckpt.pt", weights_only=True)
+    torch.save({**saved, "step": "x"}, folder / "ckpt.pt")
+    with pytest.raises(UserError, match=r"ckpt\.pt is damaged .*'x'"):
+        train_module.train(resolve_settings(resume=True, out_dir=folder))
     saved["args"]["data_dir"] = str(tmp_path / "new")
     torch.save(saved, folder / "ckpt.pt")
     new = ("--input", story, "--out_dir", "new", "--vocab_size", 280, "--val_fraction", 0.1)

@@ -34,9 +34,8 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def archive_previous_run(out_dir: Path) -> Path:
     """Move the files of an earlier run into a folder run1, run2, ... beside them, ckpt.pt last: a
     folder without it is where the next call goes on if this one is killed."""
-    taken = ("ckpt.pt", ".lock")  # the latter if it is an --out_dir itself
     folders = (out_dir / f"run{number}" for number in itertools.count(1))
-    folder = next(f for f in folders if not any((f / name).exists() for name in taken))
+    folder = next(folder for folder in folders if not (folder / "ckpt.pt").exists())
     folder.mkdir(exist_ok=True)
     names = ["best.pt", "metrics.jsonl", "loss.png", "edit_report.json"]
     for name in [*names, *(path.name for path in snapshots(out_dir)), "ckpt.pt"]:
@@ -128,8 +127,8 @@ def plot(folders: list[Path], out: Path) -> None:
         steps, losses = losses_of(runs, "eval", "val_loss")
         look |= dict(marker=".", label=f"{name}: {args['ffn']}")
         mean_and_band(axes, steps * a_step / 1e6, losses, **look)
-    axes.set(xlabel="million tokens", ylabel="loss (nats); thin: training, thick: validation")
-    axes.set_yscale("log")  # the first steps fall by as much as all others
+    # On a log scale: the first steps fall by as much as all others.
+    axes.set(xlabel="million tokens", ylabel="loss (nats), training thin", yscale="log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")

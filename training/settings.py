@@ -9,11 +9,8 @@ from tables.storage import DTYPES
 from training.batches import parse_mixture, read_meta
 from training.checkpoints import checkpoint_errors, device_flag, load_checkpoint, offload_flag
 
-DEFAULT_DATA = "data/countries"
-
-# Shapes with the settings they train well with. Any flag given on the command line wins.
-# countries and prose are what two CPU cores train in minutes; the others are MiniMind's models
-# (26M, 64M and 104M parameters when dense, head tied, 6,400 ids) and Embformer's published shape.
+# Shapes with settings they train well with: for minutes on two CPU cores, MiniMind's models (26M,
+# 64M, 104M parameters when dense, head tied, 6,400 ids), and Embformer's published shape.
 MINIMIND = dict(
     n_head=8, block_size=512, rope_base=1e6, tie_head=True, batch_size=64, max_iters=10_000,
     learning_rate=5e-4, eval_interval=500,
@@ -30,9 +27,8 @@ PRESETS = {
     "minimind-104m": dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, d_ff=2048),
     "embformer-104m": dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, ffn="embformer"),
 }  # fmt: skip
-# What stages read (batches.Data) and do differently: the peak learning rate over pretraining's,
-# passes over the data, settings. Rates of sft and dpo are MiniMind's (1e-5 and 4e-8 after 5e-4);
-# stages that go on with plain text begin where a cosine to 0.1 has ended.
+# What stages read (batches.Data), their peak learning rate over pretraining's (MiniMind's 1e-5 and
+# 4e-8 after 5e-4; text goes on where a cosine to 0.1 has ended), passes over the data, settings.
 STAGES = {
     "pretrain": dict(rows="text"),
     "midtrain": dict(rows="text", lr=0.1, schedule="linear", warmup=0.0, min_lr=0.0),
@@ -45,41 +41,32 @@ FINE_TUNING = {
     "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75),
     "countries-dpo": dict(learning_rate=3e-5, batch_size=16),
 }
-# What may be given beside a checkpoint that is evaluated, or resumed: whose steps see the same
-# batches either way, summed in other parts.
+# What may be given beside a checkpoint that is evaluated, or resumed with the same batches.
 BOTH = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 EVAL_FLAGS = (*BOTH, "eval_only", "init_from", "out_dir", "eval_tokens")
 RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify")
-COUNT = dict(must="at least 1")
+COUNT, TEXT = dict(must="at least 1"), "pretrain midtrain context"
 
 
 @dataclass
 class Settings:
     """A training run, complete and checked: all that train.py needs to know."""
 
-    data_dir: str = flag(DEFAULT_DATA, "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
+    data_dir: str = flag("data/countries", "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
     out_dir: Path = flag(Path("out"), "where everything goes")
     preset: str = flag("countries", "shape and settings", choices=PRESETS, shown="by data")
-    stage: str = flag(
-        "pretrain", "later ones go on from --init_from; sft: chats, dpo: pairs", choices=STAGES
-    )
+    stage: str = flag("pretrain", "sft reads chats, dpo pairs, others text", choices=STAGES)
     init_from: Path | None = flag(None, "start from the model in this checkpoint")
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
     eval_only: bool = flag(False, "print what --init_from, or --out_dir, loses on --data_dir a,b")
     verify: bool = flag(True, "check the checksums of what it starts or goes on from", shown="yes")
 
-    doc_mask: bool = flag(
-        False, "no attention across documents", shown="in context", only="pretrain midtrain context"
-    )
+    doc_mask: bool = flag(False, "no attention across documents", shown="in context", only=TEXT)
     batch_size: int = flag(8, "sequences in a step, for dpo pairs", shown="the preset's", **SIZE)
-    device_batch_size: int | None = flag(
-        None, "on the device at a time: fewer take less memory; a divisor", shown="all", **SIZE
-    )
+    device_batch_size: int | None = flag(None, "of these at a time; a divisor", shown="all", **SIZE)
     max_iters: int = flag(1000, "optimizer steps", shown="preset's; sft 2 epochs, dpo 1", **COUNT)
     learning_rate: float = flag(3e-3, "peak, of the backbone", shown="the preset's", **POSITIVE)
-    schedule: str = flag(
-        "cosine", "after warm-up", choices=("cosine", "linear"), shown="cosine; midtrain: linear"
-    )
+    schedule: str = flag("cosine", "decay; midtrain: linear", choices=("cosine", "linear"))
     warmup: float = flag(0.1, "fraction of the steps", shown="0.1; midtrain: 0", **SHARE)
     min_lr: float = flag(0.1, "share of the peak at the end", shown="0.1; midtrain: 0", **SHARE)
     beta: float = flag(0.15, "how much holds the model to the reference", only="dpo", **POSITIVE)
@@ -91,16 +78,11 @@ class Settings:
         "rowwise", "adamw moves all rows, read or not", choices=("rowwise", "adamw"), only=TABLES
     )
     offload: str = offload_flag(only=TABLES)
-    table_dtype: str = flag(
-        "float32", "of rows; bfloat16: half, rounded stochastically", choices=DTYPES, only=TABLES
-    )
+    table_dtype: str = flag("float32", "of rows; bfloat16: half", choices=DTYPES, only=TABLES)
     eval_interval: int = flag(250, "steps between checkpoints", shown="the preset's", **COUNT)
-    keep_best: bool = flag(True, "best.pt: the lowest validation loss, if tables are not on disk")
     eval_tokens: int = flag(65536, "validation tokens to look at", **COUNT)
     device: str = device_flag()
-    dtype: str = flag(
-        "auto", "of activations; auto: bfloat16 on CUDA", choices=("auto", "float32", "bfloat16")
-    )
+    dtype: str = flag("auto", "of activations; auto: bfloat16 on CUDA", choices=("auto", *DTYPES))
     compile: bool = flag(False, "torch.compile each block: slow start, faster steps")
     seed: int = flag(1337, "of weights and data order", must="0 or more, and fit 63 bits")
 
@@ -116,8 +98,8 @@ class Settings:
         if self.batch_size % self.device_batch_size:
             part, whole = self.device_batch_size, self.batch_size
             raise UserError(f"--device_batch_size {part} must divide --batch_size {whole}")
-        moved = self.offload != "none" or self.table_dtype != "float32"
-        if moved and self.table_optimizer == "adamw":
+        where = (self.offload, self.table_dtype)
+        if self.table_optimizer == "adamw" and where != ("none", "float32"):
             raise UserError("--table_optimizer adamw needs --offload none, --table_dtype float32")
 
     def flat(self) -> dict:
@@ -151,7 +133,7 @@ def resolve_settings(**given) -> Settings:
     if given.get("resume") or given.get("eval_only"):
         return saved_settings(given)
     name, origin = given.get("stage", "pretrain"), given.get("init_from")
-    meta = read_meta(next(iter(parse_mixture(given.get("data_dir", DEFAULT_DATA)))))
+    meta = read_meta(next(iter(parse_mixture(given.get("data_dir", Settings.data_dir)))))
     preset, shape = "countries" if meta["corpus"] == "countries" else "prose", {}
     if origin:
         with checkpoint_errors(origin):
@@ -169,13 +151,11 @@ def resolve_settings(**given) -> Settings:
         values |= FINE_TUNING[meta["corpus"]]
     values |= {"preset": preset, "stage": name, "ffn": ModelConfig.ffn, **shape, **given}
     for each in (*fields(Settings), *fields(ModelConfig)):
-        if each.name in given and "only" in each.metadata:
-            only = each.metadata["only"].split()
+        only = each.metadata.get("only", "").split()
+        if only and each.name in given:
             chosen = "stage" if only[0] in STAGES else "ffn"
             if values[chosen] in {*STAGES, *KINDS.split()} - {*only}:  # your own kind heeds all
-                raise UserError(
-                    f"--{each.name} changes nothing with --{chosen} {values[chosen]}: leave it out"
-                )
+                raise UserError(f"--{each.name} changes nothing with --{chosen} {values[chosen]}")
     if "max_iters" not in values:
         n_row = meta["train"]["documents"] // (2 if rows == "preference" else 1)
         values["max_iters"] = max(1, epochs * n_row // max(1, values["batch_size"]))
@@ -191,10 +171,7 @@ def saved_settings(given: dict) -> Settings:
         path = given.get("init_from", path)
         allowed, new = EVAL_FLAGS, dict(init_from=path, offload="none", device="auto")
     if other := [f"--{name}" for name in given if name not in allowed]:
-        raise UserError(
-            f"all other settings are those of {path}: leave out {', '.join(other)}, or start a new "
-            f"run with another --out_dir, from this model with --init_from {path}"
-        )
+        raise UserError(f"leave out {', '.join(other)}, or start a new run with --init_from {path}")
     with checkpoint_errors(path):
         return Settings.of({**load_checkpoint(path)["args"], **new, **given})
 
