@@ -187,7 +187,7 @@ def needles(experiment: Experiment, panels: np.ndarray) -> None:
     second = experiment.train(second, experiment.numbers[:1])  # its seeds are its own
     more = (1 if experiment.quick else 40, experiment.on)
     todo = {folder.name: partial(needles_found, folder, *more) for (folder,) in second.values()}
-    shares = np.array(experiment.measure("needles", todo))
+    shares = np.array(experiment.measure("needles_found", todo))
     shares = shares.reshape(len(kinds), -1, 2, len(LENGTHS), DEPTHS)  # 1: seeds, 2: positions
 
     rows, trained = [], LONG["block_size"]

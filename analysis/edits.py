@@ -58,11 +58,9 @@ class SomeTables(Tables):
         self.tables, self.weight = tables, tables.weight
         self.swapped: set[int] = set()
 
-    def edited(
-        self, encoding: tiktoken.Encoding, ids: list[int], source: Asked, target: Asked
-    ) -> list[int]:
-        """The ids of a text in which the source reads the target's rows in some tables."""
-        others, n = edited_ids(encoding, ids, source.name, target.name), self.vocab_size
+    def edited(self, ids: list[int], others: list[int]) -> list[int]:
+        """The ids of a text that reads, in some tables, the rows of the others."""
+        n = self.vocab_size
         return [own + (other - own) % n * n for own, other in zip(ids, others, strict=True)]
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
@@ -112,7 +110,8 @@ def measure(
     rows, result = [], {}
     for source, target, third in asked:
         texts = (source.prompt, follow(encoding, source, third))
-        edited = (tables.edited(encoding, ids, source, target) for ids in texts)
+        others = (edited_ids(encoding, ids, source.name, target.name) for ids in texts)
+        edited = map(tables.edited, texts, others)
         rows.append((*texts, *edited, target.answer, source.answer, third))
     for name, tables.swapped in tqdm(swaps.items(), "editing", leave=False, delay=3):
         parts = []

@@ -43,8 +43,7 @@ def test_an_edit_in_some_layers_is_other_rows_in_these_tables(encoding, ffn, swa
 
     model.tables = tables = SomeTables(model.tables)
     tables.swapped = swapped
-    pair = [Asked(name, 1, [], []) for name in ("Spain", "Peru")]
-    mixed = torch.tensor([tables.edited(encoding, ids, *pair)])
+    mixed = torch.tensor([tables.edited(ids, edited_ids(encoding, ids, "Spain", "Peru"))])
     assert torch.equal(model(torch.tensor([ids]), table_ids=mixed)[0], expected)
 
 
