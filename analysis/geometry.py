@@ -2,8 +2,8 @@
 
 Layer by layer, the cosines of all pairs of tokens in the training text: of the rows of STEM's
 tables, and of Embformer's (keys, values, FFN scales); of a dense model's `W_u x`, for each token
-its mean over the text, and one that it had somewhere, as `x` depends on the context; of the input
-embeddings; and as "untrained" of models as they begin, mean of the layers.
+its mean over the text; of the input embeddings; and as "untrained" of models as they begin, mean of
+the layers.
 """
 
 from functools import partial
@@ -41,28 +41,20 @@ def measure(vectors: Tensor) -> dict[str, float | list[float]]:
 
 
 @torch.inference_mode()
-def up_outputs(model: Decoder, windows: Tensor, tokens: Tensor) -> Vectors:
-    """W_u x in each layer of a dense model that reads windows [N, T]: the mean for each token, and
-    what it was where the token came first."""
+def up_outputs(model: Decoder, windows: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """W_u x in each layer of a dense model that reads windows [N, T]: the mean for each token."""
     n, outputs = model.config.vocab_size, {}  # of the last batch, by layer
     for layer, block in enumerate(model.blocks):
         block.ffn.up.register_forward_hook(lambda _, x, y, at=layer: outputs.update({at: y}))
     sums = torch.zeros(len(model.blocks), n, block.ffn.up.out_features, device=model.device)
-    firsts, counts = torch.zeros_like(sums), torch.zeros(n, dtype=torch.int64)
     for ids in windows.split(16):
         model.hidden(ids)
-        flat = ids.flatten()  # [16 T]
-        distinct, place = map(torch.from_numpy, np.unique(flat.numpy(), return_index=True))
-        new = counts[distinct] == 0
-        counts += flat.bincount(minlength=n)
         for layer, y in outputs.items():
-            y = y.flatten(0, 1)  # [16 T, d_ff]
-            sums[layer].index_add_(0, flat.to(y.device), y)
-            firsts[layer, distinct[new]] = y[place[new]]
+            sums[layer].index_add_(0, ids.flatten().to(y.device), y.flatten(0, 1))  # [16 T, d_ff]
+    counts = windows.flatten().bincount(minlength=n)
     tokens = tokens[counts[tokens] > 0]  # not all, if the text is not read to its end
     means = sums[:, tokens] / counts[tokens, None].to(sums.device)
-    columns = {"dense W_u x, mean": means, "dense W_u x, one": firsts[:, tokens]}
-    return {name: {str(n): y for n, y in enumerate(each)} for name, each in columns.items()}
+    return {str(layer): mean for layer, mean in enumerate(means)}
 
 
 @torch.no_grad()
@@ -72,7 +64,7 @@ def vectors(model: Decoder, windows: Tensor, tokens: Tensor) -> Vectors:
     rows = [each[0] for each in model.tables.lookup(tokens[None])]  # [n, W] of each table
     layers = [str(n) for n, block in enumerate(model.blocks) if block.row_width]
     if config.ffn == "dense":
-        columns = up_outputs(model, windows, tokens)
+        columns = {"dense W_u x": up_outputs(model, windows, tokens)}
     elif config.ffn == "stem":
         columns = {"STEM rows": dict(zip(layers, rows, strict=True))}
     else:
@@ -109,17 +101,17 @@ def geometry(experiment: Experiment) -> None:
         todo = {folder.name: partial(measure_run, folder, *more) for folder in folders}
         runs = experiment.measure("geometry", todo)
         found |= {column: [run[column] for run in runs] for column in runs[0]}
-    layers = list(found["dense W_u x, one"][0])[:-1]  # all there are
+    lines = list(found["dense W_u x"][0])  # embedding, all layers, untrained
     for what, form in (("mean size of cosines", ".3f"), ("share above 0.5", ".1%")):
         table = []
-        for line in ("embedding", *layers, "untrained"):
+        for line in lines:
             row = {f"{what}: layer": line}
             for column, runs in found.items():
                 row[column] = spread(form, (run.get(line, {}).get(what) for run in runs))
             table.append(row)
         print(markdown(table) + "\n")
     print(neighbours(groups["STEM, all"][0], experiment, more[-1]))
-    draw(experiment, found, layers[1:])
+    draw(experiment, found, lines[2:-1])
 
 
 def neighbours(folder: Path, experiment: Experiment, tokens: Tensor) -> str:
@@ -143,7 +135,7 @@ def draw(experiment: Experiment, found: dict[str, list[dict]], layers: list[str]
     centre, size = (BINS[1:] + BINS[:-1]) / 2, dict(figsize=(13, 3), layout="constrained")
     figure, panels = plt.subplots(1, len(layers), **size, sharex=True, sharey=True, squeeze=False)
     for axes, layer in zip(panels[0], layers, strict=True):
-        for column in ("STEM rows", "dense W_u x, mean", "dense W_u x, one"):
+        for column in ("STEM rows", "dense W_u x"):
             runs = np.array([run[layer]["histogram"] for run in found[column]])
             mean_and_band(axes, centre, runs, label=column)
         runs = np.array([run["untrained"]["histogram"] for run in found["STEM rows"]])
