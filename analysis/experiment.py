@@ -85,15 +85,16 @@ class Experiment:
         return {"data_dir": str(self.data_dir), "device": self.device, **flags, **small}
 
     def folder(self, flags: Flags) -> Path:
-        """The folder of a run, a new one if need be. It is named by `flags`, and found by a hash of
-        all settings and of the data: runs with other settings have another folder."""
+        """The folder of a run, a new one if need be, found by a hash of all settings and of the
+        data. Its name, which legends show, begins with the data and the values of `flags`."""
         full, runs = self.full(flags), self.out_dir / "runs"
         settings = resolve_settings(**full).flat().items()
         data = Path(full["data_dir"])
         distinct = [{k: v for k, v in settings if k not in RESUMABLE_FLAGS}, read_meta(data)]
         digest = hashlib.sha256(json.dumps(distinct, sort_keys=True).encode()).hexdigest()[:12]
-        shown = (f"{k}={v}" for k, v in sorted(flags.items()) if k not in ("data_dir", "init_from"))
-        folder = next(runs.glob(f"*-{digest}"), runs / f"{','.join([data.name, *shown])}-{digest}")
+        shown = (str(v) for k, v in flags.items() if k not in ("data_dir", "init_from"))
+        name = "-".join([data.name, *shown])[:47]
+        folder = next(runs.glob(f"*-{digest}"), runs / f"{name}-{digest}")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -116,16 +117,16 @@ class Experiment:
         return folders
 
     def measure(self, name: str, todo: dict[str, Callable[[], Any]]) -> list[Any]:
-        """What the functions return: JSON, kept in <name>.json by their keys for the next time."""
-        path = self.out_dir / f"{name}.json"
-        figures = read_json(path)
-        new = [key for key in todo if key not in figures]
-        for key in tqdm(new, name, disable=not new):
-            figure = todo[key]()
-            with locked(self.out_dir, wait=True), atomic(path) as temporary:
-                figures = {**read_json(path), key: figure}  # with what another analysis added
-                temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        return [figures[key] for key in todo]
+        """What the functions return, kept in <name>/<key>.json for the next time."""
+        figures = []
+        for key in tqdm(todo, name):
+            path = self.out_dir / name / f"{key}.json"
+            if not path.exists():
+                figure = todo[key]()
+                with locked(self.out_dir, wait=True), atomic(path) as temporary:
+                    temporary.write_text(json.dumps(figure), encoding="utf-8")
+            figures.append(json.loads(path.read_bytes()))
+        return figures
 
     def picture(self, name: str, figure: plt.Figure) -> None:
         path = self.out_dir / f"{name}.png"
@@ -169,22 +170,12 @@ def train_all(jobs: dict[Path, Flags], at_once: int) -> None:
             folder, process = running.pop(wait(running)[0])
             process.join()
             if process.exitcode and not diverged(folder):
-                *_, last = ["nothing", *(folder / "log.txt").open(encoding="utf-8")]
-                raise UserError(
-                    f"{folder}: exit code {process.exitcode}, log.txt ends with: {last}"
-                )
+                raise UserError(f"{folder}: exit code {process.exitcode}, see its log.txt")
     finally:
         for process in multiprocessing.active_children():
             process.terminate()
         for process in multiprocessing.active_children():
             process.join()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_bytes()) if path.exists() else {}
-    except ValueError:
-        raise UserError(f"{path} is damaged: delete it") from None
 
 
 def search_learning_rates(
