@@ -126,7 +126,7 @@ def capacity(experiment: Experiment) -> None:
         rows.append(row)
     print(markdown(rows))
 
-    figure, panels = plt.subplots(1, len(NAMES), figsize=(10, 4), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, len(NAMES), figsize=(10, 4), sharey=True)
     for axes, names in zip(panels, NAMES, strict=True):
         for color, kind in enumerate(NAMES["two syllables"]):  # the others have some of these
             if (kind, names) in curves:
@@ -136,7 +136,6 @@ def capacity(experiment: Experiment) -> None:
         axes.set_xticks(sizes, [f"{n:,}" for n in sizes])
         axes.set(title=f"names: {names}", xlabel="facts", ylim=(0, 1.02))
         axes.yaxis.set_major_formatter("{x:.0%}")
-        axes.grid(alpha=0.3)
     panels[0].set_ylabel("facts recalled")
     panels[0].legend()
     experiment.picture("capacity", figure)

@@ -49,7 +49,7 @@ DEPTHS = 5  # parts of a haystack, in each of which needles are asked for
 
 
 def context(experiment: Experiment) -> None:
-    figure = plt.figure(figsize=(11, 6.4), layout="constrained")
+    figure = plt.figure(figsize=(11, 6.4))
     above, below = figure.subfigures(2, 1)
     parameters_read(experiment, above.subplots())
     print()
@@ -86,8 +86,7 @@ def parameters_read(experiment: Experiment, axes: plt.Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{n:,}" for n in contexts])
     axes.set(xlabel="tokens in the context", ylabel="million parameters read", ylim=0)
-    axes.grid(alpha=0.3)
-    axes.legend(ncols=len(MAIN), fontsize=8)
+    axes.legend(ncols=len(MAIN))
 
 
 def needle(key: str, value: str) -> str:
@@ -161,12 +160,10 @@ def needles_found(folder: Path, count: int, device: torch.device) -> list[float]
         for part in range(DEPTHS):
             depths = [(part + rng.random()) / DEPTHS for _ in range(count)]
             questions = [haystack(rng, encoding, ids, length, depth) for depth in depths]
-            right = 0
-            for at in range(0, count, size := max(1, 16_384 // length)):
-                prompts, answers = zip(*questions[at : at + size], strict=True)
-                logits, _ = model(torch.tensor(prompts), last_only=True)  # [B, 1, V]
-                right += int((logits[:, 0].argmax(-1).cpu() == torch.tensor(answers)).sum())
-            shares.append(right / count)
+            prompts, answers = map(torch.tensor, zip(*questions, strict=True))
+            batches = prompts.split(16_384 // length)
+            logits = torch.cat([model(ids, last_only=True)[0] for ids in batches])  # [count, 1, V]
+            shares.append((logits[:, 0].argmax(-1).cpu() == answers).float().mean().item())
     return shares
 
 
@@ -210,6 +207,7 @@ def needles(experiment: Experiment, panels: np.ndarray) -> None:
         axes.set_xticks(range(len(LENGTHS)), [f"{n:,}" for n in LENGTHS])
         axes.set_title(name + ", positions slowed down" * slower, fontsize=9)
         axes.set_xlabel("tokens")
+        axes.grid(False)
     print(f"Needles found; choosing any of the {len(VALUES)} values finds {1 / len(VALUES):.1%}:\n")
     print(markdown(rows))
     panels[0].set_yticks(range(DEPTHS), [f"{(k + 0.5) / DEPTHS:.0%}" for k in range(DEPTHS)])

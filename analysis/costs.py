@@ -55,13 +55,10 @@ class Costs:
         """FLOPs of learning from a sequence of n tokens."""
         return 3 * self.flops(n, n * (n + 1) // 2, logits=n)
 
-    def params_read_per_step(
-        self, batch: int, distinct: float, experts: float | None = None
-    ) -> float:
-        """Parameters that a step of decoding reads for a batch with so many distinct tokens.
-        experts: so many of a layer's are wanted; None: as many as may be expected."""
+    def params_read_per_step(self, batch: int, distinct: float) -> float:
+        """Parameters that a step of decoding reads for a batch with so many distinct tokens."""
         n, top_k = self.config.n_expert, self.config.top_k
-        experts = experts or expected_experts(self.config, batch, distinct)
+        experts = expected_experts(self.config, batch, distinct)
         more = self.rows * (distinct - 1) + self.idle * (experts - top_k) / (n - top_k)
         return self.sizes["active"] + more
 
@@ -133,7 +130,7 @@ def costs(experiment: Experiment) -> None:
     kinds, distinct = compare(title, PUBLISHED, zipf / zipf.sum())
     print(returns(experiment))
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
     dense = kinds["dense"]
     for name, it in kinds.items():
         look = dict(marker=".", label=name, linestyle="--" if name == "hash_moe" else "-")
@@ -147,8 +144,7 @@ def costs(experiment: Experiment) -> None:
     right.set(xlabel="sequences in the batch", ylabel="parameters read in a step, over the dense's")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.set_ylim(0, None)
-        axes.grid(alpha=0.3)
-    right.legend(fontsize="small")
-    figure.suptitle(title, fontsize="medium")
+        axes.set_ylim(0)
+    right.legend()
+    figure.suptitle(title)
     experiment.picture("costs", figure)

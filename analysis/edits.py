@@ -153,7 +153,7 @@ def success_of_edits(
 
 
 def edits(experiment: Experiment) -> None:
-    figure, panels = plt.subplots(2, 1, figsize=(11, 6.8), layout="constrained")
+    figure, panels = plt.subplots(2, 1, figsize=(11, 6.8))
     kinds = experiment.train(pick("STEM, all", "Embformer"))
     for axes, (kind, folders) in zip(panels, kinds.items(), strict=True):
         runs = success_of_edits(experiment, folders, measure_layers, 1000)
@@ -169,7 +169,6 @@ def edits(experiment: Experiment) -> None:
         print(markdown(table) + "\n")
         axes.set_xticks(np.arange(len(swaps)) + 0.3, swaps, rotation=30)
         axes.set(ylabel="share", title=title, ylim=(0, 1))
-        axes.grid(alpha=0.3, axis="y")
     print(edits_by_names(experiment))
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=len(MEASURES))

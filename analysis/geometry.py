@@ -132,19 +132,15 @@ def neighbours(folder: Path, experiment: Experiment, tokens: Tensor) -> str:
 
 def draw(experiment: Experiment, found: dict[str, list[dict]], layers: list[str]) -> None:
     """Histograms of the cosines, a panel for each layer with STEM rows."""
-    centre, size = (BINS[1:] + BINS[:-1]) / 2, dict(figsize=(13, 3), layout="constrained")
-    figure, panels = plt.subplots(1, len(layers), **size, sharex=True, sharey=True, squeeze=False)
+    centre, size = (BINS[1:] + BINS[:-1]) / 2, dict(figsize=(13, 3), squeeze=False)
+    figure, panels = plt.subplots(1, len(layers), **size, sharex=True, sharey=True)
     for axes, layer in zip(panels[0], layers, strict=True):
         for column in ("STEM rows", "dense W_u x"):
             runs = np.array([run[layer]["histogram"] for run in found[column]])
             mean_and_band(axes, centre, runs, label=column)
         runs = np.array([run["untrained"]["histogram"] for run in found["STEM rows"]])
         mean_and_band(axes, centre, runs, label="untrained rows", color="grey", linestyle=":")
-        axes.set_title(f"layer {layer}", fontsize="medium")
-        axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-    handles = panels[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=4)
-    figure.supxlabel("cosine of two tokens")
-    figure.supylabel("density")
+        axes.set(title=f"layer {layer}", xlabel="cosine of two tokens", yscale="log")
+    panels[0, 0].set_ylabel("density")
+    panels[0, 0].legend()
     experiment.picture("geometry", figure)

@@ -96,15 +96,13 @@ def kinds(experiment: Experiment) -> None:
         rows = [row(name, group) for name, group in groups.items()]
         print(f"Equal {title}:\n\n{markdown(rows)}\n")
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4))
     for name, group in equal.items():
         curve(panels[0], group, 1e-6, label=name)
         curve(panels[1], more.get(name, group), 3 * cost[name] / 1e12)
-    for axes, unit in zip(panels, ("million tokens", "training TFLOP"), strict=True):
-        axes.set_xlabel(unit)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("validation loss (nats per token)")
-    panels[1].set_ylim(panels[0].get_ylim())  # what overfits with more steps leaves the picture
+    panels[0].set(xlabel="million tokens", ylabel="validation loss (nats per token)")
+    # What overfits with more steps leaves the picture.
+    panels[1].set(xlabel="training TFLOP", ylim=panels[0].get_ylim())
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     experiment.picture("kinds", figure)
 
@@ -155,9 +153,8 @@ def stability(experiment: Experiment) -> None:
         (name, rate): {**KINDS[name], "max_iters": 250, "learning_rate": rate}
         for name, rate in itertools.product(names, rates)
     })  # fmt: skip
-    size = dict(figsize=(11, 6), layout="constrained", sharey="row", squeeze=False)
+    size, rows = dict(figsize=(11, 6), sharey="row", squeeze=False), []
     figure, panels = plt.subplots(2, len(rates), **size)
-    rows = []
     for (name, rate), folders in trained.items():
         group = list(map(read_run, folders))
         curves = list(map(losses, group))
@@ -187,8 +184,7 @@ def stability(experiment: Experiment) -> None:
         above.set_title(f"learning rate {rate:g}")
     print(markdown(rows))
     for axes, label in zip(panels[:, 0], ("training loss", "gradient norm"), strict=True):
-        axes.set_ylabel(label)
-        axes.set_yscale("log")
+        axes.set(ylabel=label, yscale="log")
     panels[0, -1].legend()
     experiment.picture("stability", figure)
 
