@@ -1,12 +1,9 @@
 """What does a longer context give a model with token tables?
 
-Two measurements. The parameters that contexts of real text read, rows of their distinct tokens
-included: nothing is trained, and what is read need not be of use. And a needle in a haystack: a
-sentence as " Call Anna tiger." stands in the prose of a novel, and models learn to complete it when
-it comes again, first in short documents, where that happens often, then (`--stage context`) in
-longer ones. They are asked at the end of prose that they never saw, by how deep the sentence
-stands; beyond the length that was trained with positions as they were, and slowed down as
-`--stage context` does it.
+The parameters that contexts of real text read, rows of their distinct tokens included: nothing is
+trained. And a needle in a haystack: a sentence as " Call Anna tiger." stands in the prose of a
+novel, and models learn to complete it when it comes again, first in short documents, where that
+happens often, then (`--stage context`) in longer ones.
 """
 
 import itertools
@@ -89,10 +86,6 @@ def parameters_read(experiment: Experiment, axes: plt.Axes) -> None:
     axes.legend(ncols=len(MAIN))
 
 
-def needle(key: str, value: str) -> str:
-    return f" Call {key} {value}."
-
-
 @cache
 def prose(held_out: bool) -> list[str]:
     """The novel in pieces of eight words: its first nine tenths, or what is held out."""
@@ -106,7 +99,7 @@ def prose(held_out: bool) -> list[str]:
 def document(rng: random.Random, n_piece: int, repeats: int) -> str:
     """Pieces of prose, a needle among them, and `repeats` times behind it the same sentence."""
     pieces, told = prose(held_out=False), rng.random()
-    sentence = needle(rng.choice(KEYS), rng.choice(VALUES))
+    sentence = f" Call {rng.choice(KEYS)} {rng.choice(VALUES)}."
     start = rng.randrange(len(pieces) - n_piece)
     parts = [(rng.random(), piece) for piece in pieces[start : start + n_piece]]
     again = [rng.uniform(told, 1) for _ in range(repeats)]
@@ -135,7 +128,7 @@ def haystack(
     """A prompt of `length` tokens, the question at its end, and the first token of the answer. The
     prose is from `ids`, with a needle at `depth` (0: the beginning, 1: the end)."""
     key, value = rng.choice(KEYS), rng.choice(VALUES)
-    told = encoding.encode_ordinary(needle(key, value))
+    told = encoding.encode_ordinary(f" Call {key} {value}.")
     question = encoding.encode_ordinary(f" Call {key}")
     n_prose = length - 1 - len(told) - len(question)
     start = rng.randrange(len(ids) - n_prose)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from analysis import edits
-from analysis.edits import MEASURES, Asked, SomeTables, choices, follow, measure
+from analysis.edits import MEASURES, Asked, SomeTables, choices, follow, report_layers
 from config import ModelConfig
 from edit import edited_ids
 from model import Decoder
@@ -64,7 +64,7 @@ def test_the_edited_paragraph_stands_before_another_document(encoding):
     assert second == "Country: Fiji\nIts capital is"
 
 
-def test_measures_are_those_of_answers_that_are_known(encoding):
+def test_measures_are_those_of_answers_that_are_known(encoding, monkeypatch):
     """Prompt and answers are what the model says, so what must come out is known."""
     model, prompt = made(encoding, "stem"), encode(encoding, "Country: Spain")
 
@@ -80,7 +80,8 @@ def test_measures_are_those_of_answers_that_are_known(encoding):
     whole = model.generate(torch.tensor([begun]), 20, temperature=0)[0].tolist()
     third = Asked("Fiji", 1, whole[len(begun) - 1 : -1], whole[-1:])
 
-    found = measure(model, encoding, [(source, target, third)])
+    monkeypatch.setattr(edits, "triples", lambda *_: [(source, target, third)])
+    found = report_layers(model, encoding, 1)
     assert list(found["none"].values()) == [0, 1, 0, 0]
     after = says(whole, edited_ids(encoding, whole, "Spain", "Peru"))[:-1]
     gone = after[len(begun) - 1 :] != torch.tensor(whole[len(begun) :])
