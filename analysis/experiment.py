@@ -28,10 +28,7 @@ from training.checkpoints import device_flag
 from training.records import markdown, plt, read_run, save_figure
 from training.settings import RESUMABLE_FLAGS, resolve_settings
 
-plt.rcParams.update({
-    "axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": "small",
-    "figure.constrained_layout.use": True,
-})  # fmt: skip
+plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True})
 Flags = dict[str, Any]  # of train.py, by name
 Run = dict[str, list[dict]]  # the records of a run by type
 

@@ -22,7 +22,6 @@ from training.records import markdown, mean_and_band, plt
 
 BINS = np.linspace(-1, 1, 81)
 TOKENS = (" Spain", " euro")  # whose neighbours are shown
-Vectors = dict[str, dict[str, Tensor]]  # of the tokens [n, ..], by column and layer
 
 
 def cosines(vectors: Tensor) -> Tensor:
@@ -58,8 +57,8 @@ def up_outputs(model: Decoder, windows: Tensor, tokens: Tensor) -> dict[str, Ten
 
 
 @torch.no_grad()
-def vectors(model: Decoder, windows: Tensor, tokens: Tensor) -> Vectors:
-    """All that is compared of a model."""
+def vectors(model: Decoder, windows: Tensor, tokens: Tensor) -> dict[str, dict[str, Tensor]]:
+    """All that is compared of a model: of the tokens [n, ..], by column and layer."""
     config = model.config
     rows = [each[0] for each in model.tables.lookup(tokens[None])]  # [n, W] of each table
     layers = [str(n) for n, block in enumerate(model.blocks) if block.row_width]
@@ -142,5 +141,6 @@ def draw(experiment: Experiment, found: dict[str, list[dict]], layers: list[str]
         mean_and_band(axes, centre, runs, label="untrained rows", color="grey", linestyle=":")
         axes.set(title=f"layer {layer}", xlabel="cosine of two tokens", yscale="log")
     panels[0, 0].set_ylabel("density")
-    panels[0, 0].legend()
+    handles = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=3)
     experiment.picture("geometry", figure)

@@ -66,7 +66,6 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
         # none for preferences, whose loss is per pair
         "per byte": spread(".3f", (record.get("val_loss_per_byte") for record in last)),
         "capitals recalled": spread(".1%", recalls),
-        "recall before edits": spread(".1%", (report["recall"] for report in edits)),
         "edits that succeed": spread(".1%", (report["success"] for report in edits)),
         "spikes in 1,000 steps": spread(".1f", map(spike_rate, map(losses, group))),
         "parameters": f"{sizes['total'] / 1e6:.2f} M",
@@ -201,16 +200,13 @@ def spike_rate(losses: list[float]) -> float | None:
 
 
 def spikes(losses: list[float]) -> np.ndarray:
-    """Which steps have a loss higher than that of all REACH steps before, and above the robust
-    running band. Its middle is the median of the steps up to REACH before and behind, which follows
-    a loss that falls; its height is six times the spread around that of the steps up to twice as
-    far (1.4826 of the median deviation, for normal noise the standard deviation). The first and the
-    last REACH steps have no band, and are left out.
-    """
+    """Which steps, but the first and the last REACH, have a loss higher than in all REACH steps
+    before, and more than six robust deviations above the median of those before and behind."""
     loss = np.nan_to_num(losses, nan=np.inf).clip(max=1e30)
     inner = loss[REACH:-REACH]
     above = inner - np.median(windows(loss, 2 * REACH + 1), axis=1)
     around = np.pad(np.abs(above), 2 * REACH, mode="symmetric")
+    # 1.4826: of normal noise this is the standard deviation.
     band = 6 * 1.4826 * np.median(windows(around, 4 * REACH + 1), axis=1)
     highest = windows(loss, REACH)[: len(inner)].max(axis=1)  # of the steps before
     return (above > band) & (inner > highest)
