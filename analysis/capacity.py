@@ -6,7 +6,6 @@ one token, whose row can hold all that is known about the entity. The head looks
 other tokens are never answers, and no weight decays, as that would be a loss of memory.
 """
 
-from functools import partial
 from math import inf, log2
 
 import numpy as np
@@ -93,8 +92,7 @@ def capacity(experiment: Experiment) -> None:
     perfect = set()  # the models that recall all facts at some rate
 
     def learn_all(cells: list[tuple]) -> list[dict[str, float]]:
-        todo = {", ".join(map(str, cell)): partial(learn, *cell, experiment.on) for cell in cells}
-        return experiment.measure("capacity", todo)
+        return experiment.measure("capacity", lambda cell: learn(*cell, experiment.on), cells)
 
     def losses(todo: list[tuple]) -> list[float]:
         results = learn_all([(*model, compared, passes, rate, seeds[0]) for model, rate in todo])

@@ -175,10 +175,9 @@ def needles(experiment: Experiment, panels: np.ndarray) -> None:
         for seed, folder in zip(experiment.numbers, folders, strict=True)
     }
     second = experiment.train(second, experiment.numbers[:1])  # its seeds are its own
-    more = (1 if experiment.quick else 40, experiment.on)
-    todo = {folder.name: partial(needles_found, folder, *more) for (folder,) in second.values()}
-    shares = np.array(experiment.measure("needles_found", todo))
-    shares = shares.reshape(len(kinds), -1, 2, len(LENGTHS), DEPTHS)  # 1: seeds, 2: positions
+    found = partial(needles_found, count=1 if experiment.quick else 40, device=experiment.on)
+    shares = experiment.measure("needles", found, itertools.chain(*second.values()))
+    shares = np.reshape(shares, (len(kinds), -1, 2, len(LENGTHS), DEPTHS))  # 1: seeds, 2: positions
 
     rows, trained = [], LONG["block_size"]
     every = itertools.product(enumerate(kinds), enumerate(("as trained", "slowed down")))
@@ -193,10 +192,9 @@ def needles(experiment: Experiment, panels: np.ndarray) -> None:
                 row["at the worst depth"] = spread(".1%", by_run[:, i].min(1))
                 rows.append(row)
         means = by_run.mean(0).T  # [depths, lengths]
-        axes.imshow(means, vmin=0, vmax=1, cmap="Greens", aspect="auto")
+        axes.imshow(means, vmin=0, vmax=1.5, cmap="Greens", aspect="auto")  # text is black
         for (depth, i), share in np.ndenumerate(means):
-            color = "white" if share > 0.6 else "black"
-            axes.text(i, depth, f"{share:.0%}", color=color, ha="center", va="center", fontsize=7)
+            axes.text(i, depth, f"{share:.0%}", ha="center", va="center", fontsize=7)
         axes.set_xticks(range(len(LENGTHS)), [f"{n:,}" for n in LENGTHS])
         axes.set_title(name + ", positions slowed down" * slower, fontsize=9)
         axes.set_xlabel("tokens")

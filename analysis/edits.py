@@ -9,7 +9,6 @@ before the edit and are not after it. Then names of other lengths and made-up na
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -133,8 +132,7 @@ def success_of_edits(
         model.tables = MeanRows(model.tables)
         return how(model, encoding, 32 if experiment.quick else most)
 
-    todo = {folder.name: partial(measure_run, folder) for folder in folders}
-    return experiment.measure(how.__name__, todo)
+    return experiment.measure(how.__name__, measure_run, folders)
 
 
 def edits(experiment: Experiment) -> None:

@@ -117,13 +117,15 @@ class Experiment:
                 train_all(jobs, self.jobs)
         return folders
 
-    def measure(self, name: str, todo: dict[str, Callable[[], Any]]) -> list[Any]:
-        """What the functions return, kept in <name>/<key>.json for the next time."""
+    def measure(self, name: str, function: Callable, subjects: Iterable[Path | tuple]) -> list[Any]:
+        """What a function returns about runs' folders or tuples of arguments. It is kept, in a file
+        of the folder `name` for each of them, for the next time."""
         figures = []
-        for key in tqdm(todo, name):
+        for each in tqdm(subjects, name):
+            key = each.name if isinstance(each, Path) else ", ".join(map(str, each))
             path = self.out_dir / name / f"{key}.json"
             if not path.exists():
-                figure = todo[key]()
+                figure = function(each)
                 with locked(self.out_dir, wait=True), atomic(path) as temporary:
                     temporary.write_text(json.dumps(figure), encoding="utf-8")
             figures.append(json.loads(path.read_bytes()))

@@ -6,7 +6,6 @@ its mean over the text; of the input embeddings; and as "untrained" of models as
 the layers.
 """
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -97,8 +96,7 @@ def geometry(experiment: Experiment) -> None:
     groups = experiment.train(pick("STEM, all", "dense", "Embformer"))
     found: dict[str, list[dict]] = {}  # by column, of each run
     for folders in groups.values():
-        todo = {folder.name: partial(measure_run, folder, *more) for folder in folders}
-        runs = experiment.measure("geometry", todo)
+        runs = experiment.measure("geometry", lambda folder: measure_run(folder, *more), folders)
         found |= {column: [run[column] for run in runs] for column in runs[0]}
     lines = list(found["dense W_u x"][0])  # embedding, all layers, untrained
     for what, form in (("mean size of cosines", ".3f"), ("share above 0.5", ".1%")):

@@ -158,13 +158,10 @@ def stability(experiment: Experiment) -> None:
         group = list(map(read_run, folders))
         curves = list(map(losses, group))
         norms = [[step["grad_norm"] for step in run["step"]] for run in group]
-        # What the router's loss is over that of an even load, of each layer's, in the last steps.
-        loads = [
-            statistics.fmean(step["train_balance"] for step in run["step"][-50:])
-            / (run["run"][0]["args"]["balance"] * run["run"][0]["args"]["n_layer"])
-            for run in group
-            if "train_balance" in run["step"][0]
-        ]
+        # moe's: what its router's loss is over that of an even load, of each layer, at the end.
+        args, last = group[0]["run"][0]["args"], [run["step"][-50:] for run in group]
+        even = args["balance"] * args["n_layer"]
+        loads = [statistics.fmean(s.get("train_balance", 0.0) for s in steps) for steps in last]
         rows.append({
             "kind": name,
             "learning rate": f"{rate:g}",
@@ -173,7 +170,7 @@ def stability(experiment: Experiment) -> None:
             "largest after warm-up": spread(".1f", (max(norm[25:] or norm) for norm in norms)),
             "last training loss": spread(".3f", (statistics.fmean(loss[-25:]) for loss in curves)),
             "diverged": str(sum(map(diverged, folders)) or ""),
-            "load of experts over even": spread(".2f", loads),
+            "load of experts over even": spread(".2f", (load / even for load in loads if load)),
         })  # fmt: skip
         look = dict(color=f"C{names.index(name)}", linewidth=0.7, alpha=0.8)
         above, below = panels[:, rates.index(rate)]

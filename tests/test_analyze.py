@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 from conftest import command
@@ -148,9 +149,16 @@ def test_of_runs_at_once_one_that_fails_or_is_killed_ends_all(experiment):
 
 
 def test_figures_are_measured_once(experiment):
-    assert experiment.measure("x", {"a": lambda: 1.5}) == [1.5]
-    again = {"a": lambda: pytest.fail("asked again"), "b": lambda: [2.5]}
-    assert experiment.measure("x", again) == [1.5, [2.5]]
+    asked = []
+
+    def figure(subject):
+        asked.append(subject)
+        return [len(asked)]
+
+    first, second = Path("some/folder"), ("a", 1)
+    assert experiment.measure("x", figure, [first]) == [[1]]
+    assert experiment.measure("x", figure, [first, second]) == [[1], [2]]
+    assert asked == [first, second]
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge

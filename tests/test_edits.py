@@ -95,7 +95,7 @@ def test_names_of_different_length_have_a_figure_for_each_way(tmp_path):
     lengths = dict(longer=dict(last=0.5, first=0.25, pad=0.125, average=1.0))
     given = dict(report_pairs=pairs, report_lengths=lengths, report_injected=injected)
     experiment = SimpleNamespace(
-        measure=lambda name, todo: [given[name] for _ in todo],
+        measure=lambda name, function, folders: [given[name] for _ in folders],
         train=lambda kinds: {kind: [tmp_path] for kind in kinds},
     )
     _, _, *rows = edits.edits_by_names(experiment).splitlines()
