@@ -27,8 +27,6 @@ PAPER = {"dense": "1.00", "STEM, third": "1.08", "STEM, half": "1.20", "STEM, al
 
 
 class Costs:
-    """What a model of this shape costs."""
-
     def __init__(self, config: ModelConfig) -> None:
         with outline():
             model = Decoder(config)

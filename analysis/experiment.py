@@ -222,7 +222,6 @@ def best_learning_rates(experiment: Experiment, kinds: dict[str, Flags]) -> dict
 
 
 def best_loss(run: Run) -> float:
-    """The lowest validation loss of a run."""
     return float(np.nanmin([record["val_loss"] for record in run["eval"]]))
 
 
