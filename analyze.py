@@ -14,8 +14,7 @@ table and a picture. What came out, claim by claim, is in docs/claims.md.
     python analyze.py all --quick            # every question, with tiny models: does it run?
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
-questions: start it again, and it goes on where it was stopped. `runs` takes the folders of any
-runs; those that differ in nothing but the seed are one row and one curve.
+questions: start it again, and it goes on where it was stopped.
 """
 
 from pathlib import Path

@@ -2,12 +2,10 @@
 
 Facts `name, relation -> value` are made up, ever more of them, and learned with equally many passes
 and equally many steps. A name is two syllables of 200 each, none of which belongs to an entity, or
-one token, whose row can hold all that is known about the entity. Deliberately simple: the head
-looks at values alone (the other tokens are never answers), and no weight decays, as that would be a
-loss of memory.
+one token, whose row can hold all that is known about the entity. The head looks at values alone, as
+other tokens are never answers, and no weight decays, as that would be a loss of memory.
 """
 
-from functools import partial
 from math import inf, log2
 
 import numpy as np
@@ -94,8 +92,7 @@ def capacity(experiment: Experiment) -> None:
     perfect = set()  # the models that recall all facts at some rate
 
     def learn_all(cells: list[tuple]) -> list[dict[str, float]]:
-        todo = {", ".join(map(str, cell)): partial(learn, *cell, experiment.on) for cell in cells}
-        return experiment.measure("capacity", todo)
+        return experiment.measure("capacity", lambda cell: learn(*cell, experiment.on), cells)
 
     def losses(todo: list[tuple]) -> list[float]:
         results = learn_all([(*model, compared, passes, rate, seeds[0]) for model, rate in todo])
@@ -103,14 +100,17 @@ def capacity(experiment: Experiment) -> None:
         return [each["loss"] for each in results]
 
     tried = search_learning_rates(models, RATES[:1] if quick else RATES, losses, perfect)
-    rows, curves = [], {}
+    figure, panels = plt.subplots(1, len(NAMES), figsize=(10, 4), sharey=True)
+    rows, panels = [], dict(zip(NAMES, panels, strict=True))
     for (kind, names), by_rate in tried.items():
         rate = min(by_rate, key=by_rate.get)
         settings = [(n, passes) for n in sizes] + [(compared, LONGER * passes)] * (kind in SLOW)
         cells = [(kind, names, *each, rate, seed) for each in settings for seed in seeds]
         recalls = [each["recall"] for each in learn_all(cells)]
         recalls, longer = np.split(np.array(recalls), [len(sizes) * len(seeds)])
-        curves[kind, names] = shares = recalls.reshape(-1, len(seeds))  # [sizes, seeds]
+        shares = recalls.reshape(-1, len(seeds))  # [sizes, seeds]
+        look = dict(color=f"C{NAMES['two syllables'].index(kind)}", marker=".", label=kind)
+        mean_and_band(panels[names], sizes, shares.T, **look)
 
         prompts, _, vocab_size = make_facts(sizes[-1], names, 0)
         model = make_model(KINDS[kind], vocab_size, prompts.shape[1]).sizes()
@@ -126,17 +126,11 @@ def capacity(experiment: Experiment) -> None:
         rows.append(row)
     print(markdown(rows))
 
-    figure, panels = plt.subplots(1, len(NAMES), figsize=(10, 4), sharey=True, layout="constrained")
-    for axes, names in zip(panels, NAMES, strict=True):
-        for color, kind in enumerate(NAMES["two syllables"]):  # the others have some of these
-            if (kind, names) in curves:
-                look = dict(color=f"C{color}", marker=".", label=kind)
-                mean_and_band(axes, sizes, curves[kind, names].T, **look)
+    for names, axes in panels.items():
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [f"{n:,}" for n in sizes])
         axes.set(title=f"names: {names}", xlabel="facts", ylim=(0, 1.02))
         axes.yaxis.set_major_formatter("{x:.0%}")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("facts recalled")
-    panels[0].legend()
+    panels["two syllables"].set_ylabel("facts recalled")
+    panels["two syllables"].legend()
     experiment.picture("capacity", figure)

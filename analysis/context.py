@@ -1,12 +1,9 @@
 """What does a longer context give a model with token tables?
 
-Two measurements. The parameters that contexts of real text read, rows of their distinct tokens
-included: nothing is trained, and what is read need not be of use. And a needle in a haystack: a
-sentence as " Call Anna tiger." stands in the prose of a novel, and models learn to complete it when
-it comes again, first in short documents, where that happens often, then (`--stage context`) in
-longer ones. They are asked at the end of prose that they never saw, by how deep the sentence
-stands; beyond the length that was trained with positions as they were, and slowed down as
-`--stage context` does it.
+The parameters that contexts of real text read, rows of their distinct tokens included: nothing is
+trained. And a needle in a haystack: a sentence as " Call Anna tiger." stands in the prose of a
+novel, and models learn to complete it when it comes again, first in short documents, where that
+happens often, then (`--stage context`) in longer ones.
 """
 
 import itertools
@@ -49,7 +46,7 @@ DEPTHS = 5  # parts of a haystack, in each of which needles are asked for
 
 
 def context(experiment: Experiment) -> None:
-    figure = plt.figure(figsize=(11, 6.4), layout="constrained")
+    figure = plt.figure(figsize=(11, 6.4))
     above, below = figure.subfigures(2, 1)
     parameters_read(experiment, above.subplots())
     print()
@@ -86,12 +83,7 @@ def parameters_read(experiment: Experiment, axes: plt.Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{n:,}" for n in contexts])
     axes.set(xlabel="tokens in the context", ylabel="million parameters read", ylim=0)
-    axes.grid(alpha=0.3)
-    axes.legend(ncols=len(MAIN), fontsize=8)
-
-
-def needle(key: str, value: str) -> str:
-    return f" Call {key} {value}."
+    axes.legend(ncols=len(MAIN))
 
 
 @cache
@@ -107,7 +99,7 @@ def prose(held_out: bool) -> list[str]:
 def document(rng: random.Random, n_piece: int, repeats: int) -> str:
     """Pieces of prose, a needle among them, and `repeats` times behind it the same sentence."""
     pieces, told = prose(held_out=False), rng.random()
-    sentence = needle(rng.choice(KEYS), rng.choice(VALUES))
+    sentence = f" Call {rng.choice(KEYS)} {rng.choice(VALUES)}."
     start = rng.randrange(len(pieces) - n_piece)
     parts = [(rng.random(), piece) for piece in pieces[start : start + n_piece]]
     again = [rng.uniform(told, 1) for _ in range(repeats)]
@@ -136,7 +128,7 @@ def haystack(
     """A prompt of `length` tokens, the question at its end, and the first token of the answer. The
     prose is from `ids`, with a needle at `depth` (0: the beginning, 1: the end)."""
     key, value = rng.choice(KEYS), rng.choice(VALUES)
-    told = encoding.encode_ordinary(needle(key, value))
+    told = encoding.encode_ordinary(f" Call {key} {value}.")
     question = encoding.encode_ordinary(f" Call {key}")
     n_prose = length - 1 - len(told) - len(question)
     start = rng.randrange(len(ids) - n_prose)
@@ -161,12 +153,10 @@ def needles_found(folder: Path, count: int, device: torch.device) -> list[float]
         for part in range(DEPTHS):
             depths = [(part + rng.random()) / DEPTHS for _ in range(count)]
             questions = [haystack(rng, encoding, ids, length, depth) for depth in depths]
-            right = 0
-            for at in range(0, count, size := max(1, 16_384 // length)):
-                prompts, answers = zip(*questions[at : at + size], strict=True)
-                logits, _ = model(torch.tensor(prompts), last_only=True)  # [B, 1, V]
-                right += int((logits[:, 0].argmax(-1).cpu() == torch.tensor(answers)).sum())
-            shares.append(right / count)
+            prompts, answers = map(torch.tensor, zip(*questions, strict=True))
+            batches = prompts.split(16_384 // length)
+            logits = torch.cat([model(ids, last_only=True)[0] for ids in batches])  # [count, 1, V]
+            shares.append((logits[:, 0].argmax(-1).cpu() == answers).float().mean().item())
     return shares
 
 
@@ -185,10 +175,9 @@ def needles(experiment: Experiment, panels: np.ndarray) -> None:
         for seed, folder in zip(experiment.numbers, folders, strict=True)
     }
     second = experiment.train(second, experiment.numbers[:1])  # its seeds are its own
-    more = (1 if experiment.quick else 40, experiment.on)
-    todo = {folder.name: partial(needles_found, folder, *more) for (folder,) in second.values()}
-    shares = np.array(experiment.measure("needles", todo))
-    shares = shares.reshape(len(kinds), -1, 2, len(LENGTHS), DEPTHS)  # 1: seeds, 2: positions
+    found = partial(needles_found, count=1 if experiment.quick else 40, device=experiment.on)
+    shares = experiment.measure("needles", found, itertools.chain(*second.values()))
+    shares = np.reshape(shares, (len(kinds), -1, 2, len(LENGTHS), DEPTHS))  # 1: seeds, 2: positions
 
     rows, trained = [], LONG["block_size"]
     every = itertools.product(enumerate(kinds), enumerate(("as trained", "slowed down")))
@@ -203,13 +192,13 @@ def needles(experiment: Experiment, panels: np.ndarray) -> None:
                 row["at the worst depth"] = spread(".1%", by_run[:, i].min(1))
                 rows.append(row)
         means = by_run.mean(0).T  # [depths, lengths]
-        axes.imshow(means, vmin=0, vmax=1, cmap="Greens", aspect="auto")
+        axes.imshow(means, vmin=0, vmax=1.5, cmap="Greens", aspect="auto")  # text is black
         for (depth, i), share in np.ndenumerate(means):
-            color = "white" if share > 0.6 else "black"
-            axes.text(i, depth, f"{share:.0%}", color=color, ha="center", va="center", fontsize=7)
+            axes.text(i, depth, f"{share:.0%}", ha="center", va="center", fontsize=7)
         axes.set_xticks(range(len(LENGTHS)), [f"{n:,}" for n in LENGTHS])
         axes.set_title(name + ", positions slowed down" * slower, fontsize=9)
         axes.set_xlabel("tokens")
+        axes.grid(False)
     print(f"Needles found; choosing any of the {len(VALUES)} values finds {1 / len(VALUES):.1%}:\n")
     print(markdown(rows))
     panels[0].set_yticks(range(DEPTHS), [f"{(k + 0.5) / DEPTHS:.0%}" for k in range(DEPTHS)])

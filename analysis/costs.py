@@ -2,9 +2,9 @@
 
 Counted, not timed, on outlines of models that hold no numbers: `Decoder.sizes` says what a token
 multiplies, and attention is counted for the n (n + 1) / 2 pairs of tokens that see each other
-(PyTorch's FLOP counter takes all n^2, a kernel that skips what is masked does not). A training step
-counts as three forward passes. Batches are independent draws of tokens by their frequency, in the
-training text, or by Zipf's law for the published shape; moe's router spreads its load evenly.
+(PyTorch's FLOP counter takes all n^2). A training step counts as three forward passes. Batches are
+independent draws of tokens by their frequency, in the training text, or by Zipf's law for the
+published shape; moe's router spreads its load evenly.
 """
 
 import numpy as np
@@ -27,8 +27,6 @@ PAPER = {"dense": "1.00", "STEM, third": "1.08", "STEM, half": "1.20", "STEM, al
 
 
 class Costs:
-    """What a model of this shape costs."""
-
     def __init__(self, config: ModelConfig) -> None:
         with outline():
             model = Decoder(config)
@@ -55,13 +53,10 @@ class Costs:
         """FLOPs of learning from a sequence of n tokens."""
         return 3 * self.flops(n, n * (n + 1) // 2, logits=n)
 
-    def params_read_per_step(
-        self, batch: int, distinct: float, experts: float | None = None
-    ) -> float:
-        """Parameters that a step of decoding reads for a batch with so many distinct tokens.
-        experts: so many of a layer's are wanted; None: as many as may be expected."""
+    def params_read_per_step(self, batch: int, distinct: float) -> float:
+        """Parameters that a step of decoding reads for a batch with so many distinct tokens."""
         n, top_k = self.config.n_expert, self.config.top_k
-        experts = experts or expected_experts(self.config, batch, distinct)
+        experts = expected_experts(self.config, batch, distinct)
         more = self.rows * (distinct - 1) + self.idle * (experts - top_k) / (n - top_k)
         return self.sizes["active"] + more
 
@@ -78,27 +73,25 @@ def expected_experts(config: ModelConfig, batch: int, distinct: float) -> float:
     return config.n_expert * (1 - (1 - config.top_k / config.n_expert) ** choices)
 
 
-def compare(
-    title: str, shape: dict[str, int], p: np.ndarray
-) -> tuple[dict[str, Costs], dict[int, float]]:
+def compare(title: str, shape: dict[str, int], p: np.ndarray) -> dict[str, tuple]:
     """Print what kinds of one shape cost, in brackets over dense. p [V]: how often tokens occur.
-    Returns the costs, and how many distinct tokens a batch of each size of BATCHES has."""
+    Returns the costs, and the parameters that a batch of each size of BATCHES reads."""
     shape = dict(shape, vocab_size=len(p))
     kinds = {k: Costs(ModelConfig(**shape, **flags)) for k, flags in pick(*COUNTED).items()}
-    distinct = {batch: expected_distinct(p, batch) for batch in BATCHES}
-    rows, dense = [], None
+    distinct = [expected_distinct(p, batch) for batch in BATCHES]
+    rows, dense, result = [], None, {}
     for name, it in kinds.items():
         figures = {"million multiplied in FFN": it.ffn / 1e6}
         figures |= {f"GFLOP of {n:,} tokens": it.prefill(n) / 1e9 for n in (128, 8192, 131_072)}
-        for batch in (1, 32, 512):
-            read = it.params_read_per_step(batch, distinct[batch])
-            figures[f"million read, batch {batch}"] = read / 1e6
+        read = [it.params_read_per_step(*each) for each in zip(BATCHES, distinct, strict=True)]
+        figures |= {f"million read, batch {n}": read[BATCHES.index(n)] / 1e6 for n in (1, 32, 512)}
+        result[name] = it, np.array(read)
         dense = dense or figures
         row = {title: name, "million parameters": f"{it.sizes['total'] / 1e6:,.1f}"}
         row |= {what: f"{x:,.2f} ({x / dense[what]:.2f})" for what, x in figures.items()}
         rows.append(row)
     print(markdown(rows) + "\n")
-    return kinds, distinct
+    return result
 
 
 def returns(experiment: Experiment) -> str:
@@ -130,25 +123,20 @@ def costs(experiment: Experiment) -> None:
     p = np.bincount(ids, minlength=meta["vocab_size"]) / len(ids)
     compare("6 x 128, as trained", SMALL, p)
     zipf, title = 1 / np.arange(1, VOCAB + 1), "16 x 2,048, as Llama 3.2 1B"
-    kinds, distinct = compare(title, PUBLISHED, zipf / zipf.sum())
+    kinds = compare(title, PUBLISHED, zipf / zipf.sum())
     print(returns(experiment))
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    dense = kinds["dense"]
-    for name, it in kinds.items():
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
+    dense, dense_read = kinds["dense"]
+    for name, (it, read) in kinds.items():
         look = dict(marker=".", label=name, linestyle="--" if name == "hash_moe" else "-")
         left.plot(LENGTHS, [it.prefill(n) / dense.prefill(n) for n in LENGTHS], **look)
-        read = [
-            it.params_read_per_step(*each) / dense.params_read_per_step(*each)
-            for each in distinct.items()
-        ]
-        right.plot(BATCHES, read, **look)
+        right.plot(BATCHES, read / dense_read, **look)
     left.set(xlabel="tokens of the prompt", ylabel="FLOPs of prefill, over the dense model's")
     right.set(xlabel="sequences in the batch", ylabel="parameters read in a step, over the dense's")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.set_ylim(0, None)
-        axes.grid(alpha=0.3)
+        axes.set_ylim(0)
     right.legend(fontsize="small")
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(title)
     experiment.picture("costs", figure)

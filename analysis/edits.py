@@ -1,24 +1,14 @@
 """Which layers' rows hold a fact, and what else does an edit change?
 
 Rows are swapped in one layer alone, in the first k and in the last k layers that have a table, for
-random pairs of countries whose names are one token and whose capitals differ:
-
-- success: asked in a phrasing held out of training, the greedy answer is the target's capital;
-- own fact kept: it is the source's still. What is left of 100 % is neither.
-
-And leaks, in a second document behind a paragraph about the source. (All relations of the source
-change with its rows, as they should, and are no leak.)
-
-- another's fact: of those about a third country that were answered rightly before the edit, how
-  many are not after it;
-- next tokens: of that document's tokens that were predicted rightly before it, how many are not.
-
-Then names of other lengths and made-up names, with random pairs: see edit_success.py.
+random pairs of countries whose names are one token. Success: asked in held-out words, the greedy
+answer is the target's capital; own fact kept: it is the source's still. Leaks, in a second document
+behind a paragraph about the source: a third country's fact, or the next tokens, that were right
+before the edit and are not after it. Then names of other lengths and made-up names.
 """
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,11 +48,9 @@ class SomeTables(Tables):
         self.tables, self.weight = tables, tables.weight
         self.swapped: set[int] = set()
 
-    def edited(
-        self, encoding: tiktoken.Encoding, ids: list[int], source: Asked, target: Asked
-    ) -> list[int]:
-        """The ids of a text in which the source reads the target's rows in some tables."""
-        others, n = edited_ids(encoding, ids, source.name, target.name), self.vocab_size
+    def edited(self, ids: list[int], others: list[int]) -> list[int]:
+        """The ids of a text that reads, in some tables, the rows of the others."""
+        n = self.vocab_size
         return [own + (other - own) % n * n for own, other in zip(ids, others, strict=True)]
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
@@ -103,16 +91,15 @@ def follow(encoding: tiktoken.Encoding, source: Asked, third: Asked) -> list[int
     return [*encode(encoding, text), *third.prompt]
 
 
-def measure(
-    model: Decoder, encoding: tiktoken.Encoding, asked: list[Triple]
-) -> dict[str, dict[str, float]]:
+def report_layers(model: Decoder, encoding: tiktoken.Encoding, most: int) -> dict[str, dict]:
     """What an edit changes, by the layers it is made in. Leaks of what a model never knew: NaN."""
     model.tables = tables = SomeTables(model.tables)
     swaps = choices([n for n, block in enumerate(model.blocks) if block.row_width])
     rows, result = [], {}
-    for source, target, third in asked:
+    for source, target, third in triples(encoding, most):
         texts = (source.prompt, follow(encoding, source, third))
-        edited = (tables.edited(encoding, ids, source, target) for ids in texts)
+        others = (edited_ids(encoding, ids, source.name, target.name) for ids in texts)
+        edited = map(tables.edited, texts, others)
         rows.append((*texts, *edited, target.answer, source.answer, third))
     for name, tables.swapped in tqdm(swaps.items(), "editing", leave=False, delay=3):
         parts = []
@@ -135,29 +122,24 @@ def measure(
     return result
 
 
-def measure_layers(model: Decoder, encoding: tiktoken.Encoding, most: int) -> dict:
-    return measure(model, encoding, triples(encoding, most))
-
-
 def success_of_edits(
-    experiment: Experiment, folders: list[Path], report: Callable = report_pairs, most: int = 2000
+    experiment: Experiment, folders: list[Path], how: Callable = report_pairs, most: int = 2000
 ) -> list[dict]:
     """A report about each run on at most so many random pairs: one of edit_success.py, or here."""
 
     def measure_run(folder: Path) -> dict:
         model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
         model.tables = MeanRows(model.tables)
-        return report(model, encoding, 32 if experiment.quick else most)
+        return how(model, encoding, 32 if experiment.quick else most)
 
-    todo = {folder.name: partial(measure_run, folder) for folder in folders}
-    return experiment.measure(report.__name__, todo)
+    return experiment.measure(how.__name__, measure_run, folders)
 
 
 def edits(experiment: Experiment) -> None:
-    figure, panels = plt.subplots(2, 1, figsize=(11, 6.8), layout="constrained")
+    figure, panels = plt.subplots(2, 1, figsize=(11, 6.8))
     kinds = experiment.train(pick("STEM, all", "Embformer"))
     for axes, (kind, folders) in zip(panels, kinds.items(), strict=True):
-        runs = success_of_edits(experiment, folders, measure_layers, 1000)
+        runs = success_of_edits(experiment, folders, report_layers, 1000)
         title, swaps = f"{kind}: rows swapped in", list(runs[0])
         table = [{title: swap} for swap in swaps]
         for number, what in enumerate(MEASURES):  # means, with lines from the lowest to the highest
@@ -170,7 +152,6 @@ def edits(experiment: Experiment) -> None:
         print(markdown(table) + "\n")
         axes.set_xticks(np.arange(len(swaps)) + 0.3, swaps, rotation=30)
         axes.set(ylabel="share", title=title, ylim=(0, 1))
-        axes.grid(alpha=0.3, axis="y")
     print(edits_by_names(experiment))
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=len(MEASURES))

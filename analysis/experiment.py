@@ -28,6 +28,7 @@ from training.checkpoints import device_flag
 from training.records import markdown, plt, read_run, save_figure
 from training.settings import RESUMABLE_FLAGS, resolve_settings
 
+plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True})
 Flags = dict[str, Any]  # of train.py, by name
 Run = dict[str, list[dict]]  # the records of a run by type
 
@@ -85,15 +86,16 @@ class Experiment:
         return {"data_dir": str(self.data_dir), "device": self.device, **flags, **small}
 
     def folder(self, flags: Flags) -> Path:
-        """The folder of a run, a new one if need be. It is named by `flags`, and found by a hash of
-        all settings and of the data: runs with other settings have another folder."""
+        """The folder of a run, a new one if need be, found by a hash of all settings and of the
+        data. Its name, which legends show, begins with the data and the values of `flags`."""
         full, runs = self.full(flags), self.out_dir / "runs"
         settings = resolve_settings(**full).flat().items()
         data = Path(full["data_dir"])
         distinct = [{k: v for k, v in settings if k not in RESUMABLE_FLAGS}, read_meta(data)]
         digest = hashlib.sha256(json.dumps(distinct, sort_keys=True).encode()).hexdigest()[:12]
-        shown = (f"{k}={v}" for k, v in sorted(flags.items()) if k not in ("data_dir", "init_from"))
-        folder = next(runs.glob(f"*-{digest}"), runs / f"{','.join([data.name, *shown])}-{digest}")
+        shown = (str(v) for k, v in flags.items() if k not in ("data_dir", "init_from"))
+        name = "-".join([data.name, *shown])[:47]
+        folder = next(runs.glob(f"*-{digest}"), runs / f"{name}-{digest}")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -115,17 +117,19 @@ class Experiment:
                 train_all(jobs, self.jobs)
         return folders
 
-    def measure(self, name: str, todo: dict[str, Callable[[], Any]]) -> list[Any]:
-        """What the functions return: JSON, kept in <name>.json by their keys for the next time."""
-        path = self.out_dir / f"{name}.json"
-        figures = read_json(path)
-        new = [key for key in todo if key not in figures]
-        for key in tqdm(new, name, disable=not new):
-            figure = todo[key]()
-            with locked(self.out_dir, wait=True), atomic(path) as temporary:
-                figures = {**read_json(path), key: figure}  # with what another analysis added
-                temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        return [figures[key] for key in todo]
+    def measure(self, name: str, function: Callable, subjects: Iterable[Path | tuple]) -> list[Any]:
+        """What a function returns about runs' folders or tuples of arguments. It is kept, in a file
+        of the folder `name` for each of them, for the next time."""
+        figures = []
+        for each in tqdm(subjects, name):
+            key = each.name if isinstance(each, Path) else ", ".join(map(str, each))
+            path = self.out_dir / name / f"{key}.json"
+            if not path.exists():
+                figure = function(each)
+                with locked(self.out_dir, wait=True), atomic(path) as temporary:
+                    temporary.write_text(json.dumps(figure), encoding="utf-8")
+            figures.append(json.loads(path.read_bytes()))
+        return figures
 
     def picture(self, name: str, figure: plt.Figure) -> None:
         path = self.out_dir / f"{name}.png"
@@ -169,22 +173,12 @@ def train_all(jobs: dict[Path, Flags], at_once: int) -> None:
             folder, process = running.pop(wait(running)[0])
             process.join()
             if process.exitcode and not diverged(folder):
-                *_, last = ["nothing", *(folder / "log.txt").open(encoding="utf-8")]
-                raise UserError(
-                    f"{folder}: exit code {process.exitcode}, log.txt ends with: {last}"
-                )
+                raise UserError(f"{folder}: exit code {process.exitcode}, see its log.txt")
     finally:
         for process in multiprocessing.active_children():
             process.terminate()
         for process in multiprocessing.active_children():
             process.join()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_bytes()) if path.exists() else {}
-    except ValueError:
-        raise UserError(f"{path} is damaged: delete it") from None
 
 
 def search_learning_rates(
@@ -228,7 +222,6 @@ def best_learning_rates(experiment: Experiment, kinds: dict[str, Flags]) -> dict
 
 
 def best_loss(run: Run) -> float:
-    """The lowest validation loss of a run."""
     return float(np.nanmin([record["val_loss"] for record in run["eval"]]))
 
 

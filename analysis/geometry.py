@@ -2,14 +2,10 @@
 
 Layer by layer, the cosines of all pairs of tokens in the training text: of the rows of STEM's
 tables, and of Embformer's (keys, values, FFN scales); of a dense model's `W_u x`, for each token
-its mean over the text, and one that it had somewhere, as `x` depends on the context; of the input
-embeddings; and as "untrained" of models as they begin, mean of the layers. With care: random rows
-are nearly orthogonal, so training can only turn them towards each other, and `W_u x` has at most
-n_embd dimensions, where a row has its whole width.
+its mean over the text; of the input embeddings; and as "untrained" of models as they begin, mean of
+the layers.
 """
 
-import itertools
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +17,16 @@ from analysis.experiment import Experiment, pick, spread
 from model import Decoder
 from training.batches import open_tokens, read_meta
 from training.checkpoints import load_model
-from training.records import markdown, mean_and_band, plt, read_run
+from training.records import markdown, mean_and_band, plt
 
 BINS = np.linspace(-1, 1, 81)
 TOKENS = (" Spain", " euro")  # whose neighbours are shown
-Vectors = dict[str, dict[str, Tensor]]  # of the tokens [n, ..], by column and layer
 
 
 def cosines(vectors: Tensor) -> Tensor:
     """Of all pairs of n vectors [n, W]: [n (n - 1) / 2]."""
     unit = F.normalize(vectors.float(), dim=-1)
-    upper = torch.ones(len(unit), len(unit), dtype=torch.bool, device=unit.device).triu(1)
-    return (unit @ unit.T)[upper]
+    return (unit @ unit.T)[unit.new_ones(len(unit), len(unit)).triu(1).bool()]
 
 
 def measure(vectors: Tensor) -> dict[str, float | list[float]]:
@@ -45,38 +39,30 @@ def measure(vectors: Tensor) -> dict[str, float | list[float]]:
 
 
 @torch.inference_mode()
-def up_outputs(model: Decoder, windows: Tensor, tokens: Tensor) -> Vectors:
-    """W_u x in each layer of a dense model that reads windows [N, T]: the mean for each token, and
-    what it was where the token came first."""
+def up_outputs(model: Decoder, windows: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """W_u x in each layer of a dense model that reads windows [N, T]: the mean for each token."""
     n, outputs = model.config.vocab_size, {}  # of the last batch, by layer
     for layer, block in enumerate(model.blocks):
         block.ffn.up.register_forward_hook(lambda _, x, y, at=layer: outputs.update({at: y}))
     sums = torch.zeros(len(model.blocks), n, block.ffn.up.out_features, device=model.device)
-    firsts, counts = torch.zeros_like(sums), torch.zeros(n, dtype=torch.int64)
     for ids in windows.split(16):
         model.hidden(ids)
-        flat = ids.flatten()  # [16 T]
-        distinct, place = map(torch.from_numpy, np.unique(flat.numpy(), return_index=True))
-        new = counts[distinct] == 0
-        counts += flat.bincount(minlength=n)
         for layer, y in outputs.items():
-            y = y.flatten(0, 1)  # [16 T, d_ff]
-            sums[layer].index_add_(0, flat.to(y.device), y)
-            firsts[layer, distinct[new]] = y[place[new]]
+            sums[layer].index_add_(0, ids.flatten().to(y.device), y.flatten(0, 1))  # [16 T, d_ff]
+    counts = windows.flatten().bincount(minlength=n)
     tokens = tokens[counts[tokens] > 0]  # not all, if the text is not read to its end
     means = sums[:, tokens] / counts[tokens, None].to(sums.device)
-    columns = {"dense W_u x, mean": means, "dense W_u x, one": firsts[:, tokens]}
-    return {name: {str(n): y for n, y in enumerate(each)} for name, each in columns.items()}
+    return {str(layer): mean for layer, mean in enumerate(means)}
 
 
 @torch.no_grad()
-def vectors(model: Decoder, windows: Tensor, tokens: Tensor) -> Vectors:
-    """All that is compared of a model."""
+def vectors(model: Decoder, windows: Tensor, tokens: Tensor) -> dict[str, dict[str, Tensor]]:
+    """All that is compared of a model: of the tokens [n, ..], by column and layer."""
     config = model.config
     rows = [each[0] for each in model.tables.lookup(tokens[None])]  # [n, W] of each table
     layers = [str(n) for n, block in enumerate(model.blocks) if block.row_width]
     if config.ffn == "dense":
-        columns = up_outputs(model, windows, tokens)
+        columns = {"dense W_u x": up_outputs(model, windows, tokens)}
     elif config.ffn == "stem":
         columns = {"STEM rows": dict(zip(layers, rows, strict=True))}
     else:
@@ -89,84 +75,70 @@ def vectors(model: Decoder, windows: Tensor, tokens: Tensor) -> Vectors:
     return columns
 
 
-def measure_run(folder: Path, experiment: Experiment, windows: Tensor, tokens: Tensor) -> dict:
+def measure_run(folder: Path, experiment: Experiment, ids: Tensor, tokens: Tensor) -> dict:
     """The measures of a run by column and layer; "untrained": of the model as it began."""
     model, _, checkpoint = load_model(folder / "ckpt.pt", experiment.on)
-    found = {
-        column: {layer: measure(each) for layer, each in layers.items()}
-        for column, layers in vectors(model, windows, tokens).items()
-    }
+    windows = ids.unfold(0, model.config.block_size, model.config.block_size)  # [N, T]
+    windows = windows[:64] if experiment.quick else windows
     torch.manual_seed(checkpoint["args"]["seed"])
-    fresh = Decoder(model.config).to(experiment.on).eval()
-    for column, layers in vectors(fresh, windows, tokens).items():
-        each = [measure(rows) for layer, rows in layers.items() if layer != "embedding"]
+    fresh = vectors(Decoder(model.config).to(experiment.on).eval(), windows, tokens)
+    found = {}
+    for column, layers in vectors(model, windows, tokens).items():
+        found[column] = {layer: measure(each) for layer, each in layers.items()}
+        each = [measure(rows) for layer, rows in fresh[column].items() if layer != "embedding"]
         found[column]["untrained"] = {k: np.mean([m[k] for m in each], 0).tolist() for k in each[0]}
     return found
 
 
 def geometry(experiment: Experiment) -> None:
     ids = open_tokens(experiment.data_dir, "train", read_meta(experiment.data_dir)).astype(np.int64)
-    tokens = torch.from_numpy(np.unique(ids))
+    more = (experiment, torch.from_numpy(ids), torch.from_numpy(np.unique(ids)))
     groups = experiment.train(pick("STEM, all", "dense", "Embformer"))
-    folders = list(itertools.chain(*groups.values()))
-    block_size = read_run(folders[0])["run"][-1]["args"]["block_size"]
-    windows = torch.from_numpy(ids[: len(ids) // block_size * block_size]).view(-1, block_size)
-    more = (experiment, windows[:64] if experiment.quick else windows, tokens)
-    todo = {folder.name: partial(measure_run, folder, *more) for folder in folders}
     found: dict[str, list[dict]] = {}  # by column, of each run
-    for run in experiment.measure("geometry", todo):
-        for column, by_layer in run.items():
-            found.setdefault(column, []).append(by_layer)
-    layers = found["dense W_u x, one"][0].keys() - {"untrained"}  # all there are
+    for folders in groups.values():
+        runs = experiment.measure("geometry", lambda folder: measure_run(folder, *more), folders)
+        found |= {column: [run[column] for run in runs] for column in runs[0]}
+    lines = list(found["dense W_u x"][0])  # embedding, all layers, untrained
     for what, form in (("mean size of cosines", ".3f"), ("share above 0.5", ".1%")):
         table = []
-        for line in ("embedding", *sorted(layers, key=int), "untrained"):
+        for line in lines:
             row = {f"{what}: layer": line}
             for column, runs in found.items():
                 row[column] = spread(form, (run.get(line, {}).get(what) for run in runs))
             table.append(row)
         print(markdown(table) + "\n")
-    print(neighbours(folders[0], experiment, tokens))
-    draw(experiment, found)
+    print(neighbours(groups["STEM, all"][0], experiment, more[-1]))
+    draw(experiment, found, lines[2:-1])
 
 
 def neighbours(folder: Path, experiment: Experiment, tokens: Tensor) -> str:
-    """The tokens whose rows in a STEM model have the largest cosine with some token's."""
+    """The tokens of these whose rows in a STEM model have the largest cosine with some token's."""
     model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
-    table = []
-    for layer, rows in vectors(model, tokens[None], tokens)["STEM rows"].items():
+    every, table = torch.arange(encoding.n_vocab), []
+    for layer, rows in vectors(model, every[None], every)["STEM rows"].items():
         unit, row = F.normalize(rows, dim=-1), {"nearest rows": layer}
         for text in TOKENS:
-            token, *more = encoding.encode_ordinary(text)
-            if more or token not in tokens:
-                continue  # this tokenizer has other pieces
-            best = (unit @ unit[tokens.tolist().index(token)]).topk(4)  # the first is itself
-            near = zip(best.values.tolist(), tokens[best.indices.cpu()].tolist(), strict=True)
-            near = [f"{encoding.decode([other])!r} {cosine:.2f}" for cosine, other in near]
-            row[repr(text)] = ", ".join(near[1:])
+            token = encoding.encode_ordinary(text)[0]  # with another tokenizer a part of it
+            best = (unit[tokens] @ unit[token]).topk(4)
+            near = zip(tokens[best.indices.cpu()].tolist(), best.values.tolist(), strict=True)
+            near = [f"{encoding.decode([other])!r} {cosine:.2f}" for other, cosine in near]
+            row[repr(encoding.decode([token]))] = ", ".join(near[1:])  # the first is itself
         table.append(row)
     return markdown(table)
 
 
-def draw(experiment: Experiment, found: dict[str, list[dict]]) -> None:
+def draw(experiment: Experiment, found: dict[str, list[dict]], layers: list[str]) -> None:
     """Histograms of the cosines, a panel for each layer with STEM rows."""
-    layers = [line for line in found["STEM rows"][0] if line.isdigit()]
-    columns, centre = -(-len(layers) // 2), (BINS[1:] + BINS[:-1]) / 2
-    size = dict(figsize=(3.4 * columns, 5), layout="constrained", sharex=True, squeeze=False)
-    figure, panels = plt.subplots(2, columns, **size)
-    for axes in panels.flat[len(layers) :]:
-        axes.axis("off")
-    for axes, layer in zip(panels.flat, layers, strict=False):
-        for column in ("STEM rows", "dense W_u x, mean", "dense W_u x, one"):
+    centre, size = (BINS[1:] + BINS[:-1]) / 2, dict(figsize=(13, 3), squeeze=False)
+    figure, panels = plt.subplots(1, len(layers), **size, sharex=True, sharey=True)
+    for axes, layer in zip(panels[0], layers, strict=True):
+        for column in ("STEM rows", "dense W_u x"):
             runs = np.array([run[layer]["histogram"] for run in found[column]])
             mean_and_band(axes, centre, runs, label=column)
         runs = np.array([run["untrained"]["histogram"] for run in found["STEM rows"]])
         mean_and_band(axes, centre, runs, label="untrained rows", color="grey", linestyle=":")
-        axes.set_title(f"layer {layer}", fontsize="medium")
-        axes.set_yscale("log")
-        axes.grid(alpha=0.3)
+        axes.set(title=f"layer {layer}", xlabel="cosine of two tokens", yscale="log")
+    panels[0, 0].set_ylabel("density")
     handles = panels[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=4)
-    figure.supxlabel("cosine of two tokens")
-    figure.supylabel("density")
+    figure.legend(*handles, loc="outside upper center", ncols=3)
     experiment.picture("geometry", figure)

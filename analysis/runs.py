@@ -66,7 +66,6 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
         # none for preferences, whose loss is per pair
         "per byte": spread(".3f", (record.get("val_loss_per_byte") for record in last)),
         "capitals recalled": spread(".1%", recalls),
-        "recall before edits": spread(".1%", (report["recall"] for report in edits)),
         "edits that succeed": spread(".1%", (report["success"] for report in edits)),
         "spikes in 1,000 steps": spread(".1f", map(spike_rate, map(losses, group))),
         "parameters": f"{sizes['total'] / 1e6:.2f} M",
@@ -96,15 +95,13 @@ def kinds(experiment: Experiment) -> None:
         rows = [row(name, group) for name, group in groups.items()]
         print(f"Equal {title}:\n\n{markdown(rows)}\n")
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4))
     for name, group in equal.items():
         curve(panels[0], group, 1e-6, label=name)
         curve(panels[1], more.get(name, group), 3 * cost[name] / 1e12)
-    for axes, unit in zip(panels, ("million tokens", "training TFLOP"), strict=True):
-        axes.set_xlabel(unit)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("validation loss (nats per token)")
-    panels[1].set_ylim(panels[0].get_ylim())  # what overfits with more steps leaves the picture
+    panels[0].set(xlabel="million tokens", ylabel="validation loss (nats per token)")
+    # What overfits with more steps leaves the picture.
+    panels[1].set(xlabel="training TFLOP", ylim=panels[0].get_ylim())
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     experiment.picture("kinds", figure)
 
@@ -155,20 +152,16 @@ def stability(experiment: Experiment) -> None:
         (name, rate): {**KINDS[name], "max_iters": 250, "learning_rate": rate}
         for name, rate in itertools.product(names, rates)
     })  # fmt: skip
-    size = dict(figsize=(11, 6), layout="constrained", sharey="row", squeeze=False)
+    size, rows = dict(figsize=(11, 6), sharey="row", squeeze=False), []
     figure, panels = plt.subplots(2, len(rates), **size)
-    rows = []
     for (name, rate), folders in trained.items():
         group = list(map(read_run, folders))
         curves = list(map(losses, group))
         norms = [[step["grad_norm"] for step in run["step"]] for run in group]
-        # What the router's loss is over that of an even load, of each layer's, in the last steps.
-        loads = [
-            statistics.fmean(step["train_balance"] for step in run["step"][-50:])
-            / (run["run"][0]["args"]["balance"] * run["run"][0]["args"]["n_layer"])
-            for run in group
-            if "train_balance" in run["step"][0]
-        ]
+        # moe's: what its router's loss is over that of an even load, of each layer, at the end.
+        args, last = group[0]["run"][0]["args"], [run["step"][-50:] for run in group]
+        even = args["balance"] * args["n_layer"]
+        loads = [statistics.fmean(s.get("train_balance", 0.0) for s in steps) for steps in last]
         rows.append({
             "kind": name,
             "learning rate": f"{rate:g}",
@@ -177,7 +170,7 @@ def stability(experiment: Experiment) -> None:
             "largest after warm-up": spread(".1f", (max(norm[25:] or norm) for norm in norms)),
             "last training loss": spread(".3f", (statistics.fmean(loss[-25:]) for loss in curves)),
             "diverged": str(sum(map(diverged, folders)) or ""),
-            "load of experts over even": spread(".2f", loads),
+            "load of experts over even": spread(".2f", (load / even for load in loads if load)),
         })  # fmt: skip
         look = dict(color=f"C{names.index(name)}", linewidth=0.7, alpha=0.8)
         above, below = panels[:, rates.index(rate)]
@@ -187,8 +180,7 @@ def stability(experiment: Experiment) -> None:
         above.set_title(f"learning rate {rate:g}")
     print(markdown(rows))
     for axes, label in zip(panels[:, 0], ("training loss", "gradient norm"), strict=True):
-        axes.set_ylabel(label)
-        axes.set_yscale("log")
+        axes.set(ylabel=label, yscale="log")
     panels[0, -1].legend()
     experiment.picture("stability", figure)
 
@@ -205,16 +197,13 @@ def spike_rate(losses: list[float]) -> float | None:
 
 
 def spikes(losses: list[float]) -> np.ndarray:
-    """Which steps have a loss higher than that of all REACH steps before, and above the robust
-    running band. Its middle is the median of the steps up to REACH before and behind, which follows
-    a loss that falls; its height is six times the spread around that of the steps up to twice as
-    far (1.4826 of the median deviation, for normal noise the standard deviation). The first and the
-    last REACH steps have no band, and are left out.
-    """
+    """Which steps, but the first and the last REACH, have a loss higher than in all REACH steps
+    before, and more than six robust deviations above the median of those before and behind."""
     loss = np.nan_to_num(losses, nan=np.inf).clip(max=1e30)
     inner = loss[REACH:-REACH]
     above = inner - np.median(windows(loss, 2 * REACH + 1), axis=1)
     around = np.pad(np.abs(above), 2 * REACH, mode="symmetric")
+    # 1.4826: of normal noise this is the standard deviation.
     band = 6 * 1.4826 * np.median(windows(around, 4 * REACH + 1), axis=1)
     highest = windows(loss, REACH)[: len(inner)].max(axis=1)  # of the steps before
     return (above > band) & (inner > highest)

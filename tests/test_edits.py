@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from analysis import edits
-from analysis.edits import MEASURES, Asked, SomeTables, choices, follow, measure
+from analysis.edits import MEASURES, Asked, SomeTables, choices, follow, report_layers
 from config import ModelConfig
 from edit import edited_ids
 from model import Decoder
@@ -43,8 +43,7 @@ def test_an_edit_in_some_layers_is_other_rows_in_these_tables(encoding, ffn, swa
 
     model.tables = tables = SomeTables(model.tables)
     tables.swapped = swapped
-    pair = [Asked(name, 1, [], []) for name in ("Spain", "Peru")]
-    mixed = torch.tensor([tables.edited(encoding, ids, *pair)])
+    mixed = torch.tensor([tables.edited(ids, edited_ids(encoding, ids, "Spain", "Peru"))])
     assert torch.equal(model(torch.tensor([ids]), table_ids=mixed)[0], expected)
 
 
@@ -65,7 +64,7 @@ def test_the_edited_paragraph_stands_before_another_document(encoding):
     assert second == "Country: Fiji\nIts capital is"
 
 
-def test_measures_are_those_of_answers_that_are_known(encoding):
+def test_measures_are_those_of_answers_that_are_known(encoding, monkeypatch):
     """Prompt and answers are what the model says, so what must come out is known."""
     model, prompt = made(encoding, "stem"), encode(encoding, "Country: Spain")
 
@@ -81,7 +80,8 @@ def test_measures_are_those_of_answers_that_are_known(encoding):
     whole = model.generate(torch.tensor([begun]), 20, temperature=0)[0].tolist()
     third = Asked("Fiji", 1, whole[len(begun) - 1 : -1], whole[-1:])
 
-    found = measure(model, encoding, [(source, target, third)])
+    monkeypatch.setattr(edits, "triples", lambda *_: [(source, target, third)])
+    found = report_layers(model, encoding, 1)
     assert list(found["none"].values()) == [0, 1, 0, 0]
     after = says(whole, edited_ids(encoding, whole, "Spain", "Peru"))[:-1]
     gone = after[len(begun) - 1 :] != torch.tensor(whole[len(begun) :])
@@ -95,7 +95,7 @@ def test_names_of_different_length_have_a_figure_for_each_way(tmp_path):
     lengths = dict(longer=dict(last=0.5, first=0.25, pad=0.125, average=1.0))
     given = dict(report_pairs=pairs, report_lengths=lengths, report_injected=injected)
     experiment = SimpleNamespace(
-        measure=lambda name, todo: [given[name] for _ in todo],
+        measure=lambda name, function, folders: [given[name] for _ in folders],
         train=lambda kinds: {kind: [tmp_path] for kind in kinds},
     )
     _, _, *rows = edits.edits_by_names(experiment).splitlines()
