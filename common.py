@@ -152,12 +152,13 @@ def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to `path` on success: readers never see half a file.
     UserError: it cannot be written."""
     temporary = Path(f"{path}.tmp")
-    with writing(path):
-        try:
+    try:
+        with writing(path):
             temporary.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
             os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()

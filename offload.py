@@ -49,7 +49,8 @@ class Buffer:
         self.scatter: Callable[[], object] = lambda: None  # staged rows to where they are stored
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        self.ready = torch.cuda.Event(blocking=True)  # anew: who has the one before waits for that
+        """A new event each time: whoever has the one before does not wait for this, too."""
+        self.ready = torch.cuda.Event(blocking=True)
         self.ready.record(stream)
         return self.ready
 
@@ -59,7 +60,8 @@ class Buffer:
         self.scatter = lambda: None
 
 
-def rows_in(memory: Tensor, n: int, like: Tensor) -> Tensor:  # [n, ..]
+def rows_in(memory: Tensor, n: int, like: Tensor) -> Tensor:
+    """Bytes of a buffer as rows [n, ..] like those of a table."""
     size = n * like.shape[1] * like.element_size()
     return memory[:size].view(like.dtype).view(n, like.shape[1])
 
@@ -73,11 +75,13 @@ class TransferRing:
         self.worker = ThreadPoolExecutor(1) if staged else None
         self.failure: BaseException | None = None  # of a job: rows are half-way between steps
         self.buffers: deque[Buffer] = deque()
+        self.turn = 0  # counts the users of the buffers, of whom each takes them from the last
 
     def run(self, job: Callable, *args) -> object:
         return self.worker.submit(self.attempt, job, *args) if self.worker else job(*args)
 
     def attempt(self, job: Callable, *args) -> object:
+        """Worker: do a job. RuntimeError: it failed, or one before it."""
         try:
             if self.failure is None:
                 return job(*args)
@@ -86,15 +90,18 @@ class TransferRing:
         raise RuntimeError(f"a transfer failed: {self.failure!r}: go on from a checkpoint")
 
     def next_buffer(self, n_byte: int) -> Buffer:
+        """Addresses stay, unless rows need more bytes than any before."""
         if not self.buffers or len(self.buffers[0].memory) < n_byte:
             self.buffers = deque(Buffer(n_byte, self) for _ in range(self.n_buffer))
         self.buffers.rotate(-1)
         return self.buffers[-1]
 
     def host_index(self, ids: Tensor) -> Tensor:
+        """Ids of stored rows, where `fetch` and `write_back` want them."""
         return ids if self.worker else self.device_index(ids)
 
     def device_index(self, index: Tensor) -> Tensor:
+        """An index on the device, for the side stream."""
         if index.device.type == self.device.type:
             index.record_stream(self.stream)  # its owner may let go of it before it is read
             return index
@@ -103,7 +110,8 @@ class TransferRing:
 
     @torch.no_grad()
     def fetch(self, buffer: Buffer, host: Tensor, ids: Tensor, device=None, slots=None):
-        """Job: bring rows `ids` [n] of `host` [V, ..] to a buffer, maybe to `slots` of `device`."""
+        """Job: bring rows `ids` [n] of `host` [V, ..] to a buffer and maybe on to `slots` [n] of
+        `device`. Returns the event of their arrival."""
         rows = rows_in(buffer.memory, len(ids), host)
         if self.worker:
             buffer.wait_staging()
@@ -141,11 +149,13 @@ class TransferRing:
         return self.run(lambda: [wait() for wait in waits])
 
     def synchronize(self) -> None:
+        """Wait until all that was queued is done."""
         result_of(self.wait_staging())
         self.stream.synchronize()
 
 
 def result_of(job: object) -> object:
+    """What a job returned, once the worker has done it."""
     return job.result() if isinstance(job, Future) else job
 
 
@@ -172,8 +182,8 @@ class OffloadedTables(StoredTables):
     # --- reading ---
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """As `Tables.lookup`, until the next one. What can be fetched ahead is under way when this
-        returns. `ids` of a decoding step, [B, 1], may be on the device. RuntimeError: the worker
+        """As `Tables.lookup`. What can be fetched ahead is under way when this returns. `ids` of a
+        decoding step, [B, 1], may be on the device. The iterator raises RuntimeError if the worker
         failed."""
         if self.in_training():
             distinct, position = self.distinct(ids)
@@ -183,17 +193,20 @@ class OffloadedTables(StoredTables):
             self.prefetch_missing(distinct)
             return self.read_once(distinct, position)
         self.write_back(self.resident_ids)
+        self.ring.turn += 1
         return self.read(ids)
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        distinct, position = torch.unique(ids.cpu(), return_inverse=True)  # [n], like ids
+        """Distinct ids [n] on the CPU, and the position among them of each of ids."""
+        distinct, position = torch.unique(ids.cpu(), return_inverse=True)
         if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < self.vocab_size:
             raise IndexError(f"an id is not one of the tables' rows 0 to {self.vocab_size - 1}")
         return distinct, position
 
     def read(self, ids: Tensor) -> Iterator[Tensor]:
-        """Rows of tokens [B, T], each fetched once, table after table. Of [B, 1] one kernel fetches
-        all tables' rows, distinct or not: in direct mode the host does not wait to know them."""
+        """Yield the rows of tokens [B, T], fetched each once, table after table. Of tokens [B, 1]
+        one kernel fetches all that they own, as it lies side by side, and nobody looks whether they
+        are distinct: in direct mode the host does not wait to know them."""
         if self.ring.worker:
             ids = ids.cpu()
         if ids.shape[-1] == 1:
@@ -206,7 +219,7 @@ class OffloadedTables(StoredTables):
             sources, buffer_of = self.host_rows[0], self.ring.next_buffer
             position = send(position, self.device)
         self.storage.read_ahead(wanted)
-        n, wanted = len(wanted), self.ring.host_index(wanted)
+        n, turn, wanted = len(wanted), self.ring.turn, self.ring.host_index(wanted)
 
         def request(source: Tensor) -> tuple[Tensor, Buffer, object]:
             buffer = buffer_of(n * source.shape[1] * source.element_size())
@@ -214,6 +227,7 @@ class OffloadedTables(StoredTables):
 
         def receive() -> Iterator[Tensor]:
             while requested:
+                assert self.ring.turn == turn, "this lookup lost its buffers to another one"
                 source, buffer, job = requested.popleft()
                 self.wait(job)
                 rows = rows_in(buffer.memory, n, source)  # [n, W], or [n, n_table * W]
@@ -302,6 +316,7 @@ class OffloadedTables(StoredTables):
 
     def transfers(self, n: int) -> Iterator[tuple[Buffer, Tensor, Tensor, int]]:
         """For rows, m and v of n tokens: a buffer, where they are, and the number of the job."""
+        self.ring.turn += 1
         for kind, pairs in enumerate(zip(self.host_rows, self.device_rows, strict=True)):
             for table, (host, device) in enumerate(zip(*pairs, strict=True)):
                 buffer = self.ring.next_buffer(n * self.width * 4)  # at most: rows may be bfloat16
@@ -326,9 +341,13 @@ class OffloadedTables(StoredTables):
 
 def make_tables(offload: str, device, dtype, *, live=None, saved=None, fresh=False) -> Callable:
     """What makes the tables of a `Decoder`, used on `device` and stored where `offload` says: a
-    function of (n_table, V, W). On disk, training writes to a new folder `live`, all else reads the
-    DiskStorage `saved` of a checkpoint in place. `fresh`: rows are to be drawn, not loaded.
-    UserError: there is no room."""
+    function of (n_table, V, W), which raises UserError where there is no room.
+
+    Args:
+        live: for training, the path of a new folder, for tables on disk.
+        saved: DiskStorage of a checkpoint, which is read in place without training.
+        fresh: whether rows are to be drawn, not loaded.
+    """
     training, far = live is not None, offload != "none" and device.type in STREAMS
     on_disk = offload == "disk" and (training or saved is not None)
 

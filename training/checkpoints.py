@@ -62,6 +62,7 @@ def remove_unused_tables(folder: Path) -> None:
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
+    """Write a checkpoint: config, weights, tokenizer, and `state`."""
     tables = model.tables.storage if model.tables.on_disk else None
     checkpoint = dict(format=FORMAT, config=asdict(model.config), model=dict(model.state_dict()))
     checkpoint |= dict(tokenizer=tokenizer.dumps(encoding), tables=tables, **state)
@@ -69,7 +70,8 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> None:
-    """Write what `load_checkpoint` gave, maybe with other rows; tables on disk go to a snapshot."""
+    """Write what `load_checkpoint` gave, maybe with other rows. What tables on disk hold goes from
+    it to a snapshot first."""
     try:
         if storage := checkpoint["tables"]:
             name = secrets.token_hex(4)
@@ -85,9 +87,9 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
-    """Read what `save_checkpoint` wrote, mapped into memory, and `verify` its checksums if asked.
-    Tables on disk are put where others are, and their storage is `tables`. UserError: there is no
-    such file, or it is damaged or something else."""
+    """Read what `save_checkpoint` wrote, mapped into memory, so that what nobody touches is not
+    read, unless to `verify` the checksums. Tables on disk are put where others are, and their
+    storage is `tables`. UserError: there is no such file, or it is damaged or something else."""
     checkpoint = read_checkpoint(path)
     with checkpoint_errors(path):
         if verify and (bad := zipfile.ZipFile(path).testzip()):
@@ -110,6 +112,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
 
 
 def read_checkpoint(path: str | Path) -> dict:
+    """The file of a checkpoint alone, as `load_checkpoint`."""
     with checkpoint_errors(path):
         loaded = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(loaded, dict) or loaded.get("format") != FORMAT:
