@@ -210,32 +210,6 @@ def test_cached_logits_equal_uncached(ffn, chunks, n_kv_head):
     torch.testing.assert_close(torch.cat(parts, dim=1), model(ids)[0], rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
-def test_cache_buffers_are_allocated_once_and_read_in_place():
-    model = decoder(ffn="dense", n_kv_head=2)
-    cache = KVCache(model.config, 1, "cpu", torch.float32)
-    buffers = [*cache.k, *cache.v]
-    addresses = [buffer.data_ptr() for buffer in buffers]
-    assert [buffer.shape for buffer in buffers] == 2 * 3 * [(1, 2, 16, 8)]
-    for token in tokens(1, 15).split(1, dim=1):
-        model(token, cache=cache)
-        assert [buffer.data_ptr() for buffer in (*cache.k, *cache.v)] == addresses
-    new = torch.zeros(1, 2, 1, 8)
-    assert [x.data_ptr() for x in cache.append(0, new, new)] == addresses[::3]  # no copies
-
-
-def test_tied_head_is_the_input_embedding():
-    ids, unseen = torch.tensor([[1, 2, 3]]), 7
-    tied, separate = (decoder(ffn="dense", tie_head=tie_head) for tie_head in (True, False))
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (tied, separate)]
-    assert sizes[1] - sizes[0] == 23 * 32
-    for model in (tied, separate):
-        model.train()(ids, ids)[1].backward()
-    # Through the head, a token that was not in the input pulls on the embedding too.
-    assert tied.wte.weight.grad[unseen].abs().sum() > 0
-    assert separate.wte.gradients()[0].tolist() == [1, 2, 3]
-
-
 def test_more_tokens_than_block_size_are_refused():
     model, cache = decoder(ffn="dense"), KVCache(ModelConfig(**TINY), 1, "cpu", torch.float32)
     model(tokens(1, 16))
@@ -457,18 +431,6 @@ def test_sizes_equal_the_formulas(options, n_table, width, linear, norms, tied):
 
 
 # --- initial weights and training ---
-
-
-def test_same_seed_gives_identical_initial_weights():
-    for ffn in LAYERS:
-        states = []
-        for seed in (1, 1, 2):
-            torch.manual_seed(seed)
-            states.append(Decoder(ModelConfig(**TINY, ffn=ffn)).state_dict())
-        for name, weight in states[0].items():
-            assert torch.equal(weight, states[1][name]), name
-            drawn = weight.dim() == 2
-            assert torch.equal(weight, states[2][name]) is not drawn, name
 
 
 def test_initial_weights_have_the_documented_spread():

@@ -179,18 +179,3 @@ def test_a_difference_is_one_line_and_a_failure(monkeypatch, capsys):
     line = r"error: \d of 8 differ beyond rounding: logits of Written by \de-03 in torch.float32"
     assert re.fullmatch(line, said)
     assert "| Written | loss |" in capsys.readouterr().out
-
-
-def test_wrong_arguments_are_one_line(monkeypatch, capsys, tmp_path):
-    assert outcome(monkeypatch) == 2
-    assert (
-        "error: name at least one of --llama, --embformer DIR, --stem DIR"
-        in capsys.readouterr().err
-    )
-    for flag, file in (("--stem", "apps/main/stem.py"), ("--embformer", "modeling_embformer.py")):
-        for folder in (tmp_path, tmp_path / "nowhere"):
-            said = outcome(monkeypatch, flag, folder)
-            assert said.startswith(f"error: no {folder}")
-            assert f"{file}: name a clone of github.com/" in said
-    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
-    assert "pip install 'transformers==4.53.*'" in outcome(monkeypatch, "--llama")

@@ -270,15 +270,3 @@ def test_a_model_of_another_tokenizer_is_refused(stage, folders, story, tmp_path
     command("prepare.py", *new, cwd=tmp_path)
     with pytest.raises(UserError, match=r"another tokenizer .* prepare\.py --tokenizer"):
         stage("midtrain", data=tmp_path / "other")
-
-
-def test_talking_needs_no_flags_of_writing(trained, tmp_path):
-    ckpt = trained["stem"] / "ckpt.pt"
-    for flags, says in (
-        (("--chat", "--prompt", "Hi"), "leave out --prompt"),
-        (("--system", "Be kind."), "--system goes with --chat"),
-    ):
-        error = command("sample.py", "--ckpt", ckpt, *flags, cwd=tmp_path, fails=True)
-        assert says in error.stderr
-    note = command("sample.py", "--ckpt", ckpt, "--chat", cwd=tmp_path, stdin="Hi\n")
-    assert "has not learned to talk" in note.stderr
