@@ -1,4 +1,4 @@
-"""The ground that everything stands on: errors a user can act on, flags, devices, files."""
+"""Shared helpers: errors a user can act on, flags, devices, files."""
 
 import contextlib
 import os
