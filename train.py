@@ -169,6 +169,8 @@ def fit(run: Run) -> None:
                 break
             if signals:
                 run.save()
+                if signals == [signal.SIGINT]:
+                    bar.write(f"go on with: python train.py --resume --out_dir {out_dir}")
                 raise SystemExit(128 + signals[0])  # as a shell reports it
 
             # 3) train, and get the next batch on the way
@@ -226,7 +228,7 @@ def end_on_signals(bar: tqdm) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
         if number == signal.SIGINT:
-            bar.write("stopping after this step, for --resume (Ctrl-C again: at once, unsaved)")
+            bar.write("stopping after this step (Ctrl-C again: at once, nothing saved)")
         else:
             bar.disable = True  # there may be no terminal any more
 

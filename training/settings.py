@@ -55,7 +55,12 @@ class Settings:
     data_dir: str = flag("data/countries", "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
     out_dir: Path = flag(Path("out"), "where everything goes")
     preset: str = flag("countries", "shape and settings", choices=PRESETS, shown="by data")
-    stage: str = flag("pretrain", "sft reads chats, dpo pairs, others text", choices=STAGES)
+    stage: str = flag(
+        "pretrain",
+        "what to do: pretrain; all others go on from --init_from: midtrain (linear decay), context "
+        "(longer --block_size), sft (conversations), dpo (preferences)",
+        choices=STAGES,
+    )
     init_from: Path | None = flag(None, "start from the model in this checkpoint")
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
     eval_only: bool = flag(False, "print what --init_from, or --out_dir, loses on --data_dir a,b")
@@ -63,7 +68,9 @@ class Settings:
 
     doc_mask: bool = flag(False, "no attention across documents", shown="in context", only=TEXT)
     batch_size: int = flag(8, "sequences in a step, for dpo pairs", shown="the preset's", **SIZE)
-    device_batch_size: int | None = flag(None, "of these at a time; a divisor", shown="all", **SIZE)
+    device_batch_size: int | None = flag(
+        None, "on the device at a time: fewer take less memory; a divisor", shown="all", **SIZE
+    )
     max_iters: int = flag(1000, "optimizer steps", shown="preset's; sft 2 epochs, dpo 1", **COUNT)
     learning_rate: float = flag(3e-3, "peak, of the backbone", shown="the preset's", **POSITIVE)
     schedule: str = flag("cosine", "decay; midtrain: linear", choices=("cosine", "linear"))
