@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # each run would import it anew
 from tqdm import tqdm
 
 import prepare
