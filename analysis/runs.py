@@ -15,12 +15,14 @@ from numpy.lib.stride_tricks import sliding_window_view as windows
 from analysis.edits import success_of_edits
 from analysis.experiment import (
     KINDS,
+    MAIN,
     Experiment,
     Flags,
     Run,
     best_learning_rates,
     best_loss,
     diverged,
+    pick,
     spread,
 )
 from training.batches import read_meta
@@ -80,7 +82,7 @@ def train_and_read(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str,
 
 
 def kinds(experiment: Experiment) -> None:
-    at_best = best_learning_rates(experiment, KINDS)
+    at_best = best_learning_rates(experiment, pick(*MAIN) if experiment.quick else KINDS)
     equal = train_and_read(experiment, at_best)
     # A kind whose tokens cost less gets more of them, until as much was computed.
     cost = {name: group[0]["run"][0]["sizes"]["flops_per_token"] for name, group in equal.items()}
