@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ModelConfig
+from tables.tables import send
 
 
 class SwiGLU(nn.Module):
@@ -88,9 +89,9 @@ class MoEFFN(Experts):
         p = self.router(x).softmax(-1, dtype=torch.float32)  # [B, T, n_expert]
         weight, chosen = p.topk(self.top_k)  # [B, T, top_k]
         if self.training:
-            share = chosen.flatten().bincount(minlength=self.n_expert) / chosen.numel()
-            self.auxiliary_loss = self.balance * self.n_expert * (share @ p.mean((0, 1)))
-        weight = weight / weight.sum(-1, keepdim=True)
+            share = F.one_hot(chosen, self.n_expert).float().mean((0, 1, 2))  # [n_expert]
+            self.auxiliary_loss = self.balance * self.n_expert * (share * p.mean((0, 1))).sum()
+        weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
         return (self.experts(x, chosen) * weight[..., None]).sum(-2)
 
 
@@ -111,7 +112,7 @@ class HashMoEFFN(Experts):
         self.register_buffer("hashes", torch.stack(hashes, dim=-1))  # [V, top_k]
 
     def forward(self, x: Tensor, rows: None, ids: Tensor) -> Tensor:
-        return self.experts(x, self.hashes[ids.to(x.device)]).sum(-2)
+        return self.experts(x, self.hashes[send(ids, x.device)]).sum(-2)
 
 
 class ProductKeyMemory(nn.Module):
@@ -153,7 +154,7 @@ class ProductKeyMemory(nn.Module):
         index = key[..., 0, :, None] * n_key + key[..., 1, None, :]
         score, place = sums.flatten(-2).topk(self.top_k)  # [B, T, n_head, top_k]
         index = index.flatten(-2).gather(-1, place).flatten(0, 1).flatten(1)
-        weight = score.softmax(-1).flatten(0, 1).flatten(1)  # [B * T, n_head * top_k], as index
+        weight = score.softmax(-1).to(x.dtype).flatten(0, 1).flatten(1)  # [B * T, n_head * top_k]
         y = F.embedding_bag(index, self.values.weight, per_sample_weights=weight, mode="sum")
         return y.view_as(x)
 

@@ -82,6 +82,7 @@ class Edit:
     undo: bool = flag(False, "take the last edit saved in --ckpt out of it, there or in --save")
     device: str = checkpoints.device_flag()
     offload: str = checkpoints.offload_flag()
+    dtype: str = checkpoints.decoding_dtype_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -175,7 +176,9 @@ def main() -> None:
         *checkpoint["edits"], last = checkpoint["edits"]
         return write(args, checkpoint, last["ids"], last["rows"])
     device = pick_device(args.device)
-    model, encoding, checkpoint = checkpoints.load_model(args.ckpt, device, args.offload)
+    model, encoding, checkpoint = checkpoints.load_model(
+        args.ckpt, device, args.offload, args.dtype
+    )
     model.tables = MeanRows(model.tables)
     instead = show(model, encoding, args)
     if args.save:

@@ -19,7 +19,7 @@ from common import UserError, check_ranges, flag, parse, pick_device, run
 from model import Decoder
 from text import tokenizer
 from text.tokenizer import StreamDecoder, encode
-from training.checkpoints import device_flag, load_model, offload_flag
+from training.checkpoints import decoding_dtype_flag, device_flag, load_model, offload_flag
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Sampling:
     seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
     device: str = device_flag()
     offload: str = offload_flag()
+    dtype: str = decoding_dtype_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -132,7 +133,8 @@ def converse(chat: Chat, seed: int, **options) -> None:
 
 def main() -> None:
     args = parse(Sampling, __doc__)
-    model, encoding, checkpoint = load_model(args.ckpt, pick_device(args.device), args.offload)
+    where = pick_device(args.device), args.offload, args.dtype
+    model, encoding, checkpoint = load_model(args.ckpt, *where)
     if args.compile:
         model.compile_steps()
     names = ("max_new_tokens", "temperature", "top_k", "top_p")

@@ -221,6 +221,9 @@ def test_a_checkpoint_brings_back_the_model(kind, tmp_path):
     for offload in ("none", "disk"):
         loaded, _, _ = load_model(tmp_path / "ckpt.pt", torch.device("cpu"), offload)
         torch.testing.assert_close(loaded(ids)[0], model(ids)[0])
+    short, _, _ = load_model(tmp_path / "ckpt.pt", torch.device("cpu"), dtype="bfloat16")
+    a, b = (each(ids)[0].float() for each in (short, model))
+    assert short.head_weight.dtype == torch.bfloat16 and (a - b).abs().mean() < 0.1 * b.std()
 
 
 def run(monkeypatch, program, *flags):

@@ -41,6 +41,17 @@ def test_samples_depend_on_the_seed_alone(trained, monkeypatch, capsys):
     assert text("--num_samples", 2).count("-" * 40) == 1
 
 
+def test_decoding_in_bfloat16_keeps_the_rows(trained, tmp_path):
+    ckpt = ("--ckpt", trained["stem"] / "ckpt.pt", "--dtype", "bfloat16")
+    command("sample.py", *ckpt, "--max_new_tokens", 3, cwd=tmp_path)
+    edit = ("--source", "Anna", "--target", "Björn", "--prompt", "Anna", "--save", "edited.pt")
+    command("edit.py", *ckpt, *edit, cwd=tmp_path)
+    before, after = (load_checkpoint(p)["model"] for p in (ckpt[1], tmp_path / "edited.pt"))
+    rows = [torch.cat([w for n, w in m.items() if "tables" in n]) for m in (before, after)]
+    changed = rows[0].ne(rows[1]).any(-1)
+    assert changed.any() and torch.isin(rows[1][changed], rows[0]).all()  # none is rounded
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
