@@ -55,11 +55,12 @@ class Optimizer:
         grads = [p.grad for p in params if p.grad is not None]
         read = {name: adam.tables.gradients() for name, adam in self.rows.items()}
         grads += [grad for _, row_grads in read.values() for grad in row_grads]
+        norm = torch.nn.utils.get_total_norm(grads)
         # What a scaler takes for an optimizer: rows have no place in `adamw`.
-        whole = SimpleNamespace(param_groups=[dict(params=list(map(with_itself_as_grad, grads)))])
+        params = list(map(with_itself_as_grad, [*grads, norm]))
+        whole = SimpleNamespace(param_groups=[dict(params=params)])
         whole.step = partial(self.update, lr * self.peak, read)
         self.scaler.unscale_(whole)
-        norm = torch.nn.utils.get_total_norm(grads)
         if self.grad_clip:
             scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
             torch._foreach_mul_(grads, scale)
