@@ -62,6 +62,15 @@ class Settings:
         choices=STAGES,
     )
     init_from: Path | None = flag(None, "start from the model in this checkpoint")
+    convert_tokens: int = flag(
+        1_000_000,
+        "of the training text to fill tables from, where --ffn stem starts from a dense model; 0: "
+        "rows stay random",
+        only="stem", must="0 or more",
+    )  # fmt: skip
+    convert_prior: float = flag(
+        1.0, "places of a token as which the mean over all tokens counts", only="stem", **POSITIVE
+    )
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
     eval_only: bool = flag(False, "print what --init_from, or --out_dir, loses on --data_dir a,b")
     verify: bool = flag(True, "check the checksums of what it starts or goes on from", shown="yes")
@@ -71,12 +80,15 @@ class Settings:
     device_batch_size: int | None = flag(
         None, "on the device at a time: fewer take less memory; a divisor", shown="all", **SIZE
     )
-    max_iters: int = flag(1000, "optimizer steps", shown="preset's; sft 2 epochs, dpo 1", **COUNT)
+    max_iters: int = flag(
+        1000, "optimizer steps", shown="preset's; sft 2 epochs, dpo 1", must="0 or more"
+    )
     learning_rate: float = flag(3e-3, "peak, of the backbone", shown="the preset's", **POSITIVE)
     schedule: str = flag("cosine", "decay; midtrain: linear", choices=("cosine", "linear"))
     warmup: float = flag(0.1, "fraction of the steps", shown="0.1; midtrain: 0", **SHARE)
     min_lr: float = flag(0.1, "share of the peak at the end", shown="0.1; midtrain: 0", **SHARE)
     beta: float = flag(0.15, "how much holds the model to the reference", only="dpo", **POSITIVE)
+    backbone_lr: float = flag(1.0, "learning rate of all but tables, over theirs", must="0 or more")
     weight_decay: float = flag(0.1, "of linear layers", must="0 or more")
     beta1: float = flag(0.9, "of both optimizers", **SHARE)
     beta2: float = flag(0.95, "of both optimizers", **SHARE)
@@ -185,10 +197,17 @@ def saved_settings(given: dict) -> Settings:
 
 def inherited(given: dict, config: dict) -> dict:
     """The shape of the model in --init_from. Only what no weight depends on may change, as the
-    context length, positions being rotary."""
+    context length, positions being rotary. And from a dense model one can go on to STEM."""
     shape, model = asdict(ModelConfig(**config)), given["init_from"]
+    free, before, after = ["block_size", "rope_base", "dropout"], shape["ffn"], given.get("ffn")
+    if converts := (before, after) == ("dense", "stem"):
+        free += ["ffn", "stem_layers"]
+    if after not in (None, before) and not converts:
+        raise UserError(f"--ffn {after}: {model} is {before}, only dense becomes another: stem")
+    if converts and STAGES[given.get("stage", "pretrain")]["rows"] != "text":
+        raise UserError(f"--stage {given['stage']} reads no text: convert {model} in one before it")
     for name in given:
-        if name in shape and name not in ("block_size", "rope_base", "dropout"):
+        if name in shape and name not in free:
             raise UserError(f"--{name} is given by the model in --init_from {model}: leave it out")
     if given.get("stage") == "context":
         growth = given.get("block_size", 0) / (before := shape["block_size"])
