@@ -39,7 +39,7 @@ from training.checkpoints import (
     remove_leftovers,
     save_checkpoint,
 )
-from training.convert import convert, load_dense
+from training.convert import convert
 from training.objectives import NextToken, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
 from training.questions import ask, show
@@ -85,10 +85,11 @@ class Run:
         # 3) what was trained before
         if checkpoint:
             with checkpoint_errors(origin):
-                if converts:
-                    replaced = load_dense(model, checkpoint["model"])
-                else:
-                    model.load_state_dict(checkpoint["model"])
+                weights = checkpoint["model"]
+                if converts:  # all but what rows replace, which stay as they are
+                    own = model.state_dict()
+                    weights = own | {name: w for name, w in weights.items() if name in own}
+                model.load_state_dict(weights)
                 if resume:
                     self.optimizer.load_state_dict(checkpoint["optimizer"])
                     for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
@@ -97,7 +98,7 @@ class Run:
                     if not 0 <= self.step <= settings.max_iters:
                         raise ValueError(f"it is of step {self.step} of {settings.max_iters}")
         if converts and settings.convert_tokens:
-            convert(self.objective, replaced, data, settings)
+            convert(self.objective, checkpoint["model"], data, settings)
         if settings.compile:
             for block in model.blocks:  # not the model: lookups and offloading stay outside
                 block.compile()
@@ -120,8 +121,9 @@ def train(settings: Settings) -> None:
     """A whole training run: what `python train.py` does, once its flags have become settings."""
     if settings.eval_only:
         return evaluate(settings)
-    out_dir, total = settings.out_dir, settings.max_iters * settings.batch_size
-    rows, block_size = STAGES[settings.stage]["rows"], settings.model.block_size
+    out_dir, block_size = settings.out_dir, settings.model.block_size
+    rows, to_convert = STAGES[settings.stage]["rows"], settings.convert_tokens // block_size
+    total = max(settings.max_iters * settings.batch_size, to_convert)
     data = Data(settings.data_dir, rows, block_size, settings.seed, total)
     settings.model.vocab_size = data.metas[0]["vocab_size"]
     with locked(out_dir):
@@ -189,9 +191,7 @@ def fit(run: Run) -> None:
             bar.set_postfix_str(format_metrics(figures))
 
     # 4) report what was learned
-    best = (
-        "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.best[0] < math.inf else ""
-    )
+    best = "best.pt (val loss {:.4f}, step {}), ".format(*run.best) if run.best[1] else ""
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
         if shares := ask(run.model, data):
             log.write(type="recall", step=run.step, **shares)

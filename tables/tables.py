@@ -49,12 +49,6 @@ class Tables(nn.Module):
             for part in weight.split(1 << 16):
                 part.copy_(torch.empty(part.shape, device=part.device).normal_(0, std))
 
-    @torch.no_grad()
-    def fill(self, table: int, rows: Tensor) -> None:
-        """Store rows [V, W] as those of a table."""
-        self.flush()  # nothing that is elsewhere may overwrite them
-        self.weight[table].copy_(rows)
-
     # --- for the decoder ---
 
     def in_training(self) -> bool:

@@ -45,7 +45,7 @@ FINE_TUNING = {
 BOTH = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 EVAL_FLAGS = (*BOTH, "eval_only", "init_from", "out_dir", "eval_tokens")
 RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify")
-COUNT, TEXT = dict(must="at least 1"), "pretrain midtrain context"
+COUNT, ZERO, TEXT = dict(must="at least 1"), dict(must="0 or more"), "pretrain midtrain context"
 
 
 @dataclass
@@ -63,13 +63,7 @@ class Settings:
     )
     init_from: Path | None = flag(None, "start from the model in this checkpoint")
     convert_tokens: int = flag(
-        1_000_000,
-        "of the training text to fill tables from, where --ffn stem starts from a dense model; 0: "
-        "rows stay random",
-        only="stem", must="0 or more",
-    )  # fmt: skip
-    convert_prior: float = flag(
-        1.0, "places of a token as which the mean over all tokens counts", only="stem", **POSITIVE
+        1_000_000, "of text, to fill a dense model's tables from; 0: random", only="stem", **ZERO
     )
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
     eval_only: bool = flag(False, "print what --init_from, or --out_dir, loses on --data_dir a,b")
@@ -80,9 +74,7 @@ class Settings:
     device_batch_size: int | None = flag(
         None, "on the device at a time: fewer take less memory; a divisor", shown="all", **SIZE
     )
-    max_iters: int = flag(
-        1000, "optimizer steps", shown="preset's; sft 2 epochs, dpo 1", must="0 or more"
-    )
+    max_iters: int = flag(1000, "optimizer steps", shown="preset's; sft 2 epochs, dpo 1", **ZERO)
     learning_rate: float = flag(3e-3, "peak, of the backbone", shown="the preset's", **POSITIVE)
     schedule: str = flag("cosine", "decay; midtrain: linear", choices=("cosine", "linear"))
     warmup: float = flag(0.1, "fraction of the steps", shown="0.1; midtrain: 0", **SHARE)
@@ -199,13 +191,9 @@ def inherited(given: dict, config: dict) -> dict:
     """The shape of the model in --init_from. Only what no weight depends on may change, as the
     context length, positions being rotary. And from a dense model one can go on to STEM."""
     shape, model = asdict(ModelConfig(**config)), given["init_from"]
-    free, before, after = ["block_size", "rope_base", "dropout"], shape["ffn"], given.get("ffn")
-    if converts := (before, after) == ("dense", "stem"):
-        free += ["ffn", "stem_layers"]
-    if after not in (None, before) and not converts:
-        raise UserError(f"--ffn {after}: {model} is {before}, only dense becomes another: stem")
-    if converts and STAGES[given.get("stage", "pretrain")]["rows"] != "text":
-        raise UserError(f"--stage {given['stage']} reads no text: convert {model} in one before it")
+    free, text = ["block_size", "rope_base", "dropout"], (None, *TEXT.split())
+    if given.get("stage") in text and (shape["ffn"], given.get("ffn")) == ("dense", "stem"):
+        free += ["ffn", "stem_layers"]  # see training/convert.py
     for name in given:
         if name in shape and name not in free:
             raise UserError(f"--{name} is given by the model in --init_from {model}: leave it out")
