@@ -163,6 +163,8 @@ def train_all(jobs: dict[Path, Flags], at_once: int) -> None:
     # Forks of a server that has imported all, but has neither threads nor a GPU in use.
     processes = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
     processes.set_forkserver_preload([__name__])
+    # It does not get our sys.path: from another folder it would silently import nothing.
+    os.environ["PYTHONPATH"] = str(Path(prepare.__file__).parent)
     threads = max(1, torch.get_num_threads() // at_once)
     waiting, running = iter(jobs.items()), {}
     try:
