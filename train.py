@@ -85,11 +85,8 @@ class Run:
         # 3) what was trained before
         if checkpoint:
             with checkpoint_errors(origin):
-                weights = checkpoint["model"]
-                if converts:  # all but what rows replace, which stay as they are
-                    own = model.state_dict()
-                    weights = own | {name: w for name, w in weights.items() if name in own}
-                model.load_state_dict(weights)
+                own = model.state_dict() if converts else {}  # rows stay as they are
+                model.load_state_dict(own | checkpoint["model"], strict=not converts)
                 if resume:
                     self.optimizer.load_state_dict(checkpoint["optimizer"])
                     for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):

@@ -62,7 +62,9 @@ def convert(
             ggu.index_add_(0, ids, g**2 * u)  # [V, d_ff]
 
         # 2) rows; of tokens that do not occur there, the mean over all
-        rows = torch.where(gg > 0, ggu / gg, ggu.sum(0) / gg.sum(0).clamp_min(1e-20))
+        mean = ggu.sum(0) / gg.sum(0).clamp_min(1e-20)  # [d_ff]
+        prior = settings.convert_prior * gg.sum(0) / n_token
+        rows = torch.where(gg + prior > 0, (ggu + prior * mean) / (gg + prior), mean)
         model.tables.load_state_dict({**model.tables.state_dict(), f"weight.{table}": rows})
 
         # 3) how good they are on other text

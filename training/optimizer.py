@@ -28,7 +28,6 @@ class Optimizer:
     def __init__(self, model: Decoder, settings: Settings) -> None:
         betas, whole = (settings.beta1, settings.beta2), settings.table_optimizer == "adamw"
         self.grad_clip, self.peak = settings.grad_clip, settings.learning_rate
-        self.backbone_lr = settings.backbone_lr
         self.rows: dict[str, RowAdam] = {}  # embeddings train by rows, unless by AdamW as a whole
         for name in ("tables", "wte"):
             tables = getattr(model, name)
@@ -56,12 +55,11 @@ class Optimizer:
             scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
             torch._foreach_mul_(grads, scale)
         for group in self.adamw.param_groups:
-            group["lr"] = lr * self.peak * self.backbone_lr
+            group["lr"] = lr * self.peak
         self.adamw.step()
         self.adamw.zero_grad()
         for name, adam in self.rows.items():
-            share = 1.0 if name == "tables" else self.backbone_lr
-            adam.step(lr * self.peak * share, read[name])
+            adam.step(lr * self.peak, read[name])
         return norm
 
     def state_dict(self) -> dict:

@@ -65,6 +65,9 @@ class Settings:
     convert_tokens: int = flag(
         1_000_000, "of text, to fill a dense model's tables from; 0: random", only="stem", **ZERO
     )
+    convert_prior: float = flag(
+        0.0, "as how many places of a token the mean over all counts", only="stem", **ZERO
+    )
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
     eval_only: bool = flag(False, "print what --init_from, or --out_dir, loses on --data_dir a,b")
     verify: bool = flag(True, "check the checksums of what it starts or goes on from", shown="yes")
@@ -80,7 +83,6 @@ class Settings:
     warmup: float = flag(0.1, "fraction of the steps", shown="0.1; midtrain: 0", **SHARE)
     min_lr: float = flag(0.1, "share of the peak at the end", shown="0.1; midtrain: 0", **SHARE)
     beta: float = flag(0.15, "how much holds the model to the reference", only="dpo", **POSITIVE)
-    backbone_lr: float = flag(1.0, "learning rate of all but tables, over theirs", must="0 or more")
     weight_decay: float = flag(0.1, "of linear layers", must="0 or more")
     beta1: float = flag(0.9, "of both optimizers", **SHARE)
     beta2: float = flag(0.95, "of both optimizers", **SHARE)
