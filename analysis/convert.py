@@ -49,7 +49,7 @@ def convert(experiment: Experiment) -> None:
 
     figure, panels = plt.subplots(1, len(corpora), figsize=(11, 4.4), squeeze=False)
     for axes, data in zip(panels[0], corpora, strict=True):
-        rows, title = [], f"loss on {data.name}, last"
+        rows, points, title = [], {}, f"loss on {data.name}, last"
         for (_, name, total), group in [item for item in folders.items() if item[0][0] == data]:
             runs = list(map(read_run, group))
             last = [run["eval"][-1]["val_loss"] for run in runs]
@@ -60,8 +60,11 @@ def convert(experiment: Experiment) -> None:
             if recall and not name.startswith("dense"):
                 edits = success_of_edits(experiment, group, most=300)
                 rows[-1]["edits that succeed"] = spread(".1%", (each["success"] for each in edits))
-            axes.errorbar([total] * len(last), last, fmt=".", label=name)
+            if name in RUNS or total > 1:
+                points.setdefault(name, []).extend((total, loss) for loss in last)
         print(markdown(rows) + "\n")
+        for name, found in points.items():
+            axes.plot(*zip(*found, strict=True), ".", label=name)
         axes.set(xlabel="tokens, over the dense model's", ylabel=title)
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center")
     experiment.picture("convert", figure)
