@@ -1,5 +1,7 @@
 """Causal self-attention: rotary positions, the KV cache, masks, grouped queries."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,7 +64,8 @@ def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
     """Causal attention inside documents, numbered [B, T]: [B, 1, T, T], 0 or -inf in the dtype of
     queries. Of a mask of booleans each layer would make this, and keep it in training."""
     same = (documents[:, None, :, None] == documents[:, None, None]).tril_()  # [B, 1, T, T]
-    if torch.is_autocast_enabled(kind := documents.device.type):
+    kind = documents.device.type
+    if kind != "cpu" and torch.is_autocast_enabled(kind):  # on a CPU attention is in float32
         dtype = torch.get_autocast_dtype(kind)
     return torch.zeros_like(same, dtype=dtype).masked_fill_(~same, -torch.inf)
 
@@ -109,6 +112,10 @@ class Attention(nn.Module):
         if groups > 1 and not (flash or q.is_cpu):
             k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         options = dict(is_causal=mask is None and q.shape[2] > 1, enable_gqa=groups > 1)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, **options)
+        options["dropout_p"] = self.dropout if self.training else 0.0
+        cast = torch.is_autocast_enabled("cpu")
+        if cast:  # in 16 bits a CPU's backward pass takes 4 times as long
+            q, k, v = q.float(), k.float(), v.float()
+        with torch.autocast("cpu", enabled=False) if cast else nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
         return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, n_head * head_dim] = [B, T, n_embd]

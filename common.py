@@ -120,6 +120,11 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"--device {name} is not available here: auto finds what is") from None
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a GPU multiplies bfloat16 itself (compute capability 8.0); older ones emulate it."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
     """UserError: a file or folder cannot be written (no room, no permission)."""

@@ -290,8 +290,8 @@ class HeadLoss(torch.autograd.Function):
         if torch.is_autocast_enabled(kind := x.device.type):
             dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
-        known = targets >= 0
-        share = known.float() / known.sum()  # [N], of each token in the mean
+        known = (targets >= 0).float()  # [N]
+        n = known.sum()
         size = max(1, CHUNK.get(kind, 1 << 24) // len(weight))
         loss = torch.zeros((), device=x.device)
         x_grad = torch.empty_like(x)
@@ -300,20 +300,21 @@ class HeadLoss(torch.autograd.Function):
             chunk = slice(at, at + size)
             here, target = x[chunk], targets[chunk].clamp(min=0)[:, None]  # [k, n_embd], [k, 1]
             log_p = F.log_softmax((here @ weight.T).float(), dim=-1)  # [k, V]
-            loss -= (log_p.gather(1, target)[:, 0] * share[chunk]).sum()
+            loss -= (log_p.gather(1, target)[:, 0] * known[chunk]).sum()
             if differentiate:
                 grad = log_p.exp_()
                 grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
-                grad = grad.mul_(share[chunk, None]).to(x.dtype)
+                grad = grad.mul_(known[chunk, None]).to(x.dtype)  # over n, float16 would lose it
                 torch.mm(grad, weight, out=x_grad[chunk])
                 if weight.dtype == torch.float32:
                     weight_grad.addmm_(grad.T, here)
                 else:
                     weight_grad += grad.T @ here
-        ctx.save_for_backward(x_grad, weight_grad)
-        return loss
+        ctx.save_for_backward(x_grad, weight_grad, n)
+        return loss / n
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x_grad, weight_grad = ctx.saved_tensors
+        x_grad, weight_grad, n = ctx.saved_tensors
+        grad = grad / n
         return x_grad * grad, weight_grad.to(x_grad.dtype) * grad, None, None

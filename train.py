@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from common import UserError, locked, pick_device, run
+from common import UserError, has_bfloat16, locked, pick_device, run
 from model import Decoder
 from offload import make_tables
 from tables.storage import DTYPES
@@ -80,7 +80,7 @@ class Run:
         else:
             document = data.encoding.eot_token if settings.doc_mask else None
             self.objective = NextToken(model, device, dtype, document)
-        self.optimizer = Optimizer(model, settings)
+        self.optimizer = Optimizer(model, settings, dtype)
 
         # 3) what was trained before
         if checkpoint:
@@ -145,8 +145,8 @@ def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict)
 
 def precision(dtype: str, device: torch.device) -> str:
     """What --dtype auto means on a device."""
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return dtype if dtype != "auto" else "bfloat16" if has_bf16 else "float32"
+    fast = {"cuda": "bfloat16" if has_bfloat16(device) else "float16"}
+    return fast.get(device.type, "float32") if dtype == "auto" else dtype
 
 
 def fit(run: Run) -> None:
@@ -212,7 +212,7 @@ def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, 
         if part is parts[-1] and (batch := next(batches, None)):
             run.model.tables.prefetch(batch[0])
         # 3) backward
-        (loss * share).backward()
+        run.optimizer.scaler.scale(loss * share).backward()
         for name, value in {"loss": loss.detach(), **more}.items():
             losses[f"train_{name}"] += value * share
     # 4) update

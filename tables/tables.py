@@ -22,7 +22,7 @@ STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, for which the host does not wait: a GPU reads pinned memory itself."""
     if device.type in STREAMS and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
+        tensor = tensor.contiguous().pin_memory()  # of a strided one the copy would not be pinned
     return tensor.to(device, non_blocking=True)
 
 

@@ -529,7 +529,7 @@ def test_layers_share_one_document_mask_in_the_type_they_compute_in(amp, monkeyp
         logits.float(), expected, atol=(amp and 0.03 * expected.abs().max().item()), rtol=0
     )
     assert len({mask.data_ptr() for mask in masks}) == 1 and len(masks) == 3
-    assert masks[0].dtype == (torch.bfloat16 if amp else torch.float32)
+    assert masks[0].dtype == torch.float32  # attention on a CPU is
 
 
 def test_weights_by_columns_are_the_same_weights():

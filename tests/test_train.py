@@ -1,5 +1,6 @@
 """train.py and its settings, inside the process and as a user runs them."""
 
+import copy
 import json
 import math
 import shutil
@@ -13,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, SMALL, command
 
 import train as train_module
@@ -225,12 +227,70 @@ def test_seeds_reproduce_and_accumulation_equals_the_whole_batch(
     assert parts == pytest.approx(losses(trained["stem"]), rel=2e-3)
 
 
-def test_bfloat16_trains_float32_weights(data, tmp_path, monkeypatch):
-    more = ("--max_iters", "2", "--dtype", "bfloat16")
-    train_module.train(arguments(monkeypatch, data, tmp_path / "bf16", *more))
-    assert math.isfinite(losses(tmp_path / "bf16")[-1])
-    weights = checkpoint(tmp_path / "bf16")["model"].values()
-    assert {weight.dtype for weight in weights} == {torch.float32}
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_train_float32_weights(dtype, trained, data, tmp_path, monkeypatch):
+    out, types = tmp_path / "out", set()
+    attention = F.scaled_dot_product_attention
+    noted = lambda q, *more, **how: (types.add(q.dtype), attention(q, *more, **how))[1]  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    train_module.train(arguments(monkeypatch, data, out, "--dtype", dtype))
+    assert losses(out) == pytest.approx(losses(trained["stem"]), rel=5e-3)
+    assert losses(out) != losses(trained["stem"])
+    assert {weight.dtype for weight in checkpoint(out)["model"].values()} == {torch.float32}
+    assert types == {torch.float32}  # a CPU's attention, which is slow in 16 bits
+
+
+def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(40, 24, 3, 2, 32, ffn="stem", stem_layers="all"))
+    optimizer = Optimizer(model, Settings(max_iters=9), "float16")
+
+    def step(overflow=False):
+        loss, _ = NextToken(model, torch.device("cpu"), "float16")(*torch.randint(40, (2, 2, 24)))
+        optimizer.scaler.scale(loss).backward()
+        if overflow:
+            model.tables.reads[0][1][1].grad[0, 0] = torch.inf  # of a row in the second table
+        optimizer.step(1.0)
+        state = copy.deepcopy(optimizer.state_dict() | {"model": dict(model.state_dict())})
+        return state.pop("scaler")["scale"], state
+
+    (first, before), (second, after), (third, further) = step(), step(overflow=True), step()
+    assert (first, second, third) == (2.0**16, 2.0**15, 2.0**15)
+    assert_same(before, after)  # weights, rows, moments, counts
+    for name in ("tables.weight.1", "blocks.0.ffn.gate.weight"):
+        assert further["model"][name].isfinite().all()
+        assert not torch.equal(further["model"][name], after["model"][name])
+
+
+def test_a_resumed_run_in_float16_goes_on_with_its_scale(data, tmp_path, monkeypatch):
+    def run(*more):
+        train_module.train(arguments(monkeypatch, data, tmp_path / "out", *more))
+        return checkpoint(tmp_path / "out")
+
+    whole = run("--dtype", "float16")
+    assert whole["optimizer"]["scaler"]["_growth_tracker"] == 12  # steps without overflow
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        crash_in_step(patch, 7)
+        run("--dtype", "float16")
+    train_module.train(resolve_settings(resume=True, out_dir=tmp_path / "out"))
+    assert_same(*(each["optimizer"] for each in (whole, checkpoint(tmp_path / "out"))))
+
+
+def test_auto_is_what_the_gpu_multiplies_itself(monkeypatch):
+    for native, dtype in ((True, "bfloat16"), (False, "float16")):
+        supported = partial(
+            lambda native, including_emulation=True: including_emulation or native, native
+        )
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+        assert train_module.precision("auto", torch.device("cuda")) == dtype
+    assert train_module.precision("auto", torch.device("cpu")) == "float32"
+    assert train_module.precision("bfloat16", torch.device("cpu")) == "bfloat16"
+
+
+def test_experts_are_not_compiled():
+    for ffn in ("moe", "hash_moe"):
+        with pytest.raises(UserError, match=f"--compile cannot .* of {ffn}"):
+            Settings(compile=True, model=ModelConfig(ffn=ffn))
 
 
 def test_learning_rate_warms_up_and_decays():

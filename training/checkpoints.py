@@ -17,7 +17,7 @@ from pathlib import Path
 import tiktoken
 import torch
 
-from common import UserError, atomic, flag, no_memory
+from common import UserError, atomic, flag, has_bfloat16, no_memory
 from model import Decoder, ModelConfig, outline
 from offload import make_tables
 from tables.storage import DiskStorage
@@ -35,6 +35,11 @@ def device_flag() -> str:
 def offload_flag(**more) -> str:
     about = "where tables and their optimizer states are: on the device, in RAM, on disk"
     return flag("none", about, choices=("none", "cpu", "disk"), **more)
+
+
+def decoding_dtype_flag() -> str:
+    about = "of weights, keys and values; auto: bfloat16 on GPUs that multiply it"
+    return flag("auto", about, choices=("auto", "float32", "bfloat16"))
 
 
 def snapshots(folder: Path) -> list[Path]:
@@ -137,14 +142,17 @@ def checkpoint_errors(path: str | Path) -> Iterator[None]:
         raise UserError(f"{path} is damaged or not a checkpoint ({error!s:.200})") from None
 
 
-def load_model(path: Path, device, offload="none") -> tuple[Decoder, tiktoken.Encoding, dict]:
+def load_model(
+    path: Path, device, offload="none", dtype="float32"
+) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint in evaluation mode on `device`, its tables where `offload` says
-    (`offload_flag`), its tokenizer, and the checkpoint. UserError: as `load_checkpoint`."""
+    (`offload_flag`), all else in `dtype` (`decoding_dtype_flag`), its tokenizer, and the
+    checkpoint. UserError: as `load_checkpoint`."""
     checkpoint = load_checkpoint(path)
     with checkpoint_errors(path):
         weights = checkpoint["model"]
-        dtype = weights["tables.weight.0"].dtype if "tables.weight.0" in weights else torch.float32
-        tables = make_tables(offload, device, dtype, saved=checkpoint["tables"])
+        of_rows = weights.get("tables.weight.0", torch.empty(0)).dtype
+        tables = make_tables(offload, device, of_rows, saved=checkpoint["tables"])
         with outline():
             model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
         if offload != "disk" and device.type == "cpu":  # else they are copied, or used in place
@@ -152,4 +160,8 @@ def load_model(path: Path, device, offload="none") -> tuple[Decoder, tiktoken.En
         model.load_state_dict(weights, assign=True)
         encoding = tokenizer.loads(checkpoint["tokenizer"])
     model = model.to(device).eval()
+    if dtype == "bfloat16" or (dtype == "auto" and has_bfloat16(device)):
+        for name, module in model.named_children():
+            if name != "tables":  # whose rows are few, and may be saved again
+                module.to(torch.bfloat16)
     return model.use_column_major_weights() if device.type == "cpu" else model, encoding, checkpoint

@@ -18,14 +18,15 @@ from training.batches import Data, Pairs, Source
 
 @dataclass
 class Objective:
-    """A model, where it is, and the precision it runs in: float32, or bfloat16 by autocast."""
+    """A model, where it is, and the precision it runs in: float32, or by autocast 16 bits."""
 
     model: Decoder
     device: torch.device
     dtype: str
 
     def precision(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
+        dtype = getattr(torch, self.dtype)
+        return torch.autocast(self.device.type, dtype, enabled=self.dtype != "float32")
 
     def add_auxiliary_losses(self, loss: Tensor, **figures: Tensor) -> tuple[Tensor, dict]:
         """A loss and its figures with what moe's routers add in training (baselines.py)."""

@@ -2,8 +2,11 @@
 
 import copy
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
 from model import Decoder
 from tables.rowadam import RowAdam
@@ -23,9 +26,10 @@ def schedule(step: int, settings: Settings) -> float:
 
 
 class Optimizer:
-    """AdamW for the backbone and row-wise Adam for the tables, clipped together."""
+    """AdamW for the backbone and row-wise Adam for the tables, clipped together. In float16 a
+    `scaler` keeps small gradients from becoming zero, and leaves out steps where one overflows."""
 
-    def __init__(self, model: Decoder, settings: Settings) -> None:
+    def __init__(self, model: Decoder, settings: Settings, dtype: str = "float32") -> None:
         betas, whole = (settings.beta1, settings.beta2), settings.table_optimizer == "adamw"
         self.grad_clip, self.peak = settings.grad_clip, settings.learning_rate
         self.rows: dict[str, RowAdam] = {}  # embeddings train by rows, unless by AdamW as a whole
@@ -42,6 +46,7 @@ class Optimizer:
                 groups[settings.weight_decay if linear else 0.0].append(parameter)
         groups = [dict(params=params, weight_decay=decay) for decay, params in groups.items()]
         self.adamw = torch.optim.AdamW(groups, lr=self.peak, betas=betas, fused=True)
+        self.scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == "float16")
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
@@ -50,23 +55,38 @@ class Optimizer:
         grads = [p.grad for p in params if p.grad is not None]
         read = {name: adam.tables.gradients() for name, adam in self.rows.items()}
         grads += [grad for _, row_grads in read.values() for grad in row_grads]
+        # What a scaler takes for an optimizer: rows have no place in `adamw`.
+        whole = SimpleNamespace(param_groups=[dict(params=list(map(with_itself_as_grad, grads)))])
+        whole.step = partial(self.update, lr * self.peak, read)
+        self.scaler.unscale_(whole)
         norm = torch.nn.utils.get_total_norm(grads)
         if self.grad_clip:
             scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
             torch._foreach_mul_(grads, scale)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr * self.peak
-        self.adamw.step()
+        self.scaler.step(whole)
+        self.scaler.update()
         self.adamw.zero_grad()
-        for name, adam in self.rows.items():
-            adam.step(lr * self.peak, read[name])
         return norm
+
+    def update(self, lr: float, read: dict[str, tuple[Tensor, list[Tensor]]]) -> None:
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        for name, adam in self.rows.items():
+            adam.step(lr, read[name])
 
     def state_dict(self) -> dict:
         rows = {name: adam.state_dict() for name, adam in self.rows.items()}
-        return {"adamw": self.adamw.state_dict(), "rows": rows}
+        return {"adamw": self.adamw.state_dict(), "rows": rows, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
+        self.scaler.load_state_dict(state["scaler"])
         self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
         for name, adam in self.rows.items():
             adam.load_state_dict(state["rows"][name])
+
+
+def with_itself_as_grad(grad: Tensor) -> Tensor:
+    parameter = grad.detach()
+    parameter.grad = grad
+    return parameter

@@ -45,6 +45,7 @@ FINE_TUNING = {
 BOTH = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 EVAL_FLAGS = (*BOTH, "eval_only", "init_from", "out_dir", "eval_tokens")
 RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify")
+PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 COUNT, ZERO, TEXT = dict(must="at least 1"), dict(must="0 or more"), "pretrain midtrain context"
 
 
@@ -95,7 +96,7 @@ class Settings:
     eval_interval: int = flag(250, "steps between checkpoints", shown="the preset's", **COUNT)
     eval_tokens: int = flag(65536, "validation tokens to look at", **COUNT)
     device: str = device_flag()
-    dtype: str = flag("auto", "of activations; auto: bfloat16 on CUDA", choices=("auto", *DTYPES))
+    dtype: str = flag("auto", "of products; auto: 16 bits on CUDA", choices=PRECISIONS)
     compile: bool = flag(False, "torch.compile each block: slow start, faster steps")
     seed: int = flag(1337, "of weights and data order", must="0 or more, and fit 63 bits")
 
@@ -111,6 +112,8 @@ class Settings:
         if self.batch_size % self.device_batch_size:
             part, whole = self.device_batch_size, self.batch_size
             raise UserError(f"--device_batch_size {part} must divide --batch_size {whole}")
+        if self.compile and self.model.ffn.endswith("moe"):
+            raise UserError(f"--compile cannot follow tokens to the experts of {self.model.ffn}")
         where = (self.offload, self.table_dtype)
         if self.table_optimizer == "adamw" and where != ("none", "float32"):
             raise UserError("--table_optimizer adamw needs --offload none, --table_dtype float32")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tables import rowadam
+from tables import tables as tables_module
 from tables.rowadam import RowAdam, expected_update_scale
 from tables.tables import ResidentTables
 
@@ -35,6 +36,21 @@ def backward(rows, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     loss = sum((r.sin() * torch.randn(r.shape, generator=generator)).sum() for r in rows)
     loss.backward()
+
+
+def test_only_what_is_contiguous_is_pinned(monkeypatch):
+    pinned = []
+
+    def pin_memory(tensor):
+        assert tensor.is_contiguous(), "some element of the tensor refers to memory of another"
+        pinned.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(tables_module, "STREAMS", {"meta"})
+    for tensor in (torch.ones(3, 1).expand(3, 4), torch.arange(12).view(3, 4)[:, ::2]):
+        assert tables_module.send(tensor, torch.device("meta")).shape == tensor.shape
+        assert torch.equal(pinned[-1], tensor)
 
 
 BATCH = torch.tensor([[3, 1, 3, 7], [7, 3, 0, 1]])  # 3 is there three times
