@@ -47,9 +47,9 @@ def convert(experiment: Experiment) -> None:
         for key, trained in experiment.train(runs, experiment.numbers[:1]).items():
             folders.setdefault(key[:3], []).extend(trained)
 
-    figure, panels = plt.subplots(1, len(corpora), figsize=(11, 4.4), squeeze=False)
+    figure, panels = plt.subplots(1, len(corpora), figsize=(11, 5), squeeze=False, sharey=True)
     for axes, data in zip(panels[0], corpora, strict=True):
-        rows, points, title = [], {}, f"loss on {data.name}, last"
+        rows, title = [], f"loss on {data.name}, last"
         for (_, name, total), group in [item for item in folders.items() if item[0][0] == data]:
             runs = list(map(read_run, group))
             last = [run["eval"][-1]["val_loss"] for run in runs]
@@ -60,11 +60,7 @@ def convert(experiment: Experiment) -> None:
             if recall and not name.startswith("dense"):
                 edits = success_of_edits(experiment, group, most=300)
                 rows[-1]["edits that succeed"] = spread(".1%", (each["success"] for each in edits))
-            if name in RUNS or total > 1:
-                points.setdefault(name, []).extend((total, loss) for loss in last)
+            axes.plot(last, [f"{name}, {total:g}"] * len(last), ".", color="C0")
         print(markdown(rows) + "\n")
-        for name, found in points.items():
-            axes.plot(*zip(*found, strict=True), ".", label=name)
-        axes.set(xlabel="tokens, over the dense model's", ylabel=title)
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center")
+        axes.set(xlabel=title, xscale="log")
     experiment.picture("convert", figure)

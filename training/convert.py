@@ -52,8 +52,7 @@ def convert(
             yield ids.flatten().to(x.device), F.silu(ffn.gate(x)), F.linear(x, w_u), rows
         hook.remove()
 
-    layers = [layer for layer, block in enumerate(model.blocks) if block.row_width]
-    for table, layer in enumerate(layers):
+    for table, layer in enumerate(n for n, block in enumerate(model.blocks) if block.row_width):
         # 1) g^2 and g^2 u, summed over the places where a token stands
         gg, ggu = torch.zeros(2, model.config.vocab_size, model.config.d_ff, device=model.device)
         batches = read(layer, data.train, n_train)

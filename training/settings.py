@@ -63,12 +63,8 @@ class Settings:
         choices=STAGES,
     )
     init_from: Path | None = flag(None, "start from the model in this checkpoint")
-    convert_tokens: int = flag(
-        1_000_000, "of text, to fill a dense model's tables from; 0: random", only="stem", **ZERO
-    )
-    convert_prior: float = flag(
-        0.0, "as how many places of a token the mean over all counts", only="stem", **ZERO
-    )
+    convert_tokens: int = flag(10**6, "text to fill rows from; 0: random", only="stem", **ZERO)
+    convert_prior: float = flag(0.0, "weight of their mean in all", only="stem", **ZERO)
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
     eval_only: bool = flag(False, "print what --init_from, or --out_dir, loses on --data_dir a,b")
     verify: bool = flag(True, "check the checksums of what it starts or goes on from", shown="yes")
