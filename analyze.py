@@ -11,6 +11,7 @@ table and a picture. What came out, claim by claim, is in docs/claims.md.
     python analyze.py costs                  # FLOPs, parameters read, return on compute
     python analyze.py edits                  # which layers' rows hold a fact
     python analyze.py edits out/ckpt.pt      # how often edits of this checkpoint succeed
+    python analyze.py convert                # a dense model turned into tables, against controls
     python analyze.py all --quick            # every question, with tiny models: does it run?
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from analysis.capacity import capacity
 from analysis.context import context
+from analysis.convert import convert
 from analysis.costs import costs
 from analysis.edit_success import measure_checkpoint
 from analysis.edits import edits
@@ -29,7 +31,7 @@ from analysis.geometry import geometry
 from analysis.runs import kinds, runs, settings, stability
 from common import UserError, add_flags, make_parser, pick_device, run
 
-QUESTIONS = (kinds, settings, stability, capacity, context, geometry, costs, edits)
+QUESTIONS = (kinds, settings, stability, capacity, context, geometry, costs, edits, convert)
 
 
 def main() -> None:

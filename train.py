@@ -6,6 +6,7 @@
     python train.py --preset minimind-26m --data_dir data/big --device_batch_size 8
     python train.py --resume                                # go on where out/ckpt.pt stopped
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
+    python train.py --init_from out/dense/ckpt.pt --ffn stem --out_dir out/converted  # to tables
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
 Written to --out_dir: ckpt.pt (self-contained: to sample, edit or resume), metrics.jsonl, loss.png,
@@ -38,6 +39,7 @@ from training.checkpoints import (
     remove_leftovers,
     save_checkpoint,
 )
+from training.convert import convert
 from training.objectives import NextToken, Preference, validate, validation_rows
 from training.optimizer import Optimizer, schedule
 from training.questions import ask, show
@@ -55,6 +57,7 @@ class Run:
         checkpoint = load_checkpoint(origin, settings.verify) if origin else None
         if checkpoint:
             check_origin(settings, data, origin, checkpoint)
+        converts = bool(checkpoint) and checkpoint["config"]["ffn"] != settings.model.ffn
         self.settings, self.data = settings, data
         self.step, self.best = 0, (math.inf, 0)  # lowest validation loss, its step
 
@@ -64,9 +67,8 @@ class Run:
         torch.manual_seed(settings.seed)
         torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
         where = dict(live=out_dir / LIVE, saved=checkpoint and checkpoint["tables"])
-        tables = make_tables(
-            settings.offload, device, DTYPES[settings.table_dtype], fresh=not checkpoint, **where
-        )
+        where["fresh"] = not checkpoint or converts
+        tables = make_tables(settings.offload, device, DTYPES[settings.table_dtype], **where)
         try:
             self.model = model = Decoder(settings.model, tables=tables).to(device)
         except ValueError as error:
@@ -83,7 +85,8 @@ class Run:
         # 3) what was trained before
         if checkpoint:
             with checkpoint_errors(origin):
-                model.load_state_dict(checkpoint["model"])
+                own = model.state_dict() if converts else {}  # rows stay as they are
+                model.load_state_dict(own | checkpoint["model"], strict=not converts)
                 if resume:
                     self.optimizer.load_state_dict(checkpoint["optimizer"])
                     for pairs, known in zip(data.pairs, checkpoint["reference"], strict=True):
@@ -91,6 +94,8 @@ class Run:
                     self.step, self.best = int(checkpoint["step"]), checkpoint["best"]
                     if not 0 <= self.step <= settings.max_iters:
                         raise ValueError(f"it is of step {self.step} of {settings.max_iters}")
+        if converts and settings.convert_tokens:
+            convert(self.objective, checkpoint["model"], data, settings)
         if settings.compile:
             for block in model.blocks:  # not the model: lookups and offloading stay outside
                 block.compile()
@@ -113,8 +118,9 @@ def train(settings: Settings) -> None:
     """A whole training run: what `python train.py` does, once its flags have become settings."""
     if settings.eval_only:
         return evaluate(settings)
-    out_dir, total = settings.out_dir, settings.max_iters * settings.batch_size
-    rows, block_size = STAGES[settings.stage]["rows"], settings.model.block_size
+    out_dir, block_size = settings.out_dir, settings.model.block_size
+    rows, to_convert = STAGES[settings.stage]["rows"], settings.convert_tokens // block_size
+    total = max(settings.max_iters * settings.batch_size, to_convert)
     data = Data(settings.data_dir, rows, block_size, settings.seed, total)
     settings.model.vocab_size = data.metas[0]["vocab_size"]
     with locked(out_dir):
@@ -245,7 +251,7 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     val = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(val["val_loss"], "validation", run)
     log.write(type="eval", step=run.step, **val)
-    if run.step:
+    if run.step or not settings.max_iters:
         run.save()
         # Second, and unknown to ckpt.pt: after a crash here, resuming evaluates anew.
         if val["val_loss"] < run.best[0] and not run.model.tables.on_disk:  # one more copy of them

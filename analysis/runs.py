@@ -53,7 +53,7 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
     """What came out of runs that differ in the seed alone: the cells of a table by title."""
     last, args = [run["eval"][-1] for run in group], group[0]["run"][0]["args"]
     sizes = group[0]["run"][0]["sizes"]
-    speeds = [statistics.median(step["tok_per_s"] for step in run["step"]) for run in group]
+    speeds = [[step["tok_per_s"] for step in run["step"]] for run in group]
     edits = [report for run in group for report in run["edits"]]
     recalls = [record["recall"] for run in group for record in run["recall"][-1:]]
     return {
@@ -72,7 +72,7 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
         "spikes in 1,000 steps": spread(".1f", map(spike_rate, map(losses, group))),
         "parameters": f"{sizes['total'] / 1e6:.2f} M",
         "active": f"{sizes['active'] / 1e6:.2f} M",
-        "tok/s": spread(",.0f", speeds),
+        "tok/s": spread(",.0f", (statistics.median(each) for each in speeds if each)),
     }
 
 

@@ -46,7 +46,7 @@ BOTH = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 EVAL_FLAGS = (*BOTH, "eval_only", "init_from", "out_dir", "eval_tokens")
 RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
-COUNT, TEXT = dict(must="at least 1"), "pretrain midtrain context"
+COUNT, ZERO, TEXT = dict(must="at least 1"), dict(must="0 or more"), "pretrain midtrain context"
 
 
 @dataclass
@@ -63,6 +63,8 @@ class Settings:
         choices=STAGES,
     )
     init_from: Path | None = flag(None, "start from the model in this checkpoint")
+    convert_tokens: int = flag(10**6, "text to fill rows from; 0: random", only="stem", **ZERO)
+    convert_prior: float = flag(0.0, "weight of their mean in all", only="stem", **ZERO)
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
     eval_only: bool = flag(False, "print what --init_from, or --out_dir, loses on --data_dir a,b")
     verify: bool = flag(True, "check the checksums of what it starts or goes on from", shown="yes")
@@ -72,7 +74,7 @@ class Settings:
     device_batch_size: int | None = flag(
         None, "on the device at a time: fewer take less memory; a divisor", shown="all", **SIZE
     )
-    max_iters: int = flag(1000, "optimizer steps", shown="preset's; sft 2 epochs, dpo 1", **COUNT)
+    max_iters: int = flag(1000, "optimizer steps", shown="preset's; sft 2 epochs, dpo 1", **ZERO)
     learning_rate: float = flag(3e-3, "peak, of the backbone", shown="the preset's", **POSITIVE)
     schedule: str = flag("cosine", "decay; midtrain: linear", choices=("cosine", "linear"))
     warmup: float = flag(0.1, "fraction of the steps", shown="0.1; midtrain: 0", **SHARE)
@@ -188,10 +190,13 @@ def saved_settings(given: dict) -> Settings:
 
 def inherited(given: dict, config: dict) -> dict:
     """The shape of the model in --init_from. Only what no weight depends on may change, as the
-    context length, positions being rotary."""
+    context length, positions being rotary. And from a dense model one can go on to STEM."""
     shape, model = asdict(ModelConfig(**config)), given["init_from"]
+    free, text = ["block_size", "rope_base", "dropout"], (None, *TEXT.split())
+    if given.get("stage") in text and (shape["ffn"], given.get("ffn")) == ("dense", "stem"):
+        free += ["ffn", "stem_layers"]  # see training/convert.py
     for name in given:
-        if name in shape and name not in ("block_size", "rope_base", "dropout"):
+        if name in shape and name not in free:
             raise UserError(f"--{name} is given by the model in --init_from {model}: leave it out")
     if given.get("stage") == "context":
         growth = given.get("block_size", 0) / (before := shape["block_size"])
