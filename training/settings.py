@@ -61,7 +61,7 @@ class Settings:
         "(longer --block_size), sft (conversations), dpo (preferences)",
         choices=STAGES,
     )
-    init_from: Path | None = flag(None, "start from the model in this checkpoint")
+    init_from: Path | None = flag(None, "start from this checkpoint or Hugging Face folder")
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
     eval_only: bool = flag(False, "print what --init_from, or --out_dir, loses on --data_dir a,b")
     verify: bool = flag(True, "check the checksums of what it starts or goes on from", shown="yes")
