@@ -49,7 +49,6 @@ PRETRAINED = {
     "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
     r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
 }
-
 # SmolLM2's: each digit alone. Characters with bytes that it has no token for are left out.
 NO_TOKEN = bytes.fromhex("04 06 13 14 16 1D C0 C1 F1 F2 F3") + bytes(range(0xF5, 0x100))
 SMOLLM2 = PRETRAINED["gpt2"].replace(r" ?\p{N}++", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")

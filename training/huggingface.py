@@ -18,11 +18,9 @@ SHAPE = dict(n_layer="num_hidden_layers", n_head="num_attention_heads", norm_eps
 SHAPE |= dict(n_kv_head="num_key_value_heads", n_embd="hidden_size", d_ff="intermediate_size")
 SHAPE |= dict(block_size="max_position_embeddings", tie_head="tie_word_embeddings")
 ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-WEIGHTS = {
-    "model.layers": "blocks", "input_layernorm": "attn_norm", "self_attn.o_proj": "attn.out",
-    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up",
-    "mlp.down_proj": "ffn.down", "model.norm": "norm", "lm_head": "head",
-}  # fmt: skip
+WEIGHTS = {"model.layers": "blocks", "self_attn.o_proj": "attn.out", "input_layernorm": "attn_norm"}
+WEIGHTS |= {"model.norm": "norm", "lm_head": "head", "post_attention_layernorm": "ffn_norm"}
+WEIGHTS |= {"mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down"}
 # How GPT-2, SmolLM2 and Llama 3 split text into words, and the pattern that does the same here.
 GPT2 = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -63,20 +61,19 @@ def read_model(folder: Path) -> dict:
     for at in [f"blocks.{layer}." for layer in range(config["n_layer"])]:
         qkv = [model.pop(f"{at}self_attn.{part}_proj.weight") for part in "qkv"]
         model[f"{at}attn.qkv.qkv.weight"] = torch.cat(qkv)
-    args, text = {**config, "preset": "minimind-104m"}, read_tokenizer(folder)  # nearest in size
-    return dict(config=config, model=model, tables=None, args=args, tokenizer=text)
+    text = read_tokenizer(folder / "tokenizer.json", found)
+    args = {**config, "preset": "minimind-104m"}  # the nearest in size
+    return dict(config=config, model=model, tables=None, tokenizer=text, args=args)
 
 
-def read_tokenizer(folder: Path) -> str:
-    """tokenizer.json as text for `tokenizer.loads`, where <|endoftext|> is the token that begins
-    a text, however it is called. UserError: ids would not be the same."""
-    config = json.loads((folder / "config.json").read_bytes())
-    found = json.loads((path := folder / "tokenizer.json").read_bytes())
+def read_tokenizer(path: Path, config: dict) -> str:
+    """tokenizer.json as text for `tokenizer.loads`, where <|endoftext|> is the token that begins a
+    text, however it is called. UserError: ids would not be the same."""
+    found = json.loads(path.read_bytes())
     bpe, words = found["model"], found["pre_tokenizer"] or {}
     pattern = [our for their, our in WORDS if their == words.get("pretokenizers", [words])]
     if not pattern:
-        known = "only GPT-2's, SmolLM2's and Llama 3's"
-        raise UserError(f"{path}: pre_tokenizer {words or None!s:.60} is not supported, {known}")
+        raise UserError(f"{path}: pre_tokenizer {words!s:.60} is not GPT-2's, SmolLM2's, Llama 3's")
     require(path, {**found, **bpe}, normalizer=None, type="BPE", dropout=0, byte_fallback=False)
     # A byte is spelled by its character or, if that is not visible, by one from U+0100 on.
     order = sorted(range(256), key=lambda byte: byte != 32 and chr(byte).isprintable())
