@@ -1,5 +1,4 @@
-"""Llamas of Hugging Face: folders with config.json, model.safetensors (or several) and a byte-level
-tokenizer.json, which `load_checkpoint` reads like its own. docs/data-and-stages.md"""
+"""Llamas of Hugging Face (config.json, model.safetensors, tokenizer.json), read as checkpoints."""
 
 import json
 from pathlib import Path
