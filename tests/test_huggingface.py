@@ -48,7 +48,8 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> dict[str, t
     block |= {"self_attn.k_proj": (kv, n), "self_attn.v_proj": (kv, n), "self_attn.o_proj": (n, n)}
     block |= {"mlp.gate_proj": (d_ff, n), "mlp.up_proj": (d_ff, n), "mlp.down_proj": (n, d_ff)}
     shapes = {"model.embed_tokens": (config["vocab_size"], n), "model.norm": (n,)}
-    shapes |= {} if config["tie_word_embeddings"] else {"lm_head": (config["vocab_size"], n)}
+    if parts == 2 or not config["tie_word_embeddings"]:  # else it may be there, unused
+        shapes["lm_head"] = (config["vocab_size"], n)
     shapes |= {f"model.layers.{i}.{name}": s for i in range(2) for name, s in block.items()}
     torch.manual_seed(0)
     weights = {f"{name}.weight": torch.randn(s) * 0.3 for name, s in shapes.items()}
@@ -103,7 +104,8 @@ def llama(w: dict, config: dict, ids: torch.Tensor) -> torch.Tensor:
         h = norm(x, layer + "post_attention_layernorm")
         gate, up = (h @ w[f"{layer}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
         x = x + (gate * gate.sigmoid() * up) @ w[layer + "mlp.down_proj.weight"].T
-    return norm(x, "model.norm") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+    head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
+    return norm(x, "model.norm") @ w[f"{head}.weight"].T
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ PRETRAINED = {
     r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
 }
 # SmolLM2's: each digit alone. Characters with bytes that it has no token for are left out.
-NO_TOKEN = bytes.fromhex("04 06 13 14 16 1D C0 C1 F1 F2 F3") + bytes(range(0xF5, 0x100))
+NO_TOKEN = bytes.fromhex("04 06 13 14 16 1D C0 C1 F1 F2") + bytes(range(0xF5, 0x100))
 SMOLLM2 = PRETRAINED["gpt2"].replace(r" ?\p{N}++", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
-SMOLLM2 = SMOLLM2.replace("N}]++", r"N}\x04\x06\x13\x14\x16\x1D\x{40000}-\x{FFFFF}]++")
+SMOLLM2 = SMOLLM2.replace("N}]++", r"N}\x04\x06\x13\x14\x16\x1D\x{40000}-\x{BFFFF}]++")
 
 # Training cuts words into pieces of so many characters: a merge rewrites every word that has the
 # pair, so words without an end (base64, a book without spaces) would cost their length squared.
