@@ -12,7 +12,12 @@ from config import ModelConfig
 def rotary(n: int, config: ModelConfig, device) -> Tensor:
     """[2, n, 1, head_dim], what `rotate` needs for positions 0 to n - 1 (Su et al., 2021)."""
     half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
-    angle = torch.arange(n, device=device)[:, None, None] * config.rope_base**-half
+    speed = config.rope_base**-half  # radians per token
+    if config.rope_scaling:  # Llama 3.1 slows what turns less often than `high` times in a context
+        factor, low, high, context = config.rope_scaling
+        kept = ((context * speed / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
+        speed = speed * (kept + (1 - kept) / factor)
+    angle = torch.arange(n, device=device)[:, None, None] * speed
     cos, sin = angle.cos(), angle.sin()  # [n, 1, head_dim/2]
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
 

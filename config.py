@@ -40,6 +40,7 @@ class ModelConfig:
     tie_head: bool | None = flag(None, "head = input embedding", shown="embformer, and by preset")
     dropout: float = flag(0.0, "share of activations left out", shown="0", **SHARE)
     rope_base: float = flag(10000.0, "base of the rotary positions", **POSITIVE)
+    rope_scaling: list[float] | None = None  # see attention.rotary
     norm_eps: float = flag(1e-6, "epsilon of the norms", **POSITIVE)
     # See Decoder.init_weights for both.
     init_std: float | None = flag(

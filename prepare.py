@@ -66,8 +66,8 @@ class Settings:
     out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
     tokenizer: str = flag(
         "train",
-        "train one (for text), the folder of prepared data or a model's ckpt.pt to take its, or "
-        "tiktoken's gpt2 or cl100k_base, from the network or the folder TIKTOKEN_CACHE_DIR",
+        "train one (for text), a folder of prepared data or a model (ckpt.pt, Hugging Face folder) "
+        "to take its, or tiktoken's gpt2 or cl100k_base, from the network or TIKTOKEN_CACHE_DIR",
     )
     vocab_size: int | None = flag(
         None, "most tokens to train, from 259", must="at least 1", shown="6400, for countries 4096"
@@ -144,7 +144,7 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
     try:
         if name in tokenizer.PRETRAINED:
             encoding = tokenizer.pretrained(name)
-        elif path.is_dir():
+        elif path.is_dir() and not (path / "config.json").exists():
             encoding = tokenizer.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
         else:
             encoding = tokenizer.loads(load_checkpoint(path).get("tokenizer"))

@@ -24,7 +24,7 @@ from training.checkpoints import decoding_dtype_flag, device_flag, load_model, o
 
 @dataclass
 class Sampling:
-    ckpt: str = flag("out/ckpt.pt", "checkpoint of train.py")
+    ckpt: str = flag("out/ckpt.pt", "checkpoint of train.py, or a folder from Hugging Face")
     prompt: str = flag("", 'text to continue, "\\n" is a line break; none: a new document')
     chat: bool = flag(False, "talk: a message a line, from the keyboard or a pipe")
     system: str | None = flag(None, "what to tell the model at the beginning of a --chat")
@@ -140,6 +140,8 @@ def main() -> None:
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     options = {name: getattr(args, name) for name in names}
     if args.chat:
+        if tokenizer.START not in encoding.special_tokens_set:
+            raise UserError(f"--chat: {args.ckpt} has no token {tokenizer.START}")
         if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
             print(f"{args.ckpt} has not learned to talk (train.py --stage sft)", file=sys.stderr)
         return converse(Chat(model, encoding, args.system), args.seed, **options)

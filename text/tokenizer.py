@@ -49,6 +49,10 @@ PRETRAINED = {
     "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
     r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
 }
+# SmolLM2's: each digit alone. Characters with bytes that it has no token for are left out.
+NO_TOKEN = bytes.fromhex("04 06 13 14 16 1D C0 C1 F1 F2") + bytes(range(0xF5, 0x100))
+SMOLLM2 = PRETRAINED["gpt2"].replace(r" ?\p{N}++", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
+SMOLLM2 = SMOLLM2.replace("N}]++", r"N}\x04\x06\x13\x14\x16\x1D\x{40000}-\x{BFFFF}]++")
 
 # Training cuts words into pieces of so many characters: a merge rewrites every word that has the
 # pair, so words without an end (base64, a book without spaces) would cost their length squared.
@@ -189,15 +193,16 @@ def loads(text: str) -> tiktoken.Encoding:
         data = json.loads(text)
         if (data["format"], data["version"]) != (FORMAT, VERSION):
             raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
-        if data["pattern"] not in (PATTERN, *PRETRAINED.values()):
+        if data["pattern"] not in (PATTERN, SMOLLM2, *PRETRAINED.values()):
             raise ValueError(f"it splits text by the unknown pattern {data['pattern']!r:.60}")
         ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
         ids = {*ranks.values(), *data["special_tokens"].values()}
         # Either of these would end the program inside of tiktoken.
         if len(ids) < len(data["ranks"]) + len(data["special_tokens"]):
             raise ValueError("a token or an id is there twice")
-        if not ranks.keys() >= {bytes([b]) for b in range(256)}:
-            raise ValueError("some of the 256 single bytes are missing")
+        lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
+        if lacking != (NO_TOKEN if data["pattern"] == SMOLLM2 else b""):
+            raise ValueError("some of the 256 single bytes are missing, or should be")
         return tiktoken.Encoding(
             name=data["name"],
             pat_str=data["pattern"],

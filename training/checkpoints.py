@@ -23,6 +23,7 @@ from offload import make_tables
 from tables.storage import DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
+from training import huggingface
 
 FORMAT = 2
 LIVE = "live-tables"
@@ -95,6 +96,9 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     """Read what `save_checkpoint` wrote, mapped into memory, so that what nobody touches is not
     read, unless to `verify` the checksums. Tables on disk are put where others are, and their
     storage is `tables`. UserError: there is no such file, or it is damaged or something else."""
+    if (Path(path) / "config.json").exists():
+        with checkpoint_errors(path):
+            return huggingface.read_model(Path(path))
     checkpoint = read_checkpoint(path)
     with checkpoint_errors(path):
         if verify and (bad := zipfile.ZipFile(path).testzip()):
@@ -130,8 +134,9 @@ def checkpoint_errors(path: str | Path) -> Iterator[None]:
     """UserError: a checkpoint cannot be read, is damaged, or lacks something."""
     try:
         yield
-    except FileNotFoundError:
-        raise UserError(f"no checkpoint at {path}: train one with `python train.py`") from None
+    except FileNotFoundError as error:
+        missing = f"no checkpoint at {error.filename or path}"
+        raise UserError(f"{missing}: train one with `python train.py`") from None
     except Exception as error:  # damaged pickles raise nearly anything
         if isinstance(error, UserError) or no_memory(error):
             raise
@@ -150,7 +155,8 @@ def load_model(
     checkpoint. UserError: as `load_checkpoint`."""
     checkpoint = load_checkpoint(path)
     with checkpoint_errors(path):
-        weights = checkpoint["model"]
+        weights = checkpoint["model"].items()  # others' may be in bfloat16
+        weights = {n: w if n.startswith("tables.") else w.float() for n, w in weights}
         of_rows = weights.get("tables.weight.0", torch.empty(0)).dtype
         tables = make_tables(offload, device, of_rows, saved=checkpoint["tables"])
         with outline():

@@ -62,7 +62,7 @@ class Settings:
         "(longer --block_size), sft (conversations), dpo (preferences)",
         choices=STAGES,
     )
-    init_from: Path | None = flag(None, "start from the model in this checkpoint")
+    init_from: Path | None = flag(None, "start from this checkpoint or Hugging Face folder")
     convert_tokens: int = flag(10**6, "text to fill rows from; 0: random", only="stem", **ZERO)
     convert_prior: float = flag(0.0, "weight of their mean in all", only="stem", **ZERO)
     resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
