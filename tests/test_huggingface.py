@@ -215,6 +215,12 @@ def test_commands_read_a_folder(tmp_path, story):
     )
     at_first = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[1])
     assert f"val loss {at_first['val_loss']:.5g}" in done.stdout
+    # To tables on disk, with brief fine-tuning, which can be edited.
+    tables = ("--ffn", "stem", "--stem_layers", "0,1", "--offload", "disk", "--out_dir", "stem")
+    done = command("train.py", *given, *begun[:4], *tables, cwd=tmp_path)
+    assert "layer 1: the token explains" in done.stdout
+    edit = ("--ckpt", "stem/ckpt.pt", "--source", "Anna", "--target", "Björn", "--prompt", "Anna")
+    assert "bit for bit" in command("edit.py", *edit, cwd=tmp_path).stdout
     save(tmp_path / "three", words=bpe([GPT2], ["<s>"]))
     command("sample.py", "--ckpt", "three", "--chat", cwd=tmp_path, fails=True)
 
