@@ -11,7 +11,7 @@ import numpy as np
 matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
-from common import UserError, atomic, writing
+from common import UserError, atomic, reading, writing
 from training.checkpoints import snapshots
 
 # The types of records, and what they are read for.
@@ -48,15 +48,12 @@ def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl, without a last line that a crash has cut off. UserError:
     another line is damaged."""
     records = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        try:
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        with reading(f"{path}, line {number},", "delete it"):
             record = json.loads(line)
             if missing := RECORDS[record["type"]] - record.keys():
                 raise ValueError(f"without {', '.join(missing)}")
             records.append(record)
-        except (ValueError, LookupError, TypeError) as error:
-            if line.endswith(b"\n"):
-                raise UserError(f"{path}, line {number}, is damaged ({error}): delete it") from None
     return records
 
 
@@ -67,7 +64,8 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
     for record in read_metrics(folder / "metrics.jsonl"):
         records[record["type"]].append(record)
     if (report := folder / "edit_report.json").exists():
-        records["edits"].append(json.loads(report.read_bytes()))
+        with reading(report, "delete it"):
+            records["edits"].append({"success": float(json.loads(report.read_bytes())["success"])})
     if not (records["step"] and records["eval"]):
         raise UserError(f"{folder}/metrics.jsonl has no step or no evaluation in it")
     return records
