@@ -29,6 +29,13 @@ def test_tables_in_all_places(tmp_path, gib, capsys):
         assert place != "resident" or {task["ratio"] for task in row.values()} == {1.0}
 
 
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_the_shortest_contexts_are_decoded(block_size):
+    few = bench.QUICK | dict(rounds=1, block_size=block_size)
+    rows = bench.bench_decode(Bench(device="cpu", **few, quick=True))
+    assert all(math.isfinite(x) and x > 0 for row in rows.values() for x in row.values())
+
+
 def test_all_of_it_in_a_quick_run(tmp_path):
     plot = ("--plot", tmp_path / "vocab.png")
     args = ("bench.py", "all", "--quick", "--rounds", 1, "--device", "cpu", *plot)
