@@ -3,9 +3,13 @@
 import json
 import math
 import multiprocessing
+import os
 import shutil
+import signal
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import command
@@ -14,7 +18,7 @@ import analyze
 from analysis import experiment as shared
 from analysis.experiment import Experiment, best_learning_rates
 from analysis.runs import REACH, spike_rate, spikes
-from common import UserError
+from common import UserError, locked
 from training.records import read_run
 
 SMALL = dict(
@@ -142,10 +146,27 @@ def test_of_runs_at_once_one_that_fails_or_is_killed_ends_all(experiment):
     for folder in experiment.train({"short": short})["short"]:  # nothing is left to train
         assert read_run(folder)["eval"][-1]["step"] == 4
 
-    killer = threading.Timer(4, lambda: multiprocessing.active_children()[0].kill())
-    killer.start()
-    with pytest.raises(UserError, match=rf"{first.name}: exit code -9"):
-        experiment.train({"endless": endless}, [1])
+    def stop(how):
+        while not (first / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        how()
+
+    pid, log = os.getpid(), rf"{first.name}: exit code -9, see its log"
+    for how, error, why in (
+        (lambda: multiprocessing.active_children()[0].kill(), UserError, log),
+        (lambda: os.kill(pid, signal.SIGTERM), SystemExit, "143"),
+        (lambda: os.kill(pid, signal.SIGHUP), SystemExit, "129"),
+    ):
+        (first / "metrics.jsonl").unlink(missing_ok=True)
+        threading.Thread(target=stop, args=(how,)).start()
+        with pytest.raises(error, match=why):
+            experiment.train({"endless": endless}, [1])
+        assert not multiprocessing.active_children()
+
+
+def locked_out(experiment):
+    with locked(experiment.out_dir):
+        pass
 
 
 def test_figures_are_measured_once(experiment):
@@ -159,6 +180,12 @@ def test_figures_are_measured_once(experiment):
     assert experiment.measure("x", figure, [first]) == [[1]]
     assert experiment.measure("x", figure, [first, second]) == [[1], [2]]
     assert asked == [first, second]
+    whole = (experiment.out_dir / "x" / "folder.json").read_bytes()
+    for harm in (b"", b"{}", b"[2]", whole[:-1], whole.replace(b"[1]", b"[2]"), b"\xff"):
+        (experiment.out_dir / "x" / "folder.json").write_bytes(harm)
+        assert experiment.measure("x", figure, [first]) == [[len(asked)]] and asked[-1] == first
+    with pytest.raises(UserError, match="another run is writing"):
+        experiment.picture("x", SimpleNamespace(savefig=lambda *_, **__: locked_out(experiment)))
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge
