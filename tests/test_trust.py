@@ -2,23 +2,29 @@
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, SMALL
 from test_train import arguments, assert_same, checkpoint, losses
 
+import analyze
+import edit
 import prepare
 import sample
 import train as train_module
 from common import UserError, locked, run
 from tables.storage import DiskStorage
+from text import countries
 from training import checkpoints
+from training.batches import parse_mixture
 from training.checkpoints import load_checkpoint, load_model, remove_leftovers, snapshots
 from training.records import archive_previous_run
 
@@ -115,10 +121,14 @@ def test_what_a_killed_run_left_goes_and_nothing_else(disk, tmp_path):
     for name in ("notes.tmp", "run1/tables-0/rows"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).touch()
+    (out / "linked").mkdir()
+    (out / "linked" / "ckpt.pt").symlink_to(out / "ckpt.pt")
+    checkpoints.write_checkpoint(out / "edited.pt", load_checkpoint(out / "linked" / "ckpt.pt"))
     kept = set(out.rglob("*"))
+    assert len(snapshots(out)) == 2  # each *.pt file names one
     shutil.copytree(tables, out / "tables-0")
     shutil.copytree(tables, out / checkpoints.LIVE)
-    for name in ("ckpt.pt.tmp", "best.pt.tmp", "metrics.jsonl.tmp", "loss.png.tmp"):
+    for name in ("ckpt.pt.tmp", "edited.pt.tmp", "metrics.jsonl.tmp", "loss.png.tmp"):
         (out / name).touch()
     remove_leftovers(out)
     assert set(out.rglob("*")) == kept
@@ -141,8 +151,39 @@ def test_a_model_is_opened_while_its_training_saves(disk, tmp_path, monkeypatch)
     assert_same(load_checkpoint(out / "ckpt.pt")["model"], before["model"])
     assert len(set(opened)) == 2
     shutil.rmtree(snapshots(out)[0])
-    with pytest.raises(UserError, match=r"beside ckpt.pt: No such file"):  # tries no further
+    with pytest.raises(UserError, match=r"no .*/rows: put it beside ckpt.pt"):  # tries no further
         load_checkpoint(out / "ckpt.pt")
+
+
+# --- full disks ---
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs limits of file sizes")
+def test_a_file_that_cannot_be_written_is_named_and_nothing_changes(disk, tmp_path, monkeypatch):
+    """A limit of file sizes stands for a full disk; PyTorch has several errors for it."""
+    import resource
+
+    out, save = shutil.copytree(disk, tmp_path / "out"), torch.save
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    size = (out / "ckpt.pt").stat().st_size
+    for limit in (0, 5000, *range(size // 2, size, size // 16)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            with pytest.raises(
+                UserError, match=r"^cannot write .*: (File too large|\d+ requested)"
+            ):
+                checkpoints.write_checkpoint(out / "ckpt.pt", load_checkpoint(out / "ckpt.pt"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+    class Interrupted(io.BytesIO):
+        def write(self, data):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", lambda state, _: save(state, Interrupted()))
+    with pytest.raises(KeyboardInterrupt):  # not that the file could not be ended
+        checkpoints.write_checkpoint(out / "ckpt.pt", load_checkpoint(out / "ckpt.pt"))
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 # --- damage ---
@@ -182,6 +223,43 @@ def test_one_other_bit_of_tables_is_noticed_by_who_goes_on(disk, tmp_path, monke
         load_checkpoint(out / "ckpt.pt")
         flipped(path, -1)
     load_checkpoint(out / "ckpt.pt", verify=True)
+    flipped(folder / "rows", -1)  # no command gives it new checksums, or judges it by its losses
+    asked = ("--source", "Anna", "--target", "Emil", "--prompt", "Anna", "--save", out / "ckpt.pt")
+    for more in (asked, ("--undo",)):
+        assert f"{folder} is damaged" in says(monkeypatch, edit, "--ckpt", out / "ckpt.pt", *more)
+    assert f"{folder} is damaged" in says(
+        monkeypatch, train_module, "--eval_only", "--out_dir", out
+    )
+
+
+def test_what_is_wrong_is_blamed(trained, disk, tmp_path, monkeypatch):
+    out = shutil.copytree(trained["stem"], tmp_path / "out")
+    for report in ("{", "", "[]", "{}", '{"success": "x"}'):
+        (out / "edit_report.json").write_text(report)
+        line = says(monkeypatch, analyze, "runs", out, "--plot", tmp_path / "loss.png")
+        assert "edit_report.json is damaged" in line and "delete it" in line
+    (out / "edit_report.json").unlink()
+    (out / "metrics.jsonl").write_text("")
+    assert "metrics.jsonl has no step" in says(monkeypatch, analyze, "runs", out)
+    shutil.copy(out / "best.pt", out / "ckpt.pt")
+    assert "cannot be resumed: start a new run with --init_from" in resume(monkeypatch, out)
+    asked = ("--source", "Anna", "--target", "Emil", "--prompt", "Anna", "--ckpt", disk / "ckpt.pt")
+    line = says(monkeypatch, edit, *asked, "--save", out / "metrics.jsonl" / "x.pt")
+    assert f"cannot write {out / 'metrics.jsonl'}: " in line
+    asked = ("--undo", "--ckpt", tmp_path / "typo" / "ckpt.pt")
+    assert "no checkpoint at" in says(monkeypatch, edit, *asked)
+    assert not (tmp_path / "typo").exists()
+    (tmp_path / "a=b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert parse_mixture("a=b") == {Path("a=b"): 1.0}  # a folder, as one may name it
+    for harm in (bytes(999), b"", b"name,capital\nPeru,Lima\n"):
+        (tmp_path / "countries.csv").write_bytes(harm)
+        monkeypatch.setattr(countries, "TABLE", tmp_path / "countries.csv")
+        with pytest.raises(UserError, match=r"countries\.csv is damaged"):
+            countries.table()
+    monkeypatch.chdir(tmp_path / "a=b")  # nothing to resume: no corpus is prepared for it
+    assert "no checkpoint at" in says(monkeypatch, train_module, "--resume")
+    assert not list(Path().iterdir())
 
 
 def test_a_checkpoint_that_would_run_code_is_called_so(tmp_path, monkeypatch):
@@ -191,17 +269,17 @@ def test_a_checkpoint_that_would_run_code_is_called_so(tmp_path, monkeypatch):
 
     torch.save({"format": 2, "x": Malicious()}, tmp_path / "bad.pt")
     line = says(monkeypatch, sample, "--ckpt", tmp_path / "bad.pt")
-    assert "bad.pt is damaged or not a checkpoint" in line and "do not trust it" in line
+    assert "bad.pt is damaged" in line and "do not trust it" in line
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
     ("changed", "says_"),
     [
-        (dict(args=None), "is damaged or not a checkpoint"),
+        (dict(args=None), "is damaged"),
         (dict(args=dict(n_layer=10**8)), "n_layer=100000000 must be at most 1,024"),
-        (dict(model=None), "is damaged or not a checkpoint"),
-        (dict(tables="gone"), "is damaged or not a checkpoint"),
+        (dict(model=None), "is damaged"),
+        (dict(tables="gone"), "is damaged"),
         (dict(tables=dict(id="gone", shape=(9, 2, 4), dtype=torch.float32)), "beside ckpt.pt"),
         (dict(format=1), "is not a checkpoint of this program (format 2)"),
     ],
