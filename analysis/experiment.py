@@ -163,6 +163,7 @@ def train_all(jobs: dict[Path, Flags], at_once: int) -> None:
         if number and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     # Forks of a server that has imported all, but has neither threads nor a GPU in use.
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # it would look in the working folder
     processes = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
     processes.set_forkserver_preload([__name__])
     threads = max(1, torch.get_num_threads() // at_once)

@@ -1,6 +1,6 @@
 """Kill runs, damage files, give odd flags, start two at once: docs/promises.md, put to the test.
 
-    python tests/soak.py                # 300 kills, 500 files, 500 command lines, 20 pairs
+    python tests/soak.py                # 500 command lines, 500 files, 300 kills, ...: hours
     python tests/soak.py --quick        # a few of each
     python tests/soak.py --only files --n 50 --seed 7
     python tests/soak.py --only kills --first 17 --n 1          # one of them again
@@ -44,16 +44,19 @@ from training.checkpoints import load_checkpoint, save_checkpoint, snapshots
 from training.records import archive_previous_run
 from training.settings import Settings
 
-NUMBERS = dict(kills=300, files=500, commands=500, pairs=20)
-QUICK = dict(kills=2, files=8, commands=12, pairs=1)
+NUMBERS = dict(commands=500, files=500, pairs=50, edits=100, limits=100, kills=300)
+NUMBERS |= dict(figures=50, children=20)
+QUICK = dict(commands=10, files=6, pairs=1, edits=2, limits=1, kills=1, figures=0, children=0)
 NAMES = ("train", "sample", "edit", "prepare", "analyze", "bench")
 COMMANDS = {name: importlib.import_module(name) for name in NAMES}
-OFFLOAD, STAGES = ("none", "cpu", "disk"), ("pretrain", "midtrain", "sft", "dpo")
+OFFLOAD = ("none", "cpu", "disk")
+STAGES = ("pretrain", "midtrain", "mixture", "sft", "dpo")  # mixture: midtrain on two folders
 TIMEOUT = 120  # seconds after which a command counts as hung: they take one or two
 MEMORY = 4 << 30  # bytes that a command may have beside what is mapped already
 SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, stem_layers="all")
 RUN = dict(device="cpu", batch_size=4, max_iters=6, eval_interval=2, eval_tokens=64)
 ENDED, KILLED = (0, 1, 2), -signal.SIGKILL  # exit codes
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORK = multiprocessing.get_context("fork")
 
 
@@ -115,6 +118,15 @@ def at_operations(folder: Path, do: Callable[[int], object]) -> None:
             do(next(numbers))
 
     sys.addaudithook(hook)
+
+
+def limit(size: int) -> None:
+    """From now on no file grows beyond a size: as a full disk, but for messages."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max(4096, size),) * 2)
+
+
+def children_of(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 # --- what undisturbed runs come to ---
@@ -208,11 +220,23 @@ class World:
     def state(self, name: str) -> str:
         return state(self.run(name) / "ckpt.pt")
 
+    def ask(self, out: Path) -> list:
+        """A question for which runs are trained."""
+        where = as_flags(out_dir=out, data_dir=self.folder / "text", device="cpu", jobs=2)
+        return ["analyze", "geometry", "--quick", *where]
+
+    @cache  # noqa: B019
+    def analysis(self) -> Path:
+        Command(self.folder, *self.ask(self.folder / "analysis")).wait(ok=(0,))
+        return self.folder / "analysis"
+
     def flags(self, stage: str, out: Path, offload: str = "none", data: Path | None = None) -> list:
-        data = data or self.folder / dict(sft="chat", dpo="pairs").get(stage, "text")
+        text, chat, pairs = (self.folder / name for name in ("text", "chat", "pairs"))
+        data = data or dict(sft=chat, dpo=pairs, mixture=f"{text}=0.7,{chat}=0.3").get(stage, text)
         flags = as_flags(data_dir=data, out_dir=out, offload=offload, **RUN)
         if stage == "pretrain":
             return [*flags, *as_flags(**SIZES)]
+        stage = "midtrain" if stage == "mixture" else stage
         return [*flags, "--stage", stage, "--init_from", self.run("pretrain") / "ckpt.pt"]
 
     def check(self, out: Path, stage: str, offload: str | None = None) -> None:
@@ -221,18 +245,26 @@ class World:
             raise Broken("another result than that of an undisturbed run")
         if losses(out) != losses(self.run(stage)):
             raise Broken("other losses than those of an undisturbed run")
-        left = [path.name for pattern in ("*.tmp", "live*") for path in out.glob(pattern)]
-        left += [path.name for path in snapshots(out)[offload == "disk" :]] if offload else []
-        if left:
-            raise Broken(f"left behind: {', '.join(left)}")
+        check_left(out, offload)
 
 
-# --- the four kinds of trials: each gets a world, chance and a folder, and returns its outcome ---
+def check_left(out: Path, offload: str | None) -> None:
+    left = [path.name for pattern in ("*.tmp", "live*") for path in out.glob(pattern)]
+    left += [path.name for path in snapshots(out)[offload == "disk" :]] if offload else []
+    if left:
+        raise Broken(f"left behind: {', '.join(left)}")
 
 
-def kills(world: World, rng: random.Random, folder: Path) -> str:
-    """A run is killed, maybe while it replaces another one or once more when it has been resumed,
-    and then brought to its end."""
+def figures_of(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.glob("quick/geometry/*")}
+
+
+# --- the kinds of trials: each gets a world, chance and a folder, and returns its outcome ---
+
+
+def kills(world: World, rng: random.Random, folder: Path, limited: bool = False) -> str:
+    """A run is killed or has no room, maybe while it replaces another one or once more when it has
+    been resumed, and is then brought to its end."""
     stage, offload, old = rng.choice(STAGES), rng.choice(OFFLOAD), rng.choice([None, *OFFLOAD])
     out, old_state = folder / "out", old and world.state(f"old-{old}")
     if old:
@@ -244,6 +276,9 @@ def kills(world: World, rng: random.Random, folder: Path) -> str:
         if rng.random() < 0.5:
             last, seconds = None, rng.random() * world.seconds[stage]
         before = partial(at_operations, out, lambda n, last=last: n == last and die())
+        if limited:
+            seconds, size = TIMEOUT, (world.run(stage) / "ckpt.pt").stat().st_size
+            before = partial(limit, int(size * rng.uniform(0, 1.05)))
         Command(folder, "train", *command, before=before).wait(seconds, (*ENDED, KILLED))
         if (out / "run1").exists() and not (out / "run1" / "ckpt.pt").exists():
             archive_previous_run(out)  # what the next new run would do
@@ -257,7 +292,66 @@ def kills(world: World, rng: random.Random, folder: Path) -> str:
     for path in out.glob("run[0-9]/ckpt.pt"):
         if state(path) != old_state:
             raise Broken(f"{path} is another run than the one that was replaced")
-    return "equal to the bit" + (", the replaced run whole" if old else "")
+    kind = "mixture, " * (stage == "mixture")
+    return f"{kind}equal to the bit" + (", the replaced run whole" if old else "")
+
+
+def edits(world: World, rng: random.Random, folder: Path) -> str:
+    """An edit in place is killed or has no room, and made again, or two are made at once. Then all
+    are undone."""
+    offload, how = rng.choice(OFFLOAD), rng.choice(("killed", "no room", "two at once"))
+    out = shutil.copytree(world.run(f"old-{offload}"), folder / "out")
+    want, edit = state(out / "ckpt.pt"), [*editing(out), "--save", out / "ckpt.pt"]
+    if how == "two at once":
+        both = [Command(folder, *edit), time.sleep(0.3 * rng.random()) or Command(folder, *edit)]
+        done = [each.wait() for each in both].count(0)
+    else:
+        last, size = rng.randint(1, 40), (out / "ckpt.pt").stat().st_size
+        before = partial(at_operations, out, lambda n: n == last and die())
+        before = before if how == "killed" else partial(limit, int(size * rng.uniform(0, 1.05)))
+        Command(folder, *edit, before=before).wait(ok=(*ENDED, KILLED))
+        done = (state(out / "ckpt.pt") != want) + 1
+        Command(folder, *edit).wait(ok=(0,))
+    check_left(out, offload)
+    for _ in range(done):
+        Command(folder, "edit", "--undo", *as_flags(ckpt=out / "ckpt.pt")).wait(ok=(0,))
+    if load_checkpoint(out / "ckpt.pt")["edits"] or state(out / "ckpt.pt") != want:
+        raise Broken(f"{how}: {done} edits were undone, and the model is not what it was")
+    return f"{how}: {done} made and undone"
+
+
+def figures(world: World, rng: random.Random, folder: Path) -> str:
+    """A figure that was kept is damaged, and its question asked again."""
+    out = shutil.copytree(world.analysis(), folder / "out")
+    how = damage(rng.choice(sorted(out.glob("quick/geometry/*"))), rng)
+    if Command(folder, *world.ask(out)).wait():
+        return f"{how}: refused in one line"
+    if figures_of(out) != figures_of(world.analysis()):
+        raise Broken(f"{how}: other figures than without the damage")
+    return f"{how}: measured again"
+
+
+def children(world: World, rng: random.Random, folder: Path) -> str:
+    """An analysis is stopped while it trains, or one of its runs is killed, or two are asked at
+    once. Nothing trains on, and asked again it comes to the same."""
+    out, how = folder / "out", rng.choice((*SIGNALS, signal.SIGKILL, None))
+    first = Command(folder, *world.ask(out))
+    if how:
+        while first.process.is_alive() and not list(out.glob("quick/runs/*/log.txt")):
+            time.sleep(0.02)
+        time.sleep(rng.random())
+        of_children = [p for child in children_of(first.process.pid) for p in children_of(child)]
+        for pid in [first.process.pid] if how in SIGNALS else of_children[:1]:
+            os.kill(pid, how)
+        code = first.wait(ok=(0, 1, *(128 + number for number in SIGNALS)))
+        for run in out.glob("quick/runs/text*"):
+            with common.locked(run):  # refused if it is in training still
+                pass
+    Command(folder, *world.ask(out)).wait(ok=(0,))
+    code = code if how else first.wait(ok=(0,))
+    if figures_of(out) != figures_of(world.analysis()):
+        raise Broken(f"{how}: other figures than those of an undisturbed analysis")
+    return f"{how.name if how else 'two at once'}: exit code {code}, then the same figures"
 
 
 def damage(path: Path, rng: random.Random) -> str:
@@ -385,8 +479,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "world").mkdir()
         world, here = World(Path(folder) / "world"), Path(folder) / "trial"
-        trials = dict(kills=kills, files=files, commands=commands, pairs=pairs)
-        for name in [args.only] if args.only else trials:
+        trials = dict(commands=commands, files=files, pairs=pairs, edits=edits, kills=kills)
+        trials |= dict(limits=partial(kills, limited=True), figures=figures, children=children)
+        for name in [args.only] if args.only else NUMBERS:
             outcomes: Counter[str] = Counter()
             n = args.n or (QUICK if args.quick else NUMBERS)[name]
             for number in tqdm(range(args.first, args.first + n), desc=name, unit="trial"):

@@ -46,6 +46,7 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
 
 def test_every_question_has_a_table(tmp_path):
     where = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
+    (tmp_path / "analysis").mkdir()  # in the working folder: not the package
     done = command("analyze.py", "all", "--quick", "--device", "cpu", *where, cwd=tmp_path)
     parts = done.stdout.split("\n## ")[1:]
     assert [part.split()[0] for part in parts] == [each.__name__ for each in analyze.QUESTIONS]

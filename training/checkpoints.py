@@ -126,8 +126,7 @@ def checkpoint_errors(path: str | Path) -> Iterator[None]:
         try:
             yield
         except pickle.UnpicklingError:  # which would tell to open it all the same
-            said = "it holds more than tensors, maybe code that was not run: do not trust it"
-            raise ValueError(said) from None
+            raise ValueError("it holds more than tensors, maybe code: do not trust it") from None
 
 
 def load_model(path: Path, device, offload="none") -> tuple[Decoder, tiktoken.Encoding, dict]:
