@@ -45,8 +45,8 @@ from training.records import archive_previous_run
 from training.settings import Settings
 
 NUMBERS = dict(commands=500, files=500, pairs=50, edits=100, limits=100, kills=300)
-NUMBERS |= dict(figures=50, children=20)
-QUICK = dict(commands=10, files=6, pairs=1, edits=2, limits=1, kills=1, figures=0, children=0)
+NUMBERS["analyses"] = 50
+QUICK = dict(commands=10, files=6, pairs=1, edits=2, limits=1, kills=1, analyses=0)
 NAMES = ("train", "sample", "edit", "prepare", "analyze", "bench")
 COMMANDS = {name: importlib.import_module(name) for name in NAMES}
 OFFLOAD = ("none", "cpu", "disk")
@@ -56,7 +56,6 @@ MEMORY = 4 << 30  # bytes that a command may have beside what is mapped already
 SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, stem_layers="all")
 RUN = dict(device="cpu", batch_size=4, max_iters=6, eval_interval=2, eval_tokens=64)
 ENDED, KILLED = (0, 1, 2), -signal.SIGKILL  # exit codes
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORK = multiprocessing.get_context("fork")
 
 
@@ -120,13 +119,15 @@ def at_operations(folder: Path, do: Callable[[int], object]) -> None:
     sys.addaudithook(hook)
 
 
-def limit(size: int) -> None:
-    """From now on no file grows beyond a size: as a full disk, but for messages."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max(4096, size),) * 2)
+def killing(folder: Path, last: int | None) -> Callable:
+    """What makes a command die before this operation on a file in a folder."""
+    return partial(at_operations, folder, lambda n: n == last and die())
 
 
-def children_of(pid: int) -> list[int]:
-    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+def limiting(path: Path, rng: random.Random) -> Callable:
+    """What lets no file grow beyond a part of this one: a full disk, but for messages."""
+    size = max(4096, int(path.stat().st_size * rng.uniform(0, 1.05)))
+    return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
 
 
 # --- what undisturbed runs come to ---
@@ -255,10 +256,6 @@ def check_left(out: Path, offload: str | None) -> None:
         raise Broken(f"left behind: {', '.join(left)}")
 
 
-def figures_of(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in out.glob("quick/geometry/*")}
-
-
 # --- the kinds of trials: each gets a world, chance and a folder, and returns its outcome ---
 
 
@@ -275,10 +272,8 @@ def kills(world: World, rng: random.Random, folder: Path, limited: bool = False)
         last, seconds = rng.randint(1, int(1.3 * world.operations[stage])), TIMEOUT
         if rng.random() < 0.5:
             last, seconds = None, rng.random() * world.seconds[stage]
-        before = partial(at_operations, out, lambda n, last=last: n == last and die())
-        if limited:
-            seconds, size = TIMEOUT, (world.run(stage) / "ckpt.pt").stat().st_size
-            before = partial(limit, int(size * rng.uniform(0, 1.05)))
+        full = limiting(world.run(stage) / "ckpt.pt", rng)
+        before = full if limited else killing(out, last)
         Command(folder, "train", *command, before=before).wait(seconds, (*ENDED, KILLED))
         if (out / "run1").exists() and not (out / "run1" / "ckpt.pt").exists():
             archive_previous_run(out)  # what the next new run would do
@@ -306,9 +301,8 @@ def edits(world: World, rng: random.Random, folder: Path) -> str:
         both = [Command(folder, *edit), time.sleep(0.3 * rng.random()) or Command(folder, *edit)]
         done = [each.wait() for each in both].count(0)
     else:
-        last, size = rng.randint(1, 40), (out / "ckpt.pt").stat().st_size
-        before = partial(at_operations, out, lambda n: n == last and die())
-        before = before if how == "killed" else partial(limit, int(size * rng.uniform(0, 1.05)))
+        full = limiting(out / "ckpt.pt", rng)
+        before = full if how == "no room" else killing(out, rng.randint(1, 40))
         Command(folder, *edit, before=before).wait(ok=(*ENDED, KILLED))
         done = (state(out / "ckpt.pt") != want) + 1
         Command(folder, *edit).wait(ok=(0,))
@@ -320,38 +314,37 @@ def edits(world: World, rng: random.Random, folder: Path) -> str:
     return f"{how}: {done} made and undone"
 
 
-def figures(world: World, rng: random.Random, folder: Path) -> str:
-    """A figure that was kept is damaged, and its question asked again."""
-    out = shutil.copytree(world.analysis(), folder / "out")
-    how = damage(rng.choice(sorted(out.glob("quick/geometry/*"))), rng)
-    if Command(folder, *world.ask(out)).wait():
-        return f"{how}: refused in one line"
-    if figures_of(out) != figures_of(world.analysis()):
-        raise Broken(f"{how}: other figures than without the damage")
-    return f"{how}: measured again"
-
-
-def children(world: World, rng: random.Random, folder: Path) -> str:
-    """An analysis is stopped while it trains, or one of its runs is killed, or two are asked at
-    once. Nothing trains on, and asked again it comes to the same."""
-    out, how = folder / "out", rng.choice((*SIGNALS, signal.SIGKILL, None))
-    first = Command(folder, *world.ask(out))
-    if how:
+def analyses(world: World, rng: random.Random, folder: Path) -> str:
+    """A figure is damaged, or an analysis is stopped, or a run that it trains is killed, or two are
+    asked at once. No run goes on, and asked again it comes to the same."""
+    stops = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "two at once")
+    out, how, codes = folder / "out", rng.choice((*stops, *["damage"] * len(stops))), (0,)
+    if how == "damage":
+        shutil.copytree(world.analysis(), out)
+        how = damage(rng.choice(sorted(out.glob("quick/geometry/*"))), rng)
+        codes = (0, 1)
+    else:
+        first = Command(folder, *world.ask(out))
         while first.process.is_alive() and not list(out.glob("quick/runs/*/log.txt")):
             time.sleep(0.02)
         time.sleep(rng.random())
-        of_children = [p for child in children_of(first.process.pid) for p in children_of(child)]
-        for pid in [first.process.pid] if how in SIGNALS else of_children[:1]:
-            os.kill(pid, how)
-        code = first.wait(ok=(0, 1, *(128 + number for number in SIGNALS)))
-        for run in out.glob("quick/runs/text*"):
-            with common.locked(run):  # refused if it is in training still
-                pass
-    Command(folder, *world.ask(out)).wait(ok=(0,))
-    code = code if how else first.wait(ok=(0,))
-    if figures_of(out) != figures_of(world.analysis()):
-        raise Broken(f"{how}: other figures than those of an undisturbed analysis")
-    return f"{how.name if how else 'two at once'}: exit code {code}, then the same figures"
+        if how != "two at once":
+            pid = first.process.pid
+            for _ in range(2 * (how == "SIGKILL")):  # of a child of the server of children
+                pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
+            os.kill(pid, signal.Signals[how])
+            how += f" ({first.wait(ok=(0, 1, 129, 130, 143))})"
+            for run in out.glob("quick/runs/text*"):
+                with common.locked(run):  # refused if it is in training still
+                    pass
+    if Command(folder, *world.ask(out)).wait(ok=codes):
+        return f"{how}: refused in one line"
+    if how == "two at once":
+        first.wait(ok=(0,))
+    for path in world.analysis().glob("quick/geometry/*"):
+        if path.read_bytes() != (out / "quick" / "geometry" / path.name).read_bytes():
+            raise Broken(f"{how}: other figures than those of an undisturbed analysis")
+    return f"{how}: the same figures"
 
 
 def damage(path: Path, rng: random.Random) -> str:
@@ -480,7 +473,7 @@ def main() -> None:
         (Path(folder) / "world").mkdir()
         world, here = World(Path(folder) / "world"), Path(folder) / "trial"
         trials = dict(commands=commands, files=files, pairs=pairs, edits=edits, kills=kills)
-        trials |= dict(limits=partial(kills, limited=True), figures=figures, children=children)
+        trials |= dict(limits=partial(kills, limited=True), analyses=analyses)
         for name in [args.only] if args.only else NUMBERS:
             outcomes: Counter[str] = Counter()
             n = args.n or (QUICK if args.quick else NUMBERS)[name]

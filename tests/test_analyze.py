@@ -165,11 +165,6 @@ def test_of_runs_at_once_one_that_fails_or_is_killed_ends_all(experiment):
         assert not multiprocessing.active_children()
 
 
-def locked_out(experiment):
-    with locked(experiment.out_dir):
-        pass
-
-
 def test_figures_are_measured_once(experiment):
     asked = []
 
@@ -185,8 +180,9 @@ def test_figures_are_measured_once(experiment):
     for harm in (b"", b"{}", b"[2]", whole[:-1], whole.replace(b"[1]", b"[2]"), b"\xff"):
         (experiment.out_dir / "x" / "folder.json").write_bytes(harm)
         assert experiment.measure("x", figure, [first]) == [[len(asked)]] and asked[-1] == first
+    two_at_once = locked(experiment.out_dir)
     with pytest.raises(UserError, match="another run is writing"):
-        experiment.picture("x", SimpleNamespace(savefig=lambda *_, **__: locked_out(experiment)))
+        experiment.picture("x", SimpleNamespace(savefig=lambda *_, **__: two_at_once.__enter__()))
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge
