@@ -123,7 +123,7 @@ def plot(folders: list[Path], out: Path) -> None:
         steps, losses = losses_of(runs, "step", "train_loss")
         axes.plot(steps * a_step / 1e6, losses.mean(0), alpha=0.3, linewidth=0.8, **look)
         steps, losses = losses_of(runs, "eval", "val_loss")
-        look |= dict(marker=".", label=f"{name}: {args['ffn']}")
+        look |= dict(marker=".", label=f"{name}: {args['ffn']}".replace("$", r"\$"))  # no formula
         mean_and_band(axes, steps * a_step / 1e6, losses, **look)
     # On a log scale: the first steps fall by as much as all others.
     axes.set(xlabel="million tokens", ylabel="loss (nats), training thin", yscale="log")
