@@ -44,8 +44,7 @@ from training.checkpoints import load_checkpoint, save_checkpoint, snapshots
 from training.records import archive_previous_run
 from training.settings import Settings
 
-NUMBERS = dict(commands=500, files=500, pairs=50, edits=100, limits=100, kills=300)
-NUMBERS["analyses"] = 50
+NUMBERS = dict(commands=500, files=500, pairs=50, edits=100, limits=100, kills=300, analyses=50)
 QUICK = dict(commands=10, files=6, pairs=1, edits=2, limits=1, kills=1, analyses=0)
 NAMES = ("train", "sample", "edit", "prepare", "analyze", "bench")
 COMMANDS = {name: importlib.import_module(name) for name in NAMES}
@@ -124,9 +123,9 @@ def killing(folder: Path, last: int | None) -> Callable:
     return partial(at_operations, folder, lambda n: n == last and die())
 
 
-def limiting(path: Path, rng: random.Random) -> Callable:
-    """What lets no file grow beyond a part of this one: a full disk, but for messages."""
-    size = max(4096, int(path.stat().st_size * rng.uniform(0, 1.05)))
+def limiting(run: Path, rng: random.Random) -> Callable:
+    """What lets no file grow beyond a part of ckpt.pt's size: a full disk, but for messages."""
+    size = max(4096, int((run / "ckpt.pt").stat().st_size * rng.uniform(0, 1.05)))
     return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
 
 
@@ -246,14 +245,10 @@ class World:
             raise Broken("another result than that of an undisturbed run")
         if losses(out) != losses(self.run(stage)):
             raise Broken("other losses than those of an undisturbed run")
-        check_left(out, offload)
-
-
-def check_left(out: Path, offload: str | None) -> None:
-    left = [path.name for pattern in ("*.tmp", "live*") for path in out.glob(pattern)]
-    left += [path.name for path in snapshots(out)[offload == "disk" :]] if offload else []
-    if left:
-        raise Broken(f"left behind: {', '.join(left)}")
+        left = [path.name for pattern in ("*.tmp", "live*") for path in out.glob(pattern)]
+        left += [path.name for path in snapshots(out)[offload == "disk" :]] if offload else []
+        if left:
+            raise Broken(f"left behind: {', '.join(left)}")
 
 
 # --- the kinds of trials: each gets a world, chance and a folder, and returns its outcome ---
@@ -272,8 +267,7 @@ def kills(world: World, rng: random.Random, folder: Path, limited: bool = False)
         last, seconds = rng.randint(1, int(1.3 * world.operations[stage])), TIMEOUT
         if rng.random() < 0.5:
             last, seconds = None, rng.random() * world.seconds[stage]
-        full = limiting(world.run(stage) / "ckpt.pt", rng)
-        before = full if limited else killing(out, last)
+        before = limiting(world.run(stage), rng) if limited else killing(out, last)
         Command(folder, "train", *command, before=before).wait(seconds, (*ENDED, KILLED))
         if (out / "run1").exists() and not (out / "run1" / "ckpt.pt").exists():
             archive_previous_run(out)  # what the next new run would do
@@ -301,16 +295,15 @@ def edits(world: World, rng: random.Random, folder: Path) -> str:
         both = [Command(folder, *edit), time.sleep(0.3 * rng.random()) or Command(folder, *edit)]
         done = [each.wait() for each in both].count(0)
     else:
-        full = limiting(out / "ckpt.pt", rng)
-        before = full if how == "no room" else killing(out, rng.randint(1, 40))
+        before = limiting(out, rng) if how == "no room" else killing(out, rng.randint(1, 40))
         Command(folder, *edit, before=before).wait(ok=(*ENDED, KILLED))
         done = (state(out / "ckpt.pt") != want) + 1
         Command(folder, *edit).wait(ok=(0,))
-    check_left(out, offload)
     for _ in range(done):
         Command(folder, "edit", "--undo", *as_flags(ckpt=out / "ckpt.pt")).wait(ok=(0,))
-    if load_checkpoint(out / "ckpt.pt")["edits"] or state(out / "ckpt.pt") != want:
-        raise Broken(f"{how}: {done} edits were undone, and the model is not what it was")
+    left = load_checkpoint(out / "ckpt.pt")["edits"] + [*out.glob("*.tmp"), *snapshots(out)[1:]]
+    if left or state(out / "ckpt.pt") != want:
+        raise Broken(f"{how}: {done} edits were undone, {left} is left, or the model is another")
     return f"{how}: {done} made and undone"
 
 
@@ -318,11 +311,10 @@ def analyses(world: World, rng: random.Random, folder: Path) -> str:
     """A figure is damaged, or an analysis is stopped, or a run that it trains is killed, or two are
     asked at once. No run goes on, and asked again it comes to the same."""
     stops = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "two at once")
-    out, how, codes = folder / "out", rng.choice((*stops, *["damage"] * len(stops))), (0,)
+    out, how, first = folder / "out", rng.choice((*stops, *["damage"] * len(stops))), None
     if how == "damage":
         shutil.copytree(world.analysis(), out)
         how = damage(rng.choice(sorted(out.glob("quick/geometry/*"))), rng)
-        codes = (0, 1)
     else:
         first = Command(folder, *world.ask(out))
         while first.process.is_alive() and not list(out.glob("quick/runs/*/log.txt")):
@@ -337,7 +329,7 @@ def analyses(world: World, rng: random.Random, folder: Path) -> str:
             for run in out.glob("quick/runs/text*"):
                 with common.locked(run):  # refused if it is in training still
                     pass
-    if Command(folder, *world.ask(out)).wait(ok=codes):
+    if Command(folder, *world.ask(out)).wait(ok=(0,) if first else ENDED):
         return f"{how}: refused in one line"
     if how == "two at once":
         first.wait(ok=(0,))

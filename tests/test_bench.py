@@ -29,13 +29,6 @@ def test_tables_in_all_places(tmp_path, gib, capsys):
         assert place != "resident" or {task["ratio"] for task in row.values()} == {1.0}
 
 
-@pytest.mark.parametrize("block_size", [1, 2])
-def test_the_shortest_contexts_are_decoded(block_size):
-    few = bench.QUICK | dict(rounds=1, block_size=block_size)
-    rows = bench.bench_decode(Bench(device="cpu", **few, quick=True))
-    assert all(math.isfinite(x) and x > 0 for row in rows.values() for x in row.values())
-
-
 def test_all_of_it_in_a_quick_run(tmp_path):
     plot = ("--plot", tmp_path / "vocab.png")
     args = ("bench.py", "all", "--quick", "--rounds", 1, "--device", "cpu", *plot)
@@ -46,6 +39,8 @@ def test_all_of_it_in_a_quick_run(tmp_path):
         assert sum(row[0].startswith(kind) for row in rows) == 4  # train, decode 1 and 8, no cache
     assert {row[2] for row in rows if row[0].startswith("dense")} == {"1.00"}
     assert (tmp_path / "vocab.png").read_bytes().startswith(b"\x89PNG")
+    shortest = Bench(device="cpu", quick=True, **bench.QUICK | dict(rounds=1, block_size=1))
+    assert all(math.inf > row["tok/s"] > 0 for row in bench.bench_decode(shortest).values())
 
 
 def test_vocabularies_differ_in_nothing_but_their_size(monkeypatch):
