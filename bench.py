@@ -177,8 +177,8 @@ def train(it: Contender, steps: int = 1) -> int:
 def decode(it: Contender, batch: int, prompt: int, new: int, cached: bool = True) -> int:
     """Read a prompt, then given tokens: a model that knows nothing would repeat itself."""
     model, block_size = it.model.eval(), it.bench.block_size
-    prompt = min(prompt, block_size // 3)
-    new = min(new, block_size - prompt)
+    prompt = min(prompt, max(1, block_size // 3))
+    new = min(new, block_size - prompt + 1)  # the last one is not read
     ids, table_ids = (t.to(it.bench.on) for t in it.batch(batch, prompt + new))
     cache = KVCache(it.config, batch, it.bench.on, torch.float32) if cached else None
     for end in range(prompt, prompt + new):

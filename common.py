@@ -130,8 +130,28 @@ def writing(path: str | Path) -> Iterator[None]:
     """UserError: a file or folder cannot be written (no room, no permission)."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:
+        # A file that PyTorch could not write it cannot end, either, which is another error.
+        first = (isinstance(error, RuntimeError) and error.__context__) or error
+        if isinstance(first, OSError):
+            raise UserError(f"cannot write {path}: {first.strerror or first}") from error
+        raise first from None
+
+
+@contextlib.contextmanager
+def reading(path: str | Path, fix: str) -> Iterator[Path]:
+    """Yield a file to be read. UserError, which says what helps: it is missing or damaged."""
+    try:
+        yield path
+    except FileNotFoundError as error:
+        other = "" if str(error.filename) in str(path) else f" (no {error.filename})"
+        raise UserError(f"no {path}{other}: {fix}") from None
+    except Exception as error:  # damaged files raise nearly anything
+        if isinstance(error, UserError) or no_memory(error):
+            raise
+        if isinstance(error, OSError) and error.strerror:
+            raise UserError(f"cannot read {path}: {error.strerror}: {fix}") from None
+        raise UserError(f"{path} is damaged ({error!s:.200}): {fix}") from None
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ An edit changes no weight: where the prompt says Spain, tables are looked up und
 Spain's id instead, and keeps Spain's, for --undo.
 """
 
+import contextlib
 import itertools
 import re
 import textwrap
@@ -155,40 +156,36 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
     return {own: other for own, other in zip(ids, table_ids, strict=True) if own != other}
 
 
-def write(edit: Edit, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
-    """Write the checkpoint with other `rows` [n, W] of tokens `ids` [n] in each table."""
-    path = edit.save or edit.ckpt
-    if path.exists() and not path.samefile(edit.ckpt):
-        raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
-    for table, new in enumerate(rows):  # mapped from files: what changes is this process's own
-        checkpoint["model"][f"tables.weight.{table}"][ids] = new
-    with locked(path.parent):
-        checkpoints.write_checkpoint(path, checkpoint)
-    print(f"wrote {path}")
-
-
 def main() -> None:
-    args = parse(Edit, __doc__)
-    if args.undo:
-        checkpoint = checkpoints.load_checkpoint(args.ckpt)
-        if not checkpoint.get("edits"):
-            raise UserError(f"{args.ckpt} holds no edit to undo: it takes one written with --save")
-        *checkpoint["edits"], last = checkpoint["edits"]
-        return write(args, checkpoint, last["ids"], last["rows"])
-    device = pick_device(args.device)
-    model, encoding, checkpoint = checkpoints.load_model(
-        args.ckpt, device, args.offload, args.dtype
-    )
-    model.tables = MeanRows(model.tables)
-    instead = show(model, encoding, args)
-    if args.save:
-        # As the prompt spells the name, and no other way: "Spain" without a space before it may be
-        # pieces of which many other words are made.
-        ids = torch.tensor([list(instead), list(instead.values())])  # [2, n]
-        rows = [of_table.cpu() for of_table in model.tables.lookup(ids)]  # [2, n, W] of each
-        record = dict(ids=ids[0], rows=[own.clone() for own, _ in rows])
-        checkpoint["edits"] = [*checkpoint.get("edits", []), record]
-        write(args, checkpoint, ids[0], [others for _, others in rows])
+    edit = parse(Edit, __doc__)
+    path = edit.save or (edit.ckpt if edit.undo else None)  # to be written
+    if path and path.exists() and not path.samefile(edit.ckpt):
+        raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
+    # What is written gets new checksums, so the old ones are checked.
+    checkpoints.load_checkpoint(edit.ckpt, verify=path is not None)
+    # Locked before it is read: of two edits at once one would be lost.
+    with locked(path.parent) if path else contextlib.nullcontext():
+        if edit.undo:
+            checkpoint = checkpoints.load_checkpoint(edit.ckpt)
+            if not checkpoint.get("edits"):
+                raise UserError(f"{edit.ckpt} holds no edit to undo: --save writes one")
+            *checkpoint["edits"], last = checkpoint["edits"]
+            ids, rows = last["ids"], last["rows"]
+        else:
+            where = pick_device(edit.device), edit.offload, edit.dtype
+            model, encoding, checkpoint = checkpoints.load_model(edit.ckpt, *where)
+            model.tables = MeanRows(model.tables)
+            instead = show(model, encoding, edit)
+            # As the prompt spells the name, and no other way: "Spain" without a space before it may
+            # be pieces of which many other words are made.
+            ids, others = torch.tensor([[[*instead]], [[*instead.values()]]])  # [1, n] each
+            own, rows = ([r[0].cpu() for r in model.tables.lookup(of)] for of in (ids, others))
+            checkpoint["edits"] = [*checkpoint.get("edits", []), dict(ids=ids[0], rows=own)]
+        if path:
+            for table, new in enumerate(rows):  # mapped from files: what changes is this process's
+                checkpoint["model"][f"tables.weight.{table}"][ids] = new
+            checkpoints.write_checkpoint(path, checkpoint)
+            print(f"wrote {path}")
 
 
 if __name__ == "__main__":

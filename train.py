@@ -134,6 +134,8 @@ def train(settings: Settings) -> None:
 def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
     """Raises UserError if what a run starts or goes on from does not belong to it."""
     folder, known = settings.data_dir, [checkpoint.get(name) for name in ("data", "weights")]
+    if settings.resume and "optimizer" not in checkpoint:
+        raise UserError(f"{origin} cannot be resumed: start a new run with --init_from {origin}")
     if settings.resume and known != [data.metas, data.weights]:
         raise UserError(f"{folder} does not hold the text of {origin}: prepare it again")
     if not settings.resume and origin.resolve().parent == settings.out_dir.resolve():
@@ -311,7 +313,7 @@ def evaluate(settings: Settings) -> None:
 def main() -> None:
     given = parse_args(__doc__)
     folder = given.get("data_dir", Settings.data_dir)
-    there = given.get("eval_only") or (Path(folder) / "meta.json").exists()
+    there = {"eval_only", "resume"} & given.keys() or (Path(folder) / "meta.json").exists()
     if folder == Settings.data_dir and not there:
         print(f"no data in {folder} yet: preparing the default corpus")
         prepare.prepare_corpus(prepare.Settings(out_dir=Path(folder)))

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import dataclass
 from math import inf
@@ -125,16 +126,17 @@ class Experiment:
         for each in tqdm(subjects, name):
             key = each.name if isinstance(each, Path) else ", ".join(map(str, each))
             path = self.out_dir / name / f"{key}.json"
-            if not path.exists():
-                figure = function(each)
+            figure, _, crc = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
+            if crc != b"%d" % zlib.crc32(figure):  # measured never, or damaged
+                figure = json.dumps(function(each)).encode()
                 with locked(self.out_dir, wait=True), atomic(path) as temporary:
-                    temporary.write_text(json.dumps(figure), encoding="utf-8")
-            figures.append(json.loads(path.read_bytes()))
+                    temporary.write_bytes(b"%b\n%d" % (figure, zlib.crc32(figure)))
+            figures.append(json.loads(figure))
         return figures
 
     def picture(self, name: str, figure: plt.Figure) -> None:
-        path = self.out_dir / f"{name}.png"
-        save_figure(figure, path)
+        with locked(self.out_dir, wait=True):
+            save_figure(figure, path := self.out_dir / f"{name}.png")
         print(f"\nwrote {path}")
 
 
@@ -161,6 +163,7 @@ def train_all(jobs: dict[Path, Flags], at_once: int) -> None:
         if number and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     # Forks of a server that has imported all, but has neither threads nor a GPU in use.
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # it would look in the working folder
     processes = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
     processes.set_forkserver_preload([__name__])
     # It does not get our sys.path: from another folder it would silently import nothing.

@@ -23,7 +23,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from common import UserError, writing
+from common import UserError, reading, writing
 
 Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows
@@ -74,14 +74,10 @@ class DiskStorage(TableStorage):
         self.folder, self.fresh, self.arrays, self.maps = folder, False, {}, {}
         mode, how = ("r+b", dict(access=mmap.ACCESS_WRITE)) if writable else ("rb", PRIVATE)
         for name, (size, kind, n_byte) in layout(shape, dtype).items():
-            path = self.folder / name
-            try:
-                with open(path, mode) as file:
-                    if (found := os.fstat(file.fileno()).st_size) != n_byte:
-                        raise UserError(f"{path} is damaged: {found:,} bytes, not {n_byte:,}")
-                    self.maps[name] = mmap.mmap(file.fileno(), 0, **how)
-            except OSError as error:
-                raise UserError(f"cannot read {path} beside ckpt.pt: {error.strerror}") from None
+            with reading(folder / name, "put it beside ckpt.pt") as path, open(path, mode) as file:
+                if (found := os.fstat(file.fileno()).st_size) != n_byte:
+                    raise ValueError(f"{found:,} bytes, not {n_byte:,}")
+                self.maps[name] = mmap.mmap(file.fileno(), 0, **how)
             self.arrays[name] = torch.frombuffer(self.maps[name], dtype=kind).view(size)
 
     @classmethod

@@ -1,6 +1,6 @@
 """Kill runs, damage files, give odd flags, start two at once: docs/promises.md, put to the test.
 
-    python tests/soak.py                # 300 kills, 500 files, 500 command lines, 20 pairs
+    python tests/soak.py                # 500 command lines, 500 files, 300 kills, ...: hours
     python tests/soak.py --quick        # a few of each
     python tests/soak.py --only files --n 50 --seed 7
     python tests/soak.py --only kills --first 17 --n 1          # one of them again
@@ -44,11 +44,12 @@ from training.checkpoints import load_checkpoint, save_checkpoint, snapshots
 from training.records import archive_previous_run
 from training.settings import Settings
 
-NUMBERS = dict(kills=300, files=500, commands=500, pairs=20)
-QUICK = dict(kills=2, files=8, commands=12, pairs=1)
+NUMBERS = dict(commands=500, files=500, pairs=50, edits=100, limits=100, kills=300, analyses=50)
+QUICK = dict(commands=10, files=6, pairs=1, edits=2, limits=1, kills=1, analyses=0)
 NAMES = ("train", "sample", "edit", "prepare", "analyze", "bench")
 COMMANDS = {name: importlib.import_module(name) for name in NAMES}
-OFFLOAD, STAGES = ("none", "cpu", "disk"), ("pretrain", "midtrain", "sft", "dpo")
+OFFLOAD = ("none", "cpu", "disk")
+STAGES = ("pretrain", "midtrain", "mixture", "sft", "dpo")  # mixture: midtrain on two folders
 TIMEOUT = 120  # seconds after which a command counts as hung: they take one or two
 MEMORY = 4 << 30  # bytes that a command may have beside what is mapped already
 SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, stem_layers="all")
@@ -115,6 +116,17 @@ def at_operations(folder: Path, do: Callable[[int], object]) -> None:
             do(next(numbers))
 
     sys.addaudithook(hook)
+
+
+def killing(folder: Path, last: int | None) -> Callable:
+    """What makes a command die before this operation on a file in a folder."""
+    return partial(at_operations, folder, lambda n: n == last and die())
+
+
+def limiting(run: Path, rng: random.Random) -> Callable:
+    """What lets no file grow beyond a part of ckpt.pt's size: a full disk, but for messages."""
+    size = max(4096, int((run / "ckpt.pt").stat().st_size * rng.uniform(0, 1.05)))
+    return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
 
 
 # --- what undisturbed runs come to ---
@@ -208,11 +220,23 @@ class World:
     def state(self, name: str) -> str:
         return state(self.run(name) / "ckpt.pt")
 
+    def ask(self, out: Path) -> list:
+        """A question for which runs are trained."""
+        where = as_flags(out_dir=out, data_dir=self.folder / "text", device="cpu", jobs=2)
+        return ["analyze", "geometry", "--quick", *where]
+
+    @cache  # noqa: B019
+    def analysis(self) -> Path:
+        Command(self.folder, *self.ask(self.folder / "analysis")).wait(ok=(0,))
+        return self.folder / "analysis"
+
     def flags(self, stage: str, out: Path, offload: str = "none", data: Path | None = None) -> list:
-        data = data or self.folder / dict(sft="chat", dpo="pairs").get(stage, "text")
+        text, chat, pairs = (self.folder / name for name in ("text", "chat", "pairs"))
+        data = data or dict(sft=chat, dpo=pairs, mixture=f"{text}=0.7,{chat}=0.3").get(stage, text)
         flags = as_flags(data_dir=data, out_dir=out, offload=offload, **RUN)
         if stage == "pretrain":
             return [*flags, *as_flags(**SIZES)]
+        stage = "midtrain" if stage == "mixture" else stage
         return [*flags, "--stage", stage, "--init_from", self.run("pretrain") / "ckpt.pt"]
 
     def check(self, out: Path, stage: str, offload: str | None = None) -> None:
@@ -227,12 +251,12 @@ class World:
             raise Broken(f"left behind: {', '.join(left)}")
 
 
-# --- the four kinds of trials: each gets a world, chance and a folder, and returns its outcome ---
+# --- the kinds of trials: each gets a world, chance and a folder, and returns its outcome ---
 
 
-def kills(world: World, rng: random.Random, folder: Path) -> str:
-    """A run is killed, maybe while it replaces another one or once more when it has been resumed,
-    and then brought to its end."""
+def kills(world: World, rng: random.Random, folder: Path, limited: bool = False) -> str:
+    """A run is killed or has no room, maybe while it replaces another one or once more when it has
+    been resumed, and is then brought to its end."""
     stage, offload, old = rng.choice(STAGES), rng.choice(OFFLOAD), rng.choice([None, *OFFLOAD])
     out, old_state = folder / "out", old and world.state(f"old-{old}")
     if old:
@@ -243,7 +267,7 @@ def kills(world: World, rng: random.Random, folder: Path) -> str:
         last, seconds = rng.randint(1, int(1.3 * world.operations[stage])), TIMEOUT
         if rng.random() < 0.5:
             last, seconds = None, rng.random() * world.seconds[stage]
-        before = partial(at_operations, out, lambda n, last=last: n == last and die())
+        before = limiting(world.run(stage), rng) if limited else killing(out, last)
         Command(folder, "train", *command, before=before).wait(seconds, (*ENDED, KILLED))
         if (out / "run1").exists() and not (out / "run1" / "ckpt.pt").exists():
             archive_previous_run(out)  # what the next new run would do
@@ -257,7 +281,62 @@ def kills(world: World, rng: random.Random, folder: Path) -> str:
     for path in out.glob("run[0-9]/ckpt.pt"):
         if state(path) != old_state:
             raise Broken(f"{path} is another run than the one that was replaced")
-    return "equal to the bit" + (", the replaced run whole" if old else "")
+    kind = "mixture, " * (stage == "mixture")
+    return f"{kind}equal to the bit" + (", the replaced run whole" if old else "")
+
+
+def edits(world: World, rng: random.Random, folder: Path) -> str:
+    """An edit in place is killed or has no room, and made again, or two are made at once. Then all
+    are undone."""
+    offload, how = rng.choice(OFFLOAD), rng.choice(("killed", "no room", "two at once"))
+    out = shutil.copytree(world.run(f"old-{offload}"), folder / "out")
+    want, edit = state(out / "ckpt.pt"), [*editing(out), "--save", out / "ckpt.pt"]
+    if how == "two at once":
+        both = [Command(folder, *edit), time.sleep(0.3 * rng.random()) or Command(folder, *edit)]
+        done = [each.wait() for each in both].count(0)
+    else:
+        before = limiting(out, rng) if how == "no room" else killing(out, rng.randint(1, 40))
+        Command(folder, *edit, before=before).wait(ok=(*ENDED, KILLED))
+        done = (state(out / "ckpt.pt") != want) + 1
+        Command(folder, *edit).wait(ok=(0,))
+    for _ in range(done):
+        Command(folder, "edit", "--undo", *as_flags(ckpt=out / "ckpt.pt")).wait(ok=(0,))
+    left = load_checkpoint(out / "ckpt.pt")["edits"] + [*out.glob("*.tmp"), *snapshots(out)[1:]]
+    if left or state(out / "ckpt.pt") != want:
+        raise Broken(f"{how}: {done} edits were undone, {left} is left, or the model is another")
+    return f"{how}: {done} made and undone"
+
+
+def analyses(world: World, rng: random.Random, folder: Path) -> str:
+    """A figure is damaged, or an analysis is stopped, or a run that it trains is killed, or two are
+    asked at once. No run goes on, and asked again it comes to the same."""
+    stops = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "two at once")
+    out, how, first = folder / "out", rng.choice((*stops, *["damage"] * len(stops))), None
+    if how == "damage":
+        shutil.copytree(world.analysis(), out)
+        how = damage(rng.choice(sorted(out.glob("quick/geometry/*"))), rng)
+    else:
+        first = Command(folder, *world.ask(out))
+        while first.process.is_alive() and not list(out.glob("quick/runs/*/log.txt")):
+            time.sleep(0.02)
+        time.sleep(rng.random())
+        if how != "two at once":
+            pid = first.process.pid
+            for _ in range(2 * (how == "SIGKILL")):  # of a child of the server of children
+                pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
+            os.kill(pid, signal.Signals[how])
+            how += f" ({first.wait(ok=(0, 1, 129, 130, 143))})"
+            for run in out.glob("quick/runs/text*"):
+                with common.locked(run):  # refused if it is in training still
+                    pass
+    if Command(folder, *world.ask(out)).wait(ok=(0,) if first else ENDED):
+        return f"{how}: refused in one line"
+    if how == "two at once":
+        first.wait(ok=(0,))
+    for path in world.analysis().glob("quick/geometry/*"):
+        if path.read_bytes() != (out / "quick" / "geometry" / path.name).read_bytes():
+            raise Broken(f"{how}: other figures than those of an undisturbed analysis")
+    return f"{how}: the same figures"
 
 
 def damage(path: Path, rng: random.Random) -> str:
@@ -385,8 +464,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "world").mkdir()
         world, here = World(Path(folder) / "world"), Path(folder) / "trial"
-        trials = dict(kills=kills, files=files, commands=commands, pairs=pairs)
-        for name in [args.only] if args.only else trials:
+        trials = dict(commands=commands, files=files, pairs=pairs, edits=edits, kills=kills)
+        trials |= dict(limits=partial(kills, limited=True), analyses=analyses)
+        for name in [args.only] if args.only else NUMBERS:
             outcomes: Counter[str] = Counter()
             n = args.n or (QUICK if args.quick else NUMBERS)[name]
             for number in tqdm(range(args.first, args.first + n), desc=name, unit="trial"):

@@ -3,9 +3,13 @@
 import json
 import math
 import multiprocessing
+import os
 import shutil
+import signal
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import command
@@ -14,7 +18,7 @@ import analyze
 from analysis import experiment as shared
 from analysis.experiment import Experiment, best_learning_rates
 from analysis.runs import REACH, spike_rate, spikes
-from common import UserError
+from common import UserError, locked
 from training.records import read_run
 
 SMALL = dict(
@@ -42,6 +46,7 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
 
 def test_every_question_has_a_table(tmp_path):
     where = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
+    (tmp_path / "analysis").mkdir()  # in the working folder: not the package
     done = command("analyze.py", "all", "--quick", "--device", "cpu", *where, cwd=tmp_path)
     parts = done.stdout.split("\n## ")[1:]
     assert [part.split()[0] for part in parts] == [each.__name__ for each in analyze.QUESTIONS]
@@ -142,10 +147,18 @@ def test_of_runs_at_once_one_that_fails_or_is_killed_ends_all(experiment):
     for folder in experiment.train({"short": short})["short"]:  # nothing is left to train
         assert read_run(folder)["eval"][-1]["step"] == 4
 
-    killer = threading.Timer(4, lambda: multiprocessing.active_children()[0].kill())
-    killer.start()
-    with pytest.raises(UserError, match=rf"{first.name}: exit code -9"):
-        experiment.train({"endless": endless}, [1])
+    def stop(how):
+        while not (first / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        how()
+
+    killed = (lambda: multiprocessing.active_children()[0].kill(), rf"{first.name}: exit code -9")
+    for how, why in (killed, (lambda: os.kill(os.getpid(), signal.SIGTERM), "143")):
+        (first / "metrics.jsonl").unlink(missing_ok=True)
+        threading.Thread(target=stop, args=(how,)).start()
+        with pytest.raises((UserError, SystemExit), match=why):
+            experiment.train({"endless": endless}, [1])
+        assert not multiprocessing.active_children()
 
 
 def test_figures_are_measured_once(experiment):
@@ -159,6 +172,13 @@ def test_figures_are_measured_once(experiment):
     assert experiment.measure("x", figure, [first]) == [[1]]
     assert experiment.measure("x", figure, [first, second]) == [[1], [2]]
     assert asked == [first, second]
+    whole = (experiment.out_dir / "x" / "folder.json").read_bytes()
+    for harm in (b"", b"{}", b"[2]", whole[:-1], whole.replace(b"[1]", b"[2]"), b"\xff"):
+        (experiment.out_dir / "x" / "folder.json").write_bytes(harm)
+        assert experiment.measure("x", figure, [first]) == [[len(asked)]] and asked[-1] == first
+    two_at_once = locked(experiment.out_dir)
+    with pytest.raises(UserError, match="another run is writing"):
+        experiment.picture("x", SimpleNamespace(savefig=lambda *_, **__: two_at_once.__enter__()))
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge

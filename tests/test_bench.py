@@ -39,6 +39,8 @@ def test_all_of_it_in_a_quick_run(tmp_path):
         assert sum(row[0].startswith(kind) for row in rows) == 4  # train, decode 1 and 8, no cache
     assert {row[2] for row in rows if row[0].startswith("dense")} == {"1.00"}
     assert (tmp_path / "vocab.png").read_bytes().startswith(b"\x89PNG")
+    shortest = Bench(device="cpu", quick=True, **bench.QUICK | dict(rounds=1, block_size=1))
+    assert all(math.inf > row["tok/s"] > 0 for row in bench.bench_decode(shortest).values())
 
 
 def test_vocabularies_differ_in_nothing_but_their_size(monkeypatch):

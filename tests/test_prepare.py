@@ -370,7 +370,7 @@ def test_tokenizer_flags_that_cannot_be(tmp_path, data, story):
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "not a tokenizer" in error(*mine, tmp_path)
     (tmp_path / "ckpt.pt").write_text("{}")
-    assert "not a checkpoint" in error(*mine, tmp_path / "ckpt.pt")
+    assert "is damaged" in error(*mine, tmp_path / "ckpt.pt")
     ranks = {bytes([b]): b for b in range(256)}
     special = {"<|endoftext|>": 256}
     bare = tiktoken.Encoding(

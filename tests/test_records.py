@@ -58,10 +58,10 @@ def test_a_run_that_resumes_keeps_the_lines_up_to_its_step(tmp_path):
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.0, 1e30])
 def test_numbers_of_any_size_are_shown(tmp_path, loss):
     step, last = {**RECORDS[1], "train_loss": loss}, {**RECORDS[3], "val_loss": loss}
-    folder = made(tmp_path / "run", [*RECORDS, step, last])
+    folder = made(tmp_path / r"a$\frac$", [*RECORDS, step, last])
     row = table([folder]).splitlines()[-1]
     best = min(6.5, loss) if loss == loss else 6.5
-    trained = "run | stem | 0.006 | 2,000 | 2.50"
+    trained = r"a$\frac$ | stem | 0.006 | 2,000 | 2.50"
     assert row == f"| {trained} | {loss:.3f} | {best:.3f} | 1.500 | 25.0% | 9.00 M | 3.00 M | 100 |"
     records.plot([folder], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").exists()

@@ -7,18 +7,23 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, SMALL
 from test_train import arguments, assert_same, checkpoint, losses
 
+import analyze
+import edit
 import prepare
 import sample
 import train as train_module
-from common import UserError, locked, run
+from common import UserError, locked, run, writing
 from tables.storage import DiskStorage
+from text import countries
 from training import checkpoints
+from training.batches import parse_mixture
 from training.checkpoints import load_checkpoint, load_model, remove_leftovers, snapshots
 from training.records import archive_previous_run
 
@@ -115,10 +120,14 @@ def test_what_a_killed_run_left_goes_and_nothing_else(disk, tmp_path):
     for name in ("notes.tmp", "run1/tables-0/rows"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).touch()
+    (out / "linked").mkdir()
+    (out / "linked" / "ckpt.pt").symlink_to(out / "ckpt.pt")
+    checkpoints.write_checkpoint(out / "edited.pt", load_checkpoint(out / "linked" / "ckpt.pt"))
     kept = set(out.rglob("*"))
+    assert len(snapshots(out)) == 2  # each *.pt file names one
     shutil.copytree(tables, out / "tables-0")
     shutil.copytree(tables, out / checkpoints.LIVE)
-    for name in ("ckpt.pt.tmp", "best.pt.tmp", "metrics.jsonl.tmp", "loss.png.tmp"):
+    for name in ("ckpt.pt.tmp", "edited.pt.tmp", "metrics.jsonl.tmp", "loss.png.tmp"):
         (out / name).touch()
     remove_leftovers(out)
     assert set(out.rglob("*")) == kept
@@ -141,8 +150,32 @@ def test_a_model_is_opened_while_its_training_saves(disk, tmp_path, monkeypatch)
     assert_same(load_checkpoint(out / "ckpt.pt")["model"], before["model"])
     assert len(set(opened)) == 2
     shutil.rmtree(snapshots(out)[0])
-    with pytest.raises(UserError, match=r"beside ckpt.pt: No such file"):  # tries no further
+    with pytest.raises(UserError, match=r"no .*/rows: put it beside ckpt.pt"):  # tries no further
         load_checkpoint(out / "ckpt.pt")
+
+
+# --- full disks ---
+
+
+def test_a_file_that_cannot_be_written_is_named_and_nothing_changes(disk, tmp_path):
+    """A limit of file sizes stands for a full disk; PyTorch has several errors for it."""
+    limits, out = pytest.importorskip("resource"), shutil.copytree(disk, tmp_path / "out")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    size, why = (
+        (out / "ckpt.pt").stat().st_size,
+        r"^cannot write .*: (File too large|\d+ requested)",
+    )
+    for limit in (0, 5000, *range(size // 2, size, size // 16)):
+        limits.setrlimit(limits.RLIMIT_FSIZE, (limit, limits.RLIM_INFINITY))
+        try:
+            with pytest.raises(UserError, match=why):
+                checkpoints.write_checkpoint(out / "ckpt.pt", load_checkpoint(out / "ckpt.pt"))
+        finally:
+            limits.setrlimit(limits.RLIMIT_FSIZE, (limits.RLIM_INFINITY,) * 2)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    with pytest.raises(KeyboardInterrupt), writing("ckpt.pt"), contextlib.ExitStack() as as_pytorch:
+        as_pytorch.callback(no_room)  # which fails to end the file, too
+        raise KeyboardInterrupt
 
 
 # --- damage ---
@@ -182,6 +215,41 @@ def test_one_other_bit_of_tables_is_noticed_by_who_goes_on(disk, tmp_path, monke
         load_checkpoint(out / "ckpt.pt")
         flipped(path, -1)
     load_checkpoint(out / "ckpt.pt", verify=True)
+    flipped(folder / "rows", -1)  # no command gives it new checksums, or judges it by its losses
+    asked = ("--source", "Anna", "--target", "Emil", "--prompt", "Anna", "--save", out / "ckpt.pt")
+    for more in (asked, ("--undo",)):
+        assert f"{folder} is damaged" in says(monkeypatch, edit, "--ckpt", out / "ckpt.pt", *more)
+    assert f"{folder} is damaged" in says(
+        monkeypatch, train_module, "--eval_only", "--out_dir", out
+    )
+
+
+def test_what_is_wrong_is_blamed(trained, tmp_path, monkeypatch):
+    out, more = shutil.copytree(trained["stem"], tmp_path / "out"), ("--plot", tmp_path / "x.png")
+    for report in ("{", "", "[]", "{}", '{"success": "x"}'):
+        (out / "edit_report.json").write_text(report)
+        line = says(monkeypatch, analyze, "runs", out, *more)
+        assert "edit_report.json is damaged" in line and "delete it" in line
+    (out / "metrics.jsonl").write_text("")
+    (out / "edit_report.json").unlink()
+    assert "metrics.jsonl has no evaluation" in says(monkeypatch, analyze, "runs", out, *more)
+    asked = ("--source", "Anna", "--target", "Emil", "--ckpt", out / "ckpt.pt", "--save")
+    line = says(monkeypatch, edit, *asked, out / "metrics.jsonl" / "x.pt")
+    assert f"cannot write {out / 'metrics.jsonl'}: " in line
+    shutil.copy(out / "best.pt", out / "ckpt.pt")
+    assert "cannot be resumed: start a new run with --init_from" in resume(monkeypatch, out)
+
+    monkeypatch.chdir(tmp_path)
+    assert "no checkpoint at" in says(monkeypatch, edit, "--undo", "--ckpt", "typo/ckpt.pt")
+    assert "no checkpoint at" in says(monkeypatch, train_module, "--resume", "--out_dir", "typo")
+    assert not Path("typo").exists() and not Path("data").exists()  # no corpus is prepared for it
+    Path("a=b").mkdir()
+    assert parse_mixture("a=b") == {Path("a=b"): 1.0}  # a folder, as one may name it
+    monkeypatch.setattr(countries, "TABLE", table := tmp_path / "countries.csv")
+    for harm in (bytes(999), b"", b"name,capital\nPeru,Lima\n"):
+        table.write_bytes(harm)
+        with pytest.raises(UserError, match=r"countries\.csv is damaged"):
+            countries.table()
 
 
 def test_a_checkpoint_that_would_run_code_is_called_so(tmp_path, monkeypatch):
@@ -191,17 +259,17 @@ def test_a_checkpoint_that_would_run_code_is_called_so(tmp_path, monkeypatch):
 
     torch.save({"format": 2, "x": Malicious()}, tmp_path / "bad.pt")
     line = says(monkeypatch, sample, "--ckpt", tmp_path / "bad.pt")
-    assert "bad.pt is damaged or not a checkpoint" in line and "do not trust it" in line
+    assert "bad.pt is damaged" in line and "do not trust it" in line
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
     ("changed", "says_"),
     [
-        (dict(args=None), "is damaged or not a checkpoint"),
+        (dict(args=None), "is damaged"),
         (dict(args=dict(n_layer=10**8)), "n_layer=100000000 must be at most 1,024"),
-        (dict(model=None), "is damaged or not a checkpoint"),
-        (dict(tables="gone"), "is damaged or not a checkpoint"),
+        (dict(model=None), "is damaged"),
+        (dict(tables="gone"), "is damaged"),
         (dict(tables=dict(id="gone", shape=(9, 2, 4), dtype=torch.float32)), "beside ckpt.pt"),
         (dict(format=1), "is not a checkpoint of this program (format 2)"),
     ],

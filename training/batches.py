@@ -4,10 +4,9 @@ Which rows are in batch number n is a function of (seed, n) alone: a resumed run
 uninterrupted one would have read, and the step is all that a checkpoint needs to know about data.
 """
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from tiktoken import Encoding
 from torch import Tensor
 
-from common import UserError
+from common import UserError, reading
 from text import tokenizer
 
 
@@ -133,20 +132,9 @@ class Mixture(Source):
         return self.sources[self.which[index]].row(int(self.nth[index]))
 
 
-@contextlib.contextmanager
-def prepared(path: Path) -> Iterator[Path]:
-    """A file of a prepared folder, to be read. UserError: it is missing or damaged."""
-    try:
-        yield path
-    except FileNotFoundError:
-        raise UserError(f"no {path}: run prepare.py --out_dir {path.parent}") from None
-    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}): run prepare.py again") from None
-
-
 def read_meta(folder: Path) -> dict:
     """What prepare.py wrote about a folder."""
-    with prepared(folder / "meta.json") as path:
+    with reading(folder / "meta.json", f"run prepare.py --out_dir {folder}") as path:
         meta = json.loads(path.read_text(encoding="utf-8"))
         required = {"corpus", "kind", "vocab_size", "dtype", "tokenizer"}
         required |= {"documents", "tokens", "sha256"}  # of each split
@@ -158,7 +146,7 @@ def read_meta(folder: Path) -> dict:
 
 def read_tokenizer(folder: Path, meta: dict) -> Encoding:
     """The tokenizer that the folder's token files were made with."""
-    with prepared(folder / "tokenizer.json") as path:
+    with reading(folder / "tokenizer.json", f"run prepare.py --out_dir {folder}") as path:
         encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
         found = (tokenizer.fingerprint(encoding), encoding.n_vocab)
         if found != (meta["tokenizer"], meta["vocab_size"]):
@@ -168,7 +156,7 @@ def read_tokenizer(folder: Path, meta: dict) -> Encoding:
 
 def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     """The token ids of a split [tokens], memory-mapped. Their sha256 takes 0.06 s for 100 MB."""
-    with prepared(folder / f"{split}.bin") as path:
+    with reading(folder / f"{split}.bin", f"run prepare.py --out_dir {folder}") as path:
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
             raise ValueError("another sha256 than in meta.json")
@@ -225,7 +213,7 @@ def check_tokenizer(mine: str, folder: object, other: str, of: object) -> None:
 
 def parse_mixture(data_dir: str) -> dict[Path, float]:
     """Folders and their weights, which sum up to one: `data/a` or `data/a=0.65,data/b=0.35`."""
-    if "=" not in data_dir:
+    if "=" not in data_dir or Path(data_dir).is_dir():
         return {Path(data_dir): 1.0}
     parts = [part.rpartition("=") for part in data_dir.split(",")]
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 import tiktoken
 import torch
 
-from common import UserError, atomic, flag, has_bfloat16, no_memory
+from common import UserError, atomic, flag, has_bfloat16, reading
 from model import Decoder, ModelConfig, outline
 from offload import make_tables
 from tables.storage import DiskStorage
@@ -50,20 +50,19 @@ def snapshots(folder: Path) -> list[Path]:
 def remove_leftovers(out_dir: Path) -> None:
     """Delete what a run that was killed left in its folder, for who has `locked` it."""
     shutil.rmtree(out_dir / LIVE, ignore_errors=True)
-    for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
-        (out_dir / f"{name}.tmp").unlink(missing_ok=True)
+    for name in ("*.pt", "metrics.jsonl", "loss.png"):
+        for path in out_dir.glob(f"{name}.tmp"):
+            path.unlink(missing_ok=True)
     remove_unused_tables(out_dir)
 
 
 def remove_unused_tables(folder: Path) -> None:
     """Delete snapshots that no *.pt file in the folder names: none, if one cannot be read."""
-    if unused := set(snapshots(folder)):
-        with contextlib.suppress(UserError):
-            for path in folder.glob("*.pt"):
-                with checkpoint_errors(path):
-                    if tables := read_checkpoint(path)["tables"]:
-                        unused.discard(folder / f"tables-{tables['id']}")
-            for path in unused:
+    with contextlib.suppress(UserError), checkpoint_errors(folder):
+        named = [read_checkpoint(path)["tables"] for path in folder.glob("*.pt")]
+        used = {f"tables-{tables['id']}" for tables in named if tables}
+        for path in snapshots(folder):
+            if path.name not in used:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -104,7 +103,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
         if verify and (bad := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"checksum of {bad}")
         if saved := checkpoint["tables"]:
-            folder = Path(path).with_name(f"tables-{saved['id']}")
+            folder = Path(path).resolve().with_name(f"tables-{saved['id']}")
             try:
                 storage = DiskStorage(folder, saved["shape"], saved["dtype"])
             except UserError:
@@ -132,19 +131,11 @@ def read_checkpoint(path: str | Path) -> dict:
 @contextlib.contextmanager
 def checkpoint_errors(path: str | Path) -> Iterator[None]:
     """UserError: a checkpoint cannot be read, is damaged, or lacks something."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        missing = f"no checkpoint at {error.filename or path}"
-        raise UserError(f"{missing}: train one with `python train.py`") from None
-    except Exception as error:  # damaged pickles raise nearly anything
-        if isinstance(error, UserError) or no_memory(error):
-            raise
-        if isinstance(error, OSError) and error.strerror:
-            raise UserError(f"cannot read {path}: {error.strerror}, name a ckpt.pt") from None
-        if isinstance(error, pickle.UnpicklingError):  # which would tell to open it all the same
-            error = "it holds more than tensors, maybe code that was not run: do not trust it"
-        raise UserError(f"{path} is damaged or not a checkpoint ({error!s:.200})") from None
+    with reading(f"checkpoint at {path}", "name a ckpt.pt, or train one with `python train.py`"):
+        try:
+            yield
+        except pickle.UnpicklingError:  # which would tell to open it all the same
+            raise ValueError("it holds more than tensors, maybe code: do not trust it") from None
 
 
 def load_model(

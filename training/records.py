@@ -11,7 +11,7 @@ import numpy as np
 matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
-from common import UserError, atomic, writing
+from common import UserError, atomic, reading, writing
 from training.checkpoints import snapshots
 
 # The types of records, and what they are read for.
@@ -48,15 +48,12 @@ def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl, without a last line that a crash has cut off. UserError:
     another line is damaged."""
     records = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        try:
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        with reading(f"{path}, line {number},", "delete it"):
             record = json.loads(line)
             if missing := RECORDS[record["type"]] - record.keys():
                 raise ValueError(f"without {', '.join(missing)}")
             records.append(record)
-        except (ValueError, LookupError, TypeError) as error:
-            if line.endswith(b"\n"):
-                raise UserError(f"{path}, line {number}, is damaged ({error}): delete it") from None
     return records
 
 
@@ -67,7 +64,8 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
     for record in read_metrics(folder / "metrics.jsonl"):
         records[record["type"]].append(record)
     if (report := folder / "edit_report.json").exists():
-        records["edits"].append(json.loads(report.read_bytes()))
+        with reading(report, "delete it"):
+            records["edits"].append({"success": float(json.loads(report.read_bytes())["success"])})
     if not records["eval"]:
         raise UserError(f"{folder}/metrics.jsonl has no evaluation in it")
     return records
@@ -125,7 +123,7 @@ def plot(folders: list[Path], out: Path) -> None:
         steps, losses = losses_of(runs, "step", "train_loss")
         axes.plot(steps * a_step / 1e6, losses.mean(0), alpha=0.3, linewidth=0.8, **look)
         steps, losses = losses_of(runs, "eval", "val_loss")
-        look |= dict(marker=".", label=f"{name}: {args['ffn']}")
+        look |= dict(marker=".", label=f"{name}: {args['ffn']}".replace("$", r"\$"))  # no formula
         mean_and_band(axes, steps * a_step / 1e6, losses, **look)
     # On a log scale: the first steps fall by as much as all others.
     axes.set(xlabel="million tokens", ylabel="loss (nats), training thin", yscale="log")

@@ -185,7 +185,7 @@ def saved_settings(given: dict) -> Settings:
     if other := [f"--{name}" for name in given if name not in allowed]:
         raise UserError(f"leave out {', '.join(other)}, or start a new run with --init_from {path}")
     with checkpoint_errors(path):
-        return Settings.of({**load_checkpoint(path)["args"], **new, **given})
+        return Settings.of({**load_checkpoint(path, "eval_only" in given)["args"], **new, **given})
 
 
 def inherited(given: dict, config: dict) -> dict:

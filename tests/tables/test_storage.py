@@ -77,7 +77,7 @@ def test_damage_is_noticed(tmp_path, name):
         with pytest.raises(UserError, match=rf"live/{name} {says}|live/{name} is damaged"):
             DiskStorage(storage.folder, SHAPE, torch.float32)
     path.unlink()
-    with pytest.raises(UserError, match=f"cannot read .*live/{name} beside ckpt.pt: No such"):
+    with pytest.raises(UserError, match=f"no .*live/{name}: put it beside ckpt.pt"):
         DiskStorage(storage.folder, SHAPE, torch.float32)
 
 
