@@ -47,7 +47,10 @@ class Tables(nn.Module):
         of 16 numbers draw what PyTorch would draw in one go."""
         for weight in self.weight:
             for part in weight.split(1 << 16):
-                part.copy_(torch.empty(part.shape, device=part.device).normal_(0, std))
+                part.copy_(self.draw(*part.shape, part.device, std))
+
+    def draw(self, n: int, width: int, device: torch.device, std: float) -> Tensor:
+        return torch.empty(n, width, device=device).normal_(0, std)
 
     # --- for the decoder ---
 

@@ -8,6 +8,7 @@ import torch
 from model import Decoder
 from tables.rowadam import RowAdam
 from tables.tables import Tables
+from training import ranks
 from training.settings import Settings
 
 
@@ -49,11 +50,12 @@ class Optimizer:
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
         read = {name: adam.tables.gradients() for name, adam in self.rows.items()}
-        grads += [grad for _, row_grads in read.values() for grad in row_grads]
-        norm = torch.nn.utils.get_total_norm(grads)
+        ranks.add_up(grads)
+        row_grads = [grad for _, each in read.values() for grad in each]
+        norm = ranks.total_norm(grads, row_grads)
         if self.grad_clip:
             scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
-            torch._foreach_mul_(grads, scale)
+            torch._foreach_mul_(grads + row_grads, scale)
         for group in self.adamw.param_groups:
             group["lr"] = lr * self.peak
         self.adamw.step()
