@@ -4,7 +4,7 @@
     python train.py --ffn dense --out_dir out/dense         # the same with another FFN
     python train.py --data_dir data/book --out_dir out/book # text of your own (prepare.py)
     python train.py --preset minimind-26m --data_dir data/big --device_batch_size 8
-    torchrun --standalone --nproc_per_node=4 train.py       # several GPUs (docs/several-gpus.md)
+    torchrun --standalone --nproc_per_node=4 train.py ...   # several GPUs (docs/several-gpus.md)
     python train.py --resume                                # go on where out/ckpt.pt stopped
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import torch
 from tqdm import tqdm
@@ -28,7 +29,7 @@ import prepare
 from common import UserError, locked, pick_device, run
 from model import Decoder, outline
 from offload import make_tables
-from tables.sharded import shard_whole, sharded
+from tables.sharded import shard
 from tables.storage import DTYPES
 from text import tokenizer
 from training import ranks
@@ -55,36 +56,33 @@ class Run:
         """UserError: a checkpoint is damaged or of another run, or settings do not fit together."""
         out_dir, resume = settings.out_dir, settings.resume
         origin = out_dir / "ckpt.pt" if resume else settings.init_from
-        verify = settings.verify and ranks.rank() == 0
-        checkpoint = load_checkpoint(origin, verify) if origin else None
+        checkpoint = load_checkpoint(origin, settings.verify and not ranks.rank) if origin else None
         if checkpoint:
             check_origin(settings, data, origin, checkpoint)
         self.settings, self.data = settings, data
-        self.n_part = count_parts(settings)
         self.step, self.best = 0, (math.inf, 0)  # lowest validation loss, its step
+        n = self.n_part = math.lcm(settings.batch_size // settings.device_batch_size, ranks.size)
+        if settings.batch_size % n or (ranks.size > 1 and settings.table_optimizer == "adamw"):
+            needs = f"--batch_size that is a multiple of {n}, --table_optimizer rowwise"
+            raise UserError(f"--nproc_per_node: {ranks.size} processes need a {needs}")
 
         # 1) the model
         device = pick_device(settings.device)
         dtype = precision(settings.dtype, device)
         torch.manual_seed(settings.seed)
         torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
-        live = out_dir / (f"{LIVE}-{ranks.rank()}" if ranks.rank() else LIVE)
-        where = dict(live=live, saved=checkpoint and checkpoint["tables"])
-        tables = make_tables(
-            settings.offload, device, DTYPES[settings.table_dtype], fresh=not checkpoint, **where
-        )
-        if ranks.size() > 1:
-            tables = sharded(tables)
+        ranks.wait()  # until rank 0 has cleared the folder
+        live = out_dir / f"{LIVE}{ranks.rank or ''}"
+        how = dict(saved=checkpoint and checkpoint["tables"], fresh=not checkpoint)
+        make = make_tables(settings.offload, device, DTYPES[settings.table_dtype], live=live, **how)
         try:
+            with outline():
+                self.sizes = Decoder(settings.model).sizes()  # of all ranks together
+            tables = lambda n, v, w: shard(make(n, v, w // ranks.size), w)  # noqa: E731
             self.model = model = Decoder(settings.model, tables=tables).to(device)
         except ValueError as error:
             raise UserError(f"--{error}") from None
-        self.sizes = model.sizes()
-        if ranks.size() > 1:
-            if model.head is not None:
-                shard_whole(model.wte)
-            with outline():
-                self.sizes = Decoder(settings.model).sizes()  # of all ranks together
+        shard(model.wte, settings.model.n_embd)
 
         # 2) what it is trained with
         if settings.stage == "dpo":
@@ -97,7 +95,7 @@ class Run:
         # 3) what was trained before
         if checkpoint:
             with checkpoint_errors(origin):
-                ranks.take_columns(checkpoint)
+                ranks.change_columns(checkpoint, "wte", "tables", whole=False)
                 model.load_state_dict(checkpoint["model"])
                 if resume:
                     self.optimizer.load_state_dict(checkpoint["optimizer"])
@@ -132,12 +130,10 @@ def train(settings: Settings) -> None:
     rows, block_size = STAGES[settings.stage]["rows"], settings.model.block_size
     data = Data(settings.data_dir, rows, block_size, settings.seed, total)
     settings.model.vocab_size = data.metas[0]["vocab_size"]
-    if ranks.rank():  # the first one has the folder, and prepares it for all
-        ranks.largest(0)
+    if ranks.rank:
         return fit(Run(settings, data))
     with locked(out_dir):
         remove_leftovers(out_dir)
-        ranks.largest(0)
         try:
             fit(Run(settings, data))
         finally:
@@ -156,18 +152,6 @@ def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict)
     check_tokenizer(data.metas[0]["tokenizer"], folder, theirs, origin)
 
 
-def count_parts(settings: Settings) -> int:
-    """How many micro-batches a step has: each rank takes equally many."""
-    n = math.lcm(settings.batch_size // settings.device_batch_size, ranks.size())
-    if settings.batch_size % n:
-        raise UserError(
-            f"--batch_size {settings.batch_size} must be a multiple of {n} micro-batches"
-        )
-    if ranks.size() > 1 and settings.table_optimizer == "adamw":
-        raise UserError("--table_optimizer adamw trains in one process only, without torchrun")
-    return n
-
-
 def precision(dtype: str, device: torch.device) -> str:
     """What --dtype auto means on a device."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
@@ -178,10 +162,9 @@ def fit(run: Run) -> None:
     """Train from `run.step` to the last step, and report what was learned."""
     settings, out_dir, data = run.settings, run.settings.out_dir, run.data
     describe(run)
-    first = ranks.rank() == 0
-    if first and (out_dir / "ckpt.pt").exists() and not settings.resume:
+    if (out_dir / "ckpt.pt").exists() and not settings.resume and not ranks.rank:
         print(f"kept the run that was in {out_dir} as {archive_previous_run(out_dir)}")
-    log = Log(out_dir / "metrics.jsonl" if first else None, run.step)
+    log = Mock() if ranks.rank else Log(out_dir / "metrics.jsonl", run.step)
     log.write(type="run", args=settings.flat(), sizes=run.sizes, data=data.metas)
 
     numbers = range(run.step, settings.max_iters)
@@ -199,11 +182,11 @@ def fit(run: Run) -> None:
             # 2) is that all?
             if not batch:
                 break
-            if received := ranks.largest(signals[0] if signals else 0):
+            if ranks.wait(len(signals)):
                 run.save()
-                if received == signal.SIGINT:
+                if signals == [signal.SIGINT]:
                     bar.write(f"go on with: python train.py --resume --out_dir {out_dir}")
-                raise SystemExit(128 + received)  # as a shell reports it
+                raise SystemExit(128 + sum(signals[:1]))  # as a shell reports it
 
             # 3) train, and get the next batch on the way
             figures, batch = train_step(run, batch, batches)
@@ -218,7 +201,7 @@ def fit(run: Run) -> None:
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
         if shares := ask(run.model, data):
             log.write(type="recall", step=run.step, **shares)
-        if first:
+        if not ranks.rank:
             plot([out_dir], out_dir / "loss.png")
         print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
         show(run.model, data, out_dir / "ckpt.pt", settings.seed)
@@ -228,10 +211,8 @@ def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, 
     """One update. Returns the loss and further figures of the step, and the next of the batches."""
     settings, objective, losses = run.settings, run.objective, Counter()
     start, n_token, lr = time.perf_counter(), batch[0].numel(), schedule(run.step, settings)
-    # The same dropout however the run came here, and another one on each rank.
-    torch.manual_seed(settings.seed + run.step + (ranks.rank() << 40))
-    # All ranks know the whole batch: what it counts, and whose rows to prefetch.
-    n, mine = objective.count(*batch), range(ranks.rank(), run.n_part, ranks.size())
+    torch.manual_seed(settings.seed + run.step + (ranks.rank << 40))  # resumed: the same dropout
+    n, mine = objective.count(*batch), range(ranks.rank, run.n_part, ranks.size)
     parts = [tuple(tensor[number :: run.n_part] for tensor in batch) for number in mine]
     for part in parts:
         # 1) forward
@@ -244,7 +225,7 @@ def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, 
         (loss * share).backward()
         for name, value in {"loss": loss.detach(), **more}.items():
             losses[f"train_{name}"] += value * share
-    ranks.add_up(list(losses.values()))
+    ranks.add_up(*losses.values())
     # 4) update
     norm = run.optimizer.step(lr)
     # a host-device sync: the host waits for the step here
@@ -343,10 +324,10 @@ def main() -> None:
     given = parse_args(__doc__)
     folder = given.get("data_dir", Settings.data_dir)
     there = given.get("eval_only") or (Path(folder) / "meta.json").exists()
-    if folder == Settings.data_dir and not there and ranks.rank() == 0:
+    if folder == Settings.data_dir and not there and not ranks.rank:
         print(f"no data in {folder} yet: preparing the default corpus")
         prepare.prepare_corpus(prepare.Settings(out_dir=Path(folder)))
-    ranks.largest(0)
+    ranks.wait()
     train(resolve_settings(**given))
 
 

@@ -1,19 +1,11 @@
 """Tables whose columns are split over the P ranks of a process group (training/ranks.py).
 
-Rank r owns columns r W/P to (r + 1) W/P of every table and of its moments. A lookup costs two
-exchanges: ids go to all ranks, columns of their rows come back.
-
-    ids        every rank's distinct ids [n], padded to the largest n     all_gather, on CPUs
-    columns    [P, n, W/P]: mine, of everybody's rows                     all_to_all_single
-    rows       [n, W]: of my ids, columns from all ranks side by side
-
-Autograd sends gradients the same way back. There they meet in the order of ranks, so the owner
-has what one process would have, W/P wide, and updates it by the same code. Columns, not rows by
-their ids: all ranks own, read and send alike, however often a token occurs.
+Rank r owns columns r W/P to (r + 1) W/P of every table and its moments: ranks own, read and send
+alike. A lookup gathers ids, on CPUs, and columns of their rows come back. Autograd sends gradients
+the other way, and sums them in the order of ranks.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -23,106 +15,63 @@ from torch import Tensor
 from common import UserError
 from tables.tables import Tables, send
 
-PART = 1 << 26  # bytes of a table that are gathered at a time
-sent: Counter[str] = Counter()  # bytes that left this rank: of ids, columns, gradients
-
 
 def gather(mine: Tensor) -> list[Tensor]:
-    """A tensor of one shape from each rank."""
-    mine = mine.contiguous()
+    """A tensor of one shape from each rank, as bytes: not all backends know all types."""
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather([each.view(torch.uint8) for each in every], mine.view(torch.uint8))
     return every
 
 
-def gather_ids(ids: Tensor) -> Tensor:
-    """Ids [n] of each rank -> those of all ranks [P, most], padded by repeating the last one."""
-    most = max(torch.cat(gather(torch.tensor([len(ids)]))).tolist())
-    ids = torch.cat([ids, ids[-1:].expand(most - len(ids))])
-    sent["ids"] += (ids.nbytes + 8) * (dist.get_world_size() - 1)
-    return torch.stack(gather(ids))
-
-
 class Exchange(torch.autograd.Function):
-    """[P, n, W/P], part p of which goes to rank p -> what came from each rank. Gradients return."""
+    """[P, ..], of which part p goes to rank p -> [P, ..], the parts that came from each rank."""
 
     @staticmethod
-    def forward(ctx, parts: Tensor, kind: str = "columns") -> Tensor:
-        parts = parts.contiguous()
-        received = torch.empty_like(parts)
+    def forward(ctx, parts: Tensor) -> Tensor:
+        received = torch.empty_like(parts := parts.contiguous())
         dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8))
-        sent[kind] += parts[1:].nbytes
         return received
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return Exchange.forward(ctx, grad, "gradients")
+    backward = forward
 
 
 class ShardedTables(Tables):
-    """What a class of tables is given by `shard`: it stores, reads and updates columns of this
-    rank, `width` of them, and decoders get whole rows. All ranks look up at the same time."""
+    """What `shard` makes of a class of tables: it stores, reads and updates `width` columns of this
+    rank, and gives the decoder whole rows. All ranks look up at the same time."""
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        if not len(self.weight):
-            return iter(())
         distinct, position = torch.unique(ids.cpu(), return_inverse=True)  # [n], [B, T]
-        return self.receive(super().lookup(gather_ids(distinct)), position)
-
-    def receive(self, tables: Iterator[Tensor], position: Tensor) -> Iterator[Tensor]:
-        for columns in tables:  # [P, n, W/P]
-            rows = Exchange.apply(columns).transpose(0, 1).flatten(1)  # [n, W]
-            position = send(position, rows.device)
-            yield F.embedding(position, rows)  # [B, T, W]
-
-    def draw(self, n: int, width: int, *more) -> Tensor:  # the same model, however many ranks
-        return my_columns(super().draw(n, width * dist.get_world_size(), *more))
+        most = int(max(gather(torch.tensor([len(distinct)]))))
+        padded = torch.cat([distinct, distinct[-1:].expand(most - len(distinct))])
+        for columns in super().lookup(torch.stack(gather(padded))):  # [P, most, W/P]
+            rows = Exchange.apply(columns).transpose(0, 1).flatten(1)  # [most, W]
+            yield F.embedding(send(position, rows.device), rows)  # [B, T, W]
 
 
-def shard(tables: Tables) -> Tables:
-    """Tables of this rank's columns, whatever their class, as those of all ranks together."""
-    kind = type(tables)
+def shard(tables: Tables, width: int) -> Tables:
+    """Let tables of this rank's columns, or whole ones, of any class, be those of all ranks, which
+    have rows of `width`. UserError: these cannot be split."""
+    if not (dist.is_initialized() and isinstance(tables, Tables)):
+        return tables
+    tables.rank, tables.n_rank = dist.get_rank(), (n := dist.get_world_size())
+    if width % n:
+        raise UserError(f"--nproc_per_node: {n} processes do not divide rows of {width} numbers")
+    for weight in [weight for weight in tables.weight if tables.width == width]:
+        weight.data = my_columns(weight.data).clone()
+    tables.width, kind = width // n, type(tables)
     tables.__class__ = type(f"Sharded{kind.__name__}", (ShardedTables, kind), {})
     if tables.on_disk:
-        tables.storage.parts, tables.storage.width = (
-            whole_parts,
-            tables.width * dist.get_world_size(),
-        )
+        tables.storage.shape, tables.storage.parts = (*tables.storage.shape[:2], width), parts
     return tables
 
 
-def shard_whole(tables: Tables) -> Tables:
-    """The same of tables that every rank has as a whole."""
-    for weight in tables.weight:
-        weight.data = my_columns(weight.data).clone()
-        tables.width = weight.shape[1]
-    return shard(tables)
-
-
-def sharded(make: Callable[..., Tables]) -> Callable[..., Tables]:
-    """Of what makes tables (n_table, V, W): what makes this rank's part of them. UserError: P does
-    not divide W."""
-    return lambda n_table, vocab_size, width: shard(make(n_table, vocab_size, share(width)))
-
-
-def share(width: int) -> int:
-    """How many columns of a row each rank owns."""
-    if width % (n := dist.get_world_size()):
-        raise UserError(f"{n} processes cannot share rows of {width} numbers: take a divisor of it")
-    return width // n
-
-
 def my_columns(whole: Tensor) -> Tensor:
-    """[.., W] -> [.., W/P], a view."""
-    n = share(whole.shape[-1])
-    return whole.narrow(-1, dist.get_rank() * n, n)
+    return whole.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()]
 
 
-def whole_parts(columns: Tensor) -> Iterator[Tensor]:
-    """Yield columns [V, .., W/P] of all ranks as parts of the whole [k, .., W], on the CPU, so that
-    it need not fit into memory. What is not split, [V], comes as it is."""
-    if columns.dim() == 1:
-        yield columns
-        return
-    for part in columns.split(max(1, PART // columns[0].nbytes)):
-        yield torch.cat([each.cpu() for each in gather(part)], dim=-1)
+def parts(columns: Tensor) -> Iterator[Tensor]:
+    """On rank 0, yield columns [V, .., W/P] of all ranks as parts of the whole [k, .., W]."""
+    for part in columns.split(max(1, (1 << 26) // columns[0].nbytes)):
+        every = gather(part.contiguous()) if part.dim() > 1 else [part]
+        if dist.get_rank() == 0:
+            yield torch.cat([each.cpu() for each in every], dim=-1)

@@ -16,7 +16,6 @@ import shutil
 import sys
 import weakref
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeAlias
@@ -72,8 +71,8 @@ class DiskStorage(TableStorage):
     is missing or has another size."""
 
     def __init__(self, folder: Path, shape: Shape, dtype: torch.dtype, *, writable=False) -> None:
-        self.folder, self.fresh, self.arrays, self.maps = folder, False, {}, {}
-        self.width = shape[2]  # of whole rows
+        self.folder, self.shape, self.fresh, self.arrays, self.maps = folder, shape, False, {}, {}
+        self.parts = lambda array: [array]  # that are written: all of it (tables/sharded.py)
         mode, how = ("r+b", dict(access=mmap.ACCESS_WRITE)) if writable else ("rb", PRIVATE)
         for name, (size, kind, n_byte) in layout(shape, dtype).items():
             path = self.folder / name
@@ -115,22 +114,15 @@ class DiskStorage(TableStorage):
 
     def copy(self, folder: Path) -> dict:
         """Write what the arrays hold now to a new folder. Returns what opens and verifies it."""
-        rows, crc32 = self.arrays["rows"], {}
         with writing(folder):
             folder.mkdir(parents=True)
             for name, array in self.arrays.items():
                 with open(folder / name, "wb") as file:
-                    crc32[name] = 0
                     for part in self.parts(array):
-                        data = part.view(torch.uint8).numpy()
-                        data.tofile(file)
-                        crc32[name] = zlib.crc32(data, crc32[name])
+                        part.view(torch.uint8).numpy().tofile(file)
                     os.fsync(file.fileno())
-        return dict(shape=(*rows.shape[:2], self.width), dtype=rows.dtype, crc32=crc32)
-
-    def parts(self, array: Tensor) -> Iterator[Tensor]:
-        """An array in the parts in which it is written: other processes may have columns of it."""
-        yield array
+        how = dict(shape=tuple(self.shape), dtype=self.arrays["rows"].dtype)
+        return dict(**how, crc32=DiskStorage(folder, **how).checksums())
 
     def checksums(self) -> dict[str, int]:
         arrays = self.arrays.items()

@@ -64,17 +64,15 @@ def remove_unused_tables(folder: Path) -> None:
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
-    """Write a checkpoint: config, weights, tokenizer, and `state`. All ranks call it, the first one
-    writes."""
+    """Write a checkpoint: config, weights, tokenizer, and `state`. All ranks call it."""
     tables = model.tables.storage if model.tables.on_disk else None
     checkpoint = dict(format=FORMAT, config=asdict(model.config), model=dict(model.state_dict()))
     checkpoint |= dict(tokenizer=tokenizer.dumps(encoding), tables=tables, **state)
-    ranks.gather_columns(checkpoint)
-    if ranks.rank() == 0:
+    ranks.change_columns(checkpoint, "wte", *([] if tables else ["tables"]), whole=True)
+    if ranks.rank == 0:
         return write_checkpoint(Path(path), checkpoint)
     for array in tables.arrays.values() if tables else ():
-        for _ in tables.parts(array):  # to `storage.copy` of the first rank
-            pass
+        list(tables.parts(array))  # what `storage.copy` writes on rank 0
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> None:

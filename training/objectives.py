@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from model import Decoder
 from tables.tables import send
-from training import ranks
 from training.batches import Data, Pairs, Source
 
 
@@ -111,18 +110,14 @@ def validate(objective: Objective, data: Data, n_token: int, size: int) -> dict[
     objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
         sums, count, n_byte, n_row = Counter(), 0, 0, validation_rows(source, n_token)
-        for first in range(0, n_row, size * ranks.size()):
-            at = first + size * ranks.rank()
-            # All ranks look up rows at the same time, also those for which no batch is left.
-            batch = source.rows(range(at, min(n_row, at + size)) or range(1))
+        for at in range(0, n_row, size):
+            batch = source.rows(range(at, min(n_row, at + size)))
             loss, more = objective(*batch)
-            n, targets = objective.count(*batch) if at < n_row else 0, batch[1]
+            n, targets = objective.count(*batch), batch[1]
             count += n
-            n_byte += int(data.token_lengths[targets[targets >= 0]].sum()) if n else 0
+            n_byte += int(data.token_lengths[targets[targets >= 0]].sum())
             for key, value in {"loss": loss, **more}.items():
-                sums[key] += value.item() * n if n else 0.0  # a host-device sync
-        count, n_byte, *values = ranks.total([count, n_byte, *sums.values()])
-        sums = dict(zip(sums, values, strict=True))
+                sums[key] += value.item() * n  # a host-device sync
         for key, value in sums.items():
             figures[f"val_{key}"] += weight * (value / count)
         if isinstance(objective, NextToken):

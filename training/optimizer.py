@@ -50,9 +50,12 @@ class Optimizer:
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
         read = {name: adam.tables.gradients() for name, adam in self.rows.items()}
-        ranks.add_up(grads)
         row_grads = [grad for _, each in read.values() for grad in each]
-        norm = ranks.total_norm(grads, row_grads)
+        ranks.add_up(*grads)
+        norm = torch.nn.utils.get_total_norm(grads + row_grads)
+        if ranks.size > 1:  # each has columns of the rows
+            ranks.add_up(square := torch.nn.utils.get_total_norm(row_grads) ** 2)
+            norm = (torch.nn.utils.get_total_norm(grads) ** 2 + square).sqrt()
         if self.grad_clip:
             scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
             torch._foreach_mul_(grads + row_grads, scale)

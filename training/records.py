@@ -76,20 +76,15 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
 class Log:
     """metrics.jsonl: a line for the run, one for each step, one for each evaluation."""
 
-    def __init__(self, path: Path | None, resume_step: int) -> None:
-        """A run that resumes keeps the lines up to `resume_step`, where it evaluates again. Without
-        a path nothing is written."""
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """A run that resumes keeps the lines up to `resume_step`, where it evaluates again."""
         self.path = path
-        if path is None:
-            return
         records = read_metrics(path) if resume_step and path.exists() else []
         kept = [r for r in records if r.get("step", 0) < resume_step + (r["type"] == "step")]
         with atomic(path) as temporary:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, **record) -> None:
-        if self.path is None:
-            return
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
