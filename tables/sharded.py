@@ -17,14 +17,14 @@ from tables.tables import Tables, send
 
 
 def gather(mine: Tensor) -> list[Tensor]:
-    """A tensor of one shape from each rank, as bytes: not all backends know all types."""
+    """A tensor of one shape from each rank. Bytes: not all backends know all types."""
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather([each.view(torch.uint8) for each in every], mine.view(torch.uint8))
     return every
 
 
 class Exchange(torch.autograd.Function):
-    """[P, ..], of which part p goes to rank p -> [P, ..], the parts that came from each rank."""
+    """[P, ..], part p of which goes to rank p -> [P, ..], what came from each rank."""
 
     @staticmethod
     def forward(ctx, parts: Tensor) -> Tensor:
