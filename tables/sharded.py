@@ -1,8 +1,8 @@
 """Tables whose columns are split over the P ranks of a process group (training/ranks.py).
 
 Rank r owns columns r W/P to (r + 1) W/P of every table and its moments: ranks own, read and send
-alike. A lookup gathers ids, on CPUs, and columns of their rows come back. Autograd sends gradients
-the other way, and sums them in the order of ranks.
+alike. A lookup, of all at once, gathers ids, on CPUs, and columns of their rows come back. Autograd
+sends gradients the other way, and sums them in the order of ranks.
 """
 
 from collections.abc import Iterator
@@ -36,8 +36,7 @@ class Exchange(torch.autograd.Function):
 
 
 class ShardedTables(Tables):
-    """What `shard` makes of a class of tables: it stores, reads and updates `width` columns of this
-    rank, and gives the decoder whole rows. All ranks look up at the same time."""
+    """Tables that store, read and update columns of this rank, and give the decoder whole rows."""
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         distinct, position = torch.unique(ids.cpu(), return_inverse=True)  # [n], [B, T]
@@ -49,8 +48,7 @@ class ShardedTables(Tables):
 
 
 def shard(tables: Tables, width: int) -> Tables:
-    """Let tables of this rank's columns, or whole ones, of any class, be those of all ranks, which
-    have rows of `width`. UserError: these cannot be split."""
+    """Let tables of my columns, or whole ones, be those of all ranks. UserError: they cannot."""
     if not (dist.is_initialized() and isinstance(tables, Tables)):
         return tables
     tables.rank, tables.n_rank = dist.get_rank(), (n := dist.get_world_size())
