@@ -1,9 +1,10 @@
-"""Train a decoder with dense, STEM or Embformer layers on one device.
+"""Train a decoder with dense, STEM or Embformer layers on one device or several.
 
     python train.py                                         # STEM on the countries corpus, minutes
     python train.py --ffn dense --out_dir out/dense         # the same with another FFN
     python train.py --data_dir data/book --out_dir out/book # text of your own (prepare.py)
     python train.py --preset minimind-26m --data_dir data/big --device_batch_size 8
+    torchrun --standalone --nproc_per_node=4 train.py ...   # several GPUs (docs/several-gpus.md)
     python train.py --resume                                # go on where out/ckpt.pt stopped
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
     python train.py --init_from out/dense/ckpt.pt --ffn stem --out_dir out/converted  # to tables
@@ -20,16 +21,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import torch
 from tqdm import tqdm
 
 import prepare
 from common import UserError, has_bfloat16, locked, pick_device, run
-from model import Decoder
+from model import Decoder, outline
 from offload import make_tables
+from tables.sharded import shard
 from tables.storage import DTYPES
 from text import tokenizer
+from training import ranks
 from training.batches import Data, check_tokenizer, read_meta
 from training.checkpoints import (
     LIVE,
@@ -54,25 +58,34 @@ class Run:
         """UserError: a checkpoint is damaged or of another run, or settings do not fit together."""
         out_dir, resume = settings.out_dir, settings.resume
         origin = out_dir / "ckpt.pt" if resume else settings.init_from
-        checkpoint = load_checkpoint(origin, settings.verify) if origin else None
+        checkpoint = load_checkpoint(origin, settings.verify and not ranks.rank) if origin else None
         if checkpoint:
             check_origin(settings, data, origin, checkpoint)
         converts = bool(checkpoint) and checkpoint["config"]["ffn"] != settings.model.ffn
         self.settings, self.data = settings, data
         self.step, self.best = 0, (math.inf, 0)  # lowest validation loss, its step
+        n = self.n_part = math.lcm(settings.batch_size // settings.device_batch_size, ranks.size)
+        if settings.batch_size % n or (ranks.size > 1 and settings.table_optimizer == "adamw"):
+            needs = f"--batch_size that is a multiple of {n}, --table_optimizer rowwise"
+            raise UserError(f"--nproc_per_node: {ranks.size} processes need a {needs}")
 
         # 1) the model
         device = pick_device(settings.device)
         dtype = precision(settings.dtype, device)
         torch.manual_seed(settings.seed)
         torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
-        where = dict(live=out_dir / LIVE, saved=checkpoint and checkpoint["tables"])
-        where["fresh"] = not checkpoint or converts
-        tables = make_tables(settings.offload, device, DTYPES[settings.table_dtype], **where)
+        ranks.wait()  # until rank 0 has cleared the folder
+        where = dict(live=out_dir / f"{LIVE}{ranks.rank or ''}")
+        where |= dict(saved=checkpoint and checkpoint["tables"], fresh=not checkpoint or converts)
+        make = make_tables(settings.offload, device, DTYPES[settings.table_dtype], **where)
         try:
+            with outline():
+                self.sizes = Decoder(settings.model).sizes()  # of all ranks together
+            tables = lambda n, v, w: shard(make(n, v, w // ranks.size), w)  # noqa: E731
             self.model = model = Decoder(settings.model, tables=tables).to(device)
         except ValueError as error:
             raise UserError(f"--{error}") from None
+        shard(model.wte, settings.model.n_embd)
 
         # 2) what it is trained with
         if settings.stage == "dpo":
@@ -85,6 +98,7 @@ class Run:
         # 3) what was trained before
         if checkpoint:
             with checkpoint_errors(origin):
+                ranks.change_columns(checkpoint, "wte", "tables", whole=False)
                 own = model.state_dict() if converts else {}  # rows stay as they are
                 model.load_state_dict(own | checkpoint["model"], strict=not converts)
                 if resume:
@@ -123,6 +137,8 @@ def train(settings: Settings) -> None:
     total = max(settings.max_iters * settings.batch_size, to_convert)
     data = Data(settings.data_dir, rows, block_size, settings.seed, total)
     settings.model.vocab_size = data.metas[0]["vocab_size"]
+    if ranks.rank:
+        return fit(Run(settings, data))
     with locked(out_dir):
         remove_leftovers(out_dir)
         try:
@@ -155,10 +171,10 @@ def fit(run: Run) -> None:
     """Train from `run.step` to the last step, and report what was learned."""
     settings, out_dir, data = run.settings, run.settings.out_dir, run.data
     describe(run)
-    if (out_dir / "ckpt.pt").exists() and not settings.resume:
+    if (out_dir / "ckpt.pt").exists() and not settings.resume and not ranks.rank:
         print(f"kept the run that was in {out_dir} as {archive_previous_run(out_dir)}")
-    log = Log(out_dir / "metrics.jsonl", run.step)
-    log.write(type="run", args=settings.flat(), sizes=run.model.sizes(), data=data.metas)
+    log = Mock() if ranks.rank else Log(out_dir / "metrics.jsonl", run.step)
+    log.write(type="run", args=settings.flat(), sizes=run.sizes, data=data.metas)
 
     numbers = range(run.step, settings.max_iters)
     batches = (data.train.batch(number, settings.batch_size) for number in numbers)
@@ -175,11 +191,11 @@ def fit(run: Run) -> None:
             # 2) is that all?
             if not batch:
                 break
-            if signals:
+            if ranks.wait(len(signals)):
                 run.save()
                 if signals == [signal.SIGINT]:
                     bar.write(f"go on with: python train.py --resume --out_dir {out_dir}")
-                raise SystemExit(128 + signals[0])  # as a shell reports it
+                raise SystemExit(128 + sum(signals[:1]))  # as a shell reports it
 
             # 3) train, and get the next batch on the way
             figures, batch = train_step(run, batch, batches)
@@ -194,7 +210,8 @@ def fit(run: Run) -> None:
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
         if shares := ask(run.model, data):
             log.write(type="recall", step=run.step, **shares)
-        plot([out_dir], out_dir / "loss.png")
+        if not ranks.rank:
+            plot([out_dir], out_dir / "loss.png")
         print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
         show(run.model, data, out_dir / "ckpt.pt", settings.seed)
 
@@ -203,9 +220,9 @@ def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, 
     """One update. Returns the loss and further figures of the step, and the next of the batches."""
     settings, objective, losses = run.settings, run.objective, Counter()
     start, n_token, lr = time.perf_counter(), batch[0].numel(), schedule(run.step, settings)
-    torch.manual_seed(settings.seed + run.step)  # the same dropout however the run came here
-    n, n_part = objective.count(*batch), settings.batch_size // settings.device_batch_size
-    parts = list(zip(*(tensor.chunk(n_part) for tensor in batch), strict=True))
+    torch.manual_seed(settings.seed + run.step + (ranks.rank << 40))  # resumed: the same dropout
+    n, mine = objective.count(*batch), range(ranks.rank, run.n_part, ranks.size)
+    parts = [tuple(tensor[number :: run.n_part] for tensor in batch) for number in mine]
     for part in parts:
         # 1) forward
         share = objective.count(*part) / n  # a mean of means would weigh tokens unequally
@@ -217,6 +234,7 @@ def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, 
         run.optimizer.scaler.scale(loss * share).backward()
         for name, value in {"loss": loss.detach(), **more}.items():
             losses[f"train_{name}"] += value * share
+    ranks.add_up(*losses.values())
     # 4) update
     norm = run.optimizer.step(lr)
     # a host-device sync: the host waits for the step here
@@ -272,7 +290,7 @@ def check_finite(loss: float, kind: str, run: Run) -> None:
 def describe(run: Run) -> None:
     """Say what is trained, and on how much of what."""
     settings, config = run.settings, run.model.config
-    size = {name: f"{size / 1e6:.2f} M" for name, size in run.model.sizes().items()}
+    size = {name: f"{size / 1e6:.2f} M" for name, size in run.sizes.items()}
     print(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "
         f"{config.vocab_size:,}: {size['total']} parameters, {size['table']} of them in tables; a "
@@ -310,13 +328,15 @@ def evaluate(settings: Settings) -> None:
         ask(model, data)
 
 
+@ranks.joined()
 def main() -> None:
     given = parse_args(__doc__)
     folder = given.get("data_dir", Settings.data_dir)
     there = {"eval_only", "resume"} & given.keys() or (Path(folder) / "meta.json").exists()
-    if folder == Settings.data_dir and not there:
+    if folder == Settings.data_dir and not there and not ranks.rank:
         print(f"no data in {folder} yet: preparing the default corpus")
         prepare.prepare_corpus(prepare.Settings(out_dir=Path(folder)))
+    ranks.wait()
     train(resolve_settings(**given))
 
 

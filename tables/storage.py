@@ -71,7 +71,8 @@ class DiskStorage(TableStorage):
     is missing or has another size."""
 
     def __init__(self, folder: Path, shape: Shape, dtype: torch.dtype, *, writable=False) -> None:
-        self.folder, self.fresh, self.arrays, self.maps = folder, False, {}, {}
+        self.folder, self.shape, self.fresh, self.arrays, self.maps = folder, shape, False, {}, {}
+        self.parts = lambda array: [array]  # that are written: all of it (tables/sharded.py)
         mode, how = ("r+b", dict(access=mmap.ACCESS_WRITE)) if writable else ("rb", PRIVATE)
         for name, (size, kind, n_byte) in layout(shape, dtype).items():
             with reading(folder / name, "put it beside ckpt.pt") as path, open(path, mode) as file:
@@ -113,10 +114,11 @@ class DiskStorage(TableStorage):
             folder.mkdir(parents=True)
             for name, array in self.arrays.items():
                 with open(folder / name, "wb") as file:
-                    array.view(torch.uint8).numpy().tofile(file)
+                    for part in self.parts(array):
+                        part.view(torch.uint8).numpy().tofile(file)
                     os.fsync(file.fileno())
-        rows = self.arrays["rows"]
-        return dict(shape=tuple(rows.shape), dtype=rows.dtype, crc32=self.checksums())
+        how = dict(shape=tuple(self.shape), dtype=self.arrays["rows"].dtype)
+        return dict(**how, crc32=DiskStorage(folder, **how).checksums())
 
     def checksums(self) -> dict[str, int]:
         arrays = self.arrays.items()

@@ -33,6 +33,7 @@ class Tables(nn.Module):
     m = v = None  # likewise what Adam remembers, lists of [V, W] float32
     storage: TableStorage | None = None  # of tables that are no parameters
     on_disk = False
+    rank, n_rank = 0, 1  # of those that have columns of these tables (sharded.py)
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -47,7 +48,8 @@ class Tables(nn.Module):
         of 16 numbers draw what PyTorch would draw in one go."""
         for weight in self.weight:
             for part in weight.split(1 << 16):
-                part.copy_(torch.empty(part.shape, device=part.device).normal_(0, std))
+                whole = torch.empty(len(part), part.shape[1] * self.n_rank, device=part.device)
+                part.copy_(whole.normal_(0, std).chunk(self.n_rank, dim=1)[self.rank])
 
     # --- for the decoder ---
 

@@ -23,7 +23,7 @@ from offload import make_tables
 from tables.storage import DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
-from training import huggingface
+from training import huggingface, ranks
 
 FORMAT = 2
 LIVE = "live-tables"
@@ -49,7 +49,8 @@ def snapshots(folder: Path) -> list[Path]:
 
 def remove_leftovers(out_dir: Path) -> None:
     """Delete what a run that was killed left in its folder, for who has `locked` it."""
-    shutil.rmtree(out_dir / LIVE, ignore_errors=True)
+    for path in out_dir.glob(f"{LIVE}*"):
+        shutil.rmtree(path, ignore_errors=True)
     for name in ("*.pt", "metrics.jsonl", "loss.png"):
         for path in out_dir.glob(f"{name}.tmp"):
             path.unlink(missing_ok=True)
@@ -67,11 +68,15 @@ def remove_unused_tables(folder: Path) -> None:
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
-    """Write a checkpoint: config, weights, tokenizer, and `state`."""
+    """Write a checkpoint: config, weights, tokenizer, and `state`. All ranks call it."""
     tables = model.tables.storage if model.tables.on_disk else None
     checkpoint = dict(format=FORMAT, config=asdict(model.config), model=dict(model.state_dict()))
     checkpoint |= dict(tokenizer=tokenizer.dumps(encoding), tables=tables, **state)
-    write_checkpoint(Path(path), checkpoint)
+    ranks.change_columns(checkpoint, "wte", *([] if tables else ["tables"]), whole=True)
+    if ranks.rank == 0:
+        return write_checkpoint(Path(path), checkpoint)
+    for array in tables.arrays.values() if tables else ():
+        list(tables.parts(array))  # what `storage.copy` writes on rank 0
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> None:

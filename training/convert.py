@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from tables.sharded import my_columns
+from training import ranks
 from training.batches import Data, Source
 from training.objectives import NextToken, validation_rows
 from training.settings import Settings
@@ -64,6 +66,7 @@ def convert(
         mean = ggu.sum(0) / gg.sum(0).clamp_min(1e-20)  # [d_ff]
         prior = settings.convert_prior * gg.sum(0) / n_token
         rows = torch.where(gg + prior > 0, (ggu + prior * mean) / (gg + prior), mean)
+        rows = my_columns(rows) if ranks.size > 1 else rows
         model.tables.load_state_dict({**model.tables.state_dict(), f"weight.{table}": rows})
 
         # 3) how good they are on other text

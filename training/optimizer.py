@@ -11,6 +11,7 @@ from torch import Tensor
 from model import Decoder
 from tables.rowadam import RowAdam
 from tables.tables import Tables
+from training import ranks
 from training.settings import Settings
 
 
@@ -54,9 +55,15 @@ class Optimizer:
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
         read = {name: adam.tables.gradients() for name, adam in self.rows.items()}
-        grads += [grad for _, row_grads in read.values() for grad in row_grads]
-        norm = torch.nn.utils.get_total_norm(grads)
-        # What a scaler takes for an optimizer: rows have no place in `adamw`.
+        row_grads = [grad for _, each in read.values() for grad in each]
+        ranks.add_up(*grads)
+        norm = torch.nn.utils.get_total_norm(grads + row_grads)
+        if ranks.size > 1:  # each has columns of the rows
+            ranks.add_up(square := torch.nn.utils.get_total_norm(row_grads) ** 2)
+            norm = (torch.nn.utils.get_total_norm(grads) ** 2 + square).sqrt()
+        grads += row_grads
+        # What a scaler takes for an optimizer: rows have no place in `adamw`. The norm is the same
+        # on all ranks, so all of them leave out a step or none.
         params = list(map(with_itself_as_grad, [*grads, norm]))
         whole = SimpleNamespace(param_groups=[dict(params=params)])
         whole.step = partial(self.update, lr * self.peak, read)
