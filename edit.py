@@ -18,6 +18,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import tiktoken
@@ -28,6 +29,7 @@ from common import UserError, check_ranges, flag, locked, parse, pick_device, ru
 from model import Decoder
 from stem import substitute
 from tables.tables import Tables
+from text import countries
 from text.tokenizer import encode
 from training import checkpoints
 from training.questions import score_answers
@@ -89,6 +91,17 @@ class Edit:
         check_ranges(self)
         if bool(self.source and self.target) == self.undo:
             raise UserError("give either --source and --target, or --undo")
+
+
+def check_names(edit: Edit) -> None:
+    """UserError: the countries do not have the name to read, or spell the other one otherwise."""
+    names = [country.name for country in countries.table()]
+    for flag_name, name in (("target", edit.target), ("source", edit.source)):
+        near = get_close_matches(name.title(), names, 3)
+        misspelled = name.casefold() in map(str.casefold, near)  # else it may be a made-up one
+        if name not in names and (flag_name == "target" or misspelled):
+            near = f", but {', '.join(near)}" if near else ""
+            raise UserError(f"--{flag_name} {name}: the countries have no such name{near}")
 
 
 def edited_ids(
@@ -175,6 +188,8 @@ def main() -> None:
             where = pick_device(edit.device), edit.offload, edit.dtype
             model, encoding, checkpoint = checkpoints.load_model(edit.ckpt, *where)
             model.tables = MeanRows(model.tables)
+            if checkpoint.get("args", {}).get("preset") == "countries":
+                check_names(edit)
             instead = show(model, encoding, edit)
             # As the prompt spells the name, and no other way: "Spain" without a space before it may
             # be pieces of which many other words are made.

@@ -107,7 +107,8 @@ class Run:
                         pairs.reference[:] = known.numpy()
                     self.step, self.best = int(checkpoint["step"]), checkpoint["best"]
                     if not 0 <= self.step <= settings.max_iters:
-                        raise ValueError(f"it is of step {self.step} of {settings.max_iters}")
+                        steps = f"--max_iters {settings.max_iters}"
+                        raise UserError(f"{origin} is of step {self.step}, beyond {steps}")
         if converts and settings.convert_tokens:
             convert(self.objective, checkpoint["model"], data, settings)
         if settings.compile:
@@ -193,7 +194,7 @@ def fit(run: Run) -> None:
                 break
             if ranks.wait(len(signals)):
                 run.save()
-                if signals == [signal.SIGINT]:
+                if signals and signals[0] != getattr(signal, "SIGHUP", None):
                     bar.write(f"go on with: python train.py --resume --out_dir {out_dir}")
                 raise SystemExit(128 + sum(signals[:1]))  # as a shell reports it
 
@@ -214,6 +215,8 @@ def fit(run: Run) -> None:
             plot([out_dir], out_dir / "loss.png")
         print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
         show(run.model, data, out_dir / "ckpt.pt", settings.seed)
+        more = f"--resume --out_dir {out_dir} --max_iters {2 * settings.max_iters}"
+        print(f"  python train.py {more}  # that was {passes(run):.1f} passes over the text")
 
 
 def train_step(run: Run, batch: tuple, batches: Iterator[tuple]) -> tuple[dict, tuple | None]:
@@ -296,14 +299,23 @@ def describe(run: Run) -> None:
         f"{config.vocab_size:,}: {size['total']} parameters, {size['table']} of them in tables; a "
         f"token touches {size['active']} and costs {size['flops_per_token']}FLOP forward"
     )
-    a_step = settings.batch_size * config.block_size * (2 if settings.stage == "dpo" else 1)
-    passes = settings.max_iters * a_step / sum(m["train"]["tokens"] for m in run.data.metas)
+    on = f"{run.objective.device.type} in {run.objective.dtype}"
     print(
-        f"{settings.max_iters} steps of {a_step:,} tokens on {run.objective.device.type} in "
-        f"{run.objective.dtype}: {passes:.1f} passes over {settings.data_dir}"
+        f"{settings.max_iters} steps of {tokens_per_step(settings):,} tokens on {on}: "
+        f"{passes(run):.1f} passes over {settings.data_dir}"
     )
     if n_cut := getattr(run.data.train, "n_cut", 0):
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
+
+
+def tokens_per_step(settings: Settings) -> int:
+    return settings.batch_size * settings.model.block_size * (2 if settings.stage == "dpo" else 1)
+
+
+def passes(run: Run) -> float:
+    """How often the steps of a run read its text, all rows counted as full."""
+    tokens = run.settings.max_iters * tokens_per_step(run.settings)
+    return tokens / sum(meta["train"]["tokens"] for meta in run.data.metas)
 
 
 def format_metrics(figures: dict[str, float]) -> str:
@@ -318,9 +330,11 @@ def evaluate(settings: Settings) -> None:
     model, encoding, _ = load_model(path, device, settings.offload)
     document = encoding.eot_token if settings.doc_mask else None
     objective = NextToken(model, device, precision(settings.dtype, device), document)
-    for folder in [part.partition("=")[0] for part in settings.data_dir.split(",")]:  # no weights
-        meta = read_meta(Path(folder))
+    folders = [part.partition("=")[0] for part in settings.data_dir.split(",")]  # without weights
+    metas = {folder: read_meta(Path(folder)) for folder in folders}
+    for folder, meta in metas.items():
         check_tokenizer(meta["tokenizer"], folder, tokenizer.fingerprint(encoding), path)
+    for folder, meta in metas.items():
         kind = "text" if meta["kind"] == "text" else "chat"
         data = Data(folder, kind, model.config.block_size, settings.seed, total=1)
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)

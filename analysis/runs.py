@@ -6,6 +6,7 @@ stability: spikes of the loss and gradient norms at rising learning rates.
 """
 
 import itertools
+import json
 import statistics
 from pathlib import Path
 
@@ -44,7 +45,11 @@ INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
 def runs(folders: list[Path], out: Path) -> None:
     """Print a table of runs that exist, and draw their losses."""
     check_picture(out)
-    print(markdown([row(name, group) for name, group in grouped(folders)]))
+    found = grouped(folders)
+    print(markdown([row(name, group) for name, group in found]))
+    texts = {json.dumps(run["run"][0]["data"]) for _, group in found for run in group}
+    if len(texts) > 1:
+        print("\nnote: not all have the same text and tokenizer, so losses are of different tokens")
     plot(folders, out)
     print(f"\nwrote {out}")
 
@@ -59,7 +64,7 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
     return {
         "run": name,
         "runs": str(len(group)) if len(group) > 1 else "",
-        "FFN": args["ffn"],
+        "FFN": args["ffn"] + f", {args['stem_layers']}" * (args["ffn"] == "stem"),
         "learning rate": f"{args['learning_rate']:g}",
         "steps": f"{args['max_iters']:,}",
         "MFLOP a token": f"{sizes['flops_per_token'] / 1e6:.2f}",

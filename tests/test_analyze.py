@@ -33,11 +33,15 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
 
     done = ask(*trained.values(), "--plot", "all.png")
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert [row.split(" | ")[1] for row in rows[1:]] == ["dense", "stem", "embformer"]
+    assert [row.split(" | ")[1] for row in rows[1:]] == ["dense", "stem, third", "embformer"]
+    assert "note:" not in done.stdout
     final = read_run(trained["stem"])["eval"][-1]["val_loss"]
     assert f"| {final:.3f} |" in rows[2]
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     assert "No such file" in ask("nothing", fails=True).stderr
+    metrics = (trained["dense"] / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(metrics.replace('"tokenizer": "', '"tokenizer": "x', 1))
+    assert "note: not all have the same text" in ask(".", trained["stem"]).stdout
     (tmp_path / "metrics.jsonl").write_text('{"type": "st\n')
     assert "damaged" in ask(".", fails=True).stderr
     for wrong in (["--plot", "x.txt", "."], []):

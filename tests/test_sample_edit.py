@@ -1,5 +1,6 @@
 """sample.py and edit.py as a user runs them."""
 
+import contextlib
 import shutil
 
 import pytest
@@ -39,6 +40,21 @@ def test_samples_depend_on_the_seed_alone(trained, monkeypatch, capsys):
     greedy = text("--temperature", 0)
     assert text("--temperature", 0, "--seed", 9) == greedy
     assert text("--num_samples", 2).count("-" * 40) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "says"),
+    [
+        ("spain", "Germany", "--source spain: .*, but Spain"),
+        ("Spain", "Germny", "--target Germny: .*, but Germany"),
+        ("Spain", "Xqzw", "--target Xqzw: the countries have no such name$"),
+        ("Spain", "Germany", None),
+        ("Atlantis", "Germany", None),  # a made-up name may read a country's rows
+    ],
+)
+def test_names_that_the_countries_do_not_have_are_refused(source, target, says):
+    with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
+        edit.check_names(edit.Edit(source=source, target=target))
 
 
 def test_decoding_in_bfloat16_keeps_the_rows(trained, tmp_path):

@@ -203,15 +203,31 @@ def test_a_signal_saves_a_whole_step_and_the_run_goes_on(number, data, tmp_path)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "Traceback" not in said and "error" not in said
-    assert number != signal.SIGINT or "--resume" in said
+    assert "go on with: python train.py --resume --out_dir out" in said
     stopped = checkpoint(tmp_path / "out")
     assert stopped["step"] == len(losses(tmp_path / "out"))
 
     # and the advice works, from a step at which there was no evaluation
-    stopped["args"]["max_iters"] = stopped["step"] + 3
-    torch.save(stopped, tmp_path / "out" / "ckpt.pt")
-    command("train.py", "--resume", "--out_dir", "out", cwd=tmp_path)
+    more = ("train.py", "--resume", "--out_dir", "out", "--max_iters")
+    command(*more, stopped["step"] + 3, cwd=tmp_path)
     assert len(losses(tmp_path / "out")) == stopped["step"] + 3
+    assert "is of step" in command(*more, 1, cwd=tmp_path, fails=True).stderr
+
+
+def test_a_finished_run_goes_on_by_the_schedule_of_more_steps(trained, data, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    train_module.train(arguments(monkeypatch, data, out, "--max_iters", 6))
+    train_module.train(resolve_settings(resume=True, out_dir=out, max_iters=12))
+    longer, whole = (read_run(folder)["step"] for folder in (out, trained["stem"]))
+    assert [step["lr"] for step in longer[6:]] == [step["lr"] for step in whole[6:]]
+    assert longer[5]["lr"] < longer[6]["lr"]  # a cosine that had ended rises again
+
+    # Given from the beginning and again, it changes nothing.
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        crash_in_step(patch, 7)
+        train_module.train(arguments(monkeypatch, data, out))
+    train_module.train(resolve_settings(resume=True, out_dir=out, max_iters=12))
+    assert losses(out) == losses(trained["stem"])
 
 
 def test_seeds_reproduce_and_accumulation_equals_the_whole_batch(

@@ -44,7 +44,7 @@ FINE_TUNING = {
 # What may be given beside a checkpoint that is evaluated, or resumed with the same batches.
 BOTH = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 EVAL_FLAGS = (*BOTH, "eval_only", "init_from", "out_dir", "eval_tokens")
-RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify")
+RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify", "max_iters")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 COUNT, ZERO, TEXT = dict(must="at least 1"), dict(must="0 or more"), "pretrain midtrain context"
 
