@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import baselines
-from attention import Attention, KVCache, LinearQKV, document_mask, rotary
+from attention import Attention, KVCache, LinearQKV, ids_to_read, make_context
+from common import UserError
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
 from stem import StemFFN
@@ -60,10 +61,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rows: Tensor | None, ids: Tensor, *context) -> Tensor:
-        """x [B, T, n_embd], rows [B, T, row_width] (None without a table) of `ids` [B, T]
-        -> [B, T, n_embd]; `context` is for `Attention`: angles, mask, cache."""
+        """x [B, T, n_embd], rows [B, T, row_width] (None without a table) of `ids` [B, T], maybe
+        more that only attention reads -> [B, T, n_embd]; `context` is for `Attention`: angles, what
+        kinds of attention need, cache."""
         attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (None, None)
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
+        ffn_rows = None if ffn_rows is None else ffn_rows[:, : x.shape[1]]
         more = {"ids": ids} if getattr(self.ffn, "needs_ids", False) else {}
         return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows, **more))
 
@@ -121,14 +124,13 @@ class Decoder(nn.Module):
         end, room = (n + cache.length, cache.room) if cache else (n, config.block_size)
         assert end <= room, f"{end} tokens do not fit into block_size={room}"
         table_ids = ids if table_ids is None else table_ids
-        rows = self.tables.lookup(table_ids)
+        read = ids_to_read(config, table_ids, cache)
+        rows = self.tables.lookup(read)
         x = F.dropout(self.embed(ids), config.dropout, self.training)
-        if cache is None:
-            mask = None if documents is None else document_mask(documents, x.dtype)
-            return self.layers(x, rows, table_ids, rotary(n, config, x.device), mask, None)
         static = self.compiled is not None and n == 1 < end
+        context = make_context(config, read, x, documents, cache, static)
         layers, rows = (self.compiled, list(rows)) if static else (self.layers, rows)
-        return layers(x, rows, table_ids, *cache.begin(n, static), cache)
+        return layers(x, rows, table_ids, *context, cache)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, n_embd]."""
@@ -162,7 +164,12 @@ class Decoder(nn.Module):
         return self.head_weight.device
 
     def compile_steps(self) -> None:
-        """Compile what a token goes through in decoding; on a GPU that is one CUDA graph."""
+        """Compile what a token goes through in decoding; on a GPU that is one CUDA graph. UserError:
+        the cache has another size at each step, unless attention is full in all layers."""
+        if {*self.config.attention_kinds} != {"full"}:
+            raise UserError(
+                f"--compile: not with --attention {self.config.attention}: leave it out"
+            )
         mode = "reduce-overhead" if self.device.type == "cuda" else None
         self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
 
@@ -221,9 +228,10 @@ class Decoder(nn.Module):
         """Parameters, in all, in tables and elsewhere (the tied head once); `active`: those that a
         token touches, so not what is `idle` (baselines.py), and one row of each table and of an
         embedding that is not the head. FLOPs of a forward pass: 2 per multiplied weight and token,
-        plus attention over block_size / 2 tokens, the mean under a causal mask; `flops_per_key`:
-        of that, attention to one token, in all layers."""
-        config, tables = self.config, self.tables
+        plus attention over block_size / 2 tokens, the mean under a causal mask, or at most a window
+        (count attention: as if none repeated); `flops_per_key`: attention to one token, in all
+        layers."""
+        config, tables, kinds = self.config, self.tables, self.config.attention_kinds
         table = sum(weight.numel() for weight in tables.weight)
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
         backbone = sum(p.numel() for p in dense)
@@ -231,14 +239,15 @@ class Decoder(nn.Module):
         row = 0 if config.tie_head else config.n_embd  # of an embedding that is only looked up
         multiplied = sum(p.numel() for p in dense if p.dim() == 2) - config.vocab_size * row - idle
         touched = backbone - (config.vocab_size - 1) * row - idle
-        attention = 4 * config.n_layer * config.n_embd  # q k, and its weight times v
+        size, key = config.block_size, 4 * config.n_embd  # q k, and its weight times v
+        seen = [min(size, 2 * config.window) if kind == "window" else size for kind in kinds]
         return {
             "total": backbone + table,
             "table": table,
             "backbone": backbone,
             "active": touched + len(tables.weight) * tables.width,
-            "flops_per_token": 2 * multiplied + attention * config.block_size // 2,
-            "flops_per_key": attention,
+            "flops_per_token": 2 * multiplied + key * sum(seen) // 2,
+            "flops_per_key": key * config.n_layer,
         }
 
 
