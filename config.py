@@ -4,7 +4,6 @@ A setting of your own is a field here, with a default, which older checkpoints t
 makes it a flag of train.py, too.
 """
 
-import itertools
 from dataclasses import dataclass, field
 
 from common import check_ranges, flag
@@ -14,7 +13,6 @@ SIZE = dict(must="at least 1", most=2**20)  # above it is absurd, and would only
 KINDS = "dense stem embformer moe hash_moe pkm deepembed ple"  # of model.LAYERS
 TABLES = "stem embformer deepembed ple"  # those that have tables
 ACTS = ("silu", "identity")
-ATTENTION = ("full", "window", "count")
 
 
 @dataclass
@@ -34,7 +32,7 @@ class ModelConfig:
     ffn: str = flag("stem", f"what layers are made of: {KINDS}")
     stem_layers: str = flag("third", "third, half, all or 0,2,5", shown="by preset", only="stem")
     attention: str = flag("full", "full, window, count, or in turn: window,window,count")
-    window: int = flag(128, "tokens that windows see, a token's own included", **SIZE)
+    window: int = flag(128, "tokens that a token sees in a window, itself included", **SIZE)
     previous_heads: int = flag(
         0, "key heads that read the token before", must="0 or more", only="embformer"
     )
@@ -74,17 +72,13 @@ class ModelConfig:
             raise ValueError("tie_head=False: Embformer has no linear layers, such as a head")
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)
-        kinds = self.attention_kinds
-        if not {*self.attention.split(",")} <= {*ATTENTION}:
-            every = ", ".join(ATTENTION)
-            raise ValueError(
-                f"attention={self.attention!r} must be of {every}, with commas between"
-            )
-        if "count" in kinds and not self.embedding_only:
-            raise ValueError(f"attention={self.attention!r}: only Embformer's keys can be counted")
-        if self.previous_heads > (self.n_kv_head if {*kinds} != {"count"} else 0):
-            least = f"at most n_kv_head={self.n_kv_head}, and 0 where all layers count"
-            raise ValueError(f"previous_heads={self.previous_heads} must be {least}")
+        kinds = {*self.attention.split(",")}
+        if kinds - {"full", "window", "count"}:
+            raise ValueError(f"attention={self.attention!r} must be of full, window and count")
+        if "count" in kinds and (self.previous_heads or not self.embedding_only):
+            raise ValueError("attention: count needs ffn='embformer' and previous_heads=0")
+        if self.previous_heads > self.n_kv_head:
+            raise ValueError(f"previous_heads={self.previous_heads} of n_kv_head={self.n_kv_head}")
 
     @property
     def head_dim(self) -> int:
@@ -98,7 +92,8 @@ class ModelConfig:
     @property
     def attention_kinds(self) -> list[str]:
         """The kind of attention of each layer: a pattern begins again when it ends."""
-        return list(itertools.islice(itertools.cycle(self.attention.split(",")), self.n_layer))
+        kinds = self.attention.split(",")
+        return [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
 
     def layer_kind(self, layer: int) -> str:
         """The key of model.LAYERS that layer number `layer` is built from."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import baselines
-from attention import Attention, KVCache, LinearQKV, ids_to_read, make_context
+from attention import Attention, KVCache, LinearQKV, what_layers_share
 from common import UserError
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
@@ -61,12 +61,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rows: Tensor | None, ids: Tensor, *context) -> Tensor:
-        """x [B, T, n_embd], rows [B, T, row_width] (None without a table) of `ids` [B, T], maybe
-        more that only attention reads -> [B, T, n_embd]; `context` is for `Attention`: angles, what
-        kinds of attention need, cache."""
+        """x [B, T, n_embd], rows [B, T, row_width] (None without a table) of `ids` [B, T], behind
+        those of earlier tokens, if attention reads them again -> [B, T, n_embd]; `context` is for
+        `Attention`: angles, keys, cache."""
         attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (None, None)
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
-        ffn_rows = None if ffn_rows is None else ffn_rows[:, : x.shape[1]]
+        ffn_rows = ffn_rows if ffn_rows is None else ffn_rows[:, -x.shape[1] :]
         more = {"ids": ids} if getattr(self.ffn, "needs_ids", False) else {}
         return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows, **more))
 
@@ -124,13 +124,13 @@ class Decoder(nn.Module):
         end, room = (n + cache.length, cache.room) if cache else (n, config.block_size)
         assert end <= room, f"{end} tokens do not fit into block_size={room}"
         table_ids = ids if table_ids is None else table_ids
-        read = ids_to_read(config, table_ids, cache)
+        read = table_ids if cache is None else cache.read_again(table_ids)
         rows = self.tables.lookup(read)
         x = F.dropout(self.embed(ids), config.dropout, self.training)
         static = self.compiled is not None and n == 1 < end
-        context = make_context(config, read, x, documents, cache, static)
         layers, rows = (self.compiled, list(rows)) if static else (self.layers, rows)
-        return layers(x, rows, table_ids, *context, cache)
+        shared = what_layers_share(config, read, x, documents, cache, static)
+        return layers(x, rows, table_ids, *shared, cache)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, n_embd]."""
@@ -165,11 +165,9 @@ class Decoder(nn.Module):
 
     def compile_steps(self) -> None:
         """Compile what a token goes through in decoding; on a GPU that is one CUDA graph. UserError:
-        the cache has another size at each step, unless attention is full in all layers."""
-        if {*self.config.attention_kinds} != {"full"}:
-            raise UserError(
-                f"--compile: not with --attention {self.config.attention}: leave it out"
-            )
+        not all attention is full, and others have no cache of one size."""
+        if (kind := self.config.attention) != "full":
+            raise UserError(f"--compile: not for --attention {kind} yet: leave it out")
         mode = "reduce-overhead" if self.device.type == "cuda" else None
         self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
 

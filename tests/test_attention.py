@@ -51,8 +51,8 @@ def naive(config, weights, ids, table_ids=None, documents=None):
         rows = weights[f"tables.weight.{layer}"][table_ids]
         k, v, f = rows.split([config.n_kv_head * d] * 2 + [config.n_embd], -1)
         k, v = k.unflatten(-1, (-1, d)), v.unflatten(-1, (-1, d))
-        if kind != "count":  # keys of the token before, if there is one in the document
-            before = torch.tensor([t - 1 if t and same[t, t - 1] else t for t in range(n)])
+        if kind != "count":  # keys of the token before
+            before = torch.arange(n).sub(1).clamp(min=0)
             heads = config.previous_heads
             k = torch.cat((k[before][:, :heads], k[:, heads:]), dim=1)
         q, k = naive_norm(naive_norm(x).unflatten(-1, (-1, d))), naive_norm(k)[:, shared]
@@ -74,7 +74,7 @@ def naive(config, weights, ids, table_ids=None, documents=None):
 @pytest.mark.parametrize("n", [3, 16, 29])
 @pytest.mark.parametrize("masked", [False, True])
 def test_logits_and_gradients_equal_those_of_all_pairs(attention, options, n, masked):
-    if attention == "count" and options.get("previous_heads"):
+    if "count" in attention:
         options = options | dict(previous_heads=0)
     model, ids, table_ids = decoder(attention=attention, **options), tokens(2, n), tokens(2, n)
     table_ids[:, 1::3] = 7  # an edit: other rows than the ids'
@@ -97,7 +97,7 @@ def test_logits_and_gradients_equal_those_of_all_pairs(attention, options, n, ma
 @pytest.mark.parametrize("chunks", [[1] * 29, [5, 1, 9, 14], [2, 27], [29]], ids=str)
 @pytest.mark.parametrize("previous", [0, 2])
 def test_cached_logits_equal_those_without_a_cache(attention, chunks, previous):
-    previous = 0 if attention == "count" else previous
+    previous = 0 if "count" in attention else previous
     model = decoder(attention=attention, n_kv_head=2, previous_heads=previous)
     ids, table_ids = tokens(2, 29), tokens(2, 29, seed=4)
     whole, _ = model(ids, table_ids=table_ids)
