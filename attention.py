@@ -1,13 +1,8 @@
-"""Causal self-attention: rotary positions, caches, masks, grouped queries; of three kinds.
+"""Causal self-attention with rotary positions, grouped queries and a cache: full; or in windows of
+the last tokens; or by counts, without positions: where keys and values k(t), v(t) depend on the id
+alone (Embformer), softmax over all tokens t_j so far is one over distinct t, which came n(t) times:
 
-    full     a token attends to itself and all before it
-    window   to itself and the `window` - 1 before it
-    count    as full, but without positions, so only how often each token has occurred matters
-
-In Embformer keys and values are functions k(t), v(t) of the token id. Without positions, its softmax
-over all tokens t_j up to token i is one over those that are distinct; n_i(t): occurrences so far,
-
-    sum_j exp(q k(t_j)) v(t_j) / sum_j exp(q k(t_j))  =  sum_t softmax_t(q k(t) + log n_i(t)) v(t)
+    sum_j exp(q k(t_j)) v(t_j) / sum_j exp(q k(t_j)) = sum_t softmax_t(q k(t) + log n(t)) v(t)
 """
 
 import torch
@@ -33,41 +28,34 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class KVCache:
-    """What is kept of the tokens seen so far. Full attention: their keys and values, with `room` for
-    block_size tokens (0), or fewer. Windows: those that the next token sees. Count attention, of all
-    layers together: how often each token has occurred."""
+    """What is kept of tokens seen so far: keys and values, with `room` for block_size tokens (0) or
+    fewer, in windows those that the next token sees; for all layers that count, their counts."""
 
     def __init__(self, config: ModelConfig, batch: int, device, dtype, room: int = 0) -> None:
-        self.config, self.room = config, min(room or config.block_size, config.block_size)
+        self.room = min(room or config.block_size, config.block_size)
+        self.kinds, self.window = config.attention_kinds, config.window
+        self.previous, self.last = config.previous_heads, None  # the last token [B, 1]
         shape = (batch, config.n_kv_head, self.room, config.head_dim)
         # Zeros: where memory holds NaN, a weight of zero would not hide it.
-        kinds, options = config.attention_kinds, dict(device=device, dtype=dtype)
-        self.k = [torch.zeros(shape if kind == "full" else 0, **options) for kind in kinds]
-        self.v = [torch.zeros(shape if kind == "full" else 0, **options) for kind in kinds]
-        size = (batch, config.vocab_size if "count" in kinds else 0)
-        self.counts = torch.zeros(size, dtype=torch.int32, device=device)
-        self.last: Tensor | None = None  # id [B, 1], read by previous_heads
+        shapes, options = [shape if k == "full" else 0 for k in self.kinds], dict(device=device)
+        self.k = [torch.zeros(shape, dtype=dtype, **options) for shape in shapes]
+        self.v = [torch.zeros(shape, dtype=dtype, **options) for shape in shapes]
+        self.counts = torch.zeros(batch, config.vocab_size, dtype=torch.int32, **options)
         self.angles = rotary(self.room, config, device)
         self.slots = torch.arange(self.room, device=device)
         self.length = 0  # tokens in the cache
 
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in (*self.k, *self.v, self.counts))
-
     def read_again(self, ids: Tensor) -> Tensor:
         """New ids [B, T] behind those of earlier tokens whose rows attention needs, too: [B, S]."""
         before, self.last = self.last, ids[:, -1:]
-        if self.length and "count" in self.config.attention_kinds:
-            before = self.counts.any(0).nonzero()[:, 0]  # in any sequence; a host-device sync
-        elif not self.length or not self.config.previous_heads:
-            return ids
-        return torch.cat((before.to(ids.device).expand(len(ids), -1), ids), dim=1)
+        if "count" in self.kinds:
+            before = self.counts.any(0).nonzero().expand(-1, len(ids)).T  # a host-device sync
+        again = self.length and ("count" in self.kinds or self.previous)
+        return torch.cat((before.to(ids.device), ids), dim=1) if again else ids
 
     def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor | None]:
-        """Make room for the next n tokens; returns their angles and the mask of full attention.
-        `static`: layers attend to the whole buffer, behind a mask, so one compiled graph serves all
-        steps."""
+        """Make room for the next n tokens; returns their angles and mask, if all is full. `static`:
+        layers attend to the whole buffer, behind a mask, so one compiled graph serves all steps."""
         start, self.length = self.length, self.length + n
         new = slice(start, self.length)
         slots, angles = self.slots[new], self.angles[:, new]
@@ -82,13 +70,13 @@ class KVCache:
         return angles, torch.where(seen, 0.0, -torch.inf).to(self.k[0].dtype)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim], of windows
-        those that the first of the new tokens sees, and the new ones."""
-        if self.config.attention_kinds[layer] == "window":
+        """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim], in
+        windows those that one of the new tokens sees."""
+        if self.kinds[layer] == "window":
             if self.length > k.shape[2]:
                 k = torch.cat((self.k[layer], k), dim=2)
                 v = torch.cat((self.v[layer], v), dim=2)
-            first = max(0, k.shape[2] - self.config.window + 1)
+            first = max(0, k.shape[2] - self.window + 1)
             self.k[layer], self.v[layer] = k[:, :, first:].clone(), v[:, :, first:].clone()
             return k, v
         self.k[layer][:, :, self.new] = k
@@ -96,27 +84,39 @@ class KVCache:
         return self.k[layer][:, :, : self.end], self.v[layer][:, :, : self.end]
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 or -inf in the dtype of queries. Of a mask of booleans each layer would make this, and keep
-    it in training."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+def mask_dtype(x: Tensor) -> torch.dtype:
+    """Of masks for queries made from x. Of booleans each layer would make such a mask, and keep it
+    in training."""
+    auto = torch.is_autocast_enabled(kind := x.device.type)
+    return torch.get_autocast_dtype(kind) if auto else x.dtype
 
 
-def window_mask(documents: Tensor, n: int, w: int, dtype: torch.dtype) -> Tensor:
-    """For the last n of tokens in documents, numbered [B, S] from 0 on, and what `into_blocks` makes
-    of them: [B * blocks, 1, w, 2w]."""
-    front = w + n - documents.shape[1]
-    keys = F.pad(documents, (front, -n % w), value=-1).unfold(1, 2 * w, w)  # [B, blocks, 2w]
-    j = torch.arange(2 * w, device=documents.device)
+def document_mask(documents: Tensor, x: Tensor) -> Tensor:
+    """Causal attention inside documents, numbered [B, T]: [B, 1, T, T], 0 or -inf."""
+    same = (documents[:, None, :, None] == documents[:, None, None]).tril_()
+    return torch.zeros_like(same, dtype=mask_dtype(x)).masked_fill_(~same, -torch.inf)
+
+
+def window_mask(w: int, documents: Tensor | None, cache, x: Tensor) -> Tensor | None:
+    """For x [B, T, n_embd] in blocks of w (see `into_blocks`) that stay inside documents, numbered
+    [B, T] from 0 on: [B * blocks, 1, w, 2w], 0 or -inf. None: one window has all of it."""
+    n = x.shape[1]
+    before = min(cache.length - n, w - 1) if cache else 0
+    if documents is None:
+        if before + n <= w and 1 in (n, before + 1):
+            return None
+        documents = x.new_zeros(len(x), before + n)
+    keys = F.pad(documents, (w - before, -n % w), value=-1).unfold(1, 2 * w, w)  # [B, blocks, 2w]
+    j = torch.arange(2 * w, device=x.device)
     i = j[w:, None]  # queries are the second half of the keys
     seen = (i - w < j) & (j <= i) & (keys[..., w:, None] == keys[..., None, :])
-    return additive(seen.flatten(0, 1)[:, None], dtype)
+    seen = seen.flatten(0, 1)[:, None]
+    return torch.zeros_like(seen, dtype=mask_dtype(x)).masked_fill_(~seen, -torch.inf)
 
 
 def into_blocks(q: Tensor, k: Tensor, v: Tensor, w: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, heads, T, head_dim] in blocks of w [B * blocks, heads, w, head_dim]; keys and
-    values [B, .., up to w more, ..] likewise, each behind the block before [B * blocks, .., 2w, ..].
-    """
+    """q [B, heads, T, head_dim] in blocks [B * blocks, heads, w, head_dim]; k and v, of S tokens,
+    likewise, each behind the one before it [B * blocks, heads, 2w, head_dim]."""
     n = q.shape[2]
 
     def blocks(x: Tensor, front: int) -> Tensor:
@@ -128,54 +128,30 @@ def into_blocks(q: Tensor, k: Tensor, v: Tensor, w: int) -> tuple[Tensor, Tensor
 
 
 def count_keys(
-    ids: Tensor, n: int, documents: Tensor | None, cache: KVCache | None, dtype, device
+    ids: Tensor, documents: Tensor | None, cache, x: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Where in B * S rows of ids [B, S] those of each sequence's distinct tokens are [B, D], and the
-    logarithm of how often each has occurred up to each of the last n tokens [B, 1, n, D]. None if
-    there are more than n / 2: then plain attention is faster."""
-    ordered, order = ids.sort(dim=1)
-    rank = F.pad(ordered.diff(dim=1) != 0, (1, 0)).cumsum(1)  # among the distinct ones
-    key = torch.empty_like(ids).scatter_(1, order, rank)  # [B, S]
-    row = torch.arange(ids.numel(), device=ids.device).view_as(ids)
-    where = row[:, :1].repeat(1, int(rank.max()) + 1).scatter_(1, key, row)  # any of equal ones
-    ids, key, where = (send(each, device) for each in (ids, key, where))
-    (earlier, ids), (old, key) = (each.tensor_split([-n], dim=1) for each in (ids, key))
-    counts = torch.zeros(len(ids), n, where.shape[1], device=device)
-    counts = counts.to(torch.promote_types(dtype, torch.float32))
+    """Where in the B * S rows of ids [B, S] those of each sequence's distinct ones are, [B, D], and
+    the logarithm of how often each has occurred up to each token of x [B, T, n_embd], [B, 1, T, D].
+    None: they are more than T / 2, and plain attention is faster."""
+    n, row = x.shape[1], torch.arange(ids.numel(), device=ids.device).view_as(ids)
+    rank = ids.new_zeros(len(ids), vocab_size).scatter_(1, ids, 1).cumsum_(1)  # from 1 on
+    key = rank.gather(1, ids) - 1  # [B, S]
+    where = row.new_zeros(len(ids), int(rank.max())).scatter_(1, key, row)  # any of equal ones
+    ids, key, where = (send(each, x.device) for each in (ids, key, where))
+    wide = torch.promote_types(mask_dtype(x), torch.float32)
+    counts = torch.zeros(len(ids), n, where.shape[1], dtype=wide, device=x.device)
     if cache is not None:
-        cache.counts *= cache.length > 0
-        counts[:, 0].scatter_(1, old, cache.counts.gather(1, earlier).to(counts))
-        cache.counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
-    if documents is None and not old.numel() and 2 * where.shape[1] > n:
+        cache.counts *= cache.length > n
+        counts[:, 0].scatter_(1, key[:, :-n], cache.counts.gather(1, ids[:, :-n]).to(wide))
+        cache.counts.scatter_(1, ids[:, -n:], 1, reduce="add")
+    if documents is None and key.shape[1] == n < 2 * where.shape[1]:
         return None
-    counts.scatter_add_(2, key[..., None], torch.ones_like(key, dtype=counts.dtype)[..., None])
-    for b, each in enumerate(counts):
+    counts.scatter_(2, key[:, -n:, None], 1.0, reduce="add")
+    for b in range(len(ids)):
         ends = [n] if documents is None else documents[b].unique_consecutive(return_counts=True)[1]
-        for part in each.split(list(map(int, ends))):  # [tokens, D] of each document
+        for part in counts[b].split(list(map(int, ends))):  # [tokens, D] of each document
             part.cumsum_(0)
-    return where, counts.log_().to(dtype)[:, None]
-
-
-def what_layers_share(
-    config: ModelConfig, ids: Tensor, x: Tensor, documents: Tensor | None, cache, static: bool
-) -> tuple[Tensor, dict]:
-    """The angles, and the keys or mask of each kind of attention, for x [B, T, n_embd] and the ids
-    [B, S] of `KVCache.read_again`; `static`: see `KVCache.begin`."""
-    (batch, n), kinds, keys = x.shape[:2], {*config.attention_kinds}, {}
-    auto = torch.is_autocast_enabled(kind := x.device.type)
-    dtype = torch.get_autocast_dtype(kind) if auto else x.dtype
-    if "count" in kinds:
-        keys["count"] = count_keys(ids, n, documents, cache, dtype, x.device)
-    if "window" in kinds:
-        before = min(cache.length, config.window - 1) if cache else 0
-        plain = documents is None and (n == 1 or before + n <= config.window and not before)
-        numbers = x.new_zeros(batch, before + n) if documents is None else documents
-        keys["window"] = None if plain else window_mask(numbers, n, config.window, dtype)
-    angles, keys["full"] = cache.begin(n, static) if cache else (rotary(n, config, x.device), None)
-    if documents is not None and "full" in kinds:
-        same = documents[:, None, :, None] == documents[:, None, None]
-        keys["full"] = additive(same.tril_(), dtype)  # [B, 1, T, T]
-    return angles, keys
+    return where, counts.log_().to(mask_dtype(x))[:, None]
 
 
 class LinearQKV(nn.Module):
@@ -205,12 +181,12 @@ class Attention(nn.Module):
         self.out = nn.Identity() if config.embedding_only else nn.Linear(width, width, bias=False)
 
     def forward(
-        self, x: Tensor, rows: Tensor, angles: Tensor, keys: dict, cache: KVCache | None
+        self, x: Tensor, rows: Tensor, angles: Tensor, masks: dict, cache: KVCache | None
     ) -> Tensor:
         """x [B, T, n_embd] -> [B, T, n_embd]; with a cache, x continues the S - T tokens in it.
 
         A mask [.., T, S] is added to the logits, -inf hides a key; None hides those that follow."""
-        n, mask = x.shape[1], keys[self.kind]
+        n, mask = x.shape[1], masks[self.kind]
         if self.kind == "count" and mask is not None:
             where, mask = mask
             rows = F.embedding(where, rows.flatten(0, 1))  # [B, D, row_width]

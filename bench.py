@@ -3,6 +3,7 @@
     python bench.py all --quick                          # everything small, in a minute or two
     python bench.py train                                # kinds of layers, eager and compiled
     python bench.py decode                               # one token at a time, and without cache
+    python bench.py attention --plot attention.png       # full, windows, counts: by length
     python bench.py vocab --plot vocab.png               # what a larger vocabulary costs
     python bench.py offload                              # where tables live: device, RAM, disk
     python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
@@ -52,6 +53,7 @@ KINDS = {
     "Embformer": dict(ffn="embformer"),
 }
 QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2, rounds=2)
+ATTENTION = ("full", "window", "count", "window,window,count")
 # How to print a column, by its first word: others as whole numbers.
 FORMATS = {"over": "{:.2f}", "of": "{:.0%}", "GB/s": "{:.1f}", "GiB": "{:.2f}"}
 FORMATS |= dict.fromkeys(("decode", "prefill", "train"), "{0[tok/s]:,.0f} ({0[ratio]:.1%})")
@@ -68,7 +70,8 @@ class Bench:
     batch_size: int = flag(8, "sequences in a training step", must="at least 1")
     rounds: int = flag(7, "turns that each contender takes", must="at least 1")
     quick: bool = flag(False, "small models, two turns, nothing compiled: does it run?")
-    plot: Path | None = flag(None, "picture of vocab: .png, .svg or .pdf")
+    window: int = flag(128, "tokens that a window sees", must="at least 1")
+    plot: Path | None = flag(None, "picture of vocab or attention: .png, .svg or .pdf")
     table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
     dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
 
@@ -105,6 +108,7 @@ class Contender:
     cold: bool = False  # whether each turn has to read table files from the disk
     optimizer: Optimizer | None = None  # what trains has one
     batches: int = 0  # drawn so far
+    cache: KVCache | None = None  # what reads on has one
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -195,6 +199,32 @@ def prefill(it: Contender) -> int:
     return ids.numel()
 
 
+@torch.inference_mode()
+def read_on(it: Contender) -> int:
+    """Read given tokens one by one, the last ones of the context; before the first turn all of it."""
+    length, model = it.bench.block_size, it.model.eval()
+    ids = it.batch(1, length)[0].to(it.bench.on)
+    if it.cache is None:
+        it.cache = KVCache(it.config, 1, it.bench.on, torch.float32)
+        model(ids, cache=it.cache, last_only=True)
+    new = min(16, length // 2)
+    it.cache.length = length - new
+    for token in ids[:, :new].split(1, dim=1):
+        model(token, cache=it.cache)
+    return new
+
+
+def time_tasks(contenders: dict[str, Contender], tasks: dict[str, Callable]) -> dict[str, dict]:
+    """What `interleaved_timing` finds for each contender in each task."""
+    rows = {name: {} for name in contenders}
+    for task, do in tasks.items():
+        for it in contenders.values():
+            it.task, it.optimizer = do, None
+        for name, row in interleaved_timing(contenders, it.bench.rounds).items():
+            rows[name][task] = row
+    return rows
+
+
 def bench_train(bench: Bench) -> dict:
     ways = {"": Decoder.train}
     if not bench.quick:
@@ -255,21 +285,59 @@ def bench_vocab(bench: Bench) -> dict:
             by_adamw = sum(p.numel() for g in it.optimizer.adamw.param_groups for p in g["params"])
             numbers = 3 * it.model.sizes()["total"] + by_adamw  # weights, m, v; gradients
             rows[name] = {"ms": ms, **row, "GiB": 4 * numbers / 2**30}
-    if bench.plot:
-        plot_vocab(bench.plot, list(ways), sizes, rows)
+    name, panels = "{}, V = {:,}", {"ms": "training step (ms)", "GiB": "memory (GiB)"}
+    plot(bench, rows, list(ways), sizes, name, "vocabulary V", panels)
     return show("vocab", rows)
 
 
-def plot_vocab(path: Path, ways: list[str], sizes: list[int], rows: dict[str, dict]) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axes, column, title in ((left, "ms", "training step (ms)"), (right, "GiB", "memory (GiB)")):
-        for way in ways:
-            axes.loglog(sizes, [rows[f"{way}, V = {v:,}"][column] for v in sizes], ".-", label=way)
-        axes.set(xlabel="vocabulary V", ylabel=title)
-        axes.set_xticks(sizes, [f"{v:,}" for v in sizes])
-        axes.grid(alpha=0.3)
-    left.legend()
-    save_figure(figure, path)
+def plot(
+    bench: Bench,
+    rows: dict,
+    lines: list[str],
+    sizes: list[int],
+    name: str,
+    label: str,
+    panels: dict[str, str],
+) -> None:
+    """Draw panels, of columns by title, of the rows that are named by line and size."""
+    if not bench.plot:
+        return
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.5 * len(panels), 3.6), layout="constrained"
+    )
+    for each, (column, title) in zip(axes, panels.items(), strict=True):
+        for line in lines:
+            cells = [rows[name.format(line, size)][column] for size in sizes]
+            cells = [cell["tok/s"] if isinstance(cell, dict) else cell for cell in cells]
+            each.loglog(sizes, cells, ".-", label=line)
+        each.set(xlabel=label, ylabel=title)
+        each.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        each.grid(alpha=0.3)
+    axes[0].legend()
+    save_figure(figure, bench.plot)
+
+
+def bench_attention(bench: Bench) -> dict:
+    kinds = {name: KINDS[name] for name in ("dense", "STEM, all")}
+    kinds = {name: dict(ffn="embformer", attention=name) for name in ATTENTION} | kinds
+    rows, lengths = {}, [bench.block_size * n for n in (1, 4, 16)]
+    for length in lengths:
+        batch = max(1, bench.batch_size * bench.block_size // length)
+        one, end = replace(bench, block_size=length, batch_size=batch), f", {length:,} tokens"
+        contenders = {
+            name + end: Contender(
+                one, one.model(window=bench.window, **kind), train, {"ratio": "full" + end}
+            )
+            for name, kind in kinds.items()
+        }
+        rows |= time_tasks(contenders, {"train": train, "prefill": prefill, "decode": read_on})
+        for name, it in contenders.items():
+            kept = (*it.cache.k, *it.cache.v, it.cache.counts)
+            rows[name]["KiB of cache"] = sum(each.nbytes for each in kept) / 1024
+    panels = {task: f"{task} (tok/s)" for task in ("train", "prefill", "decode")}
+    panels["KiB of cache"] = "cache (KiB)"
+    plot(bench, rows, list(kinds), lengths, "{}, {:,} tokens", "tokens", panels)
+    return show("attention", rows)
 
 
 def bench_offload(bench: Bench) -> dict:
@@ -283,7 +351,7 @@ def bench_offload(bench: Bench) -> dict:
     places = {"resident": "none", "cpu": "cpu", "disk, warm": "disk", "disk, cold": "disk"}
     if bench.table_gib:
         places = {"resident": "none", f"disk, {bench.table_gib:g} GiB of rows": "disk"}
-    config, contenders, rows = bench.model(stem_layers="all"), {}, {place: {} for place in places}
+    config, contenders = bench.model(stem_layers="all"), {}
     with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
         for place, offload in places.items():
             live, over = Path(folder) / place, {"ratio": "resident"}
@@ -292,11 +360,7 @@ def bench_offload(bench: Bench) -> dict:
                 tables = partial(sparse_tables, bench, live)
             more = dict(tables=tables, cold=place == "disk, cold")
             contenders[place] = Contender(bench, config, prefill, over, **more)
-        for task, do in tasks.items():
-            for it in contenders.values():
-                it.task = do
-            for place, row in interleaved_timing(contenders, bench.rounds).items():
-                rows[place][task] = row
+        rows = time_tasks(contenders, tasks)
     return show("tables", rows)
 
 
@@ -316,7 +380,8 @@ def drop_pages(storage: DiskStorage) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-TABLES = dict(train=bench_train, decode=bench_decode, vocab=bench_vocab, offload=bench_offload)
+TABLES = dict(train=bench_train, decode=bench_decode, vocab=bench_vocab)
+TABLES |= dict(attention=bench_attention, offload=bench_offload)
 
 
 def main() -> None:
@@ -329,7 +394,12 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
     bench = Bench(**(QUICK if "quick" in flags else {}) | flags)
     for name in TABLES if what == "all" else [what]:
-        TABLES[name](bench)
+        part = bench.plot and what == "all"  # a picture for each that draws one
+        TABLES[name](
+            replace(bench, plot=bench.plot.with_stem(f"{bench.plot.stem}-{name}"))
+            if part
+            else bench
+        )
 
 
 if __name__ == "__main__":

@@ -33,9 +33,7 @@ class ModelConfig:
     stem_layers: str = flag("third", "third, half, all or 0,2,5", shown="by preset", only="stem")
     attention: str = flag("full", "full, window, count, or in turn: window,window,count")
     window: int = flag(128, "tokens that a token sees in a window, itself included", **SIZE)
-    previous_heads: int = flag(
-        0, "key heads that read the token before", must="0 or more", only="embformer"
-    )
+    previous_heads: int = flag(0, "read the token before", must="0 or more", only="embformer")
     embformer_act: str = flag("silu", "identity: as in the note", choices=ACTS, only="embformer")
     n_expert: int = flag(16, "experts of moe and hash_moe in a layer", only="moe hash_moe", **SIZE)
     top_k: int | None = flag(None, "experts or values (4; pkm 16)", only="moe hash_moe pkm", **SIZE)
@@ -77,8 +75,6 @@ class ModelConfig:
             raise ValueError(f"attention={self.attention!r} must be of full, window and count")
         if "count" in kinds and (self.previous_heads or not self.embedding_only):
             raise ValueError("attention: count needs ffn='embformer' and previous_heads=0")
-        if self.previous_heads > self.n_kv_head:
-            raise ValueError(f"previous_heads={self.previous_heads} of n_kv_head={self.n_kv_head}")
 
     @property
     def head_dim(self) -> int:

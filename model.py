@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import baselines
-from attention import Attention, KVCache, LinearQKV, what_layers_share
+from attention import Attention, KVCache, LinearQKV, count_keys, document_mask, rotary, window_mask
 from common import UserError
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
@@ -63,7 +63,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rows: Tensor | None, ids: Tensor, *context) -> Tensor:
         """x [B, T, n_embd], rows [B, T, row_width] (None without a table) of `ids` [B, T], behind
         those of earlier tokens, if attention reads them again -> [B, T, n_embd]; `context` is for
-        `Attention`: angles, keys, cache."""
+        `Attention`: angles, masks, cache."""
         attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (None, None)
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
         ffn_rows = ffn_rows if ffn_rows is None else ffn_rows[:, -x.shape[1] :]
@@ -129,8 +129,15 @@ class Decoder(nn.Module):
         x = F.dropout(self.embed(ids), config.dropout, self.training)
         static = self.compiled is not None and n == 1 < end
         layers, rows = (self.compiled, list(rows)) if static else (self.layers, rows)
-        shared = what_layers_share(config, read, x, documents, cache, static)
-        return layers(x, rows, table_ids, *shared, cache)
+        angles, mask = cache.begin(n, static) if cache else (rotary(n, config, x.device), None)
+        masks = {kind: mask for kind in config.attention_kinds}  # for all layers of a kind
+        if "full" in masks and documents is not None:
+            masks["full"] = document_mask(documents, x)
+        if "window" in masks:
+            masks["window"] = window_mask(config.window, documents, cache, x)
+        if "count" in masks:
+            masks["count"] = count_keys(read, documents, cache, x, config.vocab_size)
+        return layers(x, rows, table_ids, angles, masks, cache)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, n_embd]."""
@@ -164,8 +171,8 @@ class Decoder(nn.Module):
         return self.head_weight.device
 
     def compile_steps(self) -> None:
-        """Compile what a token goes through in decoding; on a GPU that is one CUDA graph. UserError:
-        not all attention is full, and others have no cache of one size."""
+        """Compile what a token goes through in decoding; on a GPU that is one CUDA graph.
+        UserError: caches of other attention than full change their size."""
         if (kind := self.config.attention) != "full":
             raise UserError(f"--compile: not for --attention {kind} yet: leave it out")
         mode = "reduce-overhead" if self.device.type == "cuda" else None
