@@ -5,6 +5,8 @@ alone (Embformer), softmax over all tokens t_j so far is one over distinct t, wh
     sum_j exp(q k(t_j)) v(t_j) / sum_j exp(q k(t_j)) = sum_t softmax_t(q k(t) + log n(t)) v(t)
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,21 +39,26 @@ class KVCache:
         self.previous, self.last = config.previous_heads, None  # the last token [B, 1]
         shape = (batch, config.n_kv_head, self.room, config.head_dim)
         # Zeros: where memory holds NaN, a weight of zero would not hide it.
-        shapes, options = [shape if k == "full" else 0 for k in self.kinds], dict(device=device)
-        self.k = [torch.zeros(shape, dtype=dtype, **options) for shape in shapes]
-        self.v = [torch.zeros(shape, dtype=dtype, **options) for shape in shapes]
-        self.counts = torch.zeros(batch, config.vocab_size, dtype=torch.int32, **options)
+        shapes = [shape if kind == "full" else 0 for kind in self.kinds]
+        self.k, self.v = (
+            [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes] for _ in "kv"
+        )
+        shape = (batch, config.vocab_size * ("count" in self.kinds))
+        self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self.angles = rotary(self.room, config, device)
         self.slots = torch.arange(self.room, device=device)
         self.length = 0  # tokens in the cache
 
     def read_again(self, ids: Tensor) -> Tensor:
         """New ids [B, T] behind those of earlier tokens whose rows attention needs, too: [B, S]."""
-        before, self.last = self.last, ids[:, -1:]
+        earlier, self.last = self.last if self.previous else None, ids[:, -1:]
         if "count" in self.kinds:
-            before = self.counts.any(0).nonzero().expand(-1, len(ids)).T  # a host-device sync
-        again = self.length and ("count" in self.kinds or self.previous)
-        return torch.cat((before.to(ids.device), ids), dim=1) if again else ids
+            self.counts *= self.length > 0
+            earlier = self.counts.any(0).nonzero().expand(-1, len(ids)).T  # a host-device sync
+            self.before = self.counts.gather(1, earlier)  # [B, S - T]
+            self.counts.scatter_(1, ids.to(earlier.device), 1, reduce="add")
+        again = self.length and earlier is not None
+        return torch.cat((earlier.to(ids.device), ids), dim=1) if again else ids
 
     def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor | None]:
         """Make room for the next n tokens; returns their angles and mask, if all is full. `static`:
@@ -84,22 +91,22 @@ class KVCache:
         return self.k[layer][:, :, : self.end], self.v[layer][:, :, : self.end]
 
 
-def mask_dtype(x: Tensor) -> torch.dtype:
-    """Of masks for queries made from x. Of booleans each layer would make such a mask, and keep it
-    in training."""
+def additive(seen: Tensor, x: Tensor) -> Tensor:
+    """0 or -inf in the dtype of queries made from x. Of a mask of booleans each layer would make
+    this, and keep it in training."""
     auto = torch.is_autocast_enabled(kind := x.device.type)
-    return torch.get_autocast_dtype(kind) if auto else x.dtype
+    dtype = torch.get_autocast_dtype(kind) if auto else x.dtype
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 def document_mask(documents: Tensor, x: Tensor) -> Tensor:
-    """Causal attention inside documents, numbered [B, T]: [B, 1, T, T], 0 or -inf."""
-    same = (documents[:, None, :, None] == documents[:, None, None]).tril_()
-    return torch.zeros_like(same, dtype=mask_dtype(x)).masked_fill_(~same, -torch.inf)
+    """Causal attention inside documents, numbered [B, T]: [B, 1, T, T]."""
+    return additive((documents[:, None, :, None] == documents[:, None, None]).tril_(), x)
 
 
 def window_mask(w: int, documents: Tensor | None, cache, x: Tensor) -> Tensor | None:
     """For x [B, T, n_embd] in blocks of w (see `into_blocks`) that stay inside documents, numbered
-    [B, T] from 0 on: [B * blocks, 1, w, 2w], 0 or -inf. None: one window has all of it."""
+    [B, T] from 0 on: [B * blocks, 1, w, 2w]. None: one window has all of it."""
     n = x.shape[1]
     before = min(cache.length - n, w - 1) if cache else 0
     if documents is None:
@@ -110,21 +117,19 @@ def window_mask(w: int, documents: Tensor | None, cache, x: Tensor) -> Tensor | 
     j = torch.arange(2 * w, device=x.device)
     i = j[w:, None]  # queries are the second half of the keys
     seen = (i - w < j) & (j <= i) & (keys[..., w:, None] == keys[..., None, :])
-    seen = seen.flatten(0, 1)[:, None]
-    return torch.zeros_like(seen, dtype=mask_dtype(x)).masked_fill_(~seen, -torch.inf)
+    return additive(seen.flatten(0, 1)[:, None], x)
 
 
-def into_blocks(q: Tensor, k: Tensor, v: Tensor, w: int) -> tuple[Tensor, Tensor, Tensor]:
+def into_blocks(q: Tensor, k: Tensor, v: Tensor, w: int) -> Iterator[Tensor]:
     """q [B, heads, T, head_dim] in blocks [B * blocks, heads, w, head_dim]; k and v, of S tokens,
     likewise, each behind the one before it [B * blocks, heads, 2w, head_dim]."""
-    n = q.shape[2]
-
-    def blocks(x: Tensor, front: int) -> Tensor:
-        return F.pad(x, (0, 0, front, -n % w)).unflatten(2, (-1, w)).transpose(1, 2)
-
-    pairs = [blocks(x, w + n - x.shape[2]) for x in (k, v)]
-    k, v = (torch.cat((x[:, :-1], x[:, 1:]), dim=3).flatten(0, 1) for x in pairs)
-    return blocks(q, 0).flatten(0, 1), k, v
+    n, front = q.shape[2], w + q.shape[2] - k.shape[2]
+    q, k, v = (
+        F.pad(each, (0, 0, pad, -n % w)).unflatten(2, (-1, w)).transpose(1, 2)
+        for each, pad in ((q, 0), (k, front), (v, front))
+    )
+    k, v = (torch.cat((each[:, :-1], each[:, 1:]), dim=3) for each in (k, v))
+    return (each.flatten(0, 1) for each in (q, k, v))
 
 
 def count_keys(
@@ -133,25 +138,23 @@ def count_keys(
     """Where in the B * S rows of ids [B, S] those of each sequence's distinct ones are, [B, D], and
     the logarithm of how often each has occurred up to each token of x [B, T, n_embd], [B, 1, T, D].
     None: they are more than T / 2, and plain attention is faster."""
-    n, row = x.shape[1], torch.arange(ids.numel(), device=ids.device).view_as(ids)
-    rank = ids.new_zeros(len(ids), vocab_size).scatter_(1, ids, 1).cumsum_(1)  # from 1 on
+    (batch, n, _), row = x.shape, torch.arange(ids.numel(), device=ids.device).view_as(ids)
+    rank = ids.new_zeros(batch, vocab_size).scatter_(1, ids, 1).cumsum_(1)  # from 1 on
     key = rank.gather(1, ids) - 1  # [B, S]
-    where = row.new_zeros(len(ids), int(rank.max())).scatter_(1, key, row)  # any of equal ones
-    ids, key, where = (send(each, x.device) for each in (ids, key, where))
-    wide = torch.promote_types(mask_dtype(x), torch.float32)
-    counts = torch.zeros(len(ids), n, where.shape[1], dtype=wide, device=x.device)
-    if cache is not None:
-        cache.counts *= cache.length > n
-        counts[:, 0].scatter_(1, key[:, :-n], cache.counts.gather(1, ids[:, :-n]).to(wide))
-        cache.counts.scatter_(1, ids[:, -n:], 1, reduce="add")
+    where = row.new_zeros(batch, int(rank.max())).scatter_(1, key, row)  # any of equal ones
     if documents is None and key.shape[1] == n < 2 * where.shape[1]:
         return None
+    key, where = send(key, x.device), send(where, x.device)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    counts = torch.zeros(batch, n, where.shape[1], dtype=wide, device=x.device)
     counts.scatter_(2, key[:, -n:, None], 1.0, reduce="add")
-    for b in range(len(ids)):
+    if cache is not None and cache.length > n:
+        counts[:, 0].scatter_add_(1, key[:, :-n], cache.before.to(wide))
+    for b in range(batch):
         ends = [n] if documents is None else documents[b].unique_consecutive(return_counts=True)[1]
         for part in counts[b].split(list(map(int, ends))):  # [tokens, D] of each document
             part.cumsum_(0)
-    return where, counts.log_().to(mask_dtype(x))[:, None]
+    return where, counts.log_().to(x.dtype)[:, None]
 
 
 class LinearQKV(nn.Module):

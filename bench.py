@@ -71,7 +71,7 @@ class Bench:
     rounds: int = flag(7, "turns that each contender takes", must="at least 1")
     quick: bool = flag(False, "small models, two turns, nothing compiled: does it run?")
     window: int = flag(128, "tokens that a window sees", must="at least 1")
-    plot: Path | None = flag(None, "picture of vocab or attention: .png, .svg or .pdf")
+    plot: Path | None = flag(None, "picture of attention, or vocab: .png, .svg or .pdf")
     table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
     dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
 
@@ -201,17 +201,16 @@ def prefill(it: Contender) -> int:
 
 @torch.inference_mode()
 def read_on(it: Contender) -> int:
-    """Read given tokens one by one, the last ones of the context; before the first turn all of it."""
-    length, model = it.bench.block_size, it.model.eval()
-    ids = it.batch(1, length)[0].to(it.bench.on)
+    """Read the last 16 tokens of the context one by one; before the first turn, all of it."""
+    ids, model = it.batch(1, it.bench.block_size)[0].to(it.bench.on), it.model.eval()
     if it.cache is None:
         it.cache = KVCache(it.config, 1, it.bench.on, torch.float32)
         model(ids, cache=it.cache, last_only=True)
-    new = min(16, length // 2)
-    it.cache.length = length - new
-    for token in ids[:, :new].split(1, dim=1):
+    last = ids[:, -16:].split(1, dim=1)
+    it.cache.length = ids.shape[1] - len(last)
+    for token in last:
         model(token, cache=it.cache)
-    return new
+    return len(last)
 
 
 def time_tasks(contenders: dict[str, Contender], tasks: dict[str, Callable]) -> dict[str, dict]:
@@ -219,7 +218,7 @@ def time_tasks(contenders: dict[str, Contender], tasks: dict[str, Callable]) -> 
     rows = {name: {} for name in contenders}
     for task, do in tasks.items():
         for it in contenders.values():
-            it.task, it.optimizer = do, None
+            it.task = do
         for name, row in interleaved_timing(contenders, it.bench.rounds).items():
             rows[name][task] = row
     return rows
@@ -285,58 +284,51 @@ def bench_vocab(bench: Bench) -> dict:
             by_adamw = sum(p.numel() for g in it.optimizer.adamw.param_groups for p in g["params"])
             numbers = 3 * it.model.sizes()["total"] + by_adamw  # weights, m, v; gradients
             rows[name] = {"ms": ms, **row, "GiB": 4 * numbers / 2**30}
-    name, panels = "{}, V = {:,}", {"ms": "training step (ms)", "GiB": "memory (GiB)"}
-    plot(bench, rows, list(ways), sizes, name, "vocabulary V", panels)
+    if bench.plot:
+        panels = (("ms", "training step (ms)"), ("GiB", "memory (GiB)"))
+        plot(bench.plot, "vocabulary V", sizes, {
+            title: {way: [rows[f"{way}, V = {v:,}"][column] for v in sizes] for way in ways}
+            for column, title in panels
+        })  # fmt: skip
     return show("vocab", rows)
 
 
-def plot(
-    bench: Bench,
-    rows: dict,
-    lines: list[str],
-    sizes: list[int],
-    name: str,
-    label: str,
-    panels: dict[str, str],
-) -> None:
-    """Draw panels, of columns by title, of the rows that are named by line and size."""
-    if not bench.plot:
-        return
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.5 * len(panels), 3.6), layout="constrained"
-    )
-    for each, (column, title) in zip(axes, panels.items(), strict=True):
-        for line in lines:
-            cells = [rows[name.format(line, size)][column] for size in sizes]
-            cells = [cell["tok/s"] if isinstance(cell, dict) else cell for cell in cells]
-            each.loglog(sizes, cells, ".-", label=line)
+def plot(path: Path, label: str, sizes: list[int], panels: dict[str, dict[str, list]]) -> None:
+    """Draw panels of lines over sizes."""
+    figure, axes = plt.subplots(1, len(panels), layout="constrained")
+    figure.set_size_inches(4.5 * len(panels), 3.6)
+    for each, (title, lines) in zip(axes, panels.items(), strict=True):
+        for name, values in lines.items():
+            each.loglog(sizes, values, ".-", label=name)
         each.set(xlabel=label, ylabel=title)
         each.set_xticks(sizes, [f"{size:,}" for size in sizes])
         each.grid(alpha=0.3)
     axes[0].legend()
-    save_figure(figure, bench.plot)
+    save_figure(figure, path)
 
 
 def bench_attention(bench: Bench) -> dict:
-    kinds = {name: KINDS[name] for name in ("dense", "STEM, all")}
-    kinds = {name: dict(ffn="embformer", attention=name) for name in ATTENTION} | kinds
+    kinds = {name: dict(ffn="embformer", attention=name) for name in ATTENTION}
+    kinds |= {name: KINDS[name] for name in ("dense", "STEM, all")}
+    tasks = {"train": train, "prefill": prefill, "decode": read_on}
     rows, lengths = {}, [bench.block_size * n for n in (1, 4, 16)]
-    for length in lengths:
-        batch = max(1, bench.batch_size * bench.block_size // length)
-        one, end = replace(bench, block_size=length, batch_size=batch), f", {length:,} tokens"
-        contenders = {
-            name + end: Contender(
-                one, one.model(window=bench.window, **kind), train, {"ratio": "full" + end}
-            )
-            for name, kind in kinds.items()
-        }
-        rows |= time_tasks(contenders, {"train": train, "prefill": prefill, "decode": read_on})
+    for n in lengths:
+        batch, contenders = max(1, bench.batch_size * bench.block_size // n), {}
+        one = replace(bench, block_size=n, batch_size=batch)
+        for name, kind in kinds.items():
+            config, over = one.model(**kind, window=bench.window), {"ratio": f"full, T = {n:,}"}
+            contenders[f"{name}, T = {n:,}"] = Contender(one, config, train, over)
+        rows |= time_tasks(contenders, tasks)
         for name, it in contenders.items():
             kept = (*it.cache.k, *it.cache.v, it.cache.counts)
             rows[name]["KiB of cache"] = sum(each.nbytes for each in kept) / 1024
-    panels = {task: f"{task} (tok/s)" for task in ("train", "prefill", "decode")}
-    panels["KiB of cache"] = "cache (KiB)"
-    plot(bench, rows, list(kinds), lengths, "{}, {:,} tokens", "tokens", panels)
+    if bench.plot:
+        plot(bench.plot, "tokens T", lengths, {
+            f"{task}, tokens per second": {
+                name: [rows[f"{name}, T = {n:,}"][task]["tok/s"] for n in lengths] for name in kinds
+            }
+            for task in tasks
+        })  # fmt: skip
     return show("attention", rows)
 
 
@@ -380,8 +372,8 @@ def drop_pages(storage: DiskStorage) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-TABLES = dict(train=bench_train, decode=bench_decode, vocab=bench_vocab)
-TABLES |= dict(attention=bench_attention, offload=bench_offload)
+TABLES = dict(train=bench_train, decode=bench_decode, attention=bench_attention)
+TABLES |= dict(vocab=bench_vocab, offload=bench_offload)
 
 
 def main() -> None:
@@ -394,12 +386,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
     bench = Bench(**(QUICK if "quick" in flags else {}) | flags)
     for name in TABLES if what == "all" else [what]:
-        part = bench.plot and what == "all"  # a picture for each that draws one
-        TABLES[name](
-            replace(bench, plot=bench.plot.with_stem(f"{bench.plot.stem}-{name}"))
-            if part
-            else bench
-        )
+        TABLES[name](bench)
 
 
 if __name__ == "__main__":
