@@ -1,11 +1,4 @@
-"""Causal self-attention with rotary positions, grouped queries and a cache: full; or in windows of
-the last tokens; or by counts, without positions: where keys and values k(t), v(t) depend on the id
-alone (Embformer), softmax over all tokens t_j so far is one over distinct t, which came n(t) times:
-
-    sum_j exp(q k(t_j)) v(t_j) / sum_j exp(q k(t_j)) = sum_t softmax_t(q k(t) + log n(t)) v(t)
-"""
-
-from collections.abc import Iterator
+"""Causal self-attention, full, in windows or by counts: rotary positions, caches, masks, groups."""
 
 import torch
 import torch.nn.functional as F
@@ -40,25 +33,23 @@ class KVCache:
         shape = (batch, config.n_kv_head, self.room, config.head_dim)
         # Zeros: where memory holds NaN, a weight of zero would not hide it.
         shapes = [shape if kind == "full" else 0 for kind in self.kinds]
-        self.k, self.v = (
-            [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes] for _ in "kv"
-        )
-        shape = (batch, config.vocab_size * ("count" in self.kinds))
-        self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
         self.angles = rotary(self.room, config, device)
         self.slots = torch.arange(self.room, device=device)
+        self.counted: tuple = ()  # in all sequences, distinct ids [D], and how often each [B, D]
         self.length = 0  # tokens in the cache
 
     def read_again(self, ids: Tensor) -> Tensor:
         """New ids [B, T] behind those of earlier tokens whose rows attention needs, too: [B, S]."""
-        earlier, self.last = self.last if self.previous else None, ids[:, -1:]
+        again, self.last = self.last if self.previous else None, ids[:, -1:]
         if "count" in self.kinds:
-            self.counts *= self.length > 0
-            earlier = self.counts.any(0).nonzero().expand(-1, len(ids)).T  # a host-device sync
-            self.before = self.counts.gather(1, earlier)  # [B, S - T]
-            self.counts.scatter_(1, ids.to(earlier.device), 1, reduce="add")
-        again = self.length and earlier is not None
-        return torch.cat((earlier.to(ids.device), ids), dim=1) if again else ids
+            seen, self.before = self.counted if self.length else (ids[0, :0], ids[:, :0])
+            again, n = seen.expand(len(ids), -1), len(seen)
+            seen, place = torch.cat((seen, ids.flatten())).unique(return_inverse=True)
+            counts = ids.new_zeros(len(ids), len(seen)).index_copy_(1, place[:n], self.before)
+            self.counted = seen, counts.scatter_(1, place[n:].view_as(ids), 1, reduce="add")
+        return torch.cat((again, ids), dim=1) if self.length and again is not None else ids
 
     def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor | None]:
         """Make room for the next n tokens; returns their angles and mask, if all is full. `static`:
@@ -99,11 +90,6 @@ def additive(seen: Tensor, x: Tensor) -> Tensor:
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
-def document_mask(documents: Tensor, x: Tensor) -> Tensor:
-    """Causal attention inside documents, numbered [B, T]: [B, 1, T, T]."""
-    return additive((documents[:, None, :, None] == documents[:, None, None]).tril_(), x)
-
-
 def window_mask(w: int, documents: Tensor | None, cache, x: Tensor) -> Tensor | None:
     """For x [B, T, n_embd] in blocks of w (see `into_blocks`) that stay inside documents, numbered
     [B, T] from 0 on: [B * blocks, 1, w, 2w]. None: one window has all of it."""
@@ -120,7 +106,7 @@ def window_mask(w: int, documents: Tensor | None, cache, x: Tensor) -> Tensor | 
     return additive(seen.flatten(0, 1)[:, None], x)
 
 
-def into_blocks(q: Tensor, k: Tensor, v: Tensor, w: int) -> Iterator[Tensor]:
+def into_blocks(q: Tensor, k: Tensor, v: Tensor, w: int) -> tuple[Tensor, ...]:
     """q [B, heads, T, head_dim] in blocks [B * blocks, heads, w, head_dim]; k and v, of S tokens,
     likewise, each behind the one before it [B * blocks, heads, 2w, head_dim]."""
     n, front = q.shape[2], w + q.shape[2] - k.shape[2]
@@ -129,27 +115,29 @@ def into_blocks(q: Tensor, k: Tensor, v: Tensor, w: int) -> Iterator[Tensor]:
         for each, pad in ((q, 0), (k, front), (v, front))
     )
     k, v = (torch.cat((each[:, :-1], each[:, 1:]), dim=3) for each in (k, v))
-    return (each.flatten(0, 1) for each in (q, k, v))
+    return tuple(each.flatten(0, 1) for each in (q, k, v))
 
 
 def count_keys(
-    ids: Tensor, documents: Tensor | None, cache, x: Tensor, vocab_size: int
+    ids: Tensor, documents: Tensor | None, cache, x: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Where in the B * S rows of ids [B, S] those of each sequence's distinct ones are, [B, D], and
-    the logarithm of how often each has occurred up to each token of x [B, T, n_embd], [B, 1, T, D].
-    None: they are more than T / 2, and plain attention is faster."""
+    """Without positions, attention to all tokens so far is attention to the distinct ones t, log n(t)
+    added to q k(t) where t has come n(t) times. Returns where in the B * S rows of ids [B, S] each
+    sequence's distinct ones are [B, D], and log n(t) for tokens of x [B, T, n_embd], [B, 1, T, D];
+    None if D is above T / 2, and plain attention faster."""
     (batch, n, _), row = x.shape, torch.arange(ids.numel(), device=ids.device).view_as(ids)
-    rank = ids.new_zeros(batch, vocab_size).scatter_(1, ids, 1).cumsum_(1)  # from 1 on
-    key = rank.gather(1, ids) - 1  # [B, S]
-    where = row.new_zeros(batch, int(rank.max())).scatter_(1, key, row)  # any of equal ones
+    ordered, order = ids.sort(dim=1)
+    rank = F.pad(ordered.diff(dim=1) != 0, (1, 0)).cumsum(1)  # among the distinct ones
+    key = torch.empty_like(ids).scatter_(1, order, rank)  # [B, S]
+    where = row.new_zeros(batch, int(rank.max()) + 1).scatter_(1, key, row)  # any of equal ones
     if documents is None and key.shape[1] == n < 2 * where.shape[1]:
         return None
     key, where = send(key, x.device), send(where, x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
     counts = torch.zeros(batch, n, where.shape[1], dtype=wide, device=x.device)
     counts.scatter_(2, key[:, -n:, None], 1.0, reduce="add")
-    if cache is not None and cache.length > n:
-        counts[:, 0].scatter_add_(1, key[:, :-n], cache.before.to(wide))
+    if key.shape[1] > n:
+        counts[:, 0].scatter_add_(1, key[:, :-n], send(cache.before, x.device).to(wide))
     for b in range(batch):
         ends = [n] if documents is None else documents[b].unique_consecutive(return_counts=True)[1]
         for part in counts[b].split(list(map(int, ends))):  # [tokens, D] of each document

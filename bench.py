@@ -285,22 +285,22 @@ def bench_vocab(bench: Bench) -> dict:
             numbers = 3 * it.model.sizes()["total"] + by_adamw  # weights, m, v; gradients
             rows[name] = {"ms": ms, **row, "GiB": 4 * numbers / 2**30}
     if bench.plot:
-        panels = (("ms", "training step (ms)"), ("GiB", "memory (GiB)"))
-        plot(bench.plot, "vocabulary V", sizes, {
-            title: {way: [rows[f"{way}, V = {v:,}"][column] for v in sizes] for way in ways}
-            for column, title in panels
-        })  # fmt: skip
+        panels = {"ms": "training step (ms)", "GiB": "memory (GiB)"}
+        plot(bench.plot, rows, panels, "{}, V = {:,}", list(ways), sizes)
     return show("vocab", rows)
 
 
-def plot(path: Path, label: str, sizes: list[int], panels: dict[str, dict[str, list]]) -> None:
-    """Draw panels of lines over sizes."""
+def plot(path: Path, rows: dict, panels: dict, form: str, lines: list, sizes: list[int]) -> None:
+    """Draw columns, by title, of the rows of these lines and sizes, whose names have this form."""
     figure, axes = plt.subplots(1, len(panels), layout="constrained")
     figure.set_size_inches(4.5 * len(panels), 3.6)
-    for each, (title, lines) in zip(axes, panels.items(), strict=True):
-        for name, values in lines.items():
-            each.loglog(sizes, values, ".-", label=name)
-        each.set(xlabel=label, ylabel=title)
+    for each, (column, title) in zip(axes, panels.items(), strict=True):
+        for line in lines:
+            cells = [rows[form.format(line, size)][column] for size in sizes]
+            each.loglog(
+                sizes, [c["tok/s"] if isinstance(c, dict) else c for c in cells], ".-", label=line
+            )
+        each.set(xlabel=form[4:5], ylabel=title)
         each.set_xticks(sizes, [f"{size:,}" for size in sizes])
         each.grid(alpha=0.3)
     axes[0].legend()
@@ -313,22 +313,20 @@ def bench_attention(bench: Bench) -> dict:
     tasks = {"train": train, "prefill": prefill, "decode": read_on}
     rows, lengths = {}, [bench.block_size * n for n in (1, 4, 16)]
     for n in lengths:
-        batch, contenders = max(1, bench.batch_size * bench.block_size // n), {}
-        one = replace(bench, block_size=n, batch_size=batch)
-        for name, kind in kinds.items():
-            config, over = one.model(**kind, window=bench.window), {"ratio": f"full, T = {n:,}"}
-            contenders[f"{name}, T = {n:,}"] = Contender(one, config, train, over)
+        one = replace(bench, block_size=n, batch_size=max(1, bench.batch_size * lengths[0] // n))
+        configs = {name: one.model(**kind, window=bench.window) for name, kind in kinds.items()}
+        contenders = {
+            f"{name}, T = {n:,}": Contender(one, config, train, {"ratio": f"full, T = {n:,}"})
+            for name, config in configs.items()
+        }
         rows |= time_tasks(contenders, tasks)
         for name, it in contenders.items():
-            kept = (*it.cache.k, *it.cache.v, it.cache.counts)
+            kept = [*it.cache.k, *it.cache.v, *it.cache.counted]
             rows[name]["KiB of cache"] = sum(each.nbytes for each in kept) / 1024
     if bench.plot:
-        plot(bench.plot, "tokens T", lengths, {
-            f"{task}, tokens per second": {
-                name: [rows[f"{name}, T = {n:,}"][task]["tok/s"] for n in lengths] for name in kinds
-            }
-            for task in tasks
-        })  # fmt: skip
+        panels = {task: f"{task} (tokens per second)" for task in tasks}
+        panels["KiB of cache"] = "cache (KiB)"
+        plot(bench.plot, rows, panels, "{}, T = {:,}", list(kinds), lengths)
     return show("attention", rows)
 
 

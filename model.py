@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import baselines
-from attention import Attention, KVCache, LinearQKV, count_keys, document_mask, rotary, window_mask
+from attention import Attention, KVCache, LinearQKV, additive, count_keys, rotary, window_mask
 from common import UserError
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
@@ -132,11 +132,12 @@ class Decoder(nn.Module):
         angles, mask = cache.begin(n, static) if cache else (rotary(n, config, x.device), None)
         masks = {kind: mask for kind in config.attention_kinds}  # for all layers of a kind
         if "full" in masks and documents is not None:
-            masks["full"] = document_mask(documents, x)
+            same = documents[:, None, :, None] == documents[:, None, None]
+            masks["full"] = additive(same.tril_(), x)  # [B, 1, T, T]
         if "window" in masks:
             masks["window"] = window_mask(config.window, documents, cache, x)
         if "count" in masks:
-            masks["count"] = count_keys(read, documents, cache, x, config.vocab_size)
+            masks["count"] = count_keys(read, documents, cache, x)
         return layers(x, rows, table_ids, angles, masks, cache)
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from attention import KVCache
+from common import UserError
 from config import ModelConfig
+from edit import MeanRows
 from embformer import mix
 from model import Decoder
 
@@ -107,3 +109,36 @@ def test_cached_logits_equal_those_without_a_cache(attention, chunks, previous):
         parts = zip(ids.split(chunks, 1), table_ids.split(chunks, 1), strict=True)
         logits = [model(part, table_ids=under, cache=cache)[0] for part, under in parts]
         torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_an_edit_to_a_mean_of_rows_is_counted_as_a_token_of_its_own():
+    model, ids = decoder(attention="window,count", window=8), tokens(1, 29)
+    model.tables = MeanRows(model.tables)
+    table_ids = ids.masked_fill(ids == 3, model.tables.token([1, 2]))  # an id behind the vocabulary
+    whole, _ = model(ids, table_ids=table_ids)
+    cache = KVCache(model.config, 1, "cpu", torch.float64)
+    parts = zip(ids.split(3, 1), table_ids.split(3, 1), strict=True)
+    logits = [model(part, table_ids=under, cache=cache)[0] for part, under in parts]
+    torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-5, atol=1e-5)
+    weights = {name: weight for name, weight in model.state_dict().items()}
+    for layer in range(3):
+        rows = weights.pop(f"tables.tables.weight.{layer}")
+        weights[f"tables.weight.{layer}"] = torch.cat((rows, rows[1:3].mean(0, keepdim=True)))
+    expected = naive(model.config, weights, ids[0], table_ids[0])
+    torch.testing.assert_close(whole[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_together_is_one_line():
+    for options, words in (
+        (dict(attention="windows"), "attention='windows' must be of full, window and count"),
+        (dict(attention="window,,full"), "must be of full"),
+        (dict(ffn="stem", attention="window,count"), "count needs ffn='embformer'"),
+        (dict(ffn="dense", attention="count"), "count needs ffn='embformer'"),
+        (dict(attention="count", previous_heads=1), "previous_heads=0"),
+        (dict(previous_heads=-1), "previous_heads=-1 must be 0 or more"),
+        (dict(window=0), "window=0 must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ModelConfig(**TINY | options)
+    with pytest.raises(UserError, match="--compile: not for --attention window yet: leave it out"):
+        decoder(attention="window").compile_steps()
