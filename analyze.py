@@ -7,7 +7,7 @@ table and a picture. What came out, claim by claim, is in docs/claims.md.
     python analyze.py stability              # loss spikes and gradients at rising learning rates
     python analyze.py capacity               # how many facts fit
     python analyze.py context                # parameters read by length, a needle in a haystack
-    python analyze.py attention              # windows, counts, keys of the token before: what is lost
+    python analyze.py attention              # windows, counts: worse? keys of the token before?
     python analyze.py geometry               # angles between rows, neighbours of a token
     python analyze.py costs                  # FLOPs, parameters read, return on compute
     python analyze.py edits                  # which layers' rows hold a fact

@@ -118,13 +118,11 @@ def into_blocks(q: Tensor, k: Tensor, v: Tensor, w: int) -> tuple[Tensor, ...]:
     return tuple(each.flatten(0, 1) for each in (q, k, v))
 
 
-def count_keys(
-    ids: Tensor, documents: Tensor | None, cache, x: Tensor
-) -> tuple[Tensor, Tensor] | None:
+def count_keys(ids: Tensor, documents: Tensor | None, cache, x: Tensor) -> tuple | None:
     """Without positions, attention to all tokens so far is attention to the distinct ones t, log n(t)
     added to q k(t) where t has come n(t) times. Returns where in the B * S rows of ids [B, S] each
-    sequence's distinct ones are [B, D], and log n(t) for tokens of x [B, T, n_embd], [B, 1, T, D];
-    None if D is above T / 2, and plain attention faster."""
+    sequence's distinct ones are [B, D], and log n(t) for each token of x [B, T, n_embd], as a mask
+    [B, 1, T, D]. None: D is above T / 2, and plain attention faster."""
     (batch, n, _), row = x.shape, torch.arange(ids.numel(), device=ids.device).view_as(ids)
     ordered, order = ids.sort(dim=1)
     rank = F.pad(ordered.diff(dim=1) != 0, (1, 0)).cumsum(1)  # among the distinct ones
@@ -133,11 +131,10 @@ def count_keys(
     if documents is None and key.shape[1] == n < 2 * where.shape[1]:
         return None
     key, where = send(key, x.device), send(where, x.device)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    counts = torch.zeros(batch, n, where.shape[1], dtype=wide, device=x.device)
+    counts = x.new_zeros(batch, n, where.shape[1], dtype=torch.promote_types(x.dtype, torch.float))
     counts.scatter_(2, key[:, -n:, None], 1.0, reduce="add")
     if key.shape[1] > n:
-        counts[:, 0].scatter_add_(1, key[:, :-n], send(cache.before, x.device).to(wide))
+        counts[:, 0].scatter_add_(1, key[:, :-n], send(cache.before, x.device).to(counts))
     for b in range(batch):
         ends = [n] if documents is None else documents[b].unique_consecutive(return_counts=True)[1]
         for part in counts[b].split(list(map(int, ends))):  # [tokens, D] of each document

@@ -131,9 +131,13 @@ class Contender:
         return tokens / (timer() - start)
 
 
-def interleaved_timing(contenders: dict[str, Contender], rounds: int) -> dict[str, dict]:
-    """The tok/s of each contender, and its ratios to its baselines. They take turns in an order
-    that changes, as a turn leaves caches and disk busy. The first turn warms up."""
+def interleaved_timing(
+    contenders: dict[str, Contender], rounds: int, task: Callable | None = None
+) -> dict[str, dict]:
+    """The tok/s of each contender, at a task or its own, and its ratios to its baselines. They take
+    turns in an order that changes, as a turn leaves caches and disk busy. The first warms up."""
+    for it in contenders.values():
+        it.task = task or it.task
     rates = {name: [] for name in contenders}
     for _ in tqdm(range(1 + rounds), desc="taking turns", unit="turn"):
         for name in random.sample(list(contenders), len(contenders)):
@@ -211,17 +215,6 @@ def read_on(it: Contender) -> int:
     for token in last:
         model(token, cache=it.cache)
     return len(last)
-
-
-def time_tasks(contenders: dict[str, Contender], tasks: dict[str, Callable]) -> dict[str, dict]:
-    """What `interleaved_timing` finds for each contender in each task."""
-    rows = {name: {} for name in contenders}
-    for task, do in tasks.items():
-        for it in contenders.values():
-            it.task = do
-        for name, row in interleaved_timing(contenders, it.bench.rounds).items():
-            rows[name][task] = row
-    return rows
 
 
 def bench_train(bench: Bench) -> dict:
@@ -314,18 +307,19 @@ def bench_attention(bench: Bench) -> dict:
     rows, lengths = {}, [bench.block_size * n for n in (1, 4, 16)]
     for n in lengths:
         one = replace(bench, block_size=n, batch_size=max(1, bench.batch_size * lengths[0] // n))
-        configs = {name: one.model(**kind, window=bench.window) for name, kind in kinds.items()}
-        contenders = {
-            f"{name}, T = {n:,}": Contender(one, config, train, {"ratio": f"full, T = {n:,}"})
-            for name, config in configs.items()
-        }
-        rows |= time_tasks(contenders, tasks)
+        contenders, full = {}, f"full, T = {n:,}"
+        for name, kind in kinds.items():
+            config = one.model(**kind, window=bench.window)
+            contenders[f"{name}, T = {n:,}"] = Contender(one, config, train, {"ratio": full})
+        rows |= {name: {} for name in contenders}
+        for task, do in tasks.items():
+            for name, row in interleaved_timing(contenders, bench.rounds, do).items():
+                rows[name][task] = row
         for name, it in contenders.items():
             kept = [*it.cache.k, *it.cache.v, *it.cache.counted]
             rows[name]["KiB of cache"] = sum(each.nbytes for each in kept) / 1024
     if bench.plot:
-        panels = {task: f"{task} (tokens per second)" for task in tasks}
-        panels["KiB of cache"] = "cache (KiB)"
+        panels = {task: f"{task} (tok/s)" for task in tasks} | {"KiB of cache": "cache (KiB)"}
         plot(bench.plot, rows, panels, "{}, T = {:,}", list(kinds), lengths)
     return show("attention", rows)
 
@@ -341,7 +335,7 @@ def bench_offload(bench: Bench) -> dict:
     places = {"resident": "none", "cpu": "cpu", "disk, warm": "disk", "disk, cold": "disk"}
     if bench.table_gib:
         places = {"resident": "none", f"disk, {bench.table_gib:g} GiB of rows": "disk"}
-    config, contenders = bench.model(stem_layers="all"), {}
+    config, contenders, rows = bench.model(stem_layers="all"), {}, {place: {} for place in places}
     with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
         for place, offload in places.items():
             live, over = Path(folder) / place, {"ratio": "resident"}
@@ -350,7 +344,9 @@ def bench_offload(bench: Bench) -> dict:
                 tables = partial(sparse_tables, bench, live)
             more = dict(tables=tables, cold=place == "disk, cold")
             contenders[place] = Contender(bench, config, prefill, over, **more)
-        rows = time_tasks(contenders, tasks)
+        for task, do in tasks.items():
+            for place, row in interleaved_timing(contenders, bench.rounds, do).items():
+                rows[place][task] = row
     return show("tables", rows)
 
 
