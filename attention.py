@@ -29,7 +29,7 @@ class KVCache:
     def __init__(self, config: ModelConfig, batch: int, device, dtype, room: int = 0) -> None:
         self.room = min(room or config.block_size, config.block_size)
         self.kinds, self.window = config.attention_kinds, config.window
-        self.previous, self.last = config.previous_heads, None  # the last token [B, 1]
+        self.previous = config.previous_heads
         shape = (batch, config.n_kv_head, self.room, config.head_dim)
         # Zeros: where memory holds NaN, a weight of zero would not hide it.
         shapes = [shape if kind == "full" else 0 for kind in self.kinds]
@@ -37,19 +37,15 @@ class KVCache:
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
         self.angles = rotary(self.room, config, device)
         self.slots = torch.arange(self.room, device=device)
-        self.counted: tuple = ()  # in all sequences, distinct ids [D], and how often each [B, D]
+        # Earlier ids whose rows are read again [B, D]: distinct ones and their counts, or the last.
+        self.seen = self.counts = torch.zeros(batch, 0, dtype=torch.int64, device=device)
         self.length = 0  # tokens in the cache
 
     def read_again(self, ids: Tensor) -> Tensor:
         """New ids [B, T] behind those of earlier tokens whose rows attention needs, too: [B, S]."""
-        again, self.last = self.last if self.previous else None, ids[:, -1:]
-        if "count" in self.kinds:
-            seen, self.before = self.counted if self.length else (ids[0, :0], ids[:, :0])
-            again, n = seen.expand(len(ids), -1), len(seen)
-            seen, place = torch.cat((seen, ids.flatten())).unique(return_inverse=True)
-            counts = ids.new_zeros(len(ids), len(seen)).index_copy_(1, place[:n], self.before)
-            self.counted = seen, counts.scatter_(1, place[n:].view_as(ids), 1, reduce="add")
-        return torch.cat((again, ids), dim=1) if self.length and again is not None else ids
+        read = torch.cat((self.seen.to(ids.device), ids), dim=1) if self.length else ids
+        self.seen = ids[:, -1:] if self.previous else self.seen
+        return read
 
     def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor | None]:
         """Make room for the next n tokens; returns their angles and mask, if all is full. `static`:
@@ -119,22 +115,26 @@ def into_blocks(q: Tensor, k: Tensor, v: Tensor, w: int) -> tuple[Tensor, ...]:
 
 
 def count_keys(ids: Tensor, documents: Tensor | None, cache, x: Tensor) -> tuple | None:
-    """Without positions, attention to all tokens so far is attention to the distinct ones t, log n(t)
-    added to q k(t) where t has come n(t) times. Returns where in the B * S rows of ids [B, S] each
-    sequence's distinct ones are [B, D], and log n(t) for each token of x [B, T, n_embd], as a mask
-    [B, 1, T, D]. None: D is above T / 2, and plain attention faster."""
+    """Without positions, attention to all tokens so far is attention to the distinct ones t with
+    log n(t) added to q k(t) where t has come n(t) times. Returns where in the B * S rows of ids
+    [B, S] each sequence's distinct ones are [B, D], and as a mask log n(t) up to each token of x
+    [B, T, n_embd], [B, 1, T, D]. None: D is above T / 2, and plain attention faster."""
     (batch, n, _), row = x.shape, torch.arange(ids.numel(), device=ids.device).view_as(ids)
     ordered, order = ids.sort(dim=1)
     rank = F.pad(ordered.diff(dim=1) != 0, (1, 0)).cumsum(1)  # among the distinct ones
     key = torch.empty_like(ids).scatter_(1, order, rank)  # [B, S]
-    where = row.new_zeros(batch, int(rank.max()) + 1).scatter_(1, key, row)  # any of equal ones
+    where = row[:, :1].repeat(1, int(rank.max()) + 1).scatter_(1, key, row)  # any of equal ones
+    start = torch.zeros_like(where)  # what the cache has counted
+    if cache is not None:
+        if cache.length > n:
+            start.scatter_add_(1, key[:, :-n], cache.counts)
+        cache.seen = ids.flatten()[where]
+        cache.counts = start.scatter_add(1, key[:, -n:], torch.ones_like(key[:, -n:]))
     if documents is None and key.shape[1] == n < 2 * where.shape[1]:
         return None
-    key, where = send(key, x.device), send(where, x.device)
+    key, where, start = (send(each, x.device) for each in (key, where, start))
     counts = x.new_zeros(batch, n, where.shape[1], dtype=torch.promote_types(x.dtype, torch.float))
-    counts.scatter_(2, key[:, -n:, None], 1.0, reduce="add")
-    if key.shape[1] > n:
-        counts[:, 0].scatter_add_(1, key[:, :-n], send(cache.before, x.device).to(counts))
+    counts.scatter_(2, key[:, -n:, None], 1.0, reduce="add")[:, 0] += start
     for b in range(batch):
         ends = [n] if documents is None else documents[b].unique_consecutive(return_counts=True)[1]
         for part in counts[b].split(list(map(int, ends))):  # [tokens, D] of each document

@@ -53,7 +53,6 @@ KINDS = {
     "Embformer": dict(ffn="embformer"),
 }
 QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2, rounds=2)
-ATTENTION = ("full", "window", "count", "window,window,count")
 # How to print a column, by its first word: others as whole numbers.
 FORMATS = {"over": "{:.2f}", "of": "{:.0%}", "GB/s": "{:.1f}", "GiB": "{:.2f}"}
 FORMATS |= dict.fromkeys(("decode", "prefill", "train"), "{0[tok/s]:,.0f} ({0[ratio]:.1%})")
@@ -131,9 +130,7 @@ class Contender:
         return tokens / (timer() - start)
 
 
-def interleaved_timing(
-    contenders: dict[str, Contender], rounds: int, task: Callable | None = None
-) -> dict[str, dict]:
+def interleaved_timing(contenders: dict[str, Contender], rounds: int, task=None) -> dict[str, dict]:
     """The tok/s of each contender, at a task or its own, and its ratios to its baselines. They take
     turns in an order that changes, as a turn leaves caches and disk busy. The first warms up."""
     for it in contenders.values():
@@ -289,10 +286,9 @@ def plot(path: Path, rows: dict, panels: dict, form: str, lines: list, sizes: li
     figure.set_size_inches(4.5 * len(panels), 3.6)
     for each, (column, title) in zip(axes, panels.items(), strict=True):
         for line in lines:
-            cells = [rows[form.format(line, size)][column] for size in sizes]
-            each.loglog(
-                sizes, [c["tok/s"] if isinstance(c, dict) else c for c in cells], ".-", label=line
-            )
+            values = [rows[form.format(line, size)][column] for size in sizes]
+            values = [cell["tok/s"] if isinstance(cell, dict) else cell for cell in values]
+            each.loglog(sizes, values, ".-", label=line)
         each.set(xlabel=form[4:5], ylabel=title)
         each.set_xticks(sizes, [f"{size:,}" for size in sizes])
         each.grid(alpha=0.3)
@@ -301,22 +297,19 @@ def plot(path: Path, rows: dict, panels: dict, form: str, lines: list, sizes: li
 
 
 def bench_attention(bench: Bench) -> dict:
-    kinds = {name: dict(ffn="embformer", attention=name) for name in ATTENTION}
+    names = ("full", "window", "count", "window,window,count")
+    kinds = {name: dict(ffn="embformer", attention=name, window=bench.window) for name in names}
     kinds |= {name: KINDS[name] for name in ("dense", "STEM, all")}
     tasks = {"train": train, "prefill": prefill, "decode": read_on}
     rows, lengths = {}, [bench.block_size * n for n in (1, 4, 16)]
     for n in lengths:
         one = replace(bench, block_size=n, batch_size=max(1, bench.batch_size * lengths[0] // n))
-        contenders, full = {}, f"full, T = {n:,}"
-        for name, kind in kinds.items():
-            config = one.model(**kind, window=bench.window)
-            contenders[f"{name}, T = {n:,}"] = Contender(one, config, train, {"ratio": full})
-        rows |= {name: {} for name in contenders}
-        for task, do in tasks.items():
-            for name, row in interleaved_timing(contenders, bench.rounds, do).items():
-                rows[name][task] = row
-        for name, it in contenders.items():
-            kept = [*it.cache.k, *it.cache.v, *it.cache.counted]
+        over, configs = {"ratio": f"full, T = {n:,}"}, {k: one.model(**v) for k, v in kinds.items()}
+        every = {f"{k}, T = {n:,}": Contender(one, v, train, over) for k, v in configs.items()}
+        timed = {task: interleaved_timing(every, bench.rounds, do) for task, do in tasks.items()}
+        for name, it in every.items():
+            kept = (*it.cache.k, *it.cache.v, it.cache.seen, it.cache.counts)
+            rows[name] = {task: timed[task][name] for task in tasks}
             rows[name]["KiB of cache"] = sum(each.nbytes for each in kept) / 1024
     if bench.plot:
         panels = {task: f"{task} (tok/s)" for task in tasks} | {"KiB of cache": "cache (KiB)"}

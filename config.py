@@ -70,8 +70,9 @@ class ModelConfig:
             raise ValueError("tie_head=False: Embformer has no linear layers, such as a head")
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)
-        kinds = {*self.attention.split(",")}
-        if kinds - {"full", "window", "count"}:
+        kinds = self.attention.split(",")
+        self.attention_kinds = [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
+        if {*kinds} - {"full", "window", "count"}:
             raise ValueError(f"attention={self.attention!r} must be of full, window and count")
         if "count" in kinds and (self.previous_heads or not self.embedding_only):
             raise ValueError("attention: count needs ffn='embformer' and previous_heads=0")
@@ -84,12 +85,6 @@ class ModelConfig:
     def embedding_only(self) -> bool:
         """Every parameter sits in an embedding: no output projection, no learned norm scale."""
         return self.ffn == "embformer"
-
-    @property
-    def attention_kinds(self) -> list[str]:
-        """The kind of attention of each layer: a pattern begins again when it ends."""
-        kinds = self.attention.split(",")
-        return [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
 
     def layer_kind(self, layer: int) -> str:
         """The key of model.LAYERS that layer number `layer` is built from."""

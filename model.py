@@ -61,9 +61,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rows: Tensor | None, ids: Tensor, *context) -> Tensor:
-        """x [B, T, n_embd], rows [B, T, row_width] (None without a table) of `ids` [B, T], behind
-        those of earlier tokens, if attention reads them again -> [B, T, n_embd]; `context` is for
-        `Attention`: angles, masks, cache."""
+        """x [B, T, n_embd], rows [B, S, row_width] (None without a table): last those of `ids`
+        [B, T] -> [B, T, n_embd]; `context` is for `Attention`: angles, masks, cache."""
         attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (None, None)
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
         ffn_rows = ffn_rows if ffn_rows is None else ffn_rows[:, -x.shape[1] :]
@@ -172,10 +171,11 @@ class Decoder(nn.Module):
         return self.head_weight.device
 
     def compile_steps(self) -> None:
-        """Compile what a token goes through in decoding; on a GPU that is one CUDA graph.
-        UserError: caches of other attention than full change their size."""
+        """Compile what a token goes through in decoding; on a GPU that is one CUDA graph."""
         if (kind := self.config.attention) != "full":
-            raise UserError(f"--compile: not for --attention {kind} yet: leave it out")
+            raise UserError(
+                f"--compile: caches of --attention {kind} change their size: leave it out"
+            )
         mode = "reduce-overhead" if self.device.type == "cuda" else None
         self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
 
@@ -234,9 +234,8 @@ class Decoder(nn.Module):
         """Parameters, in all, in tables and elsewhere (the tied head once); `active`: those that a
         token touches, so not what is `idle` (baselines.py), and one row of each table and of an
         embedding that is not the head. FLOPs of a forward pass: 2 per multiplied weight and token,
-        plus attention over block_size / 2 tokens, the mean under a causal mask, or at most a window
-        (count attention: as if none repeated); `flops_per_key`: attention to one token, in all
-        layers."""
+        plus attention over block_size / 2 tokens, the mean under a causal mask, or a window;
+        `flops_per_key`: of that, attention to one token, in all layers."""
         config, tables, kinds = self.config, self.tables, self.config.attention_kinds
         table = sum(weight.numel() for weight in tables.weight)
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]

@@ -1,19 +1,19 @@
-"""Is attention that does not grow with the length worse, and does Embformer need keys that say what
-came before? Loss on prose and on facts, a needle in prose, and values of keys that were told.
+"""Is attention that does not grow with the length worse? And can Embformer, whose keys do not know
+what came before, repeat the value of a key? Losses on prose and facts, values that are found.
 """
 
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-
-import torch
 
 from analysis.context import KEYS, SHORT, VALUES, document, prepare_corpora
 from analysis.experiment import Experiment, spread
 from analysis.runs import curve, with_edits
 from common import locked
+from text.tokenizer import encode
 from training.checkpoints import load_model
+from training.questions import groups, score_answers
 from training.records import plt, read_run
 
 PATTERN, BEFORE = "window,window,count", "full, keys of the token before"
@@ -39,41 +39,42 @@ def pairs(rng: random.Random) -> str:
 TEXTS = {"needles": partial(document, n_piece=6, repeats=8), "pairs": pairs}
 
 
-@torch.inference_mode()
-def found(write, count: int, device: torch.device, folder: Path) -> float:
-    """The share of values that a run's model names, behind the last key of so many new texts."""
-    (model, encoding, _), hits = load_model(folder / "ckpt.pt", device), []
+def found(write: Callable, count: int, device, folder: Path) -> float:
+    """The share of values that a run's model names behind the last key of so many new texts."""
+    (model, encoding, _), asked = load_model(folder / "ckpt.pt", device), []
     for seed in range(count):
         before, last = write(random.Random(seed)).rsplit(" Call ", 1)
         key, value = last.split(".")[0].split()
-        ids = [encoding.eot_token, *encoding.encode_ordinary(f"{before} Call {key}")]
-        logits, _ = model(torch.tensor([ids], device=device)[:, -SHORT["block_size"] :])
-        hits.append(logits[0, -1].argmax().item() == encoding.encode_ordinary(f" {value}")[0])
-    return fmean(hits)
+        prompt = encode(encoding, f"{before} Call {key}")[-SHORT["block_size"] + 8 :]
+        asked.append((prompt, encoding.encode_ordinary(f" {value}")))
+    return (
+        sum(score_answers(model, *group)[0].sum().item() for group in groups(encoding, asked))
+        / count
+    )
 
 
 def attention(experiment: Experiment) -> None:
     quick, where = experiment.quick, {"facts": experiment.data_dir}
     with locked(experiment.out_dir, wait=True):
-        for name, write in TEXTS.items():
-            sizes = {name: (30_000,)}
-            (where[name],) = prepare_corpora(experiment.out_dir, quick, sizes, write)
-    parts = {name: PARTS[name] for name in (where if quick else PARTS)}
-    prose = experiment.data_dir.with_name("moby-dick")
+        for part, write in TEXTS.items():
+            given = (experiment.out_dir, quick, {part: (30_000,)}, write)
+            (where[part],) = prepare_corpora(*given)
     if not quick:
+        prose = experiment.data_dir.with_name("moby-dick")
         experiment.ensure_prepared(prose)
-    figure, panels = plt.subplots(1, len(parts), figsize=(4 * len(parts), 3.8))
-    for axes, (part, (flags, names)) in zip(panels, parts.items(), strict=True):
-        flags = flags | dict(data_dir=str(where.get(part, prose)))
+        where = dict.fromkeys(PARTS, prose) | where
+    figure, panels = plt.subplots(1, len(where), figsize=(4 * len(where), 3.8))
+    for axes, (part, folder) in zip(panels, where.items(), strict=True):
+        flags, names = PARTS[part]
+        flags = flags | dict(data_dir=str(folder))
         kinds = {name: flags | KINDS[name] for name in (names[2:3] if quick else names)}
         print(f"{part}:\n\n{with_edits(experiment, kinds)}\n")
         for name, folders in experiment.train(kinds).items():
             curve(axes, list(map(read_run, folders)), 1e-6, label=name)
             if part in TEXTS:
-                shares = partial(found, TEXTS[part], 1 if quick else 400, experiment.on)
-                shares = experiment.measure(part, shares, folders)
-                print(f"values of {part} found, {name}: {spread('.1%', shares)}\n")
+                measure = partial(found, TEXTS[part], 4 if quick else 400, experiment.on)
+                shares = spread(".1%", experiment.measure(part, measure, folders))
+                print(f"values of {part} found, {name}: {shares}\n")
         axes.set(title=part, xlabel="million tokens")
         axes.legend(fontsize="small")
-    panels[0].set_ylabel("validation loss (nats per token)")
     experiment.picture("attention", figure)

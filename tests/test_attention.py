@@ -140,5 +140,5 @@ def test_what_does_not_fit_together_is_one_line():
     ):
         with pytest.raises(ValueError, match=words):
             ModelConfig(**TINY | options)
-    with pytest.raises(UserError, match="--compile: not for --attention window yet: leave it out"):
+    with pytest.raises(UserError, match="--compile: caches of --attention window change"):
         decoder(attention="window").compile_steps()
