@@ -89,8 +89,7 @@ def additive(seen: Tensor, x: Tensor) -> Tensor:
 def window_mask(w: int, documents: Tensor | None, cache, x: Tensor) -> Tensor | None:
     """For x [B, T, n_embd] in blocks of w (see `into_blocks`) that stay inside documents, numbered
     [B, T] from 0 on: [B * blocks, 1, w, 2w]. None: one window has all of it."""
-    n = x.shape[1]
-    before = min(cache.length - n, w - 1) if cache else 0
+    n, before = x.shape[1], min(cache.length - x.shape[1], w - 1) if cache else 0
     if documents is None:
         if before + n <= w and 1 in (n, before + 1):
             return None

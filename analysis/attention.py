@@ -3,7 +3,6 @@ what came before, repeat the value of a key? Losses on prose and facts, values t
 """
 
 import random
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -39,26 +38,24 @@ def pairs(rng: random.Random) -> str:
 TEXTS = {"needles": partial(document, n_piece=6, repeats=8), "pairs": pairs}
 
 
-def found(write: Callable, count: int, device, folder: Path) -> float:
-    """The share of values that a run's model names behind the last key of so many new texts."""
+def found(write, count: int, device, folder: Path) -> float:
+    """The share of values that a run's model names behind the last key of so many new texts, which
+    `write` makes from a random.Random."""
     (model, encoding, _), asked = load_model(folder / "ckpt.pt", device), []
     for seed in range(count):
         before, last = write(random.Random(seed)).rsplit(" Call ", 1)
         key, value = last.split(".")[0].split()
         prompt = encode(encoding, f"{before} Call {key}")[-SHORT["block_size"] + 8 :]
         asked.append((prompt, encoding.encode_ordinary(f" {value}")))
-    return (
-        sum(score_answers(model, *group)[0].sum().item() for group in groups(encoding, asked))
-        / count
-    )
+    right = (score_answers(model, *group)[0].sum().item() for group in groups(encoding, asked))
+    return sum(right) / count
 
 
 def attention(experiment: Experiment) -> None:
     quick, where = experiment.quick, {"facts": experiment.data_dir}
     with locked(experiment.out_dir, wait=True):
         for part, write in TEXTS.items():
-            given = (experiment.out_dir, quick, {part: (30_000,)}, write)
-            (where[part],) = prepare_corpora(*given)
+            (where[part],) = prepare_corpora(experiment.out_dir, quick, {part: (30_000,)}, write)
     if not quick:
         prose = experiment.data_dir.with_name("moby-dick")
         experiment.ensure_prepared(prose)
