@@ -28,11 +28,10 @@ class KVCache:
 
     def __init__(self, config: ModelConfig, batch: int, device, dtype, room: int = 0) -> None:
         self.room = min(room or config.block_size, config.block_size)
-        self.kinds, self.window = config.attention_kinds, config.window
-        self.previous = config.previous_heads
+        self.config = config
         shape = (batch, config.n_kv_head, self.room, config.head_dim)
         # Zeros: where memory holds NaN, a weight of zero would not hide it.
-        shapes = [shape if kind == "full" else 0 for kind in self.kinds]
+        shapes = [shape if kind == "full" else 0 for kind in config.attention_kinds]
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
         self.angles = rotary(self.room, config, device)
@@ -43,9 +42,8 @@ class KVCache:
 
     def read_again(self, ids: Tensor) -> Tensor:
         """New ids [B, T] behind those of earlier tokens whose rows attention needs, too: [B, S]."""
-        read = torch.cat((self.seen.to(ids.device), ids), dim=1) if self.length else ids
-        self.seen = ids[:, -1:] if self.previous else self.seen
-        return read
+        seen, self.seen = self.seen, ids[:, -1:] if self.config.previous_heads else self.seen
+        return torch.cat((seen.to(ids.device), ids), dim=1) if self.length else ids
 
     def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor | None]:
         """Make room for the next n tokens; returns their angles and mask, if all is full. `static`:
@@ -66,11 +64,10 @@ class KVCache:
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim], in
         windows those that one of the new tokens sees."""
-        if self.kinds[layer] == "window":
+        if self.config.attention_kinds[layer] == "window":
             if self.length > k.shape[2]:
-                k = torch.cat((self.k[layer], k), dim=2)
-                v = torch.cat((self.v[layer], v), dim=2)
-            first = max(0, k.shape[2] - self.window + 1)
+                k, v = torch.cat((self.k[layer], k), 2), torch.cat((self.v[layer], v), 2)
+            first = max(0, k.shape[2] - self.config.window + 1)
             self.k[layer], self.v[layer] = k[:, :, first:].clone(), v[:, :, first:].clone()
             return k, v
         self.k[layer][:, :, self.new] = k
@@ -79,8 +76,7 @@ class KVCache:
 
 
 def additive(seen: Tensor, x: Tensor) -> Tensor:
-    """0 or -inf in the dtype of queries made from x. Of a mask of booleans each layer would make
-    this, and keep it in training."""
+    """0 or -inf, as queries from x. Each layer would make and keep this of a mask of booleans."""
     auto = torch.is_autocast_enabled(kind := x.device.type)
     dtype = torch.get_autocast_dtype(kind) if auto else x.dtype
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)

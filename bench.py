@@ -69,7 +69,6 @@ class Bench:
     batch_size: int = flag(8, "sequences in a training step", must="at least 1")
     rounds: int = flag(7, "turns that each contender takes", must="at least 1")
     quick: bool = flag(False, "small models, two turns, nothing compiled: does it run?")
-    window: int = flag(128, "tokens that a window sees", must="at least 1")
     plot: Path | None = flag(None, "picture of attention, or vocab: .png, .svg or .pdf")
     table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
     dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
@@ -282,8 +281,7 @@ def bench_vocab(bench: Bench) -> dict:
 
 def plot(path: Path, rows: dict, panels: dict, form: str, lines: list, sizes: list[int]) -> None:
     """Draw columns, by title, of the rows of these lines and sizes, whose names have this form."""
-    figure, axes = plt.subplots(1, len(panels), layout="constrained")
-    figure.set_size_inches(4.5 * len(panels), 3.6)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained")
     for each, (column, title) in zip(axes, panels.items(), strict=True):
         for line in lines:
             values = [rows[form.format(line, size)][column] for size in sizes]
@@ -298,7 +296,7 @@ def plot(path: Path, rows: dict, panels: dict, form: str, lines: list, sizes: li
 
 def bench_attention(bench: Bench) -> dict:
     names = ("full", "window", "count", "window,window,count")
-    kinds = {name: dict(ffn="embformer", attention=name, window=bench.window) for name in names}
+    kinds = {name: dict(ffn="embformer", attention=name) for name in names}
     kinds |= {name: KINDS[name] for name in ("dense", "STEM, all")}
     tasks = {"train": train, "prefill": prefill, "decode": read_on}
     rows, lengths = {}, [bench.block_size * n for n in (1, 4, 16)]

@@ -1,5 +1,5 @@
-"""Is attention that does not grow with the length worse? And can Embformer, whose keys do not know
-what came before, repeat the value of a key? Losses on prose and facts, values that are found.
+"""Kinds of attention: is one that does not grow with the length worse, on prose or facts? And are
+keys that do not know what came before (Embformer's) found again by their values (needles, pairs)?
 """
 
 import random
@@ -39,8 +39,7 @@ TEXTS = {"needles": partial(document, n_piece=6, repeats=8), "pairs": pairs}
 
 
 def found(write, count: int, device, folder: Path) -> float:
-    """The share of values that a run's model names behind the last key of so many new texts, which
-    `write` makes from a random.Random."""
+    """The share of values that a run's model names behind the last key of so many new texts."""
     (model, encoding, _), asked = load_model(folder / "ckpt.pt", device), []
     for seed in range(count):
         before, last = write(random.Random(seed)).rsplit(" Call ", 1)
@@ -62,8 +61,7 @@ def attention(experiment: Experiment) -> None:
         where = dict.fromkeys(PARTS, prose) | where
     figure, panels = plt.subplots(1, len(where), figsize=(4 * len(where), 3.8))
     for axes, (part, folder) in zip(panels, where.items(), strict=True):
-        flags, names = PARTS[part]
-        flags = flags | dict(data_dir=str(folder))
+        flags, names = PARTS[part][0] | dict(data_dir=str(folder)), PARTS[part][1]
         kinds = {name: flags | KINDS[name] for name in (names[2:3] if quick else names)}
         print(f"{part}:\n\n{with_edits(experiment, kinds)}\n")
         for name, folders in experiment.train(kinds).items():

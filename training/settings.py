@@ -45,7 +45,6 @@ FINE_TUNING = {
 BOTH = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 EVAL_FLAGS = (*BOTH, "eval_only", "init_from", "out_dir", "eval_tokens")
 RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify")
-FREE = ("block_size", "rope_base", "dropout", "attention", "window")  # no weight depends on them
 COUNT, TEXT = dict(must="at least 1"), "pretrain midtrain context"
 
 
@@ -189,7 +188,7 @@ def inherited(given: dict, config: dict) -> dict:
     context length, positions being rotary."""
     shape, model = asdict(ModelConfig(**config)), given["init_from"]
     for name in given:
-        if name in shape and name not in FREE:
+        if name in shape and name not in ("block_size", "rope_base", "dropout"):
             raise UserError(f"--{name} is given by the model in --init_from {model}: leave it out")
     if given.get("stage") == "context":
         growth = given.get("block_size", 0) / (before := shape["block_size"])
