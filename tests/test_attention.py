@@ -1,8 +1,12 @@
 """Kinds of attention against one that weighs all T x T pairs of tokens, in float64."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attention import KVCache
 from common import UserError
@@ -126,6 +130,42 @@ def test_an_edit_to_a_mean_of_rows_is_counted_as_a_token_of_its_own():
         weights[f"tables.weight.{layer}"] = torch.cat((rows, rows[1:3].mean(0, keepdim=True)))
     expected = naive(model.config, weights, ids[0], table_ids[0])
     torch.testing.assert_close(whole[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["window", "full"])
+def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention):
+    """Of full attention inside documents some do, so that the test can see them."""
+
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            every = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+            self.most = max([self.most, *(each.numel() for each in every)])
+            return made
+
+    most = []
+    for n in (64, 128, 256):
+        options = dict(block_size=256, n_layer=1, n_embd=8)  # heads of one pair of channels
+        model, ids = decoder(attention=attention, **options), tokens(1, n)
+        with Largest() as largest:
+            model(ids, ids, documents=(ids == 0).cumsum(1))[1].backward()
+        most.append(largest.most)
+    growth = [most[1] / most[0], most[2] / most[1]]
+    assert growth == pytest.approx([2, 2] if attention == "window" else [4, 4], rel=0.1)
+
+
+def test_a_cache_keeps_a_window_or_counts_and_greedy_text_is_that_of_whole_prompts():
+    model, ids = decoder(attention="window,window,count", block_size=64), tokens(2, 9)
+    text = model.generate(ids, 50, temperature=0)
+    for n in range(9, 59):
+        assert torch.equal(model(text[:, :n])[0][:, -1].argmax(-1), text[:, n])
+    cache = KVCache(model.config, 2, "cpu", torch.float64)
+    model(text[:, :59], cache=cache)
+    assert [each.shape[-2:] for each in cache.k[:2]] == [(3, 8)] * 2 and not cache.k[2].numel()
+    for seen, counts, each in zip(cache.seen, cache.counts, text[:, :59], strict=True):
+        assert Counter(seen.repeat_interleave(counts).tolist()) == Counter(each.tolist())
 
 
 def test_what_does_not_fit_together_is_one_line():
