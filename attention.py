@@ -27,8 +27,7 @@ class KVCache:
     fewer, in windows those that the next token sees; for all layers that count, their counts."""
 
     def __init__(self, config: ModelConfig, batch: int, device, dtype, room: int = 0) -> None:
-        self.room = min(room or config.block_size, config.block_size)
-        self.config = config
+        self.config, self.room = config, min(room or config.block_size, config.block_size)
         shape = (batch, config.n_kv_head, self.room, config.head_dim)
         # Zeros: where memory holds NaN, a weight of zero would not hide it.
         shapes = [shape if kind == "full" else 0 for kind in config.attention_kinds]
@@ -121,8 +120,7 @@ def count_keys(ids: Tensor, documents: Tensor | None, cache, x: Tensor) -> tuple
     where = row[:, :1].repeat(1, int(rank.max()) + 1).scatter_(1, key, row)  # any of equal ones
     start = torch.zeros_like(where)  # what the cache has counted
     if cache is not None:
-        if cache.length > n:
-            start.scatter_add_(1, key[:, :-n], cache.counts)
+        start.scatter_add_(1, key[:, :-n], cache.counts[:, : key.shape[1] - n])  # if any
         cache.seen = ids.flatten()[where]
         cache.counts = start.scatter_add(1, key[:, -n:], torch.ones_like(key[:, -n:]))
     if documents is None and key.shape[1] == n < 2 * where.shape[1]:

@@ -24,18 +24,14 @@ PARTS = {
     "prose, 256 tokens": (PROSE, ("full", "window", PATTERN, BEFORE)),
     "prose, 1,024 tokens": (PROSE | dict(block_size=1024, batch_size=2), EVERY),
     "facts": (dict(window=32), ("full", "window", PATTERN, BEFORE)),
-    "needles": (INDUCTION, ("dense", "full", PATTERN, BEFORE)),
-    "pairs": (INDUCTION, ("dense", "full", PATTERN, BEFORE)),
 }
+PARTS |= dict.fromkeys(("needles", "pairs"), (INDUCTION, ("dense", "full", PATTERN, BEFORE)))
 
 
 def pairs(rng: random.Random) -> str:
     """Four keys with their values, and a dozen times one of them again."""
     told = [f" Call {key} {rng.choice(VALUES)}." for key in rng.sample(KEYS, 4)]
     return "".join(told + rng.choices(told, k=12))
-
-
-TEXTS = {"needles": partial(document, n_piece=6, repeats=8), "pairs": pairs}
 
 
 def found(write, count: int, device, folder: Path) -> float:
@@ -52,8 +48,9 @@ def found(write, count: int, device, folder: Path) -> float:
 
 def attention(experiment: Experiment) -> None:
     quick, where = experiment.quick, {"facts": experiment.data_dir}
+    texts = {"needles": partial(document, n_piece=6, repeats=8), "pairs": pairs}
     with locked(experiment.out_dir, wait=True):
-        for part, write in TEXTS.items():
+        for part, write in texts.items():
             (where[part],) = prepare_corpora(experiment.out_dir, quick, {part: (30_000,)}, write)
     if not quick:
         prose = experiment.data_dir.with_name("moby-dick")
@@ -66,8 +63,8 @@ def attention(experiment: Experiment) -> None:
         print(f"{part}:\n\n{with_edits(experiment, kinds)}\n")
         for name, folders in experiment.train(kinds).items():
             curve(axes, list(map(read_run, folders)), 1e-6, label=name)
-            if part in TEXTS:
-                measure = partial(found, TEXTS[part], 4 if quick else 400, experiment.on)
+            if part in texts:
+                measure = partial(found, texts[part], 4 if quick else 400, experiment.on)
                 shares = spread(".1%", experiment.measure(part, measure, folders))
                 print(f"values of {part} found, {name}: {shares}\n")
         axes.set(title=part, xlabel="million tokens")
