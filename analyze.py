@@ -7,6 +7,7 @@ table and a picture. What came out, claim by claim, is in docs/claims.md.
     python analyze.py stability              # loss spikes and gradients at rising learning rates
     python analyze.py capacity               # how many facts fit
     python analyze.py context                # parameters read by length, a needle in a haystack
+    python analyze.py attention              # windows, counts: worse? keys of the token before?
     python analyze.py geometry               # angles between rows, neighbours of a token
     python analyze.py costs                  # FLOPs, parameters read, return on compute
     python analyze.py edits                  # which layers' rows hold a fact
@@ -20,6 +21,7 @@ questions: start it again, and it goes on where it was stopped.
 
 from pathlib import Path
 
+from analysis.attention import attention
 from analysis.capacity import capacity
 from analysis.context import context
 from analysis.convert import convert
@@ -31,7 +33,9 @@ from analysis.geometry import geometry
 from analysis.runs import kinds, runs, settings, stability
 from common import UserError, add_flags, make_parser, pick_device, run
 
-QUESTIONS = (kinds, settings, stability, capacity, context, geometry, costs, edits, convert)
+QUESTIONS = (
+    *(kinds, settings, stability, capacity, context, attention, geometry, costs, edits, convert),
+)
 
 
 def main() -> None:

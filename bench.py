@@ -3,6 +3,7 @@
     python bench.py all --quick                          # everything small, in a minute or two
     python bench.py train                                # kinds of layers, eager and compiled
     python bench.py decode                               # one token at a time, and without cache
+    python bench.py attention --plot attention.png       # full, windows, counts: by length
     python bench.py vocab --plot vocab.png               # what a larger vocabulary costs
     python bench.py offload                              # where tables live: device, RAM, disk
     python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
@@ -68,7 +69,7 @@ class Bench:
     batch_size: int = flag(8, "sequences in a training step", must="at least 1")
     rounds: int = flag(7, "turns that each contender takes", must="at least 1")
     quick: bool = flag(False, "small models, two turns, nothing compiled: does it run?")
-    plot: Path | None = flag(None, "picture of vocab: .png, .svg or .pdf")
+    plot: Path | None = flag(None, "picture of attention, or vocab: .png, .svg or .pdf")
     table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
     dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
 
@@ -105,6 +106,8 @@ class Contender:
     cold: bool = False  # whether each turn has to read table files from the disk
     optimizer: Optimizer | None = None  # what trains has one
     batches: int = 0  # drawn so far
+    cache: KVCache | None = None  # what reads on has one,
+    kept: int = 0  # and these bytes in it when its context is full
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -127,9 +130,11 @@ class Contender:
         return tokens / (timer() - start)
 
 
-def interleaved_timing(contenders: dict[str, Contender], rounds: int) -> dict[str, dict]:
-    """The tok/s of each contender, and its ratios to its baselines. They take turns in an order
-    that changes, as a turn leaves caches and disk busy. The first turn warms up."""
+def interleaved_timing(contenders: dict[str, Contender], rounds: int, task=None) -> dict[str, dict]:
+    """The tok/s of each contender, at a task or its own, and its ratios to its baselines. They take
+    turns in an order that changes, as a turn leaves caches and disk busy. The first warms up."""
+    for it in contenders.values() if task else ():
+        it.task = task
     rates = {name: [] for name in contenders}
     for _ in tqdm(range(1 + rounds), desc="taking turns", unit="turn"):
         for name in random.sample(list(contenders), len(contenders)):
@@ -195,6 +200,22 @@ def prefill(it: Contender) -> int:
     return ids.numel()
 
 
+@torch.inference_mode()
+def read_on(it: Contender) -> int:
+    """Read the last 16 tokens of the context one by one; before the first turn, all of it."""
+    ids, model = it.batch(1, it.bench.block_size)[0].to(it.bench.on), it.model.eval()
+    if it.cache is None:
+        it.cache = KVCache(it.config, 1, it.bench.on, torch.float32)
+        model(ids, cache=it.cache, last_only=True)
+        kept = (*it.cache.k, *it.cache.v, it.cache.seen, it.cache.counts)
+        it.kept = sum(each.nbytes for each in kept)
+    last = ids[:, -16:].split(1, dim=1)
+    it.cache.length = ids.shape[1] - len(last)
+    for token in last:
+        model(token, cache=it.cache)
+    return len(last)
+
+
 def bench_train(bench: Bench) -> dict:
     ways = {"": Decoder.train}
     if not bench.quick:
@@ -256,20 +277,44 @@ def bench_vocab(bench: Bench) -> dict:
             numbers = 3 * it.model.sizes()["total"] + by_adamw  # weights, m, v; gradients
             rows[name] = {"ms": ms, **row, "GiB": 4 * numbers / 2**30}
     if bench.plot:
-        plot_vocab(bench.plot, list(ways), sizes, rows)
+        panels = {"ms": "training step (ms)", "GiB": "memory (GiB)"}
+        plot(bench.plot, rows, panels, "{}, V = {:,}", list(ways), sizes)
     return show("vocab", rows)
 
 
-def plot_vocab(path: Path, ways: list[str], sizes: list[int], rows: dict[str, dict]) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axes, column, title in ((left, "ms", "training step (ms)"), (right, "GiB", "memory (GiB)")):
-        for way in ways:
-            axes.loglog(sizes, [rows[f"{way}, V = {v:,}"][column] for v in sizes], ".-", label=way)
-        axes.set(xlabel="vocabulary V", ylabel=title)
-        axes.set_xticks(sizes, [f"{v:,}" for v in sizes])
-        axes.grid(alpha=0.3)
-    left.legend()
+def plot(path: Path, rows: dict, panels: dict, form: str, lines: list, sizes: list[int]) -> None:
+    """Draw columns, by title, of the rows of these lines and sizes, whose names have this form."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained")
+    for each, (column, title) in zip(axes, panels.items(), strict=True):
+        for line in lines:
+            values = [rows[form.format(line, size)][column] for size in sizes]
+            values = [cell["tok/s"] if isinstance(cell, dict) else cell for cell in values]
+            each.loglog(sizes, values, ".-", label=line)
+        each.set(xlabel=form[4:5], ylabel=title)
+        each.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        each.grid(alpha=0.3)
+    axes[0].legend()
     save_figure(figure, path)
+
+
+def bench_attention(bench: Bench) -> dict:
+    names = ("full", "window", "count", "window,window,count")
+    kinds = {name: dict(ffn="embformer", attention=name) for name in names}
+    kinds |= {name: KINDS[name] for name in ("dense", "STEM, all")}
+    tasks = {"train": train, "prefill": prefill, "decode": read_on}
+    rows, lengths = {}, [bench.block_size * n for n in ((1, 2) if bench.quick else (1, 4, 16))]
+    for n in lengths:
+        one = replace(bench, block_size=n, batch_size=max(1, bench.batch_size * lengths[0] // n))
+        over, configs = {"ratio": f"full, T = {n:,}"}, {k: one.model(**v) for k, v in kinds.items()}
+        every = {f"{k}, T = {n:,}": Contender(one, v, train, over) for k, v in configs.items()}
+        timed = {task: interleaved_timing(every, bench.rounds, do) for task, do in tasks.items()}
+        for name, it in every.items():
+            rows[name] = {task: timed[task][name] for task in tasks}
+            rows[name]["KiB of cache"] = it.kept / 1024
+    if bench.plot:
+        panels = {task: f"{task} (tok/s)" for task in tasks} | {"KiB of cache": "cache (KiB)"}
+        plot(bench.plot, rows, panels, "{}, T = {:,}", list(kinds), lengths)
+    return show("attention", rows)
 
 
 def bench_offload(bench: Bench) -> dict:
@@ -293,9 +338,7 @@ def bench_offload(bench: Bench) -> dict:
             more = dict(tables=tables, cold=place == "disk, cold")
             contenders[place] = Contender(bench, config, prefill, over, **more)
         for task, do in tasks.items():
-            for it in contenders.values():
-                it.task = do
-            for place, row in interleaved_timing(contenders, bench.rounds).items():
+            for place, row in interleaved_timing(contenders, bench.rounds, do).items():
                 rows[place][task] = row
     return show("tables", rows)
 
@@ -316,7 +359,8 @@ def drop_pages(storage: DiskStorage) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-TABLES = dict(train=bench_train, decode=bench_decode, vocab=bench_vocab, offload=bench_offload)
+TABLES = dict(train=bench_train, decode=bench_decode, attention=bench_attention)
+TABLES |= dict(vocab=bench_vocab, offload=bench_offload)
 
 
 def main() -> None:

@@ -31,6 +31,9 @@ class ModelConfig:
     )
     ffn: str = flag("stem", f"what layers are made of: {KINDS}")
     stem_layers: str = flag("third", "third, half, all or 0,2,5", shown="by preset", only="stem")
+    attention: str = flag("full", "full, window, count, or in turn: window,window,count")
+    window: int = flag(128, "tokens that a token sees in a window, itself included", **SIZE)
+    previous_heads: int = flag(0, "read the token before", must="0 or more", only="embformer")
     embformer_act: str = flag("silu", "identity: as in the note", choices=ACTS, only="embformer")
     n_expert: int = flag(16, "experts of moe and hash_moe in a layer", only="moe hash_moe", **SIZE)
     top_k: int | None = flag(None, "experts or values (4; pkm 16)", only="moe hash_moe pkm", **SIZE)
@@ -68,6 +71,12 @@ class ModelConfig:
             raise ValueError("tie_head=False: Embformer has no linear layers, such as a head")
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)
+        kinds = self.attention.split(",")
+        self.attention_kinds = [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
+        if {*kinds} - {"full", "window", "count"}:
+            raise ValueError(f"attention={self.attention!r} must be of full, window and count")
+        if "count" in kinds and (self.previous_heads or not self.embedding_only):
+            raise ValueError("attention: count needs ffn='embformer' and previous_heads=0")
 
     @property
     def head_dim(self) -> int:

@@ -23,14 +23,17 @@ class RowQKV(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.norm_eps = config.norm_eps
+        self.norm_eps, self.previous = config.norm_eps, config.previous_heads
         self.row_width = 2 * config.n_kv_head * config.head_dim
 
     def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, n_embd], rows K_l[t] | V_l[t] [B, T, 2 * n_kv_head * head_dim]
-        -> q [B, T, n_head, head_dim], k and v [B, T, n_kv_head, head_dim]."""
+        """x [B, T, n_embd], rows K_l[t] | V_l[t] [B, S, 2 * n_kv_head * head_dim], S: T, or what
+        attention reads -> q [B, T, n_head, head_dim], k and v [B, S, n_kv_head, head_dim]."""
         q = x.unflatten(-1, (-1, self.head_dim))  # [B, T, n_head, head_dim]
         k, v = rows.to(x.dtype).unflatten(-1, (2, -1, self.head_dim)).unbind(-3)
+        if self.previous:  # these heads' keys are those of the token before, across documents, too
+            before = torch.cat((k[:, :1], k[:, :-1]), dim=1)
+            k = torch.cat((before[:, :, : self.previous], k[:, :, self.previous :]), dim=2)
         norm = (self.head_dim,)
         return F.rms_norm(q, norm, eps=self.norm_eps), F.rms_norm(k, norm, eps=self.norm_eps), v
 

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import baselines
-from attention import Attention, KVCache, LinearQKV, document_mask, rotary
+from attention import Attention, KVCache, LinearQKV, additive, count_keys, rotary, window_mask
+from common import UserError
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
 from stem import StemFFN
@@ -60,10 +61,11 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rows: Tensor | None, ids: Tensor, *context) -> Tensor:
-        """x [B, T, n_embd], rows [B, T, row_width] (None without a table) of `ids` [B, T]
-        -> [B, T, n_embd]; `context` is for `Attention`: angles, mask, cache."""
+        """x [B, T, n_embd], rows [B, S, row_width] (None without a table): last those of `ids`
+        [B, T] -> [B, T, n_embd]; `context` is for `Attention`: angles, masks, cache."""
         attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (None, None)
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
+        ffn_rows = ffn_rows if ffn_rows is None else ffn_rows[:, -x.shape[1] :]
         more = {"ids": ids} if getattr(self.ffn, "needs_ids", False) else {}
         return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows, **more))
 
@@ -121,14 +123,21 @@ class Decoder(nn.Module):
         end, room = (n + cache.length, cache.room) if cache else (n, config.block_size)
         assert end <= room, f"{end} tokens do not fit into block_size={room}"
         table_ids = ids if table_ids is None else table_ids
-        rows = self.tables.lookup(table_ids)
+        read = table_ids if cache is None else cache.read_again(table_ids)
+        rows = self.tables.lookup(read)
         x = F.dropout(self.embed(ids), config.dropout, self.training)
-        if cache is None:
-            mask = None if documents is None else document_mask(documents, x.dtype)
-            return self.layers(x, rows, table_ids, rotary(n, config, x.device), mask, None)
         static = self.compiled is not None and n == 1 < end
         layers, rows = (self.compiled, list(rows)) if static else (self.layers, rows)
-        return layers(x, rows, table_ids, *cache.begin(n, static), cache)
+        angles, mask = cache.begin(n, static) if cache else (rotary(n, config, x.device), None)
+        masks = {kind: mask for kind in config.attention_kinds}  # for all layers of a kind
+        if "full" in masks and documents is not None:
+            same = documents[:, None, :, None] == documents[:, None, None]
+            masks["full"] = additive(same.tril_(), x)  # [B, 1, T, T]
+        if "window" in masks:
+            masks["window"] = window_mask(config.window, documents, cache, x)
+        if "count" in masks:
+            masks["count"] = count_keys(read, documents, cache, x)
+        return layers(x, rows, table_ids, angles, masks, cache)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, n_embd]."""
@@ -163,6 +172,10 @@ class Decoder(nn.Module):
 
     def compile_steps(self) -> None:
         """Compile what a token goes through in decoding; on a GPU that is one CUDA graph."""
+        if (kind := self.config.attention) != "full":
+            raise UserError(
+                f"--compile: caches of --attention {kind} change their size: leave it out"
+            )
         mode = "reduce-overhead" if self.device.type == "cuda" else None
         self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
 
@@ -221,9 +234,9 @@ class Decoder(nn.Module):
         """Parameters, in all, in tables and elsewhere (the tied head once); `active`: those that a
         token touches, so not what is `idle` (baselines.py), and one row of each table and of an
         embedding that is not the head. FLOPs of a forward pass: 2 per multiplied weight and token,
-        plus attention over block_size / 2 tokens, the mean under a causal mask; `flops_per_key`:
-        of that, attention to one token, in all layers."""
-        config, tables = self.config, self.tables
+        plus attention over block_size / 2 tokens, the mean under a causal mask, or a window;
+        `flops_per_key`: of that, attention to one token, in all layers."""
+        config, tables, kinds = self.config, self.tables, self.config.attention_kinds
         table = sum(weight.numel() for weight in tables.weight)
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
         backbone = sum(p.numel() for p in dense)
@@ -231,14 +244,15 @@ class Decoder(nn.Module):
         row = 0 if config.tie_head else config.n_embd  # of an embedding that is only looked up
         multiplied = sum(p.numel() for p in dense if p.dim() == 2) - config.vocab_size * row - idle
         touched = backbone - (config.vocab_size - 1) * row - idle
-        attention = 4 * config.n_layer * config.n_embd  # q k, and its weight times v
+        size, key = config.block_size, 4 * config.n_embd  # q k, and its weight times v
+        seen = [min(size, 2 * config.window) if kind == "window" else size for kind in kinds]
         return {
             "total": backbone + table,
             "table": table,
             "backbone": backbone,
             "active": touched + len(tables.weight) * tables.width,
-            "flops_per_token": 2 * multiplied + attention * config.block_size // 2,
-            "flops_per_key": attention,
+            "flops_per_token": 2 * multiplied + key * sum(seen) // 2,
+            "flops_per_key": key * config.n_layer,
         }
 
 

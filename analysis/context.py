@@ -107,15 +107,15 @@ def document(rng: random.Random, n_piece: int, repeats: int) -> str:
     return "".join(text for _, text in sorted(parts))
 
 
-def prepare_corpora(out_dir: Path, quick: bool) -> list[Path]:
-    """Folders of short and long documents, prepared if they are not yet."""
-    encoding, folders = None, [out_dir / name for name in CORPORA]
-    for folder, (n_document, *parts) in zip(folders, CORPORA.values(), strict=True):
+def prepare_corpora(out_dir: Path, quick: bool, corpora=CORPORA, write=document) -> list[Path]:
+    """Folders of short and long documents, or others that are written, prepared if they are not."""
+    encoding, folders = None, [out_dir / name for name in corpora]
+    for folder, (n_document, *parts) in zip(folders, corpora.values(), strict=True):
         if not (folder / "meta.json").exists():
             rng, written = random.Random(folder.name), folder.with_suffix(".jsonl")
             with open(written, "w", encoding="utf-8") as file:
                 for _ in range(n_document // 100 if quick else n_document):
-                    file.write(json.dumps(dict(text=document(rng, *parts))) + "\n")
+                    file.write(json.dumps(dict(text=write(rng, *parts))) + "\n")
             given = dict(input=[written], out_dir=folder, vocab_size=1024, val_fraction=0.05)
             prepare.prepare_files(prepare.Settings(**given), [written], "text", encoding)
         encoding = read_tokenizer(folder, read_meta(folder))  # of the short ones for both

@@ -33,14 +33,34 @@ def test_all_of_it_in_a_quick_run(tmp_path):
     plot = ("--plot", tmp_path / "vocab.png")
     args = ("bench.py", "all", "--quick", "--rounds", 1, "--device", "cpu", *plot)
     printed = command(*args, cwd=tmp_path).stdout
+    by_length, printed = printed.split("| attention |")[1].split("\n\n")[0], printed
+    printed = printed.replace(by_length, "")
     rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if "|" in line]
-    assert [row[0] for row in rows if row[0] in bench.TABLES] == ["train", "decode", "vocab"]
+    parts = [row[0] for row in rows if row[0] in bench.TABLES]
+    assert parts == ["train", "decode", "attention", "vocab"]
     for kind in bench.KINDS:
         assert sum(row[0].startswith(kind) for row in rows) == 4  # train, decode 1 and 8, no cache
     assert {row[2] for row in rows if row[0].startswith("dense")} == {"1.00"}
+    assert by_length.count("count, T = 128") == 2  # in all layers, and in a pattern
     assert (tmp_path / "vocab.png").read_bytes().startswith(b"\x89PNG")
     shortest = Bench(device="cpu", quick=True, **bench.QUICK | dict(rounds=1, block_size=1))
     assert all(math.inf > row["tok/s"] > 0 for row in bench.bench_decode(shortest).values())
+
+
+def test_kinds_of_attention_by_length(tmp_path):
+    """Only full attention's cache grows beyond a window of 128 tokens."""
+    sizes = dict(quick=True, plot=tmp_path / "lengths.png", **SIZES | dict(block_size=80))
+    rows = bench.bench_attention(Bench(device="cpu", **sizes))
+    assert len(rows) == 2 * 6 and (tmp_path / "lengths.png").exists()
+    per_token = 3 * 2 * 24 * 4  # layers, keys and values, channels, bytes
+    for n in (80, 160):
+        for name in ("full", "dense", "STEM, all"):
+            assert rows[f"{name}, T = {n}"]["KiB of cache"] * 1024 == n * per_token
+        row = rows[f"window, T = {n}"]
+        assert row["KiB of cache"] * 1024 == min(n, 127) * per_token
+        assert rows[f"count, T = {n}"]["KiB of cache"] * 1024 <= n * 2 * 8  # an id and a count
+        assert all(row[task]["tok/s"] > 0 for task in ("train", "prefill", "decode"))
+        assert rows[f"full, T = {n}"]["train"]["ratio"] == 1
 
 
 def test_vocabularies_differ_in_nothing_but_their_size(monkeypatch):

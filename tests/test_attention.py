@@ -1,0 +1,184 @@
+"""Kinds of attention against one that weighs all T x T pairs of tokens, in float64."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attention import KVCache
+from common import UserError
+from config import ModelConfig
+from edit import MeanRows
+from embformer import mix
+from model import Decoder
+
+TINY = dict(ffn="embformer", vocab_size=11, block_size=32, n_layer=3, n_head=4, n_embd=32, window=4)
+PATTERNS = ("window", "count", "window,full", "window,window,count", "count,full")
+
+
+def decoder(**options) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(**TINY | options)).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    return model.eval()
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def naive_norm(x):
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def turned(x, base=10000.0):
+    """x [T, H, head_dim]: channels i and i + head_dim/2 as complex numbers, turned by position."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(len(x)).double()[:, None] / base ** (torch.arange(half).double() / half)
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angle)[:, None]
+    return torch.cat((z.real, z.imag), dim=-1)
+
+
+def naive(config, weights, ids, table_ids=None, documents=None):
+    """Logits [T, V] of Embformer for ids [T]: each layer weighs all pairs of tokens."""
+    n, d = len(ids), config.head_dim
+    table_ids = ids if table_ids is None else table_ids
+    documents = torch.zeros(n) if documents is None else documents
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    same = (j <= i) & (documents[:, None] == documents)
+    shared = torch.arange(config.n_head) // (config.n_head // config.n_kv_head)
+    x = weights["wte.weight"][ids]
+    for layer in range(config.n_layer):
+        kind = config.attention.split(",")[layer % len(config.attention.split(","))]
+        rows = weights[f"tables.weight.{layer}"][table_ids]
+        k, v, f = rows.split([config.n_kv_head * d] * 2 + [config.n_embd], -1)
+        k, v = k.unflatten(-1, (-1, d)), v.unflatten(-1, (-1, d))
+        if kind != "count":  # keys of the token before
+            before = torch.arange(n).sub(1).clamp(min=0)
+            heads = config.previous_heads
+            k = torch.cat((k[before][:, :heads], k[:, heads:]), dim=1)
+        q, k = naive_norm(naive_norm(x).unflatten(-1, (-1, d))), naive_norm(k)[:, shared]
+        if kind != "count":
+            q, k = turned(q), turned(k)
+        logits = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
+        seen = same & (i - j < config.window) if kind == "window" else same
+        weight = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        x = x + torch.einsum("hij,jhd->ihd", weight, v[:, shared]).flatten(1)
+        h = naive_norm(x)
+        x = x + (h * h.sigmoid() * f)[:, mix(config.n_head, d)]
+    return naive_norm(x) @ weights["wte.weight"].T
+
+
+@pytest.mark.parametrize("attention", PATTERNS)
+@pytest.mark.parametrize(
+    "options", [{}, dict(n_kv_head=2), dict(n_kv_head=2, previous_heads=1, window=5)], ids=str
+)
+@pytest.mark.parametrize("n", [3, 16, 29])
+@pytest.mark.parametrize("masked", [False, True])
+def test_logits_and_gradients_equal_those_of_all_pairs(attention, options, n, masked):
+    if "count" in attention:
+        options = options | dict(previous_heads=0)
+    model, ids, table_ids = decoder(attention=attention, **options), tokens(2, n), tokens(2, n)
+    table_ids[:, 1::3] = 7  # an edit: other rows than the ids'
+    documents = (tokens(2, n, seed=3) == 0).cumsum(1) if masked else None
+    model.tables.requires_grad_()  # ordinary parameters, not rounded to float32
+    weights = {k: v.detach().clone().requires_grad_() for k, v in model.state_dict().items()}
+    expected = torch.stack([
+        naive(model.config, weights, ids[b], table_ids[b], documents[b] if masked else None)
+        for b in range(2)
+    ])  # fmt: skip
+    logits, _ = model(ids, table_ids=table_ids, documents=documents)
+    close = dict(rtol=1e-9, atol=1e-9) if attention == "count" else dict(rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, expected, **close)  # angles are float32
+    (logits.sin().sum() + expected.sin().sum()).backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, weights[name].grad, **close)
+
+
+@pytest.mark.parametrize("attention", [*PATTERNS, "full"])
+@pytest.mark.parametrize("chunks", [[1] * 29, [5, 1, 9, 14], [2, 27], [29]], ids=str)
+@pytest.mark.parametrize("previous", [0, 2])
+def test_cached_logits_equal_those_without_a_cache(attention, chunks, previous):
+    previous = 0 if "count" in attention else previous
+    model = decoder(attention=attention, n_kv_head=2, previous_heads=previous)
+    ids, table_ids = tokens(2, 29), tokens(2, 29, seed=4)
+    whole, _ = model(ids, table_ids=table_ids)
+    cache = KVCache(model.config, 2, "cpu", torch.float64)
+    for _ in range(2):  # what is full begins anew
+        cache.length = 0
+        parts = zip(ids.split(chunks, 1), table_ids.split(chunks, 1), strict=True)
+        logits = [model(part, table_ids=under, cache=cache)[0] for part, under in parts]
+        torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_an_edit_to_a_mean_of_rows_is_counted_as_a_token_of_its_own():
+    model, ids = decoder(attention="window,count", window=8), tokens(1, 29)
+    model.tables = MeanRows(model.tables)
+    table_ids = ids.masked_fill(ids == 3, model.tables.token([1, 2]))  # an id behind the vocabulary
+    whole, _ = model(ids, table_ids=table_ids)
+    cache = KVCache(model.config, 1, "cpu", torch.float64)
+    parts = zip(ids.split(3, 1), table_ids.split(3, 1), strict=True)
+    logits = [model(part, table_ids=under, cache=cache)[0] for part, under in parts]
+    torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-5, atol=1e-5)
+    weights = {name: weight for name, weight in model.state_dict().items()}
+    for layer in range(3):
+        rows = weights.pop(f"tables.tables.weight.{layer}")
+        weights[f"tables.weight.{layer}"] = torch.cat((rows, rows[1:3].mean(0, keepdim=True)))
+    expected = naive(model.config, weights, ids[0], table_ids[0])
+    torch.testing.assert_close(whole[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["window", "full"])
+def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention):
+    """Of full attention inside documents some do, so that the test can see them."""
+
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            every = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+            self.most = max([self.most, *(each.numel() for each in every)])
+            return made
+
+    most = []
+    for n in (64, 128, 256):
+        options = dict(block_size=256, n_layer=1, n_embd=8)  # heads of one pair of channels
+        model, ids = decoder(attention=attention, **options), tokens(1, n)
+        with Largest() as largest:
+            model(ids, ids, documents=(ids == 0).cumsum(1))[1].backward()
+        most.append(largest.most)
+    growth = [most[1] / most[0], most[2] / most[1]]
+    assert growth == pytest.approx([2, 2] if attention == "window" else [4, 4], rel=0.1)
+
+
+def test_a_cache_keeps_a_window_or_counts_and_greedy_text_is_that_of_whole_prompts():
+    model, ids = decoder(attention="window,window,count", block_size=64), tokens(2, 9)
+    text = model.generate(ids, 50, temperature=0)
+    for n in range(9, 59):
+        assert torch.equal(model(text[:, :n])[0][:, -1].argmax(-1), text[:, n])
+    cache = KVCache(model.config, 2, "cpu", torch.float64)
+    model(text[:, :59], cache=cache)
+    assert [each.shape[-2:] for each in cache.k[:2]] == [(3, 8)] * 2 and not cache.k[2].numel()
+    for seen, counts, each in zip(cache.seen, cache.counts, text[:, :59], strict=True):
+        assert Counter(seen.repeat_interleave(counts).tolist()) == Counter(each.tolist())
+
+
+def test_what_does_not_fit_together_is_one_line():
+    for options, words in (
+        (dict(attention="windows"), "attention='windows' must be of full, window and count"),
+        (dict(attention="window,,full"), "must be of full"),
+        (dict(ffn="stem", attention="window,count"), "count needs ffn='embformer'"),
+        (dict(ffn="dense", attention="count"), "count needs ffn='embformer'"),
+        (dict(attention="count", previous_heads=1), "previous_heads=0"),
+        (dict(previous_heads=-1), "previous_heads=-1 must be 0 or more"),
+        (dict(window=0), "window=0 must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ModelConfig(**TINY | options)
+    with pytest.raises(UserError, match="--compile: caches of --attention window change"):
+        decoder(attention="window").compile_steps()
