@@ -222,6 +222,8 @@ def test_a_checkpoint_brings_back_the_model(kind, tmp_path):
         loaded, _, _ = load_model(tmp_path / "ckpt.pt", torch.device("cpu"), offload)
         torch.testing.assert_close(loaded(ids)[0], model(ids)[0])
     short, _, _ = load_model(tmp_path / "ckpt.pt", torch.device("cpu"), dtype="bfloat16")
+    kinds = [{n: w.dtype for n, w in m.state_dict().items()} for m in (loaded, model)]
+    assert kinds[0] == kinds[1]
     a, b = (each(ids)[0].float() for each in (short, model))
     assert short.head_weight.dtype == torch.bfloat16 and (a - b).abs().mean() < 0.1 * b.std()
 

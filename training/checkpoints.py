@@ -151,8 +151,10 @@ def load_model(
     checkpoint. UserError: as `load_checkpoint`."""
     checkpoint = load_checkpoint(path)
     with checkpoint_errors(path):
-        weights = checkpoint["model"].items()  # others' may be in bfloat16
-        weights = {n: w if n.startswith("tables.") else w.float() for n, w in weights}
+        weights = checkpoint["model"]
+        for name in [n for n in weights if not n.startswith("tables.")]:
+            if weights[name].is_floating_point():  # others' may be in bfloat16
+                weights[name] = weights[name].float()
         of_rows = weights.get("tables.weight.0", torch.empty(0)).dtype
         tables = make_tables(offload, device, of_rows, saved=checkpoint["tables"])
         with outline():
