@@ -1,6 +1,7 @@
 """Llamas of Hugging Face (config.json, model.safetensors, tokenizer.json), read as checkpoints."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def read_model(folder: Path) -> dict:
     require(path, rope, rope_type=kind, type=kind)
     shape["rope_scaling"] = [rope[name] for name in ROPE] if kind == "llama3" else None
     shape["rope_base"] = found.get("rope_theta") or rope["rope_theta"]
-    config, model = vars(ModelConfig(found["vocab_size"], **shape, ffn="dense")), {}
+    config, model = asdict(ModelConfig(found["vocab_size"], **shape, ffn="dense")), {}
     embedding = "wte.weight" if config["tie_head"] else "wte.weight.0"
     for path in sorted(folder.glob("model*.safetensors")) or [folder / "model.safetensors"]:
         file = np.memmap(path, mode="c")  # 8 bytes: the length of a JSON text; this; numbers
