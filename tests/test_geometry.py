@@ -35,7 +35,8 @@ def test_outputs_of_up_projections_by_token():
     tokens = torch.tensor([1, 4, 15, 16])
     found = up_outputs(model, windows, tokens)
     with torch.no_grad():
-        x, context = model.embed(windows), (rotary(8, model.config, "cpu"), None, None)
+        context = (rotary(8, model.config, "cpu"), {"full": None}, None)
+        x = model.embed(windows)
         for layer, block in enumerate(model.blocks):
             x = x + block.attn(block.attn_norm(x), windows, *context)
             y = block.ffn_norm(x) @ block.ffn.up.weight.T
