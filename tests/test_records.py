@@ -8,7 +8,7 @@ from analysis.runs import row
 from common import UserError
 from training import records
 
-ARGS = {"ffn": "stem", "batch_size": 4, "block_size": 32, "stage": "pretrain"}
+ARGS = {"ffn": "stem", "stem_layers": "all", "batch_size": 4, "block_size": 32, "stage": "pretrain"}
 ARGS |= {"learning_rate": 6e-3, "max_iters": 2000}
 SIZES = {"total": 9_000_000, "active": 3_000_000, "flops_per_token": 2_500_000}
 RECORDS = [
@@ -61,7 +61,7 @@ def test_numbers_of_any_size_are_shown(tmp_path, loss):
     folder = made(tmp_path / r"a$\frac$", [*RECORDS, step, last])
     row = table([folder]).splitlines()[-1]
     best = min(6.5, loss) if loss == loss else 6.5
-    trained = r"a$\frac$ | stem | 0.006 | 2,000 | 2.50"
+    trained = r"a$\frac$ | stem, all | 0.006 | 2,000 | 2.50"
     assert row == f"| {trained} | {loss:.3f} | {best:.3f} | 1.500 | 25.0% | 9.00 M | 3.00 M | 100 |"
     records.plot([folder], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").exists()

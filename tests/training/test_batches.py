@@ -250,7 +250,7 @@ def flipped(content: bytes) -> bytes:
 def test_damaged_token_files_are_refused(tmp_path, encoding, split, damage):
     path = folder(tmp_path / "a", encoding)
     (path / f"{split}.bin").write_bytes(damage((path / f"{split}.bin").read_bytes()))
-    with pytest.raises(UserError, match=rf"{split}\.bin is damaged .*: run prepare\.py again"):
+    with pytest.raises(UserError, match=rf"{split}\.bin is damaged .*: run prepare\.py --out_dir"):
         Data(str(path), "text", 10, 1, 50)
 
 
