@@ -62,5 +62,5 @@ def convert(experiment: Experiment) -> None:
                 rows[-1]["edits that succeed"] = spread(".1%", (each["success"] for each in edits))
             axes.plot(last, [f"{name}, {total:g}"] * len(last), ".", color="C0")
         print(markdown(rows) + "\n")
-        axes.set(xlabel=title, xscale="log")
+        axes.set_xlabel(title)
     experiment.picture("convert", figure)
