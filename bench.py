@@ -292,6 +292,7 @@ def plot(path: Path, rows: dict, panels: dict, form: str, lines: list, sizes: li
             each.loglog(sizes, values, ".-", label=line)
         each.set(xlabel=form[4:5], ylabel=title)
         each.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        each.tick_params(axis="x", which="minor", labelbottom=False)
         each.grid(alpha=0.3)
     axes[0].legend()
     save_figure(figure, path)
