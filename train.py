@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
@@ -174,7 +174,8 @@ def fit(run: Run) -> None:
     describe(run)
     if (out_dir / "ckpt.pt").exists() and not settings.resume and not ranks.rank:
         print(f"kept the run that was in {out_dir} as {archive_previous_run(out_dir)}")
-    log = Mock() if ranks.rank else Log(out_dir / "metrics.jsonl", run.step)
+    silent = SimpleNamespace(write=lambda **_: None)
+    log = silent if ranks.rank else Log(out_dir / "metrics.jsonl", run.step)
     log.write(type="run", args=settings.flat(), sizes=run.sizes, data=data.metas)
 
     numbers = range(run.step, settings.max_iters)
