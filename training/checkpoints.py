@@ -60,11 +60,12 @@ def remove_leftovers(out_dir: Path) -> None:
 def remove_unused_tables(folder: Path) -> None:
     """Delete snapshots that no *.pt file in the folder names: none, if one cannot be read."""
     with contextlib.suppress(UserError), checkpoint_errors(folder):
-        named = [read_checkpoint(path)["tables"] for path in folder.glob("*.pt")]
-        used = {f"tables-{tables['id']}" for tables in named if tables}
-        for path in snapshots(folder):
-            if path.name not in used:
-                shutil.rmtree(path, ignore_errors=True)
+        unused = set(snapshots(folder))
+        for path in folder.glob("*.pt") if unused else ():  # each save comes here
+            if tables := read_checkpoint(path)["tables"]:
+                unused.discard(folder / f"tables-{tables['id']}")
+        for path in unused:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
