@@ -33,9 +33,8 @@ from analysis.geometry import geometry
 from analysis.runs import kinds, runs, settings, stability
 from common import UserError, add_flags, make_parser, pick_device, run
 
-QUESTIONS = (
-    *(kinds, settings, stability, capacity, context, attention, geometry, costs, edits, convert),
-)
+QUESTIONS = (kinds, settings, stability, capacity, context)
+QUESTIONS += (attention, geometry, costs, edits, convert)
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ class KVCache:
         elif start == 0 or n == 1:
             return angles, None  # plainly causal
         seen = self.slots[: self.end] <= slots[:, None]  # [n, S]
-        return angles, torch.where(seen, 0.0, -torch.inf).to(self.k[0].dtype)
+        return angles, additive(seen, self.k[0])
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim], in
