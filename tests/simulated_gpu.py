@@ -25,16 +25,16 @@ the device `meta`, the only one besides the CPU for which every build knows auto
 import contextlib
 import random
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from tables import storage, tables
 
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
+RESULTS = {}  # of operations, by what they are given
 
 
 class Mark:
@@ -112,7 +112,7 @@ class Memory:
         for user in self.users:
             marks.append(Mark(user))
             user.add(marks[-1])
-        self.gpu.freed.append((numbers, self.stream, marks))
+        self.gpu.freed[self.stream, numbers.numel(), numbers.dtype].append((numbers, marks))
 
 
 def spoil(numbers: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ class SimulatedGpu:
         self.random, self.pace, self.paces = random.Random(seed), pace, {}
         self.pins, self.waits = pins, Counter()
         self.lock, self.local, self.streams = threading.RLock(), threading.local(), []
-        self.pinned_memory, self.freed = {}, []
+        self.pinned_memory, self.freed = {}, defaultdict(list)
 
     def __enter__(self) -> "SimulatedGpu":
         SimulatedGpu.current = self
@@ -253,15 +253,14 @@ class SimulatedGpu:
             raise OSError("this GPU pins nothing")
         return DeviceTensor(array, Memory(self, torch.empty(0)))
 
-    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+    def allocate(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor, if possible such that has been freed."""
-        stream, kind = self.current_stream(), (like.numel(), like.dtype)
         with self.lock:
-            for i, (numbers, owner, marks) in enumerate(self.freed):
-                fits = owner is stream and (numbers.numel(), numbers.dtype) == kind
-                if fits and all(mark.reached for mark in marks):
-                    return self.freed.pop(i)[0].view(like.shape)
-        return spoil(torch.empty(like.shape, dtype=like.dtype))
+            freed = self.freed[self.current_stream(), shape.numel(), dtype]
+            for i, (_, marks) in enumerate(freed):
+                if all(mark.reached for mark in marks):
+                    return freed.pop(i)[0].view(shape)
+        return spoil(torch.empty(shape, dtype=dtype))
 
     def new(self, numbers: torch.Tensor) -> DeviceTensor:
         return DeviceTensor(numbers, Memory(self, numbers))
@@ -275,32 +274,40 @@ class SimulatedGpu:
         if func is aten.copy_.default and len(here) == 1:
             return self.copy(*args)
         if func is aten._to_copy.default and not here:  # to the device
-            target = self.new(self.allocate(given[0]))
+            target = self.new(self.allocate(given[0].shape, given[0].dtype))
             return self.copy(target, given[0], kwargs.get("non_blocking", False))
         if func in (aten._local_scalar_dense.default, aten.equal.default) or (
             func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
         ):
             self.current_stream().synchronize()
-            return func(*tree_map(numbers_of, args), **kwargs)
+            return func(*numbers_of(args), **kwargs)
         if any(x.dim() and not isinstance(x, DeviceTensor) for x in given):
             raise RuntimeError(f"{func}: tensors on the host and on the device")
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        raw_args, raw_kwargs = tree_map(numbers_of, (args, kwargs))
+        raw_args, raw_kwargs = numbers_of(args), numbers_of(kwargs)
         if func.is_view:
             views = func(*raw_args, **raw_kwargs)
-            return tree_map(lambda x: DeviceTensor(x, here[0].memory), views)
+            return each(torch.Tensor, lambda x: DeviceTensor(x, here[0].memory), views)
         if func._schema.is_mutable:
             self.current_stream().add(lambda: func(*raw_args, **raw_kwargs))
             return kwargs.get("out", args[0])
-        shape = func(*tree_map(on_meta, raw_args), **tree_map(on_meta, raw_kwargs))
-        made = self.allocate(shape)
+        made = self.allocate(*self.result_of(func, raw_args, raw_kwargs))
         if func is aten.empty.memory_format:
             # Kernels that were queued earlier may still use what the memory was before.
             self.current_stream().add(lambda: spoil(made))
         else:
             self.current_stream().add(lambda: made.copy_(func(*raw_args, **raw_kwargs)))
         return self.new(made)
+
+    def result_of(self, func, args: tuple, kwargs: dict) -> tuple[torch.Size, torch.dtype]:
+        """The shape and dtype of what an operation returns, worked out once."""
+        key = str((func, each(torch.Tensor, lambda x: (x.shape, x.dtype), (args, kwargs))))
+        if key not in RESULTS:
+            args, kwargs = each(torch.Tensor, lambda x: x.to("meta"), (args, kwargs))
+            made = func(*args, **kwargs)
+            RESULTS[key] = made.shape, made.dtype
+        return RESULTS[key]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False):
         """Between host and device."""
@@ -316,8 +323,13 @@ class SimulatedGpu:
 
 
 def numbers_of(x):
-    return x.numbers if isinstance(x, DeviceTensor) else x
+    return each(DeviceTensor, lambda tensor: tensor.numbers, x)
 
 
-def on_meta(x):
-    return x.to("meta") if isinstance(x, torch.Tensor) else x
+def each(kind: type, change, x):
+    """What a structure of tuples, lists and dicts is with all of a kind changed."""
+    if isinstance(x, kind):
+        return change(x)
+    if isinstance(x, dict):
+        return {key: each(kind, change, value) for key, value in x.items()}
+    return type(x)([each(kind, change, y) for y in x]) if type(x) in (tuple, list) else x
