@@ -85,8 +85,8 @@ def learn(
 
 def capacity(experiment: Experiment) -> None:
     quick, seeds = experiment.quick, experiment.numbers
-    sizes = (40, 80) if quick else (1000, 2000, 4000, 8000, 16_000)  # facts
-    compared = 80 if quick else 8000  # facts at which learning rates are compared
+    sizes = (40,) if quick else (1000, 2000, 4000, 8000, 16_000)  # facts
+    compared = 40 if quick else 8000  # facts at which learning rates are compared
     passes = 1 if quick else PASSES
     models = [(kind, names) for names, kinds in NAMES.items() for kind in kinds]
     perfect = set()  # the models that recall all facts at some rate

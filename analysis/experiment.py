@@ -44,7 +44,8 @@ KINDS = {
     **{name: dict(ffn=name) for name in ("moe", "hash_moe", "pkm", "deepembed", "ple")},
 }
 RATES = (1.5e-3, 3e-3, 6e-3)  # learning rates, and further ones while the best is at an end
-QUICK = dict(n_layer=3, n_head=2, n_embd=16, max_iters=4, eval_interval=4, eval_tokens=2048)
+QUICK = dict(n_layer=3, n_head=2, n_embd=16, batch_size=2)
+QUICK |= dict(max_iters=4, eval_interval=4, eval_tokens=512)
 
 
 def pick(*names: str) -> dict[str, Flags]:

@@ -17,6 +17,7 @@ from analysis.edits import success_of_edits
 from analysis.experiment import (
     KINDS,
     MAIN,
+    RATES,
     Experiment,
     Flags,
     Run,
@@ -122,11 +123,8 @@ def curve(axes: plt.Axes, group: list[Run], per_token: float, **look) -> None:
 
 
 def settings(experiment: Experiment) -> None:
-    every = {
-        f"{name}, {std}": {**KINDS[name], "init_std": std}
-        for name in ("dense", "STEM, third", "STEM, all", "Embformer")
-        for std in INITS
-    }
+    names = ("dense", "STEM, third", "STEM, all", "Embformer")[: 2 if experiment.quick else 4]
+    every = {f"{name}, {std}": {**KINDS[name], "init_std": std} for name in names for std in INITS}
     every = best_learning_rates(experiment, every)
     print(f"How dense weights begin:\n\n{with_edits(experiment, every)}\n")
     if read_meta(experiment.data_dir)["corpus"] == "countries":  # facts, and edits that tell where
@@ -153,7 +151,7 @@ def with_edits(experiment: Experiment, kinds: dict[str, Flags]) -> str:
 
 
 def stability(experiment: Experiment) -> None:
-    rates = (1e-2,) if experiment.quick else (3e-3, 1e-2, 3e-2)
+    rates = RATES[1:2] if experiment.quick else (3e-3, 1e-2, 3e-2)
     names = ("dense", "STEM, all", "moe")
     trained = experiment.train({
         (name, rate): {**KINDS[name], "max_iters": 250, "learning_rate": rate}
