@@ -2,6 +2,7 @@
 
     python bench.py all --quick                          # everything small, in a minute or two
     python bench.py train                                # kinds of layers, eager and compiled
+    torchrun --nproc_per_node=2 bench.py train           # ... by two processes together
     python bench.py decode                               # one token at a time, and without cache
     python bench.py attention --plot attention.png       # full, windows, counts: by length
     python bench.py vocab --plot vocab.png               # what a larger vocabulary costs
@@ -39,8 +40,10 @@ from attention import KVCache
 from common import UserError, add_flags, check_ranges, flag, make_parser, pick_device, run
 from model import Decoder, ModelConfig
 from offload import OffloadedTables, make_tables
+from tables import sharded
 from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
+from training import ranks
 from training.checkpoints import device_flag
 from training.optimizer import Optimizer
 from training.records import check_picture, markdown, save_figure
@@ -54,7 +57,7 @@ KINDS = {
 }
 QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2, rounds=2)
 # How to print a column, by its first word: others as whole numbers.
-FORMATS = {"over": "{:.2f}", "of": "{:.0%}", "GB/s": "{:.1f}", "GiB": "{:.2f}"}
+FORMATS = {"over": "{:.2f}", "of": "{:.0%}", "GB/s": "{:.1f}", "MB": "{:.1f}", "GiB": "{:.2f}"}
 FORMATS |= dict.fromkeys(("decode", "prefill", "train"), "{0[tok/s]:,.0f} ({0[ratio]:.1%})")
 
 
@@ -108,10 +111,13 @@ class Contender:
     batches: int = 0  # drawn so far
     cache: KVCache | None = None  # what reads on has one,
     kept: int = 0  # and these bytes in it when its context is full
+    sent: float = 0  # bytes in a step, to other ranks
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        self.model = Decoder(self.config, self.tables).to(self.bench.on)
+        tables = lambda n, v, w: sharded.shard(self.tables(n, v, w // ranks.size), w)  # noqa: E731
+        self.model = Decoder(self.config, tables).to(self.bench.on)
+        sharded.shard(self.model.wte, self.config.n_embd)
         self.adapt(self.model)
 
     def batch(self, *shape: int) -> tuple[Tensor, Tensor]:
@@ -135,9 +141,9 @@ def interleaved_timing(contenders: dict[str, Contender], rounds: int, task=None)
     turns in an order that changes, as a turn leaves caches and disk busy. The first warms up."""
     for it in contenders.values() if task else ():
         it.task = task
-    rates = {name: [] for name in contenders}
+    rates, order = {name: [] for name in contenders}, random.Random(0)  # the same on all ranks
     for _ in tqdm(range(1 + rounds), desc="taking turns", unit="turn"):
-        for name in random.sample(list(contenders), len(contenders)):
+        for name in order.sample(list(contenders), len(contenders)):
             rates[name].append(contenders[name].turn())
     rates = {name: np.array(each[1:]) for name, each in rates.items()}  # [rounds] each
     rows = {}
@@ -166,7 +172,9 @@ def train(it: Contender, steps: int = 1) -> int:
         settings = Settings(learning_rate=1e-3, table_optimizer=it.table_optimizer)
         it.optimizer = Optimizer(model, settings)
     batches = [it.batch(it.bench.batch_size, it.bench.block_size + 1) for _ in range(steps)]
-    for number, (ids, table_ids) in enumerate(batches, 1):
+    before = sharded.sent.total()
+    for number, batch in enumerate(batches, 1):
+        ids, table_ids = (each[ranks.rank :: ranks.size] for each in batch)
         targets = ids[:, 1:] % len(model.head_weight)  # vocab: a small head has fewer classes
         with torch.autocast(device.type, torch.bfloat16, enabled=it.bench.cuda):
             _, loss = model(ids[:, :-1], targets, table_ids=table_ids[:, :-1])
@@ -175,6 +183,7 @@ def train(it: Contender, steps: int = 1) -> int:
         loss.backward()
         it.optimizer.step(1.0)
         loss.item()
+    it.sent = (sharded.sent.total() - before) / steps
     return steps * it.bench.batch_size * it.bench.block_size
 
 
@@ -229,7 +238,8 @@ def bench_train(bench: Bench) -> dict:
     most = 2 * n**3 * calls_per_second("x @ x", torch.randn(n, n, device=bench.on, dtype=dtype))
     for name, row in rows.items():
         flops = row["tok/s"] * 3 * contenders[name].model.sizes()["flops_per_token"]
-        row |= {"GFLOP/s": flops / 1e9, "of the matrix rate": flops / most}
+        row |= {"GFLOP/s": flops / 1e9, "of the matrix rate": flops / most / ranks.size}
+        row |= {"MB sent": contenders[name].sent / 1e6} if ranks.size > 1 else {}
     return show("train", rows)
 
 
@@ -364,6 +374,7 @@ TABLES = dict(train=bench_train, decode=bench_decode, attention=bench_attention)
 TABLES |= dict(vocab=bench_vocab, offload=bench_offload)
 
 
+@ranks.joined()
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=(*TABLES, "all"), help="what to compare")
@@ -373,6 +384,9 @@ def main() -> None:
     check_picture(flags.get("plot"))
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
     bench = Bench(**(QUICK if "quick" in flags else {}) | flags)
+    if ranks.size > 1 and (what != "train" or bench.batch_size % ranks.size):
+        needs = f"train, and a --batch_size that is a multiple of {ranks.size}"
+        raise UserError(f"--nproc_per_node: {ranks.size} processes need bench.py {needs}")
     for name in TABLES if what == "all" else [what]:
         TABLES[name](bench)
 

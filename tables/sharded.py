@@ -5,6 +5,7 @@ alike. A lookup, of all at once, gathers ids, on CPUs, and columns of their rows
 sends gradients the other way, and sums them in the order of ranks.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -15,10 +16,13 @@ from torch import Tensor
 from common import UserError
 from tables.tables import Tables, send
 
+sent = Counter()  # bytes that left this rank
+
 
 def gather(mine: Tensor) -> list[Tensor]:
     """A tensor of one shape from each rank. Bytes: not all backends know all types."""
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    sent["ids"] += (len(every) - 1) * mine.nbytes
     dist.all_gather([each.view(torch.uint8) for each in every], mine.view(torch.uint8))
     return every
 
@@ -29,6 +33,7 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parts: Tensor) -> Tensor:
         received = torch.empty_like(parts := parts.contiguous())
+        sent["rows"] += parts[1:].nbytes
         dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8))
         return received
 

@@ -19,6 +19,7 @@ from conftest import ROOT, SMALL, command
 from test_stages import folders  # noqa: F401
 from test_train import assert_same, checkpoint, losses
 
+import bench
 import train as train_module
 from common import UserError
 from tables import sharded
@@ -70,7 +71,9 @@ def counted_step(step, run, batch, *more):
 
         real[name] = getattr(dist, name)
         setattr(dist, name, counted)
+    sharded.sent.clear()
     result = step(run, batch, *more)
+    assert sorted(sent.values()) == sorted(sharded.sent.values())  # which bench.py shows
     for name, function in real.items():
         setattr(dist, name, function)
 
@@ -93,12 +96,14 @@ def counted_step(step, run, batch, *more):
 @ranks.joined()
 def work(jobs: list[dict], folder: str) -> None:
     train_all(jobs, Path(folder))
+    bench.bench_train(bench.Bench(device="cpu", quick=True, **{**bench.QUICK, "batch_size": 4}))
 
 
 def fork(n: int, jobs: str, folder: str) -> None:
     """Be torchrun, but import everything once: `work` in n processes."""
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # imports much
+    train_module.plot = lambda *_: None
     os.environ.update(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     processes = []
     for number in range(n):
@@ -124,17 +129,22 @@ def in_ranks(n: int, jobs: list[dict], folder: Path) -> subprocess.Popen:
 
 
 def assert_ended(process: subprocess.Popen) -> None:
+    """... well, and with a table of bench.py, which says what was sent, too."""
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
+    sent = [float(line.split("|")[-2]) for line in said.splitlines() if line.startswith("| STEM")]
+    assert len(sent) == 2 and min(sent) > 0, said
 
 
 def assert_same_run(a: Path, b: Path) -> None:
     assert losses(a) == losses(b) and len(losses(a)) == 20
     evals = [{e["step"]: e["val_loss"] for e in read_run(folder)["eval"]} for folder in (a, b)]
-    assert evals[0].items() >= evals[1].items()  # where a run resumed it evaluated once more
+    for step, loss in evals[1].items():  # where a run resumed it evaluated once more
+        assert evals[0][step] == pytest.approx(loss, rel=1e-6)  # each rank has a share of it
     a, b = (load_checkpoint(folder / "ckpt.pt", verify=True) for folder in (a, b))
-    for part in ("model", "optimizer", "step", "config", "best", "reference"):
+    for part in ("model", "optimizer", "step", "config", "reference"):
         assert_same(a[part], b[part])
+    assert a["best"] == pytest.approx(b["best"], rel=1e-6)
 
 
 def test_two_ranks_equal_one_process_to_the_bit(data, folders, trained, tmp_path):  # noqa: F811
@@ -176,8 +186,10 @@ def test_four_ranks_equal_one_process_nearly(data, tmp_path):
     process = in_ranks(4, [job], tmp_path / "four")
     train_all([job], tmp_path / "one")
     assert_ended(process)
-    one, four = (losses(tmp_path / name / "run") for name in ("one", "four"))
-    assert four == pytest.approx(one, abs=1e-5)
+    runs = [read_run(tmp_path / name / "run") for name in ("one", "four")]
+    for kind, loss in (("step", "train_loss"), ("eval", "val_loss")):  # of one row: one rank's
+        one, four = ([record[loss] for record in run[kind]] for run in runs)
+        assert len(one) > 1 and four == pytest.approx(one, abs=1e-5)
     one, four = (checkpoint(tmp_path / name / "run") for name in ("one", "four"))
     counts = [each["optimizer"]["rows"]["tables"]["count"] for each in (one, four)]
     assert_same(*counts)

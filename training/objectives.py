@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from model import Decoder
 from tables.tables import send
+from training import ranks
 from training.batches import Data, Pairs, Source
 
 
@@ -111,14 +112,20 @@ def validate(objective: Objective, data: Data, n_token: int, size: int) -> dict[
     objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
         sums, count, n_byte, n_row = Counter(), 0, 0, validation_rows(source, n_token)
-        for at in range(0, n_row, size):
-            batch = source.rows(range(at, min(n_row, at + size)))
+        for at in range(0, n_row, size * ranks.size):
+            rows = range(at, min(n_row, at + size * ranks.size))
+            mine = rows[ranks.rank :: ranks.size]  # one rank has none: it only looks up with all
+            batch = source.rows(mine or rows[:1])
             loss, more = objective(*batch)
-            n, targets = objective.count(*batch), batch[1]
+            n, targets = objective.count(*batch) if mine else 0, batch[1]
             count += n
-            n_byte += int(data.token_lengths[targets[targets >= 0]].sum())
+            n_byte += bool(mine) * int(data.token_lengths[targets[targets >= 0]].sum())
             for key, value in {"loss": loss, **more}.items():
                 sums[key] += value.item() * n  # a host-device sync
+        total = torch.tensor([*sums.values(), count, n_byte], dtype=torch.float64)
+        ranks.add_up(total)
+        *values, count, n_byte = total.tolist()
+        sums = dict(zip(sums, values, strict=True))
         for key, value in sums.items():
             figures[f"val_{key}"] += weight * (value / count)
         if isinstance(objective, NextToken):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import UserError
-from tables.sharded import my_columns, parts
+from tables.sharded import my_columns, parts, sent
 
 rank, size = 0, 1  # of this process, and how many there are
 
@@ -52,6 +52,7 @@ def add_up(*tensors: Tensor) -> None:
     """Sum tensors over the ranks, in place, in one message."""
     if size > 1:
         flat = parameters_to_vector(tensors)
+        sent["backbone"] += 2 * flat.nbytes * (size - 1) // size  # as a ring: adds up, then tells
         dist.all_reduce(flat)
         vector_to_parameters(flat, tensors)
 
