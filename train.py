@@ -19,7 +19,7 @@ import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +32,7 @@ from model import Decoder, outline
 from offload import make_tables
 from tables.sharded import shard
 from tables.storage import DTYPES
+from tables.tables import ResidentTables
 from text import tokenizer
 from training import ranks
 from training.batches import Data, check_tokenizer, read_meta
@@ -54,7 +55,7 @@ from training.settings import STAGES, Settings, parse_args, resolve_settings
 class Run:
     """What a run trains, with what, and how far it is."""
 
-    def __init__(self, settings: Settings, data: Data) -> None:
+    def __init__(self, settings: Settings, data: Data, tables: Callable | None = None) -> None:
         """UserError: a checkpoint is damaged or of another run, or settings do not fit together."""
         out_dir, resume = settings.out_dir, settings.resume
         origin = out_dir / "ckpt.pt" if resume else settings.init_from
@@ -75,14 +76,15 @@ class Run:
         torch.manual_seed(settings.seed)
         torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
         ranks.wait()  # until rank 0 has cleared the folder
-        where = dict(live=out_dir / f"{LIVE}{ranks.rank or ''}")
-        where |= dict(saved=checkpoint and checkpoint["tables"], fresh=not checkpoint or converts)
-        make = make_tables(settings.offload, device, DTYPES[settings.table_dtype], **where)
+        how = dict(live=out_dir / f"{LIVE}{ranks.rank or ''}")
+        how |= dict(saved=checkpoint and checkpoint["tables"], fresh=not checkpoint or converts)
+        make = tables or make_tables(settings.offload, device, DTYPES[settings.table_dtype], **how)
         try:
             with outline():
-                self.sizes = Decoder(settings.model).sizes()  # of all ranks together
-            tables = lambda n, v, w: shard(make(n, v, w // ranks.size), w)  # noqa: E731
-            self.model = model = Decoder(settings.model, tables=tables).to(device)
+                whole = Decoder(settings.model, tables or ResidentTables)  # of all ranks together
+            self.sizes = whole.sizes()
+            mine = lambda n, v, w: shard(make(n, v, w // ranks.size), w)  # noqa: E731
+            self.model = model = Decoder(settings.model, tables=mine).to(device)
         except ValueError as error:
             raise UserError(f"--{error}") from None
         shard(model.wte, settings.model.n_embd)
@@ -129,8 +131,9 @@ class Run:
         save_checkpoint(self.settings.out_dir / "ckpt.pt", self.model, data.encoding, **state)
 
 
-def train(settings: Settings) -> None:
-    """A whole training run: what `python train.py` does, once its flags have become settings."""
+def train(settings: Settings, tables: Callable | None = None) -> None:
+    """A whole training run: what `python train.py` does, once its flags have become settings.
+    `tables` makes tables of your own kind, of (n_table, V, W), in place of --offload's."""
     if settings.eval_only:
         return evaluate(settings)
     out_dir, block_size = settings.out_dir, settings.model.block_size
@@ -139,11 +142,11 @@ def train(settings: Settings) -> None:
     data = Data(settings.data_dir, rows, block_size, settings.seed, total)
     settings.model.vocab_size = data.metas[0]["vocab_size"]
     if ranks.rank:
-        return fit(Run(settings, data))
+        return fit(Run(settings, data, tables))
     with locked(out_dir):
         remove_leftovers(out_dir)
         try:
-            fit(Run(settings, data))
+            fit(Run(settings, data, tables))
         finally:
             remove_leftovers(out_dir)
 

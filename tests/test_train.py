@@ -20,8 +20,10 @@ from conftest import ROOT, SMALL, command
 import train as train_module
 from common import UserError, run
 from model import Decoder, ModelConfig
+from tables.tables import ResidentTables
 from training import questions
 from training.batches import Windows, read_tokenizer
+from training.checkpoints import load_model
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
 from training.records import read_run
@@ -513,3 +515,24 @@ def test_loss_with_document_mask_is_that_of_the_documents_alone():
     expected = plain(second, second)[0]
     torch.testing.assert_close(masked(both, targets)[0], expected)
     assert not torch.isclose(plain(both, targets)[0], expected, atol=1e-4)
+
+
+class SharedRows(ResidentTables):
+    def __init__(self, n_table: int, vocab_size: int, width: int) -> None:
+        super().__init__(n_table, -(-vocab_size // 8), width)
+
+    def lookup(self, ids: torch.Tensor):
+        return super().lookup(ids // 8)
+
+
+def test_tables_of_ones_own_are_trained_and_read_again(data, tmp_path):
+    flags = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, device="cpu")
+    flags |= dict(data_dir=str(data), out_dir=tmp_path, max_iters=4, eval_interval=2)
+    train_module.train(resolve_settings(**flags), tables=SharedRows)
+    train_module.train(resolve_settings(out_dir=tmp_path, resume=True, max_iters=6), SharedRows)
+    model, _, saved = load_model(tmp_path / "ckpt.pt", torch.device("cpu"), tables=SharedRows)
+    count = saved["optimizer"]["rows"]["tables"]["count"]  # in how many steps each was read
+    assert len(count) == len(model.tables.weight[0]) == -(-model.config.vocab_size // 8)
+    assert saved["step"] == 6 == count.max()
+    with pytest.raises(UserError, match="size mismatch"):
+        load_model(tmp_path / "ckpt.pt", torch.device("cpu"))

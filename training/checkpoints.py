@@ -145,11 +145,11 @@ def checkpoint_errors(path: str | Path) -> Iterator[None]:
 
 
 def load_model(
-    path: Path, device, offload="none", dtype="float32"
+    path: Path, device, offload="none", dtype="float32", tables=None
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint in evaluation mode on `device`, its tables where `offload` says
-    (`offload_flag`), all else in `dtype` (`decoding_dtype_flag`), its tokenizer, and the
-    checkpoint. UserError: as `load_checkpoint`."""
+    (`offload_flag`) or made by `tables`, all else in `dtype` (`decoding_dtype_flag`), its
+    tokenizer, and the checkpoint. UserError: as `load_checkpoint`."""
     checkpoint = load_checkpoint(path)
     with checkpoint_errors(path):
         weights = checkpoint["model"]
@@ -157,7 +157,7 @@ def load_model(
             if weights[name].is_floating_point():  # others' may be in bfloat16
                 weights[name] = weights[name].float()
         of_rows = weights.get("tables.weight.0", torch.empty(0)).dtype
-        tables = make_tables(offload, device, of_rows, saved=checkpoint["tables"])
+        tables = tables or make_tables(offload, device, of_rows, saved=checkpoint["tables"])
         with outline():
             model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
         if offload != "disk" and device.type == "cpu":  # else they are copied, or used in place
