@@ -109,7 +109,9 @@ def capacity(experiment: Experiment) -> None:
         recalls = [each["recall"] for each in learn_all(cells)]
         recalls, longer = np.split(np.array(recalls), [len(sizes) * len(seeds)])
         shares = recalls.reshape(-1, len(seeds))  # [sizes, seeds]
-        look = dict(color=f"C{NAMES['two syllables'].index(kind)}", marker=".", label=kind)
+        number = NAMES["two syllables"].index(kind)
+        # What comes later is thinner, so that equal lines all show.
+        look = dict(color=f"C{number}", marker=".", label=kind, linewidth=6 - number)
         mean_and_band(panels[names], sizes, shares.T, **look)
 
         prompts, _, vocab_size = make_facts(sizes[-1], names, 0)
@@ -132,5 +134,5 @@ def capacity(experiment: Experiment) -> None:
         axes.set(title=f"names: {names}", xlabel="facts", ylim=(0, 1.02))
         axes.yaxis.set_major_formatter("{x:.0%}")
     panels["two syllables"].set_ylabel("facts recalled")
-    panels["two syllables"].legend()
+    panels["two syllables"].legend(loc="lower left")
     experiment.picture("capacity", figure)

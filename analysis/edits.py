@@ -151,7 +151,7 @@ def edits(experiment: Experiment) -> None:
             axes.bar(x, mean, 0.2, yerr=error, label=what, error_kw=dict(elinewidth=0.8))
         print(markdown(table) + "\n")
         axes.set_xticks(np.arange(len(swaps)) + 0.3, swaps, rotation=30)
-        axes.set(ylabel="share", title=title, ylim=(0, 1))
+        axes.set(ylabel="share", title=title, ylim=(0, 1.05))
     print(edits_by_names(experiment))
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=len(MEASURES))

@@ -104,7 +104,10 @@ def kinds(experiment: Experiment) -> None:
         print(f"Equal {title}:\n\n{markdown(rows)}\n")
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.4))
-    for name, group in equal.items():
+    others = sorted(
+        equal.keys() - {"dense"}, key=lambda k: statistics.fmean(map(best_loss, equal[k]))
+    )
+    for name, group in [(name, equal[name]) for name in ("dense", *others[:5])]:  # bands overlap
         curve(panels[0], group, 1e-6, label=name)
         curve(panels[1], more.get(name, group), 3 * cost[name] / 1e12)
     panels[0].set(xlabel="million tokens", ylabel="validation loss (nats per token)")
@@ -186,7 +189,10 @@ def stability(experiment: Experiment) -> None:
     print(markdown(rows))
     for axes, label in zip(panels[:, 0], ("training loss", "gradient norm"), strict=True):
         axes.set(ylabel=label, yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     panels[0, -1].legend()
+    figure.supxlabel("step", fontsize="medium")
     experiment.picture("stability", figure)
 
 

@@ -116,7 +116,7 @@ def mean_and_band(axes: plt.Axes, x: np.ndarray, ys: np.ndarray, **look) -> None
 def plot(folders: list[Path], out: Path) -> None:
     """Draw the training loss (thin) and validation loss (thick) of groups of runs over their
     tokens, all rows counted as full."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    (figure, axes), top = plt.subplots(figsize=(7, 4.2), layout="constrained"), 0.0
     for number, (name, runs) in enumerate(grouped(folders)):
         args, look = runs[0]["run"][0]["args"], dict(color=f"C{number}")
         a_step = args["batch_size"] * args["block_size"] * (2 if args["stage"] == "dpo" else 1)
@@ -125,11 +125,12 @@ def plot(folders: list[Path], out: Path) -> None:
         steps, losses = losses_of(runs, "eval", "val_loss")
         look |= dict(marker=".", label=f"{name}: {args['ffn']}".replace("$", r"\$"))  # no formula
         mean_and_band(axes, steps * a_step / 1e6, losses, **look)
-    # On a log scale: the first steps fall by as much as all others.
-    axes.set(xlabel="million tokens", ylabel="loss (nats), training thin", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.grid(alpha=0.3, which="both")
+        top = np.nanmax([top, *losses[:, 1:].flat])
+    # Without what a random model has: it would flatten all that comes after.
+    axes.margins(y=0.01)
+    axes.set_ylim(top=1.05 * top if 0 < top < np.inf else None)
+    axes.set(xlabel="million tokens", ylabel="loss (nats); thin: training")
+    axes.grid(alpha=0.3)
     axes.legend()
     save_figure(figure, out)
 
