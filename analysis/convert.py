@@ -43,7 +43,9 @@ def convert(experiment: Experiment) -> None:
             for n, seed in enumerate(experiment.numbers):
                 more = {"init_from": folders[data, origin, 1][n] / "ckpt.pt"} if origin else {}
                 more |= {"data_dir": str(data), "max_iters": steps, "seed": seed}
-                runs[data, name, total, n] = {**flags, **more}
+                if experiment.quick and origin and flags:  # to tables: from less text
+                    more = {"convert_tokens": 4096} | more
+                runs[data, name, total, n] = {**more, **flags}
         for key, trained in experiment.train(runs, experiment.numbers[:1]).items():
             folders.setdefault(key[:3], []).extend(trained)
 
