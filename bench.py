@@ -57,7 +57,7 @@ KINDS = {
 }
 QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2, rounds=2)
 # How to print a column, by its first word: others as whole numbers.
-FORMATS = {"over": "{:.2f}", "of": "{:.0%}", "GB/s": "{:.1f}", "MB": "{:.1f}", "GiB": "{:.2f}"}
+FORMATS = {"over": "{:.2f}", "of": "{:.0%}", "GB/s": "{:.1f}", "MB": "{:.3f}", "GiB": "{:.2f}"}
 FORMATS |= dict.fromkeys(("decode", "prefill", "train"), "{0[tok/s]:,.0f} ({0[ratio]:.1%})")
 
 
@@ -111,7 +111,7 @@ class Contender:
     batches: int = 0  # drawn so far
     cache: KVCache | None = None  # what reads on has one,
     kept: int = 0  # and these bytes in it when its context is full
-    sent: float = 0  # bytes in a step, to other ranks
+    sent: tuple[float, float] = (0, 0)  # bytes in a step, to other ranks, and by the formula
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -183,7 +183,8 @@ def train(it: Contender, steps: int = 1) -> int:
         loss.backward()
         it.optimizer.step(1.0)
         loss.item()
-    it.sent = (sharded.sent.total() - before) / steps
+    n_token = max(len(batch[1][r :: ranks.size, :-1].unique()) for r in range(ranks.size))
+    it.sent = (sharded.sent.total() - before) / steps, ranks.bytes_per_step(model, n_token)
     return steps * it.bench.batch_size * it.bench.block_size
 
 
@@ -235,12 +236,12 @@ def bench_train(bench: Bench) -> dict:
         contenders[kind + way] = Contender(bench, config, train, over, ways[way])
     rows = interleaved_timing(contenders, bench.rounds)
     n, dtype = (8192, torch.bfloat16) if bench.cuda else (2048, torch.float32)
-    n = 256 if bench.quick else n
     most = 2 * n**3 * calls_per_second("x @ x", torch.randn(n, n, device=bench.on, dtype=dtype))
     for name, row in rows.items():
         flops = row["tok/s"] * 3 * contenders[name].model.sizes()["flops_per_token"]
         row |= {"GFLOP/s": flops / 1e9, "of the matrix rate": flops / most / ranks.size}
-        row |= {"MB sent": contenders[name].sent / 1e6} if ranks.size > 1 else {}
+        if ranks.size > 1:
+            row["MB sent"], row["MB by the formula"] = np.divide(contenders[name].sent, 1e6)
     return show("train", rows)
 
 

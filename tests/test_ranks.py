@@ -172,8 +172,10 @@ def test_two_ranks_equal_one_process_to_the_bit(data, folders, trained, tmp_path
     process = in_ranks(2, [*whole, *cut], two)
     train_all(whole, one)
     said = assert_ended(process)
-    sent = [line.split("|")[-2] for line in said.splitlines() if line.startswith("| STEM")]
-    assert len(sent) == 2 and min(map(float, sent)) > 0  # bench.py's table
+    lines = [line.strip("| ").split(" | ") for line in said.splitlines()]
+    megabytes = {line[0]: line[-2:] for line in lines if line[0] in bench.KINDS}
+    assert megabytes.keys() == bench.KINDS.keys()
+    assert all(float(counted) > 0.1 and counted == by for counted, by in megabytes.values())
     for job in whole:
         assert_same_run(one / job["out_dir"], two / job["out_dir"])
     assert checkpoint(two / "two-one")["step"] == 5

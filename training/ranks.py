@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import UserError
@@ -61,6 +61,15 @@ def wait(number: int = 0) -> int:
     """Wait for all ranks. Returns the sum of their numbers."""
     add_up(total := torch.tensor(number))
     return int(total)
+
+
+def bytes_per_step(model: nn.Module, n: int) -> float:
+    """What a rank sends in a step whose micro-batches have up to n distinct tokens each, one on
+    each rank: ids, columns and their gradients, the backbone's gradients and a norm, float32."""
+    tables = [each for each in (model.tables, model.wte) if getattr(each, "n_rank", 1) > 1]
+    width = sum(size * weight.shape[1] for each in tables for weight in each.weight)
+    backbone = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return (size - 1) * (8 * (n + 1) * len(tables) + 2 / size * 4 * (n * width + backbone + 1))
 
 
 def change_columns(checkpoint: dict, *names: str, whole: bool) -> None:
