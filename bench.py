@@ -236,6 +236,7 @@ def bench_train(bench: Bench) -> dict:
         contenders[kind + way] = Contender(bench, config, train, over, ways[way])
     rows = interleaved_timing(contenders, bench.rounds)
     n, dtype = (8192, torch.bfloat16) if bench.cuda else (2048, torch.float32)
+    n = 256 if bench.quick else n
     most = 2 * n**3 * calls_per_second("x @ x", torch.randn(n, n, device=bench.on, dtype=dtype))
     for name, row in rows.items():
         flops = row["tok/s"] * 3 * contenders[name].model.sizes()["flops_per_token"]
