@@ -57,7 +57,7 @@ KINDS = {
 }
 QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2, rounds=2)
 # How to print a column, by its first word: others as whole numbers.
-FORMATS = {"over": "{:.2f}", "of": "{:.0%}", "GB/s": "{:.1f}", "MB": "{:.3f}", "GiB": "{:.2f}"}
+FORMATS = {"over": "{:.2f}", "of": "{:.0%}", "GB/s": "{:.1f}", "GiB": "{:.2f}"}
 FORMATS |= dict.fromkeys(("decode", "prefill", "train"), "{0[tok/s]:,.0f} ({0[ratio]:.1%})")
 
 
@@ -111,13 +111,10 @@ class Contender:
     batches: int = 0  # drawn so far
     cache: KVCache | None = None  # what reads on has one,
     kept: int = 0  # and these bytes in it when its context is full
-    sent: tuple[float, float] = (0, 0)  # bytes in a step, to other ranks, and by the formula
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        tables = lambda n, v, w: sharded.shard(self.tables(n, v, w // ranks.size), w)  # noqa: E731
-        self.model = Decoder(self.config, tables).to(self.bench.on)
-        sharded.shard(self.model.wte, self.config.n_embd)
+        self.model = ranks.make_model(self.config, self.tables).to(self.bench.on)
         self.adapt(self.model)
 
     def batch(self, *shape: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +169,6 @@ def train(it: Contender, steps: int = 1) -> int:
         settings = Settings(learning_rate=1e-3, table_optimizer=it.table_optimizer)
         it.optimizer = Optimizer(model, settings)
     batches = [it.batch(it.bench.batch_size, it.bench.block_size + 1) for _ in range(steps)]
-    before = sharded.sent.total()
     for number, batch in enumerate(batches, 1):
         ids, table_ids = (each[ranks.rank :: ranks.size] for each in batch)
         targets = ids[:, 1:] % len(model.head_weight)  # vocab: a small head has fewer classes
@@ -183,9 +179,17 @@ def train(it: Contender, steps: int = 1) -> int:
         loss.backward()
         it.optimizer.step(1.0)
         loss.item()
-    n_token = max(len(batch[1][r :: ranks.size, :-1].unique()) for r in range(ranks.size))
-    it.sent = (sharded.sent.total() - before) / steps, ranks.bytes_per_step(model, n_token)
     return steps * it.bench.batch_size * it.bench.block_size
+
+
+def bytes_sent(it: Contender) -> dict[str, float]:
+    """To other ranks in one more step, counted and by the formula, as columns of a row."""
+    sharded.sent.clear()
+    train(it)
+    it.batches -= 1  # to draw the same ids again
+    ids = it.batch(it.bench.batch_size, it.bench.block_size + 1)[1][:, :-1]
+    n = max(len(ids[rank :: ranks.size].unique()) for rank in range(ranks.size))
+    return {"bytes sent": sharded.sent.total(), "by formula": ranks.bytes_per_step(it.model, n)}
 
 
 @torch.inference_mode()
@@ -235,14 +239,13 @@ def bench_train(bench: Bench) -> dict:
         over, config = {"over dense": "dense" + way, "over eager": kind}, bench.model(**KINDS[kind])
         contenders[kind + way] = Contender(bench, config, train, over, ways[way])
     rows = interleaved_timing(contenders, bench.rounds)
-    n, dtype = (8192, torch.bfloat16) if bench.cuda else (2048, torch.float32)
-    n = 256 if bench.quick else n
+    n = 256 if bench.quick else 8192 if bench.cuda else 2048
+    dtype = torch.bfloat16 if bench.cuda else torch.float32
     most = 2 * n**3 * calls_per_second("x @ x", torch.randn(n, n, device=bench.on, dtype=dtype))
     for name, row in rows.items():
         flops = row["tok/s"] * 3 * contenders[name].model.sizes()["flops_per_token"]
         row |= {"GFLOP/s": flops / 1e9, "of the matrix rate": flops / most / ranks.size}
-        if ranks.size > 1:
-            row["MB sent"], row["MB by the formula"] = np.divide(contenders[name].sent, 1e6)
+        row |= bytes_sent(contenders[name]) if ranks.size > 1 else {}
     return show("train", rows)
 
 
@@ -388,8 +391,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
     bench = Bench(**(QUICK if "quick" in flags else {}) | flags)
     if ranks.size > 1 and (what != "train" or bench.batch_size % ranks.size):
-        needs = f"train, and a --batch_size that is a multiple of {ranks.size}"
-        raise UserError(f"--nproc_per_node: {ranks.size} processes need bench.py {needs}")
+        raise UserError(f"--nproc_per_node: train, and a --batch_size that {ranks.size} divides")
     for name in TABLES if what == "all" else [what]:
         TABLES[name](bench)
 

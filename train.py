@@ -30,7 +30,6 @@ import prepare
 from common import UserError, has_bfloat16, locked, pick_device, run
 from model import Decoder, outline
 from offload import make_tables
-from tables.sharded import shard
 from tables.storage import DTYPES
 from tables.tables import ResidentTables
 from text import tokenizer
@@ -83,11 +82,9 @@ class Run:
             with outline():
                 whole = Decoder(settings.model, tables or ResidentTables)  # of all ranks together
             self.sizes = whole.sizes()
-            mine = lambda n, v, w: shard(make(n, v, w // ranks.size), w)  # noqa: E731
-            self.model = model = Decoder(settings.model, tables=mine).to(device)
+            self.model = model = ranks.make_model(settings.model, make).to(device)
         except ValueError as error:
             raise UserError(f"--{error}") from None
-        shard(model.wte, settings.model.n_embd)
 
         # 2) what it is trained with
         if settings.stage == "dpo":

@@ -107,9 +107,9 @@ def kinds(experiment: Experiment) -> None:
     others = sorted(
         equal.keys() - {"dense"}, key=lambda k: statistics.fmean(map(best_loss, equal[k]))
     )
-    for name, group in [(name, equal[name]) for name in ("dense", *others[:5])]:  # bands overlap
-        curve(panels[0], group, 1e-6, label=name)
-        curve(panels[1], more.get(name, group), 3 * cost[name] / 1e12)
+    for name in ("dense", *others[:5]):  # bands of more cannot be told apart
+        curve(panels[0], equal[name], 1e-6, label=name)
+        curve(panels[1], more.get(name, equal[name]), 3 * cost[name] / 1e12)
     panels[0].set(xlabel="million tokens", ylabel="validation loss (nats per token)")
     # What overfits with more steps leaves the picture.
     panels[1].set(xlabel="training TFLOP", ylim=panels[0].get_ylim())

@@ -327,7 +327,8 @@ def numbers_of(x):
 
 
 def each(kind: type, change, x):
-    """What a structure of tuples, lists and dicts is with all of a kind changed."""
+    """What a structure of tuples, lists and dicts is with all of a kind changed: as torch's
+    tree_map, which takes several times as long."""
     if isinstance(x, kind):
         return change(x)
     if isinstance(x, dict):

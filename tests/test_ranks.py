@@ -173,9 +173,9 @@ def test_two_ranks_equal_one_process_to_the_bit(data, folders, trained, tmp_path
     train_all(whole, one)
     said = assert_ended(process)
     lines = [line.strip("| ").split(" | ") for line in said.splitlines()]
-    megabytes = {line[0]: line[-2:] for line in lines if line[0] in bench.KINDS}
-    assert megabytes.keys() == bench.KINDS.keys()
-    assert all(float(counted) > 0.1 and counted == by for counted, by in megabytes.values())
+    sent = {line[0]: line[-2:] for line in lines if line[0] in bench.KINDS}
+    assert sent.keys() == bench.KINDS.keys()
+    assert all(counted == by and len(counted) >= len("100,000") for counted, by in sent.values())
     for job in whole:
         assert_same_run(one / job["out_dir"], two / job["out_dir"])
     assert checkpoint(two / "two-one")["step"] == 5
@@ -187,12 +187,13 @@ def test_two_ranks_equal_one_process_to_the_bit(data, folders, trained, tmp_path
 
 def test_four_ranks_equal_one_process_nearly(data, tmp_path):
     job = dict(RUN, **SHAPE, data_dir=str(data), out_dir="run", stem_layers="all")
-    job |= dict(device_batch_size=1, eval_interval=20, eval_tokens=32)
+    # Of the five rows to evaluate, the last one is read while three ranks have none.
+    job |= dict(device_batch_size=1, eval_interval=20, eval_tokens=5 * 32)
     process = in_ranks(4, [job], tmp_path / "four")
     train_all([job], tmp_path / "one")
     assert_ended(process)
     runs = [read_run(tmp_path / name / "run") for name in ("one", "four")]
-    for kind, loss in (("step", "train_loss"), ("eval", "val_loss")):  # of one row: one rank's
+    for kind, loss in (("step", "train_loss"), ("eval", "val_loss")):
         one, four = ([record[loss] for record in run[kind]] for run in runs)
         assert len(one) > 1 and four == pytest.approx(one, abs=1e-5)
     one, four = (checkpoint(tmp_path / name / "run") for name in ("one", "four"))

@@ -5,15 +5,17 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import UserError
-from tables.sharded import my_columns, parts, sent
+from config import ModelConfig
+from model import Decoder
+from tables.sharded import my_columns, parts, sent, shard
 
 rank, size = 0, 1  # of this process, and how many there are
 
@@ -63,10 +65,18 @@ def wait(number: int = 0) -> int:
     return int(total)
 
 
-def bytes_per_step(model: nn.Module, n: int) -> float:
+def make_model(config: ModelConfig, tables: Callable) -> Decoder:
+    """A decoder of which this rank has columns of what `tables` makes, of (n_table, V, columns)."""
+    model = Decoder(config, lambda n, v, w: shard(tables(n, v, w // size), w))
+    shard(model.wte, config.n_embd)
+    return model
+
+
+def bytes_per_step(model: Decoder, n: int) -> float:
     """What a rank sends in a step whose micro-batches have up to n distinct tokens each, one on
     each rank: ids, columns and their gradients, the backbone's gradients and a norm, float32."""
-    tables = [each for each in (model.tables, model.wte) if getattr(each, "n_rank", 1) > 1]
+    sharded = [each for each in (model.tables, model.wte) if getattr(each, "n_rank", 1) > 1]
+    tables = [each for each in sharded if len(each.weight)]  # dense layers have none
     width = sum(size * weight.shape[1] for each in tables for weight in each.weight)
     backbone = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return (size - 1) * (8 * (n + 1) * len(tables) + 2 / size * 4 * (n * width + backbone + 1))
