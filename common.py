@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import sys
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
@@ -169,7 +170,12 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
             raise UserError(f"another run is writing to {folder}: wait, or take another") from None
         except OSError:  # a file system without locks
             pass
-        yield
+        try:
+            yield
+        except BaseException:
+            if [path.name for path in Path(folder).glob("*")] == [".lock"]:
+                shutil.rmtree(folder, ignore_errors=True)  # what failed has written nothing
+            raise
 
 
 @contextlib.contextmanager
