@@ -6,6 +6,7 @@ python sample.py --ckpt out/book/ckpt.pt --prompt "It was" --temperature 0.8 --t
 python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.py --stage sft)
 """
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch
 
 from common import UserError, check_ranges, flag, parse, pick_device, run
 from model import Decoder
-from text import tokenizer
+from text import countries, tokenizer
 from text.tokenizer import StreamDecoder, encode
 from training.checkpoints import decoding_dtype_flag, device_flag, load_model, offload_flag
 
@@ -31,9 +32,7 @@ class Sampling:
     max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
     temperature: float = flag(0.8, "0: always the most probable", must="0 or more")
     top_k: int | None = flag(None, "draw from the k most probable tokens only", must="at least 1")
-    top_p: float | None = flag(
-        None, "draw from the fewest that sum up to p", must="above 0 and at most 1"
-    )
+    top_p: float | None = flag(None, "from the fewest with this sum", must="above 0 and at most 1")
     num_samples: int = flag(1, "how many", must="at least 1")
     compile: bool = flag(False, "torch.compile a step of decoding: slow start, faster tokens")
     seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
@@ -100,17 +99,15 @@ class Chat:
 
 def show(pieces: Iterator[str]) -> int:
     """Print a text as it comes. Returns the number of its pieces."""
-    n = 0
-    for piece in pieces:
+    for n, piece in enumerate(pieces, 1):  # noqa: B007
         print(piece, end="", flush=True)
-        n += 1
     print()
     return n
 
 
-def converse(chat: Chat, seed: int, **options) -> None:
+def converse(chat: Chat, seed: int, known: list[str], **options) -> None:
     """Hold a conversation: each line of standard input is a message, until the input ends. /new
-    forgets what was said, Ctrl-C ends an answer."""
+    forgets what was said, Ctrl-C ends an answer; a hint says how `known` names are spelt."""
     if sys.stdin is None:
         raise UserError("--chat reads standard input, which is closed")
     sys.stdin.reconfigure(errors="replace")
@@ -123,6 +120,9 @@ def converse(chat: Chat, seed: int, **options) -> None:
             chat.turns = []
             print("(a new conversation)", file=sys.stderr)
         elif text:
+            for name in known:
+                if name not in text and re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE):
+                    print(f"(the model learned {name}, in these letters)", file=sys.stderr)
             try:
                 show(chat.reply(text, seed=seed + turn, **options))
             except KeyboardInterrupt:
@@ -142,9 +142,10 @@ def main() -> None:
     if args.chat:
         if tokenizer.START not in encoding.special_tokens_set:
             raise UserError(f"--chat: {args.ckpt} has no token {tokenizer.START}")
-        if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
+        if (origin := checkpoint["args"]).get("stage") not in ("sft", "dpo"):
             print(f"{args.ckpt} has not learned to talk (train.py --stage sft)", file=sys.stderr)
-        return converse(Chat(model, encoding, args.system), args.seed, **options)
+        known = [c.name for c in countries.table()] * (origin["preset"] == "countries")
+        return converse(Chat(model, encoding, args.system), args.seed, known, **options)
     prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
     n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
     if n_prompt > block_size:

@@ -157,7 +157,7 @@ def test_lines_are_messages_until_the_input_ends(monkeypatch, capsys, asks):
     )
     stdin.isatty = lambda: asks
     monkeypatch.setattr("sys.stdin", stdin)
-    converse(chat, seed=5)
+    converse(chat, seed=5, known=[])
     out, err = capsys.readouterr()
     assert out.replace("> ", "").splitlines() == ["5:Hi \ufffd", "", "9:A", "11:Bye"]
     assert err == "(say it in fewer words)\n(a new conversation)\n"
@@ -165,7 +165,15 @@ def test_lines_are_messages_until_the_input_ends(monkeypatch, capsys, asks):
     assert chat.turns == ["Bye"]
 
 
+def test_names_in_other_letters_are_hinted_at(monkeypatch, capsys):
+    text = "What of france?\nAnd ROMANIA?\nAnd Oman, woman?\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    converse(Echo(), seed=5, known=["France", "Oman", "Romania"])
+    hints = [f"(the model learned {name}, in these letters)" for name in ("France", "Romania")]
+    assert capsys.readouterr().err.splitlines() == hints
+
+
 def test_a_chat_without_standard_input_says_so(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UserError, match="standard input, which is closed"):
-        converse(Echo(), seed=5)
+        converse(Echo(), seed=5, known=[])

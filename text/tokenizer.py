@@ -174,16 +174,10 @@ def dumps(encoding: tiktoken.Encoding) -> str:
     # tiktoken has no public access to these; its own guide to extending an encoding reads them too.
     tables = encoding._special_tokens, encoding._mergeable_ranks
     special_tokens, ranks = (sorted(ids.items(), key=lambda item: item[1]) for ids in tables)
-    return json.dumps(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": encoding.name,
-            "pattern": encoding._pat_str,
-            "special_tokens": dict(special_tokens),
-            "ranks": [[base64.b64encode(token).decode(), i] for token, i in ranks],
-        }
-    )
+    data = dict(format=FORMAT, version=VERSION, name=encoding.name, pattern=encoding._pat_str)
+    data["special_tokens"] = dict(special_tokens)
+    data["ranks"] = [[base64.b64encode(token).decode(), i] for token, i in ranks]
+    return json.dumps(data)
 
 
 def loads(text: str) -> tiktoken.Encoding:
@@ -196,9 +190,9 @@ def loads(text: str) -> tiktoken.Encoding:
         if data["pattern"] not in (PATTERN, SMOLLM2, *PRETRAINED.values()):
             raise ValueError(f"it splits text by the unknown pattern {data['pattern']!r:.60}")
         ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
-        ids = {*ranks.values(), *data["special_tokens"].values()}
+        ids, specials = {*ranks.values()}, data["special_tokens"]
         # Either of these would end the program inside of tiktoken.
-        if len(ids) < len(data["ranks"]) + len(data["special_tokens"]):
+        if len(ids.union(specials.values())) < len(data["ranks"]) + len(specials):
             raise ValueError("a token or an id is there twice")
         lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
         if lacking != (NO_TOKEN if data["pattern"] == SMOLLM2 else b""):
@@ -207,7 +201,7 @@ def loads(text: str) -> tiktoken.Encoding:
             name=data["name"],
             pat_str=data["pattern"],
             mergeable_ranks=ranks,
-            special_tokens=data["special_tokens"],
+            special_tokens=specials,
         )
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"not a tokenizer, or a damaged one: {error}") from None
