@@ -174,12 +174,11 @@ def main() -> None:
     path = edit.save or (edit.ckpt if edit.undo else None)  # to be written
     if path and path.exists() and not path.samefile(edit.ckpt):
         raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
-    # What is written gets new checksums, so the old ones are checked.
-    checkpoints.load_checkpoint(edit.ckpt, verify=path is not None)
     # Locked before it is read: of two edits at once one would be lost.
     with locked(path.parent) if path else contextlib.nullcontext():
+        # What is written gets new checksums, so the old ones are checked.
+        checkpoint = checkpoints.load_checkpoint(edit.ckpt, verify=path is not None)
         if edit.undo:
-            checkpoint = checkpoints.load_checkpoint(edit.ckpt)
             if not checkpoint.get("edits"):
                 raise UserError(f"{edit.ckpt} holds no edit to undo: --save writes one")
             *checkpoint["edits"], last = checkpoint["edits"]
