@@ -107,7 +107,8 @@ def test_other_settings_and_other_data_are_another_folder(experiment, data, tmp_
     # Flags that say the defaults, and those that change no result, are the same run.
     assert folder() == folder(learning_rate=6e-3, init_std=0.02) == folder(device_batch_size=1)
     others = [dict(init_std=0.088), dict(learning_rate=3e-3), dict(seed=2), dict(eval_interval=9)]
-    assert len({folder(), *(folder(**other) for other in others)}) == 5
+    others += [dict(max_iters=9)]
+    assert len({folder(), *(folder(**other) for other in others)}) == 6
     copy = tmp_path / "x" / data.name
     shutil.copytree(data, copy)
     assert folder(data_dir=str(copy)) == folder()

@@ -41,10 +41,10 @@ FINE_TUNING = {
     "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75),
     "countries-dpo": dict(learning_rate=3e-5, batch_size=16),
 }
-# What may be given beside a checkpoint that is evaluated, or resumed with the same batches.
+# What may be given beside a checkpoint that is evaluated, or resumed to the same result.
 BOTH = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 EVAL_FLAGS = (*BOTH, "eval_only", "init_from", "out_dir", "eval_tokens")
-RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify", "max_iters")
+RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 COUNT, ZERO, TEXT = dict(must="at least 1"), dict(must="0 or more"), "pretrain midtrain context"
 
@@ -178,7 +178,7 @@ def resolve_settings(**given) -> Settings:
 def saved_settings(given: dict) -> Settings:
     """The settings of the checkpoint to resume or to evaluate, and the flags that may change."""
     path = Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt"
-    allowed, new = RESUMABLE_FLAGS, dict(out_dir=path.parent, verify=True)
+    allowed, new = (*RESUMABLE_FLAGS, "max_iters"), dict(out_dir=path.parent, verify=True)
     if given.get("eval_only"):
         path = given.get("init_from", path)
         allowed, new = EVAL_FLAGS, dict(init_from=path, offload="none", device="auto")
