@@ -155,13 +155,12 @@ def with_edits(experiment: Experiment, kinds: dict[str, Flags]) -> str:
 
 def stability(experiment: Experiment) -> None:
     rates = RATES[1:2] if experiment.quick else (3e-3, 1e-2, 3e-2)
-    names = ("dense", "STEM, all", "moe")
+    names, rows = ("dense", "STEM, all", "moe"), []
     trained = experiment.train({
         (name, rate): {**KINDS[name], "max_iters": 250, "learning_rate": rate}
         for name, rate in itertools.product(names, rates)
     })  # fmt: skip
-    size, rows = dict(figsize=(11, 6), sharey="row", squeeze=False), []
-    figure, panels = plt.subplots(2, len(rates), **size)
+    figure, panels = plt.subplots(2, len(rates), figsize=(11, 6), sharey="row", squeeze=False)
     for (name, rate), folders in trained.items():
         group = list(map(read_run, folders))
         curves = list(map(losses, group))
@@ -189,8 +188,9 @@ def stability(experiment: Experiment) -> None:
     print(markdown(rows))
     for axes, label in zip(panels[:, 0], ("training loss", "gradient norm"), strict=True):
         axes.set(ylabel=label, yscale="log")
+        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
     panels[0, -1].legend()
     figure.supxlabel("step", fontsize="medium")
     experiment.picture("stability", figure)
