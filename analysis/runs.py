@@ -103,16 +103,15 @@ def kinds(experiment: Experiment) -> None:
         rows = [row(name, group) for name, group in groups.items()]
         print(f"Equal {title}:\n\n{markdown(rows)}\n")
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4))
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
     others = sorted(
         equal.keys() - {"dense"}, key=lambda k: statistics.fmean(map(best_loss, equal[k]))
     )
     for name in ("dense", *others[:5]):  # bands of more cannot be told apart
         curve(panels[0], equal[name], 1e-6, label=name)
-        curve(panels[1], more.get(name, equal[name]), 3 * cost[name] / 1e12)
+        curve(panels[1], equal[name], 3 * cost[name] / 1e12)
     panels[0].set(xlabel="million tokens", ylabel="validation loss (nats per token)")
-    # What overfits with more steps leaves the picture.
-    panels[1].set(xlabel="training TFLOP", ylim=panels[0].get_ylim())
+    panels[1].set_xlabel("training TFLOP of the same runs")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     experiment.picture("kinds", figure)
 
