@@ -221,8 +221,7 @@ def read_on(it: Contender) -> int:
     if it.cache is None:
         it.cache = KVCache(it.config, 1, it.bench.on, torch.float32)
         model(ids, cache=it.cache, last_only=True)
-        kept = (*it.cache.k, *it.cache.v, it.cache.seen, it.cache.counts)
-        it.kept = sum(each.nbytes for each in kept)
+        it.kept = sum(x.nbytes for x in (*it.cache.k, *it.cache.v, it.cache.seen, it.cache.counts))
     last = ids[:, -16:].split(1, dim=1)
     it.cache.length = ids.shape[1] - len(last)
     for token in last:
@@ -301,16 +300,17 @@ def bench_vocab(bench: Bench) -> dict:
 def plot(path: Path, rows: dict, panels: dict, form: str, lines: list, sizes: list[int]) -> None:
     """Draw columns, by title, of the rows of these lines and sizes, whose names have this form."""
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained")
-    for each, (column, title) in zip(axes, panels.items(), strict=True):
+    for ax, (column, title) in zip(axes, panels.items(), strict=True):
         for line in lines:
             values = [rows[form.format(line, size)][column] for size in sizes]
             values = [cell["tok/s"] if isinstance(cell, dict) else cell for cell in values]
-            each.loglog(sizes, values, ".-", label=line)
-        each.set(xlabel=form[4:5], ylabel=title)
-        each.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        each.tick_params(axis="x", which="minor", labelbottom=False)
-        each.grid(alpha=0.3)
-    axes[0].legend()
+            ax.loglog(sizes, values, ".-", label=line)
+        ax.set(xlabel=form[4:5], ylabel=title, xticks=sizes, xticklabels=[f"{n:,}" for n in sizes])
+        ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.tick_params(which="minor", labelbottom=False, labelleft=False)
+        ax.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     save_figure(figure, path)
 
 
