@@ -78,7 +78,7 @@ def test_decoding_in_bfloat16_keeps_the_rows(trained, tmp_path):
         ("--ckpt half.pt", "is damaged"),
         ("--ckpt foreign.pt", "not a checkpoint of this program"),
         ("--ckpt hollow.pt", "is damaged"),
-        ("--ckpt .", "Is a directory: name a ckpt.pt (load_model opens"),
+        ("--ckpt .", "Is a directory: name a ckpt.pt, or train one with"),
     ],
 )
 def test_sample_refuses_in_one_line(trained, tmp_path, flags, says):

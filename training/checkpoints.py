@@ -137,8 +137,7 @@ def read_checkpoint(path: str | Path) -> dict:
 @contextlib.contextmanager
 def checkpoint_errors(path: str | Path) -> Iterator[None]:
     """UserError: a checkpoint cannot be read, is damaged, or lacks something."""
-    fix = "name a ckpt.pt (load_model opens your own tables), or train one with `python train.py`"
-    with reading(f"checkpoint at {path}", fix):
+    with reading(f"checkpoint at {path}", "name a ckpt.pt, or train one with `python train.py`"):
         try:
             yield
         except pickle.UnpicklingError:  # which would tell to open it all the same
