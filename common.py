@@ -173,8 +173,8 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if [path.name for path in Path(folder).glob("*")] == [".lock"]:
-                shutil.rmtree(folder, ignore_errors=True)  # what failed has written nothing
+            if not wait and [path.name for path in Path(folder).glob("*")] == [".lock"]:
+                shutil.rmtree(folder, ignore_errors=True)  # nothing was written, nobody waits
             raise
 
 
