@@ -176,8 +176,8 @@ def main() -> None:
         raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
     # Locked before it is read: of two edits at once one would be lost.
     with locked(path.parent) if path else contextlib.nullcontext():
-        # What is written gets new checksums, so the old ones are checked.
-        checkpoint = checkpoints.load_checkpoint(edit.ckpt, verify=path is not None)
+        if path:  # what is written gets new checksums, so the old ones are checked
+            checkpoint = checkpoints.load_checkpoint(edit.ckpt, verify=True)
         if edit.undo:
             if not checkpoint.get("edits"):
                 raise UserError(f"{edit.ckpt} holds no edit to undo: --save writes one")
