@@ -32,7 +32,9 @@ class Sampling:
     max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
     temperature: float = flag(0.8, "0: always the most probable", must="0 or more")
     top_k: int | None = flag(None, "draw from the k most probable tokens only", must="at least 1")
-    top_p: float | None = flag(None, "from the fewest with this sum", must="above 0 and at most 1")
+    top_p: float | None = flag(
+        None, "draw from the fewest that sum up to p", must="above 0 and at most 1"
+    )
     num_samples: int = flag(1, "how many", must="at least 1")
     compile: bool = flag(False, "torch.compile a step of decoding: slow start, faster tokens")
     seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
@@ -99,8 +101,10 @@ class Chat:
 
 def show(pieces: Iterator[str]) -> int:
     """Print a text as it comes. Returns the number of its pieces."""
-    for n, piece in enumerate(pieces, 1):  # noqa: B007
+    n = 0
+    for piece in pieces:
         print(piece, end="", flush=True)
+        n += 1
     print()
     return n
 
@@ -142,9 +146,9 @@ def main() -> None:
     if args.chat:
         if tokenizer.START not in encoding.special_tokens_set:
             raise UserError(f"--chat: {args.ckpt} has no token {tokenizer.START}")
-        if (origin := checkpoint["args"]).get("stage") not in ("sft", "dpo"):
+        if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
             print(f"{args.ckpt} has not learned to talk (train.py --stage sft)", file=sys.stderr)
-        known = [c.name for c in countries.table()] * (origin["preset"] == "countries")
+        known = [c.name for c in countries.table()] * (checkpoint["args"]["preset"] == "countries")
         return converse(Chat(model, encoding, args.system), args.seed, known, **options)
     prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
     n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
