@@ -104,10 +104,8 @@ def kinds(experiment: Experiment) -> None:
         print(f"Equal {title}:\n\n{markdown(rows)}\n")
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
-    others = sorted(
-        equal.keys() - {"dense"}, key=lambda k: statistics.fmean(map(best_loss, equal[k]))
-    )
-    for name in ("dense", *others[:5]):  # bands of more cannot be told apart
+    best = {k: statistics.fmean(map(best_loss, equal[k])) for k in equal if k != "dense"}
+    for name in ("dense", *sorted(best, key=best.get)[:5]):  # bands of more cannot be told apart
         curve(panels[0], equal[name], 1e-6, label=name)
         curve(panels[1], equal[name], 3 * cost[name] / 1e12)
     panels[0].set(xlabel="million tokens", ylabel="validation loss (nats per token)")

@@ -190,9 +190,9 @@ def loads(text: str) -> tiktoken.Encoding:
         if data["pattern"] not in (PATTERN, SMOLLM2, *PRETRAINED.values()):
             raise ValueError(f"it splits text by the unknown pattern {data['pattern']!r:.60}")
         ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
-        ids, specials = {*ranks.values()}, data["special_tokens"]
+        ids = {*ranks.values(), *data["special_tokens"].values()}
         # Either of these would end the program inside of tiktoken.
-        if len(ids.union(specials.values())) < len(data["ranks"]) + len(specials):
+        if len(ids) < len(data["ranks"]) + len(data["special_tokens"]):
             raise ValueError("a token or an id is there twice")
         lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
         if lacking != (NO_TOKEN if data["pattern"] == SMOLLM2 else b""):
@@ -201,7 +201,7 @@ def loads(text: str) -> tiktoken.Encoding:
             name=data["name"],
             pat_str=data["pattern"],
             mergeable_ranks=ranks,
-            special_tokens=specials,
+            special_tokens=data["special_tokens"],
         )
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"not a tokenizer, or a damaged one: {error}") from None

@@ -75,8 +75,7 @@ def make_model(config: ModelConfig, tables: Callable) -> Decoder:
 def bytes_per_step(model: Decoder, n: int) -> float:
     """What a rank sends in a step whose micro-batches have up to n distinct tokens each, one on
     each rank: ids, columns and their gradients, the backbone's gradients and a norm, float32."""
-    sharded = [each for each in (model.tables, model.wte) if getattr(each, "n_rank", 1) > 1]
-    tables = [each for each in sharded if len(each.weight)]  # dense layers have none
+    tables = [t for t in (model.tables, model.wte) if getattr(t, "n_rank", 1) > 1 and len(t.weight)]
     width = sum(size * weight.shape[1] for each in tables for weight in each.weight)
     backbone = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return (size - 1) * (8 * (n + 1) * len(tables) + 2 / size * 4 * (n * width + backbone + 1))
