@@ -1,5 +1,6 @@
-"""The dense FFN, and what token-indexed layers are compared with: other ways to own more parameters
-than a token pays for. `W_g, W_u, W_d` are those of the dense FFN, t is the token id.
+"""The dense FFN, and the baselines: other ways to own more parameters than a token pays for.
+
+`W_g, W_u, W_d` are those of the dense FFN, t is the token id.
 
     dense      W_d (SiLU(W_g x) * (W_u x))
     moe        sum of the k experts that a router finds best for x, each d_ff / k wide
@@ -9,23 +10,34 @@ than a token pays for. `W_g, W_u, W_d` are those of the dense FFN, t is the toke
     ple        W_d (SiLU(W_g x) * (W_u x)) + P (GELU(G x) * E_l[t])
 
 By default a token costs the FLOPs of the dense FFN; each docstring says why. `E_l` is layer l's
-token table. `idle`: how many parameters of an FFN a token neither reads nor multiplies.
+token table. For `idle`, `needs_ids` and `auxiliary_loss` see model.LAYERS.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common import UserError
 from config import ModelConfig
 from tables.tables import send
 
 
+def make_embedding(n: int, width: int) -> nn.Embedding:
+    """nn.Embedding, but not initialized on the meta device, where PyTorch would import its compiler
+    for it (a second). Elsewhere it is: random numbers drawn after it stay the same."""
+    weight = torch.empty(n, width)
+    if not weight.is_meta:
+        nn.init.normal_(weight)
+    return nn.Embedding(n, width, _weight=weight)
+
+
 class SwiGLU(nn.Module):
-    """The dense FFN (Shazeer, 2020); `d_ff`: hidden units, if not as many as the config says."""
+    """The dense FFN (Shazeer, 2020)."""
 
     row_width = 0
 
     def __init__(self, config: ModelConfig, d_ff: int | None = None) -> None:
+        """d_ff: hidden units, if not as many as the config says."""
         super().__init__()
         d_ff = d_ff or config.d_ff
         self.gate = nn.Linear(config.n_embd, d_ff, bias=False)
@@ -33,10 +45,12 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(d_ff, config.n_embd, bias=False)
 
     def hidden(self, x: Tensor) -> Tensor:
-        return F.silu(self.gate(x)) * self.up(x)  # [B, T, d_ff]
+        """x [B, T, n_embd] -> [B, T, d_ff]."""
+        return F.silu(self.gate(x)) * self.up(x)
 
     def forward(self, x: Tensor, rows: None) -> Tensor:
-        return self.down(self.hidden(x))  # [B, T, n_embd]
+        """x [B, T, n_embd] -> [B, T, n_embd]."""
+        return self.down(self.hidden(x))
 
 
 class Experts(SwiGLU):
@@ -45,30 +59,38 @@ class Experts(SwiGLU):
 
     def __init__(self, config: ModelConfig) -> None:
         n_expert, top_k, d_ff = config.n_expert, config.top_k, config.d_ff
-        if d_ff % top_k or n_expert % top_k:
-            raise ValueError(f"{top_k=} must divide {d_ff=} and {n_expert=}")
-        super().__init__(config, n_expert * d_ff // top_k)
-        self.n_expert, self.top_k = n_expert, top_k
-        self.idle = 3 * config.n_embd * (d_ff // top_k) * (n_expert - top_k)
+        if d_ff % top_k != 0 or n_expert % top_k != 0:
+            sizes = f"--d_ff {d_ff} and --n_expert {n_expert}"
+            raise UserError(f"--top_k {top_k} must divide {sizes}")
+        width = d_ff // top_k  # hidden units of an expert
+        super().__init__(config, n_expert * width)
+        self.n_expert = n_expert
+        self.top_k = top_k
+        self.idle = 3 * config.n_embd * width * (n_expert - top_k)
 
     def experts(self, x: Tensor, chosen: Tensor) -> Tensor:
         """x [B, T, n_embd], numbers of the chosen experts [B, T, top_k] -> their outputs
         [B, T, top_k, n_embd]. Sorted by expert, the tokens of each are one matrix product."""
-        order = chosen.flatten().argsort()  # [B * T * top_k]
-        counts = chosen.flatten().bincount(minlength=self.n_expert).tolist()  # a host-device sync
+        experts = chosen.flatten()  # [B * T * top_k]
+        order = experts.argsort()
+        counts = experts.bincount(minlength=self.n_expert).tolist()  # a host-device sync
         tokens = x.flatten(0, 1).index_select(0, order // self.top_k)  # [B * T * top_k, n_embd]
-        gates, ups = (each.weight.chunk(self.n_expert) for each in (self.gate, self.up))
-        downs = self.down.weight.chunk(self.n_expert, dim=1)
-        parts = [
-            F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
-            for part, gate, up, down in zip(tokens.split(counts), gates, ups, downs, strict=True)
-        ]
-        return torch.cat(parts).index_select(0, order.argsort()).unflatten(0, chosen.shape)
+        parts = tokens.split(counts)
+        gates = self.gate.weight.chunk(self.n_expert)  # [d_ff / top_k, n_embd] each
+        ups = self.up.weight.chunk(self.n_expert)
+        downs = self.down.weight.chunk(self.n_expert, dim=1)  # [n_embd, d_ff / top_k] each
+        outputs = []
+        for part, gate, up, down in zip(parts, gates, ups, downs, strict=True):
+            hidden = F.silu(F.linear(part, gate))
+            hidden = hidden * F.linear(part, up)
+            outputs.append(F.linear(hidden, down))
+        y = torch.cat(outputs).index_select(0, order.argsort())  # back in the order of tokens
+        return y.unflatten(0, chosen.shape)
 
 
 class MoEFFN(Experts):
     """Mixture of experts: p = softmax(W_r x), and the sum of the top_k experts by p, weighted with
-    their p over its sum (Shazeer et al., 2017, section 2.1). Training evens out their load by
+    their p over their sum (Shazeer et al., 2017, section 2.1). Training evens out their load by
 
         auxiliary_loss = balance * n_expert * sum_i f_i mean(p_i)
 
@@ -85,14 +107,17 @@ class MoEFFN(Experts):
         self.router = nn.Linear(config.n_embd, self.n_expert, bias=False)
         self.balance = config.balance
 
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: None) -> Tensor:
+        """x [B, T, n_embd] -> [B, T, n_embd]."""
         p = self.router(x).softmax(-1, dtype=torch.float32)  # [B, T, n_expert]
         weight, chosen = p.topk(self.top_k)  # [B, T, top_k]
         if self.training:
-            share = F.one_hot(chosen, self.n_expert).float().mean((0, 1, 2))  # [n_expert]
-            self.auxiliary_loss = self.balance * self.n_expert * (share * p.mean((0, 1))).sum()
+            share = F.one_hot(chosen, self.n_expert).float().mean((0, 1, 2))  # f, [n_expert]
+            mean_p = p.mean((0, 1))  # [n_expert]
+            self.auxiliary_loss = self.balance * self.n_expert * (share * mean_p).sum()
         weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
-        return (self.experts(x, chosen) * weight[..., None]).sum(-2)
+        y = self.experts(x, chosen)  # [B, T, top_k, n_embd]
+        return (y * weight[..., None]).sum(-2)
 
 
 class HashMoEFFN(Experts):
@@ -108,11 +133,16 @@ class HashMoEFFN(Experts):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         size = self.n_expert // self.top_k  # experts for a segment
-        hashes = [torch.randperm(config.vocab_size) % size + k * size for k in range(self.top_k)]
+        hashes = []
+        for segment in range(self.top_k):
+            expert = torch.randperm(config.vocab_size) % size  # equally many ids for each
+            hashes.append(segment * size + expert)
         self.register_buffer("hashes", torch.stack(hashes, dim=-1))  # [V, top_k]
 
     def forward(self, x: Tensor, rows: None, ids: Tensor) -> Tensor:
-        return self.experts(x, self.hashes[send(ids, x.device)]).sum(-2)
+        """x [B, T, n_embd], ids [B, T] -> [B, T, n_embd]."""
+        chosen = self.hashes[send(ids, x.device)]  # [B, T, top_k]
+        return self.experts(x, chosen).sum(-2)
 
 
 class ProductKeyMemory(nn.Module):
@@ -132,30 +162,45 @@ class ProductKeyMemory(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        n_embd, n_head, n_key, top_k = config.n_embd, config.n_head, config.n_key, config.top_k
+        n_embd, n_head = config.n_embd, config.n_head
+        n_key, top_k = config.n_key, config.top_k
+        # Half a query is as wide as makes the layer cost what the dense FFN costs: 3 d_ff n_embd
+        # products, of which the values take n_head top_k n_embd.
         spare = (3 * config.d_ff - n_head * top_k) * n_embd
-        half = spare // (2 * n_head * (n_embd + n_key))  # numbers in half a query
-        if half < 1 or top_k > n_key:
-            raise ValueError(f"{top_k=} is more than {n_key=}, or too much for d_ff={config.d_ff}")
-        self.shape, self.top_k, self.norm_eps = (n_head, 2, n_key), top_k, config.norm_eps
+        half = spare // (2 * n_head * (n_embd + n_key))
+        if top_k > n_key:
+            raise UserError(f"--top_k {top_k} is more than --n_key {n_key}")
+        if half < 1:
+            raise UserError(f"--top_k {top_k} is too much for --d_ff {config.d_ff}")
+        self.n_head = n_head
+        self.n_key = n_key
+        self.top_k = top_k
+        self.norm_eps = config.norm_eps
         self.query = nn.Linear(n_embd, n_head * 2 * half, bias=False)
         self.keys = nn.Parameter(torch.empty(n_head * 2 * n_key, half))
-        self.values = nn.Embedding(n_key**2, n_embd)
+        self.values = make_embedding(n_key**2, n_embd)
         self.idle = (n_key**2 - n_head * top_k) * n_embd
 
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        n_head, _, n_key = self.shape
-        q = self.query(x).unflatten(-1, (n_head, 2, -1))  # [B, T, n_head, 2, half]
+    def forward(self, x: Tensor, rows: None) -> Tensor:
+        """x [B, T, n_embd] -> [B, T, n_embd]."""
+        q = self.query(x).unflatten(-1, (self.n_head, 2, -1))  # [B, T, n_head, 2, half]
         q = F.rms_norm(q, q.shape[-1:], eps=self.norm_eps)
-        keys = self.keys.unflatten(0, self.shape)  # [n_head, 2, n_key, half]
-        scores = torch.einsum("bthsd,hskd->bthsk", q, keys).float()
+        keys = self.keys.unflatten(0, (self.n_head, 2, self.n_key))  # [n_head, 2, n_key, half]
+        scores = torch.einsum("bthsd,hskd->bthsk", q, keys).float()  # [B, T, n_head, 2, n_key]
+        # The best keys of each half, and all pairs of these.
         best, key = scores.topk(self.top_k)  # [B, T, n_head, 2, top_k]
         sums = best[..., 0, :, None] + best[..., 1, None, :]  # [B, T, n_head, top_k, top_k]
-        index = key[..., 0, :, None] * n_key + key[..., 1, None, :]
-        score, place = sums.flatten(-2).topk(self.top_k)  # [B, T, n_head, top_k]
-        index = index.flatten(-2).gather(-1, place).flatten(0, 1).flatten(1)
-        weight = score.softmax(-1).to(x.dtype).flatten(0, 1).flatten(1)  # [B * T, n_head * top_k]
-        y = F.embedding_bag(index, self.values.weight, per_sample_weights=weight, mode="sum")
+        values = key[..., 0, :, None] * self.n_key + key[..., 1, None, :]  # numbers of values
+        # The best pairs.
+        score, pair = sums.flatten(-2).topk(self.top_k)  # [B, T, n_head, top_k]
+        chosen = values.flatten(-2).gather(-1, pair)
+        weight = score.softmax(-1).to(x.dtype)
+        y = F.embedding_bag(
+            chosen.flatten(0, 1).flatten(1),  # [B * T, n_head * top_k]
+            self.values.weight,
+            per_sample_weights=weight.flatten(0, 1).flatten(1),
+            mode="sum",
+        )
         return y.view_as(x)
 
 
@@ -169,8 +214,9 @@ class DeepEmbedFFN(SwiGLU):
         self.row_width = config.d_ff
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        h = self.hidden(x)
-        return self.down(h * (1 + rows).to(h.dtype))
+        """x [B, T, n_embd], rows E_l[t] [B, T, d_ff] -> [B, T, n_embd]."""
+        hidden = self.hidden(x)
+        return self.down(hidden * (1 + rows).to(hidden.dtype))
 
 
 class PerLayerEmbeddingFFN(SwiGLU):
@@ -185,11 +231,14 @@ class PerLayerEmbeddingFFN(SwiGLU):
         self.row_width = config.ple_width
         d_ff = config.d_ff - round(2 * self.row_width / 3)
         if d_ff < 1:
-            raise ValueError(f"ple_width={self.row_width} leaves nothing of d_ff={config.d_ff}")
+            width = f"--ple_width {self.row_width}"
+            raise UserError(f"{width} leaves nothing of --d_ff {config.d_ff}")
         super().__init__(config, d_ff)
         self.row_gate = nn.Linear(config.n_embd, self.row_width, bias=False)
         self.row_out = nn.Linear(self.row_width, config.n_embd, bias=False)
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x [B, T, n_embd], rows E_l[t] [B, T, ple_width] -> [B, T, n_embd]."""
         gate = F.gelu(self.row_gate(x), approximate="tanh")
-        return self.down(self.hidden(x)) + self.row_out(gate * rows.to(gate.dtype))
+        from_row = self.row_out(gate * rows.to(gate.dtype))
+        return self.down(self.hidden(x)) + from_row

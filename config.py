@@ -1,4 +1,4 @@
-"""The shape of a decoder: what the modules of model.py and the layers are built from.
+"""The shape of a decoder: what model.py and the layers are built from.
 
 A setting of your own is a field here, with a default, which older checkpoints then have. `flag`
 makes it a flag of train.py, too.
@@ -6,42 +6,67 @@ makes it a flag of train.py, too.
 
 from dataclasses import dataclass, field
 
-from common import check_ranges, flag
+from common import UserError, check_ranges, flag
 
-SHARE, POSITIVE = dict(must="0 or more and below 1"), dict(must="a positive number")
+# Ranges of values (common.RANGES).
+SHARE = dict(must="0 or more and below 1")
+POSITIVE = dict(must="a positive number")
 SIZE = dict(must="at least 1", most=2**20)  # above it is absurd, and would only fill the memory
-KINDS = "dense stem embformer moe hash_moe pkm deepembed ple"  # of model.LAYERS
+
+KINDS = "dense stem embformer moe hash_moe pkm deepembed ple"  # keys of model.LAYERS
 TABLES = "stem embformer deepembed ple"  # those that have tables
+HIDDEN = "dense stem moe hash_moe pkm deepembed ple"  # those whose FFN has hidden units
 ACTS = ("silu", "identity")
 
 
 @dataclass
 class ModelConfig:
-    """Shape of a decoder. Fields left at None get the default named beside them. ValueError: names
-    a field, its value and what would be valid."""
+    """Shape of a decoder. Fields left at None get the default named beside them. UserError: names
+    a field as a flag, its value and what would be valid."""
 
     vocab_size: int = field(default=6400, metadata=dict(must="at least 1"))
     block_size: int = flag(256, "context length in tokens", shown="the preset's", **SIZE)
     n_layer: int = flag(6, "number of layers", shown="the preset's", must="at least 1", most=1024)
     n_head: int = flag(6, "number of attention heads", shown="the preset's", **SIZE)
     n_embd: int = flag(192, "width of the residual stream", shown="the preset's", **SIZE)
-    n_kv_head: int | None = flag(None, "key-value heads, fewer for groups", shown="n_head", **SIZE)
-    d_ff: int | None = flag(
-        None, "FFN width", shown="8/3 n_embd, in 64s", only=KINDS.replace("embformer", ""), **SIZE
+    n_kv_head: int | None = flag(
+        None,
+        "number of key-value heads; fewer than n_head: grouped queries",
+        shown="n_head",
+        **SIZE,
     )
-    ffn: str = flag("stem", f"what layers are made of: {KINDS}")
-    stem_layers: str = flag("third", "third, half, all or 0,2,5", shown="by preset", only="stem")
-    attention: str = flag("full", "full, window, count, or in turn: window,window,count")
-    window: int = flag(128, "tokens that a token sees in a window, itself included", **SIZE)
-    previous_heads: int = flag(0, "read the token before", must="0 or more", only="embformer")
-    embformer_act: str = flag("silu", "identity: as in the note", choices=ACTS, only="embformer")
-    n_expert: int = flag(16, "experts of moe and hash_moe in a layer", only="moe hash_moe", **SIZE)
-    top_k: int | None = flag(None, "experts or values (4; pkm 16)", only="moe hash_moe pkm", **SIZE)
+    d_ff: int | None = flag(
+        None, "hidden units of an FFN", shown="8/3 n_embd, rounded up to 64s", only=HIDDEN, **SIZE
+    )
+    ffn: str = flag("stem", f"kind of layers: {KINDS}")
+    stem_layers: str = flag(
+        "third", "layers with a table: third, half, all or 0,2,5", shown="by preset", only="stem"
+    )
+    attention: str = flag(
+        "full", "full, window or count; window,window,count: layer by layer, repeated"
+    )
+    window: int = flag(128, "tokens that a token in a window sees, itself included", **SIZE)
+    previous_heads: int = flag(
+        0, "key heads that use the previous token's key", must="0 or more", only="embformer"
+    )
+    embformer_act: str = flag(
+        "silu", "activation; identity: as in the note", choices=ACTS, only="embformer"
+    )
+    n_expert: int = flag(16, "experts in a layer", only="moe hash_moe", **SIZE)
+    top_k: int | None = flag(
+        None,
+        "experts or values per token",
+        shown="4, pkm 16 per head",
+        only="moe hash_moe pkm",
+        **SIZE,
+    )
     balance: float = flag(0.01, "weight of moe's load-balancing loss", must="0 or more", only="moe")
-    n_key: int = flag(64, "keys in each half of pkm; squared: its values", only="pkm", **SIZE)
+    n_key: int = flag(64, "keys per half; pkm has n_key^2 values", only="pkm", **SIZE)
     ple_width: int | None = flag(None, "width of rows", shown="n_embd / 8", only="ple", **SIZE)
-    tie_head: bool | None = flag(None, "head = input embedding", shown="embformer, and by preset")
-    dropout: float = flag(0.0, "share of activations left out", shown="0", **SHARE)
+    tie_head: bool | None = flag(
+        None, "head = input embedding", shown="true for embformer, else by preset"
+    )
+    dropout: float = flag(0.0, "dropout probability", shown="0", **SHARE)
     rope_base: float = flag(10000.0, "base of the rotary positions", **POSITIVE)
     rope_scaling: list[float] | None = None  # see attention.rotary
     norm_eps: float = flag(1e-6, "epsilon of the norms", **POSITIVE)
@@ -52,31 +77,39 @@ class ModelConfig:
     table_std: float = flag(0.02, "std of new table rows", only=TABLES, **POSITIVE)
 
     def __post_init__(self) -> None:
-        check_ranges(self, ValueError, "{}={}")
-        n_embd, n_head = self.n_embd, self.n_head
-        self.n_kv_head = self.n_kv_head or n_head
-        self.d_ff = self.d_ff or -(-8 * n_embd // 3 // 64) * 64
-        self.top_k = self.top_k or (16 if self.ffn == "pkm" else 4)
-        self.ple_width = self.ple_width or max(1, n_embd // 8)
-        # As docs/results.md measures. Of two digits, which one can type: 0.072 for 192.
-        root = float(f"{n_embd**-0.5:.2g}")
-        self.init_std = self.init_std or (0.02 if self.embedding_only else root)
-        if self.tie_head is None:
-            self.tie_head = self.embedding_only
-        if n_embd % (2 * n_head):  # heads share channels, positions rotate pairs of them
-            raise ValueError(f"{n_embd=} must be a multiple of 2 * n_head={2 * n_head}")
-        if n_head % self.n_kv_head:
-            raise ValueError(f"{n_head=} must be a multiple of n_kv_head={self.n_kv_head}")
+        check_ranges(self)
+        self.fill_in_defaults()
+        n_embd, n_head, n_kv_head = self.n_embd, self.n_head, self.n_kv_head
+        if n_embd % (2 * n_head) != 0:  # heads share channels, positions rotate pairs of them
+            raise UserError(f"--n_embd {n_embd} must be a multiple of 2 * n_head, {2 * n_head}")
+        if n_head % n_kv_head != 0:
+            raise UserError(f"--n_head {n_head} must be a multiple of --n_kv_head {n_kv_head}")
         if self.embedding_only and not self.tie_head:
-            raise ValueError("tie_head=False: Embformer has no linear layers, such as a head")
+            raise UserError("--no-tie_head: Embformer has no linear layers, such as a head")
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)
         kinds = self.attention.split(",")
+        if not set(kinds) <= {"full", "window", "count"}:
+            raise UserError(f"--attention {self.attention} must be of full, window and count")
+        if "count" in kinds and (self.previous_heads > 0 or not self.embedding_only):
+            raise UserError("--attention count needs --ffn embformer and --previous_heads 0")
+        # The kind of each layer.
         self.attention_kinds = [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
-        if {*kinds} - {"full", "window", "count"}:
-            raise ValueError(f"attention={self.attention!r} must be of full, window and count")
-        if "count" in kinds and (self.previous_heads or not self.embedding_only):
-            raise ValueError("attention: count needs ffn='embformer' and previous_heads=0")
+
+    def fill_in_defaults(self) -> None:
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
+        if self.d_ff is None:
+            self.d_ff = -(-8 * self.n_embd // 3 // 64) * 64  # rounded up
+        if self.top_k is None:
+            self.top_k = 16 if self.ffn == "pkm" else 4
+        if self.ple_width is None:
+            self.ple_width = max(1, self.n_embd // 8)
+        if self.tie_head is None:
+            self.tie_head = self.embedding_only
+        if self.init_std is None:  # as docs/results.md measures
+            root = float(f"{self.n_embd**-0.5:.2g}")  # two digits, to be typed: 0.072 for 192
+            self.init_std = 0.02 if self.embedding_only else root
 
     @property
     def head_dim(self) -> int:
@@ -96,14 +129,17 @@ class ModelConfig:
 
 def stem_layers(spec: str, n_layer: int) -> list[int]:
     """Which layers of a STEM model have a table: `third` (1, 4, 7, ...), `half` (1, 3, 5, ...),
-    `all` (but the first, as in the authors' code), or numbers such as `0,2,5`. ValueError: the text
+    `all` (but the first, as in the authors' code), or numbers such as `0,2,5`. UserError: the text
     is none of these, or selects no layer or one that does not exist."""
-    named = {"third": range(1, n_layer, 3), "half": range(1, n_layer, 2), "all": range(1, n_layer)}
-    try:
-        layers = named[spec] if spec in named else sorted({int(part) for part in spec.split(",")})
-    except ValueError:
-        layers = []
+    steps = {"third": 3, "half": 2, "all": 1}
+    if spec in steps:
+        layers = list(range(1, n_layer, steps[spec]))
+    else:
+        try:
+            layers = sorted({int(number) for number in spec.split(",")})
+        except ValueError:
+            layers = []
     if not layers or layers[0] < 0 or layers[-1] >= n_layer:
         allowed = f"third, half, all or numbers of layers from 0 to {n_layer - 1}"
-        raise ValueError(f"stem_layers={spec!r} must be {allowed}")
-    return list(layers)
+        raise UserError(f"--stem_layers {spec} must be {allowed}")
+    return layers

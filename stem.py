@@ -62,17 +62,19 @@ def substitute(
     if not source or not target:
         raise ValueError(f"nothing to substitute: source={source}, target={target}")
     n = len(source)
-    aligned = {
-        "last": ([target[0]] * n + target)[-n:],
-        "first": (target + [target[-1]] * n)[:n],
-        "pad": ([pad] * n + target)[-n:],
-    }[align]
+    if align == "last":
+        aligned = ([target[0]] * n + target)[-n:]
+    elif align == "first":
+        aligned = (target + [target[-1]] * n)[:n]
+    else:
+        assert align == "pad", f"align={align!r} is not one of last, first, pad"
+        aligned = ([pad] * n + target)[-n:]
     table_ids = ids.clone()
     if n > ids.shape[-1]:
         return table_ids
     windows = ids.unfold(-1, n, 1)  # [..., T - n + 1, n]
-    found = (windows == torch.tensor(source, device=ids.device)).all(-1)
+    found = (windows == torch.tensor(source, device=ids.device)).all(-1)  # [..., T - n + 1]
     for i, token in enumerate(aligned):
-        here = table_ids[..., i : i + found.shape[-1]]  # a view: position i of each window
-        here[found] = token
+        place = table_ids[..., i : i + found.shape[-1]]  # a view: position i of each window
+        place[found] = token
     return table_ids

@@ -6,15 +6,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import edit
-import prepare
-import train
 from common import UserError
 from model import LAYERS, Decoder, ModelConfig
 from text import tokenizer
 from training.checkpoints import load_model, save_checkpoint
 from training.objectives import NextToken
-from training.settings import resolve_settings
 
 KINDS = ("moe", "hash_moe", "pkm", "deepembed", "ple")
 TINY = dict(vocab_size=23, block_size=16, n_layer=2, n_head=2, n_embd=16, d_ff=24)
@@ -133,31 +129,28 @@ def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
 # --- the loss that balances the router ---
 
 
-@pytest.mark.parametrize("balance", [0.01, 0.0])
-def test_balance_is_its_formula_and_reaches_the_loss_and_the_router(balance):
+def test_balance_is_its_formula_and_reaches_the_loss_in_training_only():
     torch.manual_seed(0)
-    model = Decoder(config("moe", balance=balance, init_std=0.5)).train()
+    model = Decoder(config("moe", balance=0.1, init_std=0.5)).train()
     ids, targets = torch.randint(23, (2, 2, 9))
     inputs = []
     for block in model.blocks:
         block.ffn.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     objective = NextToken(model, torch.device("cpu"), "float32")
     loss, figures = objective(ids, targets)
-
     expected = 0.0
     for block, x in zip(model.blocks, inputs, strict=True):
         p = torch.softmax(x.flatten(0, 1) @ block.ffn.router.weight.T, -1)  # [18, 6]
         for expert in range(6):
             chose = sum(expert in token.topk(3).indices for token in p)
-            expected += balance * 6 * (chose / (3 * 18)) * p[:, expert].mean()
-    torch.testing.assert_close(figures["balance"], torch.as_tensor(expected))
+            expected += 0.1 * 6 * (chose / (3 * 18)) * p[:, expert].mean()
+    torch.testing.assert_close(figures["balance"], expected.detach())
     plain = model(ids, targets)[1]
     torch.testing.assert_close(loss, plain + expected)
-    routers = [block.ffn.router.weight for block in model.blocks]
-    with_it, without = (torch.autograd.grad(each, routers) for each in (loss, plain))
-    for a, b in zip(with_it, without, strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-7) == (balance == 0)
-    model.eval()  # it is no part of the validation loss
+    router = model.blocks[0].ffn.router.weight
+    (with_it,), (without,) = (torch.autograd.grad(each, router) for each in (loss, plain))
+    assert not torch.allclose(with_it, without, rtol=1e-4)
+    model.eval()
     loss, figures = objective(ids, targets)
     assert figures == {} and torch.equal(loss, model(ids, targets)[1])
 
@@ -179,17 +172,15 @@ def test_flops_equal_those_that_pytorch_counts(kind):
     assert model.sizes()["flops_per_token"] == linear + attention
 
 
-@pytest.mark.parametrize("n_embd", [96, 192, 512])
+@pytest.mark.parametrize("n_embd", [96, 512])
 @pytest.mark.parametrize("kind", KINDS)
 def test_by_default_a_token_costs_what_the_dense_model_costs(kind, n_embd):
-    shape = dict(vocab_size=500, block_size=128, n_layer=2, n_head=6 if n_embd < 512 else 8)
-    dense, sizes = (
-        Decoder(ModelConfig(**shape, n_embd=n_embd, ffn=ffn)).sizes() for ffn in ("dense", kind)
+    shape = dict(vocab_size=500, block_size=128, n_layer=2, n_head=8, n_embd=n_embd)
+    dense, flops = (
+        Decoder(ModelConfig(**shape, ffn=ffn)).sizes()["flops_per_token"] for ffn in ("dense", kind)
     )
-    assert sizes["flops_per_token"] == pytest.approx(dense["flops_per_token"], rel=0.02)
-    assert sizes["total"] > 1.2 * dense["total"] or kind == "ple"
-    if kind in ("hash_moe", "deepembed", "ple"):  # no router, no rounding
-        assert sizes["flops_per_token"] == dense["flops_per_token"] or kind == "ple"
+    exact = kind in ("hash_moe", "deepembed")  # no router, nothing to round
+    assert flops == pytest.approx(dense, rel=0 if exact else 0.02)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,78 +197,34 @@ def test_idle_parameters_are_those_that_a_token_has_no_gradient_for(kind):
     assert touched == sum(p.numel() for p in ffn.parameters()) - getattr(ffn, "idle", 0)
 
 
-# --- checkpoints and commands (decoding with a cache: test_model.py, over all LAYERS) ---
+# --- checkpoints and settings (decoding with a cache: test_model.py, over all LAYERS) ---
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_brings_back_the_model(kind, tmp_path):
-    texts = ["A word, and another word, and so on."] * 9
-    encoding = tokenizer.train(texts, 300)
+    encoding = tokenizer.train(["A word, and another word, and so on."] * 9, 300)
     torch.manual_seed(0)
     model = Decoder(config(kind, vocab_size=encoding.n_vocab, init_std=0.5)).eval()
     save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
     torch.manual_seed(1)  # hashes are drawn, and must be those of the checkpoint
+    loaded, _, _ = load_model(tmp_path / "ckpt.pt", torch.device("cpu"))
     ids = torch.randint(encoding.n_vocab, (2, 9))
-    for offload in ("none", "disk"):
-        loaded, _, _ = load_model(tmp_path / "ckpt.pt", torch.device("cpu"), offload)
-        torch.testing.assert_close(loaded(ids)[0], model(ids)[0])
-    short, _, _ = load_model(tmp_path / "ckpt.pt", torch.device("cpu"), dtype="bfloat16")
-    kinds = [{n: w.dtype for n, w in m.state_dict().items()} for m in (loaded, model)]
-    assert kinds[0] == kinds[1]
-    a, b = (each(ids)[0].float() for each in (short, model))
-    assert short.head_weight.dtype == torch.bfloat16 and (a - b).abs().mean() < 0.1 * b.std()
-
-
-def run(monkeypatch, program, *flags):
-    """A command as a user gives it, in this process."""
-    monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", *map(str, flags)])
-    program.main()
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("countries")
-    prepare.prepare_corpus(prepare.Settings(out_dir=folder))
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["moe", "ple"])  # with a loss of its own, with tables
-def test_training_on_the_countries_and_editing(kind, corpus, tmp_path, monkeypatch, capsys):
-    flags = ("--data_dir", corpus, "--out_dir", tmp_path, "--max_iters", 5, "--ffn", kind)
-    flags += ("--eval_tokens", 1024, "--n_layer", 2, "--device", "cpu")
-    run(monkeypatch, train, *flags)
-    said = capsys.readouterr().out
-    assert f"{kind} model, 2 layers x 128" in said
-    assert ("train balance 0.0" in said) == (kind == "moe")  # two routers' 0.01 and a little
-    flags = ("--ckpt", tmp_path / "ckpt.pt", "--source", "Spain", "--target", "Germany")
-    if kind == "ple":
-        run(monkeypatch, edit, *flags)
-        assert "undone: logits equal" in capsys.readouterr().out
-    else:
-        with pytest.raises(UserError, match="no tables to edit"):
-            run(monkeypatch, edit, *flags)
+    torch.testing.assert_close(loaded(ids)[0], model(ids)[0])
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        ("moe", dict(top_k=5, n_expert=10), "top_k=5 must divide d_ff=24"),
-        ("hash_moe", dict(n_expert=7), "top_k=3 must divide d_ff=24 and n_expert=7"),
-        ("pkm", dict(top_k=6), "top_k=6 is more than n_key=5"),
-        ("pkm", dict(top_k=40, n_key=64), "too much for d_ff=24"),
-        ("ple", dict(ple_width=36), "ple_width=36 leaves nothing of d_ff=24"),
-        ("moe", dict(balance=-1.0), "balance=-1.0 must be 0 or more"),
-        ("moe", dict(n_expert=0), "n_expert=0 must be at least 1"),
+        ("moe", dict(top_k=5, n_expert=10), "--top_k 5 must divide --d_ff 24"),
+        ("hash_moe", dict(n_expert=7), "--top_k 3 must divide --d_ff 24 and --n_expert 7"),
+        ("pkm", dict(top_k=6), "--top_k 6 is more than --n_key 5"),
+        ("pkm", dict(top_k=40, n_key=64), "too much for --d_ff 24"),
+        ("ple", dict(ple_width=36), "--ple_width 36 leaves nothing of --d_ff 24"),
+        ("moe", dict(balance=-1.0), "--balance -1.0 must be 0 or more"),
+        ("moe", dict(n_expert=0), "--n_expert 0 must be at least 1"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(kind, options, says):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         Decoder(config(kind, **options))
     assert says in str(error.value)
-
-
-def test_a_flag_of_another_kind_is_refused(data):
-    others = dict(stem="n_expert", deepembed="top_k", hash_moe="balance", moe="n_key")
-    for ffn, flag in others.items():
-        with pytest.raises(UserError, match=f"--{flag} changes nothing with --ffn {ffn}"):
-            resolve_settings(data_dir=str(data), ffn=ffn, **{flag: 8})

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from baselines import SwiGLU
+from common import UserError
 from config import stem_layers
 from model import Decoder, ModelConfig
 from stem import StemFFN, substitute
@@ -59,16 +60,16 @@ def test_stem_layers_reads_names_and_numbers(spec, n_layer, layers):
 @pytest.mark.parametrize(
     ("spec", "n_layer", "message"),
     [
-        ("most", 6, "'most' must be third, half, all or numbers"),
-        ("", 6, "'' must be third"),
-        ("1,x", 6, "'1,x' must be third"),
+        ("most", 6, "--stem_layers most must be third, half, all or numbers"),
+        ("", 6, "must be third"),
+        ("1,x", 6, "1,x must be third"),
         ("0,6", 6, "layers from 0 to 5"),
         ("-1", 6, "layers from 0 to 5"),
         ("all", 1, "layers from 0 to 0"),
     ],
 )
 def test_stem_layers_rejects_what_names_no_layer(spec, n_layer, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         stem_layers(spec, n_layer)
     assert message in str(error.value)
 
