@@ -1,146 +1,105 @@
-"""Causal self-attention, full, in windows or by counts: rotary positions, caches, masks, groups."""
+"""Causal self-attention with rotary positions and grouped queries, and its cache for decoding.
 
-from contextlib import nullcontext
+A token attends to itself and to all tokens before it. Windows and counts of tokens, which attend to
+fewer, and keys of the token before are in local_attention.py.
+"""
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ModelConfig
-from tables.tables import send
 
 
-def rotary(n: int, config: ModelConfig, device) -> Tensor:
-    """[2, n, 1, head_dim], what `rotate` needs for positions 0 to n - 1 (Su et al., 2021)."""
-    half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
-    speed = config.rope_base**-half  # radians per token
-    if config.rope_scaling:  # Llama 3.1 slows what turns less often than `high` times in a context
+def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Tensor:
+    """Cosines and sines for `rotate` at positions 0 to n - 1, [2, n, 1, head_dim] (RoPE: Su et al.,
+    2021, section 3.2)."""
+    pair = torch.arange(0, config.head_dim, 2, device=device)
+    speed = config.rope_base ** -(pair / config.head_dim)  # radians per token, [head_dim / 2]
+    if config.rope_scaling is not None:
+        # Llama 3.1 keeps pairs of channels that turn `high` times or more in the context it was
+        # trained on, slows those that turn less than `low` times, and blends between.
         factor, low, high, context = config.rope_scaling
-        kept = ((context * speed / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
+        turns = context * speed / (2 * torch.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
         speed = speed * (kept + (1 - kept) / factor)
-    angle = torch.arange(n, device=device)[:, None, None] * speed
-    cos, sin = angle.cos(), angle.sin()  # [n, 1, head_dim/2]
-    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+    position = torch.arange(n, device=device)[:, None, None]
+    angle = position * speed  # [n, 1, head_dim / 2]
+    cos = angle.cos()
+    sin = angle.sin()
+    cos = torch.cat((cos, cos), dim=-1)
+    sin = torch.cat((-sin, sin), dim=-1)
+    return torch.stack((cos, sin))
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Channels i and i + head_dim/2 of x [B, T, H, head_dim]: (a cos - b sin, b cos + a sin)."""
-    wide, (cos, sin) = x.float(), angles
-    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, T, heads, head_dim] by an angle:
+    (a cos - b sin, b cos + a sin). angles [2, T, 1, head_dim] are from `rotary`."""
+    cos, sin = angles
+    wide = x.float()
+    swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+    return (wide * cos + swapped * sin).to(x.dtype)
+
+
+class LayerCache:
+    """Keys and values of the tokens so far, in one layer."""
+
+    def __init__(self, config: ModelConfig, batch: int, room: int, like: Tensor) -> None:
+        """A cache of the dtype and on the device of `like`, for `batch` times `room` tokens."""
+        # Zeros, as masked slots still get multiplied: 0 times NaN would be NaN.
+        self.k = like.new_zeros(batch, config.n_kv_head, room, config.head_dim)
+        self.v = torch.zeros_like(self.k)
+
+    def update(self, slots: slice | Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v [B, n_kv_head, T, head_dim] of new tokens. Returns those of all tokens,
+        [B, n_kv_head, S, head_dim]."""
+        self.k[:, :, slots] = k
+        self.v[:, :, slots] = v
+        if isinstance(slots, Tensor):  # compiled: shapes must not change, so a mask hides the rest
+            return self.k, self.v
+        return self.k[:, :, : slots.stop], self.v[:, :, : slots.stop]
 
 
 class KVCache:
-    """What is kept of tokens seen so far: keys and values, with `room` for block_size tokens (0) or
-    fewer, in windows those that the next token sees; for all layers that count, their counts."""
+    """What decoding keeps of the tokens so far, of all layers. `Decoder.make_cache` makes it."""
 
-    def __init__(self, config: ModelConfig, batch: int, device, dtype, room: int = 0) -> None:
-        self.config, self.room = config, min(room or config.block_size, config.block_size)
-        shape = (batch, config.n_kv_head, self.room, config.head_dim)
-        # Zeros: where memory holds NaN, a weight of zero would not hide it.
-        shapes = [shape if kind == "full" else 0 for kind in config.attention_kinds]
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
-        self.v = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
-        self.angles = rotary(self.room, config, device)
-        self.slots = torch.arange(self.room, device=device)
-        # Earlier ids whose rows are read again [B, D]: distinct ones and their counts, or the last.
-        self.seen = self.counts = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-        self.length = 0  # tokens in the cache
+    def __init__(self, layers: list, angles: Tensor) -> None:
+        """layers: the cache of each layer; angles: of all tokens it has room for."""
+        self.layers = layers
+        self.angles = angles  # [2, room, 1, head_dim]
+        self.room = angles.shape[1]
+        self.length = 0  # tokens so far; set to 0, it begins again
+        self.context = None  # see local_attention.py
 
-    def read_again(self, ids: Tensor) -> Tensor:
-        """New ids [B, T] behind those of earlier tokens whose rows attention needs, too: [B, S]."""
-        seen, self.seen = self.seen, ids[:, -1:] if self.config.previous_heads else self.seen
-        return torch.cat((seen.to(ids.device), ids), dim=1) if self.length else ids
 
-    def begin(self, n: int, static: bool) -> tuple[Tensor, Tensor | None]:
-        """Make room for the next n tokens; returns their angles and mask, if all is full. `static`:
-        layers attend to the whole buffer, behind a mask, so one compiled graph serves all steps."""
-        start, self.length = self.length, self.length + n
-        new = slice(start, self.length)
-        slots, angles = self.slots[new], self.angles[:, new]
-        # Where the new tokens go, and the end of what they attend to.
-        self.new, self.end = (slots, None) if static else (new, self.length)
-        if static:
-            for buffer in (*self.k, *self.v):  # CUDA graphs need not copy them
-                torch._dynamo.mark_static_address(buffer, guard=False)
-        elif start == 0 or n == 1:
-            return angles, None  # plainly causal
-        seen = self.slots[: self.end] <= slots[:, None]  # [n, S]
-        return angles, additive(seen, self.k[0])
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, n_kv_head, T, head_dim], return all [B, n_kv_head, S, head_dim], in
-        windows those that one of the new tokens sees."""
-        if self.config.attention_kinds[layer] == "window":
-            if self.length > k.shape[2]:
-                k, v = torch.cat((self.k[layer], k), 2), torch.cat((self.v[layer], v), 2)
-            first = max(0, k.shape[2] - self.config.window + 1)
-            self.k[layer], self.v[layer] = k[:, :, first:].clone(), v[:, :, first:].clone()
-            return k, v
-        self.k[layer][:, :, self.new] = k
-        self.v[layer][:, :, self.new] = v
-        return self.k[layer][:, :, : self.end], self.v[layer][:, :, : self.end]
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which attention to x computes: that of autocast, if it is on."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    if kind == "cpu":  # in 16 bits its backward pass takes 4 times as long
+        return torch.float32
+    return torch.get_autocast_dtype(kind)
 
 
 def additive(seen: Tensor, x: Tensor) -> Tensor:
-    """0 or -inf, as queries from x. Each layer would make and keep this of a mask of booleans."""
-    kind, dtype = x.device.type, x.dtype
-    if kind != "cpu" and torch.is_autocast_enabled(kind):  # on a CPU attention is in float32
-        dtype = torch.get_autocast_dtype(kind)
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    """A mask of booleans as one of 0 and -inf, for queries made of x. SDPA would convert and keep
+    booleans in each layer anew."""
+    mask = torch.zeros_like(seen, dtype=compute_dtype(x))
+    return mask.masked_fill_(~seen, -torch.inf)
 
 
-def window_mask(w: int, documents: Tensor | None, cache, x: Tensor) -> Tensor | None:
-    """For x [B, T, n_embd] in blocks of w (see `into_blocks`) that stay inside documents, numbered
-    [B, T] from 0 on: [B * blocks, 1, w, 2w]. None: one window has all of it."""
-    n, before = x.shape[1], min(cache.length - x.shape[1], w - 1) if cache else 0
-    if documents is None:
-        if before + n <= w and 1 in (n, before + 1):
-            return None
-        documents = x.new_zeros(len(x), before + n)
-    keys = F.pad(documents, (w - before, -n % w), value=-1).unfold(1, 2 * w, w)  # [B, blocks, 2w]
-    j = torch.arange(2 * w, device=x.device)
-    i = j[w:, None]  # queries are the second half of the keys
-    seen = (i - w < j) & (j <= i) & (keys[..., w:, None] == keys[..., None, :])
-    return additive(seen.flatten(0, 1)[:, None], x)
-
-
-def into_blocks(q: Tensor, k: Tensor, v: Tensor, w: int) -> tuple[Tensor, ...]:
-    """q [B, heads, T, head_dim] in blocks [B * blocks, heads, w, head_dim]; k and v, of S tokens,
-    likewise, each behind the one before it [B * blocks, heads, 2w, head_dim]."""
-    n, front = q.shape[2], w + q.shape[2] - k.shape[2]
-    q, k, v = (
-        F.pad(each, (0, 0, pad, -n % w)).unflatten(2, (-1, w)).transpose(1, 2)
-        for each, pad in ((q, 0), (k, front), (v, front))
-    )
-    k, v = (torch.cat((each[:, :-1], each[:, 1:]), dim=3) for each in (k, v))
-    return tuple(each.flatten(0, 1) for each in (q, k, v))
-
-
-def count_keys(ids: Tensor, documents: Tensor | None, cache, x: Tensor) -> tuple | None:
-    """Without positions, attention to all tokens so far is attention to the distinct ones t with
-    log n(t) added to q k(t) where t has come n(t) times. Returns where in the B * S rows of ids
-    [B, S] each sequence's distinct ones are [B, D], and as a mask log n(t) up to each token of x
-    [B, T, n_embd], [B, 1, T, D]. None: D is above T / 2, and plain attention faster."""
-    (batch, n, _), row = x.shape, torch.arange(ids.numel(), device=ids.device).view_as(ids)
-    ordered, order = ids.sort(dim=1)
-    rank = F.pad(ordered.diff(dim=1) != 0, (1, 0)).cumsum(1)  # among the distinct ones
-    key = torch.empty_like(ids).scatter_(1, order, rank)  # [B, S]
-    where = row[:, :1].repeat(1, int(rank.max()) + 1).scatter_(1, key, row)  # any of equal ones
-    start = torch.zeros_like(where)  # what the cache has counted
-    if cache is not None:
-        start.scatter_add_(1, key[:, :-n], cache.counts[:, : key.shape[1] - n])  # if any
-        cache.seen = ids.flatten()[where]
-        cache.counts = start.scatter_add(1, key[:, -n:], torch.ones_like(key[:, -n:]))
-    if documents is None and key.shape[1] == n < 2 * where.shape[1]:
-        return None
-    key, where, start = (send(each, x.device) for each in (key, where, start))
-    counts = x.new_zeros(batch, n, where.shape[1], dtype=torch.promote_types(x.dtype, torch.float))
-    counts.scatter_(2, key[:, -n:, None], 1.0, reduce="add")[:, 0] += start
-    for b in range(batch):
-        ends = [n] if documents is None else documents[b].unique_consecutive(return_counts=True)[1]
-        for part in counts[b].split(list(map(int, ends))):  # [tokens, D] of each document
-            part.cumsum_(0)
-    return where, counts.log_().to(x.dtype)[:, None]
+def has_grouped_kernel(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
+    """Whether SDPA has a fast kernel for fewer key heads than query heads. Where it has none, it
+    takes its math kernel, which needs T x T numbers for each head."""
+    if device.type == "cpu":
+        return True
+    if device.type != "cuda" or masked or dtype == torch.float32:
+        return False
+    # Flash attention. (`get_device_capability` would break a compiled graph.)
+    return torch.cuda.get_device_properties(device).major >= 8
 
 
 class LinearQKV(nn.Module):
@@ -153,51 +112,108 @@ class LinearQKV(nn.Module):
         self.heads = (config.n_head, config.n_kv_head, config.n_kv_head)
         self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=False)
 
-    def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, rows: None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, n_embd] -> q [B, T, n_head, head_dim], k and v [B, T, n_kv_head, head_dim]."""
         heads = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, heads, head_dim]
-        return heads.split(self.heads, dim=-2)
+        q, k, v = heads.split(self.heads, dim=-2)
+        return q, k, v
 
 
 class Attention(nn.Module):
-    """Causal self-attention of a layer's kind, with grouped queries and a cache."""
+    """Attention to all tokens so far.
 
-    def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module) -> None:
+    Another kind of attention (model.ATTENTION) is a subclass. Its `make_mask` is called once in a
+    forward pass, for all layers of the kind, its `make_cache` once for each layer.
+    """
+
+    def __init__(self, config: ModelConfig, qkv: nn.Module) -> None:
+        """qkv: makes queries, keys and values of (x, rows), as `LinearQKV`."""
         super().__init__()
-        self.layer, self.qkv, self.dropout = layer, qkv, config.dropout
-        self.kind, self.window = config.attention_kinds[layer], config.window
         width = config.n_embd
+        self.config = config
+        self.qkv = qkv
         self.out = nn.Identity() if config.embedding_only else nn.Linear(width, width, bias=False)
 
-    def forward(
-        self, x: Tensor, rows: Tensor, angles: Tensor, masks: dict, cache: KVCache | None
-    ) -> Tensor:
-        """x [B, T, n_embd] -> [B, T, n_embd]; with a cache, x continues the S - T tokens in it.
+    def make_cache(self, batch: int, room: int, like: Tensor):
+        """What this layer keeps while decoding, or None; see `LayerCache`."""
+        return LayerCache(self.config, batch, room, like)
 
-        A mask [.., T, S] is added to the logits, -inf hides a key; None hides those that follow."""
-        n, mask = x.shape[1], masks[self.kind]
-        if self.kind == "count" and mask is not None:
-            where, mask = mask
-            rows = F.embedding(where, rows.flatten(0, 1))  # [B, D, row_width]
-        q, k, v = self.qkv(x, rows)
-        if self.kind != "count":
-            k, v = k[:, -n:], v[:, -n:]
-            q, k = rotate(q, angles), rotate(k, angles)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, heads, T, head_dim]
-        if cache is not None and self.kind != "count":
-            k, v = cache.append(self.layer, k, v)  # [B, n_kv_head, S, head_dim]
-        if self.kind == "window" and mask is not None:
-            q, k, v = into_blocks(q, k, v, self.window)
+    def make_mask(self, x: Tensor, start: int, documents: Tensor | None, context) -> Tensor | None:
+        """The mask for `attend` of tokens x [B, T, n_embd] behind `start` tokens in the cache.
+        documents: their numbers [B, T], in which attention stays; context: see `make_context`."""
+        n = x.shape[1]
+        if documents is not None:
+            same = documents[:, None, :, None] == documents[:, None, None, :]
+            return additive(same.tril_(), x)  # [B, 1, T, T]
+        if start == 0 or n == 1:
+            return None
+        seen = torch.ones(n, start + n, dtype=torch.bool, device=x.device)
+        return additive(seen.tril_(start), x)  # [T, start + T]
+
+    def forward(
+        self,
+        x: Tensor,
+        rows: Tensor | None,
+        angles: Tensor,
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+        slots: slice | Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            x: [B, T, n_embd].
+            rows: what `qkv` reads, of tokens in front of x's and of these, [B, C + T, row_width].
+            angles: of the positions of x, [2, T, 1, head_dim].
+            mask: from `make_mask`.
+            cache: of this layer; x continues the tokens in it.
+            slots: the positions of x in the cache.
+
+        Returns:
+            [B, T, n_embd].
+        """
+        n = x.shape[1]
+        q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, C + T, n_kv_head, head_dim]
+        k = k[:, -n:]  # of x alone
+        v = v[:, -n:]
+        q = rotate(q, angles).transpose(1, 2)  # [B, n_head, T, head_dim]
+        k = rotate(k, angles).transpose(1, 2)
+        v = v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(slots, k, v)  # [B, n_kv_head, S, head_dim]
+        y = self.attend(q, k, v, mask)  # [B, T, n_head, head_dim]
+        return self.out(y.flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Weigh v by softmax(q k^T / sqrt(head_dim) + mask).
+
+        Args:
+            q: [B, n_head, T, head_dim].
+            k, v: [B, n_kv_head, S, head_dim].
+            mask: what is added to the logits, [.., T, S]; -inf hides a key. None hides the keys of
+                later tokens, where T is S, and nothing where T is 1.
+
+        Returns:
+            [B, T, n_head, head_dim].
+        """
+        # Cast here, not by autocast within SDPA: the choice of a kernel depends on the dtype.
+        dtype = compute_dtype(q)
+        q = q.to(dtype)
+        k = k.to(dtype)
+        v = v.to(dtype)
         groups = q.shape[1] // k.shape[1]
-        # CUDA's one fast kernel for grouped queries takes neither masks nor float32; MPS has none.
-        flash = q.is_cuda and mask is None and q.dtype != torch.float32
-        if groups > 1 and not (flash or q.is_cpu):
-            k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
-        options = dict(is_causal=mask is None and q.shape[2] > 1, enable_gqa=groups > 1)
-        options["dropout_p"] = self.dropout if self.training else 0.0
-        cast = torch.is_autocast_enabled("cpu")
-        if cast:  # in 16 bits a CPU's backward pass takes 4 times as long
-            q, k, v = q.float(), k.float(), v.float()
-        with torch.autocast("cpu", enabled=False) if cast else nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
-        return self.out(y.transpose(1, 2).reshape(len(x), -1, x.shape[-1])[:, :n])
+        if groups > 1 and not has_grouped_kernel(q.device, dtype, mask is not None):
+            k = k.repeat_interleave(groups, dim=1)
+            v = v.repeat_interleave(groups, dim=1)
+        kernel = partial(
+            F.scaled_dot_product_attention,
+            attn_mask=mask,
+            dropout_p=self.config.dropout if self.training else 0.0,
+            is_causal=mask is None and q.shape[2] > 1,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        if q.is_cpu and torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):  # which would cast to 16 bits again
+                y = kernel(q, k, v)
+        else:
+            y = kernel(q, k, v)
+        return y.transpose(1, 2)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ModelConfig
+from local_attention import use_previous_keys
 
 
 class RowQKV(nn.Module):
@@ -23,27 +24,32 @@ class RowQKV(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.norm_eps, self.previous = config.norm_eps, config.previous_heads
+        self.norm_eps = config.norm_eps
+        self.previous_heads = config.previous_heads
         self.row_width = 2 * config.n_kv_head * config.head_dim
 
     def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, n_embd], rows K_l[t] | V_l[t] [B, S, 2 * n_kv_head * head_dim], S: T, or what
         attention reads -> q [B, T, n_head, head_dim], k and v [B, S, n_kv_head, head_dim]."""
         q = x.unflatten(-1, (-1, self.head_dim))  # [B, T, n_head, head_dim]
-        k, v = rows.to(x.dtype).unflatten(-1, (2, -1, self.head_dim)).unbind(-3)
-        if self.previous:  # these heads' keys are those of the token before, across documents, too
-            before = torch.cat((k[:, :1], k[:, :-1]), dim=1)
-            k = torch.cat((before[:, :, : self.previous], k[:, :, self.previous :]), dim=2)
-        norm = (self.head_dim,)
-        return F.rms_norm(q, norm, eps=self.norm_eps), F.rms_norm(k, norm, eps=self.norm_eps), v
+        rows = rows.to(x.dtype)
+        heads = rows.unflatten(-1, (2, -1, self.head_dim))
+        k, v = heads.unbind(-3)  # [B, S, n_kv_head, head_dim] each
+        if self.previous_heads:
+            k = use_previous_keys(k, self.previous_heads)
+        q = F.rms_norm(q, (self.head_dim,), eps=self.norm_eps)
+        k = F.rms_norm(k, (self.head_dim,), eps=self.norm_eps)
+        return q, k, v
 
 
 def mix(n_head: int, head_dim: int) -> Tensor:
     """The parameter-free mixing of channels [n_embd] as an index: seen as [n_head, head_dim],
     output [i, j] takes input [(i + j) mod n_head, j], so that each head's output draws on every
     head's input."""
-    i, j = torch.arange(n_head, device="cpu")[:, None], torch.arange(head_dim, device="cpu")
-    return ((i + j) % n_head * head_dim + j).flatten()
+    i = torch.arange(n_head, device="cpu")[:, None]
+    j = torch.arange(head_dim, device="cpu")
+    head = (i + j) % n_head  # [n_head, head_dim]
+    return (head * head_dim + j).flatten()
 
 
 class EmbformerFFN(nn.Module):
@@ -55,12 +61,14 @@ class EmbformerFFN(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.register_buffer("mix", mix(config.n_head, config.head_dim), persistent=False)
-        self.act = {"silu": F.silu, "identity": lambda x: x}[config.embformer_act]
+        acts = {"silu": F.silu, "identity": nn.Identity()}
+        self.act = acts[config.embformer_act]
         self.row_width = config.n_embd
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows F_l[t] [B, T, n_embd] -> [B, T, n_embd]."""
-        return (self.act(x) * rows.to(x.dtype))[..., self.mix]
+        scaled = self.act(x) * rows.to(x.dtype)
+        return scaled[..., self.mix]
 
 
 def linear_as_attention(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,6 +94,7 @@ def linear_as_attention(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tens
     v = weight.T * (total * x.sign())[..., None]  # [B, n_in, n_out]
     # softmax(q k^T / sqrt(n_in)) = attention  <=  q = sqrt(n_in) log(attention) k^-T. Any
     # invertible k will do; the identity is the one whose inverse loses no digits.
-    k = torch.eye(n_in, dtype=x.dtype, device=x.device).expand(len(x), n_in, n_in)
+    k = torch.eye(n_in, dtype=x.dtype, device=x.device)
+    k = k.expand(len(x), n_in, n_in)
     q = attention.log() * n_in**0.5  # [B, 1, n_in]
     return q, k, v

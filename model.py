@@ -10,29 +10,35 @@
        |                                                                   |
        +--> wte --> block 0 (x, rows) --> block 1 (x, rows) --> ... --> norm --> head --> logits
 
-A layer never indexes a table: it is given rows, wherever they are stored (tables/tables.py). To try
-a layer of your own, add a line to `LAYERS` below.
+A layer never indexes a table: it is given rows, wherever they are stored (tables/tables.py).
+
+Train it with training.optimizer.Optimizer, which updates tables and backbone.
+`AdamW(model.parameters())` would train neither the tables nor an untied embedding.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import baselines
-from attention import Attention, KVCache, LinearQKV, additive, count_keys, rotary, window_mask
+from attention import Attention, KVCache, LayerCache, LinearQKV, additive, rotary
 from common import UserError
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
+from local_attention import CountAttention, WindowAttention, make_context
 from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
 
-# Where a layer's queries, keys and values come from, and its FFN. Each class is built as
-# Class(config), says how much of the token's row it reads (`row_width`, 0: none), and is called as
-# (x, rows) with rows [B, T, row_width]. An FFN that `needs_ids` is given the token ids, too.
+# For each --ffn where a layer's queries, keys and values come from, and its FFN. A layer of your
+# own is a line here. Its class
+#   is built as Class(config), and called as (x, rows), x [B, T, n_embd], rows [B, T, row_width];
+#   says by `row_width` how many numbers of the token's row it reads (0: none, and rows are None).
+# What an FFN may have besides:
+#   needs_ids = True   it is called as (x, rows, ids=ids), ids [B, T];
+#   auxiliary_loss     after a forward pass in training, a term that is added to the loss;
+#   idle               how many of its parameters a token neither reads nor multiplies.
 LAYERS = {
     "dense": (LinearQKV, baselines.SwiGLU),
     "stem": (LinearQKV, StemFFN),
@@ -44,6 +50,18 @@ LAYERS = {
     "ple": (LinearQKV, baselines.PerLayerEmbeddingFFN),
 }
 
+# Kinds of --attention.
+ATTENTION = {
+    "full": Attention,
+    "window": WindowAttention,
+    "count": CountAttention,
+}
+
+
+def make_norm(config: ModelConfig) -> nn.RMSNorm:
+    scale = not config.embedding_only
+    return nn.RMSNorm(config.n_embd, config.norm_eps, elementwise_affine=scale)
+
 
 class Block(nn.Module):
     """Pre-norm residual block: x + attention(norm(x)), then x + ffn(norm(x))."""
@@ -51,61 +69,113 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         qkv_class, ffn_class = LAYERS[config.layer_kind(layer)]
-        scale = not config.embedding_only
-        self.attn_norm = nn.RMSNorm(config.n_embd, config.norm_eps, elementwise_affine=scale)
-        self.attn = Attention(config, layer, qkv_class(config))
-        self.ffn_norm = nn.RMSNorm(config.n_embd, config.norm_eps, elementwise_affine=scale)
+        self.attention_kind = config.attention_kinds[layer]
+        self.attn_norm = make_norm(config)
+        self.attn = ATTENTION[self.attention_kind](config, qkv_class(config))
+        self.ffn_norm = make_norm(config)
         self.ffn = ffn_class(config)
-        self.row_split = (self.attn.qkv.row_width, self.ffn.row_width)
+        self.row_split = [self.attn.qkv.row_width, self.ffn.row_width]
         self.row_width = sum(self.row_split)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rows: Tensor | None, ids: Tensor, *context) -> Tensor:
-        """x [B, T, n_embd], rows [B, S, row_width] (None without a table): last those of `ids`
-        [B, T] -> [B, T, n_embd]; `context` is for `Attention`: angles, masks, cache."""
-        attn_rows, ffn_rows = rows.split(self.row_split, -1) if self.row_width else (None, None)
-        x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
-        ffn_rows = ffn_rows if ffn_rows is None else ffn_rows[:, -x.shape[1] :]
-        more = {"ids": ids} if getattr(self.ffn, "needs_ids", False) else {}
-        return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows, **more))
+    def forward(
+        self,
+        x: Tensor,
+        rows: Tensor | None,
+        ids: Tensor,
+        angles: Tensor,
+        mask: Tensor | None,
+        cache: LayerCache | None,
+        slots: slice | Tensor | None,
+    ) -> Tensor:
+        """x [B, T, n_embd], rows [B, C + T, row_width] (None without a table), the last T of which
+        are those of ids [B, T] -> [B, T, n_embd]. All else is for `Attention.forward`."""
+        attn_rows, ffn_rows = None, None
+        if rows is not None:
+            attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
+            ffn_rows = ffn_rows[:, -x.shape[1] :]
+        attended = self.attn(self.attn_norm(x), attn_rows, angles, mask, cache, slots)
+        x = x + self.dropout(attended)
+        normed = self.ffn_norm(x)
+        if getattr(self.ffn, "needs_ids", False):
+            y = self.ffn(normed, ffn_rows, ids=ids)
+        else:
+            y = self.ffn(normed, ffn_rows)
+        return x + self.dropout(y)
 
 
 class Decoder(nn.Module):
-    """The whole model: embedding, blocks, norm, head, and the tables the blocks read."""
+    """The whole model: embedding, blocks, norm, head, and the tables the blocks read.
+
+    Built under `torch.device("meta")` it has shapes, but no numbers, which `sizes` does not need.
+    """
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
-        """tables: makes the tables when called as (n_table, V, W). ValueError: no such `ffn`, or
+        """tables: makes the tables when called as (n_table, V, W). UserError: no such `ffn`, or
         numbers that do not fit together."""
         super().__init__()
         if config.ffn not in LAYERS:
-            raise ValueError(f"ffn={config.ffn!r} is not one of {', '.join(LAYERS)}")
+            raise UserError(f"--ffn {config.ffn} is not one of {', '.join(LAYERS)}")
         self.config = config
-        # The embedding is a token table, too, unless it is the head, which reads all of it.
-        tied, size = config.tie_head, (config.vocab_size, config.n_embd)
-        self.wte = nn.Embedding(*size) if tied else ResidentTables(1, *size)
+        if config.tie_head:
+            self.wte = baselines.make_embedding(config.vocab_size, config.n_embd)
+        else:  # an embedding that only is looked up is a token table, too
+            self.wte = ResidentTables(1, config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        scale = not config.embedding_only
-        self.norm = nn.RMSNorm(config.n_embd, config.norm_eps, elementwise_affine=scale)
-        self.head = None if tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.norm = make_norm(config)
+        self.head = None
+        if not config.tie_head:
+            self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         widths = [block.row_width for block in self.blocks if block.row_width]
         assert len(set(widths)) < 2, f"layers with a table must read rows of one width: {widths}"
         self.tables = tables(len(widths), config.vocab_size, widths[0] if widths else 0)
         self.compiled = None  # `layers`, see `compile_steps`
-        if not self.head_weight.is_meta:  # see `outline`
+        if not self.head_weight.is_meta:  # there, normal_ would import PyTorch's compiler: a second
             self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Normal(0, init_std), for layers that write to the residual stream over sqrt(2 n_layer),
-        as in GPT-2; rows Normal(0, table_std), small: facts settle in them (docs/results.md)."""
+        """How each weight begins:
+
+            norms                                              1
+            rows of tables                                     Normal(0, table_std)
+            attn.out, ffn.down: write to the residual stream   Normal(0, init_std / sqrt(2 n_layer))
+            all others, the embedding included                 Normal(0, init_std)
+
+        The third is GPT-2's (Radford et al., 2019, section 2.3). Rows are small as facts settle in
+        them (docs/results.md)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or name.startswith("tables."):
-                continue  # norms stay at one
+                continue
             std = self.config.init_std
             if name.endswith(("attn.out.weight", "ffn.down.weight")):
                 std /= (2 * self.config.n_layer) ** 0.5
             nn.init.normal_(parameter, std=std)
         self.tables.init_rows(self.config.table_std)
+
+    # --- the forward pass ---
+
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        *,
+        last_only: bool = False,
+        table_ids: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Without targets: logits [B, T, V], of the last token alone [B, 1, V] if `last_only`, and
+        None. With targets [B, T] (-1: nothing to predict): None and the mean cross-entropy in nats.
+        For all else see `hidden`."""
+        x = self.hidden(ids, table_ids=table_ids, documents=documents, cache=cache)
+        if targets is None:
+            if last_only:
+                x = x[:, -1:]
+            return F.linear(x, self.head_weight), None
+        targets = send(targets, x.device).flatten()
+        differentiate = torch.is_grad_enabled()
+        return None, HeadLoss.apply(x.flatten(0, 1), self.head_weight, targets, differentiate)
 
     def hidden(
         self,
@@ -115,52 +185,83 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """ids [B, T] (in training on the CPU, see `Tables.lookup`) -> what the head reads,
-        [B, T, n_embd]. Tables are looked up under `table_ids` [B, T], if given: knowledge editing.
-        Attention stays inside `documents`, numbered [B, T]; rotary positions are relative, so they
-        need not restart. A cache, without documents, is continued and gets the ids."""
-        n, config = ids.shape[1], self.config
-        end, room = (n + cache.length, cache.room) if cache else (n, config.block_size)
-        assert end <= room, f"{end} tokens do not fit into block_size={room}"
-        table_ids = ids if table_ids is None else table_ids
-        read = table_ids if cache is None else cache.read_again(table_ids)
-        rows = self.tables.lookup(read)
+        """What the head reads, [B, T, n_embd].
+
+        Args:
+            ids: [B, T], in training on the CPU (see `Tables.lookup`).
+            table_ids: [B, T], under which tables are looked up instead: knowledge editing.
+            documents: [B, T], the number of each token's document, in which attention stays. Rotary
+                positions are relative, so they need not begin again.
+            cache: of earlier tokens, which ids continue; they are added to it. Without documents.
+        """
+        config = self.config
+        n = ids.shape[1]
+        start = 0 if cache is None else cache.length
+        room = config.block_size if cache is None else cache.room
+        assert start + n <= room, f"{start + n} tokens do not fit into block_size={room}"
+        if table_ids is None:
+            table_ids = ids
+
+        # 1) Ask for rows. Attention may read those of earlier tokens, too, which come in front.
+        context = make_context(config, table_ids, documents, cache)
+        read_ids = table_ids
+        if context is not None and context.ids is not None:
+            read_ids = torch.cat((send(context.ids, table_ids.device), table_ids), dim=1)
+        rows = self.tables.lookup(read_ids)  # of each table, [B, C + T, row_width]
         x = F.dropout(self.embed(ids), config.dropout, self.training)
-        static = self.compiled is not None and n == 1 < end
-        layers, rows = (self.compiled, list(rows)) if static else (self.layers, rows)
-        angles, mask = cache.begin(n, static) if cache else (rotary(n, config, x.device), None)
-        masks = {kind: mask for kind in config.attention_kinds}  # for all layers of a kind
-        if "full" in masks and documents is not None:
-            same = documents[:, None, :, None] == documents[:, None, None]
-            masks["full"] = additive(same.tril_(), x)  # [B, 1, T, T]
-        if "window" in masks:
-            masks["window"] = window_mask(config.window, documents, cache, x)
-        if "count" in masks:
-            masks["count"] = count_keys(read, documents, cache, x)
-        return layers(x, rows, table_ids, angles, masks, cache)
+
+        # 2) What layers share: positions and masks.
+        if documents is not None:
+            documents = send(documents, x.device)
+        slots = slice(start, start + n)
+        angles = rotary(n, config, x.device) if cache is None else cache.angles[:, slots]
+        layers = self.layers
+        masks = {}
+        if self.compiled is not None and start > 0 and n == 1:
+            # One graph for all steps: the slot is a tensor, and a mask hides what is behind it.
+            layers = self.compiled
+            rows = list(rows)
+            slots = torch.arange(start, start + 1, device=x.device)
+            seen = torch.arange(cache.room, device=x.device) <= start
+            masks["full"] = additive(seen[None], x)  # [1, room]
+        else:
+            for block in self.blocks:
+                if block.attention_kind not in masks:
+                    mask = block.attn.make_mask(x, start, documents, context)
+                    masks[block.attention_kind] = mask
+
+        # 3) The layers, which put keys and values into the cache.
+        x = layers(x, rows, table_ids, angles, masks, cache, slots)
+        if cache is not None:
+            cache.length = start + n
+            cache.context = context
+        return x
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, n_embd]."""
-        return self.wte(send(ids, self.device)) if self.head is None else next(self.wte.lookup(ids))
+        if self.head is None:
+            return self.wte(send(ids, self.device))
+        return next(self.wte.lookup(ids))
 
-    def layers(self, x: Tensor, rows: Iterable[Tensor], ids: Tensor, *context) -> Tensor:
-        """From the embedding [B, T, n_embd] and the rows of each table to what the head reads."""
+    def layers(
+        self,
+        x: Tensor,
+        rows: Iterable[Tensor],
+        ids: Tensor,
+        angles: Tensor,
+        masks: dict[str, Tensor | None],
+        cache: KVCache | None,
+        slots: slice | Tensor,
+    ) -> Tensor:
+        """From the embedding [B, T, n_embd] and the rows of each table to what the head reads.
+        masks: by kind of attention; all else as for `Block.forward`."""
         rows = iter(rows)
-        for block in self.blocks:
-            x = block(x, next(rows) if block.row_width else None, ids, *context)
+        for number, block in enumerate(self.blocks):
+            block_rows = next(rows) if block.row_width else None
+            layer_cache = None if cache is None else cache.layers[number]
+            mask = masks[block.attention_kind]
+            x = block(x, block_rows, ids, angles, mask, layer_cache, slots)
         return self.norm(x)
-
-    def forward(
-        self, ids: Tensor, targets: Tensor | None = None, *, last_only: bool = False, **more
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [B, T, V], of the last token alone [B, 1, V] if `last_only`, and None. With
-        targets [B, T] (-1: nothing to predict) None and the mean cross-entropy in nats. `more` is
-        what `hidden` takes besides."""
-        x = self.hidden(ids, **more)
-        if targets is None:
-            return F.linear(x[:, -1:] if last_only else x, self.head_weight), None
-        given = x.flatten(0, 1), self.head_weight, send(targets, x.device).flatten()
-        return None, HeadLoss.apply(*given, torch.is_grad_enabled())
 
     @property
     def head_weight(self) -> Tensor:  # [V, n_embd]
@@ -170,9 +271,22 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.head_weight.device
 
+    # --- decoding ---
+
+    def make_cache(self, batch: int, room: int | None = None) -> KVCache:
+        """A cache for `batch` sequences of up to `room` tokens (block_size)."""
+        room = min(room or self.config.block_size, self.config.block_size)
+        layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]
+        if self.compiled is not None:
+            for layer in layers:  # CUDA graphs need not copy what stays where it is
+                torch._dynamo.mark_static_address(layer.k, guard=False)
+                torch._dynamo.mark_static_address(layer.v, guard=False)
+        return KVCache(layers, rotary(room, self.config, self.device))
+
     def compile_steps(self) -> None:
         """Compile what a token goes through in decoding; on a GPU that is one CUDA graph."""
-        if (kind := self.config.attention) != "full":
+        kind = self.config.attention
+        if kind != "full":
             raise UserError(
                 f"--compile: caches of --attention {kind} change their size: leave it out"
             )
@@ -196,72 +310,89 @@ class Decoder(nn.Module):
         stop: int | None = None,
         seed: int | None = None,
         table_ids: Tensor | None = None,
-        **sampling,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> Iterator[Tensor]:
-        """Yield a new token [B] per step for prompts `ids` [B, T], whose rows are looked up under
-        `table_ids` [B, T]. A sequence that has produced `stop` repeats it; when all have, it ends.
-        A context that is full goes on with its last half. `sampling` is for `sample`, and without a
-        `seed` PyTorch's global generator draws."""
+        """Yield new tokens [B], one step at a time.
+
+        Args:
+            ids: prompts [B, T]. When the context is full, its last half is kept.
+            stop: a sequence repeats it once it emits it; generation ends when all have.
+            seed: of the draws. None: PyTorch's global generator.
+            table_ids: [B, T], under which the prompt's rows are looked up.
+            temperature, top_k, top_p: see `sample`.
+        """
         assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
+        config = self.config
         generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
-        text = torch.stack((ids, ids if table_ids is None else table_ids.to(ids.device)))
-        text = new = text[..., -self.config.block_size :]  # [2, B, T]: all is new, the prefill
-        # Of few sizes, each of which would be compiled anew.
-        room = -(-(text.shape[-1] + max_new_tokens) // 128) * 128
-        cache = KVCache(self.config, len(ids), ids.device, self.head_weight.dtype, room)
+        table_ids = ids if table_ids is None else table_ids.to(ids.device)
+        ids = ids[:, -config.block_size :]
+        table_ids = table_ids[:, -config.block_size :]
+        room = 128  # doubled, so that there are few sizes: each of them would be compiled anew
+        while room < ids.shape[1] + max_new_tokens:
+            room *= 2
+        cache = self.make_cache(len(ids), room)
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        n_new = ids.shape[1]  # how many tokens the model has not read: first, the whole prompt
         for _ in range(max_new_tokens):
             if cache.length == cache.room:
-                text = new = text[..., -max(1, cache.room // 2) :]
                 cache.length = 0
-            logits, _ = self(new[0], table_ids=new[1], cache=cache, last_only=True)
-            token = sample(logits[:, -1], generator=generator, **sampling)  # [B]
+                n_new = max(1, cache.room // 2)
+            new_ids, new_table_ids = ids[:, -n_new:], table_ids[:, -n_new:]
+            logits, _ = self(new_ids, table_ids=new_table_ids, cache=cache, last_only=True)
+            token = sample(logits[:, -1], temperature, top_k, top_p, generator)  # [B]
             if stop is not None:
                 token = token.masked_fill(done, stop)
                 done |= token == stop
             yield token
             if stop is not None and done.all():  # a host-device sync per token
                 return
-            new = token.expand(2, -1)[..., None]  # [2, B, 1]
-            text = torch.cat((text, new), dim=-1)
+            ids = torch.cat((ids, token[:, None]), dim=1)
+            table_ids = torch.cat((table_ids, token[:, None]), dim=1)
+            n_new = 1
 
     def generate(self, ids: Tensor, max_new_tokens: int, **options) -> Tensor:
-        """The prompt with all tokens of `stream`: [B, T] -> [B, T + new]."""
-        new = self.stream(ids, max_new_tokens, **options)
-        return torch.cat([ids, *(token[:, None] for token in new)], dim=1)
+        """The prompt with all tokens of `stream`, which takes the options: [B, T + new]."""
+        tokens = [token[:, None] for token in self.stream(ids, max_new_tokens, **options)]
+        return torch.cat([ids, *tokens], dim=1)
+
+    # --- costs ---
 
     def sizes(self) -> dict[str, int]:
-        """Parameters, in all, in tables and elsewhere (the tied head once); `active`: those that a
-        token touches, so not what is `idle` (baselines.py), and one row of each table and of an
-        embedding that is not the head. FLOPs of a forward pass: 2 per multiplied weight and token,
-        plus attention over block_size / 2 tokens, the mean under a causal mask, or a window;
-        `flops_per_key`: of that, attention to one token, in all layers."""
-        config, tables, kinds = self.config, self.tables, self.config.attention_kinds
-        table = sum(weight.numel() for weight in tables.weight)
+        """Numbers of parameters (a tied head counts once) and FLOPs of a forward pass:
+
+        total, table, backbone   in all, in tables, elsewhere
+        active                   that one token touches: of each table, and of an embedding that
+                                 is not the head, one row, and not what is `idle` in FFNs
+        flops_per_token          2 per multiplied weight, and attention to block_size / 2 tokens
+                                 (the mean under a causal mask) or to a window
+        flops_per_key            of these, attention to one token, in all layers
+        """
+        config = self.config
+        table = sum(weight.numel() for weight in self.tables.weight)
         dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
         backbone = sum(p.numel() for p in dense)
+        matrices = sum(p.numel() for p in dense if p.dim() == 2)
         idle = sum(getattr(block.ffn, "idle", 0) for block in self.blocks)
         row = 0 if config.tie_head else config.n_embd  # of an embedding that is only looked up
-        multiplied = sum(p.numel() for p in dense if p.dim() == 2) - config.vocab_size * row - idle
+        multiplied = matrices - config.vocab_size * row - idle
         touched = backbone - (config.vocab_size - 1) * row - idle
-        size, key = config.block_size, 4 * config.n_embd  # q k, and its weight times v
-        seen = [min(size, 2 * config.window) if kind == "window" else size for kind in kinds]
+        per_key = 4 * config.n_embd  # q k, and its weight times v
+        attention = 0
+        for kind in config.attention_kinds:
+            seen = config.block_size
+            if kind == "window":
+                seen = min(seen, 2 * config.window)
+            attention += per_key * seen
         return {
             "total": backbone + table,
             "table": table,
             "backbone": backbone,
-            "active": touched + len(tables.weight) * tables.width,
-            "flops_per_token": 2 * multiplied + key * sum(seen) // 2,
-            "flops_per_key": key * config.n_layer,
+            "active": touched + len(self.tables.weight) * self.tables.width,
+            "flops_per_token": 2 * multiplied + attention // 2,
+            "flops_per_key": per_key * config.n_layer,
         }
-
-
-@contextlib.contextmanager
-def outline() -> Iterator[None]:
-    """Models that are built here have shapes, but no numbers."""
-    # To draw random numbers on the meta device, PyTorch would import its compiler for a second.
-    with mock.patch.object(nn.init, "normal_"), torch.device("meta"):
-        yield
 
 
 def sample(
@@ -284,8 +415,12 @@ def sample(
     if top_p is not None and top_p < 1:
         ordered, token = probability.sort(descending=True)
         before = ordered.cumsum(-1) - ordered  # what the more probable tokens sum up to
-        probability.scatter_(-1, token, ordered.masked_fill(before >= max(top_p, 1e-30), 0.0))
-    return torch.multinomial(probability, 1, generator=generator)[:, 0]
+        kept = ordered.masked_fill(before >= max(top_p, 1e-30), 0.0)
+        probability.scatter_(-1, token, kept)
+    # torch.multinomial's draws, in a quarter of its kernels: of exponential variables with rates p,
+    # number i is the first with probability p_i.
+    noise = torch.empty_like(probability).exponential_(generator=generator)
+    return (probability / noise).argmax(-1)
 
 
 # Logits in memory at a time: a CPU's caches hold 8 MB of them, a GPU's kernels want more to do.
@@ -296,34 +431,41 @@ class HeadLoss(torch.autograd.Function):
     """`F.cross_entropy(x @ weight.T, targets, ignore_index=-1)` without all of its logits at once.
 
     Tokens take their turn chunk by chunk, forward and backward at once: the gradient of a token's
-    logits is `softmax(logits) - onehot(target)`. Only the gradients of x and weight are kept."""
+    logits is `softmax(logits) - onehot(target)`. Only the gradients of x and weight are kept. They
+    are sums over tokens, which `backward` divides by their number: before, float16 would lose them.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiate: bool) -> Tensor:
         """x [N, n_embd], weight [V, n_embd], targets [N] -> the mean in nats [], NaN of none."""
-        if torch.is_autocast_enabled(kind := x.device.type):
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
         known = (targets >= 0).float()  # [N]
-        n = known.sum()
-        size = max(1, CHUNK.get(kind, 1 << 24) // len(weight))
+        size = max(1, CHUNK.get(kind, 1 << 24) // len(weight))  # tokens in a chunk
         loss = torch.zeros((), device=x.device)
         x_grad = torch.empty_like(x)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if differentiate else None
-        for at in range(0, len(x), size):
-            chunk = slice(at, at + size)
-            here, target = x[chunk], targets[chunk].clamp(min=0)[:, None]  # [k, n_embd], [k, 1]
-            log_p = F.log_softmax((here @ weight.T).float(), dim=-1)  # [k, V]
+        weight_grad = None
+        if differentiate:
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(x), size):
+            chunk = slice(start, start + size)
+            part = x[chunk]  # [k, n_embd]
+            target = targets[chunk].clamp(min=0)[:, None]  # [k, 1]
+            log_p = F.log_softmax((part @ weight.T).float(), dim=-1)  # [k, V]
             loss -= (log_p.gather(1, target)[:, 0] * known[chunk]).sum()
-            if differentiate:
-                grad = log_p.exp_()
-                grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
-                grad = grad.mul_(known[chunk, None]).to(x.dtype)  # over n, float16 would lose it
-                torch.mm(grad, weight, out=x_grad[chunk])
-                if weight.dtype == torch.float32:
-                    weight_grad.addmm_(grad.T, here)
-                else:
-                    weight_grad += grad.T @ here
+            if not differentiate:
+                continue
+            grad = log_p.exp_()
+            grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
+            grad = grad.mul_(known[chunk, None]).to(x.dtype)
+            torch.mm(grad, weight, out=x_grad[chunk])
+            if weight.dtype == torch.float32:
+                weight_grad.addmm_(grad.T, part)
+            else:
+                weight_grad += grad.T @ part
+        n = known.sum()
         ctx.save_for_backward(x_grad, weight_grad, n)
         return loss / n
 
@@ -332,3 +474,8 @@ class HeadLoss(torch.autograd.Function):
         x_grad, weight_grad, n = ctx.saved_tensors
         grad = grad / n
         return x_grad * grad, weight_grad.to(x_grad.dtype) * grad, None, None
+
+
+def outline() -> torch.device:
+    """Until its callers say so themselves."""
+    return torch.device("meta")

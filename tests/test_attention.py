@@ -1,6 +1,7 @@
 """Kinds of attention against one that weighs all T x T pairs of tokens, in float64."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attention import KVCache
+from attention import compute_dtype, has_grouped_kernel
 from common import UserError
 from config import ModelConfig
 from edit import MeanRows
@@ -21,7 +22,7 @@ PATTERNS = ("window", "count", "window,full", "window,window,count", "count,full
 
 def decoder(**options) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(ModelConfig(**TINY | options)).double()
+    model = Decoder(ModelConfig(**{**TINY, **options})).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.7)
     return model.eval()
@@ -43,10 +44,9 @@ def turned(x, base=10000.0):
     return torch.cat((z.real, z.imag), dim=-1)
 
 
-def naive(config, weights, ids, table_ids=None, documents=None):
+def naive(config, weights, ids, table_ids, documents=None):
     """Logits [T, V] of Embformer for ids [T]: each layer weighs all pairs of tokens."""
     n, d = len(ids), config.head_dim
-    table_ids = ids if table_ids is None else table_ids
     documents = torch.zeros(n) if documents is None else documents
     i, j = torch.arange(n)[:, None], torch.arange(n)
     same = (j <= i) & (documents[:, None] == documents)
@@ -75,13 +75,13 @@ def naive(config, weights, ids, table_ids=None, documents=None):
 
 @pytest.mark.parametrize("attention", PATTERNS)
 @pytest.mark.parametrize(
-    "options", [{}, dict(n_kv_head=2), dict(n_kv_head=2, previous_heads=1, window=5)], ids=str
+    "options", [{}, dict(n_kv_head=2, previous_heads=1, window=5)], ids=["plain", "grouped"]
 )
 @pytest.mark.parametrize("n", [3, 16, 29])
 @pytest.mark.parametrize("masked", [False, True])
 def test_logits_and_gradients_equal_those_of_all_pairs(attention, options, n, masked):
     if "count" in attention:
-        options = options | dict(previous_heads=0)
+        options = {**options, "previous_heads": 0}
     model, ids, table_ids = decoder(attention=attention, **options), tokens(2, n), tokens(2, n)
     table_ids[:, 1::3] = 7  # an edit: other rows than the ids'
     documents = (tokens(2, n, seed=3) == 0).cumsum(1) if masked else None
@@ -100,36 +100,30 @@ def test_logits_and_gradients_equal_those_of_all_pairs(attention, options, n, ma
 
 
 @pytest.mark.parametrize("attention", [*PATTERNS, "full"])
-@pytest.mark.parametrize("chunks", [[1] * 29, [5, 1, 9, 14], [2, 27], [29]], ids=str)
-@pytest.mark.parametrize("previous", [0, 2])
-def test_cached_logits_equal_those_without_a_cache(attention, chunks, previous):
-    previous = 0 if "count" in attention else previous
+@pytest.mark.parametrize("chunks", [[1] * 29, [5, 1, 9, 14], [29]], ids=str)
+@pytest.mark.parametrize("edited", [False, True])
+def test_cached_logits_equal_those_without_a_cache(attention, chunks, edited):
+    previous = 0 if "count" in attention else 2
     model = decoder(attention=attention, n_kv_head=2, previous_heads=previous)
     ids, table_ids = tokens(2, 29), tokens(2, 29, seed=4)
+    if edited:  # to a mean of rows: a token of its own behind the vocabulary
+        model.tables = MeanRows(model.tables)
+        table_ids[ids == 3] = model.tables.token([1, 2])
     whole, _ = model(ids, table_ids=table_ids)
-    cache = KVCache(model.config, 2, "cpu", torch.float64)
-    for _ in range(2):  # what is full begins anew
+    cache = model.make_cache(2)
+    for _ in range(2):  # what is full begins again
         cache.length = 0
         parts = zip(ids.split(chunks, 1), table_ids.split(chunks, 1), strict=True)
         logits = [model(part, table_ids=under, cache=cache)[0] for part, under in parts]
         torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-5, atol=1e-5)
-
-
-def test_an_edit_to_a_mean_of_rows_is_counted_as_a_token_of_its_own():
-    model, ids = decoder(attention="window,count", window=8), tokens(1, 29)
-    model.tables = MeanRows(model.tables)
-    table_ids = ids.masked_fill(ids == 3, model.tables.token([1, 2]))  # an id behind the vocabulary
-    whole, _ = model(ids, table_ids=table_ids)
-    cache = KVCache(model.config, 1, "cpu", torch.float64)
-    parts = zip(ids.split(3, 1), table_ids.split(3, 1), strict=True)
-    logits = [model(part, table_ids=under, cache=cache)[0] for part, under in parts]
-    torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-5, atol=1e-5)
-    weights = {name: weight for name, weight in model.state_dict().items()}
-    for layer in range(3):
-        rows = weights.pop(f"tables.tables.weight.{layer}")
-        weights[f"tables.weight.{layer}"] = torch.cat((rows, rows[1:3].mean(0, keepdim=True)))
-    expected = naive(model.config, weights, ids[0], table_ids[0])
-    torch.testing.assert_close(whole[0], expected, rtol=1e-4, atol=1e-4)
+    if edited and not previous:
+        weights = model.state_dict()
+        for layer in range(3):
+            rows = weights.pop(f"tables.tables.weight.{layer}")
+            mean = rows[1:3].mean(0, keepdim=True)
+            weights[f"tables.weight.{layer}"] = torch.cat((rows, mean))
+        expected = naive(model.config, weights, ids[0], table_ids[0])
+        torch.testing.assert_close(whole[0], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["window", "full"])
@@ -141,8 +135,8 @@ def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention):
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             made = func(*args, **(kwargs or {}))
-            every = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
-            self.most = max([self.most, *(each.numel() for each in every)])
+            every = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+            self.most = max([self.most, *(tensor.numel() for tensor in every)])
             return made
 
     most = []
@@ -161,24 +155,83 @@ def test_a_cache_keeps_a_window_or_counts_and_greedy_text_is_that_of_whole_promp
     text = model.generate(ids, 50, temperature=0)
     for n in range(9, 59):
         assert torch.equal(model(text[:, :n])[0][:, -1].argmax(-1), text[:, n])
-    cache = KVCache(model.config, 2, "cpu", torch.float64)
+    cache = model.make_cache(2)
     model(text[:, :59], cache=cache)
-    assert [each.shape[-2:] for each in cache.k[:2]] == [(3, 8)] * 2 and not cache.k[2].numel()
-    for seen, counts, each in zip(cache.seen, cache.counts, text[:, :59], strict=True):
-        assert Counter(seen.repeat_interleave(counts).tolist()) == Counter(each.tolist())
+    assert [layer.k.shape[-2:] for layer in cache.layers[:2]] == [(3, 8)] * 2
+    assert cache.layers[2] is None
+    counts = cache.context
+    for distinct, count, sequence in zip(counts.distinct, counts.after, text[:, :59], strict=True):
+        assert Counter(distinct.repeat_interleave(count).tolist()) == Counter(sequence.tolist())
 
 
-def test_what_does_not_fit_together_is_one_line():
-    for options, words in (
-        (dict(attention="windows"), "attention='windows' must be of full, window and count"),
+@pytest.mark.parametrize("attention", [*PATTERNS, "full"])
+def test_no_pass_waits_for_the_device(attention):
+    """Ids and documents are on the CPU, all else on the meta device, whose numbers nobody can ask
+    for. n = 24: more than twice the distinct tokens."""
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(**TINY, attention=attention))
+    ids = tokens(2, 24)
+    logits, _ = model(ids, documents=(ids == 0).cumsum(1))
+    assert logits.is_meta and logits.shape == (2, 24, 11)
+    logits.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("capability", "device", "dtype", "masked", "grouped"),
+    [
+        (8, "cuda", torch.bfloat16, False, True),
+        (9, "cuda", torch.float16, False, True),
+        (7, "cuda", torch.float16, False, False),  # T4: the math kernel
+        (8, "cuda", torch.bfloat16, True, False),
+        (8, "cuda", torch.float32, False, False),
+        (0, "mps", torch.float16, False, False),
+        (0, "cpu", torch.float32, True, True),
+    ],
+)
+def test_keys_are_repeated_where_no_fast_kernel_groups_them(
+    capability, device, dtype, masked, grouped, monkeypatch
+):
+    found = SimpleNamespace(major=capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert has_grouped_kernel(torch.device(device), dtype, masked) == grouped
+
+
+def test_keys_are_in_the_dtype_of_autocast_before_a_kernel_is_chosen(monkeypatch):
+    """Embformer's queries are float32, for which CUDA has no kernel for groups."""
+    queries = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    assert compute_dtype(queries) == torch.float32
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float16)
+    assert compute_dtype(queries) == torch.float16
+    assert compute_dtype(torch.zeros(1)) == torch.float32  # on a CPU, where 16 bits are slow
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_repeated_keys_give_what_grouped_ones_give(masked, monkeypatch):
+    model, ids = decoder(attention="window,full", n_kv_head=2), tokens(2, 29)
+    documents = (ids == 0).cumsum(1) if masked else None
+    grouped, _ = model(ids, documents=documents)
+    monkeypatch.setattr("attention.has_grouped_kernel", lambda *_: False)
+    torch.testing.assert_close(model(ids, documents=documents)[0], grouped)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(attention="windows"), "--attention windows must be of full, window and count"),
         (dict(attention="window,,full"), "must be of full"),
-        (dict(ffn="stem", attention="window,count"), "count needs ffn='embformer'"),
-        (dict(ffn="dense", attention="count"), "count needs ffn='embformer'"),
-        (dict(attention="count", previous_heads=1), "previous_heads=0"),
-        (dict(previous_heads=-1), "previous_heads=-1 must be 0 or more"),
-        (dict(window=0), "window=0 must be at least 1"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            ModelConfig(**TINY | options)
+        (dict(ffn="stem", attention="window,count"), "count needs --ffn embformer"),
+        (dict(attention="count", previous_heads=1), "--previous_heads 0"),
+        (dict(previous_heads=-1), "--previous_heads -1 must be 0 or more"),
+        (dict(window=0), "--window 0 must be at least 1"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_together_is_one_line(options, words):
+    with pytest.raises(UserError, match=words):
+        ModelConfig(**{**TINY, **options})
+
+
+def test_only_full_attention_can_be_compiled():
     with pytest.raises(UserError, match="--compile: caches of --attention window change"):
         decoder(attention="window").compile_steps()

@@ -1,6 +1,5 @@
-"""Checks Embformer against loops over its formulas, and the note's claim about linear layers."""
-
-import math
+"""Checks Embformer's layers against loops over their formulas (the whole model: test_attention.py),
+and the note's claim about linear layers."""
 
 import pytest
 import torch
@@ -82,40 +81,6 @@ def test_every_parameter_is_the_input_embedding_or_a_table():
     assert parameters["tables.weight.0"].shape == (23, 3 * 32)  # K | V | F
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
     assert not set(model.state_dict()) - set(parameters)
-
-
-@pytest.mark.parametrize(("n_kv_head", "act"), [(4, "silu"), (2, "identity"), (1, "silu")])
-def test_logits_equal_a_naive_embformer(n_kv_head, act):
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(**TINY, n_kv_head=n_kv_head, embformer_act=act, rope_base=50.0))
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.7)
-    ids = torch.randint(23, (9,))
-    w = {name: value.double() for name, value in model.state_dict().items()}
-
-    def turn(x, position):  # channels c and c + 4 of a head are one complex number
-        angles = position / 50.0 ** (torch.arange(4) / 4).double()
-        z = torch.complex(x[:4], x[4:]) * torch.exp(1j * angles)
-        return torch.cat((z.real, z.imag))
-
-    x = w["wte.weight"][ids]  # [9, 32]
-    for layer in range(3):
-        k, v, f = w[f"tables.weight.{layer}"][ids].split([8 * n_kv_head, 8 * n_kv_head, 32], -1)
-        k, v = naive_norm(k.reshape(9, -1, 8)), v.reshape(9, -1, 8)
-        q = naive_norm(naive_norm(x).reshape(9, 4, 8))
-        y = torch.zeros_like(q)
-        for h in range(4):
-            g = h * n_kv_head // 4  # the key and value head that this query head shares
-            for t in range(9):
-                query = turn(q[t, h], t)
-                weight = [math.exp(query @ turn(k[s, g], s) / 8**0.5) for s in range(t + 1)]
-                for s in range(t + 1):
-                    y[t, h] += weight[s] / sum(weight) * v[s, g]
-        x = x + y.reshape(9, 32)
-        hidden = ACTIVATIONS[act](naive_norm(x)) * f
-        x = x + torch.stack([naive_mix(token, 4) for token in hidden])
-    expected = (naive_norm(x) @ w["wte.weight"].T).float()
-    torch.testing.assert_close(model(ids[None])[0][0], expected, rtol=1e-4, atol=1e-4)
 
 
 # --- a linear layer as attention, in the note's four steps ---
