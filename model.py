@@ -473,7 +473,8 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_grad, weight_grad, n = ctx.saved_tensors
         grad = grad / n
-        return x_grad * grad, weight_grad.to(x_grad.dtype) * grad, None, None
+        # In float32: a sum over tokens may be too large for float16.
+        return x_grad * grad, weight_grad * grad, None, None
 
 
 def outline() -> torch.device:

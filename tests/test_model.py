@@ -266,6 +266,19 @@ def test_loss_in_bfloat16_is_as_near_as_in_one_piece():
     assert ours.item() == pytest.approx(plain.item(), rel=1e-2)
 
 
+def test_a_sum_of_gradients_that_float16_cannot_hold_is_no_infinity(monkeypatch):
+    """4,096 tokens have the same target: their sum, over chunks, is beyond 65,504, their mean is
+    19.4."""
+    monkeypatch.setitem(CHUNK, "cpu", 31 * 1024)
+    x = torch.full((4096, 8), 20.0, requires_grad=True)
+    weight, targets = torch.zeros(31, 8, requires_grad=True), torch.zeros(4096, dtype=torch.int64)
+    with torch.autocast("cpu", torch.float16):
+        loss = HeadLoss.apply(x, weight, targets, True)
+    grad = torch.autograd.grad(loss, weight)[0]
+    expected = torch.autograd.grad(plain_loss(x, weight, targets), weight)[0]
+    torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-3)
+
+
 # --- decoding ---
 
 
