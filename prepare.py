@@ -156,10 +156,10 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
 
 
 def prepare_corpus(args: Settings, encoding: tiktoken.Encoding | None = None) -> dict:
-    """A corpus that is made here. A pair must occur 8 times to become a token, so the vocabulary is
-    what fits: in countries, common names are one token, rare ones several."""
+    """A corpus that is made here. A pair must occur 48 times to become a token, so the vocabulary
+    is what fits: in countries, common names are one token, rare ones several."""
     train, val = CORPORA[args.dataset](args.seed)
-    encoding = encoding or tokenizer.train(train, args.vocab_size or 4096, min_count=8)
+    encoding = encoding or tokenizer.train(train, args.vocab_size or 4096, min_count=48)
     documents = [("train", document) for document in train] + [("val", d) for d in val]
     origin = dict(corpus=args.dataset, seed=args.seed)
     return write_dataset(args.out_dir, documents, encoding, KINDS[args.dataset], **origin)
