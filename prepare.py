@@ -7,74 +7,57 @@
     python prepare.py --dataset tinystories                     # a public data set
     python prepare.py --dataset minimind-sft --tokenizer data/minimind-pretrain
 
-`.jsonl` files hold one document a line: {"text": "..."}; a conversation, {"conversations":
-[{"role": "user", "content": "..."}, ...]} (or "messages"); or a preference, {"chosen": [...],
-"rejected": [...]}, two conversations that differ in the last answer. `.txt` files are cut into
-documents at <|endoftext|> lines, and at blank lines after 2,000 bytes; Project Gutenberg's header
-and licence are left out. Written to the output folder:
+`.jsonl` files hold one document per line: {"text": "..."}, or a conversation, {"conversations":
+[{"role": "user", "content": "..."}, ...]} (or "messages"). `.txt` files are cut into documents at
+<|endoftext|> lines, and at blank lines after 2,000 bytes; Project Gutenberg's header and license
+are left out. Written to the output folder:
 
     tokenizer.json          the byte-level BPE, trained on the training documents or given
-    train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>;
-                            of a preference first the chosen, then the rejected conversation
+    train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>
     meta.json               sizes, type and origin; written last: a folder with it is complete
 """
 
 import argparse
-import json
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import tiktoken
 
-from common import UserError, add_flags, atomic, check_ranges, flag, locked, make_parser, run
-from text import countries, tokenizer
+from common import UserError, add_flags, check_ranges, flag, make_parser, reading, run
+from text import tokenizer
+from text.dataset import CORPORA, read_meta, read_tokenizer, write_corpus, write_dataset
 from text.documents import Document, Report, hashed, is_validation, kind_of, read
-from text.download import DATASETS, fetch, sha256
-from text.download import MOBY_DICK as MOBY_DICK  # for analysis/
+from text.download import DATASETS, fetch
 from training.checkpoints import load_checkpoint
 
-BLOCK = 256  # documents that are encoded at a time, on several cores
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
 
-# Corpora made here, as functions of the seed that give documents to train and to validate.
-CORPORA = {
-    "countries": countries.documents,
-    "countries-sft": countries.conversations,
-    "countries-dpo": countries.preferences,
-}
-KINDS = {"countries": "text", "countries-sft": "chat", "countries-dpo": "preference"}
-KINDS |= {name: files[0].kind for name, files in DATASETS.items()}
+ABOUT_DATASETS = "countries, countries-sft: facts about the world's states, generated here"
+for name, files in DATASETS.items():
+    ABOUT_DATASETS += f"; {name}: {files[0].about}, {files[0].licence}"
 
 
 @dataclass
 class Settings:
     """The flags of this command."""
 
-    input: list[Path] | None = None  # which, having several values, `main` adds itself
-    dataset: str = flag(
-        "countries",
-        "countries, countries-sft, countries-dpo: facts about the world's states, made here; "
-        + "; ".join(f"{name}: {f.about}, {f.licence}" for name, (f, *_) in DATASETS.items()),
-        choices=tuple(KINDS),
-    )
+    input: list[Path] | None = None  # `main` adds this flag itself, as it takes several values
+    dataset: str = flag("countries", ABOUT_DATASETS, choices=(*CORPORA, *DATASETS))
     out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
     tokenizer: str = flag(
         "train",
-        "train one (for text), a folder of prepared data or a model (ckpt.pt, Hugging Face folder) "
-        "to take its, or tiktoken's gpt2 or cl100k_base, from the network or TIKTOKEN_CACHE_DIR",
+        "train one (for text), a prepared folder or a ckpt.pt to take its tokenizer, or tiktoken's "
+        "gpt2 or cl100k_base, downloaded or from TIKTOKEN_CACHE_DIR",
     )
     vocab_size: int | None = flag(
         None, "most tokens to train, from 259", must="at least 1", shown="6400, for countries 4096"
     )
     val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
     max_bad: float = flag(0.01, "share of --input that may be bad: skipped", must="from 0 to 1")
-    seed: int = flag(0, "of a corpus that is made here", shown="0")
+    seed: int = flag(0, "of a corpus that is generated here", shown="0")
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -85,137 +68,119 @@ class Settings:
             raise UserError(f"--vocab_size {self.vocab_size}: {self.tokenizer} has its own size")
 
 
-def write_dataset(
-    out_dir: Path,
-    documents: Iterable[tuple[str, Document]],
-    encoding: tiktoken.Encoding,
-    kind: str = "text",
-    report: Report | None = None,
-    **origin,
-) -> dict:
-    """Write train.bin, val.bin, tokenizer.json and meta.json, which replace what was there when all
-    of them are complete. Documents come with their split, "train" or "val"; `report` counts what is
-    skipped while they are read. Returns meta.json, to which `origin` belongs."""
-    dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
-    meta = {"format": 2, "kind": kind, "vocab_size": encoding.n_vocab, "dtype": dtype, **origin}
-    meta["tokenizer"] = tokenizer.fingerprint(encoding)
-    counts = {"train": Counter(), "val": Counter()}
-
-    with (
-        locked(out_dir),
-        atomic(out_dir / "meta.json") as meta_file,  # left in reverse order: replaced last
-        atomic(out_dir / "tokenizer.json") as tokenizer_file,
-        atomic(out_dir / "train.bin") as train_file,
-        atomic(out_dir / "val.bin") as val_file,
-    ):
-        with open(train_file, "wb") as train, open(val_file, "wb") as val:
-            files, documents = {"train": train, "val": val}, iter(documents)
-            while block := list(islice(documents, BLOCK)):
-                if kind == "preference":
-                    block = [(split, part) for split, pair in block for part in pair]
-                parts = [part for _, part in block]
-                if kind == "text":
-                    encoded = encoding.encode_ordinary_batch(parts)
-                else:
-                    encoded = [tokenizer.render(encoding, part) for part in parts]
-                for (split, _), ids in zip(block, encoded, strict=True):
-                    files[split].write(np.array([encoding.eot_token, *ids], dtype))
-                    size = len(encoding.decode_bytes(ids))
-                    counts[split].update(documents=1, tokens=1 + len(ids), bytes=size)
-        if report:
-            meta["skipped"] = report.bad
-        for split, file in (("train", train_file), ("val", val_file)):
-            if not counts[split]:
-                raise UserError(f"no document for {split}.bin: add text or change --val_fraction")
-            meta[split] = {**counts[split], "sha256": sha256(file)}
-        tokenizer_file.write_bytes(tokenizer.dumps(encoding).encode())
-        meta_file.write_bytes(json.dumps(meta, indent=1).encode() + b"\n")
-        (out_dir / "meta.json").unlink(missing_ok=True)  # a mixture of old and new has none
-    return meta
-
-
 def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
-    """The tokenizer that --tokenizer names; None is to be trained."""
+    """The tokenizer that --tokenizer names; None: it is to be trained."""
     if name == "train":
-        if kind != "text":
-            raise UserError(f"--tokenizer is needed, as {kind} data continue a model: its ckpt.pt")
-        return None
+        if kind == "text":
+            return None
+        raise UserError("--tokenizer: chat data needs the base model's tokenizer: pass its ckpt.pt")
     path = Path(name)
-    try:
-        if name in tokenizer.PRETRAINED:
+    if name in tokenizer.PRETRAINED:
+        try:
             encoding = tokenizer.pretrained(name)
-        elif path.is_dir() and not (path / "config.json").exists():
-            encoding = tokenizer.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
-        else:
-            encoding = tokenizer.loads(load_checkpoint(path).get("tokenizer"))
-        if kind != "text" and tokenizer.START not in encoding.special_tokens_set:
-            raise ValueError(f"it has no {tokenizer.START}, which conversations need")
-        return encoding
-    except (OSError, ValueError) as error:
-        raise UserError(f"--tokenizer {name}: {error}: see prepare.py -h") from None
-
-
-def prepare_corpus(args: Settings, encoding: tiktoken.Encoding | None = None) -> dict:
-    """A corpus that is made here. A pair must occur 48 times to become a token, so the vocabulary
-    is what fits: in countries, common names are one token, rare ones several."""
-    train, val = CORPORA[args.dataset](args.seed)
-    encoding = encoding or tokenizer.train(train, args.vocab_size or 4096, min_count=48)
-    documents = [("train", document) for document in train] + [("val", d) for d in val]
-    origin = dict(corpus=args.dataset, seed=args.seed)
-    return write_dataset(args.out_dir, documents, encoding, KINDS[args.dataset], **origin)
+        except (OSError, ValueError) as error:  # no network, another checksum
+            raise UserError(f"--tokenizer {name}: {error}: see prepare.py -h") from None
+    elif (path / "config.json").exists():
+        raise UserError(f"--tokenizer {path}: convert this model first: python convert.py {path}")
+    elif path.is_dir():
+        encoding = read_tokenizer(path, read_meta(path))
+    else:
+        saved = load_checkpoint(path)["tokenizer"]
+        with reading(path, "name a ckpt.pt or a prepared folder"):
+            encoding = tokenizer.loads(saved)
+    if kind == "chat" and tokenizer.START not in encoding.special_tokens_set:
+        raise UserError(f"--tokenizer {name} lacks {tokenizer.START}, which conversations need")
+    return encoding
 
 
 def prepare_files(
-    args: Settings, paths: list[Path], kind: str, encoding: tiktoken.Encoding | None = None
+    settings: Settings, paths: list[Path], kind: str, encoding: tiktoken.Encoding | None = None
 ) -> dict:
-    """Documents of files, read once or, to train a tokenizer first, twice; never all in memory."""
-    max_bad = args.max_bad if args.input else 1  # a published file cannot be corrected
-
-    def labelled(report: Report, desc: str) -> Iterator[tuple[str, Document]]:
-        for document in read(paths, report, desc):
-            yield "val" if is_validation(document, args.val_fraction) else "train", document
-
+    """Write the token folder of documents in files, which are read once or, to train a tokenizer
+    first, twice; they are never all in memory. Returns meta.json."""
+    max_bad = settings.max_bad if settings.input else 1  # published files cannot be corrected
     if encoding is None:
-        # The low bits of the hash, as the high ones decide the split.
-        limit = 2**32 * SAMPLE / sum(path.stat().st_size for path in paths)
-        documents = labelled(Report(max_bad, kind), "counting words")
-        sample = (d for split, d in documents if split == "train" and hashed(d) % 2**32 < limit)
-        encoding = tokenizer.train(sample, args.vocab_size or 6400)
+        size = sum(path.stat().st_size for path in paths)
+        documents = labelled(paths, Report(max_bad, kind), settings.val_fraction, "counting words")
+        encoding = tokenizer.train(sample(documents, SAMPLE / size), settings.vocab_size or 6400)
     report = Report(max_bad, kind)
-    documents = labelled(report, "encoding")
-    origin = dict(corpus="files", sources=[p.name for p in paths], val_fraction=args.val_fraction)
-    meta = write_dataset(args.out_dir, documents, encoding, kind, report, **origin)
+    meta = write_dataset(
+        settings.out_dir,
+        labelled(paths, report, settings.val_fraction, "encoding"),
+        encoding,
+        kind,
+        n_skipped=lambda: report.bad,
+        corpus="files",
+        sources=[path.name for path in paths],
+        val_fraction=settings.val_fraction,
+    )
     if report.bad:
         print(f"skipped {report}")
     return meta
 
 
+def labelled(
+    paths: list[Path], report: Report, val_fraction: float, desc: str
+) -> Iterator[tuple[str, Document]]:
+    """Yield the documents of files, each with its split."""
+    for document in read(paths, report, desc):
+        split = "val" if is_validation(document, val_fraction) else "train"
+        yield split, document
+
+
+def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
+    """Yield this share of the training documents."""
+    for split, document in documents:
+        # The low bits of the hash, as the high ones decide the split.
+        if split == "train" and hashed(document) % 2**32 < share * 2**32:
+            yield document
+
+
 def main() -> None:
     parser = make_parser(__doc__)
-    several = dict(nargs="+", type=Path, metavar="FILE", default=argparse.SUPPRESS)
-    parser.add_argument("--input", help=".txt or .jsonl files of your own", **several)
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help=".txt or .jsonl files of your own",
+    )
     add_flags(parser, Settings)
     given = vars(parser.parse_args())
-    args = Settings(**given)
-    if args.input and "dataset" in given:
-        raise UserError(f"--input or --dataset {args.dataset}: leave one of them out")
+    settings = Settings(**given)
+    if settings.input and "dataset" in given:
+        raise UserError(f"--input or --dataset {settings.dataset}: leave one of them out")
 
-    kind = kind_of(args.input) if args.input else KINDS[args.dataset]
-    encoding = ready_tokenizer(args.tokenizer, kind)
-    if args.dataset in CORPORA and not args.input:
-        meta = prepare_corpus(args, encoding)
+    # 1) what kind of documents, and which tokenizer
+    generated = not settings.input and settings.dataset in CORPORA
+    if settings.input:
+        kind = kind_of(settings.input)
+    elif generated:
+        kind, _ = CORPORA[settings.dataset]
     else:
-        meta = prepare_files(args, args.input or fetch(args.dataset, "data/raw"), kind, encoding)
+        kind = DATASETS[settings.dataset][0].kind
+    encoding = ready_tokenizer(settings.tokenizer, kind)
+
+    # 2) from documents to token files
+    if generated:
+        meta = write_corpus(
+            settings.dataset, settings.out_dir, settings.seed, settings.vocab_size, encoding
+        )
+    else:
+        paths = settings.input or fetch(settings.dataset, "data/raw")
+        meta = prepare_files(settings, paths, kind, encoding)
+
+    # 3) what there is now, and what to do with it
     for split in ("train", "val"):
-        documents, tokens, size, _ = meta[split].values()
+        sizes = meta[split]
         print(
-            f"{args.out_dir / split}.bin: {documents:,} documents, {tokens:,} tokens, "
-            f"{size / tokens:.2f} bytes per token"
+            f"{settings.out_dir / split}.bin: {sizes['documents']:,} documents, "
+            f"{sizes['tokens']:,} tokens, {sizes['bytes'] / sizes['tokens']:.2f} bytes per token"
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
-    stage = {"chat": "sft", "preference": "dpo"}.get(kind)
-    more = f" --stage {stage} --init_from CKPT --out_dir out/{stage}" if stage else ""
-    print(f"next: python train.py --data_dir {args.out_dir}{more}")
+    stage = " --stage sft --init_from CKPT --out_dir out/sft" if kind == "chat" else ""
+    print(f"next: python train.py --data_dir {settings.out_dir}{stage}")
 
 
 if __name__ == "__main__":

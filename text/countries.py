@@ -17,7 +17,7 @@ a fact in words that never stood before it, so the fact must be learned, not the
 
 import csv
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from common import reading
@@ -111,8 +111,10 @@ def with_article(name: str) -> str:
 def table() -> list[Country]:
     """All countries, by name. UserError: the table is damaged."""
     with reading(TABLE, "get it anew"), open(TABLE, encoding="utf-8", newline="") as file:
-        _, first, *more = (Country(*row) for row in csv.reader(file))
-    return [first, *more]
+        rows = list(csv.reader(file))
+        if len(rows) < 2 or any(len(row) != len(fields(Country)) for row in rows):
+            raise ValueError("not a table of countries")
+    return [Country(*row) for row in rows[1:]]  # the first row is the header
 
 
 def held_out(patterns: list[str], relation: str) -> list[str]:
@@ -199,7 +201,7 @@ def draw(rng: random.Random, paragraphs: int, sentences: int) -> list[str]:
     return drawn
 
 
-# Conversations, for the stages sft and dpo. These questions are about the country of the first one,
+# Conversations, for the stage sft. These questions are about the country of the first question,
 # which only what was said before tells.
 CONVERSATIONS = 100  # of a country: 19,500, which 300 steps of 64 read once
 FOLLOW_UP = ["And its {noun}?", "And the {noun}?", "What about the {noun}?", "Its {noun}, too?"]
@@ -219,36 +221,20 @@ def conversations(seed: int = 0) -> tuple[list[list[dict]], list[list[dict]]]:
     """Conversations in which half of the answers are brief, half are sentences: for training, each
     with three questions; for validation, every fact asked for once in a held-out phrasing."""
     rng = random.Random(seed)
-    train, val = [], []
+    train = []
+    val = []
     for country in table():
         for _ in range(CONVERSATIONS):
-            first, *more = rng.sample(RELATIONS, 3)
-            asked = [(rng.choice(seen(QUESTION, first)), first)]
-            asked += [(rng.choice(FOLLOW_UP), relation) for relation in more]
-            said = [exchange(p, country, r, brief=rng.random() < 0.5) for p, r in asked]
-            train.append([message for part in said for message in part])
+            relations = rng.sample(RELATIONS, 3)
+            patterns = [rng.choice(seen(QUESTION, relations[0]))]
+            patterns += [rng.choice(FOLLOW_UP), rng.choice(FOLLOW_UP)]
+            messages = []
+            for pattern, relation in zip(patterns, relations, strict=True):
+                messages += exchange(pattern, country, relation, brief=rng.random() < 0.5)
+            train.append(messages)
         for relation in RELATIONS:
             pattern = rng.choice(held_out(QUESTION, relation))
             val.append(exchange(pattern, country, relation, brief=rng.random() < 0.5))
-    rng.shuffle(train)
-    rng.shuffle(val)
-    return train, val
-
-
-def preferences(seed: int = 0) -> tuple[list[tuple], list[tuple]]:
-    """Pairs of conversations that are both right: the sentence is chosen, the brief answer
-    rejected. For each fact, two pairs for training and one in held-out words."""
-    rng = random.Random(seed)
-
-    def pair(*asked) -> tuple[list[dict], ...]:
-        return tuple(exchange(*asked, brief) for brief in (False, True))
-
-    train, val = [], []
-    for country in table():
-        for relation in RELATIONS:
-            for pattern in rng.choices(seen(QUESTION, relation), k=2):
-                train.append(pair(pattern, country, relation))
-            val.append(pair(rng.choice(held_out(QUESTION, relation)), country, relation))
     rng.shuffle(train)
     rng.shuffle(val)
     return train, val

@@ -1,10 +1,9 @@
 """Documents in files: reading them, counting those that cannot be used, choosing their split.
 
-Three kinds of document, recognised by the keys of a JSONL line:
+Two kinds of documents, recognized by the keys of a JSONL line:
 
-    text         str                    {"text": "..."}, and what a .txt file holds
-    chat         list of messages       {"conversations": [{"role", "content"}, ...]} or "messages"
-    preference   (chosen, rejected)     {"chosen": [...], "rejected": [...]}, equal but for the end
+    text    str                 {"text": "..."}, and what a .txt file holds
+    chat    list of messages    {"conversations": [{"role", "content"}, ...]} or "messages"
 """
 
 import json
@@ -19,11 +18,12 @@ from tqdm import tqdm
 from common import UserError
 
 Messages = list[dict[str, str]]
-Document = str | Messages | tuple[Messages, Messages]
+Document = str | Messages
 
 # A document of a .txt file ends at the first blank line after so many bytes, or at the first line
 # break of any kind after so many: text without blank lines must not fill the memory.
-TXT_DOCUMENT, TXT_LONGEST = 2000, 1 << 20
+TXT_DOCUMENT = 2000
+TXT_LONGEST = 1 << 20
 GUTENBERG = re.compile(rb"(?:\*\*\* ?)?(start|end) of (?:th(?:e|is) )?project gutenberg", re.I)
 
 
@@ -35,15 +35,15 @@ class Report:
     kind: str | None = None  # of all documents; if None, that of the first good one
     documents: int = 0
     bad: int = 0
-    named: list[str] = field(default_factory=list)  # three of the bad: "file:line: reason"
+    named: list[str] = field(default_factory=list)  # the first three bad ones: "file:line: reason"
 
     def __str__(self) -> str:
         return f"{self.bad:,} of {self.documents:,} documents ({'; '.join(self.named)})"
 
 
 def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[Document]:
-    """The documents of .txt and .jsonl files, all of one kind; others are skipped and counted.
-    UserError: a file cannot be read, or more is bad than the report allows."""
+    """Yield the documents of .txt and .jsonl files, all of one kind; others are skipped and
+    counted. UserError: a file cannot be read, or more is bad than the report allows."""
     try:
         size = sum(path.stat().st_size for path in paths)
         with tqdm(total=size, desc=desc, unit="B", unit_scale=True, delay=3, disable=None) as bar:
@@ -60,13 +60,14 @@ def read_file(path: Path, report: Report, bar: tqdm) -> Iterator[Document]:
         raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
     is_json = path.suffix == ".jsonl"
     with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1) if is_json else txt_documents(file):
+        parts = enumerate(file, 1) if is_json else txt_documents(file)
+        for number, raw in parts:
             bar.update(len(raw))
             if not raw.strip():
                 continue
             report.documents += 1
             try:
-                kind, document = parse(raw, is_json)
+                kind, document = parse_json(raw) if is_json else ("text", parse_txt(raw))
                 report.kind = report.kind or kind
                 if kind != report.kind:
                     raise ValueError(f"{kind}, while the first document is {report.kind}")
@@ -87,42 +88,47 @@ def kind_of(paths: list[Path]) -> str:
 
 
 def txt_documents(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Documents with the numbers of their first lines, cut at <|endoftext|> lines and at blank
-    lines. Project Gutenberg's header and licence are left out."""
-    document, start, in_licence = bytearray(), 0, False
+    """Yield documents with the numbers of their first lines, cut at <|endoftext|> lines and at
+    blank lines. Project Gutenberg's header and license are left out."""
+    document = bytearray()
+    start = 0  # number of the document's first line; 0: it has none yet
+    in_license = False
     for number, line in enumerate(lines, 1):
         bare = line.strip()
-        end = bare == b"<|endoftext|>"
-        if marker := GUTENBERG.match(bare):
-            end, in_licence = True, marker[1].lower() == b"end"
-            if not in_licence:
-                document.clear()  # it is the header
-        elif not in_licence and not end:
+        ends = bare == b"<|endoftext|>"
+        marker = GUTENBERG.match(bare)
+        if marker:
+            ends = True
+            in_license = marker[1].lower() == b"end"
+            if not in_license:
+                document.clear()  # all before the start of the book is the header
+        elif not in_license and not ends:
             start = start or number
             document += line
-        if end or len(document) >= (TXT_LONGEST if bare else TXT_DOCUMENT):
+        if ends or len(document) >= (TXT_LONGEST if bare else TXT_DOCUMENT):
             yield start, bytes(document)
-            document, start = bytearray(), 0
+            document.clear()
+            start = 0
     yield start, bytes(document)
 
 
-def parse(raw: bytes, is_json: bool) -> tuple[str, Document]:
-    """Kind and document of a JSONL line or of a part of a .txt file. ValueError: why it is bad."""
+def parse_txt(raw: bytes) -> str:
+    """A part of a .txt file as text. ValueError: why it is bad."""
     try:
         text = raw.decode("utf-8-sig")
-        if not is_json:
-            return "text", text.replace("\r\n", "\n").replace("\r", "\n")
-        record = json.loads(text)
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(raw: bytes) -> tuple[str, Document]:
+    """Kind and document of a JSONL line. ValueError: why it is bad."""
+    try:
+        record = json.loads(raw.decode("utf-8-sig"))
         json.dumps(record, ensure_ascii=False).encode()  # JSON can spell half a surrogate pair
     except (ValueError, RecursionError):
-        raise ValueError("not JSON in UTF-8" if is_json else "not UTF-8") from None
+        raise ValueError("not JSON in UTF-8") from None
     match record:
-        case {"chosen": chosen, "rejected": rejected}:
-            chosen, rejected = conversation(chosen), conversation(rejected)
-            last = [message["role"] for message in (*chosen[-1:], *rejected[-1:])]
-            if chosen[:-1] != rejected[:-1] or chosen == rejected or last != ["assistant"] * 2:
-                raise ValueError("chosen and rejected must differ in the last answer only")
-            return "preference", (chosen, rejected)
         case {"conversations": messages} | {"messages": messages}:
             messages = conversation(messages)
             if not any(message["role"] == "assistant" for message in messages):
@@ -130,13 +136,15 @@ def parse(raw: bytes, is_json: bool) -> tuple[str, Document]:
             return "chat", messages
         case {"text": str(text)} if text.strip():
             return "text", text
-    raise ValueError('no "text", "conversations", or "chosen" and "rejected"')
+    raise ValueError('no "text" and no "conversations"')
 
 
 def conversation(messages: object) -> Messages:
     """Role and content of messages, which is what the chat template writes."""
+    if not isinstance(messages, list):
+        messages = [messages]
     talk = []
-    for message in messages if isinstance(messages, list) else [messages]:
+    for message in messages:
         match message:
             case {"role": str(role), "content": str(content)} if not message.get("tool_calls"):
                 talk.append({"role": role, "content": content})
@@ -145,7 +153,8 @@ def conversation(messages: object) -> Messages:
     return talk
 
 
-def hashed(document: Document) -> int:  # 64 bits
+def hashed(document: Document) -> int:
+    """A hash of 64 bits, the same in all versions and on all machines."""
     text = document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 

@@ -14,7 +14,6 @@ breaks off, by the network or by Ctrl-C, the next run goes on where it stopped.
 import csv
 import hashlib
 import os
-import shutil
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -27,6 +26,7 @@ from common import UserError
 HERE = Path(__file__).parent
 MOBY_DICK = HERE / "moby-dick.jsonl"
 TIMEOUT = 30  # seconds of silence
+CHUNK = 1 << 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,17 @@ class File:
     url: str  # without "://" a file in this folder
 
 
-DATASETS: dict[str, list[File]] = {}
-with open(HERE / "datasets.csv", encoding="utf-8", newline="") as table:
-    for row in csv.DictReader(table):
-        DATASETS.setdefault(row["name"], []).append(File(**row | dict(size=int(row["size"]))))
+def read_table() -> dict[str, list[File]]:
+    """The files of each data set, by its name."""
+    datasets = {}
+    with open(HERE / "datasets.csv", encoding="utf-8", newline="") as table:
+        for row in csv.DictReader(table):
+            row["size"] = int(row["size"])
+            datasets.setdefault(row["name"], []).append(File(**row))
+    return datasets
+
+
+DATASETS = read_table()
 
 
 def fetch(name: str, folder: str | Path) -> list[Path]:
@@ -63,7 +70,8 @@ def fetch_file(file: File, folder: Path) -> Path:
         if path.exists() and sha256(path) == file.sha256:
             return path
         download(file, part)
-        if (digest := sha256(part)) != file.sha256:
+        digest = sha256(part)
+        if digest != file.sha256:
             part.unlink()  # so that the next run begins anew
             raise ValueError(f"its sha256 is {digest}, the published {file.sha256}")
         os.replace(part, path)
@@ -79,17 +87,28 @@ def download(file: File, part: Path) -> None:
     """Append to `part` what it lacks of the file. OSError, HTTPException: this failed."""
     part.parent.mkdir(parents=True, exist_ok=True)
     with open(part, "ab") as output:
-        if (start := output.tell()) >= file.size:
+        size = output.tell()
+        if size >= file.size:
             return
-        headers = {"User-Agent": "token-tables", "Range": f"bytes={start}-"}
+        headers = {"User-Agent": "token-tables", "Range": f"bytes={size}-"}
         with urlopen(Request(file.url, headers=headers), timeout=TIMEOUT) as response:
             if response.status != 206:  # it knows no ranges and sends the file from its beginning
-                start = output.truncate(0)
-            options = dict(total=file.size, initial=start, unit="B", unit_scale=True, disable=None)
-            with tqdm.wrapattr(output, "write", desc=part.stem, **options) as writer:
-                shutil.copyfileobj(response, writer)
-        if (size := output.tell()) < file.size:
-            raise ConnectionError(f"broke off after {size:,} of {file.size:,} bytes")
+                size = output.truncate(0)
+            with tqdm(
+                desc=part.stem,
+                total=file.size,
+                initial=size,
+                unit="B",
+                unit_scale=True,
+                disable=None,
+            ) as bar:
+                # Never more than the published size: a response without end must not fill the disk.
+                while data := response.read(min(CHUNK, file.size - size)):
+                    output.write(data)
+                    bar.update(len(data))
+                    size += len(data)
+    if size < file.size:
+        raise ConnectionError(f"broke off after {size:,} of {file.size:,} bytes")
 
 
 def sha256(path: Path) -> str:

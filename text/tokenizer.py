@@ -181,30 +181,38 @@ def dumps(encoding: tiktoken.Encoding) -> str:
 
 
 def loads(text: str) -> tiktoken.Encoding:
-    """Returns the encoding that `dumps` wrote. Its pattern must be a known one: with some, like
-    `(a*)*\\1b|.`, a short text takes forever. ValueError: the text is damaged or something else."""
+    """Returns the encoding that `dumps` wrote. ValueError: the text is damaged, or no such one."""
     try:
         data = json.loads(text)
         if (data["format"], data["version"]) != (FORMAT, VERSION):
             raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
-        if data["pattern"] not in (PATTERN, SMOLLM2, *PRETRAINED.values()):
-            raise ValueError(f"it splits text by the unknown pattern {data['pattern']!r:.60}")
         ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
-        ids = {*ranks.values(), *data["special_tokens"].values()}
-        # Either of these would end the program inside of tiktoken.
-        if len(ids) < len(data["ranks"]) + len(data["special_tokens"]):
-            raise ValueError("a token or an id is there twice")
-        lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
-        if lacking != (NO_TOKEN if data["pattern"] == SMOLLM2 else b""):
-            raise ValueError("some of the 256 single bytes are missing, or should be")
-        return tiktoken.Encoding(
-            name=data["name"],
-            pat_str=data["pattern"],
-            mergeable_ranks=ranks,
-            special_tokens=data["special_tokens"],
-        )
+        if len(ranks) < len(data["ranks"]):
+            raise ValueError("a token is there twice")
+        return make_encoding(data["name"], data["pattern"], ranks, data["special_tokens"])
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"not a tokenizer, or a damaged one: {error}") from None
+
+
+def make_encoding(
+    name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
+) -> tiktoken.Encoding:
+    """Returns an encoding of what a file says. Its pattern must be a known one: with some, like
+    `(a*)*\\1b|.`, a short text takes forever. ValueError: it cannot be."""
+    if pattern not in (PATTERN, SMOLLM2, *PRETRAINED.values()):
+        raise ValueError(f"it splits text by the unknown pattern {pattern!r:.60}")
+    # What follows would end the program inside of tiktoken.
+    ids = [*ranks.values(), *special_tokens.values()]
+    if not all(isinstance(i, int) and 0 <= i < 2**32 for i in ids):
+        raise ValueError("an id is not an integer from 0 to 2^32 - 1")
+    if len(set(ids)) < len(ids):
+        raise ValueError("an id is there twice")
+    lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
+    if lacking != (NO_TOKEN if pattern == SMOLLM2 else b""):
+        raise ValueError("some of the 256 single bytes are missing, or should be")
+    return tiktoken.Encoding(
+        name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+    )
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:

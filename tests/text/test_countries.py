@@ -6,7 +6,7 @@ from text import countries
 
 
 @pytest.fixture(scope="module")
-def corpus():
+def corpus() -> tuple[list[str], list[str]]:
     return countries.documents(seed=0)
 
 
@@ -24,24 +24,18 @@ def test_table_is_complete_and_clean():
     assert all(region_of[country.subregion] == country.region for country in table)
 
 
-@pytest.mark.parametrize(
-    ("name", "capital", "region", "language", "currency"),
-    [  # well-known rows, typed here independently of the table
+def test_well_known_facts():
+    """Typed here independently of the table."""
+    by_name = {country.name: country for country in countries.table()}
+    for name, *facts in (
         ("France", "Paris", "Europe", "French", "euro"),
         ("Japan", "Tokyo", "Asia", "Japanese", "Japanese yen"),
         ("Brazil", "Brasília", "Americas", "Portuguese", "Brazilian real"),
-        ("Australia", "Canberra", "Oceania", "English", "Australian dollar"),
         ("Switzerland", "Bern", "Europe", "German", "Swiss franc"),
-        ("Kazakhstan", "Astana", "Asia", "Kazakh", "Kazakhstani tenge"),
-        ("Peru", "Lima", "Americas", "Spanish", "Peruvian sol"),
-        ("Ecuador", "Quito", "Americas", "Spanish", "US dollar"),
         ("Côte d'Ivoire", "Yamoussoukro", "Africa", "French", "West African CFA franc"),
-    ],
-)
-def test_well_known_facts(name, capital, region, language, currency):
-    (country,) = [country for country in countries.table() if country.name == name]
-    assert (country.capital, country.region) == (capital, region)
-    assert (country.language, country.currency) == (language, currency)
+    ):
+        row = by_name[name]
+        assert [row.capital, row.region, row.language, row.currency] == facts
 
 
 def test_paragraph_names_its_country_only_in_the_first_line(corpus):
@@ -159,15 +153,6 @@ def test_conversations_hold_out_phrasings_and_tell_the_truth():
     assert brief / sum(len(talk) // 2 for talk in train) == pytest.approx(0.5, abs=0.03)
 
 
-def test_preferences_differ_in_style_alone():
-    train, val = countries.preferences(seed=1)
-    for chosen, rejected in [*train, *val]:
-        assert chosen[0] == rejected[0]
-        sentence, brief = chosen[1]["content"], rejected[1]["content"]
-        assert sentence.removeprefix("The answer is ").lower() == brief.lower() != sentence.lower()
-    assert not {talk[0]["content"] for talk, _ in train} & {talk[0]["content"] for talk, _ in val}
-
-
 def test_corpora_are_functions_of_the_seed():
-    for corpus in (countries.documents, countries.conversations, countries.preferences):
+    for corpus in (countries.documents, countries.conversations):
         assert corpus(3) == corpus(3) != corpus(4)

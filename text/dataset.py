@@ -1,0 +1,206 @@
+"""Token folders: what prepare.py writes, and training reads.
+
+    tokenizer.json          the tokenizer, as one line of JSON (tokenizer.py)
+    train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>
+    meta.json               kind of the documents, sizes, checksums, and where they come from
+
+meta.json is written last: a folder that has one is complete.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import tiktoken
+
+from common import UserError, atomic, locked, reading
+from text import countries, tokenizer
+
+FORMAT = 2
+BLOCK = 256  # documents that are encoded at a time, on several cores
+
+# Corpora that are generated here: the kind of their documents, and a function of the seed that
+# gives documents to train and to validate with.
+CORPORA: dict[str, tuple[str, Callable]] = {
+    "countries": ("text", countries.documents),
+    "countries-sft": ("chat", countries.conversations),
+}
+
+# What readers rely on in meta.json, and in what it says of each split.
+META = {"corpus": str, "kind": str, "vocab_size": int, "dtype": str, "tokenizer": str}
+SPLIT_META = {"documents": int, "tokens": int, "sha256": str}
+
+
+# --- reading ---
+
+
+def read_meta(folder: Path) -> dict:
+    """What `write_dataset` wrote about a folder. UserError: it is missing or damaged."""
+    path = folder / "meta.json"
+    with reading(path, f"run prepare.py --out_dir {folder}"):
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        check_fields(meta, META)
+        check_fields(meta.get("train"), SPLIT_META)
+        check_fields(meta.get("val"), SPLIT_META)
+        if meta.get("format") != FORMAT:
+            raise ValueError(f"format {meta.get('format')}, not {FORMAT}")
+        if meta["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"dtype {meta['dtype']}, not uint16 or uint32")
+    return meta
+
+
+def check_fields(record: Any, types: dict[str, Any]) -> None:
+    """ValueError: the record is not a dictionary, or lacks one of these, or it has another type."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{record!s:.40} is no JSON object")
+    for name, kind in types.items():
+        if not isinstance(record.get(name), kind):
+            raise ValueError(f"{name} is missing or of another type")
+
+
+def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
+    """The tokenizer that the folder's token files were made with. UserError: it is missing,
+    damaged, or another one."""
+    path = folder / "tokenizer.json"
+    with reading(path, f"run prepare.py --out_dir {folder}"):
+        encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
+        if tokenizer.fingerprint(encoding) != meta["tokenizer"]:
+            raise ValueError("not the tokenizer of the token files")
+        if encoding.n_vocab != meta["vocab_size"]:
+            raise ValueError(f"{encoding.n_vocab} tokens, not {meta['vocab_size']}")
+    return encoding
+
+
+def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
+    """The token ids of a split [tokens], memory-mapped. UserError: the file is missing or damaged;
+    to check its sha256 takes 0.06 s for 100 MB."""
+    path = folder / f"{split}.bin"
+    with reading(path, f"run prepare.py --out_dir {folder}"):
+        ids = np.memmap(path, dtype=meta["dtype"], mode="r")
+        if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
+            raise ValueError("another sha256 than in meta.json")
+    return ids
+
+
+# --- writing ---
+
+
+@dataclass
+class SplitWriter:
+    """A token file that is being written, with its sizes and its checksum so far."""
+
+    file: BinaryIO
+    dtype: str
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0  # of the text, special tokens of conversations included
+    sha256: Any = field(default_factory=hashlib.sha256)
+
+    def write(self, encoding: tiktoken.Encoding, ids: list[int]) -> None:
+        """Add a document's token ids, behind the <|endoftext|> that precedes every document."""
+        tokens = np.array([encoding.eot_token, *ids], self.dtype)
+        self.file.write(tokens)
+        self.sha256.update(tokens)
+        self.documents += 1
+        self.tokens += len(tokens)
+        self.bytes += len(encoding.decode_bytes(ids))
+
+    def meta(self) -> dict:
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "sha256": self.sha256.hexdigest(),
+        }
+
+
+def write_dataset(
+    out_dir: Path,
+    documents: Iterable[tuple[str, Any]],
+    encoding: tiktoken.Encoding,
+    kind: str = "text",
+    n_skipped: Callable[[], int] | None = None,
+    **origin,
+) -> dict:
+    """Write a token folder. It replaces what was there once all of it is complete.
+
+    Args:
+        documents: splits ("train" or "val") and documents: str or, for kind "chat", messages.
+        n_skipped: called after the last document: how many more could not be used.
+        origin: further entries of meta.json; `corpus` is needed to train on the folder.
+
+    Returns:
+        meta.json.
+
+    Raises:
+        UserError: a split has no document, or the folder cannot be written.
+    """
+    dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
+    with (
+        locked(out_dir),
+        # These are left in reverse order: meta.json is replaced last.
+        atomic(out_dir / "meta.json") as meta_path,
+        atomic(out_dir / "tokenizer.json") as tokenizer_path,
+        atomic(out_dir / "train.bin") as train_path,
+        atomic(out_dir / "val.bin") as val_path,
+    ):
+        with open(train_path, "wb") as train_file, open(val_path, "wb") as val_file:
+            splits = {"train": SplitWriter(train_file, dtype), "val": SplitWriter(val_file, dtype)}
+            documents = iter(documents)
+            while block := list(islice(documents, BLOCK)):
+                encoded = encode(encoding, kind, [document for _, document in block])
+                for (split, _), ids in zip(block, encoded, strict=True):
+                    splits[split].write(encoding, ids)
+        for name, split in splits.items():
+            if not split.documents:
+                raise UserError(f"no document for {name}.bin: add text or change --val_fraction")
+        meta = {
+            "format": FORMAT,
+            "kind": kind,
+            "vocab_size": encoding.n_vocab,
+            "dtype": dtype,
+            **origin,
+            "tokenizer": tokenizer.fingerprint(encoding),
+            "train": splits["train"].meta(),
+            "val": splits["val"].meta(),
+        }
+        if n_skipped:
+            meta["skipped"] = n_skipped()
+        tokenizer_path.write_text(tokenizer.dumps(encoding), encoding="utf-8")
+        meta_path.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        # While old files are replaced by new ones, the folder has no meta.json: it is not complete.
+        (out_dir / "meta.json").unlink(missing_ok=True)
+    return meta
+
+
+def encode(encoding: tiktoken.Encoding, kind: str, documents: list) -> list[list[int]]:
+    """Token ids of each document, without the <|endoftext|> that precedes it."""
+    if kind == "text":
+        return encoding.encode_ordinary_batch(documents)
+    return [tokenizer.render(encoding, messages) for messages in documents]
+
+
+def write_corpus(
+    name: str,
+    out_dir: Path,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    encoding: tiktoken.Encoding | None = None,
+) -> dict:
+    """Generate a corpus (a key of CORPORA) and write its token folder. Without an `encoding` one is
+    trained on it, of at most `vocab_size` tokens (4096). Returns meta.json."""
+    kind, generate = CORPORA[name]
+    train, val = generate(seed)
+    if encoding is None:
+        assert kind == "text", "conversations continue a model: give the encoding of its text"
+        # A pair must occur 48 times to become a token, so the vocabulary is what fits: common
+        # names of countries are one token, rare ones several.
+        encoding = tokenizer.train(train, vocab_size or 4096, min_count=48)
+    documents = [("train", document) for document in train]
+    documents += [("val", document) for document in val]
+    return write_dataset(out_dir, documents, encoding, kind, corpus=name, seed=seed)
