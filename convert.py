@@ -1,0 +1,371 @@
+"""Convert other models to checkpoints of this project, and dense checkpoints to STEM.
+
+    python convert.py SmolLM2-135M --out out/smol/ckpt.pt       # a Llama of Hugging Face
+    python sample.py --ckpt out/smol/ckpt.pt --prompt "Gravity is"
+    python prepare.py --input book.txt --out_dir data/smol --tokenizer out/smol/ckpt.pt
+    python train.py --init_from out/smol/ckpt.pt --data_dir data/smol --block_size 512 ...
+
+    python convert.py out/dense/ckpt.pt --ffn stem --stem_layers third --out out/converted/ckpt.pt
+    python train.py --init_from out/converted/ckpt.pt --max_iters 100 --out_dir out/trained
+
+1. A folder with config.json, model*.safetensors and tokenizer.json becomes a dense checkpoint with
+   the same logits and the same token ids. docs/data-and-stages.md says which models that works for.
+
+2. In a dense checkpoint, a table row per token replaces `W_u x` (Sadhukhan et al., 2601.10639):
+
+       dense   y = W_d (g * u)          g = SiLU(W_g x),  u = W_u x
+       STEM    y = W_d (g * U_l[t])     t: the token id at this position
+       U_l[t] = E[g^2 u | t] / E[g^2 | t]
+
+   This is the least-squares fit to what `W_d` reads, over all places of the training text where t
+   stands. The lowest layer comes first: the statistics of the next one are those of a model in
+   which it is converted. All other weights stay what they are.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from common import (
+    UserError,
+    add_flags,
+    check_ranges,
+    flag,
+    locked,
+    make_parser,
+    pick_device,
+    reading,
+    run,
+)
+from config import ModelConfig
+from model import Decoder
+from text import tokenizer
+from text.dataset import check_fields
+from text.huggingface import read_tokenizer, require
+from training.batches import Data, check_tokenizer
+from training.checkpoints import device_flag, load_checkpoint, save_checkpoint
+
+
+@dataclass
+class Settings:
+    """The flags of this command."""
+
+    source: Path  # without a name on the command line: `main` adds it itself
+    out: Path | None = flag(None, "the checkpoint to write, a new file", shown="needed")
+    ffn: str | None = flag(None, "convert a dense checkpoint to this kind of FFN", choices=["stem"])
+    stem_layers: str = flag("third", "layers to get a table: third, half, all or 0,2,5")
+    data_dir: str = flag("data/countries", "text to fill rows from: a folder or a mixture")
+    tokens: int = flag(10**6, "training tokens to read; 0: rows stay random", must="0 or more")
+    block_size: int | None = flag(
+        None, "tokens in a window of text", must="at least 1", shown="the model's context length"
+    )
+    batch_size: int = flag(
+        8, "windows in a forward pass; fewer take less memory", must="at least 1"
+    )
+    seed: int = flag(1337, "of random rows and data order", must="0 or more, and fit 63 bits")
+    device: str = device_flag()
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.out is None:
+            raise UserError("--out is needed: the checkpoint to write, as out/converted/ckpt.pt")
+        if self.out.exists():
+            raise UserError(f"--out {self.out} exists: choose another name")
+
+
+# --- 1. a Llama of Hugging Face to a dense checkpoint ---
+
+# Fields of ModelConfig, and what config.json calls them.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "block_size": "max_position_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "d_ff": "intermediate_size",
+}
+LLAMA3_ROPE = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+# Parts of the names of weights, and what they are here.
+NAMES = {
+    "model.layers": "blocks",
+    "input_layernorm": "attn_norm",
+    "self_attn.o_proj": "attn.out",
+    "self_attn": "attn",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn.gate",
+    "mlp.up_proj": "ffn.up",
+    "mlp.down_proj": "ffn.down",
+    "model.norm": "norm",
+    "lm_head": "head",
+}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_llama(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
+    """A Llama in a folder of Hugging Face, its weights in float32, and its tokenizer. UserError: a
+    file is missing or damaged, or asks for what this decoder does not do."""
+    path = folder / "config.json"
+    with reading(path, "get the folder anew"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        check_fields(record, dict.fromkeys(SIZES.values(), int))
+        check_fields(record, {"tie_word_embeddings": bool})
+        config = llama_config(path, record)
+    with torch.device("meta"):  # no numbers yet: they are in the files
+        model = Decoder(config)
+    model.load_state_dict(read_weights(folder, model), assign=True)
+    bos_id = record.get("bos_token_id")
+    return model, read_tokenizer(folder / "tokenizer.json", config.vocab_size, bos_id)
+
+
+def llama_config(path: Path, record: dict) -> ModelConfig:
+    """The shape that config.json describes. UserError: it is not that of our dense decoder."""
+    require(path, record, "model_type", "llama")
+    require(path, record, "hidden_act", "silu")
+    require(path, record, "attention_bias", False)
+    require(path, record, "mlp_bias", False)
+    # Rotations are the original ones, or slowed down as Llama 3.1's are (attention.rotary).
+    rope = record.get("rope_scaling") or record.get("rope_parameters") or {}
+    check_fields(rope, {})
+    kind = "llama3" if "low_freq_factor" in rope else "default"
+    require(path, rope, "rope_type", kind)
+    require(path, rope, "type", kind)
+    config = ModelConfig(
+        **{ours: record[theirs] for ours, theirs in SIZES.items()},
+        ffn="dense",
+        tie_head=record["tie_word_embeddings"],
+        norm_eps=number(record, "rms_norm_eps"),
+        rope_base=number(record if "rope_theta" in record else rope, "rope_theta"),
+        rope_scaling=[number(rope, name) for name in LLAMA3_ROPE] if kind == "llama3" else None,
+    )
+    require(path, record, "head_dim", config.head_dim)
+    return config
+
+
+def number(record: dict, name: str) -> float:
+    """A number in a JSON object. ValueError: it is missing, or something else."""
+    check_fields(record, {name: int | float})
+    return float(record[name])
+
+
+def read_weights(folder: Path, model: Decoder) -> dict[str, Tensor]:
+    """The weights of a Llama by their names in our model, in float32. UserError: one is missing,
+    left over, there twice, or of another shape."""
+    config = model.config
+    embedding = "wte.weight" if config.tie_head else "wte.weight.0"
+    names = {**NAMES, "model.embed_tokens.weight": embedding}
+    weights = {}
+    for path in sorted(folder.glob("model*.safetensors")) or [folder / "model.safetensors"]:
+        for name, tensor in read_safetensors(path).items():
+            for theirs, ours in names.items():
+                name = name.replace(theirs, ours)
+            if name in weights:
+                raise UserError(f"{path}: {name} is in another file, too: remove one of the two")
+            weights[name] = tensor
+    if config.tie_head:
+        weights.pop("head.weight", None)  # the embedding again
+
+    # There queries, keys and values are three matrices, here they are one.
+    n_kv = config.n_kv_head * config.head_dim
+    expected = model.state_dict()
+    for layer in range(config.n_layer):
+        qkv = expected.pop(f"blocks.{layer}.attn.qkv.qkv.weight")
+        for part, weight in zip("qkv", qkv.split([config.n_embd, n_kv, n_kv]), strict=True):
+            expected[f"blocks.{layer}.attn.{part}_proj.weight"] = weight
+    check_weights(folder, weights, expected)
+    for layer in range(config.n_layer):
+        qkv = [weights.pop(f"blocks.{layer}.attn.{part}_proj.weight") for part in "qkv"]
+        weights[f"blocks.{layer}.attn.qkv.qkv.weight"] = torch.cat(qkv)
+    return {name: weight.float() for name, weight in weights.items()}
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, mapped into memory. It begins with 8 bytes, the length of a header;
+    the header is JSON, with dtype, shape and place of each tensor; then come all numbers."""
+    tensors = {}
+    with reading(path, "get the file anew"):
+        file = np.memmap(path, mode="c")  # copy on write: PyTorch wants arrays it may write to
+        start = 8 + int(file[:8].view("<u8")[0])
+        header = json.loads(file[8:start].tobytes())
+        check_fields(header, {})
+        header.pop("__metadata__", None)
+        for name, about in header.items():
+            check_fields(about, {"dtype": str, "shape": list, "data_offsets": list})
+            if about["dtype"] not in DTYPES:
+                raise UserError(f"{path}: dtype {about['dtype']} of {name} is not supported")
+            for n in about["shape"] + about["data_offsets"]:
+                if type(n) is not int or not 0 <= n < 2**63:
+                    raise ValueError(f"shape or place of {name}")
+            begin, end = about["data_offsets"]
+            numbers = torch.from_numpy(file[start + begin : start + end])
+            tensors[name] = numbers.view(DTYPES[about["dtype"]]).view(about["shape"])
+    return tensors
+
+
+def check_weights(path: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """UserError: the names or shapes of weights are not the expected ones."""
+    for name in [*expected, *weights]:
+        if name not in weights:
+            raise UserError(f"{path} lacks the weight {name}: is a file missing?")
+        if name not in expected:
+            raise UserError(f"{path} has a weight {name}, which a model of its config has not")
+        if weights[name].shape != expected[name].shape:
+            shapes = f"{list(weights[name].shape)}, not {list(expected[name].shape)}"
+            raise UserError(f"{path}: the weight {name} has shape {shapes}")
+
+
+# --- 2. a dense checkpoint to STEM ---
+
+VAL_TOKENS = 65_536  # validation text that the rows are judged on
+
+
+def read_dense(path: Path, stem_layers: str) -> tuple[Decoder, dict[int, Tensor], dict]:
+    """A STEM model with random rows and the other weights of a dense checkpoint, the up-projections
+    [d_ff, n_embd] that the rows will replace, by layer, and the checkpoint. UserError: the
+    checkpoint is not that of a dense model."""
+    checkpoint = load_checkpoint(path, verify=True)
+    config = ModelConfig(**checkpoint["config"])
+    if config.ffn != "dense":
+        raise UserError(f"{path} is a model with --ffn {config.ffn}: only dense can be converted")
+    weights = dict(checkpoint["model"])
+    with torch.device("meta"):
+        expected = Decoder(config).state_dict()
+    check_weights(path, weights, expected)
+
+    model = Decoder(replace(config, ffn="stem", stem_layers=stem_layers))
+    up = {}
+    for layer, block in enumerate(model.blocks):
+        if block.row_width:
+            up[layer] = weights.pop(f"blocks.{layer}.ffn.up.weight")
+    # Left over are only these, missing are only the tables: all else must fit.
+    for table, rows in enumerate(model.tables.weight):
+        weights[f"tables.weight.{table}"] = rows
+    model.load_state_dict(weights)
+    return model, up, checkpoint
+
+
+def fill_tables(model: Decoder, up: dict[int, Tensor], data: Data, settings: Settings) -> None:
+    """Fill the tables of a STEM model in place of up-projections, the lowest first, and print how
+    much of the variance of `g * u` the rows of each layer explain on validation text."""
+    size = settings.batch_size
+    val = next(iter(data.val.values()))  # of a mixture the first part
+    n_token = min(settings.tokens, sum(meta["train"]["tokens"] for meta in data.metas))
+    n_train = max(1, n_token // (size * val.block_size))
+    n_val = max(1, min(val.n_row, VAL_TOKENS // val.block_size) // size)
+    train_batches = [data.train.batch(number, size)[0] for number in range(n_train)]  # ids [B, T]
+    val_batches = [val.batch(number, size)[0] for number in range(n_val)]
+    for table, (layer, w_u) in enumerate(up.items()):
+        w_u = w_u.to(model.device, torch.float32)
+        model.tables.weight[table].copy_(least_squares_rows(model, layer, w_u, train_batches))
+        explained = explained_variance(model, layer, w_u, val_batches)
+        print(f"layer {layer}: the token explains {explained:.1%} of the variance")
+
+
+def activations(
+    model: Decoder, layer: int, w_u: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """g, u and rows of a layer at all places of ids [B, T], each [B * T, d_ff]."""
+    ffn = model.blocks[layer].ffn
+    recorded = []
+    hook = ffn.register_forward_pre_hook(lambda module, inputs: recorded.append(inputs))
+    model.hidden(ids)
+    hook.remove()
+    x, rows = recorded[0]
+    x = x.flatten(0, 1)  # [B * T, n_embd]
+    return F.silu(ffn.gate(x)), F.linear(x, w_u), rows.flatten(0, 1)
+
+
+def least_squares_rows(model: Decoder, layer: int, w_u: Tensor, batches: list[Tensor]) -> Tensor:
+    """The rows of a layer [V, d_ff] by the formula above; of tokens that do not occur, for which it
+    says nothing, the mean over all tokens."""
+    size = (model.config.vocab_size, model.config.d_ff)
+    # Sums of g^2 and of g^2 u over the places where a token stands.
+    gg = torch.zeros(size, device=model.device)
+    ggu = torch.zeros(size, device=model.device)
+    for ids in tqdm(batches, f"layer {layer}", leave=False, disable=None):
+        g, u, _ = activations(model, layer, w_u, ids)
+        tokens = ids.flatten().to(model.device)  # [B * T]
+        gg.index_add_(0, tokens, g**2)
+        ggu.index_add_(0, tokens, g**2 * u)
+    mean = ggu.sum(0) / gg.sum(0).clamp_min(1e-20)  # [d_ff]
+    return torch.where(gg > 0, ggu / gg, mean)
+
+
+def explained_variance(model: Decoder, layer: int, w_u: Tensor, batches: list[Tensor]) -> float:
+    """1 - (squared error of `g * rows`) / (variance of `g * u`), both summed over channels."""
+    n = 0
+    sums = torch.zeros(model.config.d_ff, device=model.device)
+    squares = torch.zeros((), device=model.device)
+    errors = torch.zeros((), device=model.device)
+    for ids in batches:
+        g, u, rows = activations(model, layer, w_u, ids)
+        n += len(u)
+        sums += (g * u).sum(0)
+        squares += (g * u).square().sum()
+        errors += (g * (u - rows)).square().sum()
+    return float(1 - errors / (squares - sums.square().sum() / n))
+
+
+@torch.no_grad()
+def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]:
+    """The converted model, its tokenizer, and the settings of the dense one's training run."""
+    torch.manual_seed(settings.seed)
+    model, up, checkpoint = read_dense(settings.source, settings.stem_layers)
+    encoding = tokenizer.loads(checkpoint["tokenizer"])
+    if settings.tokens:
+        longest = model.config.block_size
+        block_size = settings.block_size or longest
+        if block_size > longest:
+            raise UserError(f"--block_size {block_size}: {settings.source} has {longest} at most")
+        n_row = settings.tokens // block_size + settings.batch_size
+        data = Data(settings.data_dir, "text", block_size, settings.seed, n_row)
+        ours = data.metas[0]["tokenizer"]
+        theirs = tokenizer.fingerprint(encoding)
+        check_tokenizer(ours, settings.data_dir, theirs, settings.source)
+        fill_tables(model.to(pick_device(settings.device)).eval(), up, data, settings)
+    return model, encoding, checkpoint.get("args", {})
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("source", type=Path, help="a Llama's folder, or a dense ckpt.pt")
+    add_flags(parser, Settings)
+    settings = Settings(**vars(parser.parse_args()))
+    if (settings.source / "config.json").exists():
+        if settings.ffn:
+            raise UserError(
+                f"--ffn {settings.ffn} needs a ckpt.pt: convert {settings.source} first"
+            )
+        model, encoding = read_llama(settings.source)
+        args = {"preset": "minimind-104m"}  # the nearest in size
+    elif settings.source.is_dir():
+        raise UserError(f"{settings.source} has no config.json: name a Llama's folder or a ckpt.pt")
+    elif settings.ffn is None:
+        raise UserError(f"{settings.source}: what is it to become? --ffn stem")
+    else:
+        model, encoding, args = dense_to_stem(settings)
+    args = {**args, **asdict(model.config)}  # as train.py has it: all its settings
+    with locked(settings.out.parent):
+        save_checkpoint(settings.out, model, encoding, args=args)
+    config = model.config
+    print(
+        f"wrote {settings.out}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
+        f"vocabulary {config.vocab_size:,}, {model.sizes()['total'] / 1e6:.2f} M parameters"
+    )
+    print(f"next: python train.py --init_from {settings.out} --data_dir DATA --out_dir out/trained")
+
+
+if __name__ == "__main__":
+    run(main)
