@@ -1,16 +1,17 @@
-"""Shared helpers: errors a user can act on, flags, devices, files."""
+"""What every command shares: errors a user can act on, flags, devices, files."""
 
 import contextlib
 import os
-import re
-import shutil
 import sys
+import traceback
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields
 from pathlib import Path
+from pickle import UnpicklingError
 from types import NoneType
 from typing import Any, get_args
+from zipfile import BadZipFile
 
 import torch
 
@@ -18,6 +19,43 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+
+class UserError(Exception):
+    """Something the user can put right: the message names the file or flag, the value, the fix.
+    Anything else that goes wrong is a bug, ours or a reader's own, and keeps its traceback."""
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a command. A UserError, or memory that is used up, is one line and exit code 1."""
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's output has no such method
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
+    try:
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        sys.exit("error: " + " ".join(str(error).split()))
+    except KeyboardInterrupt as interrupt:
+        frame = traceback.extract_tb(interrupt.__traceback__)[-1]
+        print(f"\ninterrupted in {frame.filename}, line {frame.lineno}", file=sys.stderr)
+        sys.exit(130)  # as a shell reports Ctrl-C
+    except BrokenPipeError:  # the reader of our output has gone: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        flags = "--device_batch_size, --batch_size or the model's sizes, or try --offload"
+        sys.exit(f"error: out of memory: lower {flags}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory, of whatever device, is used up. PyTorch has no type for a CPU's."""
+    by_type = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return by_type or "DefaultCPUAllocator" in str(error)
+
+
+# --- flags ---
 
 # What the value of a flag must be, in words and as a test, which NaN never passes.
 RANGES: dict[str, Callable[[Any], bool]] = {
@@ -30,63 +68,40 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0 and at most 1": lambda value: 0 < value <= 1,
     "0 or more, and fit 63 bits": lambda value: 0 <= value < 2**63,
 }
-# The most that it may be, unless its flag says otherwise: absurd, but products still fit float32.
-MOST = {"at least 1": 2**28, "a positive number": 1e9, "0 or more": 1e9}
-
-
-class UserError(Exception):
-    """Something the user can put right: the message names the file or flag, the value, the fix."""
-
-
-def run(main: Callable[[], None]) -> None:
-    """Run a command: an error the user can act on becomes one line on stderr and exit code 1."""
-    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
-    try:
-        main()
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(130)  # as a shell reports Ctrl-C
-    except UserError as error:
-        sys.exit("error: " + " ".join(str(error).split()))
-    except Exception as error:
-        if no_memory(error):
-            flags = "--device_batch_size, --batch_size or the model's sizes, or take --offload"
-            sys.exit(f"error: out of memory: lower {flags}")
-        if not isinstance(error, OSError):
-            raise
-        # The output is full, or its reader has gone: `| head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        where = error.filename or "standard output"
-        sys.exit(1 if isinstance(error, BrokenPipeError) else f"error: {where}: {error.strerror}")
-
-
-def no_memory(error: Exception) -> bool:
-    """Whether memory, of whatever device, is used up, or a size beyond what can be counted."""
-    words = "MemoryError|out of memory|t alloc|allocate mem|size calc"  # Python's and PyTorch's
-    return bool(re.search(words, repr(error)))
+# The largest value, unless the flag names its own: absurd, but products still fit float32.
+LARGEST = {"at least 1": 2**28, "a positive number": 1e9, "0 or more": 1e9}
 
 
 def flag(default: Any, about: str, **more) -> Any:
-    """A field of a dataclass that is a flag of a command, too. `-h` says what it is `about`, and
-    `shown` for its default. It `must` be what a key of RANGES says and have at most `most`, or be
-    one of its `choices`; `only` the named stages or kinds of --ffn heed it."""
-    return field(default=default, metadata=dict(about=about, **more))
+    """A field of a dataclass that is also a flag of a command.
+
+    Args:
+        about: its line in `-h`, with the default behind it, or `shown` in place of the default.
+        more: `must`, a key of RANGES; `most`, the largest value; `choices`; `only`, the stages or
+            kinds of --ffn for which it has an effect.
+    """
+    return field(default=default, metadata={"about": about, **more})
 
 
-def add_flags(parser, kind: type) -> None:
+def add_flags(parser: ArgumentParser, kind: type) -> None:
     """Add the flags of a dataclass to a parser. What is not given is not in its namespace."""
-    for each in [each for each in fields(kind) if "about" in each.metadata]:
-        shown = each.metadata.get("shown")
-        if not shown and each.default not in (None, False, "", MISSING):
-            shown = each.default
-        options = dict(help=each.metadata["about"] + (f" ({shown})" if shown else ""))
-        types = [t for t in (get_args(each.type) or [each.type]) if t is not NoneType]
+    for setting in fields(kind):
+        if "about" not in setting.metadata:
+            continue
+        shown = setting.metadata.get("shown")
+        if not shown and setting.default not in (None, False, "", MISSING):
+            shown = setting.default
+        about = setting.metadata["about"] + (f" ({shown})" if shown else "")
+        types = [t for t in (get_args(setting.type) or [setting.type]) if t is not NoneType]
+        name = f"--{setting.name}"
         if types == [bool]:
-            on = each.default is False and not shown
-            options["action"] = "store_true" if on else BooleanOptionalAction
+            action = BooleanOptionalAction
+            if setting.default is False and not shown:
+                action = "store_true"
+            parser.add_argument(name, default=SUPPRESS, help=about, action=action)
         else:
-            options.update(type=types[0], choices=each.metadata.get("choices"))
-        parser.add_argument(f"--{each.name}", default=SUPPRESS, **options)
+            choices = setting.metadata.get("choices")
+            parser.add_argument(name, default=SUPPRESS, help=about, type=types[0], choices=choices)
 
 
 def make_parser(description: str) -> ArgumentParser:
@@ -94,88 +109,116 @@ def make_parser(description: str) -> ArgumentParser:
 
 
 def parse(kind: type, description: str) -> Any:
+    """The flags of the command line as an object of a dataclass."""
     parser = make_parser(description)
     add_flags(parser, kind)
     return kind(**vars(parser.parse_args()))
 
 
-def check_ranges(settings: Any, error: type = UserError, form: str = "--{} {}") -> None:
-    """Raises an error, which begins in this form, if a field of a dataclass is out of its range."""
-    for each in fields(settings):
-        must, value = each.metadata.get("must"), getattr(settings, each.name)
-        most = each.metadata.get("most", MOST.get(must, float("inf")))
-        if must and value is not None and not (RANGES[must](value) and value <= most):
-            must = f"at most {most:,.0f}" if value > most else must
-            raise error(f"{form.format(each.name, value)} must be {must}")
+def check_ranges(settings: Any) -> None:
+    """Raises UserError if a field of a dataclass is out of the range that its flag names."""
+    for setting in fields(settings):
+        must = setting.metadata.get("must")
+        value = getattr(settings, setting.name)
+        if must is None or value is None:
+            continue
+        if not RANGES[must](value):
+            raise UserError(f"--{setting.name} {value} must be {must}")
+        most = setting.metadata.get("most", LARGEST.get(must))
+        if most is not None and value > most:
+            raise UserError(f"--{setting.name} {value} must be at most {most:,.0f}")
+
+
+# --- devices ---
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA, then MPS, then the CPU. UserError: the device is unknown or not there."""
+    """The device of this process: `auto` is CUDA where there is one, else the CPU. Processes of
+    torchrun have one GPU each. UserError: the device is unknown or not there."""
     if name == "auto":
-        cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-        name = "cuda" if cuda else "mps" if mps else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and "LOCAL_RANK" in os.environ:
+        if name != "cuda":
+            raise UserError(f"--device {name}: with torchrun, use --device cuda or leave it out")
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        torch.zeros(1, device=name).item()  # what a device is good for
-        return torch.device(name)
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, ImportError):
-        raise UserError(f"--device {name} is not available here: auto finds what is") from None
+        raise UserError(f"--device {name} is not available; try --device auto") from None
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else streams and workers would make a context on GPU 0
+        # cuDNN's attention makes a new plan for every length of a cache: up to 0.4 s a token.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type == "mps":
+        print("note: untested on MPS", file=sys.stderr)
+    return device
+
+
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a GPU multiplies bfloat16 itself (compute capability 8.0); older ones emulate it."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    """Whether a device multiplies bfloat16 itself. GPUs do from compute capability 8.0 on, CPUs
+    with AVX512-BF16 or AMX; others only emulate it, a CPU at a tenth of the speed."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu" and CPU_INFO.exists():
+        flags = CPU_INFO.read_text().split()
+        return "avx512_bf16" in flags or "amx_bf16" in flags
+    return False
+
+
+# --- files ---
+
+# What reading a damaged file raises: from PyTorch, zip files, JSON and what is looked up in it.
+DAMAGE = (
+    AttributeError,
+    BadZipFile,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    UnpicklingError,
+    ValueError,
+)
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """UserError: a file or folder cannot be written (no room, no permission)."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        # A file that PyTorch could not write it cannot end, either, which is another error.
-        first = (isinstance(error, RuntimeError) and error.__context__) or error
-        if isinstance(first, OSError):
-            raise UserError(f"cannot write {path}: {first.strerror or first}") from error
-        raise first from None
-
-
-@contextlib.contextmanager
-def reading(path: str | Path, fix: str) -> Iterator[Path]:
-    """Yield a file to be read. UserError, which says what helps: it is missing or damaged."""
+def reading(path: str | Path, fix: str) -> Iterator[str | Path]:
+    """Around the one read of a file, and the parsing of it. UserError, which ends with the `fix`:
+    the file is missing, cannot be read or is damaged."""
     try:
         yield path
     except FileNotFoundError as error:
-        other = "" if str(error.filename) in str(path) else f" (no {error.filename})"
-        raise UserError(f"no {path}{other}: {fix}") from None
-    except Exception as error:  # damaged files raise nearly anything
-        if isinstance(error, UserError) or no_memory(error):
+        named = str(error.filename)
+        missing = path if named in str(path) else f"{named}, which {path} needs"
+        raise UserError(f"no {missing}: {fix}") from None
+    except OSError as error:
+        if error.errno is None:  # raised by a program, not by the system
             raise
-        if isinstance(error, OSError) and error.strerror:
-            raise UserError(f"cannot read {path}: {error.strerror}: {fix}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}: {fix}") from None
+    except DAMAGE as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(f"{path} is damaged ({error!s:.200}): {fix}") from None
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
-    """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
-    whatever way. UserError: somebody else has it; wait: until it is free."""
-    with writing(folder):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        file = open(Path(folder) / ".lock", "a")  # noqa: SIM115
-    with file:
-        try:
-            if fcntl:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise UserError(f"another run is writing to {folder}: wait, or take another") from None
-        except OSError:  # a file system without locks
-            pass
-        try:
-            yield
-        except BaseException:
-            if not wait and [path.name for path in Path(folder).glob("*")] == [".lock"]:
-                shutil.rmtree(folder, ignore_errors=True)  # nothing was written, nobody waits
+def writing(path: str | Path) -> Iterator[None]:
+    """Around the writing of a file or folder. UserError: no room, or no permission."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
             raise
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    except RuntimeError as error:
+        # PyTorch cannot end a file either that it could not write: a second error hides the first.
+        first = error.__context__
+        if not isinstance(first, OSError):
+            raise
+        raise UserError(f"cannot write {path}: {first.strerror or first}") from error
 
 
 @contextlib.contextmanager
@@ -193,3 +236,30 @@ def atomic(path: str | Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
+    """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
+    whatever way. UserError: somebody else has it; with `wait`, wait until it is free."""
+    folder = Path(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a")  # noqa: SIM115
+    with file:
+        if fcntl:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fix = "wait or choose another folder"
+                raise UserError(f"{folder} is in use by another process; {fix}") from None
+            except OSError:  # a file system without locks
+                pass
+        try:
+            yield
+        except BaseException:
+            # A command that was refused leaves no empty folder behind.
+            if not wait and [path.name for path in folder.iterdir()] == [".lock"]:
+                (folder / ".lock").unlink()
+                folder.rmdir()
+            raise
