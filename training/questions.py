@@ -1,9 +1,10 @@
 """Ask a model what it knows: does greedy decoding write the whole answer, word for word? And what a
 finished run shows beside its loss."""
 
+import random
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import tiktoken
 import torch
@@ -18,6 +19,14 @@ from text.tokenizer import encode
 from training.batches import Conversations, Data
 
 
+class Scores(NamedTuple):
+    """Of N answers to N prompts."""
+
+    greedy: Tensor  # [N] bool: greedy decoding continues the prompt with the whole answer
+    probability: Tensor  # [N]: of sampling the whole answer
+    logits: Tensor  # [N, T, V]
+
+
 @torch.inference_mode()
 def score_answers(
     model: Decoder,
@@ -26,34 +35,46 @@ def score_answers(
     table_prompts: list[list[int]] | None = None,
     temperature: float = 1.0,
     barred: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Does greedy decoding continue prompts (token ids) with these answers? One forward pass tells:
-    if each token of the answer is the most probable one after the prompt and those before.
+) -> Scores:
+    """Score answers to prompts, both as token ids, in one forward pass: each token of an answer is
+    predicted from the prompt and the answer's tokens before it.
 
-    Rows are looked up under `table_prompts`, if given. `barred` is a token that no answer may begin
-    with; the others share its probability. Returns greedy [N] bool, the probability of sampling the
-    whole answer [N], and the logits [N, T, V]. UserError: longer than block_size.
+    Args:
+        table_prompts: the ids under which rows of the prompts are looked up, if others.
+        temperature: at which `probability` samples.
+        barred: a token that no answer may begin with; the others share its probability.
+
+    Raises:
+        UserError: a prompt and its answer are longer than block_size.
     """
-    last = [len(prompt) - 1 for prompt in prompts]  # the position that predicts an answer
-
-    def padded(before: list[list[int]], after: list[list[int]], filler: int) -> Tensor:  # [N, T]
-        rows = [torch.tensor([*a, *b]) for a, b in zip(before, after, strict=True)]
-        return pad_sequence(rows, batch_first=True, padding_value=filler).to(model.device)
-
-    ids = padded(prompts, answers, 0)
-    if ids.shape[1] > (block_size := model.config.block_size):
+    ids = pad_together(prompts, answers).to(model.device)  # [N, T]
+    table_ids = pad_together(table_prompts or prompts, answers)
+    block_size = model.config.block_size
+    if ids.shape[1] > block_size:
         raise UserError(f"prompt and answer have {ids.shape[1]} tokens, block_size is {block_size}")
     # The model is causal, so no answer sees the padding.
-    logits, _ = model(ids, table_ids=padded(table_prompts or prompts, answers, 0))  # [N, T, V]
+    logits, _ = model(ids, table_ids=table_ids)  # [N, T, V]
+    last = [len(prompt) - 1 for prompt in prompts]  # the position that predicts an answer
     if barred is not None:
         logits[range(len(prompts)), last, barred] = -torch.inf
-    targets = padded([[-1] * n for n in last], [[*answer, -1] for answer in answers], -1)
-    wanted = targets >= 0  # where the next token is one of an answer's
-    greedy = ((logits.argmax(-1) == targets) | ~wanted).all(1)
-    predicted = logits[wanted].float() / temperature  # [n, V]
-    losses = torch.zeros(targets.shape, device=ids.device)  # [N, T]
-    losses[wanted] = F.cross_entropy(predicted, targets[wanted], reduction="none")
-    return greedy, losses.sum(1).neg().exp(), logits
+
+    # -1 where no token of an answer is predicted.
+    before = [[-1] * n for n in last]
+    behind = [[*answer, -1] for answer in answers]
+    targets = pad_together(before, behind, filler=-1).to(model.device)  # [N, T]
+    is_answer = targets >= 0
+    greedy = ((logits.argmax(-1) == targets) | ~is_answer).all(1)
+    losses = torch.zeros(targets.shape, device=model.device)
+    losses[is_answer] = F.cross_entropy(
+        logits[is_answer].float() / temperature, targets[is_answer], reduction="none"
+    )
+    return Scores(greedy, losses.sum(1).neg().exp(), logits)
+
+
+def pad_together(first: list[list[int]], second: list[list[int]], filler: int = 0) -> Tensor:
+    """Rows of first and second, one behind the other, filled up on the right: [N, T]."""
+    rows = [torch.tensor([*a, *b]) for a, b in zip(first, second, strict=True)]
+    return pad_sequence(rows, batch_first=True, padding_value=filler)
 
 
 def groups(encoding: tiktoken.Encoding, asked: list[tuple]) -> Iterator[list[list]]:
@@ -63,17 +84,44 @@ def groups(encoding: tiktoken.Encoding, asked: list[tuple]) -> Iterator[list[lis
         yield [list(column) for column in zip(*asked[start : start + size], strict=True)]
 
 
+# --- questions about countries ---
+
+
+def fact_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], list[int]]]:
+    """Held-out questions about a relation of every country, two phrasings in each of three forms:
+    prompts and answers as token ids."""
+    asked = []
+    for country in countries.table():
+        for form in countries.FORMS:
+            for question in countries.questions(relation, form, country):
+                prompt = encode(encoding, question.prompt)
+                asked.append((prompt, encoding.encode_ordinary(question.answer)))
+    return asked
+
+
+@torch.no_grad()
+def quick_recall(model: Decoder, encoding: tiktoken.Encoding, n: int = 64) -> dict[str, float]:
+    """Of n held-out questions for capitals, always the same: `recall`, the share that greedy
+    decoding answers in full, and `answer_nats`, the mean of -log p of the right answers."""
+    asked = random.Random(0).sample(fact_questions(encoding, "capital"), n)
+    prompts = [prompt for prompt, _ in asked]
+    answers = [answer for _, answer in asked]
+    was_training = model.training
+    scores = score_answers(model.eval(), prompts, answers)
+    model.train(was_training)
+    return {
+        "recall": scores.greedy.float().mean().item(),
+        "answer_nats": -scores.probability.clamp_min(1e-30).log().mean().item(),
+    }
+
+
 def fact_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
-    """Share of held-out questions that greedy decoding answers in full: about a relation of every
-    country, two phrasings in each of three forms."""
-    asked = [
-        (encode(encoding, question.prompt), encoding.encode_ordinary(question.answer))
-        for country in countries.table()
-        for form in countries.FORMS
-        for question in countries.questions(relation, form, country)
-    ]
-    right = sum(score_answers(model, *group)[0].sum().item() for group in groups(encoding, asked))
-    return right / len(asked)
+    """Share of held-out questions about a relation that greedy decoding answers in full."""
+    asked = fact_questions(encoding, relation)
+    n_right = 0
+    for prompts, answers in groups(encoding, asked):
+        n_right += int(score_answers(model, prompts, answers).greedy.sum())
+    return n_right / len(asked)
 
 
 def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], ...]]:
@@ -81,12 +129,13 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
     asked = []
     for country in countries.table():
         for pattern in countries.held_out(countries.QUESTION, relation):
-            fact = (pattern, country, relation)
-            talks = [countries.exchange(*fact, brief) for brief in (True, False)]
-            prompt = tokenizer.prompt(encoding, talks[0][:1])
-            # What follows it, without the line break at the end.
-            answers = [tokenizer.render(encoding, talk)[len(prompt) : -1] for talk in talks]
-            asked.append(([encoding.eot_token, *prompt], *answers))
+            brief = countries.exchange(pattern, country, relation, brief=True)
+            sentence = countries.exchange(pattern, country, relation, brief=False)
+            prompt = tokenizer.prompt(encoding, brief[:1])
+            # What follows the prompt, without the line break at the end.
+            brief_answer = tokenizer.render(encoding, brief)[len(prompt) : -1]
+            sentence_answer = tokenizer.render(encoding, sentence)[len(prompt) : -1]
+            asked.append(([encoding.eot_token, *prompt], brief_answer, sentence_answer))
     return asked
 
 
@@ -100,58 +149,85 @@ def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> d
             right: of all, of brief ones, of sentences.
         sentences: probability that a sample is a sentence.
     """
-    asked, sums = chat_questions(encoding, relation), 0
-    score, the = partial(score_answers, model, temperature=0.8), asked[0][2][0]  # " The"
+    asked = chat_questions(encoding, relation)
+    the = asked[0][2][0]  # the token " The"
+    sums = torch.zeros(6, dtype=torch.float64)
     for prompts, briefs, sentences in groups(encoding, asked):
-        begins, p_the, _ = score(prompts, [[the]] * len(prompts))
-        brief, p_brief, _ = score(prompts, briefs, barred=the)
-        sentence, p_sentence, _ = score([[*p, the] for p in prompts], [s[1:] for s in sentences])
-        right = [torch.where(begins, sentence, brief), brief, sentence]
-        right += [(1 - p_the) * p_brief, p_the * p_sentence]  # in one style, and right
-        sums += torch.stack([*right, p_the]).cpu().double().sum(1)
-    recall, recall_brief, recall_sentence, brief, sentence, p_the = (sums / len(asked)).tolist()
-    return dict(
-        recall=recall,
-        recall_brief=recall_brief,
-        recall_sentence=recall_sentence,
-        sampled=brief + sentence,
-        sampled_brief=brief / max(1 - p_the, 1e-9),
-        sampled_sentence=sentence / max(p_the, 1e-9),
-        sentences=p_the,
-    )
+        begins = score_answers(model, prompts, [[the]] * len(prompts), temperature=0.8)
+        brief = score_answers(model, prompts, briefs, temperature=0.8, barred=the)
+        begun = [[*prompt, the] for prompt in prompts]
+        rest = [sentence[1:] for sentence in sentences]
+        sentence = score_answers(model, begun, rest, temperature=0.8)
+        columns = (
+            torch.where(begins.greedy, sentence.greedy, brief.greedy),
+            brief.greedy,
+            sentence.greedy,
+            (1 - begins.probability) * brief.probability,  # a sample is brief, and right
+            begins.probability * sentence.probability,  # a sample is a sentence, and right
+            begins.probability,
+        )
+        sums += torch.stack([column.cpu().double().sum() for column in columns])
+    recall, recall_brief, recall_sentence, brief, sentence, is_sentence = (
+        sums / len(asked)
+    ).tolist()
+    return {
+        "recall": recall,
+        "recall_brief": recall_brief,
+        "recall_sentence": recall_sentence,
+        "sampled": brief + sentence,
+        "sampled_brief": brief / max(1 - is_sentence, 1e-9),
+        "sampled_sentence": sentence / max(is_sentence, 1e-9),
+        "sentences": is_sentence,
+    }
+
+
+# --- at the end of a run ---
 
 
 def ask(model: Decoder, data: Data) -> dict[str, float]:
     """Ask for what the corpus teaches. Prints and returns the shares that are right, with `recall`:
     {} if the corpus has no questions, or they do not fit the model."""
-    corpus, of, shares = data.metas[0]["corpus"], (model.eval(), data.encoding, "capital"), {}
+    corpus = data.metas[0]["corpus"]
+    model.eval()
     try:
         if corpus == "countries":
-            shares = dict(recall=fact_recall(*of))
-        elif corpus in ("countries-sft", "countries-dpo"):
-            shares = chat_recall(*of)
+            shares = {"recall": fact_recall(model, data.encoding, "capital")}
+        elif corpus == "countries-sft":
+            shares = chat_recall(model, data.encoding, "capital")
+        else:
+            return {}
     except UserError as error:  # --block_size is less than a question needs
         print(f"capitals were not asked for: {error}")
-    if shares:
-        said = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
-        print(f"capitals, asked in words it never saw: {said}")
+        return {}
+    text = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
+    print(f"recall of capitals, held-out phrasings: {text}")
     return shares
 
 
 def show(model: Decoder, data: Data, ckpt: Path, seed: int) -> None:
     """Print what the model adds to the prompt of the corpus, or to a question from the validation
     conversations, and what to try next."""
-    encoding, corpus, val = data.encoding, data.metas[0]["corpus"], next(iter(data.val.values()))
-    if chat := isinstance(val, Conversations):
-        ids, targets = val.conversation(0)
-        ids, temperature = ids[: (targets >= 0).argmax() + 1], 0
+    encoding = data.encoding
+    is_countries = data.metas[0]["corpus"] == "countries"
+    source = next(iter(data.val.values()))
+    is_chat = isinstance(source, Conversations)
+    if is_chat:
+        ids, targets = source.row(0)
+        prompt = ids[: (targets >= 0).argmax() + 1].tolist()  # up to the first answer
+        temperature = 0.0
         stop = encoding.encode_single_token(tokenizer.END)
     else:
-        prompt = "Country: Spain\nThe capital city is called" if corpus == "countries" else ""
-        ids, temperature, stop = encode(encoding, prompt), 0.8, encoding.eot_token
-    prompt = torch.tensor([[*ids]], device=model.device)  # [1, T]
-    text = model.generate(prompt, 60, temperature=temperature, stop=stop, seed=seed)[0].tolist()
-    print(encoding.decode([token for token in text if token != encoding.eot_token]))
-    print(f"\nnext:\n  python sample.py --ckpt {ckpt}{' --chat' if chat else ''}")
-    if corpus == "countries" and len(model.tables.weight):
+        text = "Country: Spain\nThe capital city is called" if is_countries else ""
+        prompt = encode(encoding, text)
+        temperature = 0.8
+        stop = encoding.eot_token
+    ids = torch.tensor([prompt], device=model.device)  # [1, T]
+    # Without `stop`, as ranks that do not end together would wait for each other forever.
+    written = model.generate(ids, 60, temperature=temperature, seed=seed)[0].tolist()
+    new = written[len(prompt) :]
+    if stop in new:
+        new = new[: new.index(stop)]
+    print(encoding.decode([token for token in prompt + new if token != encoding.eot_token]))
+    print(f"\nnext:\n  python sample.py --ckpt {ckpt}{' --chat' if is_chat else ''}")
+    if is_countries and len(model.tables.weight):
         print(f"  python edit.py --ckpt {ckpt} --source Spain --target Germany")

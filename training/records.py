@@ -12,7 +12,6 @@ matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
 from common import UserError, atomic, reading, writing
-from training.checkpoints import snapshots
 
 # The types of records, and what they are read for.
 RECORDS = {
@@ -38,7 +37,7 @@ def archive_previous_run(out_dir: Path) -> Path:
     folder = next(folder for folder in folders if not (folder / "ckpt.pt").exists())
     folder.mkdir(exist_ok=True)
     names = ["best.pt", "metrics.jsonl", "loss.png", "edit_report.json"]
-    for name in [*names, *(path.name for path in snapshots(out_dir)), "ckpt.pt"]:
+    for name in [*names, "ckpt.tables", "ckpt.pt"]:
         if (out_dir / name).exists():
             os.replace(out_dir / name, folder / name)
     return folder
@@ -145,3 +144,7 @@ def save_figure(figure: plt.Figure, path: Path) -> None:
     with atomic(path) as temporary:
         figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))
     plt.close(figure)
+
+
+def draw_loss(metrics: Path, out: Path) -> None:
+    plot([metrics.parent], out)

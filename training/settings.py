@@ -1,4 +1,4 @@
-"""What can be set when training: presets, stages, the settings of a run, and the way from flags."""
+"""What can be set when training: presets, stages, and the way from flags to settings."""
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -6,47 +6,78 @@ from pathlib import Path
 from common import UserError, add_flags, check_ranges, flag, make_parser
 from config import KINDS, POSITIVE, SHARE, SIZE, TABLES, ModelConfig
 from tables.storage import DTYPES
-from training.batches import parse_mixture, read_meta
-from training.checkpoints import checkpoint_errors, device_flag, load_checkpoint, offload_flag
 
 # Shapes with settings they train well with: for minutes on two CPU cores, MiniMind's models (26M,
 # 64M, 104M parameters when dense, head tied, 6,400 ids), and Embformer's published shape.
-MINIMIND = dict(
-    n_head=8, block_size=512, rope_base=1e6, tie_head=True, batch_size=64, max_iters=10_000,
-    learning_rate=5e-4, eval_interval=500,
-)  # fmt: skip
 SMALL = dict(n_layer=6, n_head=4, n_embd=128, batch_size=8)
+MINIMIND = dict(
+    n_head=8,
+    block_size=512,
+    rope_base=1e6,
+    tie_head=True,
+    batch_size=64,
+    max_iters=10_000,
+    learning_rate=5e-4,
+    eval_interval=500,
+)
+# Activations of 16 layers take 379 MiB a sequence.
+MINIMIND_DEEP = dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, device_batch_size=16)
 PRESETS = {
     "countries": dict(
-        SMALL, block_size=128, max_iters=1000, learning_rate=3e-3, eval_interval=250,
+        SMALL,
+        block_size=128,
         stem_layers="all",
+        max_iters=1000,
+        learning_rate=3e-3,
+        eval_interval=250,
     ),
     "prose": dict(SMALL, block_size=256, max_iters=250, learning_rate=6e-3, eval_interval=50),
     "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
     "minimind-64m": dict(MINIMIND, n_layer=8, n_embd=768, n_kv_head=4, d_ff=2432),
-    "minimind-104m": dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, d_ff=2048),
-    "embformer-104m": dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, ffn="embformer"),
-}  # fmt: skip
-# What stages read (batches.Data), their peak learning rate over pretraining's (MiniMind's 1e-5 and
-# 4e-8 after 5e-4; text goes on where a cosine to 0.1 has ended), passes over the data, settings.
+    "minimind-104m": dict(MINIMIND_DEEP, d_ff=2048),
+    "embformer-104m": dict(MINIMIND_DEEP, ffn="embformer"),
+}
+
+
+@dataclass
+class Stage:
+    """What is different from pretraining; MiniMind fine-tunes at 1e-5 after 5e-4."""
+
+    reads: str = "text"  # the kind of rows, see batches.Data
+    rate: float = 1.0  # peak learning rate, over that of pretraining
+    epochs: int | None = None  # passes over the data, in place of max_iters
+    settings: dict = field(default_factory=dict)
+
+
 STAGES = {
-    "pretrain": dict(rows="text"),
-    "midtrain": dict(rows="text", lr=0.1, schedule="linear", warmup=0.0, min_lr=0.0),
-    "context": dict(rows="text", lr=0.1, doc_mask=True),
-    "sft": dict(rows="chat", lr=0.02, epochs=2),
-    "dpo": dict(rows="preference", lr=8e-5, epochs=1),
+    "pretrain": Stage(),
+    "midtrain": Stage(rate=0.1, settings=dict(schedule="linear", warmup=0.0, min_lr=0.0)),
+    "context": Stage(rate=0.1, settings=dict(doc_mask=True)),
+    "sft": Stage(reads="chat", rate=0.02, epochs=2),
 }
-# What a preset does differently in a stage, on the corpus of this name.
+# What the preset does differently in a stage, on the corpus of this name.
 FINE_TUNING = {
-    "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75),
-    "countries-dpo": dict(learning_rate=3e-5, batch_size=16),
+    "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75)
 }
-# What may be given beside a checkpoint that is evaluated, or resumed to the same result.
-BOTH = ("data_dir", "offload", "device", "dtype", "device_batch_size")
-EVAL_FLAGS = (*BOTH, "eval_only", "init_from", "out_dir", "eval_tokens")
-RESUMABLE_FLAGS = (*BOTH, "resume", "out_dir", "compile", "verify")
-PRECISIONS = ("auto", "float32", "bfloat16", "float16")
-COUNT, ZERO, TEXT = dict(must="at least 1"), dict(must="0 or more"), "pretrain midtrain context"
+# What may be given beside a checkpoint that is resumed to the same result, or evaluated.
+MACHINE_FLAGS = ("data_dir", "offload", "device", "dtype", "device_batch_size")
+RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile", "verify")
+EVAL_FLAGS = (*MACHINE_FLAGS, "eval_only", "init_from", "out_dir", "eval_tokens")
+TEXT = "pretrain midtrain context"  # stages that read text
+
+
+def device_flag() -> str:
+    return flag("auto", "auto (cuda or else cpu), cuda, cuda:1, cpu, mps")
+
+
+def offload_flag(**more) -> str:
+    about = "where tables and their optimizer state live: on the device, in RAM, on disk"
+    return flag("none", about, choices=("none", "cpu", "disk"), **more)
+
+
+def decoding_dtype_flag() -> str:
+    about = "dtype of weights and cache (auto: bfloat16 on GPUs that multiply it)"
+    return flag("auto", about, choices=("auto", "float32", "bfloat16"))
 
 
 @dataclass
@@ -55,44 +86,52 @@ class Settings:
 
     data_dir: str = flag("data/countries", "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
     out_dir: Path = flag(Path("out"), "where everything goes")
-    preset: str = flag("countries", "shape and settings", choices=PRESETS, shown="by data")
+    preset: str = flag("countries", "model and settings", choices=PRESETS, shown="by data")
     stage: str = flag(
         "pretrain",
-        "what to do: pretrain; all others go on from --init_from: midtrain (linear decay), context "
-        "(longer --block_size), sft (conversations), dpo (preferences)",
+        "pretrain; others need --init_from: midtrain (linear decay), context (longer "
+        "--block_size), sft (conversations)",
         choices=STAGES,
     )
-    init_from: Path | None = flag(None, "start from this checkpoint or Hugging Face folder")
-    convert_tokens: int = flag(10**6, "text to fill rows from; 0: random", only="stem", **ZERO)
-    convert_prior: float = flag(0.0, "weight of their mean in all", only="stem", **ZERO)
-    resume: bool = flag(False, "go on from ckpt.pt in --out_dir, its flags included")
-    eval_only: bool = flag(False, "print what --init_from, or --out_dir, loses on --data_dir a,b")
-    verify: bool = flag(True, "check the checksums of what it starts or goes on from", shown="yes")
+    init_from: Path | None = flag(None, "start from the weights of this ckpt.pt")
+    resume: bool = flag(False, "continue from ckpt.pt in --out_dir, with its flags")
+    eval_only: bool = flag(False, "only report validation loss of --init_from (or --out_dir)")
+    verify: bool = flag(True, "check the checksums of the checkpoint", shown="yes")
 
     doc_mask: bool = flag(False, "no attention across documents", shown="in context", only=TEXT)
-    batch_size: int = flag(8, "sequences in a step, for dpo pairs", shown="the preset's", **SIZE)
+    batch_size: int = flag(8, "sequences per step", shown="the preset's", **SIZE)
     device_batch_size: int | None = flag(
-        None, "on the device at a time: fewer take less memory; a divisor", shown="all", **SIZE
+        None,
+        "sequences per forward pass; must divide --batch_size; reduce if out of memory",
+        shown="the preset's, or all",
+        **SIZE,
     )
-    max_iters: int = flag(1000, "optimizer steps", shown="preset's; sft 2 epochs, dpo 1", **ZERO)
-    learning_rate: float = flag(3e-3, "peak, of the backbone", shown="the preset's", **POSITIVE)
+    max_iters: int = flag(1000, "optimizer steps", shown="preset's; sft 2 epochs", must="0 or more")
+    learning_rate: float = flag(3e-3, "peak learning rate", shown="the preset's", **POSITIVE)
     schedule: str = flag("cosine", "decay; midtrain: linear", choices=("cosine", "linear"))
     warmup: float = flag(0.1, "fraction of the steps", shown="0.1; midtrain: 0", **SHARE)
-    min_lr: float = flag(0.1, "share of the peak at the end", shown="0.1; midtrain: 0", **SHARE)
-    beta: float = flag(0.15, "how much holds the model to the reference", only="dpo", **POSITIVE)
+    min_lr: float = flag(0.1, "fraction of the peak at the end", shown="0.1; midtrain: 0", **SHARE)
     weight_decay: float = flag(0.1, "of linear layers", must="0 or more")
-    beta1: float = flag(0.9, "of both optimizers", **SHARE)
-    beta2: float = flag(0.95, "of both optimizers", **SHARE)
+    beta1: float = flag(0.9, "decay of AdamW's first moment", **SHARE)
+    beta2: float = flag(0.95, "decay of second moments", **SHARE)
     grad_clip: float = flag(1.0, "largest gradient norm; 0: off", must="0 or more")
     table_optimizer: str = flag(
-        "rowwise", "adamw moves all rows, read or not", choices=("rowwise", "adamw"), only=TABLES
+        "rowwise", "adamw updates all rows, read or not", choices=("rowwise", "adamw"), only=TABLES
     )
     offload: str = offload_flag(only=TABLES)
-    table_dtype: str = flag("float32", "of rows; bfloat16: half", choices=DTYPES, only=TABLES)
-    eval_interval: int = flag(250, "steps between checkpoints", shown="the preset's", **COUNT)
-    eval_tokens: int = flag(65536, "validation tokens to look at", **COUNT)
+    table_dtype: str = flag(
+        "float32", "dtype of table rows; bfloat16 halves them", choices=DTYPES, only=TABLES
+    )
+    eval_interval: int = flag(
+        250, "steps between checkpoints", shown="the preset's", must="at least 1"
+    )
+    eval_tokens: int = flag(65536, "validation tokens per evaluation", must="at least 1")
     device: str = device_flag()
-    dtype: str = flag("auto", "of products; auto: 16 bits on CUDA", choices=PRECISIONS)
+    dtype: str = flag(
+        "auto",
+        "autocast dtype (auto: what the machine multiplies fastest)",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     compile: bool = flag(False, "torch.compile each block: slow start, faster steps")
     seed: int = flag(1337, "of weights and data order", must="0 or more, and fit 63 bits")
 
@@ -100,35 +139,37 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.out_dir = Path(self.out_dir)
-        self.init_from = self.init_from and Path(self.init_from)
+        if self.init_from is not None:
+            self.init_from = Path(self.init_from)
+        if self.device_batch_size is None:
+            self.device_batch_size = self.batch_size
         check_ranges(self)
-        self.device_batch_size = self.device_batch_size or self.batch_size
         if self.beta1**2 >= self.beta2:  # else rows would move without bound: expected_update_scale
             raise UserError(f"--beta1 {self.beta1} squared must be below --beta2 {self.beta2}")
         if self.batch_size % self.device_batch_size:
-            part, whole = self.device_batch_size, self.batch_size
-            raise UserError(f"--device_batch_size {part} must divide --batch_size {whole}")
+            part = f"--device_batch_size {self.device_batch_size}"
+            raise UserError(f"{part} must divide --batch_size {self.batch_size}")
         if self.compile and self.model.ffn.endswith("moe"):
             raise UserError(f"--compile cannot follow tokens to the experts of {self.model.ffn}")
-        where = (self.offload, self.table_dtype)
-        if self.table_optimizer == "adamw" and where != ("none", "float32"):
+        is_plain = self.offload == "none" and self.table_dtype == "float32"
+        if self.table_optimizer == "adamw" and not is_plain:
             raise UserError("--table_optimizer adamw needs --offload none, --table_dtype float32")
 
     def flat(self) -> dict:
         """All settings by name, as checkpoints and records keep them."""
         flat = asdict(self)
-        flat |= flat.pop("model")
-        return {k: str(v) if isinstance(v, Path) else v for k, v in flat.items()}
+        flat.update(flat.pop("model"))
+        for name in ("out_dir", "init_from"):
+            if flat[name] is not None:
+                flat[name] = str(flat[name])
+        return flat
 
     @classmethod
-    def of(cls, flat: dict) -> "Settings":
+    def from_flat(cls, flat: dict) -> "Settings":
         """The inverse of `flat`; what is missing has its default. UserError: a value is wrong."""
-        shape = {each.name: flat[each.name] for each in fields(ModelConfig) if each.name in flat}
-        try:
-            model = ModelConfig(**shape)
-        except ValueError as error:
-            raise UserError(f"--{error}") from None
-        return cls(**{k: v for k, v in flat.items() if k not in shape}, model=model)
+        shape = {f.name: flat[f.name] for f in fields(ModelConfig) if f.name in flat}
+        of_run = {name: value for name, value in flat.items() if name not in shape}
+        return cls(**of_run, model=ModelConfig(**shape))
 
 
 def parse_args(description: str) -> dict:
@@ -139,71 +180,94 @@ def parse_args(description: str) -> dict:
     return vars(parser.parse_args())
 
 
-def resolve_settings(**given) -> Settings:
-    """The settings of a run from the flags that are given: these come first, then the model of
-    --init_from, the stage's part of the preset, the stage, the preset."""
-    if given.get("resume") or given.get("eval_only"):
-        return saved_settings(given)
-    name, origin = given.get("stage", "pretrain"), given.get("init_from")
-    meta = read_meta(next(iter(parse_mixture(given.get("data_dir", Settings.data_dir)))))
-    preset, shape = "countries" if meta["corpus"] == "countries" else "prose", {}
-    if origin:
-        with checkpoint_errors(origin):
-            base = load_checkpoint(origin)
-            preset, shape = base["args"]["preset"], inherited(given, base["config"])
-    elif name != "pretrain":
-        raise UserError(f"--stage {name} goes on with a trained model: name it with --init_from")
+def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
+    """The settings of a new run: the flags that are given come first, then the model of --init_from
+    and what the stage, the corpus and the preset say.
+
+    Args:
+        given: flags by name.
+        meta: of the first folder of --data_dir (text/dataset.py).
+        base: the checkpoint named by --init_from.
+    """
+    name = given.get("stage", "pretrain")
+    stage = STAGES[name]
+    if base is None and name != "pretrain":
+        raise UserError(f"--stage {name} continues a trained model: name it with --init_from")
+
+    # 1) the preset
+    preset = "countries" if meta["corpus"] == "countries" else "prose"
+    if base is not None:
+        preset = base["args"]["preset"]
     preset = given.get("preset", preset)
-    values = {**PRESETS[preset], **STAGES[name]}
-    rows, epochs = values.pop("rows"), values.pop("epochs", None)
-    values["learning_rate"] *= values.pop("lr", 1.0)
-    if epochs:
+    values = {"ffn": ModelConfig.ffn, **PRESETS[preset], "preset": preset, "stage": name}
+
+    # 2) the stage
+    values["learning_rate"] *= stage.rate
+    if stage.epochs is not None:
         del values["max_iters"], values["eval_interval"]
+    values.update(stage.settings)
     if meta["corpus"] == f"{preset}-{name}":
-        values |= FINE_TUNING[meta["corpus"]]
-    values |= {"preset": preset, "stage": name, "ffn": ModelConfig.ffn, **shape, **given}
-    for each in (*fields(Settings), *fields(ModelConfig)):
-        only = each.metadata.get("only", "").split()
-        if only and each.name in given:
-            chosen = "stage" if only[0] in STAGES else "ffn"
-            if values[chosen] in {*STAGES, *KINDS.split()} - {*only}:  # your own kind heeds all
-                raise UserError(f"--{each.name} changes nothing with --{chosen} {values[chosen]}")
+        values.update(FINE_TUNING[meta["corpus"]])
+
+    # 3) the model of --init_from, and what was given
+    if base is not None:
+        values.update(inherited_shape(given, base["config"]))
+    values.update(given)
+    check_effect(given, values)
+    part = values.get("device_batch_size")  # the preset's may not divide another --batch_size
+    if part is not None and "device_batch_size" not in given and values["batch_size"] % part:
+        del values["device_batch_size"]
     if "max_iters" not in values:
-        n_row = meta["train"]["documents"] // (2 if rows == "preference" else 1)
-        values["max_iters"] = max(1, epochs * n_row // max(1, values["batch_size"]))
+        steps_per_epoch = meta["train"]["documents"] // max(1, values["batch_size"])
+        values["max_iters"] = max(1, stage.epochs * steps_per_epoch)
     values.setdefault("eval_interval", max(1, values["max_iters"] // 4))
-    return Settings.of(values)
+    return Settings.from_flat(values)
 
 
-def saved_settings(given: dict) -> Settings:
-    """The settings of the checkpoint to resume or to evaluate, and the flags that may change."""
-    path = Path(given.get("out_dir", Settings.out_dir)) / "ckpt.pt"
-    allowed, new = (*RESUMABLE_FLAGS, "max_iters"), dict(out_dir=path.parent, verify=True)
-    if given.get("eval_only"):
-        path = given.get("init_from", path)
-        allowed, new = EVAL_FLAGS, dict(init_from=path, offload="none", device="auto")
-    if other := [f"--{name}" for name in given if name not in allowed]:
-        raise UserError(f"leave out {', '.join(other)}, or start a new run with --init_from {path}")
-    with checkpoint_errors(path):
-        return Settings.of({**load_checkpoint(path, "eval_only" in given)["args"], **new, **given})
+def check_effect(given: dict, values: dict) -> None:
+    """UserError: a flag is given that has no effect with this --ffn or --stage."""
+    for setting in (*fields(Settings), *fields(ModelConfig)):
+        only = setting.metadata.get("only", "").split()
+        if not only or setting.name not in given:
+            continue
+        by, known = ("stage", STAGES) if only[0] in STAGES else ("ffn", KINDS.split())
+        chosen = values[by]
+        if chosen in known and chosen not in only:  # a layer of your own may use any flag
+            raise UserError(f"--{setting.name} has no effect with --{by} {chosen}")
 
 
-def inherited(given: dict, config: dict) -> dict:
-    """The shape of the model in --init_from. Only what no weight depends on may change, as the
-    context length, positions being rotary. And from a dense model one can go on to STEM."""
-    shape, model = asdict(ModelConfig(**config)), given["init_from"]
-    free, text = ["block_size", "rope_base", "dropout"], (None, *TEXT.split())
-    if given.get("stage") in text and (shape["ffn"], given.get("ffn")) == ("dense", "stem"):
-        free += ["ffn", "stem_layers"]  # see training/convert.py
+def inherited_shape(given: dict, config: dict) -> dict:
+    """The shape of the model in --init_from. Only what no weight depends on may change, such as the
+    context length, as positions are rotary."""
+    shape = asdict(ModelConfig(**config))
     for name in given:
-        if name in shape and name not in free:
-            raise UserError(f"--{name} is given by the model in --init_from {model}: leave it out")
+        if name in shape and name not in ("block_size", "rope_base", "dropout"):
+            raise UserError(f"--{name} is set by the model in --init_from: leave it out")
     if given.get("stage") == "context":
-        growth = given.get("block_size", 0) / (before := shape["block_size"])
+        before = shape["block_size"]
+        growth = given.get("block_size", 0) / before
         if growth <= 1:
-            raise UserError(f"--stage context needs a --block_size above the {before} of {model}")
+            raise UserError(f"--stage context needs a --block_size above the model's {before}")
         # The slowest rotation covers the longer context by the angle it covered the shorter one by
         # ("NTK-aware" scaling), the fastest stays what it is.
         head_dim = shape["n_embd"] // shape["n_head"]
         shape["rope_base"] *= growth ** (head_dim / max(1, head_dim - 2))
     return shape
+
+
+def resumed_settings(given: dict, args: dict) -> Settings:
+    """The settings `args` of the checkpoint to resume, and the flags that may change."""
+    check_allowed(given, (*RESUMABLE_FLAGS, "max_iters"))
+    return Settings.from_flat({**args, "verify": True, **given})
+
+
+def eval_settings(given: dict, args: dict) -> Settings:
+    """The settings `args` of the checkpoint to evaluate, and the flags that may change."""
+    check_allowed(given, EVAL_FLAGS)
+    return Settings.from_flat({**args, "offload": "none", "device": "auto", **given})
+
+
+def check_allowed(given: dict, allowed: tuple[str, ...]) -> None:
+    other = [f"--{name}" for name in given if name not in allowed]
+    if other:
+        raise UserError(f"leave out {', '.join(other)}, or start a new run with --init_from")
