@@ -12,13 +12,12 @@ An edit changes no weight: where the prompt says Spain, tables are looked up und
 Spain's id instead, and keeps Spain's, for --undo.
 """
 
-import contextlib
-import itertools
 import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import zip_longest
 from pathlib import Path
 
 import tiktoken
@@ -31,41 +30,13 @@ from stem import substitute
 from tables.tables import Tables
 from text import countries
 from text.tokenizer import encode
-from training import checkpoints
+from training.checkpoints import load_checkpoint, load_model, write_checkpoint
 from training.questions import score_answers
+from training.settings import decoding_dtype_flag, device_flag, offload_flag
 
 WIDTH = 38  # of a column of text
 # How a name reads the rows of one with another number of tokens, see `substitute` and `MeanRows`.
 ALIGN = ("last", "first", "pad", "average")
-
-
-class MeanRows(Tables):
-    """Tables with made-up tokens behind the vocabulary, whose rows are means of others' rows. To
-    read from only. UserError: there are no tables."""
-
-    def __init__(self, tables: Tables) -> None:
-        if not len(tables.weight):
-            raise UserError("--ckpt is a model that has no tables to edit")
-        super().__init__(tables.vocab_size, tables.width)
-        self.tables, self.weight = tables, tables.weight
-        # For each made-up token the tokens behind it, and their mean [W] in each table.
-        self.means: dict[tuple[int, ...], list[Tensor]] = {}
-
-    def token(self, ids: list[int]) -> int:
-        """The token whose row, in every table, is the mean of the rows of `ids`."""
-        if tuple(ids) not in self.means:
-            rows = self.tables.lookup(torch.tensor([ids]))
-            self.means[tuple(ids)] = [of_table[0].mean(0) for of_table in rows]
-        return self.vocab_size + list(self.means).index(tuple(ids))
-
-    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        new, means = ids >= self.vocab_size, list(self.means.values())
-        needed = [means[token - self.vocab_size] for token in ids[new].tolist()]
-        for table, rows in enumerate(self.tables.lookup(ids.masked_fill(new, 0))):
-            if needed:
-                where = new.to(rows.device)
-                rows = rows.index_put((where,), torch.stack([mean[table] for mean in needed]))
-            yield rows  # [B, T, W]
 
 
 @dataclass
@@ -83,25 +54,51 @@ class Edit:
     max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
     save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
     undo: bool = flag(False, "take the last edit saved in --ckpt out of it, there or in --save")
-    device: str = checkpoints.device_flag()
-    offload: str = checkpoints.offload_flag()
-    dtype: str = checkpoints.decoding_dtype_flag()
+    device: str = device_flag()
+    offload: str = offload_flag()
+    dtype: str = decoding_dtype_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if bool(self.source and self.target) == self.undo:
+        names = self.source and self.target
+        if self.undo == bool(names):
             raise UserError("give either --source and --target, or --undo")
 
 
-def check_names(edit: Edit) -> None:
-    """UserError: the countries do not have the name to read, or spell the other one otherwise."""
-    names = [country.name for country in countries.table()]
-    for flag_name, name in (("target", edit.target), ("source", edit.source)):
-        near = get_close_matches(name.title(), names, 3)
-        misspelled = name.casefold() in map(str.casefold, near)  # else it may be a made-up one
-        if name not in names and (flag_name == "target" or misspelled):
-            near = f", but {', '.join(near)}" if near else ""
-            raise UserError(f"--{flag_name} {name}: the countries have no such name{near}")
+# --- which rows are read instead ---
+
+
+class MeanRows(Tables):
+    """Tables with made-up tokens behind the vocabulary, whose rows are means of others' rows. To
+    read from only. UserError: there are no tables."""
+
+    def __init__(self, tables: Tables) -> None:
+        if not len(tables.weight):
+            raise UserError("--ckpt is a model that has no tables to edit")
+        super().__init__(tables.vocab_size, tables.width)
+        self.tables = tables
+        self.weight = tables.weight
+        # For each made-up token the ids behind it, and their mean row in each table [n_table, W].
+        self.names: list[list[int]] = []
+        self.means: list[Tensor] = []
+
+    def token(self, ids: list[int]) -> int:
+        """The token whose row, in every table, is the mean of the rows of `ids`."""
+        if ids not in self.names:
+            rows = self.tables.lookup(torch.tensor([ids]))  # [1, T, W] of each table
+            self.names.append(ids)
+            self.means.append(torch.stack([of_table[0].mean(0) for of_table in rows]))
+        return self.vocab_size + self.names.index(ids)
+
+    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
+        is_new = ids >= self.vocab_size
+        known = ids.masked_fill(is_new, 0)
+        for table, rows in enumerate(self.tables.lookup(known)):  # [B, T, W]
+            if is_new.any():
+                numbers = (ids[is_new] - self.vocab_size).tolist()
+                means = torch.stack([self.means[number][table] for number in numbers])  # [n, W]
+                rows = rows.index_put((is_new.to(rows.device),), means)
+            yield rows
 
 
 def edited_ids(
@@ -114,92 +111,155 @@ def edited_ids(
 ) -> list[int]:
     """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
     space before it. `tables` are the model's, for `align` "average"."""
-    edited = ids = torch.tensor(ids)  # [T]
+    original = torch.tensor(ids)  # [T]
+    edited = original
     for space in (" ", ""):
-        names = [encoding.encode_ordinary(space + name) for name in (source, target)]
-        if align == "average" and len(names[0]) != len(names[1]):
-            names[1] = [tables.token(names[1])]
-        how = "last" if align == "average" else align  # repeats one token as often as needed
-        changed = substitute(ids, *names, how, encoding.eot_token)
-        edited = torch.where(changed != ids, changed, edited)
+        source_ids = encoding.encode_ordinary(space + source)
+        target_ids = encoding.encode_ordinary(space + target)
+        how = align
+        if align == "average":
+            how = "last"  # repeats one token as often as needed
+            if len(source_ids) != len(target_ids):
+                target_ids = [tables.token(target_ids)]
+        changed = substitute(original, source_ids, target_ids, how, encoding.eot_token)
+        edited = torch.where(changed != original, changed, edited)
     return edited.tolist()
+
+
+def check_names(edit: Edit) -> None:
+    """UserError: the countries do not have the target, or spell the source another way."""
+    names = [country.name for country in countries.table()]
+    for name_flag, name in (("target", edit.target), ("source", edit.source)):
+        if name in names:
+            continue
+        near = get_close_matches(name.title(), names, 3)
+        misspelled = name.casefold() in (other.casefold() for other in near)
+        if name_flag == "target" or misspelled:  # any other source may be a made-up name
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise UserError(f"--{name_flag} {name} is not one of the countries{hint}")
+
+
+# --- before and after ---
+
+
+def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
+    """The tokens up to a full stop, a line break or the end of the text."""
+    for n, token in enumerate(tokens):
+        if n and re.search(r"[.\n]|<\|endoftext", encoding.decode([token])):
+            return tokens[:n]
+    return tokens
 
 
 @torch.inference_mode()
 def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, int]:
     """Print what the model writes before and after an edit, side by side. Returns the tokens of the
     prompt that read another's rows, and whose."""
+    # 1) the ids that are embedded, and those under which rows are looked up
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
     ids = encode(encoding, prompt)
-    if (room := model.config.block_size - len(ids)) < 1:
+    room = model.config.block_size - len(ids)
+    if room < 1:
         raise UserError(f"--prompt has {len(ids)} tokens, room is {model.config.block_size - 1}")
     table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, model.tables)
     if ids == table_ids:
-        raise UserError(f"--prompt {prompt!r} reads no other rows: has it a word {edit.source!r}?")
+        raise UserError(f"--prompt {prompt!r} does not contain {edit.source!r}")
 
+    # 2) what is written under both
     given = torch.tensor([ids, ids], device=model.device)  # [2, T]
-    both = torch.tensor([ids, table_ids])  # what to look rows up under, before and after
-    options = dict(temperature=0, stop=encoding.eot_token, table_ids=both)
-    logits = model(given)[0]
-    written = model.generate(given, min(edit.max_new_tokens, room), **options)[:, len(ids) :]
-    undone = torch.equal(logits, model(given)[0])
+    both = torch.tensor([ids, table_ids])  # [2, T]: before, after
+    n_new = min(edit.max_new_tokens, room)
+    written = model.generate(
+        given, n_new, temperature=0, stop=encoding.eot_token, table_ids=both
+    )  # [2, T + n_new]
+    before, after = written[:, len(ids) :].tolist()
 
-    titles = ("before", f"after: {edit.source} reads {edit.target}'s rows")
-    columns, answers = [], []
-    for title, tokens in zip(titles, written.tolist(), strict=True):
-        text = encoding.decode([token for token in tokens if token != encoding.eot_token])
-        lines = [textwrap.wrap(line, WIDTH) or [""] for line in text.strip().splitlines()]
-        columns.append([title, "-" * WIDTH, *itertools.chain(*lines)])
-        pieces = enumerate(encoding.decode([token]) for token in tokens)
-        ends = (n for n, piece in pieces if n and re.search(r"[.\n]|<\|endoftext", piece))
-        if (answer := tokens[: next(ends, None)]) not in answers:  # the first sentence
-            answers.append(answer)
-    n = len(answers)
-    p = score_answers(model, [ids] * 2 * n, answers * 2, [ids] * n + [table_ids] * n)[1]
-
+    # 3) side by side
     print(f"prompt  {prompt!r}\n")
-    for left, right in itertools.zip_longest(*columns, fillvalue=""):
-        print(f"{left:<{WIDTH}}   {right}".rstrip())
+    left = column(encoding, "before", before)
+    right = column(encoding, f"after: {edit.source} reads {edit.target}'s rows", after)
+    for left_line, right_line in zip_longest(left, right, fillvalue=""):
+        print(f"{left_line:<{WIDTH}}   {right_line}".rstrip())
     print()
-    for answer, before, after in zip(answers, *p.view(2, n).tolist(), strict=True):
+
+    # 4) how probable both answers are, before and after
+    answers = [first_sentence(encoding, before)]
+    if first_sentence(encoding, after) not in answers:
+        answers.append(first_sentence(encoding, after))
+    for answer in answers:
+        p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
         text = textwrap.shorten(encoding.decode(answer), 26, placeholder="...")
-        print(f"probability of {text!r:<28} before {before:6.1%}   after {after:6.1%}")
-    print(f"undone: logits {'equal the first ones bit for bit' if undone else 'DIFFER'}")
+        print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
     return {own: other for own, other in zip(ids, table_ids, strict=True) if own != other}
+
+
+def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[str]:
+    """Lines of a title and a text."""
+    text = encoding.decode([token for token in tokens if token != encoding.eot_token])
+    lines = [title, "-" * WIDTH]
+    for line in text.strip().splitlines():
+        lines += textwrap.wrap(line, WIDTH) or [""]
+    return lines
+
+
+# --- the command ---
+
+
+def replace_rows(checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
+    """Put rows [n, W] of each table in the place of those of tokens `ids` [n]. A checkpoint is
+    mapped from its file, which does not change."""
+    for table, new in enumerate(rows):
+        checkpoint["model"][f"tables.weight.{table}"][ids] = new
+
+
+def undo(edit: Edit, path: Path) -> None:
+    """Write --ckpt without its last edit."""
+    checkpoint = load_checkpoint(edit.ckpt, verify=True)
+    edits = checkpoint.get("edits", [])
+    if not edits:
+        raise UserError(f"{edit.ckpt} holds no edit to undo: --save writes one")
+    last = edits.pop()
+    replace_rows(checkpoint, last["ids"], last["rows"])
+    write_checkpoint(path, checkpoint)
+
+
+def show_and_save(edit: Edit, path: Path | None) -> None:
+    device = pick_device(edit.device)
+    model, encoding, checkpoint = load_model(edit.ckpt, device, edit.offload, edit.dtype)
+    model.tables = MeanRows(model.tables)
+    if checkpoint["args"]["preset"] == "countries":
+        check_names(edit)
+    instead = show(model, encoding, edit)
+    if path is None:
+        return
+    # Written as the prompt spells the name, and no other way: "Spain" without a space before it
+    # may be pieces of which many other words are made.
+    ids = torch.tensor(list(instead))
+    others = torch.tensor(list(instead.values()))
+    own_rows = [rows[0].cpu() for rows in model.tables.lookup(ids[None])]  # [n, W] of each table
+    new_rows = [rows[0].cpu() for rows in model.tables.lookup(others[None])]
+    checkpoint = load_checkpoint(edit.ckpt, verify=True)  # what is written gets new checksums
+    checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own_rows})
+    replace_rows(checkpoint, ids, new_rows)
+    write_checkpoint(path, checkpoint)
 
 
 def main() -> None:
     edit = parse(Edit, __doc__)
-    path = edit.save or (edit.ckpt if edit.undo else None)  # to be written
-    if path and path.exists() and not path.samefile(edit.ckpt):
+    path = edit.save
+    if path is None and edit.undo:
+        path = edit.ckpt
+    if path is None:
+        show_and_save(edit, None)
+        return
+    if path.exists() and not path.samefile(edit.ckpt):
         raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
-    # Locked before it is read: of two edits at once one would be lost.
-    with locked(path.parent) if path else contextlib.nullcontext():
-        if path:  # what is written gets new checksums, so the old ones are checked
-            checkpoint = checkpoints.load_checkpoint(edit.ckpt, verify=True)
+    with locked(path.parent):  # before it is read: of two edits at once one would be lost
         if edit.undo:
-            if not checkpoint.get("edits"):
-                raise UserError(f"{edit.ckpt} holds no edit to undo: --save writes one")
-            *checkpoint["edits"], last = checkpoint["edits"]
-            ids, rows = last["ids"], last["rows"]
+            undo(edit, path)
         else:
-            where = pick_device(edit.device), edit.offload, edit.dtype
-            model, encoding, checkpoint = checkpoints.load_model(edit.ckpt, *where)
-            model.tables = MeanRows(model.tables)
-            if checkpoint.get("args", {}).get("preset") == "countries":
-                check_names(edit)
-            instead = show(model, encoding, edit)
-            # As the prompt spells the name, and no other way: "Spain" without a space before it may
-            # be pieces of which many other words are made.
-            ids, others = torch.tensor([[[*instead]], [[*instead.values()]]])  # [1, n] each
-            own, rows = ([r[0].cpu() for r in model.tables.lookup(of)] for of in (ids, others))
-            checkpoint["edits"] = [*checkpoint.get("edits", []), dict(ids=ids[0], rows=own)]
-        if path:
-            for table, new in enumerate(rows):  # mapped from files: what changes is this process's
-                checkpoint["model"][f"tables.weight.{table}"][ids] = new
-            checkpoints.write_checkpoint(path, checkpoint)
-            print(f"wrote {path}")
+            show_and_save(edit, path)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

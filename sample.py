@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, count
 
 import tiktoken
 import torch
@@ -20,20 +19,21 @@ from common import UserError, check_ranges, flag, parse, pick_device, run
 from model import Decoder
 from text import countries, tokenizer
 from text.tokenizer import StreamDecoder, encode
-from training.checkpoints import decoding_dtype_flag, device_flag, load_model, offload_flag
+from training.checkpoints import load_model
+from training.settings import decoding_dtype_flag, device_flag, offload_flag
 
 
 @dataclass
 class Sampling:
-    ckpt: str = flag("out/ckpt.pt", "checkpoint of train.py, or a folder from Hugging Face")
+    ckpt: str = flag("out/ckpt.pt", "checkpoint of train.py or convert.py")
     prompt: str = flag("", 'text to continue, "\\n" is a line break; none: a new document')
     chat: bool = flag(False, "talk: a message a line, from the keyboard or a pipe")
     system: str | None = flag(None, "what to tell the model at the beginning of a --chat")
     max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
-    temperature: float = flag(0.8, "0: always the most probable", must="0 or more")
+    temperature: float = flag(0.8, "0: always the most probable token", must="0 or more")
     top_k: int | None = flag(None, "draw from the k most probable tokens only", must="at least 1")
     top_p: float | None = flag(
-        None, "draw from the fewest that sum up to p", must="above 0 and at most 1"
+        None, "draw from the fewest tokens that sum up to p", must="above 0 and at most 1"
     )
     num_samples: int = flag(1, "how many", must="at least 1")
     compile: bool = flag(False, "torch.compile a step of decoding: slow start, faster tokens")
@@ -67,39 +67,51 @@ class Chat:
     """A conversation. When a turn does not fit into the model's context, the oldest turns are
     forgotten, the `system` message at the beginning is not."""
 
-    def __init__(self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None):
-        self.model, self.encoding = model, encoding
+    def __init__(
+        self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None
+    ) -> None:
+        self.model = model
+        self.encoding = encoding
         self.end = encoding.encode_single_token(tokenizer.END)
-        first = [] if system is None else [{"role": "system", "content": system}]
-        self.head = [encoding.eot_token, *tokenizer.render(encoding, first)]
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        self.head = [encoding.eot_token, *tokenizer.render(encoding, messages)]
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
         """Yield the answer to the user's next message token by token; `options` as for
         `Decoder.stream`. UserError: there is no room for the message and an answer."""
+        # 1) make room for the message and a quarter of a context, or less, of an answer
         question = tokenizer.prompt(self.encoding, [{"role": "user", "content": text}])
         block_size = self.model.config.block_size
         room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
         if len(question) > room:
-            said = f"the message has {len(question)} tokens, there is room for {max(room, 0)}"
-            raise UserError(f"{said}: say it, or --system, in fewer words")
-        while sum(map(len, self.turns)) + len(question) > room:
+            size = f"the message has {len(question)} tokens, there is room for {max(room, 0)}"
+            raise UserError(f"{size}: say it, or --system, in fewer words")
+        while sum(len(turn) for turn in self.turns) + len(question) > room:
             self.turns.pop(0)
-        ids = [*self.head, *chain(*self.turns), *question]
-        new = min(max_new_tokens, block_size - len(ids))
-        ids = torch.tensor([ids], device=self.model.device)  # [1, T]
-        decoder, answer = StreamDecoder(self.encoding), []
-        for token in self.model.stream(ids, new, stop=self.end, **options):
+        ids = list(self.head)
+        for turn in self.turns:
+            ids += turn
+        ids += question
+
+        # 2) answer
+        max_new_tokens = min(max_new_tokens, block_size - len(ids))
+        prompt = torch.tensor([ids], device=self.model.device)  # [1, T]
+        decoder = StreamDecoder(self.encoding)
+        answer: list[int] = []
+        for token in self.model.stream(prompt, max_new_tokens, stop=self.end, **options):
             if token.item() in (self.end, self.encoding.eot_token):
                 break  # a document's end is a message's, too
             answer.append(token.item())
-            piece = decoder.feed(answer[-1])
+            piece = decoder.feed(token.item())
+            # Every content begins with a space that is not shown (text/tokenizer.py).
             yield piece.removeprefix(" ") if len(answer) == 1 else piece
         yield decoder.flush()
-        self.turns.append([*question, *answer, self.end, *self.encoding.encode_ordinary("\n")])
+        newline = self.encoding.encode_ordinary("\n")
+        self.turns.append([*question, *answer, self.end, *newline])
 
 
-def show(pieces: Iterator[str]) -> int:
+def print_pieces(pieces: Iterator[str]) -> int:
     """Print a text as it comes. Returns the number of its pieces."""
     n = 0
     for piece in pieces:
@@ -111,11 +123,11 @@ def show(pieces: Iterator[str]) -> int:
 
 def converse(chat: Chat, seed: int, known: list[str], **options) -> None:
     """Hold a conversation: each line of standard input is a message, until the input ends. /new
-    forgets what was said, Ctrl-C ends an answer; a hint says how `known` names are spelt."""
+    forgets what was said, Ctrl-C ends an answer; a hint says how `known` names are spelled."""
     if sys.stdin is None:
         raise UserError("--chat reads standard input, which is closed")
     sys.stdin.reconfigure(errors="replace")
-    for turn in count():
+    while True:
         try:
             text = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
@@ -126,42 +138,54 @@ def converse(chat: Chat, seed: int, known: list[str], **options) -> None:
         elif text:
             for name in known:
                 if name not in text and re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE):
-                    print(f"(the model learned {name}, in these letters)", file=sys.stderr)
+                    print(f"(names are case-sensitive: try {name!r})", file=sys.stderr)
             try:
-                show(chat.reply(text, seed=seed + turn, **options))
+                print_pieces(chat.reply(text, seed=seed, **options))
             except KeyboardInterrupt:
                 print()
             except UserError as error:
                 print(f"({error})", file=sys.stderr)
+        seed += 1
 
 
 def main() -> None:
     args = parse(Sampling, __doc__)
-    where = pick_device(args.device), args.offload, args.dtype
-    model, encoding, checkpoint = load_model(args.ckpt, *where)
+    device = pick_device(args.device)
+    model, encoding, checkpoint = load_model(args.ckpt, device, args.offload, args.dtype)
     if args.compile:
         model.compile_steps()
-    names = ("max_new_tokens", "temperature", "top_k", "top_p")
-    options = {name: getattr(args, name) for name in names}
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+    }
+    trained = checkpoint["args"]  # the settings of its training
     if args.chat:
         if tokenizer.START not in encoding.special_tokens_set:
             raise UserError(f"--chat: {args.ckpt} has no token {tokenizer.START}")
-        if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
+        if trained.get("stage") != "sft":
             print(f"{args.ckpt} has not learned to talk (train.py --stage sft)", file=sys.stderr)
-        known = [c.name for c in countries.table()] * (checkpoint["args"]["preset"] == "countries")
-        return converse(Chat(model, encoding, args.system), args.seed, known, **options)
+        known = []
+        if trained["preset"] == "countries":
+            known = [country.name for country in countries.table()]
+        converse(Chat(model, encoding, args.system), args.seed, known, **options)
+        return
+
     prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
-    n_prompt, block_size = len(encode(encoding, prompt)), model.config.block_size
+    n_prompt = len(encode(encoding, prompt))
+    block_size = model.config.block_size
     if n_prompt > block_size:
         print(f"of {n_prompt} prompt tokens the model sees the last {block_size}", file=sys.stderr)
-    tokens, start = 0, time.perf_counter()
+    n_token = 0
+    start = time.perf_counter()
     for number in range(args.num_samples):
         if number:
             print("\n" + "-" * 40)
         text = sample_text(model, encoding, prompt, seed=args.seed + number, **options)
-        tokens += show(text) - 2  # two pieces are no tokens: the prompt and the flush
-    speed = tokens / (time.perf_counter() - start)
-    print(f"\n{tokens} tokens, {speed:,.0f} tok/s on {model.device.type}", file=sys.stderr)
+        n_token += print_pieces(text) - 2  # the prompt and the flush are no tokens
+    speed = n_token / (time.perf_counter() - start)
+    print(f"\n{n_token} tokens, {speed:,.0f} tok/s on {model.device.type}", file=sys.stderr)
 
 
 if __name__ == "__main__":
