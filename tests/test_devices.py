@@ -1,0 +1,84 @@
+"""Which device a process takes, and how it is set up; GPUs are made up."""
+
+import pytest
+import torch
+
+import common
+from common import UserError, has_bfloat16, pick_device
+from train import training_dtype
+
+REAL_ZEROS = torch.zeros
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine with two GPUs. Returns what was called on it."""
+    called = []
+
+    def zeros(*size, device):
+        device = torch.device(device)
+        if device.type == "cuda" and (device.index or 0) > 1:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return REAL_ZEROS(*size)
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(str(device)))
+    monkeypatch.setattr(
+        torch.backends.cuda, "enable_cudnn_sdp", lambda on: called.append(f"cudnn {on}")
+    )
+    return called
+
+
+def test_a_gpu_is_made_the_current_one_and_decodes_without_cudnn_attention(two_gpus):
+    assert str(pick_device("cuda:1")) == "cuda:1"
+    assert two_gpus == ["cuda:1", "cudnn False"]
+
+
+def test_processes_of_torchrun_take_the_gpu_of_their_rank(two_gpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert str(pick_device("auto")) == str(pick_device("cuda")) == "cuda:1"
+    assert str(pick_device("cpu")) == "cpu"
+    with pytest.raises(UserError, match="cuda:0"):
+        pick_device("cuda:0")
+    monkeypatch.setenv("LOCAL_RANK", "2")  # more processes than GPUs
+    with pytest.raises(UserError, match="cuda:2"):
+        pick_device("auto")
+
+
+def test_without_a_gpu_auto_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert str(pick_device("auto")) == "cpu"
+    with pytest.raises(UserError, match="--device cuda"):
+        pick_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("fpu avx512f avx512_bf16", "bfloat16"),
+        ("fpu amx_tile amx_bf16", "bfloat16"),
+        ("fpu avx2 avx512f", "float32"),  # it would only emulate bfloat16
+        (None, "float32"),  # no such file
+    ],
+)
+def test_a_cpu_trains_in_bfloat16_if_it_multiplies_it(flags, dtype, tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    if flags:
+        file.write_text(f"model name : made up\nflags : {flags}\n")
+    monkeypatch.setattr(common, "CPU_INFO", file)
+    cpu = torch.device("cpu")
+    assert training_dtype("auto", cpu) == dtype
+    assert has_bfloat16(cpu) == (dtype == "bfloat16")
+    assert training_dtype("float32", cpu) == "float32"
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float16")])
+def test_a_gpu_trains_in_what_it_multiplies_itself(native, dtype, monkeypatch):
+    def supported(including_emulation=True):
+        return native or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert training_dtype("auto", torch.device("cuda")) == dtype
