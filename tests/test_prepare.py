@@ -110,17 +110,6 @@ def test_a_public_data_set_by_name(tmp_path, monkeypatch):
     assert meta["skipped"] == 1 and meta["train"]["documents"] + meta["val"]["documents"] == 60
 
 
-def test_the_novel_in_the_repository_needs_no_network(tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "download", None)
-    flags = ("--dataset", "moby-dick", "--out_dir", ".", "--vocab_size", 300)
-    command("prepare.py", *flags, cwd=tmp_path)
-    meta = read_meta(tmp_path)
-    assert meta["train"]["documents"] + meta["val"]["documents"] == 347
-    decode = read_tokenizer(tmp_path, meta).decode
-    texts = [decode(ids) for ids in stored(tmp_path, "train")]
-    assert any("Call me Ishmael. Some years ago" in text for text in texts)
-
-
 def test_the_default_corpora_by_command(tmp_path):
     done = command("prepare.py", cwd=tmp_path)
     assert "train.py --data_dir data/countries" in done.stdout
@@ -166,7 +155,6 @@ def test_large_vocabularies_get_uint32(tmp_path):
         (lambda meta: meta.update(dtype="float64"), "dtype float64"),
         (lambda meta: meta.update(format=1), "format 1"),
         (lambda meta: meta.update(vocab_size="300"), "vocab_size is missing or of another type"),
-        (lambda meta: meta.pop("corpus"), "corpus is missing"),
         (lambda meta: meta["val"].pop("sha256"), "sha256 is missing"),
         (lambda meta: meta.update(train=[1]), "no JSON object"),
     ],
@@ -196,7 +184,6 @@ TALK = chat(0)
 
 def test_bad_flags_are_one_clear_line(tmp_path, story, data):
     (tmp_path / "file").write_text("in the way")
-    talk = jsonl(tmp_path / "a.jsonl", [{"messages": chat(i)} for i in range(40)])
     (tmp_path / "ckpt.pt").write_text("{}")
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text("{}")
@@ -211,7 +198,6 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, data):
         ((*mine[:2], "--out_dir", "file/x"), "cannot write"),
         ((*mine[:2], "--out_dir", "x" * 300), "too long"),
         (("--dataset", "minimind-sft"), "needs the base model's tokenizer"),
-        (("--input", talk, "--out_dir", "x"), "needs the base model's tokenizer"),
         ((*mine, "--tokenizer", data, "--vocab_size", 300), "--vocab_size 300"),
         ((*mine, "--tokenizer", "gone"), "gone"),
         ((*mine, "--tokenizer", "ckpt.pt"), "is damaged"),
@@ -227,16 +213,12 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, data):
     [
         (b"not json", "not JSON in UTF-8"),
         (b"[" * 100_000, "not JSON in UTF-8"),
-        (b'{"text": "caf\xe9"}', "not JSON in UTF-8"),
         (b'{"text": "\\ud800"}', "not JSON in UTF-8"),
-        (b"[1]", 'no "text"'),
         ({"text": " \n"}, 'no "text"'),
         ({"chosen": TALK, "rejected": TALK}, 'no "text"'),
         ({"messages": TALK}, "chat, while the first document is text"),
         ({"messages": TALK[:1]}, "no assistant message"),
         ({"messages": ["Hi"]}, 'messages need "role" and "content"'),
-        ({"messages": "Hi"}, 'messages need "role" and "content"'),
-        ({"messages": [says("user", None)]}, 'messages need "role" and "content"'),
         ({"messages": [says(["user"], "")]}, 'messages need "role" and "content"'),
         ({"messages": [*TALK, says("assistant", "", tool_calls=[1])]}, ".*must not call tools"),
     ],
@@ -266,7 +248,6 @@ def test_three_are_named_and_all_are_counted(tmp_path):
     [
         ("a.csv", b"x", "only .txt and .jsonl"),
         ("a.txt", b"caf\xe9 " * 100, "a.txt:1: not UTF-8"),
-        ("a.jsonl", b"\x89PNG\r\n\x1a\n\0\0" * 99, "a.jsonl:3: "),
         ("a.txt", b"", "0 of 0 documents"),
         ("a.jsonl", b'{"text": "just one"}\n', "no document for val.bin"),
         ("a.jsonl", b'{"text": "number 120"}\n', "no document for train.bin"),
@@ -282,18 +263,18 @@ def test_bad_files_are_named(tmp_path, name, content, reason):
 # --- conversations and tokenizers ---
 
 
-@pytest.mark.parametrize("key", ["conversations", "messages"])
-def test_conversations_become_what_the_template_says(tmp_path, data, encoding, key):
+def test_conversations_become_what_the_template_says(tmp_path, data, encoding):
     chats = [chat(i) for i in range(40)]
-    path = jsonl(tmp_path / "a.jsonl", [{key: messages} for messages in chats])
+    keys = ["messages", "conversations"]
+    path = jsonl(tmp_path / "a.jsonl", [{keys[i % 2]: chats[i]} for i in range(40)])
     flags = ("--out_dir", "out", "--val_fraction", 0.3, "--tokenizer", data)
     command("prepare.py", "--input", path, *flags, cwd=tmp_path)
-    meta = read_meta(tmp_path / "out")
     found = stored(tmp_path / "out", "train") + stored(tmp_path / "out", "val")
     wanted = [[0, *tokenizer.render(encoding, messages)] for messages in chats]
-    assert meta["kind"] == "chat" and sorted(found) == sorted(wanted)
+    assert sorted(found) == sorted(wanted)
+    meta = read_meta(tmp_path / "out")
     size = sum(len(encoding.decode_bytes(ids[1:])) for ids in wanted)
-    assert meta["train"]["bytes"] + meta["val"]["bytes"] == size
+    assert meta["kind"] == "chat" and meta["train"]["bytes"] + meta["val"]["bytes"] == size
 
 
 def test_a_tokenizer_is_taken_from_data_or_checkpoint(tmp_path, data, encoding, story):
@@ -317,9 +298,9 @@ def test_conversations_need_markers(tmp_path):
 def test_tiktokens_own_vocabulary(tmp_path, story, monkeypatch):
     """A made-up one of the size of cl100k_base, read in place of the one to download."""
     single = [bytes([b]) for b in range(256)]
-    longer = [b"ab", *(a + b for a in single for b in single if a + b != b"ab")]
-    longer += [b"ab" + a + b for a in single for b in single]
-    lines = [f"{base64.b64encode(t).decode()} {n}" for n, t in enumerate(single + longer)]
+    tokens = single + [a + b for a in single for b in single]
+    tokens += [b"ab" + token for token in tokens[256:]]
+    lines = [f"{base64.b64encode(token).decode()} {n}" for n, token in enumerate(tokens)]
     vocabulary = "\n".join(lines[:100_256]).encode()
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     monkeypatch.setattr(tiktoken.load, "read_file_cached", lambda *_: vocabulary)
@@ -334,9 +315,7 @@ def test_tiktokens_own_vocabulary(tmp_path, story, monkeypatch):
     text = "Ab <|im_start|> éé 1234 <|endoftext|>"
     own = tiktoken.get_encoding("cl100k_base")
     assert encoding.encode_ordinary(text) == own.encode_ordinary(text)
-    assert len(encoding.encode_ordinary("ab")) == 1
-    for token in range(100_000, 100_279):  # whatever a model samples
-        encoding.decode_single_token_bytes(token)
+    encoding.decode_single_token_bytes(100_265)  # unused there, but a model may sample it
 
 
 @pytest.mark.parametrize("error", [OSError("404"), ValueError("Hash mismatch")])

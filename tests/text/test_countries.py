@@ -102,25 +102,31 @@ def test_each_held_out_pattern_is_seen_with_other_nouns():
                 assert any(pattern in countries.seen(patterns, other) for other in others)
 
 
-def test_sentences_read_like_english():
-    by_name = {country.name: country for country in countries.table()}
-    sentence = countries.sentence
-    assert sentence("In {name}, the {noun} is", by_name["Netherlands"], "capital") == (
-        "In the Netherlands, the capital is Amsterdam."
-    )
-    assert sentence("Its {noun} is", by_name["Spain"], "currency") == "Its currency is the euro."
-    assert sentence("Its {noun} is", by_name["Peru"], "region") == "Its region is the Americas."
-    assert sentence("Its {noun} is", by_name["United States"], "capital") == (
-        "Its capital is Washington, D.C."
-    )
-    assert sentence("Name the {noun} of {name}.", by_name["Chad"], "capital") == (
-        "Question: Name the capital of Chad.\nAnswer: N'Djamena."
-    )
-    assert sentence("Its {noun} is", by_name["Lesotho"], "demonym") == "Its demonym is Mosotho."
-    for name, people in (("Lesotho", "Basotho"), ("Spain", "Spaniards"), ("Chad", "Chadians")):
-        for pattern in countries.OWN["demonym"]:
-            assert sentence(pattern, by_name[name], "demonym") == f"{pattern} {people}."
-    assert by_name["Trinidad and Tobago"].people == "Trinidadians and Tobagonians"
+@pytest.mark.parametrize(
+    ("pattern", "name", "relation", "text"),
+    [
+        ("In {name}, its {noun}", "Bahamas", "capital", "In the Bahamas, its capital Nassau."),
+        ("Its {noun} is", "Spain", "currency", "Its currency is the euro."),
+        ("Its {noun} is", "Peru", "region", "Its region is the Americas."),
+        ("Its {noun} is", "United States", "capital", "Its capital is Washington, D.C."),
+        ("Its {noun} is", "Lesotho", "demonym", "Its demonym is Mosotho."),
+        (
+            "Name the {noun} of {name}.",
+            "Chad",
+            "region",
+            "Question: Name the region of Chad.\nAnswer: Africa.",
+        ),
+        (
+            "People there call themselves",
+            "Lesotho",
+            "demonym",
+            "People there call themselves Basotho.",
+        ),
+    ],
+)
+def test_sentences_read_like_english(pattern, name, relation, text):
+    (country,) = [country for country in countries.table() if country.name == name]
+    assert countries.sentence(pattern, country, relation) == text
 
 
 # --- conversations ---

@@ -1,7 +1,6 @@
 """download.py against a server that misbehaves on cue, and everything that can go wrong on disk."""
 
 import contextlib
-import errno
 import hashlib
 import http.server
 import random
@@ -106,23 +105,6 @@ def test_what_broke_off_goes_on_where_it_stopped(server, get, length):
     assert [start for _, start in server.requests] == [0, HALF, 200_000]
 
 
-def test_an_interrupted_download_goes_on(server, get, monkeypatch):
-    class Interrupted(download.tqdm):
-        def update(self, n=1):
-            super().update(n)
-            if get.part.stat().st_size > 100_000:
-                raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(download, "tqdm", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            get()
-    kept = get.part.read_bytes()
-    assert 100_000 < len(kept) < 300_000 and kept == CONTENT[: len(kept)]
-    assert get().read_bytes() == CONTENT
-    assert server.requests[1] == ("/files/data.bin", len(kept))
-
-
 def test_a_complete_part_needs_no_request(server, get):
     get.folder.mkdir()
     get.part.write_bytes(CONTENT)
@@ -170,9 +152,8 @@ def test_a_server_that_falls_silent_is_given_up(get, monkeypatch):
     fails(get, "refused")
 
 
-@pytest.mark.parametrize("damage", [CONTENT[:-1], OTHER, b""])
-def test_damaged_files_are_downloaded_again(server, get, damage):
-    get().write_bytes(damage)
+def test_damaged_files_are_downloaded_again(server, get):
+    get().write_bytes(CONTENT[:-1])
     assert get().read_bytes() == CONTENT
     assert len(server.requests) == 2
 
@@ -182,21 +163,14 @@ def test_a_data_set_of_several_files(server, get, monkeypatch):
     digest = hashlib.sha256(CONTENT[:HALF]).hexdigest()
     other = replace(one, url=f"{server.url}/other.bin", size=HALF, sha256=digest)
     monkeypatch.setitem(DATASETS, "noise", [one, other])
-    server.script = [{}, dict(stop=HALF, length=False)]
+    server.script = [{}, {"stop": HALF, "length": False}]
     paths = fetch("noise", get.folder)
     assert [path.name for path in paths] == ["data.bin", "other.bin"]
     assert [path.read_bytes() for path in paths] == [CONTENT, CONTENT[:HALF]]
     assert fetch("noise", get.folder) == paths and len(server.requests) == 2
 
 
-def test_disks_that_fail_are_one_line(get, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(download, "open", full, raising=False)
-        fails(get, "No space left")
-    get.folder.rename(get.folder.with_name("other"))
+def test_folders_that_cannot_be_are_one_line(get):
     get.folder.write_text("in the way")
     fails(get, "data.bin")
 
