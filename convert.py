@@ -11,7 +11,7 @@
 1. A folder with config.json, model*.safetensors and tokenizer.json becomes a dense checkpoint with
    the same logits and the same token ids. docs/data-and-stages.md says which models that works for.
 
-2. In a dense checkpoint, a table row per token replaces `W_u x` (Sadhukhan et al., 2601.10639):
+2. In a dense checkpoint, a table row per token replaces `W_u x` (stem.py):
 
        dense   y = W_d (g * u)          g = SiLU(W_g x),  u = W_u x
        STEM    y = W_d (g * U_l[t])     t: the token id at this position
@@ -19,7 +19,7 @@
 
    This is the least-squares fit to what `W_d` reads, over all places of the training text where t
    stands. The lowest layer comes first: the statistics of the next one are those of a model in
-   which it is converted. All other weights stay what they are.
+   which it is converted. All other weights are copied.
 """
 
 import json
@@ -58,7 +58,7 @@ class Settings:
     """The flags of this command."""
 
     source: Path  # without a name on the command line: `main` adds it itself
-    out: Path | None = flag(None, "the checkpoint to write, a new file", shown="needed")
+    out: Path | None = flag(None, "the checkpoint to write, a new file", shown="required")
     ffn: str | None = flag(None, "convert a dense checkpoint to this kind of FFN", choices=["stem"])
     stem_layers: str = flag("third", "layers to get a table: third, half, all or 0,2,5")
     data_dir: str = flag("data/countries", "text to fill rows from: a folder or a mixture")
@@ -75,7 +75,9 @@ class Settings:
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.out is None:
-            raise UserError("--out is needed: the checkpoint to write, as out/converted/ckpt.pt")
+            raise UserError(
+                "--out is required: the checkpoint to write, such as out/converted/ckpt.pt"
+            )
         if self.out.exists():
             raise UserError(f"--out {self.out} exists: choose another name")
 
@@ -98,7 +100,7 @@ LLAMA3_ROPE = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-# Parts of the names of weights, and what they are here.
+# Parts of the names of weights and what they are here, replaced in this order.
 NAMES = {
     "model.layers": "blocks",
     "input_layernorm": "attn_norm",
@@ -118,7 +120,7 @@ def read_llama(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     """A Llama in a folder of Hugging Face, its weights in float32, and its tokenizer. UserError: a
     file is missing or damaged, or asks for what this decoder does not do."""
     path = folder / "config.json"
-    with reading(path, "get the folder anew"):
+    with reading(path, "download the folder again"):
         record = json.loads(path.read_text(encoding="utf-8"))
         check_fields(record, dict.fromkeys(SIZES.values(), int))
         check_fields(record, {"tie_word_embeddings": bool})
@@ -172,12 +174,12 @@ def read_weights(folder: Path, model: Decoder) -> dict[str, Tensor]:
             for theirs, ours in names.items():
                 name = name.replace(theirs, ours)
             if name in weights:
-                raise UserError(f"{path}: {name} is in another file, too: remove one of the two")
+                raise UserError(f"{path}: {name} is in another file, too: remove one of the files")
             weights[name] = tensor
     if config.tie_head:
         weights.pop("head.weight", None)  # the embedding again
 
-    # There queries, keys and values are three matrices, here they are one.
+    # Queries, keys and values are three matrices there and one here.
     n_kv = config.n_kv_head * config.head_dim
     expected = model.state_dict()
     for layer in range(config.n_layer):
@@ -195,7 +197,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, mapped into memory. It begins with 8 bytes, the length of a header;
     the header is JSON, with dtype, shape and place of each tensor; then come all numbers."""
     tensors = {}
-    with reading(path, "get the file anew"):
+    with reading(path, "download it again"):
         file = np.memmap(path, mode="c")  # copy on write: PyTorch wants arrays it may write to
         start = 8 + int(file[:8].view("<u8")[0])
         header = json.loads(file[8:start].tobytes())
@@ -220,7 +222,7 @@ def check_weights(path: Path, weights: dict[str, Tensor], expected: dict[str, Te
         if name not in weights:
             raise UserError(f"{path} lacks the weight {name}: is a file missing?")
         if name not in expected:
-            raise UserError(f"{path} has a weight {name}, which a model of its config has not")
+            raise UserError(f"{path} has a weight {name} that its config does not call for")
         if weights[name].shape != expected[name].shape:
             shapes = f"{list(weights[name].shape)}, not {list(expected[name].shape)}"
             raise UserError(f"{path}: the weight {name} has shape {shapes}")
@@ -353,7 +355,7 @@ def main() -> None:
     elif settings.source.is_dir():
         raise UserError(f"{settings.source} has no config.json: name a Llama's folder or a ckpt.pt")
     elif settings.ffn is None:
-        raise UserError(f"{settings.source}: what is it to become? --ffn stem")
+        raise UserError(f"{settings.source} is a file: give --ffn stem to convert a dense ckpt.pt")
     else:
         model, encoding, args = dense_to_stem(settings)
     args = {**args, **asdict(model.config)}  # as train.py has it: all its settings

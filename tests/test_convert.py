@@ -374,15 +374,15 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     command("prepare.py", *tokens, "--out_dir", other, cwd=tmp_path)
     stem = ("--ffn", "stem", "--data_dir", data, "--out", "new.pt")
     for args, says in (
-        ((dense, "--ffn", "stem"), "--out is needed"),
-        ((dense, "--out", "new.pt"), "--ffn stem"),
+        ((dense, "--ffn", "stem"), "--out is required"),
+        ((dense, "--out", "new.pt"), "give --ffn stem"),
         ((tmp_path / "gone.pt", *stem), "gone.pt"),
         ((tmp_path, *stem), "has no config.json"),
         ((tmp_path / "llama", *stem), "needs a ckpt.pt"),
         ((dense, *stem[:4], "--out", dense), "exists"),
         ((trained["stem"] / "ckpt.pt", *stem), "only dense can be converted"),
         ((tmp_path / "cut.pt", *stem), "lacks the weight blocks.1.ffn.gate.weight"),
-        ((tmp_path / "renamed.pt", *stem), "has a weight blocks.1.ffn.door.weight"),
+        ((tmp_path / "renamed.pt", *stem), "a weight blocks.1.ffn.door.weight that its config"),
         ((dense, *stem, "--tokens", -1), "--tokens -1"),
         ((dense, *stem, "--block_size", 64), "--block_size 64"),
         ((dense, *stem, "--data_dir", other), "another tokenizer"),

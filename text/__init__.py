@@ -1,1 +1,1 @@
-"""From documents to token ids: reading, tokenizer, chat template, downloads, countries."""
+"""From documents to token ids: reading, downloads, the countries, tokenizers, token folders."""

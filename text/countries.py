@@ -110,7 +110,10 @@ def with_article(name: str) -> str:
 
 def table() -> list[Country]:
     """All countries, by name. UserError: the table is damaged."""
-    with reading(TABLE, "get it anew"), open(TABLE, encoding="utf-8", newline="") as file:
+    with (
+        reading(TABLE, "restore it from the repository"),
+        open(TABLE, encoding="utf-8", newline="") as file,
+    ):
         rows = list(csv.reader(file))
         if len(rows) < 2 or any(len(row) != len(fields(Country)) for row in rows):
             raise ValueError("not a table of countries")

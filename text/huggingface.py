@@ -36,7 +36,7 @@ WORDS: list[tuple[list[dict], str]] = [
 def read_tokenizer(path: Path, vocab_size: int, bos_id: int | None) -> tiktoken.Encoding:
     """The tokenizer of a model with `vocab_size` ids, in which <|endoftext|> is the token that
     begins a text, whatever its name. UserError: the file is damaged, or ids would differ."""
-    with reading(path, "get it anew"):
+    with reading(path, "download it again"):
         record = json.loads(path.read_text(encoding="utf-8"))
         check_fields(record, {"model": dict, "added_tokens": list})
         bpe = record["model"]
