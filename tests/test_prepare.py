@@ -236,11 +236,11 @@ def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
 
 
 def test_three_are_named_and_all_are_counted(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", [*TEXTS, *[b"oops"] * 5, {"text": ""}])
-    flags = ("--input", path, "--out_dir", tmp_path / "out", "--val_fraction", 0.3)
-    output = command("prepare.py", *flags, "--max_bad", 0.1, cwd=tmp_path).stdout
+    path = jsonl(tmp_path / "a.jsonl", [*TEXTS, *[b"oops"] * 5])
+    report = documents.Report(max_bad=0.1)
+    assert len(list(documents.read([path], report))) == 60
     named = "; ".join(f"{path}:{line}: not JSON in UTF-8" for line in (61, 62, 63))
-    assert f"skipped 6 of 66 documents ({named})" in output
+    assert str(report) == f"5 of 65 documents ({named})"
 
 
 @pytest.mark.parametrize(
@@ -332,17 +332,15 @@ def test_vocabularies_that_cannot_be_fetched(monkeypatch, error):
 # --- sizes, and writing in one piece ---
 
 
-def test_the_tokenizer_is_trained_on_a_bounded_sample(tmp_path, monkeypatch):
-    path = jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " + "word " * 20} for i in range(500)])
-    seen, train = [], tokenizer.train
-    monkeypatch.setattr(
-        tokenizer, "train", lambda texts, size: train(seen.append([*texts]) or seen[-1], 300)
-    )
-    monkeypatch.setattr(prepare, "SAMPLE", path.stat().st_size // 5)
-    for out in ("one", "two"):
-        from_files(tmp_path / out, path, val_fraction=0.1)
-    assert 60 < len(seen[0]) < 140 and seen[0] == seen[1]
-    assert not any(documents.is_validation(text, 0.1) for text in seen[0])
+def test_the_tokenizer_is_trained_on_a_bounded_sample(tmp_path, story, monkeypatch):
+    labelled = [("train" if i % 10 else "val", f"document {i}") for i in range(500)]
+    chosen = list(prepare.sample(iter(labelled), 0.2))
+    assert 60 < len(chosen) < 140
+    assert {("train", text) for text in chosen} < set(labelled)
+    fewer = set(prepare.sample(iter(labelled), 0.1))
+    assert 0 < len(fewer) < len(chosen) and fewer < set(chosen)
+    monkeypatch.setattr(prepare, "SAMPLE", 1)  # byte: no document, so no merge
+    assert from_files(tmp_path, story)["vocab_size"] == 259
 
 
 def test_blocks_change_no_byte_and_bound_the_memory(tmp_path, encoding, monkeypatch):
