@@ -50,7 +50,8 @@ from text import tokenizer
 from text.dataset import check_fields
 from text.huggingface import read_tokenizer, require
 from training.batches import Data, check_tokenizer
-from training.checkpoints import device_flag, load_checkpoint, save_checkpoint
+from training.checkpoints import load_checkpoint, save_checkpoint
+from training.settings import device_flag
 
 
 @dataclass
