@@ -123,7 +123,7 @@ class TokenCounts:
             self.before.scatter_add_(1, place[:, :-n], earlier.after)
         ones = torch.ones_like(self.place)
         self.after = self.before.scatter_add(1, self.place, ones)
-        self.lengths = None  # of the documents in each sequence
+        self.lengths = [[n]] * len(ids)  # of the documents in each sequence
         if documents is not None:
             self.lengths = []
             for numbers in documents.cpu():
@@ -142,12 +142,9 @@ class TokenCounts:
         counts = torch.zeros(*place.shape, before.shape[1], dtype=dtype, device=x.device)
         counts.scatter_(2, place[..., None], 1.0)  # [B, T, D]
         counts[:, 0] += before
-        if self.lengths is None:
-            counts.cumsum_(1)
-        else:
-            for sequence, lengths in zip(counts, self.lengths, strict=True):
-                for document in sequence.split(lengths):  # [tokens, D]
-                    document.cumsum_(0)
+        for sequence, lengths in zip(counts, self.lengths, strict=True):
+            for document in sequence.split(lengths):  # [tokens, D]
+                document.cumsum_(0)
         return counts.log_().to(compute_dtype(x))[:, None]
 
 

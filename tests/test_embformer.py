@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from embformer import EmbformerFFN, RowQKV, linear_as_attention, mix
+from embformer import EmbformerFFN, linear_as_attention, mix
 from model import Decoder, ModelConfig
 
 TINY = dict(ffn="embformer", vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32)
@@ -34,20 +34,6 @@ def naive_mix(x, n_head):
 
 
 # --- the layers ---
-
-
-def test_keys_and_values_are_the_two_parts_of_a_row():
-    torch.manual_seed(0)
-    config = ModelConfig(**TINY, n_kv_head=2)
-    qkv, x = RowQKV(config), torch.randn(2, 5, 32)
-    assert qkv.row_width == 32
-    k_row, v_row = 3 * torch.randn(2, 5, 16), torch.randn(2, 5, 16)
-    q, k, v = qkv(x, torch.cat((k_row, v_row), dim=-1))
-    assert q.shape == (2, 5, 4, 8)
-    assert k.shape == v.shape == (2, 5, 2, 8)
-    torch.testing.assert_close(q, naive_norm(x.view(2, 5, 4, 8)))
-    torch.testing.assert_close(k, naive_norm(k_row.view(2, 5, 2, 8)))
-    assert torch.equal(v, v_row.view(2, 5, 2, 8))
 
 
 @pytest.mark.parametrize(("n_head", "head_dim"), [(4, 8), (3, 2), (2, 7), (6, 6), (1, 9)])

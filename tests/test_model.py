@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import LinearQKV, rotary, rotate
+from attention import LinearQKV
 from common import UserError
 from model import CHUNK, LAYERS, Decoder, HeadLoss, ModelConfig, sample
-from tables.rowadam import RowAdam
 
 ROOT = Path(__file__).parent.parent
 TINY = dict(vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32, d_ff=48)
@@ -125,22 +124,6 @@ def test_defaults_follow_the_other_fields(n_embd):
         assert config.init_std == std
 
 
-# --- layers ---
-
-
-@pytest.mark.parametrize("base", [10000.0, 30.0])
-def test_rotation_equals_complex_multiplication(base):
-    torch.manual_seed(0)
-    x = torch.randn(1, 40, 2, 8)
-    config = ModelConfig(n_embd=8, n_head=1, rope_base=base)
-    turned = rotate(x, rotary(40, config, None))
-    for t in (0, 1, 17, 39):
-        for head in range(2):
-            expected = naive_rotate(x[0, t, head], t, base).float()
-            torch.testing.assert_close(turned[0, t, head], expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(turned[:, 0], x[:, 0])  # position 0 is not turned
-
-
 # --- the whole forward pass ---
 
 
@@ -156,44 +139,25 @@ def test_dense_logits_equal_a_naive_pre_norm_decoder(n_kv_head, tie_head, rope_b
         torch.testing.assert_close(logits[b], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("ffn", ["dense", "embformer"])
-def test_dropout_leaves_out_a_share_and_scales_the_rest_in_training_only(ffn):
-    """Of the embedding and of what both halves of a block add to x. In attention: of its weights,
-    so that in a sequence of one token nothing is left or its value is scaled."""
-    ids, share = tokens(4096, 1), 0.25
-    model, plain = (decoder(ffn=ffn, dropout=p) for p in (share, 0.0))
+def test_dropout_leaves_out_a_share_and_scales_the_rest_in_training_only():
+    ids, share = tokens(256, 16), 0.25
+    model, plain = (decoder(ffn="dense", dropout=p) for p in (share, 0.0))
     assert torch.equal(model(ids)[0], plain(ids)[0])
-    assert torch.equal(plain.train()(ids)[0], plain.eval()(ids)[0])
-    block, seen = model.blocks[0], {}
+    block, seen = model.train().blocks[0], {}
     parts = dict(block=block, attn=block.attn, norm=block.ffn_norm, ffn=block.ffn)
     for name, part in parts.items():
         part.register_forward_hook(lambda _, x, y, name=name: seen.update({name: (x[0], y)}))
-    model.train()(ids)
+    model(ids)
     (x, y), middle = seen["block"], seen["norm"][0]
     attn, ffn = seen["attn"][1], seen["ffn"][1]
     for whole, dropped in ((model.embed(ids), x), (attn, middle - x), (ffn, y - middle)):
-        present = whole.abs() > 0.1  # a head that is left out of attention gives zeros
-        kept = (dropped / whole)[present]
-        gone = kept.abs() < 0.1
+        left = (dropped / whole)[whole.abs() > 0.1]
+        gone = left.abs() < 0.1
         assert gone.float().mean().item() == pytest.approx(share, abs=0.03)
-        assert kept[~gone].median().item() == pytest.approx(1 / (1 - share), rel=1e-2)
-    if ffn == "embformer":  # no projection behind attention: heads are left out as a whole
-        heads = attn.unflatten(-1, (4, 8)).abs().sum(-1)
-        assert (heads == 0).float().mean().item() == pytest.approx(share, abs=0.03)
-
-
-@pytest.mark.parametrize("ffn", LAYERS)
-def test_a_token_changes_no_logits_before_it(ffn):
-    model, ids = decoder(ffn=ffn), tokens(2, 12)
-    before, _ = model(ids)
-    for t in (0, 5, 11):
-        changed = ids.clone()
-        changed[:, t] = (ids[:, t] + 1) % TINY["vocab_size"]
-        after, _ = model(changed)
-        # How many tokens an expert has may decide how PyTorch multiplies them.
-        close = dict(rtol=0, atol=1e-6 if "moe" in ffn else 0)
-        torch.testing.assert_close(after[:, :t], before[:, :t], **close)
-        assert not torch.isclose(after[:, t:], before[:, t:]).all(-1).any()  # each one from t on
+        assert left[~gone].median().item() == pytest.approx(1 / (1 - share), rel=1e-3)
+    q = torch.zeros(2, 4, 512, 8)  # attention alone: equal weights, of which a share is left out
+    sums = block.attn.attend(q, q, torch.ones_like(q), None)[:, -1]
+    assert sums.mean().item() == pytest.approx(1, abs=0.05) and sums.std() > 0.01
 
 
 @pytest.mark.parametrize("ffn", LAYERS)
@@ -451,7 +415,7 @@ def test_active_parameters_and_flops_by_hand():
     assert {size["flops_per_key"] for size in (dense, stem, embformer)} == {per_key}
 
 
-# --- initial weights and training ---
+# --- initial weights ---
 
 
 def test_initial_weights_have_the_documented_spread():
@@ -464,24 +428,6 @@ def test_initial_weights_have_the_documented_spread():
         writes = name.endswith(("attn.out.weight", "ffn.down.weight"))
         expected = 0.5 if name.startswith("tables.") else 0.03 / 4 if writes else 0.03
         assert weight.std().item() == pytest.approx(expected, rel=0.05), name
-
-
-@pytest.mark.parametrize("ffn", LAYERS)
-def test_a_batch_can_be_overfitted(ffn):
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(**TINY, ffn=ffn))
-    ids, targets = tokens(4, 12), tokens(4, 12, seed=2)
-    backbone = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
-    optimizer = torch.optim.AdamW(backbone, lr=0.02, betas=(0.9, 0.95))
-    rows = RowAdam(model.tables)
-    for _ in range(60):
-        _, loss = model(ids, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if model.tables.weight:
-            rows.step(lr=0.05)
-    assert loss.item() < 0.1
 
 
 # --- layers of one's own ---
