@@ -89,9 +89,12 @@ def linear_as_attention(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tens
     """
     n_in = x.shape[-1]
     tiny = torch.finfo(x.dtype).tiny
-    total = x.abs().sum(-1, keepdim=True).clamp_min(tiny)  # [B, 1]
-    attention = (x.abs() / total).clamp_min(tiny)[:, None]  # [B, 1, n_in], sums to one
-    v = weight.T * (total * x.sign())[..., None]  # [B, n_in, n_out]
+    size = x.abs()
+    total = size.sum(-1, keepdim=True).clamp_min(tiny)  # [B, 1]
+    attention = (size / total).clamp_min(tiny)  # sums to one
+    attention = attention[:, None]  # [B, 1, n_in]
+    signed = total * x.sign()
+    v = weight.T * signed[..., None]  # [B, n_in, n_out]
     # softmax(q k^T / sqrt(n_in)) = attention  <=  q = sqrt(n_in) log(attention) k^-T. Any
     # invertible k will do; the identity is the one whose inverse loses no digits.
     k = torch.eye(n_in, dtype=x.dtype, device=x.device)

@@ -12,8 +12,8 @@
 
 A layer never indexes a table: it is given rows, wherever they are stored (tables/tables.py).
 
-Train it with training.optimizer.Optimizer, which updates tables and backbone.
-`AdamW(model.parameters())` would train neither the tables nor an untied embedding.
+`AdamW(model.parameters())` trains neither the tables nor an untied embedding: use
+training.optimizer.Optimizer, or beside your own optimizer the one in tables/ for their rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -213,8 +213,12 @@ class Decoder(nn.Module):
         # 2) What layers share: positions and masks.
         if documents is not None:
             documents = send(documents, x.device)
-        slots = slice(start, start + n)
-        angles = rotary(n, config, x.device) if cache is None else cache.angles[:, slots]
+        if cache is None:
+            slots = None
+            angles = rotary(n, config, x.device)
+        else:
+            slots = slice(start, start + n)
+            angles = cache.angles[:, slots]
         layers = self.layers
         masks = {}
         if self.compiled is not None and start > 0 and n == 1:
@@ -251,7 +255,7 @@ class Decoder(nn.Module):
         angles: Tensor,
         masks: dict[str, Tensor | None],
         cache: KVCache | None,
-        slots: slice | Tensor,
+        slots: slice | Tensor | None,
     ) -> Tensor:
         """From the embedding [B, T, n_embd] and the rows of each table to what the head reads.
         masks: by kind of attention; all else as for `Block.forward`."""
