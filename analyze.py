@@ -8,7 +8,7 @@ table and a picture. What came out, claim by claim, is in docs/claims.md.
     python analyze.py capacity               # how many facts fit
     python analyze.py context                # parameters read by length, a needle in a haystack
     python analyze.py attention              # windows, counts: worse? keys of the token before?
-    python analyze.py geometry               # angles between rows, neighbours of a token
+    python analyze.py geometry               # angles between rows
     python analyze.py costs                  # FLOPs, parameters read, return on compute
     python analyze.py edits                  # which layers' rows hold a fact
     python analyze.py edits out/ckpt.pt      # how often edits of this checkpoint succeed
@@ -16,7 +16,8 @@ table and a picture. What came out, claim by claim, is in docs/claims.md.
     python analyze.py all --quick            # every question, with tiny models: does it run?
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
-questions: start it again, and it goes on where it was stopped.
+questions: start it again, and it goes on where it was stopped. After a change of the code that
+trains, runs are trained anew.
 """
 
 from pathlib import Path
@@ -26,39 +27,54 @@ from analysis.capacity import capacity
 from analysis.context import context
 from analysis.convert import convert
 from analysis.costs import costs
-from analysis.edit_success import measure_checkpoint
-from analysis.edits import edits
+from analysis.edits import edits, measure_checkpoint
 from analysis.experiment import Experiment
 from analysis.geometry import geometry
-from analysis.runs import kinds, runs, settings, stability
+from analysis.kinds import kinds, settings
+from analysis.runs import runs
+from analysis.stability import stability
 from common import UserError, add_flags, make_parser, pick_device, run
 
-QUESTIONS = (kinds, settings, stability, capacity, context)
-QUESTIONS += (attention, geometry, costs, edits, convert)
+QUESTIONS = {
+    "kinds": kinds,
+    "settings": settings,
+    "stability": stability,
+    "capacity": capacity,
+    "context": context,
+    "attention": attention,
+    "geometry": geometry,
+    "costs": costs,
+    "edits": edits,
+    "convert": convert,
+}
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    questions = {question.__name__: question for question in QUESTIONS}
-    parser.add_argument("question", choices=("runs", *questions, "all"), metavar="QUESTION")
+    parser.add_argument("question", choices=("runs", *QUESTIONS, "all"), metavar="QUESTION")
     about = "for runs: output folders of train.py; for edits: checkpoints, or none"
     parser.add_argument("paths", nargs="*", type=Path, help=about)
     about = "for runs: picture of the loss (loss.png)"
     parser.add_argument("--plot", type=Path, default=Path("loss.png"), help=about)
     add_flags(parser, Experiment)
-    given = vars(parser.parse_intermixed_args())  # paths before and behind flags
-    name, paths, plot = (given.pop(key) for key in ("question", "paths", "plot"))
-    if name == "runs" and paths:
-        return runs(paths, plot)
-    if name == "edits" and paths:
-        device = pick_device(given.get("device", Experiment.device))
-        return [measure_checkpoint(path, device) for path in paths]
-    if name == "runs" or paths:
+    flags = vars(parser.parse_intermixed_args())  # paths before and behind flags
+    question = flags.pop("question")
+    paths = flags.pop("paths")
+    plot = flags.pop("plot")
+
+    if question == "runs" and paths:
+        runs(paths, plot)
+    elif question == "edits" and paths:
+        device = pick_device(flags.get("device", Experiment.device))
+        for path in paths:
+            measure_checkpoint(path, device)
+    elif question == "runs" or paths:
         raise UserError("analyze.py: runs takes folders, edits checkpoints, all others no paths")
-    experiment = Experiment(**given)
-    for each in questions if name == "all" else [name]:
-        print(f"\n## {each}\n")
-        questions[each](experiment)
+    else:
+        experiment = Experiment(**flags)
+        for name in QUESTIONS if question == "all" else [question]:
+            print(f"\n## {name}\n")
+            QUESTIONS[name](experiment)
 
 
 if __name__ == "__main__":

@@ -3,29 +3,44 @@ keys that do not know what came before (Embformer's) found again by their values
 """
 
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from analysis.context import KEYS, SHORT, VALUES, document, prepare_corpora
-from analysis.experiment import Experiment, spread
-from analysis.runs import curve, with_edits
-from common import locked
+import torch
+
+from analysis.context import KEYS, SHORT, VALUES, document, write_documents
+from analysis.experiment import Experiment
+from analysis.kinds import row_with_edits
+from analysis.pictures import markdown, plt, spread
+from analysis.runs import draw_validation
 from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.questions import groups, score_answers
-from training.records import plt, read_run
+from training.records import read_run
 
-PATTERN, BEFORE = "window,window,count", "full, keys of the token before"
-EVERY = ("full", "window", "count", "window,window,full", PATTERN)
-KINDS = {name: dict(ffn="embformer", attention=name) for name in EVERY}
-KINDS |= {BEFORE: dict(KINDS["full"], previous_heads=2), "dense": dict(ffn="dense")}
-PROSE, INDUCTION = dict(learning_rate=0.012, window=64), SHORT | dict(window=32)
+PATTERN = "window,window,count"
+BEFORE = "full, keys of the token before"
+KINDS = {
+    "full": {"ffn": "embformer", "attention": "full"},
+    "window": {"ffn": "embformer", "attention": "window"},
+    "count": {"ffn": "embformer", "attention": "count"},
+    "window,window,full": {"ffn": "embformer", "attention": "window,window,full"},
+    PATTERN: {"ffn": "embformer", "attention": PATTERN},
+    BEFORE: {"ffn": "embformer", "attention": "full", "previous_heads": 2},
+    "dense": {"ffn": "dense"},
+}
+# The flags and kinds of each part.
+PROSE = {"learning_rate": 0.012, "window": 64}
+LONG_PROSE = {**PROSE, "block_size": 1024, "batch_size": 2}
+INDUCTION = {**SHORT, "window": 32}
 PARTS = {
     "prose, 256 tokens": (PROSE, ("full", "window", PATTERN, BEFORE)),
-    "prose, 1,024 tokens": (PROSE | dict(block_size=1024, batch_size=2), EVERY),
-    "facts": (dict(window=32), ("full", "window", PATTERN, BEFORE)),
+    "prose, 1,024 tokens": (LONG_PROSE, ("full", "window", "count", "window,window,full", PATTERN)),
+    "facts": ({"window": 32}, ("full", "window", PATTERN, BEFORE)),
+    "needles": (INDUCTION, ("dense", "full", PATTERN, BEFORE)),
+    "pairs": (INDUCTION, ("dense", "full", PATTERN, BEFORE)),
 }
-PARTS |= dict.fromkeys(("needles", "pairs"), (INDUCTION, ("dense", "full", PATTERN, BEFORE)))
 
 
 def pairs(rng: random.Random) -> str:
@@ -34,39 +49,56 @@ def pairs(rng: random.Random) -> str:
     return "".join(told + rng.choices(told, k=12))
 
 
-def found(write, count: int, device, folder: Path) -> float:
+WRITERS = {"needles": partial(document, n_piece=6, repeats=8), "pairs": pairs}
+
+
+def values_found(folder: Path, write: Callable, count: int, device: torch.device) -> float:
     """The share of values that a run's model names behind the last key of so many new texts."""
-    (model, encoding, _), asked = load_model(folder / "ckpt.pt", device), []
+    model, encoding, _ = load_model(folder / "ckpt.pt", device)
+    asked = []
     for seed in range(count):
         before, last = write(random.Random(seed)).rsplit(" Call ", 1)
         key, value = last.split(".")[0].split()
         prompt = encode(encoding, f"{before} Call {key}")[-SHORT["block_size"] + 8 :]
         asked.append((prompt, encoding.encode_ordinary(f" {value}")))
-    right = (score_answers(model, *group)[0].sum().item() for group in groups(encoding, asked))
-    return sum(right) / count
+    right = 0
+    for prompts, answers in groups(encoding, asked):
+        right += score_answers(model, prompts, answers)[0].sum().item()
+    return right / count
+
+
+def folder_of(experiment: Experiment, part: str) -> Path:
+    """The data of a part, prepared if need be."""
+    if part in WRITERS:
+        return write_documents(experiment, part, 30_000, WRITERS[part])
+    if part == "facts":
+        return experiment.data_dir
+    folder = experiment.data_dir.with_name("moby-dick")
+    experiment.ensure_prepared(folder)
+    return folder
 
 
 def attention(experiment: Experiment) -> None:
-    quick, where = experiment.quick, {"facts": experiment.data_dir}
-    texts = {"needles": partial(document, n_piece=6, repeats=8), "pairs": pairs}
-    with locked(experiment.out_dir, wait=True):
-        for part, write in texts.items():
-            (where[part],) = prepare_corpora(experiment.out_dir, quick, {part: (30_000,)}, write)
-    if not quick:
-        prose = experiment.data_dir.with_name("moby-dick")
-        experiment.ensure_prepared(prose)
-        where = dict.fromkeys(PARTS, prose) | where
-    figure, panels = plt.subplots(1, len(where), figsize=(4 * len(where), 3.8))
-    for axes, (part, folder) in zip(panels, where.items(), strict=True):
-        flags, names = PARTS[part][0] | dict(data_dir=str(folder)), PARTS[part][1]
-        kinds = {name: flags | KINDS[name] for name in (names[2:3] if quick else names)}
-        print(f"{part}:\n\n{with_edits(experiment, kinds)}\n")
+    parts = ("pairs",) if experiment.quick else tuple(PARTS)
+    figure, panels = plt.subplots(1, len(parts), figsize=(4 * len(parts), 3.8), squeeze=False)
+    for axes, part in zip(panels[0], parts, strict=True):
+        flags, names = PARTS[part]
+        if experiment.quick:
+            names = names[2:3]
+        data_dir = str(folder_of(experiment, part))
+        kinds = {name: {**flags, "data_dir": data_dir, **KINDS[name]} for name in names}
+        rows = []
         for name, folders in experiment.train(kinds).items():
-            curve(axes, list(map(read_run, folders)), 1e-6, label=name)
-            if part in texts:
-                measure = partial(found, texts[part], 4 if quick else 400, experiment.on)
-                shares = spread(".1%", experiment.measure(part, measure, folders))
-                print(f"values of {part} found, {name}: {shares}\n")
+            row = row_with_edits(experiment, name, folders)
+            if part in WRITERS:
+                count = 4 if experiment.quick else 400
+                arguments = (WRITERS[part], count, experiment.on)
+                shares = experiment.measure(part, values_found, folders, *arguments)
+                row["values found"] = spread(".1%", shares)
+            rows.append(row)
+            runs = [read_run(folder) for folder in folders]
+            draw_validation(axes, runs, first=1, label=name)
+        print(f"{part}:\n\n{markdown(rows)}\n")
         axes.set(title=part, xlabel="million tokens")
         axes.legend(fontsize="small")
     experiment.picture("attention", figure)

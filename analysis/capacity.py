@@ -7,20 +7,21 @@ other tokens are never answers, and no weight decays, as that would be a loss of
 """
 
 from math import inf, log2
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis.experiment import KINDS, MAIN, Experiment, Flags, search_learning_rates, spread
+from analysis.experiment import KINDS, MAIN, Experiment, Flags, search_learning_rates
+from analysis.pictures import markdown, mean_and_band, plt, spread
 from config import ModelConfig
 from model import Decoder
 from training.optimizer import Optimizer, schedule
-from training.records import markdown, mean_and_band, plt
 from training.settings import Settings
 
-SHAPE = dict(n_layer=4, n_head=2, n_embd=16, tie_head=True)
+SHAPE = {"n_layer": 4, "n_head": 2, "n_embd": 16, "tie_head": True}
 D_FF = 64
 VALUES, RELATIONS, SYLLABLES = 256, 4, 200  # tokens of each sort; a name has two syllables
 # Names of facts, and the kinds of layers that learn them.
@@ -28,19 +29,36 @@ NAMES = {
     "two syllables": (*MAIN, "hash_moe"),
     "one token": ("dense", "STEM, all", "Embformer", "hash_moe"),
 }
+SIZES = (1000, 2000, 4000, 8000, 16_000)  # facts
+COMPARED = 8000  # facts at which learning rates are compared
 RATES = (0.01, 0.02, 0.04)  # and further ones while the best is at an end
-PASSES, STEPS = 48, 1000
+PASSES = 48
+STEPS = 1000
 # Is it capacity that is missing, or only time? These kinds also get so many times the passes.
-LONGER, SLOW = 4, ("dense", "STEM, all")
+LONGER = 4
+SLOW = ("dense", "STEM, all")
+
+
+class Cell(NamedTuple):
+    """A model to be trained, and what on."""
+
+    kind: str
+    names: str
+    n_fact: int
+    passes: int
+    rate: float
+    seed: int
 
 
 def make_facts(n_fact: int, names: str, seed: int) -> tuple[Tensor, Tensor, int]:
     """Prompts [n_fact, T], name tokens and a relation; their values [n_fact], which are token ids,
     too; and the size of the vocabulary: values, relations, and what names are made of."""
-    rng, n_entity = np.random.default_rng(seed), n_fact // RELATIONS
+    rng = np.random.default_rng(seed)
+    n_entity = n_fact // RELATIONS
     begin = VALUES + RELATIONS
     if names == "one token":
-        name, vocab_size = begin + np.arange(n_entity)[:, None], begin + n_entity  # [n_entity, 1]
+        name = begin + np.arange(n_entity)[:, None]  # [n_entity, 1]
+        vocab_size = begin + n_entity
     else:
         pairs = rng.permutation(SYLLABLES**2)[:n_entity]  # no two names are the same
         name = begin + np.stack((pairs // SYLLABLES, SYLLABLES + pairs % SYLLABLES), axis=1)
@@ -52,8 +70,10 @@ def make_facts(n_fact: int, names: str, seed: int) -> tuple[Tensor, Tensor, int]
 
 
 def make_model(kind: Flags, vocab_size: int, block_size: int) -> Decoder:
-    d_ff = {} if kind["ffn"] == "embformer" else dict(d_ff=D_FF)  # its rows are n_embd wide
-    return Decoder(ModelConfig(vocab_size, block_size, **SHAPE, **d_ff, **kind))
+    flags = {**SHAPE, **kind}
+    if kind["ffn"] != "embformer":  # whose rows are n_embd wide
+        flags["d_ff"] = D_FF
+    return Decoder(ModelConfig(vocab_size=vocab_size, block_size=block_size, **flags))
 
 
 def logits(model: Decoder, prompts: Tensor) -> Tensor:
@@ -61,71 +81,75 @@ def logits(model: Decoder, prompts: Tensor) -> Tensor:
     return F.linear(model.hidden(prompts)[:, -1], model.head_weight[:VALUES])
 
 
-def learn(
-    kind: str, names: str, n_fact: int, passes: int, rate: float, seed: int, on: torch.device
-) -> dict[str, float]:
+def learn(cell: Cell, device: torch.device) -> dict[str, float]:
     """Train a new model on made-up facts. Returns its recall, the share of facts whose value is its
     most probable answer, and its loss over all facts, in nats."""
-    prompts, values, vocab_size = make_facts(n_fact, names, seed)
-    values, steps = values.to(on), STEPS * passes // PASSES
-    torch.manual_seed(seed)
-    model = make_model(KINDS[kind], vocab_size, prompts.shape[1]).to(on)
-    settings = Settings(max_iters=steps, learning_rate=rate, weight_decay=0.0, seed=seed)
+    prompts, values, vocab_size = make_facts(cell.n_fact, cell.names, cell.seed)
+    values = values.to(device)
+    steps = STEPS * cell.passes // PASSES
+    torch.manual_seed(cell.seed)
+    model = make_model(KINDS[cell.kind], vocab_size, prompts.shape[1]).to(device)
+    settings = Settings(max_iters=steps, learning_rate=cell.rate, weight_decay=0.0, seed=cell.seed)
     optimizer = Optimizer(model, settings)
     # All facts in a random order, then all in another one, ...; a step reads its share of them.
-    orders = torch.cat([torch.randperm(len(values)) for _ in range(passes)])
+    orders = torch.cat([torch.randperm(len(values)) for _ in range(cell.passes)])
     for step, batch in enumerate(orders.chunk(steps)):
-        F.cross_entropy(logits(model, prompts[batch]), values[batch.to(on)]).backward()
+        loss = F.cross_entropy(logits(model, prompts[batch]), values[batch.to(device)])
+        loss.backward()
         optimizer.step(schedule(step, settings))
     with torch.no_grad():
         answers = torch.cat([logits(model, part) for part in prompts.split(4096)])
-    right = (answers.argmax(-1) == values).float().mean().item()
-    return dict(recall=right, loss=F.cross_entropy(answers, values).nan_to_num(nan=inf).item())
+        loss = F.cross_entropy(answers, values).nan_to_num(nan=inf)
+    recall = (answers.argmax(-1) == values).float().mean()
+    return {"recall": recall.item(), "loss": loss.item()}
+
+
+def find_rates(experiment: Experiment, passes: int, n_fact: int) -> dict[tuple[str, str], float]:
+    """The learning rate of the lowest loss, by kind and names, with the first seed. No further ones
+    are tried of a model that recalls everything."""
+    rates = RATES[:1] if experiment.quick else RATES
+    models = [(kind, names) for names, kinds in NAMES.items() for kind in kinds]
+    perfect = set()
+
+    def losses(pairs: list[tuple[tuple[str, str], float]]) -> list[float]:
+        seed = experiment.numbers[0]
+        cells = [Cell(*model, n_fact, passes, rate, seed) for model, rate in pairs]
+        results = experiment.measure("capacity", learn, cells, experiment.on)
+        for (model, _), result in zip(pairs, results, strict=True):
+            if result["recall"] == 1:
+                perfect.add(model)
+        return [result["loss"] for result in results]
+
+    tried = search_learning_rates(models, rates, losses, perfect)
+    return {model: min(by_rate, key=by_rate.get) for model, by_rate in tried.items()}
 
 
 def capacity(experiment: Experiment) -> None:
-    quick, seeds = experiment.quick, experiment.numbers
-    sizes = (40,) if quick else (1000, 2000, 4000, 8000, 16_000)  # facts
-    compared = 40 if quick else 8000  # facts at which learning rates are compared
-    passes = 1 if quick else PASSES
-    models = [(kind, names) for names, kinds in NAMES.items() for kind in kinds]
-    perfect = set()  # the models that recall all facts at some rate
+    sizes, compared, passes = SIZES, COMPARED, PASSES
+    if experiment.quick:
+        sizes, compared, passes = (40,), 40, 1
 
-    def learn_all(cells: list[tuple]) -> list[dict[str, float]]:
-        return experiment.measure("capacity", lambda cell: learn(*cell, experiment.on), cells)
+    def recalls(kind: str, names: str, n_fact: int, passes: int, rate: float) -> list[float]:
+        cells = [Cell(kind, names, n_fact, passes, rate, seed) for seed in experiment.numbers]
+        results = experiment.measure("capacity", learn, cells, experiment.on)
+        return [result["recall"] for result in results]
 
-    def losses(todo: list[tuple]) -> list[float]:
-        results = learn_all([(*model, compared, passes, rate, seeds[0]) for model, rate in todo])
-        perfect.update(todo[i][0] for i, each in enumerate(results) if each["recall"] == 1)
-        return [each["loss"] for each in results]
-
-    tried = search_learning_rates(models, RATES[:1] if quick else RATES, losses, perfect)
     figure, panels = plt.subplots(1, len(NAMES), figsize=(10, 4), sharey=True)
-    rows, panels = [], dict(zip(NAMES, panels, strict=True))
-    for (kind, names), by_rate in tried.items():
-        rate = min(by_rate, key=by_rate.get)
-        settings = [(n, passes) for n in sizes] + [(compared, LONGER * passes)] * (kind in SLOW)
-        cells = [(kind, names, *each, rate, seed) for each in settings for seed in seeds]
-        recalls = [each["recall"] for each in learn_all(cells)]
-        recalls, longer = np.split(np.array(recalls), [len(sizes) * len(seeds)])
-        shares = recalls.reshape(-1, len(seeds))  # [sizes, seeds]
-        number = NAMES["two syllables"].index(kind)
-        # What comes later is thinner, so that equal lines all show.
-        look = dict(color=f"C{number}", marker=".", label=kind, linewidth=6 - number)
-        mean_and_band(panels[names], sizes, shares.T, **look)
-
-        prompts, _, vocab_size = make_facts(sizes[-1], names, 0)
-        model = make_model(KINDS[kind], vocab_size, prompts.shape[1]).sizes()
-        flops = model["flops_per_token"] - 2 * vocab_size * SHAPE["n_embd"]  # without the head
-        bits = shares * np.array(sizes)[:, None] * log2(VALUES)  # [sizes, seeds]
-        row = {"names": names, "layers": kind, "kFLOP of a token": f"{flops / 1e3:.1f}"}
-        row[f"parameters for {sizes[-1]:,}"] = f"{model['total'] / 1e3:,.0f} k"
+    panels = dict(zip(NAMES, panels, strict=True))
+    rows = []
+    for (kind, names), rate in find_rates(experiment, passes, compared).items():
+        shares = [recalls(kind, names, n_fact, passes, rate) for n_fact in sizes]
+        longer = []
+        if kind in SLOW:
+            longer = recalls(kind, names, compared, LONGER * passes, rate)
+        row = {"names": names, "layers": kind, **table_cells(kind, names, sizes, shares)}
         row["rate"] = f"{rate:g}"
-        row |= {f"{n:,} facts": spread(".1%", r) for n, r in zip(sizes, shares, strict=True)}
-        row["most kbit recalled"] = spread(".1f", bits[bits.mean(1).argmax()] / 1e3)
-        row[f"bits per parameter, {sizes[-1]:,}"] = f"{bits[-1].mean() / model['total']:.2f}"
         row[f"{compared:,} facts, {LONGER} times the passes"] = spread(".1%", longer)
         rows.append(row)
+        # What comes later is thinner, so that equal lines all show.
+        number = NAMES["two syllables"].index(kind)
+        look = {"color": f"C{number}", "marker": ".", "label": kind, "linewidth": 6 - number}
+        mean_and_band(panels[names], np.array(sizes), np.array(shares).T, **look)
     print(markdown(rows))
 
     for names, axes in panels.items():
@@ -136,3 +160,21 @@ def capacity(experiment: Experiment) -> None:
     panels["two syllables"].set_ylabel("facts recalled")
     panels["two syllables"].legend(loc="lower left")
     experiment.picture("capacity", figure)
+
+
+def table_cells(kind: str, names: str, sizes: tuple[int, ...], shares: list) -> dict[str, str]:
+    """What a model costs and recalls; shares are those of facts recalled, by size and seed."""
+    most = sizes[-1]
+    prompts, _, vocab_size = make_facts(most, names, seed=0)
+    model = make_model(KINDS[kind], vocab_size, prompts.shape[1]).sizes()
+    flops = model["flops_per_token"] - 2 * vocab_size * SHAPE["n_embd"]  # without the head
+    bits = np.array(shares) * np.array(sizes)[:, None] * log2(VALUES)  # [sizes, seeds]
+    cells = {
+        "kFLOP of a token": f"{flops / 1e3:.1f}",
+        f"parameters for {most:,}": f"{model['total'] / 1e3:,.0f} k",
+    }
+    for n_fact, by_seed in zip(sizes, shares, strict=True):
+        cells[f"{n_fact:,} facts"] = spread(".1%", by_seed)
+    cells["most kbit recalled"] = spread(".1f", bits[bits.mean(1).argmax()] / 1e3)
+    cells[f"bits per parameter, {most:,}"] = f"{bits[-1].mean() / model['total']:.2f}"
+    return cells

@@ -1,68 +1,126 @@
-"""Is it worth converting a dense model to tables (training/convert.py), and for which layers?
+"""Is it worth converting a dense model to tables (convert.py), and for which layers?
 
 Dense models are converted and trained on, beside what one could do instead: train them as they are,
 begin with random rows, or train STEM from scratch for as many tokens in all.
 """
 
-from itertools import product
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 from analysis.edits import success_of_edits
-from analysis.experiment import KINDS, Experiment, best_loss, spread
-from training.records import markdown, plt, read_run
-from training.settings import resolve_settings
+from analysis.experiment import (
+    KINDS,
+    ROOT,
+    Experiment,
+    Flags,
+    imported_code,
+    resolve_settings,
+)
+from analysis.pictures import markdown, plt, spread
+from common import UserError, locked
+from training.records import read_run
 
-STEM, DECAY = KINDS["STEM, all"], {"weight_decay": 3.0}  # what weights forget, rows have to learn
-# Whose model a run goes on from, its flags, and its tokens in all over those of the dense model.
-RUNS = {
-    "dense": ("", KINDS["dense"], (1,)),
-    "converted": ("dense", STEM, (1,)),
-    "dense, trained on": ("dense", {}, (1.1, 1.3, 2)),
-    "converted, trained on": ("converted", {}, (1.1, 1.3, 2)),
-    "random rows, trained on": ("dense", {**STEM, "convert_tokens": 0}, (1.1, 1.3)),
-    "STEM from scratch": ("", STEM, (1.3,)),
-}
-MORE = {  # without --quick
-    **{f"layers {n}": ("dense", {**STEM, "stem_layers": n}, (1,)) for n in ("1", "1,2", "1,2,3")},
-    "a third": ("dense", KINDS["STEM, third"], (1,)),
-    "mean of all tokens": ("dense", {**STEM, "convert_prior": 1e9}, (1,)),
-    "dense, weight decay": ("dense", DECAY, (1.3,)),
-    "converted, weight decay": ("converted", DECAY, (1.3,)),
-    "a third, weight decay": ("a third", DECAY, (1.3,)),
+TOKENS = 10**6  # of the training text, to fill rows from; 0: rows are random
+DECAY = {"weight_decay": 3.0}  # what weights forget, rows have to learn
+
+
+class Model(NamedTuple):
+    """Models to be trained, one for each seed."""
+
+    origin: str = ""  # the name of the model to go on with
+    stem_layers: str = ""  # the layers to convert before
+    tokens: int = TOKENS  # to fill rows from
+    flags: Flags = {}  # noqa: RUF012
+    totals: tuple[float, ...] = (1,)  # tokens in all over those of the dense model
+
+
+MODELS = {
+    "dense": Model(flags=KINDS["dense"]),
+    "converted": Model("dense", "all"),
+    "dense, trained on": Model("dense", totals=(1.1, 1.3, 2)),
+    "converted, trained on": Model("converted", totals=(1.1, 1.3, 2)),
+    "random rows, trained on": Model("dense", "all", tokens=0, totals=(1.1, 1.3)),
+    "STEM from scratch": Model(flags=KINDS["STEM, all"], totals=(1.3,)),
+    "layers 1": Model("dense", "1"),
+    "layers 1,2": Model("dense", "1,2"),
+    "layers 1,2,3": Model("dense", "1,2,3"),
+    "a third": Model("dense", "third"),
+    "dense, weight decay": Model("dense", flags=DECAY, totals=(1.3,)),
+    "converted, weight decay": Model("converted", flags=DECAY, totals=(1.3,)),
+    "a third, weight decay": Model("a third", flags=DECAY, totals=(1.3,)),
 }
 
 
 def convert(experiment: Experiment) -> None:
     corpora = [experiment.data_dir, experiment.data_dir.with_name("moby-dick")]
-    corpora, wanted = (corpora[:1], RUNS) if experiment.quick else (corpora, RUNS | MORE)
-    folders = {}  # by corpus, name and tokens: of each seed
-    for name, (origin, flags, totals) in wanted.items():
-        runs = {}
-        for data, total in product(corpora, totals):
-            experiment.ensure_prepared(data)
-            steps = round(resolve_settings(data_dir=str(data)).max_iters * (total - bool(origin)))
-            for n, seed in enumerate(experiment.numbers):
-                more = {"init_from": folders[data, origin, 1][n] / "ckpt.pt"} if origin else {}
-                more |= {"data_dir": str(data), "max_iters": steps, "seed": seed}
-                if experiment.quick and origin and flags:  # to tables: from less text
-                    more = {"convert_tokens": 4096} | more
-                runs[data, name, total, n] = {**more, **flags}
-        for key, trained in experiment.train(runs, experiment.numbers[:1]).items():
-            folders.setdefault(key[:3], []).extend(trained)
-
+    names = tuple(MODELS)
+    if experiment.quick:
+        corpora, names = corpora[:1], ("dense", "converted")
     figure, panels = plt.subplots(1, len(corpora), figsize=(11, 5), squeeze=False, sharey=True)
-    for axes, data in zip(panels[0], corpora, strict=True):
-        rows, title = [], f"loss on {data.name}, last"
-        for (_, name, total), group in [item for item in folders.items() if item[0][0] == data]:
-            runs = list(map(read_run, group))
-            last = [run["eval"][-1]["val_loss"] for run in runs]
-            recall = [record["recall"] for run in runs for record in run["recall"]]
-            rows.append({"model": name, "tokens": f"{total:g}", title: spread(".3f", last)})
-            rows[-1] |= {"best": spread(".3f", map(best_loss, runs))}
-            rows[-1] |= {"capitals recalled": spread(".1%", recall), "edits that succeed": ""}
-            if recall and not name.startswith("dense"):
-                edits = success_of_edits(experiment, group, most=300)
-                rows[-1]["edits that succeed"] = spread(".1%", (each["success"] for each in edits))
-            axes.plot(last, [f"{name}, {total:g}"] * len(last), ".", color="C0")
+    for axes, data_dir in zip(panels[0], corpora, strict=True):
+        experiment.ensure_prepared(data_dir)
+        rows = []
+        for (name, total), folders in train_models(experiment, data_dir, names).items():
+            runs = [read_run(folder) for folder in folders]
+            losses = [run["eval"][-1]["val_loss"] for run in runs]
+            recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
+            row = {f"on {data_dir.name}": name, "tokens": f"{total:g}"}
+            row["val loss"] = spread(".3f", losses)
+            row["capitals recalled"] = spread(".1%", recalls)
+            row["edits that succeed"] = ""
+            if recalls and not name.startswith("dense"):
+                reports = success_of_edits(experiment, folders, most=300)
+                success = [report["success"] for report in reports]
+                row["edits that succeed"] = spread(".1%", success)
+            rows.append(row)
+            axes.plot(losses, [f"{name}, {total:g}"] * len(losses), ".", color="C0")
         print(markdown(rows) + "\n")
-        axes.set_xlabel(title)
+        axes.set_xlabel(f"validation loss on {data_dir.name}")
     experiment.picture("convert", figure)
+
+
+def train_models(
+    experiment: Experiment, data_dir: Path, names: tuple[str, ...]
+) -> dict[tuple[str, float], list[Path]]:
+    """The runs of MODELS, one for each seed, by name and tokens in all."""
+    dense = experiment.all_flags({"data_dir": str(data_dir)})
+    steps = resolve_settings(**dense).max_iters
+    folders: dict[tuple[str, float], list[Path]] = {}
+    for name in names:
+        model = MODELS[name]
+        wanted = {}
+        for total in model.totals:
+            for number, seed in enumerate(experiment.numbers):
+                flags = {**model.flags, "data_dir": str(data_dir), "seed": seed}
+                flags["max_iters"] = round(steps * total)
+                if model.origin:
+                    flags["max_iters"] = round(steps * (total - 1))
+                    origin = folders[model.origin, 1][number] / "ckpt.pt"
+                    if model.stem_layers:
+                        origin = converted(experiment, origin, data_dir, model)
+                    flags["init_from"] = origin
+                wanted[total, seed] = flags
+        trained = experiment.train(wanted, experiment.numbers[:1])  # flags name the seed
+        for total in model.totals:
+            folders[name, total] = [trained[total, seed][0] for seed in experiment.numbers]
+    return folders
+
+
+def converted(experiment: Experiment, dense: Path, data_dir: Path, model: Model) -> Path:
+    """A dense checkpoint with some layers converted to tables, by convert.py unless it is there."""
+    tokens = min(model.tokens, 4096) if experiment.quick else model.tokens
+    code = imported_code(str(ROOT / "convert.py"))[:12]
+    name = f"{dense.parent.name}-{model.stem_layers}-{tokens}-{code}"
+    out = experiment.out_dir / "converted" / name / "ckpt.pt"
+    command = [sys.executable, str(ROOT / "convert.py"), str(dense), "--ffn", "stem"]
+    command += ["--stem_layers", model.stem_layers, "--data_dir", str(data_dir)]
+    command += ["--tokens", str(tokens), "--out", str(out)]
+    with locked(experiment.out_dir / "runs", wait=True):
+        if not out.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise UserError(f"{' '.join(command[1:])}: {done.stderr.strip()}")
+    return out

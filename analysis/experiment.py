@@ -1,51 +1,65 @@
 """What all questions share: runs are trained once, figures measured once, and both kept. A question
 is a function of an `Experiment`, which prints tables and draws <out_dir>/<question>.png.
+
+A run is found again by the digest of its settings, its data and the code that trains it, a figure
+by that of the code that measures it, so nothing old is shown after a change.
 """
 
+import ast
 import hashlib
+import inspect
 import itertools
 import json
-import multiprocessing
+import math
 import os
 import signal
+import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import dataclass
-from math import inf
-from multiprocessing.connection import wait
+from functools import cache
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch._dynamo  # each run would import it anew
 from tqdm import tqdm
 
 import prepare
-from common import UserError, atomic, check_ranges, flag, locked, pick_device, run
-from train import train
+from analysis.pictures import markdown, plt, save_figure
+from common import UserError, atomic, check_ranges, flag, locked, pick_device
+from text.download import MOBY_DICK
 from training.batches import read_meta
 from training.checkpoints import device_flag
-from training.records import markdown, plt, read_run, save_figure
-from training.settings import RESUMABLE_FLAGS, resolve_settings
+from training.records import read_run
+from training.settings import RESUMABLE_FLAGS
+from training.settings import resolve_settings as resolve_settings
 
-plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True})
 Flags = dict[str, Any]  # of train.py, by name
 Run = dict[str, list[dict]]  # the records of a run by type
 
+ROOT = Path(__file__).parent.parent
 MAIN = ("dense", "STEM, third", "STEM, half", "STEM, all", "Embformer")
 KINDS = {
-    "dense": dict(ffn="dense"),
-    "STEM, third": dict(ffn="stem", stem_layers="third"),
-    "STEM, half": dict(ffn="stem", stem_layers="half"),
-    "STEM, all": dict(ffn="stem", stem_layers="all"),
-    "Embformer": dict(ffn="embformer"),
-    **{name: dict(ffn=name) for name in ("moe", "hash_moe", "pkm", "deepembed", "ple")},
+    "dense": {"ffn": "dense"},
+    "STEM, third": {"ffn": "stem", "stem_layers": "third"},
+    "STEM, half": {"ffn": "stem", "stem_layers": "half"},
+    "STEM, all": {"ffn": "stem", "stem_layers": "all"},
+    "Embformer": {"ffn": "embformer"},
+    "moe": {"ffn": "moe"},
+    "hash_moe": {"ffn": "hash_moe"},
+    "pkm": {"ffn": "pkm"},
+    "deepembed": {"ffn": "deepembed"},
+    "ple": {"ffn": "ple"},
 }
+# Steps on the countries: more than the default run takes, as kinds learn facts at different times.
+COUNTRIES_STEPS = 1000
 RATES = (1.5e-3, 3e-3, 6e-3)  # learning rates, and further ones while the best is at an end
-QUICK = dict(n_layer=3, n_head=2, n_embd=16, batch_size=2)
-QUICK |= dict(max_iters=4, eval_interval=4, eval_tokens=512)
+# With --quick all runs are tiny, and last two steps.
+QUICK_SHAPE = {"n_layer": 3, "n_head": 2, "n_embd": 16}
+QUICK_RUN = {"batch_size": 2, "max_iters": 2, "eval_interval": 2, "eval_tokens": 512}
 
 
 def pick(*names: str) -> dict[str, Flags]:
@@ -56,7 +70,7 @@ def pick(*names: str) -> dict[str, Flags]:
 class Experiment:
     out_dir: Path = flag(Path("out/analysis"), "runs, figures and pictures; kept for the next time")
     data_dir: Path = flag(Path("data/countries"), "prepared folder to train on")
-    seeds: str = flag("1337,1,2", "of each figure that is a mean")
+    seeds: str = flag("1337,1,2", "seeds of each figure that is a mean")
     jobs: int | None = flag(None, "runs at a time", must="at least 1", shown="cores; on a GPU 1")
     quick: bool = flag(False, "tiny models and one seed: does it run?")
     device: str = device_flag()
@@ -64,40 +78,54 @@ class Experiment:
     def __post_init__(self) -> None:
         check_ranges(self)
         numbers = self.seeds.split(",")
-        if not all(map(str.isdecimal, numbers)):
+        if not all(number.isdecimal() for number in numbers):
             raise UserError(f"--seeds {self.seeds}: give numbers, as 1337,1,2")
-        self.numbers, self.on = list(map(int, numbers)), pick_device(self.device)
-        self.jobs = self.jobs or (self.on.type == "cpu" and os.cpu_count()) or 1
+        self.numbers = [int(number) for number in numbers]
+        self.on = pick_device(self.device)
+        if self.jobs is None:
+            self.jobs = (os.cpu_count() or 1) if self.on.type == "cpu" else 1
         if self.quick:
-            self.out_dir, self.numbers = self.out_dir / "quick", self.numbers[:1]
+            self.out_dir = self.out_dir / "quick"
+            self.numbers = self.numbers[:1]
         self.ensure_prepared(self.data_dir)
 
     def ensure_prepared(self, folder: Path) -> None:
         """Prepare the corpus that a folder is named after, if it is missing and is one of ours."""
-        settings = prepare.Settings(dataset=folder.name, out_dir=folder)
         with locked(self.out_dir, wait=True):
-            missing = not (folder / "meta.json").exists()
-            if missing and folder.name == "moby-dick":
-                prepare.prepare_files(settings, [prepare.MOBY_DICK], "text")
-            elif missing and folder.name == "countries":
-                prepare.prepare_corpus(settings)
+            if (folder / "meta.json").exists():
+                return
+            if folder.name == "countries":
+                prepare.prepare_corpus(prepare.Settings(dataset="countries", out_dir=folder))
+            elif folder.name == "moby-dick":
+                settings = prepare.Settings(dataset="moby-dick", out_dir=folder)
+                prepare.prepare_files(settings, [MOBY_DICK], "text")
 
-    def full(self, flags: Flags) -> Flags:
-        """All flags of a run. One that goes on with another one's model keeps its shape."""
-        shape = ("n_layer", "n_head", "n_embd") if "init_from" in flags else ()
-        small = {k: v for k, v in QUICK.items() if self.quick and k not in shape}
-        return {"data_dir": str(self.data_dir), "device": self.device, **flags, **small}
+    def all_flags(self, flags: Flags) -> Flags:
+        """The flags of a run: the experiment's own, those given, and with --quick small sizes."""
+        every = {"data_dir": str(self.data_dir), "device": self.device, **flags}
+        corpus = read_meta(Path(every["data_dir"]))["corpus"]
+        if corpus == "countries":
+            every.setdefault("max_iters", COUNTRIES_STEPS)
+        if self.quick:
+            every.update(QUICK_RUN)
+            if "init_from" not in flags:  # else the shape is that of the model it goes on with
+                every.update(QUICK_SHAPE)
+        return every
 
     def folder(self, flags: Flags) -> Path:
-        """The folder of a run, a new one if need be, found by a hash of all settings and of the
-        data. Its name, which legends show, begins with the data and the values of `flags`."""
-        full, runs = self.full(flags), self.out_dir / "runs"
-        settings = resolve_settings(**full).flat().items()
-        data = Path(full["data_dir"])
-        distinct = [{k: v for k, v in settings if k not in RESUMABLE_FLAGS}, read_meta(data)]
-        digest = hashlib.sha256(json.dumps(distinct, sort_keys=True).encode()).hexdigest()[:12]
-        shown = (str(v) for k, v in flags.items() if k not in ("data_dir", "init_from"))
-        name = "-".join([data.name, *shown])[:47]
+        """The folder of a run, made if need be. Its name, which legends show, begins with the data
+        and the values of `flags`, and ends with the digest that finds it again."""
+        every = self.all_flags(flags)
+        data_dir = Path(every["data_dir"])
+        settings = resolve_settings(**every).flat()
+        for name in RESUMABLE_FLAGS:
+            settings.pop(name)  # changes no result
+        code = imported_code(str(ROOT / "train.py"))
+        distinct = json.dumps([settings, read_meta(data_dir), code], sort_keys=True)
+        digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
+        shown = [str(flags[name]) for name in flags if name not in ("data_dir", "init_from")]
+        name = "-".join([data_dir.name, *shown])[:47]
+        runs = self.out_dir / "runs"
         folder = next(runs.glob(f"*-{digest}"), runs / f"{name}-{digest}")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -107,87 +135,156 @@ class Experiment:
     ) -> dict[Hashable, list[Path]]:
         """The folders of each kind's runs, one for each seed. What is not trained yet is trained,
         `jobs` runs at a time; a run whose loss diverged is done, too."""
-        folders, jobs = {}, {}
+        folders: dict[Hashable, list[Path]] = {}
+        waiting: dict[Path, Flags] = {}
         with locked(self.out_dir / "runs", wait=True):  # another analysis may want the same ones
-            for name, seed in itertools.product(kinds, seeds or self.numbers):
-                flags = {"seed": seed, **kinds[name]}
-                folder = self.folder(flags)
-                folders.setdefault(name, []).append(folder)
-                if not (folder / "loss.png").exists() and not diverged(folder):
-                    begun = (folder / "ckpt.pt").exists()
-                    jobs[folder] = {"resume": True} if begun else self.full(flags)
-            if jobs:
-                train_all(jobs, self.jobs)
+            for name, flags in kinds.items():
+                folders[name] = []
+                for seed in seeds or self.numbers:
+                    with_seed = {"seed": seed, **flags}
+                    folder = self.folder(with_seed)
+                    folders[name].append(folder)
+                    if (folder / "loss.png").exists() or diverged(folder):
+                        continue
+                    if (folder / "ckpt.pt").exists():
+                        waiting[folder] = {"resume": True}
+                    else:
+                        waiting[folder] = self.all_flags(with_seed)
+            if waiting:
+                train_all(waiting, self.jobs)
         return folders
 
-    def measure(self, name: str, function: Callable, subjects: Iterable[Path | tuple]) -> list[Any]:
-        """What a function returns about runs' folders or tuples of arguments. It is kept, in a file
-        of the folder `name` for each of them, for the next time."""
+    def train_and_read(self, kinds: dict[Hashable, Flags]) -> dict[Hashable, list[Run]]:
+        """The records of each kind's runs."""
+        groups = self.train(kinds)
+        return {name: [read_run(folder) for folder in groups[name]] for name in groups}
+
+    def measure(
+        self, name: str, function: Callable, subjects: Iterable[Path | tuple], *arguments
+    ) -> list:
+        """What `function(subject, *arguments)` returns about each subject: the folder of a run, or
+        a tuple. It is kept in a file of <out_dir>/<name>, for the next time."""
+        code = imported_code(inspect.getfile(function))[:12]
         figures = []
-        for each in tqdm(subjects, name):
-            key = each.name if isinstance(each, Path) else ", ".join(map(str, each))
-            path = self.out_dir / name / f"{key}.json"
-            figure, _, crc = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
-            if crc != b"%d" % zlib.crc32(figure):  # measured never, or damaged
-                figure = json.dumps(function(each)).encode()
+        for subject in tqdm(subjects, name):
+            key = subject.name if isinstance(subject, Path) else ", ".join(map(str, subject))
+            path = self.out_dir / name / f"{key}, {code}.json"
+            figure = kept_figure(path)
+            if figure is None:
+                figure = function(subject, *arguments)
+                text = json.dumps(figure)
+                kept = {"figure": figure, "crc32": zlib.crc32(text.encode())}
                 with locked(self.out_dir, wait=True), atomic(path) as temporary:
-                    temporary.write_bytes(b"%b\n%d" % (figure, zlib.crc32(figure)))
-            figures.append(json.loads(figure))
+                    temporary.write_text(json.dumps(kept))
+            figures.append(figure)
         return figures
 
     def picture(self, name: str, figure: plt.Figure) -> None:
+        path = self.out_dir / f"{name}.png"
         with locked(self.out_dir, wait=True):
-            save_figure(figure, path := self.out_dir / f"{name}.png")
+            save_figure(figure, path)
         print(f"\nwrote {path}")
+
+
+def kept_figure(path: Path) -> Any | None:
+    """What `Experiment.measure` kept in a file; None if it is not there, or damaged."""
+    try:
+        kept = json.loads(path.read_bytes())
+        if kept["crc32"] == zlib.crc32(json.dumps(kept["figure"]).encode()):
+            return kept["figure"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+@cache
+def imported_code(path: str) -> str:
+    """The digest of a Python file and of all of this project that it imports, but for comments."""
+    finder = ModuleFinder([str(ROOT)])  # finds nothing that is installed
+    finder.run_script(path)
+    digest = hashlib.sha256()
+    for _, module in sorted(finder.modules.items()):
+        if module.__file__:
+            tree = ast.parse(Path(module.__file__).read_bytes())
+            digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()
 
 
 def diverged(folder: Path) -> bool:
     """Whether a run ended because its loss was not finite."""
     log = folder / "log.txt"
-    return log.exists() and "loss became" in log.read_text(encoding="utf-8")
+    return log.exists() and "loss became" in log.read_text(encoding="utf-8", errors="replace")
 
 
-def train_run(folder: Path, flags: Flags, threads: int) -> None:
-    """`python train.py` with these flags, in a process of its own. It prints to log.txt."""
-    if hasattr(os, "setsid"):
-        os.setsid()  # Ctrl-C reaches it through train_all alone, and once
-    torch.set_num_threads(threads)
-    sys.stdout = sys.stderr = open(folder / "log.txt", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-    run(lambda: train(resolve_settings(**flags, out_dir=folder)))
+def command_line(flags: Flags) -> list[str]:
+    """Flags as a command takes them: {"doc_mask": True, "seed": 1} -> --doc_mask --seed 1."""
+    words = []
+    for name, value in flags.items():
+        words.append(f"--{name}")
+        if value is not True:
+            words.append(str(value))
+    return words
 
 
-def train_all(jobs: dict[Path, Flags], at_once: int) -> None:
-    """Train runs, by folder. Where one fails, or on Ctrl-C, SIGTERM or SIGHUP, those that run at
-    the same time save and end. UserError: one failed, other than by a loss that diverged."""
+def start(command: str, flags: Flags, threads: int, log: Path) -> subprocess.Popen:
+    """Start a command of this project in a process of its own, which prints to a file."""
+    with open(log, "a", encoding="utf-8") as output:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / command), *command_line(flags)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            start_new_session=True,  # Ctrl-C reaches it through `train_all` alone, and once
+        )
+
+
+def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
+    """Run train.py, so many at a time, with flags by output folder. Where one fails, or on Ctrl-C,
+    SIGTERM or SIGHUP, those that run at the same time save and end. UserError: one failed, other
+    than by a loss that diverged."""
+    exit_on_signals()
+    threads = max(1, torch.get_num_threads() // at_once)
+    print(f"{len(waiting)} runs to train, each with a log.txt in its folder", file=sys.stderr)
+    folders = iter(waiting)
+    running: dict[Path, subprocess.Popen] = {}
+    try:
+        for _ in tqdm(waiting, f"training, {at_once} at a time", unit="run"):
+            for folder in itertools.islice(folders, at_once - len(running)):
+                flags = {**waiting[folder], "out_dir": folder}
+                running[folder] = start("train.py", flags, threads, folder / "log.txt")
+            folder = wait_for_one(running)
+            code = running.pop(folder).returncode
+            if code and not diverged(folder):
+                raise UserError(f"{folder}: exit code {code}, see its log.txt")
+    except (KeyboardInterrupt, SystemExit):
+        print("stopping: runs save, and the same command goes on with them", file=sys.stderr)
+        raise
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+
+
+def wait_for_one(running: dict[Path, subprocess.Popen]) -> Path:
+    """Wait until one of these processes has ended, and return its folder."""
+    while True:
+        for folder, process in running.items():
+            if process.poll() is not None:
+                return folder
+        time.sleep(0.05)
+
+
+def exit_on_signals() -> None:
+    """Let signals that would end this process at once raise SystemExit instead."""
+
+    def leave(number: int, _) -> None:
+        sys.exit(128 + number)  # as a shell reports it
+
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
         if number and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-    # Forks of a server that has imported all, but has neither threads nor a GPU in use.
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # it would look in the working folder
-    processes = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
-    processes.set_forkserver_preload([__name__])
-    threads = max(1, torch.get_num_threads() // at_once)
-    begun = [job for job in jobs.values() if "resume" in job]
-    steps = sum(resolve_settings(**job).max_iters for job in jobs.values() if job not in begun)
-    todo = f"{len(begun)} runs to end, {len(jobs) - len(begun)} to train, {steps:,} steps in all"
-    print(f"{todo} (the default run's 1,000: 2 minutes on 2 cores)", file=sys.stderr)
-    waiting, running = iter(jobs.items()), {}
-    try:
-        for _ in tqdm(jobs, f"training, {at_once} at a time", unit="run"):
-            for folder, flags in itertools.islice(waiting, at_once - len(running)):
-                process = processes.Process(target=train_run, args=(folder, flags, threads))
-                process.start()
-                running[process.sentinel] = folder, process
-            folder, process = running.pop(wait(running)[0])
-            process.join()
-            if process.exitcode and not diverged(folder):
-                raise UserError(f"{folder}: exit code {process.exitcode}, see its log.txt")
-    finally:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        for process in multiprocessing.active_children():
-            process.join()
+            signal.signal(number, leave)
 
 
 def search_learning_rates(
@@ -196,47 +293,50 @@ def search_learning_rates(
     losses: Callable[[list[tuple[Hashable, float]]], list[float]],
     perfect: Container[Hashable] = (),
 ) -> dict[Hashable, dict[float, float]]:
-    """The losses of pairs of name and learning rate, by name and rate: at `rates` and, while the
+    """The `losses` of pairs of name and learning rate, by name and rate: at `rates` and, while the
     best is at an end of them, at half the lowest or twice the highest, unless `perfect` has it."""
-    tried, todo = {name: {} for name in names}, list(itertools.product(names, rates))
-    while todo:
-        for (name, rate), loss in zip(todo, losses(todo), strict=True):
+    tried: dict[Hashable, dict[float, float]] = {name: {} for name in names}
+    pairs = list(itertools.product(tried, rates))
+    while pairs:
+        for (name, rate), loss in zip(pairs, losses(pairs), strict=True):
             tried[name][rate] = loss
-        todo = []
+        pairs = []
         for name, by_rate in tried.items():
+            if len(rates) == 1 or name in perfect:
+                continue
             best = min(by_rate, key=by_rate.get)
-            if len(rates) > 1 and name not in perfect:
-                todo += [(name, best / 2)] * (best == min(by_rate))
-                todo += [(name, best * 2)] * (best == max(by_rate))
+            if best == min(by_rate):
+                pairs.append((name, best / 2))
+            if best == max(by_rate):
+                pairs.append((name, best * 2))
     return tried
 
 
 def best_learning_rates(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str, Flags]:
     """The kinds, each with the learning rate of its lowest validation loss with the first seed."""
-    rates, seed = RATES[1:2] if experiment.quick else RATES, experiment.numbers[:1]
+    rates = RATES[1:2] if experiment.quick else RATES
+    seed = experiment.numbers[0]
 
-    def losses(todo: list[tuple[str, float]]) -> list[float]:
-        wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in todo}
-        folders = itertools.chain(*experiment.train(wanted, seed).values())
-        return [inf if diverged(folder) else best_loss(read_run(folder)) for folder in folders]
+    def losses(pairs: list[tuple[str, float]]) -> list[float]:
+        wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in pairs}
+        found = experiment.train(wanted, [seed])
+        return [final_loss(found[pair][0]) for pair in pairs]
 
-    found = search_learning_rates(kinds, rates, losses)
-    shown = sorted(set().union(*found.values()))
-    rows = [
-        {"best val loss": name} | {f"{r:g}": f"{by[r]:.3f}" if r in by else "" for r in shown}
-        for name, by in found.items()
-    ]
-    print(f"Learning rates, seed {seed[0]}:\n\n{markdown(rows)}\n")
-    return {k: {**kinds[k], "learning_rate": min(by, key=by.get)} for k, by in found.items()}
+    tried = search_learning_rates(kinds, rates, losses)
+    shown = sorted({rate for by_rate in tried.values() for rate in by_rate})
+    rows = []
+    for name, by_rate in tried.items():
+        row = {"val loss": name}
+        for rate in shown:
+            row[f"{rate:g}"] = f"{by_rate[rate]:.3f}" if rate in by_rate else ""
+        rows.append(row)
+    print(f"Learning rates, seed {seed}:\n\n{markdown(rows)}\n")
+    at_best = {}
+    for name, by_rate in tried.items():
+        at_best[name] = {**kinds[name], "learning_rate": min(by_rate, key=by_rate.get)}
+    return at_best
 
 
-def best_loss(run: Run) -> float:
-    return float(np.nanmin([record["val_loss"] for record in run["eval"]]))
-
-
-def spread(form: str, figures: Iterable[float | None]) -> str:
-    """A figure of some runs: mean ± standard deviation; one run's own, nothing if none has it."""
-    known = [figure for figure in figures if isinstance(figure, float)]
-    if len(known) < 2:
-        return "".join(format(figure, form) for figure in known)
-    return f"{np.mean(known):{form}} ± {np.std(known, ddof=1):{form}}"
+def final_loss(folder: Path) -> float:
+    """The validation loss at the end of a run; infinite if it diverged."""
+    return math.inf if diverged(folder) else read_run(folder)["eval"][-1]["val_loss"]

@@ -6,6 +6,7 @@ its mean over the text; of the input embeddings; and as "untrained" of models as
 the layers.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,132 +14,131 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis.experiment import Experiment, pick, spread
+from analysis.experiment import Experiment, pick
+from analysis.pictures import markdown, mean_and_band, plt, spread
 from model import Decoder
 from training.batches import open_tokens, read_meta
 from training.checkpoints import load_model
-from training.records import markdown, mean_and_band, plt
 
 BINS = np.linspace(-1, 1, 81)
-TOKENS = (" Spain", " euro")  # whose neighbours are shown
+MEASURES = {"mean size of cosines": ".3f", "share above 0.5": ".1%"}  # and their formats
+
+
+def geometry(experiment: Experiment) -> None:
+    ids = open_tokens(experiment.data_dir, "train", read_meta(experiment.data_dir))
+    text = torch.from_numpy(ids.astype(np.int64))
+    if experiment.quick:
+        text = text[:4096]
+    runs_by_column: dict[str, list[dict]] = {}
+    for folders in experiment.train(pick("STEM, all", "dense", "Embformer")).values():
+        runs = experiment.measure("geometry", measure_run, folders, text, experiment.on)
+        for column in runs[0]:
+            runs_by_column[column] = [run[column] for run in runs]
+    lines = list(runs_by_column["dense W_u x"][0])  # embedding, all layers, untrained
+    for name, form in MEASURES.items():
+        rows = []
+        for line in lines:
+            row = {f"{name}: layer": line}
+            for column, runs in runs_by_column.items():
+                row[column] = spread(form, [run[line][name] for run in runs if line in run])
+            rows.append(row)
+        print(markdown(rows) + "\n")
+    draw(experiment, runs_by_column, layers=lines[2:-1])
+
+
+def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, dict[str, dict]]:
+    """The measures of a run by column and layer; "untrained": of the model as it began."""
+    model, _, checkpoint = load_model(folder / "ckpt.pt", device)
+    torch.manual_seed(checkpoint["args"]["seed"])
+    untrained = vectors(Decoder(model.config).to(device).eval(), text)
+    measures = {}
+    for column, layers in vectors(model, text).items():
+        measures[column] = {layer: measure(rows) for layer, rows in layers.items()}
+        first = [measure(rows) for name, rows in untrained[column].items() if name != "embedding"]
+        means = {name: np.mean([layer[name] for layer in first], axis=0) for name in first[0]}
+        measures[column]["untrained"] = {name: mean.tolist() for name, mean in means.items()}
+    return measures
+
+
+@torch.no_grad()
+def vectors(model: Decoder, text: Tensor) -> dict[str, dict[str, Tensor]]:
+    """What is compared of a model, for the tokens of a text [T]: [n, ..] by column and layer."""
+    config = model.config
+    tokens = text.unique()
+    layers = [str(number) for number, block in enumerate(model.blocks) if block.row_width]
+    rows = [of_table[0] for of_table in model.tables.lookup(tokens[None])]  # [n, W] of each table
+    embedding = {"embedding": model.embed(tokens[None])[0]}  # beside the first column
+    if config.ffn == "dense":
+        return {"dense W_u x": embedding | up_outputs(model, text)}
+    if config.ffn == "stem":
+        return {"STEM rows": embedding | dict(zip(layers, rows, strict=True))}
+    kv_width = config.n_kv_head * config.head_dim
+    columns = {"Embformer K": embedding, "Embformer V": {}, "Embformer F": {}}
+    for layer, row in zip(layers, rows, strict=True):
+        parts = row.split((kv_width, kv_width, config.n_embd), -1)
+        for column, part in zip(columns.values(), parts, strict=True):
+            column[layer] = part
+    return columns
+
+
+@torch.inference_mode()
+def up_outputs(model: Decoder, text: Tensor) -> dict[str, Tensor]:
+    """W_u x in each layer of a dense model that reads a text [T] in parts of block_size: for each
+    of its tokens the mean [n, d_ff]."""
+    config = model.config
+    outputs: dict[int, Tensor] = {}  # [B, T, d_ff] of the last batch, by layer
+
+    def keep(layer: int) -> Callable:
+        def hook(module, inputs, output) -> None:
+            outputs[layer] = output
+
+        return hook
+
+    for layer, block in enumerate(model.blocks):
+        block.ffn.up.register_forward_hook(keep(layer))
+    size = min(config.block_size, len(text))
+    windows = text[: len(text) // size * size].view(-1, size)  # [N, T]
+    sums = torch.zeros(config.n_layer, config.vocab_size, config.d_ff, device=model.device)
+    for ids in windows.split(16):
+        model.hidden(ids)
+        for layer, output in outputs.items():
+            sums[layer].index_add_(0, ids.flatten().to(output.device), output.flatten(0, 1))
+    counts = windows.flatten().bincount(minlength=config.vocab_size)
+    tokens = counts.nonzero()[:, 0]
+    means = sums[:, tokens] / counts[tokens, None].to(sums.device)  # [n_layer, n, d_ff]
+    return {str(layer): mean for layer, mean in enumerate(means)}
+
+
+def measure(vectors: Tensor) -> dict[str, float | list[float]]:
+    cosine = cosines(vectors)
+    histogram, _ = np.histogram(cosine.cpu().numpy(), BINS, density=True)
+    return {
+        "mean size of cosines": float(cosine.abs().mean()),
+        "share above 0.5": float((cosine.abs() > 0.5).float().mean()),
+        "histogram": histogram.tolist(),
+    }
 
 
 def cosines(vectors: Tensor) -> Tensor:
     """Of all pairs of n vectors [n, W]: [n (n - 1) / 2]."""
     unit = F.normalize(vectors.float(), dim=-1)
-    return (unit @ unit.T)[unit.new_ones(len(unit), len(unit)).triu(1).bool()]
+    above_diagonal = torch.ones(len(unit), len(unit), device=unit.device).triu(1).bool()
+    return (unit @ unit.T)[above_diagonal]
 
 
-def measure(vectors: Tensor) -> dict[str, float | list[float]]:
-    cosine = cosines(vectors)
-    return {
-        "mean size of cosines": float(cosine.abs().mean()),
-        "share above 0.5": float((cosine.abs() > 0.5).float().mean()),
-        "histogram": np.histogram(cosine.cpu().numpy(), BINS, density=True)[0].tolist(),
-    }
-
-
-@torch.inference_mode()
-def up_outputs(model: Decoder, windows: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """W_u x in each layer of a dense model that reads windows [N, T]: the mean for each token."""
-    n, outputs = model.config.vocab_size, {}  # of the last batch, by layer
-    for layer, block in enumerate(model.blocks):
-        block.ffn.up.register_forward_hook(lambda _, x, y, at=layer: outputs.update({at: y}))
-    sums = torch.zeros(len(model.blocks), n, block.ffn.up.out_features, device=model.device)
-    for ids in windows.split(16):
-        model.hidden(ids)
-        for layer, y in outputs.items():
-            sums[layer].index_add_(0, ids.flatten().to(y.device), y.flatten(0, 1))  # [16 T, d_ff]
-    counts = windows.flatten().bincount(minlength=n)
-    tokens = tokens[counts[tokens] > 0]  # not all, if the text is not read to its end
-    means = sums[:, tokens] / counts[tokens, None].to(sums.device)
-    return {str(layer): mean for layer, mean in enumerate(means)}
-
-
-@torch.no_grad()
-def vectors(model: Decoder, windows: Tensor, tokens: Tensor) -> dict[str, dict[str, Tensor]]:
-    """All that is compared of a model: of the tokens [n, ..], by column and layer."""
-    config = model.config
-    rows = [each[0] for each in model.tables.lookup(tokens[None])]  # [n, W] of each table
-    layers = [str(n) for n, block in enumerate(model.blocks) if block.row_width]
-    if config.ffn == "dense":
-        columns = {"dense W_u x": up_outputs(model, windows, tokens)}
-    elif config.ffn == "stem":
-        columns = {"STEM rows": dict(zip(layers, rows, strict=True))}
-    else:
-        kv = config.n_kv_head * config.head_dim
-        parts = zip(*(row.split((kv, kv, config.n_embd), -1) for row in rows), strict=True)
-        parts = [dict(zip(layers, part, strict=True)) for part in parts]
-        columns = {f"Embformer {name}": part for name, part in zip("KVF", parts, strict=True)}
-    first = next(iter(columns))  # the embedding is shown beside it
-    columns[first] = {"embedding": model.embed(tokens[None])[0], **columns[first]}
-    return columns
-
-
-def measure_run(folder: Path, experiment: Experiment, ids: Tensor, tokens: Tensor) -> dict:
-    """The measures of a run by column and layer; "untrained": of the model as it began."""
-    model, _, checkpoint = load_model(folder / "ckpt.pt", experiment.on)
-    windows = ids.unfold(0, model.config.block_size, model.config.block_size)  # [N, T]
-    windows = windows[:64] if experiment.quick else windows
-    torch.manual_seed(checkpoint["args"]["seed"])
-    fresh = vectors(Decoder(model.config).to(experiment.on).eval(), windows, tokens)
-    found = {}
-    for column, layers in vectors(model, windows, tokens).items():
-        found[column] = {layer: measure(each) for layer, each in layers.items()}
-        each = [measure(rows) for layer, rows in fresh[column].items() if layer != "embedding"]
-        found[column]["untrained"] = {k: np.mean([m[k] for m in each], 0).tolist() for k in each[0]}
-    return found
-
-
-def geometry(experiment: Experiment) -> None:
-    ids = open_tokens(experiment.data_dir, "train", read_meta(experiment.data_dir)).astype(np.int64)
-    more = (experiment, torch.from_numpy(ids), torch.from_numpy(np.unique(ids)))
-    groups = experiment.train(pick("STEM, all", "dense", "Embformer"))
-    found: dict[str, list[dict]] = {}  # by column, of each run
-    for folders in groups.values():
-        runs = experiment.measure("geometry", lambda folder: measure_run(folder, *more), folders)
-        found |= {column: [run[column] for run in runs] for column in runs[0]}
-    lines = list(found["dense W_u x"][0])  # embedding, all layers, untrained
-    for what, form in (("mean size of cosines", ".3f"), ("share above 0.5", ".1%")):
-        table = []
-        for line in lines:
-            row = {f"{what}: layer": line}
-            for column, runs in found.items():
-                row[column] = spread(form, (run.get(line, {}).get(what) for run in runs))
-            table.append(row)
-        print(markdown(table) + "\n")
-    print(neighbours(groups["STEM, all"][0], experiment, more[-1]))
-    draw(experiment, found, lines[2:-1])
-
-
-def neighbours(folder: Path, experiment: Experiment, tokens: Tensor) -> str:
-    """The tokens of these whose rows in a STEM model have the largest cosine with some token's."""
-    model, encoding, _ = load_model(folder / "ckpt.pt", experiment.on)
-    every, table = torch.arange(encoding.n_vocab), []
-    for layer, rows in vectors(model, every[None], every)["STEM rows"].items():
-        unit, row = F.normalize(rows, dim=-1), {"nearest rows": layer}
-        for text in TOKENS:
-            token = encoding.encode_ordinary(text)[0]  # with another tokenizer a part of it
-            best = (unit[tokens] @ unit[token]).topk(4)
-            near = zip(tokens[best.indices.cpu()].tolist(), best.values.tolist(), strict=True)
-            near = [f"{encoding.decode([other])!r} {cosine:.2f}" for other, cosine in near]
-            row[repr(encoding.decode([token]))] = ", ".join(near[1:])  # the first is itself
-        table.append(row)
-    return markdown(table)
-
-
-def draw(experiment: Experiment, found: dict[str, list[dict]], layers: list[str]) -> None:
+def draw(experiment: Experiment, runs_by_column: dict[str, list], layers: list[str]) -> None:
     """Histograms of the cosines, a panel for each layer with STEM rows."""
-    centre, size = (BINS[1:] + BINS[:-1]) / 2, dict(figsize=(13, 3), squeeze=False)
-    figure, panels = plt.subplots(1, len(layers), **size, sharex=True, sharey=True)
-    for axes, layer in zip(panels[0], layers, strict=True):
+    figure, panels = plt.subplots(1, len(layers), figsize=(13, 3), sharex=True, sharey=True)
+    centre = (BINS[1:] + BINS[:-1]) / 2
+    for axes, layer in zip(panels, layers, strict=True):
         for column in ("STEM rows", "dense W_u x"):
-            runs = np.array([run[layer]["histogram"] for run in found[column]])
-            mean_and_band(axes, centre, runs, label=column)
-        runs = np.array([run["untrained"]["histogram"] for run in found["STEM rows"]])
-        mean_and_band(axes, centre, runs, label="untrained rows", color="grey", linestyle=":")
+            histograms = [run[layer]["histogram"] for run in runs_by_column[column]]
+            mean_and_band(axes, centre, np.array(histograms), label=column)
+        histograms = [run["untrained"]["histogram"] for run in runs_by_column["STEM rows"]]
+        look = {"color": "grey", "linestyle": ":"}
+        mean_and_band(axes, centre, np.array(histograms), label="untrained rows", **look)
         axes.set(title=f"layer {layer}", xlabel="cosine of two tokens", yscale="log")
-    panels[0, 0].set_ylabel("density")
-    handles = panels[0, 0].get_legend_handles_labels()
+    panels[0].set_ylabel("density")
+    handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=3)
     experiment.picture("geometry", figure)

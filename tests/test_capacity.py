@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from analysis import capacity
-from analysis.capacity import D_FF, RELATIONS, SHAPE, VALUES, learn, make_facts, make_model
+from analysis.capacity import D_FF, RELATIONS, SHAPE, VALUES, Cell, learn, make_facts, make_model
 from analysis.experiment import KINDS, Experiment
-from model import Decoder
+
+CPU = torch.device("cpu")
 
 
 def test_facts_differ_and_their_names_are_what_they_say():
@@ -24,8 +25,7 @@ def test_facts_differ_and_their_names_are_what_they_say():
         assert len(entities) == 400 / RELATIONS
         owners = [sum(token in name for name in entities) for token in {n[0] for n in entities}]
         assert (max(owners) == 1) == (names == "one token")
-        again = make_facts(400, names, seed=1)
-        assert torch.equal(prompts, again[0]) and torch.equal(values, again[1])
+        assert torch.equal(values, make_facts(400, names, seed=1)[1])
         assert not torch.equal(values, make_facts(400, names, seed=2)[1])
 
 
@@ -36,49 +36,48 @@ def test_a_token_costs_what_the_dense_layers_cost_less_the_up_projections():
     up = 2 * SHAPE["n_embd"] * D_FF
     assert flops("hash_moe") == flops("dense")
     assert flops("dense") - flops("STEM, third") == up  # layer 1 of 0 to 3
-    assert flops("dense") - flops("STEM, half") == 2 * up
     assert flops("dense") - flops("STEM, all") == 3 * up
 
 
 def test_every_fact_is_seen_as_often_and_recall_is_greedy_decoding(monkeypatch):
-    made, seen = [], torch.zeros(8, dtype=torch.int64)
+    models, seen = [], torch.zeros(8, dtype=torch.int64)
     prompts, values, _ = make_facts(8, "two syllables", seed=3)
-    plain = capacity.logits
+    logits = capacity.logits
 
-    def counting(model: Decoder, batch: torch.Tensor) -> torch.Tensor:
-        made.append(model)
+    def counting(model, batch):
+        models.append(model)
         if torch.is_grad_enabled():
             seen.add_((batch[:, None] == prompts).all(-1).sum(0))
-        return plain(model, batch)
+        return logits(model, batch)
 
     monkeypatch.setattr(capacity, "logits", counting)
-    figures = learn("STEM, all", "two syllables", 8, 12, 0.01, 3, "cpu")
+    cell = Cell("STEM, all", "two syllables", n_fact=8, passes=12, rate=0.01, seed=3)
+    assert learn(cell, CPU)["recall"] == 1
     assert seen.tolist() == [12] * 8
-    assert figures["recall"] == 1
     with torch.no_grad():  # as anybody would ask
-        logits = made[-1](prompts)[0][:, -1].numpy()  # [8, V]
-    assert np.array_equal(logits[:, :VALUES].argmax(-1), values)
-    # A model that has not learned is right by chance.
-    assert learn("dense", "two syllables", 800, 1, 1e-9, 3, "cpu")["recall"] < 0.05
-    # One that breaks is worse than any other.
-    broken = learn("dense", "two syllables", 8, 4, 1e9, 3, "cpu")
-    assert broken["loss"] == math.inf
+        answers = models[-1](prompts)[0][:, -1].numpy()  # [8, V]
+    assert np.array_equal(answers[:, :VALUES].argmax(-1), values)
+    # A model that has not learned is right by chance, one that breaks is worse than any other.
+    untrained = cell._replace(kind="dense", n_fact=800, passes=1, rate=1e-9)
+    assert learn(untrained, CPU)["recall"] < 0.05
+    broken = cell._replace(kind="dense", passes=4, rate=1e9)
+    assert learn(broken, CPU)["loss"] == math.inf
 
 
 @pytest.mark.parametrize("enough, tried", [(1.0, 0.08), (0.02, 0.04)])
 def test_rates_are_searched_until_one_is_the_best_or_recalls_all(
-    data, tmp_path, monkeypatch, capsys, enough, tried
+    data, tmp_path, monkeypatch, enough, tried
 ):
     """The loss is lowest at 0.04; from the rate `enough` on everything is recalled."""
     asked = set()
 
-    def learned(kind, names, n_fact, passes, rate, *more):
-        asked.add(rate)
-        return dict(recall=0.5 + 0.5 * (rate >= enough), loss=abs(math.log(rate / 0.04)))
+    def learned(cell, device):
+        asked.add(cell.rate)
+        recall = 1.0 if cell.rate >= enough else 0.5
+        return {"recall": recall, "loss": abs(math.log(cell.rate / 0.04))}
 
     monkeypatch.setattr(capacity, "learn", learned)
-    capacity.capacity(Experiment(out_dir=tmp_path, data_dir=data, seeds="1,2", device="cpu"))
+    experiment = Experiment(out_dir=tmp_path, data_dir=data, seeds="1", device="cpu")
+    found = capacity.find_rates(experiment, passes=1, n_fact=40)
+    assert set(found.values()) == {0.04}
     assert asked == {rate for rate in (0.01, 0.02, 0.04, 0.08) if rate <= tried}
-    rows = capsys.readouterr().out.splitlines()
-    at = rows[0].split(" | ").index("rate")
-    assert {row.split(" | ")[at] for row in rows if row.startswith("| two")} == {"0.04"}

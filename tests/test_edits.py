@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from analysis import edits
-from analysis.edits import MEASURES, Asked, SomeTables, choices, follow, report_layers
+from analysis.edits import MEASURES, Asked, SwappedRows, follow, layer_choices, report_layers
 from config import ModelConfig
 from edit import edited_ids
 from model import Decoder
@@ -41,14 +41,14 @@ def test_an_edit_in_some_layers_is_other_rows_in_these_tables(encoding, ffn, swa
         overwritten.tables.weight[table][spain] = overwritten.tables.weight[table][peru]
     expected = overwritten(torch.tensor([ids]))[0]
 
-    model.tables = tables = SomeTables(model.tables)
+    model.tables = tables = SwappedRows(model.tables)
     tables.swapped = swapped
     mixed = torch.tensor([tables.edited(ids, edited_ids(encoding, ids, "Spain", "Peru"))])
     assert torch.equal(model(torch.tensor([ids]), table_ids=mixed)[0], expected)
 
 
 def test_choices_name_layers_and_number_tables():
-    assert choices([1, 2, 3]) == {
+    assert layer_choices([1, 2, 3]) == {
         "none": set(),
         **{"layer 1": {0}, "layer 2": {1}, "layer 3": {2}},
         **{"first 2": {0, 1}, "last 2": {1, 2}, "all": {0, 1, 2}},
@@ -90,13 +90,15 @@ def test_measures_are_those_of_answers_that_are_known(encoding, monkeypatch):
     assert [found["all"][what] for what in MEASURES] == pytest.approx(expected)
 
 
-def test_names_of_different_length_have_a_figure_for_each_way(tmp_path):
-    pairs, injected = dict(recall=1.0, success=0.75), dict(capital=0.5, region=1.0)
-    lengths = dict(longer=dict(last=0.5, first=0.25, pad=0.125, average=1.0))
-    given = dict(report_pairs=pairs, report_lengths=lengths, report_injected=injected)
+def test_names_of_different_length_have_a_figure_for_each_way(tmp_path, monkeypatch):
+    reports = {
+        edits.report_pairs: {"recall": 1.0, "success": 0.75},
+        edits.report_lengths: {"longer": {"last": 0.5, "first": 0.25, "pad": 0.125, "average": 1}},
+        edits.report_injected: {"capital": 0.5, "region": 1.0},
+    }
+    monkeypatch.setattr(edits, "success_of_edits", lambda _, folders, report: [reports[report]])
     experiment = SimpleNamespace(
-        measure=lambda name, function, folders: [given[name] for _ in folders],
-        train=lambda kinds: {kind: [tmp_path] for kind in kinds},
+        quick=False, train=lambda kinds: {kind: [tmp_path] for kind in kinds}
     )
     _, _, *rows = edits.edits_by_names(experiment).splitlines()
     assert rows[:3] == [

@@ -32,8 +32,8 @@ def test_outputs_of_up_projections_by_token():
     model = Decoder(ModelConfig(**SHAPE, ffn="dense")).eval()
     windows = torch.randint(9, (40, 8))
     windows[0, 0], windows[39, 7] = 15, 16  # tokens that occur once
-    tokens = torch.tensor([1, 4, 15, 16])
-    found = up_outputs(model, windows, tokens)
+    tokens = windows.unique()
+    found = up_outputs(model, windows.flatten())
     with torch.no_grad():
         context = (rotary(8, model.config, "cpu"), {"full": None}, None)
         x = model.embed(windows)
@@ -50,12 +50,12 @@ def test_outputs_of_up_projections_by_token():
 def test_rows_are_shown_by_the_layer_that_reads_them():
     tokens = torch.tensor([3, 7])
     stem = Decoder(ModelConfig(**SHAPE, ffn="stem", stem_layers="1"))
-    found = vectors(stem, tokens[None], tokens)["STEM rows"]
+    found = vectors(stem, tokens)["STEM rows"]
     assert list(found) == ["embedding", "1"]
     assert torch.equal(found["embedding"], stem.wte.weight[0][tokens])
     assert torch.equal(found["1"], stem.tables.weight[0][tokens])
     model = Decoder(ModelConfig(**SHAPE, n_kv_head=1, ffn="embformer")).eval()
-    found = vectors(model, tokens[None], tokens)
+    found = vectors(model, tokens)
     parts = [found[f"Embformer {name}"]["1"] for name in "KVF"]
     assert [each.shape[1] for each in parts] == [8, 8, 16]
     assert torch.equal(torch.cat(parts, -1), model.tables.weight[1][tokens])

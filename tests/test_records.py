@@ -1,46 +1,67 @@
-"""Records that are damaged, and tables of runs."""
+"""Records that are damaged, resumed or not finite, and tables of runs."""
 
 import json
+import math
 
 import pytest
 
-from analysis.runs import row
+from analysis import pictures
+from analysis.runs import draw, grouped, row
 from common import UserError
 from training import records
 
-ARGS = {"ffn": "stem", "stem_layers": "all", "batch_size": 4, "block_size": 32, "stage": "pretrain"}
-ARGS |= {"learning_rate": 6e-3, "max_iters": 2000}
+ARGS = {
+    "ffn": "stem",
+    "stem_layers": "all",
+    "batch_size": 4,
+    "block_size": 32,
+    "learning_rate": 6e-3,
+    "max_iters": 2000,
+}
 SIZES = {"total": 9_000_000, "active": 3_000_000, "flops_per_token": 2_500_000}
-RECORDS = [
-    {"type": "run", "args": ARGS, "sizes": SIZES},
-    {"type": "step", "step": 1, "train_loss": 7.5, "tok_per_s": 100.5},
-    {"type": "step", "step": 2, "train_loss": 7.25, "tok_per_s": 300.5},
-    {"type": "eval", "step": 2, "val_loss": 6.5, "val_loss_per_byte": 1.5},
-    {"type": "recall", "recall": 0.25},
-]
+RUN = {"type": "run", "args": ARGS, "sizes": SIZES, "data": []}
+STEP = {"type": "step", "step": 1, "train_loss": 7.5, "grad_norm": 1.0, "tok_per_s": 100.5}
+EVAL = {"type": "eval", "step": 2, "val_loss": 6.5, "val_loss_per_byte": 1.5}
+RECALL = {"type": "recall", "recall": 0.25}
+RECORDS = [RUN, STEP, {**STEP, "step": 2, "tok_per_s": 300.5}, EVAL, RECALL]
 
 
-def made(folder, records=RECORDS):
+def made(folder, lines=RECORDS):
     folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
 def table(folders):
-    return records.markdown([row(name, group) for name, group in records.grouped(folders)])
+    return pictures.markdown([row(name, runs) for name, runs in grouped(folders).items()])
 
 
-LINES = [b"[", b"\xff", b"null", b"[]", b'{"type": []}', b"{}", b'{"type": "eval"}']
+def without(record, *path):
+    """A record that lacks what is at the end of a path of keys."""
+    inner = record = json.loads(json.dumps(record))
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return json.dumps(record).encode()
+
+
+LINES = [
+    *(b"[", b"\xff", b"null", b"[]", b'{"type": []}', b'{"type": "x"}', b'{"type": "eval"}'),
+    without(RUN, "args", "ffn"),
+    without(RUN, "sizes", "total"),
+    json.dumps({**RUN, "args": []}).encode(),
+    json.dumps({**RUN, "args": {**ARGS, "max_iters": "9"}}).encode(),
+    without(STEP, "grad_norm"),
+    json.dumps({**EVAL, "recall": "x"}).encode(),
+]
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_damaged_line_is_one_clear_line_but_a_last_one_that_was_cut_off_is_left_out(
-    tmp_path, line
-):
+def test_damage_is_one_clear_line_but_a_last_line_that_was_cut_off_is_left_out(tmp_path, line):
     path = made(tmp_path) / "metrics.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole + line)
-    assert records.read_run(tmp_path)["eval"] == [RECORDS[3]]
+    assert records.read_run(tmp_path)["eval"] == [EVAL]
     path.write_bytes(whole + line + b"\n" + whole)
     for read in (records.read_run, lambda folder: records.Log(folder / "metrics.jsonl", 2)):
         with pytest.raises(UserError, match=r"metrics\.jsonl, line 6, is damaged"):
@@ -50,53 +71,83 @@ def test_a_damaged_line_is_one_clear_line_but_a_last_one_that_was_cut_off_is_lef
 def test_a_run_that_resumes_keeps_the_lines_up_to_its_step(tmp_path):
     for step, kept in ((1, RECORDS[:2]), (2, RECORDS[:3]), (3, RECORDS[:4])):
         path = made(tmp_path, RECORDS[:4]) / "metrics.jsonl"
-        records.Log(path, step).write(type="run", args={}, sizes={})
-        lines = [*kept, {"type": "run", "args": {}, "sizes": {}}]
-        assert [json.loads(line) for line in path.read_text().splitlines()] == lines
+        records.Log(path, step).write(**RUN)
+        assert [json.loads(line) for line in path.read_text().splitlines()] == [*kept, RUN]
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.0, 1e30])
-def test_numbers_of_any_size_are_shown(tmp_path, loss):
-    step, last = {**RECORDS[1], "train_loss": loss}, {**RECORDS[3], "val_loss": loss}
-    folder = made(tmp_path / r"a$\frac$", [*RECORDS, step, last])
-    row = table([folder]).splitlines()[-1]
-    best = min(6.5, loss) if loss == loss else 6.5
-    trained = r"a$\frac$ | stem, all | 0.006 | 2,000 | 2.50"
-    assert row == f"| {trained} | {loss:.3f} | {best:.3f} | 1.500 | 25.0% | 9.00 M | 3.00 M | 100 |"
-    records.plot([folder], tmp_path / "x.png")
+def test_what_is_not_finite_is_null_in_a_file_and_nan_in_a_table(tmp_path):
+    log = records.Log(tmp_path / "metrics.jsonl", 0)
+    for loss in (math.nan, math.inf, 1e30):
+        log.write(**{**EVAL, "val_loss": loss})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert [json.loads(line)["val_loss"] for line in text.splitlines()] == [None, None, 1e30]
+    assert "NaN" not in text and "Infinity" not in text
+    losses = [record["val_loss"] for record in records.read_metrics(tmp_path / "metrics.jsonl")]
+    assert math.isnan(losses[0]) and math.isnan(losses[1]) and losses[2] == 1e30
+    records.draw_loss(tmp_path / "metrics.jsonl", tmp_path / "x.png")
+    records.Log(tmp_path / "metrics.jsonl", 3)  # rewrites them
+    assert (tmp_path / "metrics.jsonl").read_text() == text
+
+
+@pytest.mark.parametrize("loss", [math.nan, 0.0, 1e30])
+def test_a_row_and_a_picture_of_any_numbers(tmp_path, loss):
+    last = {**EVAL, "val_loss": None if math.isnan(loss) else loss}
+    folder = made(tmp_path / r"a$\frac$", [*RECORDS, last])
+    last_row = table([folder]).splitlines()[-1]
+    assert last_row == (
+        r"| a$\frac$ | stem, all | 0.006 | 2,000 | 2.50 | "
+        f"{loss:.3f} | 1.500 | 25.0% | 9.00 M | 3.00 M | 200 |"
+    )
+    draw(grouped([folder]), tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
 
 
-def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve_with_a_band(tmp_path):
+def test_losses_and_recall_are_drawn_over_steps(tmp_path, monkeypatch):
+    drawn = {}
+
+    def plot(axes, x, y, *_, label, **look):
+        drawn[label] = (list(x), list(y))
+
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", plot)
+    first = {"type": "eval", "step": 0, "val_loss": 8.0, "recall": 0.0}
+    second = {"type": "eval", "step": 2, "val_loss": 6.5, "recall": 0.25}
+    made(tmp_path, [RUN, first, STEP, second])
+    records.draw_loss(tmp_path / "metrics.jsonl", tmp_path / "x.png")
+    assert drawn["training"] == ([1], [7.5])
+    assert drawn["validation"] == ([0, 2], [8.0, 6.5])
+    assert drawn["facts recalled"] == ([0, 2], [0.0, 25.0])
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve_with_a_band(
+    tmp_path, monkeypatch
+):
     folders = []
     for number, loss in enumerate((6.0, 7.0, 9.5)):
-        args = {**ARGS, "seed": number, "out_dir": f"out/stem-{number}"}
-        run, evaluation = {**RECORDS[0], "args": args}, {**RECORDS[3], "val_loss": loss}
-        first = {**RECORDS[3], "step": 0, "val_loss": 8.0}
-        folders.append(made(tmp_path / f"stem-{number}", [run, *RECORDS[1:3], first, evaluation]))
+        args = {**ARGS, "seed": number, "out_dir": f"out/stem-{number}", "resume": False}
+        shorter = {**RUN, "args": {**args, "max_iters": 2}}
+        resumed = {**RUN, "args": {**args, "resume": number > 0}}  # to more steps
+        first, last = {**EVAL, "step": 0, "val_loss": 8.0}, {**EVAL, "val_loss": loss}
+        lines = [shorter, *RECORDS[1:3], resumed, first, last]
+        folders.append(made(tmp_path / f"stem-{number}", lines))
         if number:
             report = json.dumps({"recall": 1.0, "success": 0.4 + number / 5})
             (folders[-1] / "edit_report.json").write_text(report)
-    other = {**RECORDS[0], "args": {**ARGS, "ffn": "dense"}}
+    other = {**RUN, "args": {**ARGS, "ffn": "dense"}}
     other = made(tmp_path / "other", [other, *RECORDS[1:]])
-    head, _, row, last = table([folders[0], other, *folders[1:]]).splitlines()
-    cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
-    assert cells["| run"] == "| stem-0" and cells["runs"] == "3"
-    assert cells["val loss, last"] == "7.500 ± 1.803"  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
-    assert cells["best"] == "7.000 ± 1.000" and cells["per byte"] == "1.500 ± 0.000"
+    head, _, stem, dense = table([folders[0], other, *folders[1:]]).splitlines()
+    cells = dict(zip(head.split(" | "), stem.split(" | "), strict=True))
+    assert cells["| run"] == "| stem-0" and cells["runs"] == "3" and cells["steps"] == "2,000"
+    assert cells["val loss"] == "7.500 ± 1.803"  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
     assert cells["edits that succeed"] == "70.0% ± 14.1%" and cells["capitals recalled"] == ""
-    assert last.startswith(
-        "| other |  | dense | 0.006 | 2,000 | 2.50 | 6.500 | 6.500 | 1.500 | 25.0%"
-    )
+    assert dense.startswith("| other |  | dense | 0.006 | 2,000 | 2.50 | 6.500 | 1.500 | 25.0%")
 
     bands = []
 
     def band(axes, x, low, high, **look):
         bands.append([list(low), list(high)])
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records.plt.Axes, "fill_between", band)
-        records.plot([*folders, other], tmp_path / "x.png")
+    monkeypatch.setattr(pictures.plt.Axes, "fill_between", band)
+    draw(grouped([*folders, other]), tmp_path / "x.png")
     assert bands == [[[8.0, 6.0], [8.0, 9.5]]]
 
 
@@ -105,5 +156,5 @@ def test_the_mean_of_runs_is_over_the_steps_that_all_of_them_have():
         {"eval": [{"step": step, "val_loss": first - step} for step in steps]}
         for first, steps in ((9.0, (0, 2, 4, 6)), (8.0, (0, 4)))  # the second stopped earlier
     ]
-    steps, losses = records.losses_of(runs, "eval", "val_loss")
+    steps, losses = pictures.losses_of(runs, "eval", "val_loss")
     assert steps.tolist() == [0, 4] and losses.tolist() == [[9.0, 5.0], [8.0, 4.0]]

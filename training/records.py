@@ -1,33 +1,161 @@
-"""What a run leaves in its folder beside the checkpoint: metrics, a picture, earlier runs."""
+"""What a run leaves in its folder beside the checkpoint: metrics, a picture, earlier runs.
+
+metrics.jsonl holds one JSON object a line. JSON has no word for numbers that are not finite: they
+are written as null, and read as NaN.
+
+    {"type": "run", "args": {...}, "sizes": {...}, "data": [...]}       at each start, and resume
+    {"type": "step", "step": 1, "train_loss": 8.4, "grad_norm": 2.1, "lr": 3e-5, "tok_per_s": 6800}
+    {"type": "eval", "step": 250, "val_loss": 1.2, "recall": 0.41}      recall: only on countries
+    {"type": "recall", "step": 1000, "recall": 0.99}                    at the end, all questions
+"""
 
 import itertools
 import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-import numpy as np
-
-matplotlib.use("Agg")  # files only; must come before pyplot
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from common import UserError, atomic, reading, writing
 
-# The types of records, and what they are read for.
-RECORDS = {
-    "run": {"args", "sizes"},
-    "step": {"step", "train_loss", "tok_per_s"},
-    "eval": {"step", "val_loss"},
-    "recall": {"recall"},
+# What readers need of a "run" record, and which figures of the other types of records.
+RUN = {
+    "args": {
+        "ffn": str,
+        "stem_layers": str,
+        "learning_rate": (int, float),
+        "max_iters": int,
+        "batch_size": int,
+        "block_size": int,
+    },
+    "sizes": {"total": int, "active": int, "flops_per_token": int},
+    "data": list,
+}
+FIGURES = {
+    "step": ("step", "train_loss", "grad_norm", "tok_per_s"),
+    "eval": ("step", "val_loss"),
+    "recall": ("recall",),
 }
 
 
-def markdown(rows: list[dict[str, str]]) -> str:
-    """A Markdown table of rows with the same titles, without columns in which nothing stands."""
-    titles = [title for title in rows[0] if any(row[title] for row in rows)]
-    cells = [titles, *([row[title] for title in titles] for row in rows)]
-    head, *lines = (f"| {' | '.join(line)} |" for line in cells)
-    return "\n".join([head, "|---" * len(titles) + "|", *lines])
+class Log:
+    """Writes metrics.jsonl. A run that resumes keeps the lines up to its step, and goes on."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        self.path = path
+        kept = []
+        if resume_step and path.exists():
+            for record in read_metrics(path):
+                # A resumed run first evaluates again at its step.
+                last = resume_step if record["type"] == "step" else resume_step - 1
+                if record.get("step", 0) <= last:
+                    kept.append(to_line(record))
+        with atomic(path) as temporary:
+            temporary.write_text("".join(kept), encoding="utf-8")
+
+    def write(self, **record) -> None:
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write(to_line(record))
+
+
+def to_line(record: dict[str, Any]) -> str:
+    finite = {}
+    for name, value in record.items():
+        is_number = not isinstance(value, float) or math.isfinite(value)
+        finite[name] = value if is_number else None
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def from_line(line: bytes) -> dict[str, Any]:
+    """ValueError: the line is no record of ours."""
+    record = json.loads(line)
+    check_types(record, {"type": str})
+    kind = record["type"]
+    if kind == "run":
+        check_types(record, RUN)
+        return record
+    if kind not in FIGURES:
+        raise ValueError(f"unknown type {kind}")
+    for name in FIGURES[kind]:
+        if name not in record:
+            raise ValueError(f"no {name}")
+    for name, value in record.items():
+        if value is None:
+            record[name] = math.nan
+        elif name != "type" and not isinstance(value, (int, float)):
+            raise ValueError(f"{name} is {value!r}")
+    return record
+
+
+def check_types(value: Any, needed: dict[str, Any]) -> None:
+    """ValueError: a JSON value is no object, or lacks what is needed, of that type."""
+    if not isinstance(value, dict):
+        raise ValueError(f"not an object: {value!r}")
+    for name, kind in needed.items():
+        inner = value.get(name)
+        if isinstance(kind, dict):
+            check_types(inner, kind)
+        elif not isinstance(inner, kind):
+            raise ValueError(f"{name} is {inner!r}")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, without a last line that a crash has cut off. UserError:
+    another line is damaged."""
+    with reading(path, "name the output folder of a run"):
+        lines = path.read_bytes().split(b"\n")[:-1]
+    records = []
+    for number, line in enumerate(lines, 1):
+        with reading(f"{path}, line {number},", "delete it"):
+            records.append(from_line(line))
+    return records
+
+
+def read_run(folder: Path) -> dict[str, list[dict]]:
+    """The records of a run by type, `edits` being its edit_report.json if there is one. UserError:
+    a line is damaged, or nothing was trained."""
+    run: dict[str, list[dict]] = {"run": [], "step": [], "eval": [], "recall": [], "edits": []}
+    for record in read_metrics(folder / "metrics.jsonl"):
+        run[record["type"]].append(record)
+    report = folder / "edit_report.json"
+    if report.exists():
+        with reading(report, "delete it"):
+            edits = json.loads(report.read_bytes())
+            check_types(edits, {"success": (int, float)})
+        run["edits"].append(edits)
+    if not run["run"] or not run["eval"]:
+        raise UserError(f"{folder}/metrics.jsonl has no evaluation in it")
+    return run
+
+
+def draw_loss(metrics: Path, out: Path) -> None:
+    """Draw a run's losses over its steps and, where it was asked for facts, the share it knows."""
+    records = read_metrics(metrics)
+    steps = [record for record in records if record["type"] == "step"]
+    evals = [record for record in records if record["type"] == "eval"]
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    train_losses = [record["train_loss"] for record in steps]
+    axes.plot([record["step"] for record in steps], train_losses, alpha=0.3, label="training")
+    val_losses = [record["val_loss"] for record in evals]
+    axes.plot([record["step"] for record in evals], val_losses, marker=".", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    # Without the loss of a random model: it would flatten all that comes after.
+    later = [loss for loss in val_losses[1:] if math.isfinite(loss)]
+    if later:
+        axes.set_ylim(top=1.05 * max(later))
+    asked = [record for record in evals if "recall" in record]
+    if asked:
+        right = axes.twinx()
+        percent = [100 * record["recall"] for record in asked]
+        at = [record["step"] for record in asked]
+        right.plot(at, percent, marker=".", color="C2", label="facts recalled")
+        right.set(ylabel="held-out questions answered (%)", ylim=(0, 100))
+    figure.legend(loc="outside upper center", ncols=3)
+    with atomic(out) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
 
 
 def archive_previous_run(out_dir: Path) -> Path:
@@ -36,115 +164,8 @@ def archive_previous_run(out_dir: Path) -> Path:
     folders = (out_dir / f"run{number}" for number in itertools.count(1))
     folder = next(folder for folder in folders if not (folder / "ckpt.pt").exists())
     folder.mkdir(exist_ok=True)
-    names = ["best.pt", "metrics.jsonl", "loss.png", "edit_report.json"]
-    for name in [*names, "ckpt.tables", "ckpt.pt"]:
+    names = ["best.pt", "metrics.jsonl", "loss.png", "edit_report.json", "ckpt.tables", "ckpt.pt"]
+    for name in names:
         if (out_dir / name).exists():
             os.replace(out_dir / name, folder / name)
     return folder
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl, without a last line that a crash has cut off. UserError:
-    another line is damaged."""
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        with reading(f"{path}, line {number},", "delete it"):
-            record = json.loads(line)
-            if missing := RECORDS[record["type"]] - record.keys():
-                raise ValueError(f"without {', '.join(missing)}")
-            records.append(record)
-    return records
-
-
-def read_run(folder: Path) -> dict[str, list[dict]]:
-    """The records of a run by type, `edits` being its edit_report.json if there is one. UserError:
-    a line is damaged, or nothing was trained."""
-    records: dict[str, list[dict]] = {kind: [] for kind in (*RECORDS, "edits")}
-    for record in read_metrics(folder / "metrics.jsonl"):
-        records[record["type"]].append(record)
-    if (report := folder / "edit_report.json").exists():
-        with reading(report, "delete it"):
-            records["edits"].append({"success": float(json.loads(report.read_bytes())["success"])})
-    if not records["eval"]:
-        raise UserError(f"{folder}/metrics.jsonl has no evaluation in it")
-    return records
-
-
-class Log:
-    """metrics.jsonl: a line for the run, one for each step, one for each evaluation."""
-
-    def __init__(self, path: Path, resume_step: int) -> None:
-        """A run that resumes keeps the lines up to `resume_step`, where it evaluates again."""
-        self.path = path
-        records = read_metrics(path) if resume_step and path.exists() else []
-        kept = [r for r in records if r.get("step", 0) < resume_step + (r["type"] == "step")]
-        with atomic(path) as temporary:
-            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-
-    def write(self, **record) -> None:
-        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def grouped(folders: list[Path]) -> list[tuple[str, list[dict]]]:
-    """The records of runs, those together whose settings differ in nothing but the seed, after the
-    name of the first one's folder."""
-    groups: dict[str, dict[Path, dict]] = {}
-    for folder in folders:
-        records = read_run(folder)
-        same = {**records["run"][0]["args"], "seed": None, "out_dir": None}
-        groups.setdefault(json.dumps(same, sort_keys=True), {})[folder] = records
-    return [(next(iter(group)).name, list(group.values())) for group in groups.values()]
-
-
-def losses_of(runs: list[dict], kind: str, loss: str) -> tuple[np.ndarray, np.ndarray]:
-    """The steps [n] of which all runs have a record of this kind (one may have stopped earlier),
-    and their losses there [runs, n]."""
-    every = [{record["step"]: record[loss] for record in run[kind]} for run in runs]
-    steps = sorted(set.intersection(*map(set, every)))
-    return np.array(steps), np.array([[each[step] for step in steps] for each in every])
-
-
-def mean_and_band(axes: plt.Axes, x: np.ndarray, ys: np.ndarray, **look) -> None:
-    """Draw the mean of curves `ys` [runs, n] over `x` [n], with a band from lowest to highest."""
-    (line,) = axes.plot(x, ys.mean(0), **look)
-    if len(ys) > 1:
-        axes.fill_between(x, ys.min(0), ys.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
-
-
-def plot(folders: list[Path], out: Path) -> None:
-    """Draw the training loss (thin) and validation loss (thick) of groups of runs over their
-    tokens, all rows counted as full."""
-    (figure, axes), top = plt.subplots(figsize=(7, 4.2), layout="constrained"), 0.0
-    for number, (name, runs) in enumerate(grouped(folders)):
-        args, look = runs[0]["run"][0]["args"], dict(color=f"C{number}")
-        a_step = args["batch_size"] * args["block_size"] * (2 if args["stage"] == "dpo" else 1)
-        steps, losses = losses_of(runs, "step", "train_loss")
-        axes.plot(steps * a_step / 1e6, losses.mean(0), alpha=0.3, linewidth=0.8, **look)
-        steps, losses = losses_of(runs, "eval", "val_loss")
-        look |= dict(marker=".", label=f"{name}: {args['ffn']}".replace("$", r"\$"))  # no formula
-        mean_and_band(axes, steps * a_step / 1e6, losses, **look)
-        top = np.nanmax([top, *losses[:, 1:].flat])
-    # Without what a random model has: it would flatten all that comes after.
-    axes.margins(y=0.01)
-    axes.set_ylim(top=1.05 * top if 0 < top < np.inf else None)
-    axes.set(xlabel="million tokens", ylabel="loss (nats); thin: training")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_figure(figure, out)
-
-
-def check_picture(path: Path | None) -> None:
-    """UserError: --plot names no file of a kind that can be drawn."""
-    if path and path.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {path}: name a .png, .svg or .pdf file")
-
-
-def save_figure(figure: plt.Figure, path: Path) -> None:
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))
-    plt.close(figure)
-
-
-def draw_loss(metrics: Path, out: Path) -> None:
-    plot([metrics.parent], out)

@@ -1,0 +1,98 @@
+"""kinds: ten kinds of layers at equal tokens, and at equal training FLOPs, each at its best
+learning rate. settings: two initialisations, each at its best rate, and how tables are trained."""
+
+import statistics
+from pathlib import Path
+
+from analysis.edits import success_of_edits
+from analysis.experiment import KINDS, Experiment, Flags, Run, best_learning_rates, pick
+from analysis.pictures import markdown, plt, spread
+from analysis.runs import draw_validation, last_start, losses_of, mean_and_band, row
+from training.batches import read_meta
+from training.records import read_run
+
+INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
+
+
+def kinds(experiment: Experiment) -> None:
+    wanted = pick("dense", "STEM, all", "Embformer") if experiment.quick else KINDS
+    at_best = best_learning_rates(experiment, wanted)
+    equal_tokens = experiment.train_and_read(at_best)
+    print(f"Equal tokens:\n\n{table(equal_tokens)}\n")
+
+    # A kind whose tokens cost less gets more of them, until as much was computed.
+    cost = {}
+    for name, group in equal_tokens.items():
+        cost[name] = last_start(group[0])["sizes"]["flops_per_token"]
+    steps = last_start(equal_tokens["dense"][0])["args"]["max_iters"]
+    longer = {}
+    for name, flags in at_best.items():
+        if cost[name] < 0.97 * cost["dense"]:
+            longer[name] = {**flags, "max_iters": round(steps * cost["dense"] / cost[name])}
+    dense = {"dense": equal_tokens["dense"]}
+    equal_flops = dense | experiment.train_and_read(longer)
+    print(f"Equal training FLOPs:\n\n{table(equal_flops)}\n")
+    draw(experiment, equal_tokens, cost)
+
+
+def table(groups: dict[str, list[Run]]) -> str:
+    return markdown([row(name, group) for name, group in groups.items()])
+
+
+def draw(experiment: Experiment, groups: dict[str, list[Run]], cost: dict[str, int]) -> None:
+    """Validation losses of dense layers and the five best kinds, by tokens and by FLOPs."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
+    final = {}
+    for name, group in groups.items():
+        final[name] = statistics.fmean(run["eval"][-1]["val_loss"] for run in group)
+    others = sorted(groups.keys() - {"dense"}, key=final.get)
+    for name in ("dense", *others[:5]):  # bands of more cannot be told apart
+        group = groups[name]
+        draw_validation(left, group, first=1, label=name)
+        args = last_start(group[0])["args"]
+        steps, losses = losses_of(group, "eval", "val_loss")
+        flops = 3 * cost[name] * args["batch_size"] * args["block_size"]  # of a training step
+        mean_and_band(right, steps[1:] * flops / 1e12, losses[:, 1:], marker=".")
+    left.set(xlabel="million tokens", ylabel="validation loss (nats per token)")
+    right.set_xlabel("training TFLOP of the same runs")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center")
+    experiment.picture("kinds", figure)
+
+
+def settings(experiment: Experiment) -> None:
+    names = ("dense", "STEM, third", "STEM, all", "Embformer")
+    stds = INITS
+    if experiment.quick:
+        names, stds = ("STEM, all",), INITS[:1]
+    inits = {}
+    for name in names:
+        for std in stds:
+            inits[f"{name}, {std}"] = {**KINDS[name], "init_std": std}
+    inits = best_learning_rates(experiment, inits)
+    print(f"How dense weights begin:\n\n{table_with_edits(experiment, inits)}\n")
+    if experiment.quick or read_meta(experiment.data_dir)["corpus"] != "countries":
+        return  # only facts that are edited tell the following apart
+    third = KINDS["STEM, third"]
+    trained = {
+        "the defaults": third,
+        "--table_optimizer adamw": {**third, "table_optimizer": "adamw"},
+        "--doc_mask": {**third, "doc_mask": True},
+        "--table_std 1": {**third, "table_std": 1.0},
+    }
+    print("Tables of STEM in a third of the layers:\n")
+    print(table_with_edits(experiment, trained))
+
+
+def table_with_edits(experiment: Experiment, kinds: dict[str, Flags]) -> str:
+    """A table of trained kinds, and of the edits that succeed in them."""
+    groups = experiment.train(kinds)
+    return markdown([row_with_edits(experiment, name, group) for name, group in groups.items()])
+
+
+def row_with_edits(experiment: Experiment, name: str, folders: list[Path]) -> dict[str, str]:
+    group = [read_run(folder) for folder in folders]
+    cells = row(name, group)
+    if cells["capitals recalled"] and last_start(group[0])["args"]["ffn"] != "dense":
+        reports = success_of_edits(experiment, folders)
+        cells["edits that succeed"] = spread(".1%", [report["success"] for report in reports])
+    return cells
