@@ -19,6 +19,7 @@ AdamW, as `nn.Embedding` would. The head, which costs V either way, is left out 
 beside them. Memory: weights, gradients and optimizer states.
 """
 
+import copy
 import mmap
 import os
 import random
@@ -26,39 +27,68 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer, timer
 from tqdm import tqdm
 
+from analysis.pictures import check_picture, markdown, plt, save_figure
 from attention import KVCache
-from common import UserError, add_flags, check_ranges, flag, make_parser, pick_device, run
-from model import Decoder, ModelConfig
+from common import (
+    UserError,
+    add_flags,
+    check_ranges,
+    flag,
+    has_bfloat16,
+    make_parser,
+    pick_device,
+    run,
+)
+from config import ModelConfig
+from model import Decoder
 from offload import OffloadedTables, make_tables
-from tables import sharded
 from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
 from training import ranks
 from training.checkpoints import device_flag
 from training.optimizer import Optimizer
-from training.records import check_picture, markdown, save_figure
 from training.settings import Settings
 
 KINDS = {
-    "dense": dict(ffn="dense"),
-    "STEM, third": dict(stem_layers="third"),
-    "STEM, all": dict(stem_layers="all"),
-    "Embformer": dict(ffn="embformer"),
+    "dense": {"ffn": "dense"},
+    "STEM, third": {"ffn": "stem", "stem_layers": "third"},
+    "STEM, all": {"ffn": "stem", "stem_layers": "all"},
+    "Embformer": {"ffn": "embformer"},
 }
-QUICK = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=500, block_size=64, batch_size=2, rounds=2)
-# How to print a column, by its first word: others as whole numbers.
-FORMATS = {"over": "{:.2f}", "of": "{:.0%}", "GB/s": "{:.1f}", "GiB": "{:.2f}"}
-FORMATS |= dict.fromkeys(("decode", "prefill", "train"), "{0[tok/s]:,.0f} ({0[ratio]:.1%})")
+QUICK = {
+    "n_layer": 3,
+    "n_head": 2,
+    "n_embd": 32,
+    "vocab_size": 500,
+    "block_size": 64,
+    "batch_size": 2,
+    "rounds": 2,
+}
+FORMATS = {  # of columns
+    "tok/s": ",.0f",
+    "ms": ",.0f",
+    "GFLOP/s": ",.0f",
+    "GB/s": ".1f",
+    "GiB": ".2f",
+    "KiB of cache": ",.0f",
+    "of the matrix rate": ".0%",
+    "of the copy rate": ".0%",
+    "over dense": ".2f",
+    "over eager": ".2f",
+    "over eager, cached": ".2f",
+    "over full": ".2f",
+    "over whole tables": ".2f",
+    "over the smallest V": ".2f",
+}
 
 
 @dataclass
@@ -80,18 +110,26 @@ class Bench:
         check_ranges(self)
         self.on = pick_device(self.device)
         self.cuda = self.on.type == "cuda"
+        # What a GPU multiplies in: older ones have no bfloat16, and emulate it.
+        self.dtype = torch.float32
+        if self.cuda:
+            self.dtype = torch.bfloat16 if has_bfloat16(self.on) else torch.float16
 
-    def model(self, **more) -> ModelConfig:
-        names = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
-        try:
-            return ModelConfig(**{name: getattr(self, name) for name in names}, **more)
-        except ValueError as error:
-            raise UserError(f"--{error}") from None
+    def model(self, **flags) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            block_size=self.block_size,
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            n_embd=self.n_embd,
+            **flags,
+        )
 
 
 def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
     """Ids of frequency 1 / (id + 1): the logarithm of id + 1 is uniform."""
-    u = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.rand(shape, generator=generator, dtype=torch.float64)
     return ((vocab_size + 1) ** u).long().clamp_(1, vocab_size) - 1
 
 
@@ -103,29 +141,33 @@ class Contender:
     config: ModelConfig
     task: Callable[["Contender"], int]  # does it, and returns the number of tokens
     over: dict[str, str] = field(default_factory=dict)  # baseline of a ratio, by its column
-    adapt: Callable[[Decoder], object] = lambda model: None  # changes the new model
-    table_optimizer: str = "rowwise"
+    table_optimizer: str = Settings.table_optimizer
     tables: Callable[..., Tables] = ResidentTables
     cold: bool = False  # whether each turn has to read table files from the disk
     optimizer: Optimizer | None = None  # what trains has one
+    prefilled: KVCache | None = None  # what reads on has one, and the one of its last turn
+    cache: KVCache | None = None
     batches: int = 0  # drawn so far
-    cache: KVCache | None = None  # what reads on has one,
-    kept: int = 0  # and these bytes in it when its context is full
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.model = ranks.make_model(self.config, self.tables).to(self.bench.on)
-        self.adapt(self.model)
 
     def batch(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Fresh ids, and those that tables are looked up under: others only with --table_gib."""
         self.batches += 1
-        ids, n_rows = zipf(shape, self.bench.vocab_size, self.batches), self.model.tables.vocab_size
-        return ids, ids if n_rows == self.config.vocab_size else zipf(shape, n_rows, self.batches)
+        ids = zipf(shape, self.config.vocab_size, self.batches)
+        n_row = self.model.tables.vocab_size
+        if n_row == self.config.vocab_size:
+            return ids, ids
+        return ids, zipf(shape, n_row, self.batches)
 
-    def turn(self) -> float:  # tokens per second
+    def turn(self) -> float:
+        """Tokens per second."""
         if self.cold:
             drop_pages(self.model.tables.storage)
+        if self.task is read_on:
+            prefill_cache(self)
         start = timer()
         tokens = self.task(self)
         if hasattr(self.model.tables, "ring"):
@@ -133,205 +175,315 @@ class Contender:
         return tokens / (timer() - start)
 
 
-def interleaved_timing(contenders: dict[str, Contender], rounds: int, task=None) -> dict[str, dict]:
+def interleaved_timing(
+    contenders: dict[str, Contender], rounds: int, task: Callable | None = None
+) -> dict[str, dict[str, float]]:
     """The tok/s of each contender, at a task or its own, and its ratios to its baselines. They take
     turns in an order that changes, as a turn leaves caches and disk busy. The first warms up."""
-    for it in contenders.values() if task else ():
-        it.task = task
-    rates, order = {name: [] for name in contenders}, random.Random(0)  # the same on all ranks
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    order = random.Random(0)  # the same on all ranks
+    for contender in contenders.values():
+        contender.task = task or contender.task
     for _ in tqdm(range(1 + rounds), desc="taking turns", unit="turn"):
         for name in order.sample(list(contenders), len(contenders)):
             rates[name].append(contenders[name].turn())
-    rates = {name: np.array(each[1:]) for name, each in rates.items()}  # [rounds] each
     rows = {}
-    for name, it in contenders.items():
-        rows[name] = {"tok/s": np.median(rates[name])}
-        rows[name] |= {column: np.median(rates[name] / rates[to]) for column, to in it.over.items()}
+    for name, contender in contenders.items():
+        rates_here = np.array(rates[name][1:])  # [rounds]
+        rows[name] = {"tok/s": np.median(rates_here)}
+        for column, baseline in contender.over.items():
+            rows[name][column] = np.median(rates_here / np.array(rates[baseline][1:]))
     return rows
 
 
-def show(what: str, rows: dict[str, dict]) -> dict[str, dict]:
-    def cells(row: dict) -> dict[str, str]:
-        return {c: FORMATS.get(c.split()[0], "{:,.0f}").format(v) for c, v in row.items()}
-
-    print("\n" + markdown([{what: name, **cells(row)} for name, row in rows.items()]))
+def show(title: str, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Print rows by name as a table. A cell is a number or, of a task, tok/s and ratio."""
+    table = []
+    for name, row in rows.items():
+        cells = {title: name}
+        for column, value in row.items():
+            if isinstance(value, dict):
+                cells[column] = f"{value['tok/s']:,.0f} ({value['ratio']:.1%})"
+            else:
+                cells[column] = format(value, FORMATS[column])
+        table.append(cells)
+    print("\n" + markdown(table))
     return rows
 
 
 def calls_per_second(statement: str, x: Tensor) -> float:
-    call = Timer(statement, globals=dict(x=x), num_threads=torch.get_num_threads())
+    call = Timer(statement, globals={"x": x}, num_threads=torch.get_num_threads())
     return 1 / call.blocked_autorange().median
 
 
-def train(it: Contender, steps: int = 1) -> int:
-    model, device = it.model.train(), it.bench.on
-    if it.optimizer is None:
-        settings = Settings(learning_rate=1e-3, table_optimizer=it.table_optimizer)
-        it.optimizer = Optimizer(model, settings)
-    batches = [it.batch(it.bench.batch_size, it.bench.block_size + 1) for _ in range(steps)]
+# --- tasks ---
+
+
+def train(contender: Contender, steps: int = 1) -> int:
+    bench = contender.bench
+    model = contender.model.train()
+    if contender.optimizer is None:
+        settings = Settings(learning_rate=1e-3, table_optimizer=contender.table_optimizer)
+        contender.optimizer = Optimizer(model, settings)
+    shape = (bench.batch_size, bench.block_size + 1)
+    batches = [contender.batch(*shape) for _ in range(steps)]
     for number, batch in enumerate(batches, 1):
         ids, table_ids = (each[ranks.rank :: ranks.size] for each in batch)
         targets = ids[:, 1:] % len(model.head_weight)  # vocab: a small head has fewer classes
-        with torch.autocast(device.type, torch.bfloat16, enabled=it.bench.cuda):
+        with torch.autocast(bench.on.type, bench.dtype, enabled=bench.cuda):
             _, loss = model(ids[:, :-1], targets, table_ids=table_ids[:, :-1])
         if number < steps:
             model.tables.prefetch(batches[number][1][:, :-1])
         loss.backward()
-        it.optimizer.step(1.0)
-        loss.item()
-    return steps * it.bench.batch_size * it.bench.block_size
-
-
-def bytes_sent(it: Contender) -> dict[str, float]:
-    """To other ranks in one more step, counted and by the formula, as columns of a row."""
-    sharded.sent.clear()
-    train(it)
-    it.batches -= 1  # to draw the same ids again
-    ids = it.batch(it.bench.batch_size, it.bench.block_size + 1)[1][:, :-1]
-    n = max(len(ids[rank :: ranks.size].unique()) for rank in range(ranks.size))
-    return {"bytes sent": sharded.sent.total(), "by formula": ranks.bytes_per_step(it.model, n)}
+        contender.optimizer.step(1.0)
+        loss.item()  # waits for the device
+    return steps * bench.batch_size * bench.block_size
 
 
 @torch.inference_mode()
-def decode(it: Contender, batch: int, prompt: int, new: int, cached: bool = True) -> int:
-    """Read a prompt, then given tokens: a model that knows nothing would repeat itself."""
-    model, block_size = it.model.eval(), it.bench.block_size
-    prompt = min(prompt, max(1, block_size // 3))
-    new = min(new, block_size - prompt + 1)  # the last one is not read
-    ids, table_ids = (t.to(it.bench.on) for t in it.batch(batch, prompt + new))
-    cache = KVCache(it.config, batch, it.bench.on, torch.float32) if cached else None
-    for end in range(prompt, prompt + new):
-        part = slice(cache.length if cache else 0, end)
-        logits, _ = model(ids[:, part], table_ids=table_ids[:, part], cache=cache, last_only=True)
-        logits[:, -1].argmax(-1)
-    return batch * new
-
-
-@torch.inference_mode()
-def prefill(it: Contender) -> int:
-    ids, table_ids = it.batch(it.bench.batch_size, it.bench.block_size)
-    it.model.eval()(ids.to(it.bench.on), table_ids=table_ids, last_only=True)
+def prefill(contender: Contender) -> int:
+    bench = contender.bench
+    ids, table_ids = contender.batch(bench.batch_size, bench.block_size)
+    contender.model.eval()(ids.to(bench.on), table_ids=table_ids, last_only=True)
+    if bench.cuda:
+        torch.cuda.synchronize()
     return ids.numel()
 
 
+def make_cache(model: Decoder, batch: int) -> KVCache:
+    return KVCache(model.config, batch, model.device, model.head_weight.dtype)
+
+
 @torch.inference_mode()
-def read_on(it: Contender) -> int:
-    """Read the last 16 tokens of the context one by one; before the first turn, all of it."""
-    ids, model = it.batch(1, it.bench.block_size)[0].to(it.bench.on), it.model.eval()
-    if it.cache is None:
-        it.cache = KVCache(it.config, 1, it.bench.on, torch.float32)
-        model(ids, cache=it.cache, last_only=True)
-        it.kept = sum(x.nbytes for x in (*it.cache.k, *it.cache.v, it.cache.seen, it.cache.counts))
-    last = ids[:, -16:].split(1, dim=1)
-    it.cache.length = ids.shape[1] - len(last)
-    for token in last:
-        model(token, cache=it.cache)
-    return len(last)
+def decode(contender: Contender, batch: int, prompt: int, new: int, cached: bool = True) -> int:
+    """Read a prompt, then given tokens: a model that knows nothing would repeat itself."""
+    block_size = contender.bench.block_size
+    model = contender.model.eval()
+    prompt = min(prompt, max(1, block_size // 3))
+    new = min(new, block_size - prompt + 1)  # the last one is not read
+    ids, table_ids = contender.batch(batch, prompt + new)
+    ids = ids.to(contender.bench.on)
+    table_ids = table_ids.to(contender.bench.on)
+    cache = make_cache(model, batch) if cached else None
+    for end in range(prompt, prompt + new):
+        part = slice(cache.length if cache else 0, end)
+        logits, _ = model(ids[:, part], table_ids=table_ids[:, part], cache=cache, last_only=True)
+        logits[:, -1].argmax(-1).tolist()  # waits for the device, as sampling does
+    return batch * new
+
+
+READ_ON = 16  # tokens
+
+
+@torch.inference_mode()
+def prefill_cache(contender: Contender) -> None:
+    """Fill a cache with all of the context but the tokens that `read_on` reads."""
+    model = contender.model.eval()
+    if contender.prefilled is None:
+        contender.ids, _ = contender.batch(1, contender.bench.block_size)
+        contender.ids = contender.ids.to(contender.bench.on)
+        contender.prefilled = make_cache(model, 1)
+        model(contender.ids[:, :-READ_ON], cache=contender.prefilled, last_only=True)
+    contender.cache = copy.deepcopy(contender.prefilled)
+
+
+@torch.inference_mode()
+def read_on(contender: Contender) -> int:
+    """Read the last tokens of the context one by one."""
+    for token in contender.ids[:, -READ_ON:].split(1, dim=1):
+        logits, _ = contender.model(token, cache=contender.cache)
+        logits.argmax(-1).tolist()  # waits for the device
+    return READ_ON
+
+
+# --- memory ---
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors in a dictionary, a list or an object, whatever their names."""
+    if isinstance(value, Tensor):
+        return [value]
+    if hasattr(value, "__dict__"):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for part in value for tensor in tensors(part)]
+
+
+def cache_bytes(cache: KVCache) -> int:
+    """Bytes kept for a sequence: not the angles of positions, nor their numbers."""
+    kept = sum(tensor.nbytes for tensor in tensors(cache) if tensor.dim() > 1)
+    return kept - cache.angles.nbytes
+
+
+def training_bytes(contender: Contender) -> int:
+    """Bytes of weights, of gradients that autograd keeps, and of optimizer states."""
+    weights = list(contender.model.parameters())
+    gradients = [weight for weight in weights if weight.requires_grad]
+    states = tensors(contender.optimizer.state_dict())
+    return sum(tensor.nbytes for tensor in weights + gradients + states)
+
+
+# --- what is compared ---
 
 
 def bench_train(bench: Bench) -> dict:
-    ways = {"": Decoder.train}
-    if not bench.quick:
-        ways[", compiled"] = lambda model: [block.compile() for block in model.blocks]
     contenders = {}
-    for kind, way in product(KINDS, ways):
-        over, config = {"over dense": "dense" + way, "over eager": kind}, bench.model(**KINDS[kind])
-        contenders[kind + way] = Contender(bench, config, train, over, ways[way])
+    for kind, flags in KINDS.items():
+        for way in ("",) if bench.quick else ("", ", compiled"):
+            over = {"over dense": "dense" + way, "over eager": kind}
+            contender = Contender(bench, bench.model(**flags), train, over)
+            if way == ", compiled":
+                for block in contender.model.blocks:
+                    block.compile()
+            contenders[kind + way] = contender
     rows = interleaved_timing(contenders, bench.rounds)
+
     n = 256 if bench.quick else 8192 if bench.cuda else 2048
-    dtype = torch.bfloat16 if bench.cuda else torch.float32
-    most = 2 * n**3 * calls_per_second("x @ x", torch.randn(n, n, device=bench.on, dtype=dtype))
+    matrix = torch.randn(n, n, device=bench.on, dtype=bench.dtype)
+    matrix_rate = 2 * n**3 * calls_per_second("x @ x", matrix)
     for name, row in rows.items():
         flops = row["tok/s"] * 3 * contenders[name].model.sizes()["flops_per_token"]
-        row |= {"GFLOP/s": flops / 1e9, "of the matrix rate": flops / most / ranks.size}
-        row |= bytes_sent(contenders[name]) if ranks.size > 1 else {}
+        row["GFLOP/s"] = flops / 1e9
+        row["of the matrix rate"] = flops / matrix_rate / ranks.size
     return show("train", rows)
 
 
+def prepare_to_decode(model: Decoder) -> None:
+    """Weights as sample.py has them: in bfloat16 where a GPU multiplies it; on a CPU by columns."""
+    if model.device.type == "cpu":
+        model.use_column_major_weights()
+    elif has_bfloat16(model.device):
+        for name, module in model.named_children():
+            if name != "tables":
+                module.to(torch.bfloat16)
+
+
 def bench_decode(bench: Bench) -> dict:
-    eager = Decoder.eval if bench.cuda else Decoder.use_column_major_weights
-    ways = {"": eager, ", no cache": eager}
+    # Without a cache one sequence shows what it is worth.
+    ways = [("", 1), ("", 8), (", no cache", 1)]
     if not bench.quick:
-        ways[", compiled"] = lambda model: eager(model).compile_steps()
+        ways += [(", compiled", 1), (", compiled", 8)]
     contenders = {}
-    for batch, kind, way in product((1, 8), KINDS, ways):
-        end, cached = f", batch {batch}", "no cache" not in way
-        if cached or batch == 1:  # without a cache one sequence shows what it is worth
+    for kind, flags in KINDS.items():
+        for way, batch in ways:
+            end = f", batch {batch}"
+            cached = way != ", no cache"
             task = partial(decode, batch=batch, prompt=64, new=96, cached=cached)
-            over = {"over dense": "dense" + way + end, "over eager, cached": kind + end}
-            config = bench.model(**KINDS[kind])
-            contenders[kind + way + end] = Contender(bench, config, task, over, ways[way])
-    rows, x = interleaved_timing(contenders, bench.rounds), torch.ones(1 << 26, device=bench.on)
-    most = x.nbytes * calls_per_second("x.sum()", x)
+            over = {"over dense": f"dense{way}{end}", "over eager, cached": kind + end}
+            contender = Contender(bench, bench.model(**flags), task, over)
+            prepare_to_decode(contender.model)
+            if way == ", compiled":
+                contender.model.compile_steps()
+            contenders[kind + way + end] = contender
+    rows = interleaved_timing(contenders, bench.rounds)
+
+    ones = torch.ones(1 << 26, device=bench.on)
+    copy_rate = ones.nbytes * calls_per_second("x.sum()", ones)
     for name, row in rows.items():
-        it = contenders[name]
-        read = row["tok/s"] * 4 * it.model.sizes()["active"] / it.task.keywords["batch"]
-        row |= {"GB/s": read / 1e9, "of the copy rate": read / most}
+        contender = contenders[name]
+        weight = contender.model.head_weight.element_size() * contender.model.sizes()["active"]
+        read = row["tok/s"] * weight / contender.task.keywords["batch"]
+        row["GB/s"] = read / 1e9
+        row["of the copy rate"] = read / copy_rate
     return show("decode", rows)
 
 
 def bench_vocab(bench: Bench) -> dict:
-    def small_head(model: Decoder) -> None:
-        model.head = nn.Linear(bench.n_embd, 64, bias=False, device=bench.on)
-
-    ways = {"rows": dict(adapt=small_head), "rows, and the head": {}}
-    ways["whole tables"] = dict(adapt=small_head, table_optimizer="adamw")
-    base, rows = bench.model(stem_layers="all"), {}
-    sizes, first = [bench.vocab_size * n for n in (1, 5, 20)], f"rows, V = {bench.vocab_size:,}"
+    config = bench.model(stem_layers="all")
+    sizes = [bench.vocab_size, 5 * bench.vocab_size, 20 * bench.vocab_size]
+    smallest = f"rows, V = {sizes[0]:,}"
+    rows = {}
     for vocab_size in sizes:
-        end, config = f", V = {vocab_size:,}", replace(base, vocab_size=vocab_size)
-        over = {"over whole tables": "whole tables" + end, f"over {first}": first}
-        contenders = {first: Contender(bench, base, train, **ways["rows"])}
-        for way, more in ways.items():
-            contenders[way + end] = Contender(bench, config, train, over, **more)
-        measured = interleaved_timing(contenders, bench.rounds)
-        for name in [way + end for way in ways]:
-            it, row = contenders[name], measured[name]
-            ms = 1e3 * bench.batch_size * bench.block_size / row.pop("tok/s")
-            by_adamw = sum(p.numel() for g in it.optimizer.adamw.param_groups for p in g["params"])
-            numbers = 3 * it.model.sizes()["total"] + by_adamw  # weights, m, v; gradients
-            rows[name] = {"ms": ms, **row, "GiB": 4 * numbers / 2**30}
+        end = f", V = {vocab_size:,}"
+        larger = replace(config, vocab_size=vocab_size)
+        over = {"over whole tables": "whole tables" + end, "over the smallest V": smallest}
+        contenders = {
+            smallest: Contender(bench, config, train),
+            "rows" + end: Contender(bench, larger, train, over),
+            "rows, and the head" + end: Contender(bench, larger, train, over),
+            "whole tables" + end: Contender(bench, larger, train, over, table_optimizer="adamw"),
+        }
+        for name, contender in contenders.items():
+            if "the head" not in name:
+                contender.model.head = nn.Linear(bench.n_embd, 64, bias=False, device=bench.on)
+        for name, row in interleaved_timing(contenders, bench.rounds).items():
+            if contenders[name].over:
+                tokens = bench.batch_size * bench.block_size
+                row = {"ms": 1e3 * tokens / row.pop("tok/s"), **row}
+                rows[name] = {**row, "GiB": training_bytes(contenders[name]) / 2**30}
     if bench.plot:
-        panels = {"ms": "training step (ms)", "GiB": "memory (GiB)"}
-        plot(bench.plot, rows, panels, "{}, V = {:,}", list(ways), sizes)
+        draw_vocab(bench.plot, rows, sizes)
     return show("vocab", rows)
 
 
-def plot(path: Path, rows: dict, panels: dict, form: str, lines: list, sizes: list[int]) -> None:
-    """Draw columns, by title, of the rows of these lines and sizes, whose names have this form."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained")
-    for ax, (column, title) in zip(axes, panels.items(), strict=True):
-        for line in lines:
-            values = [rows[form.format(line, size)][column] for size in sizes]
-            values = [cell["tok/s"] if isinstance(cell, dict) else cell for cell in values]
-            ax.loglog(sizes, values, ".-", label=line)
-        ax.set(xlabel=form[4:5], ylabel=title, xticks=sizes, xticklabels=[f"{n:,}" for n in sizes])
-        ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.tick_params(which="minor", labelbottom=False, labelleft=False)
-        ax.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
+def draw_vocab(path: Path, rows: dict, sizes: list[int]) -> None:
+    figure, panels = plt.subplots(1, 2, figsize=(8, 4))
+    for axes, column in zip(panels, ("ms", "GiB"), strict=True):
+        for way in ("rows", "rows, and the head", "whole tables"):
+            values = [rows[f"{way}, V = {size:,}"][column] for size in sizes]
+            axes.loglog(sizes, values, ".-", label=way)
+        label_sizes(axes, sizes)
+    panels[0].set(xlabel="V", ylabel="training step (ms)")
+    panels[1].set(xlabel="V", ylabel="memory (GiB)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     save_figure(figure, path)
 
 
+def label_sizes(axes: plt.Axes, sizes: list[int]) -> None:
+    """Ticks of logarithmic axes: these sizes, and plain numbers."""
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.tick_params(which="minor", labelbottom=False, labelleft=False)
+
+
 def bench_attention(bench: Bench) -> dict:
-    names = ("full", "window", "count", "window,window,count")
-    kinds = {name: dict(ffn="embformer", attention=name) for name in names}
-    kinds |= {name: KINDS[name] for name in ("dense", "STEM, all")}
-    tasks = {"train": train, "prefill": prefill, "decode": read_on}
-    rows, lengths = {}, [bench.block_size * n for n in ((1, 2) if bench.quick else (1, 4, 16))]
-    for n in lengths:
-        one = replace(bench, block_size=n, batch_size=max(1, bench.batch_size * lengths[0] // n))
-        over, configs = {"ratio": f"full, T = {n:,}"}, {k: one.model(**v) for k, v in kinds.items()}
-        every = {f"{k}, T = {n:,}": Contender(one, v, train, over) for k, v in configs.items()}
-        timed = {task: interleaved_timing(every, bench.rounds, do) for task, do in tasks.items()}
-        for name, it in every.items():
-            rows[name] = {task: timed[task][name] for task in tasks}
-            rows[name]["KiB of cache"] = it.kept / 1024
+    kinds = {"dense": KINDS["dense"], "STEM, all": KINDS["STEM, all"]}
+    for name in ("full", "window", "count", "window,window,count"):
+        kinds[name] = {"ffn": "embformer", "attention": name}
+    shortest = bench.block_size
+    lengths = [shortest, 2 * shortest] if bench.quick else [shortest, 4 * shortest, 16 * shortest]
+    rows = {}
+    for length in lengths:
+        batch_size = max(1, bench.batch_size * shortest // length)
+        sized = replace(bench, block_size=length, batch_size=batch_size)
+        contenders = {}
+        for name, flags in kinds.items():
+            over = {"ratio": f"full, T = {length:,}"}
+            contender = Contender(sized, sized.model(**flags), train, over)
+            contenders[f"{name}, T = {length:,}"] = contender
+        trained = interleaved_timing(contenders, bench.rounds, train)
+        prefilled = interleaved_timing(contenders, bench.rounds, prefill)
+        decoded = interleaved_timing(contenders, bench.rounds, read_on)
+        for name, contender in contenders.items():
+            rows[name] = {
+                "train": trained[name],
+                "prefill": prefilled[name],
+                "decode": decoded[name],
+                "KiB of cache": cache_bytes(contender.cache) / 1024,
+            }
     if bench.plot:
-        panels = {task: f"{task} (tok/s)" for task in tasks} | {"KiB of cache": "cache (KiB)"}
-        plot(bench.plot, rows, panels, "{}, T = {:,}", list(kinds), lengths)
+        draw_attention(bench.plot, rows, list(kinds), lengths)
     return show("attention", rows)
+
+
+def draw_attention(path: Path, rows: dict, kinds: list[str], lengths: list[int]) -> None:
+    figure, panels = plt.subplots(1, 4, figsize=(16, 4))
+    for kind in kinds:
+        kind_rows = [rows[f"{kind}, T = {length:,}"] for length in lengths]
+        for axes, task in zip(panels, ("train", "prefill", "decode"), strict=False):
+            axes.loglog(lengths, [row[task]["tok/s"] for row in kind_rows], ".-", label=kind)
+            axes.set_ylabel(f"{task} (tok/s)")
+        panels[3].loglog(lengths, [row["KiB of cache"] for row in kind_rows], ".-")
+    panels[3].set_ylabel("cache (KiB)")
+    for axes in panels:
+        axes.set_xlabel("T")
+        label_sizes(axes, lengths)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
+    save_figure(figure, path)
 
 
 def bench_offload(bench: Bench) -> dict:
@@ -342,58 +494,75 @@ def bench_offload(bench: Bench) -> dict:
         # The last update of a turn has nothing to hide behind: more steps where steps are short.
         "train": partial(train, steps=5 if bench.cuda else 2),
     }
-    places = {"resident": "none", "cpu": "cpu", "disk, warm": "disk", "disk, cold": "disk"}
-    if bench.table_gib:
-        places = {"resident": "none", f"disk, {bench.table_gib:g} GiB of rows": "disk"}
-    config, contenders, rows = bench.model(stem_layers="all"), {}, {place: {} for place in places}
+    config = bench.model(stem_layers="all")
+    over = {"ratio": "resident"}
     with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
-        for place, offload in places.items():
-            live, over = Path(folder) / place, {"ratio": "resident"}
-            tables = make_tables(offload, bench.on, torch.float32, live=live, fresh=True)
-            if bench.table_gib and offload == "disk":
-                tables = partial(sparse_tables, bench, live)
-            more = dict(tables=tables, cold=place == "disk, cold")
-            contenders[place] = Contender(bench, config, prefill, over, **more)
-        for task, do in tasks.items():
-            for place, row in interleaved_timing(contenders, bench.rounds, do).items():
-                rows[place][task] = row
+
+        def place(offload: str, name: str, cold: bool = False) -> Contender:
+            tables = make_tables(
+                offload, bench.on, torch.float32, live=Path(folder) / name, fresh=True
+            )
+            return Contender(bench, config, prefill, over, tables=tables, cold=cold)
+
+        contenders = {"resident": place("none", "resident")}
+        if bench.table_gib:
+            tables = partial(sparse_tables, bench, Path(folder) / "sparse")
+            name = f"disk, {bench.table_gib:g} GiB of rows"
+            contenders[name] = Contender(bench, config, prefill, over, tables=tables)
+        else:
+            contenders["RAM"] = place("cpu", "ram")
+            contenders["disk, warm"] = place("disk", "warm")
+            contenders["disk, cold"] = place("disk", "cold", cold=True)
+        rows = {name: {} for name in contenders}
+        for column, task in tasks.items():
+            for name, row in interleaved_timing(contenders, bench.rounds, task).items():
+                rows[name][column] = row
     return show("tables", rows)
 
 
 def sparse_tables(bench: Bench, folder: Path, n_table: int, _: int, width: int) -> Tables:
     """Tables of --table_gib, whatever the vocabulary, in files that take no room."""
     n_row = int(bench.table_gib * 2**30) // (n_table * width * 4)
-    storage = DiskStorage.create(folder, (n_row, n_table, width), torch.float32, sparse=True)
-    return (OffloadedTables if bench.cuda else StoredTables)(storage, bench.on)
+    shape = (n_row, n_table, width)
+    storage = DiskStorage.create(folder, shape, torch.float32, sparse=True)
+    return OffloadedTables(storage, bench.on) if bench.cuda else StoredTables(storage, bench.on)
 
 
 def drop_pages(storage: DiskStorage) -> None:
     """Make the next read of tables go to the disk, where the system lets us (Linux)."""
-    for name, pages in storage.maps.items() if hasattr(os, "posix_fadvise") else ():
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for name, pages in storage.maps.items():
         pages.flush()  # only clean pages can go,
         pages.madvise(mmap.MADV_DONTNEED)  # and only pages that are not mapped
         with open(storage.folder / name, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-TABLES = dict(train=bench_train, decode=bench_decode, attention=bench_attention)
-TABLES |= dict(vocab=bench_vocab, offload=bench_offload)
+COMPARISONS = {
+    "train": bench_train,
+    "decode": bench_decode,
+    "attention": bench_attention,
+    "vocab": bench_vocab,
+    "offload": bench_offload,
+}
 
 
 @ranks.joined()
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("what", choices=(*TABLES, "all"), help="what to compare")
+    parser.add_argument("what", choices=(*COMPARISONS, "all"), help="what to compare")
     add_flags(parser, Bench)
     flags = vars(parser.parse_args())
     what = flags.pop("what")
     check_picture(flags.get("plot"))
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
-    bench = Bench(**(QUICK if "quick" in flags else {}) | flags)
+    sizes = QUICK if "quick" in flags else {}
+    bench = Bench(**{**sizes, **flags})
     if ranks.size > 1 and (what != "train" or bench.batch_size % ranks.size):
         raise UserError(f"--nproc_per_node: train, and a --batch_size that {ranks.size} divides")
-    for name in TABLES if what == "all" else [what]:
-        TABLES[name](bench)
+    for name in COMPARISONS if what == "all" else [what]:
+        COMPARISONS[name](bench)
 
 
 if __name__ == "__main__":
