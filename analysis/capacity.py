@@ -23,7 +23,10 @@ from training.settings import Settings
 
 SHAPE = {"n_layer": 4, "n_head": 2, "n_embd": 16, "tie_head": True}
 D_FF = 64
-VALUES, RELATIONS, SYLLABLES = 256, 4, 200  # tokens of each sort; a name has two syllables
+# Tokens of each sort; a name has two syllables.
+VALUES = 256
+RELATIONS = 4
+SYLLABLES = 200
 # Names of facts, and the kinds of layers that learn them.
 NAMES = {
     "two syllables": (*MAIN, "hash_moe"),
@@ -61,7 +64,9 @@ def make_facts(n_fact: int, names: str, seed: int) -> tuple[Tensor, Tensor, int]
         vocab_size = begin + n_entity
     else:
         pairs = rng.permutation(SYLLABLES**2)[:n_entity]  # no two names are the same
-        name = begin + np.stack((pairs // SYLLABLES, SYLLABLES + pairs % SYLLABLES), axis=1)
+        first = begin + pairs // SYLLABLES
+        second = begin + SYLLABLES + pairs % SYLLABLES
+        name = np.stack((first, second), axis=1)  # [n_entity, 2]
         vocab_size = begin + 2 * SYLLABLES
     relation = VALUES + np.tile(np.arange(RELATIONS), n_entity)[:, None]  # [n_fact, 1]
     prompts = np.concatenate((name.repeat(RELATIONS, axis=0), relation), axis=1)
@@ -168,13 +173,15 @@ def table_cells(kind: str, names: str, sizes: tuple[int, ...], shares: list) -> 
     prompts, _, vocab_size = make_facts(most, names, seed=0)
     model = make_model(KINDS[kind], vocab_size, prompts.shape[1]).sizes()
     flops = model["flops_per_token"] - 2 * vocab_size * SHAPE["n_embd"]  # without the head
-    bits = np.array(shares) * np.array(sizes)[:, None] * log2(VALUES)  # [sizes, seeds]
+    recalled = np.array(shares) * np.array(sizes)[:, None]  # facts [sizes, seeds]
+    bits = recalled * log2(VALUES)
+    best = bits.mean(1).argmax()
     cells = {
         "kFLOP of a token": f"{flops / 1e3:.1f}",
         f"parameters for {most:,}": f"{model['total'] / 1e3:,.0f} k",
     }
     for n_fact, by_seed in zip(sizes, shares, strict=True):
         cells[f"{n_fact:,} facts"] = spread(".1%", by_seed)
-    cells["most kbit recalled"] = spread(".1f", bits[bits.mean(1).argmax()] / 1e3)
+    cells["most kbit recalled"] = spread(".1f", bits[best] / 1e3)
     cells[f"bits per parameter, {most:,}"] = f"{bits[-1].mean() / model['total']:.2f}"
     return cells

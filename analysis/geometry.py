@@ -54,9 +54,14 @@ def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, d
     measures = {}
     for column, layers in vectors(model, text).items():
         measures[column] = {layer: measure(rows) for layer, rows in layers.items()}
-        first = [measure(rows) for name, rows in untrained[column].items() if name != "embedding"]
-        means = {name: np.mean([layer[name] for layer in first], axis=0) for name in first[0]}
-        measures[column]["untrained"] = {name: mean.tolist() for name, mean in means.items()}
+        layers = untrained[column]
+        layers.pop("embedding", None)
+        first = [measure(rows) for rows in layers.values()]
+        means = {}
+        for name in first[0]:
+            mean = np.mean([layer[name] for layer in first], axis=0)
+            means[name] = mean.tolist()
+        measures[column]["untrained"] = means
     return measures
 
 
@@ -96,13 +101,15 @@ def up_outputs(model: Decoder, text: Tensor) -> dict[str, Tensor]:
 
     for layer, block in enumerate(model.blocks):
         block.ffn.up.register_forward_hook(keep(layer))
-    size = min(config.block_size, len(text))
-    windows = text[: len(text) // size * size].view(-1, size)  # [N, T]
+    size = config.block_size
+    whole = len(text) // size * size
+    windows = text[:whole].view(-1, size)  # [N, T]
     sums = torch.zeros(config.n_layer, config.vocab_size, config.d_ff, device=model.device)
     for ids in windows.split(16):
         model.hidden(ids)
+        tokens = ids.flatten().to(model.device)  # [B * T]
         for layer, output in outputs.items():
-            sums[layer].index_add_(0, ids.flatten().to(output.device), output.flatten(0, 1))
+            sums[layer].index_add_(0, tokens, output.flatten(0, 1))
     counts = windows.flatten().bincount(minlength=config.vocab_size)
     tokens = counts.nonzero()[:, 0]
     means = sums[:, tokens] / counts[tokens, None].to(sums.device)  # [n_layer, n, d_ff]
@@ -111,10 +118,12 @@ def up_outputs(model: Decoder, text: Tensor) -> dict[str, Tensor]:
 
 def measure(vectors: Tensor) -> dict[str, float | list[float]]:
     cosine = cosines(vectors)
+    size = cosine.abs()
+    large = (size > 0.5).float()
     histogram, _ = np.histogram(cosine.cpu().numpy(), BINS, density=True)
     return {
-        "mean size of cosines": float(cosine.abs().mean()),
-        "share above 0.5": float((cosine.abs() > 0.5).float().mean()),
+        "mean size of cosines": float(size.mean()),
+        "share above 0.5": float(large.mean()),
         "histogram": histogram.tolist(),
     }
 
@@ -122,21 +131,25 @@ def measure(vectors: Tensor) -> dict[str, float | list[float]]:
 def cosines(vectors: Tensor) -> Tensor:
     """Of all pairs of n vectors [n, W]: [n (n - 1) / 2]."""
     unit = F.normalize(vectors.float(), dim=-1)
-    above_diagonal = torch.ones(len(unit), len(unit), device=unit.device).triu(1).bool()
-    return (unit @ unit.T)[above_diagonal]
+    products = unit @ unit.T  # [n, n]
+    above_diagonal = torch.ones_like(products).triu(1).bool()
+    return products[above_diagonal]
 
 
 def draw(experiment: Experiment, runs_by_column: dict[str, list], layers: list[str]) -> None:
     """Histograms of the cosines, a panel for each layer with STEM rows."""
     figure, panels = plt.subplots(1, len(layers), figsize=(13, 3), sharex=True, sharey=True)
     centre = (BINS[1:] + BINS[:-1]) / 2
+
+    def curve(axes: plt.Axes, column: str, line: str, label: str, **look) -> None:
+        histograms = [run[line]["histogram"] for run in runs_by_column[column]]
+        mean_and_band(axes, centre, np.array(histograms), label=label, **look)
+
     for axes, layer in zip(panels, layers, strict=True):
-        for column in ("STEM rows", "dense W_u x"):
-            histograms = [run[layer]["histogram"] for run in runs_by_column[column]]
-            mean_and_band(axes, centre, np.array(histograms), label=column)
-        histograms = [run["untrained"]["histogram"] for run in runs_by_column["STEM rows"]]
+        curve(axes, "STEM rows", layer, "STEM rows")
+        curve(axes, "dense W_u x", layer, "dense W_u x")
         look = {"color": "grey", "linestyle": ":"}
-        mean_and_band(axes, centre, np.array(histograms), label="untrained rows", **look)
+        curve(axes, "STEM rows", "untrained", "untrained rows", **look)
         axes.set(title=f"layer {layer}", xlabel="cosine of two tokens", yscale="log")
     panels[0].set_ylabel("density")
     handles = panels[0].get_legend_handles_labels()

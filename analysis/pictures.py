@@ -27,17 +27,24 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def spread(form: str, figures: Iterable[float | None]) -> str:
     """A figure of some runs: mean ± standard deviation; one run's own, nothing if none has it."""
     known = [figure for figure in figures if figure is not None]
-    if len(known) < 2:
-        return "".join(format(figure, form) for figure in known)
-    return f"{np.mean(known):{form}} ± {np.std(known, ddof=1):{form}}"
+    if not known:
+        return ""
+    mean = format(np.mean(known), form)
+    if len(known) == 1:
+        return mean
+    deviation = np.std(known, ddof=1)
+    return f"{mean} ± {deviation:{form}}"
 
 
 def losses_of(runs: list[dict], kind: str, loss: str) -> tuple[np.ndarray, np.ndarray]:
     """The steps [n] of which all runs have a record of this kind (one may have stopped earlier),
     and their losses there [runs, n]."""
-    by_step = [{record["step"]: record[loss] for record in run[kind]} for run in runs]
-    steps = sorted(set.intersection(*(set(losses) for losses in by_step)))
-    losses = [[losses[step] for step in steps] for losses in by_step]
+    by_step = []
+    for run in runs:
+        by_step.append({record["step"]: record[loss] for record in run[kind]})
+    common = set(by_step[0]).intersection(*by_step[1:])
+    steps = sorted(common)
+    losses = [[of_run[step] for step in steps] for of_run in by_step]
     return np.array(steps), np.array(losses)
 
 
@@ -45,7 +52,8 @@ def mean_and_band(axes: plt.Axes, x: np.ndarray, ys: np.ndarray, **look) -> None
     """Draw the mean of curves `ys` [runs, n] over `x` [n], with a band from lowest to highest."""
     (line,) = axes.plot(x, ys.mean(0), **look)
     if len(ys) > 1:
-        axes.fill_between(x, ys.min(0), ys.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+        color = line.get_color()
+        axes.fill_between(x, ys.min(0), ys.max(0), color=color, alpha=0.2, linewidth=0)
 
 
 def check_picture(path: Path | None) -> None:

@@ -38,9 +38,9 @@ def stability(experiment: Experiment) -> None:
         above.set_title(f"learning rate {rate:g}")
         color = f"C{NAMES.index(name)}"
         for run in group:
-            label = name if run is group[0] else None
-            above.plot(losses(run), color=color, linewidth=0.7, alpha=0.8, label=label)
-            below.plot(gradient_norms(run), color=color, linewidth=0.7, alpha=0.8)
+            above.plot(losses(run), color=color, linewidth=0.7)
+            below.plot(gradient_norms(run), color=color, linewidth=0.7)
+        above.lines[-1].set_label(name)
     print(markdown(rows))
 
     for axes, label in zip(panels[:, 0], ("training loss", "gradient norm"), strict=True):
@@ -55,15 +55,17 @@ def stability(experiment: Experiment) -> None:
 
 def measures(group: list[Run]) -> dict[str, str]:
     """The cells of a table about runs of one kind and learning rate."""
-    norms = [gradient_norms(run) for run in group]
-    final_losses = [statistics.fmean(losses(run)[-25:]) for run in group]
-    loads = [load_of_experts(run) for run in group]
+    medians, largest, final_losses = [], [], []
+    for run in group:
+        norms = gradient_norms(run)
+        medians.append(statistics.median(norms))
+        largest.append(max(norms[25:] or norms))  # with --quick there are fewer
+        final_losses.append(statistics.fmean(losses(run)[-25:]))
     return {
         "spikes in 1,000 steps": spread(".1f", [spike_rate(run) for run in group]),
-        "gradient norm, median": spread(".2f", [statistics.median(norm) for norm in norms]),
-        "largest after warm-up": spread(".1f", [max(norm[25:] or norm) for norm in norms]),
+        "gradient norm, median": spread(".2f", medians),
+        "largest after warm-up": spread(".1f", largest),
         "last training loss": spread(".3f", final_losses),
-        "load of experts over even": spread(".2f", loads),
     }
 
 
@@ -76,15 +78,6 @@ def losses(run: Run) -> list[float]:
     return [step["train_loss"] - step.get("train_balance", 0.0) for step in run["step"]]
 
 
-def load_of_experts(run: Run) -> float | None:
-    """The loss of moe's routers at the end, over that of an even load; None: there are none."""
-    args = run["run"][-1]["args"]
-    if args["ffn"] != "moe":
-        return None
-    balance = statistics.fmean(step["train_balance"] for step in run["step"][-50:])
-    return balance / (args["balance"] * args["n_layer"])
-
-
 def spike_rate(run: Run) -> float | None:
     """Spikes in 1,000 steps; None if the run is too short to tell."""
     found = spikes(losses(run))
@@ -93,13 +86,16 @@ def spike_rate(run: Run) -> float | None:
 
 def spikes(losses: list[float]) -> np.ndarray:
     """Whether each step is a spike (above), the first and the last REACH steps left out."""
-    loss = np.nan_to_num(losses, nan=np.inf).clip(max=1e30)
+    loss = np.nan_to_num(losses, nan=np.inf)
+    loss = loss.clip(max=1e30)
     inner = loss[REACH:-REACH]
     if not len(inner):
         return np.zeros(0, dtype=bool)
-    above = inner - np.median(sliding_window_view(loss, 2 * REACH + 1), axis=1)
-    around = np.pad(np.abs(above), 2 * REACH, mode="symmetric")
+    windows = sliding_window_view(loss, 2 * REACH + 1)
+    above = inner - np.median(windows, axis=1)
+    padded = np.pad(np.abs(above), 2 * REACH, mode="symmetric")
+    windows = sliding_window_view(padded, 4 * REACH + 1)
     # 1.4826: of normal noise this is the standard deviation.
-    band = 6 * 1.4826 * np.median(sliding_window_view(around, 4 * REACH + 1), axis=1)
+    band = 6 * 1.4826 * np.median(windows, axis=1)
     before = sliding_window_view(loss, REACH)[: len(inner)].max(axis=1)
     return (above > band) & (inner > before)
