@@ -2,22 +2,22 @@
 
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from conftest import command
+from conftest import ROOT, command
 
 import analyze
 from analysis import experiment as shared
 from analysis.experiment import Experiment, best_learning_rates, imported_code
 from analysis.stability import REACH, spike_rate, spikes
-from common import UserError, locked
+from common import UserError
 from training.records import read_run
 
 SMALL = {
@@ -46,7 +46,7 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
     assert f"| {final:.3f} |" in rows[2]
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     metrics = (trained["dense"] / "metrics.jsonl").read_text()
-    (tmp_path / "metrics.jsonl").write_text(metrics.replace('"tokenizer": "', '"tokenizer": "x', 1))
+    (tmp_path / "metrics.jsonl").write_text(metrics.replace('"tokenizer": "', '"tokenizer": "x'))
     assert "note: not all have the same text" in ask(".", trained["stem"]).stdout
     for wrong in (["nothing"], ["--plot", "x.txt", "."], []):
         ask(*wrong, fails=True)
@@ -141,11 +141,14 @@ def test_the_digest_of_code_is_that_of_all_it_imports_but_comments(tmp_path, mon
     imported_code.cache_clear()
 
 
-def test_countries_take_1000_steps_unless_told_otherwise(tmp_path):
-    folder = tmp_path / "countries"
-    experiment = Experiment(out_dir=tmp_path, data_dir=folder, device="cpu")  # prepares it
-    assert experiment.all_flags({})["max_iters"] == 1000
-    assert experiment.all_flags({"max_iters": 250})["max_iters"] == 250
+def test_runs_on_the_countries_take_1000_steps_unless_told_otherwise(experiment, data):
+    meta = json.loads((data / "meta.json").read_text())
+    folder = experiment.out_dir / "countries"
+    folder.mkdir()
+    (folder / "meta.json").write_text(json.dumps({**meta, "corpus": "countries"}))
+    assert experiment.all_flags({"data_dir": folder})["max_iters"] == 1000
+    assert experiment.all_flags({"data_dir": folder, "max_iters": 9})["max_iters"] == 9
+    assert "max_iters" not in experiment.all_flags({})
 
 
 def test_a_loss_that_is_no_number_is_a_finding_and_other_errors_are_one_line(experiment):
@@ -184,30 +187,29 @@ def test_of_runs_at_once_one_that_fails_or_is_killed_ends_all(experiment, monkey
     assert all(process.poll() is not None for process in started)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whoever_stops_an_analysis_is_told_that_it_goes_on(data, tmp_path, number):
-    """Runs are processes of their own, so this is one, too."""
-    code = (
-        "import sys; sys.path[:0] = sys.argv[1:2]\n"
-        "from common import run\nfrom pathlib import Path\n"
-        "from analysis.experiment import Experiment\n"
-        "one = Experiment(Path(sys.argv[2]), Path(sys.argv[3]), '1', 1, device='cpu')\n"
-        f"run(lambda: one.train({{'': {ENDLESS}}}))\n"
-    )
-    root = str(Path(analyze.__file__).parent)
-    process = subprocess.Popen(
-        [shared.sys.executable, "-c", code, root, str(tmp_path), str(data)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not any(len(path.read_text()) for path in tmp_path.glob("runs/*/metrics.jsonl")):
+STOPPED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from analysis.experiment import Experiment
+from common import run
+run(lambda: Experiment(Path(sys.argv[2]), Path(sys.argv[3]), jobs=2).train({"": FLAGS}, [1]))
+"""
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_whoever_stops_an_analysis_is_told_that_it_goes_on(data, tmp_path, number, code):
+    script = STOPPED.replace("FLAGS", repr({**ENDLESS, "device": "cpu"}))
+    args = [sys.executable, "-c", script, ROOT, tmp_path, data]
+    process = subprocess.Popen(args, stderr=subprocess.PIPE, text=True)
+    while not any("step" in log.read_text() for log in tmp_path.glob("runs/*/metrics.jsonl")):
         time.sleep(0.05)
     time.sleep(0.5)
-    os.kill(process.pid, number)
+    process.send_signal(number)
     assert "the same command goes on" in process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + number
-    (folder,) = (path for path in tmp_path.glob("runs/*") if path.is_dir())
-    assert (folder / "ckpt.pt").exists() and "go on with" in (folder / "log.txt").read_text()
+    assert process.returncode == code
+    (log,) = tmp_path.glob("runs/*/log.txt")
+    assert "go on with" in log.read_text() and log.with_name("ckpt.pt").exists()
 
 
 def test_figures_are_measured_once_by_the_same_code(experiment, monkeypatch):
@@ -230,23 +232,6 @@ def test_figures_are_measured_once_by_the_same_code(experiment, monkeypatch):
     monkeypatch.setattr(shared, "imported_code", lambda path: "changed")
     assert experiment.measure("x", figure, [first], "y") == [[len(asked), "y"]]
     assert len(asked) == 9
-
-
-def test_pictures_are_drawn_by_one_at_a_time(experiment):
-    class Figure:
-        def savefig(self, *args, **options):
-            with pytest.raises(UserError, match="another run is writing"):
-                locked(experiment.out_dir).__enter__()
-            Path(args[0]).write_text("drawn")
-
-    experiment_picture = shared.save_figure
-    shared.plt.close("all")
-    try:
-        shared.save_figure = lambda figure, path: figure.savefig(path)
-        experiment.picture("x", Figure())
-    finally:
-        shared.save_figure = experiment_picture
-    assert (experiment.out_dir / "x.png").read_text() == "drawn"
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge
