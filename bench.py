@@ -145,8 +145,9 @@ class Contender:
     tables: Callable[..., Tables] = ResidentTables
     cold: bool = False  # whether each turn has to read table files from the disk
     optimizer: Optimizer | None = None  # what trains has one
-    prefilled: KVCache | None = None  # what reads on has one, and the one of its last turn
-    cache: KVCache | None = None
+    ids: Tensor | None = None  # what reads on has a context [1, T], a cache of all but its end,
+    prefilled: KVCache | None = None
+    cache: KVCache | None = None  # and a copy that each turn fills
     batches: int = 0  # drawn so far
 
     def __post_init__(self) -> None:

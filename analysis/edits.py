@@ -188,10 +188,14 @@ def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
 
 
 def edits_row(names: str, relation: str, part: dict) -> dict[str, str]:
-    row = {"names": names, "asked for": relation, "pairs": str(part.get("pairs", ""))}
-    for column in ("recall", *ALIGN):
-        row[column] = spread(".1%", [part.get(column)])
-    return row
+    pairs = str(part.get("pairs", ""))
+    return {"names": names, "asked for": relation, "pairs": pairs, **shares_cells([part])}
+
+
+def shares_cells(parts: list[dict]) -> dict[str, str]:
+    """Of reports about runs, what is recalled, and which edits succeed by the way of ALIGN."""
+    columns = ("recall", *ALIGN)
+    return {column: spread(".1%", [part.get(column) for part in parts]) for column in columns}
 
 
 # --- a report by layers ---
@@ -381,8 +385,5 @@ def edits_by_names(experiment: Experiment) -> str:
             by_names[length] = [report[length] for report in lengths]
         by_names["made up"] = [{"last": fmean(report.values())} for report in injected]
         for names, parts in by_names.items():
-            row = {"tables in": kind, "names": names}
-            for column in ("recall", *ALIGN):
-                row[column] = spread(".1%", [part.get(column) for part in parts])
-            rows.append(row)
+            rows.append({"tables in": kind, "names": names, **shares_cells(parts)})
     return markdown(rows) + "\n"

@@ -139,7 +139,8 @@ def cosines(vectors: Tensor) -> Tensor:
 def draw(experiment: Experiment, runs_by_column: dict[str, list], layers: list[str]) -> None:
     """Histograms of the cosines, a panel for each layer with STEM rows."""
     figure, panels = plt.subplots(1, len(layers), figsize=(13, 3), sharex=True, sharey=True)
-    centre = (BINS[1:] + BINS[:-1]) / 2
+    left, right = BINS[:-1], BINS[1:]
+    centre = (left + right) / 2
 
     def curve(axes: plt.Axes, column: str, line: str, label: str, **look) -> None:
         histograms = [run[line]["histogram"] for run in runs_by_column[column]]

@@ -138,7 +138,8 @@ def draw_loss(metrics: Path, out: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     train_losses = [record["train_loss"] for record in steps]
-    axes.plot([record["step"] for record in steps], train_losses, alpha=0.3, label="training")
+    look = {"alpha": 0.3, "linewidth": 0.8}
+    axes.plot([record["step"] for record in steps], train_losses, label="training", **look)
     val_losses = [record["val_loss"] for record in evals]
     axes.plot([record["step"] for record in evals], val_losses, marker=".", label="validation")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
