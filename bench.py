@@ -54,9 +54,8 @@ from offload import OffloadedTables, make_tables
 from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
 from training import ranks
-from training.checkpoints import device_flag
 from training.optimizer import Optimizer
-from training.settings import Settings
+from training.settings import Settings, device_flag
 
 KINDS = {
     "dense": {"ffn": "dense"},
@@ -251,10 +250,6 @@ def prefill(contender: Contender) -> int:
     return ids.numel()
 
 
-def make_cache(model: Decoder, batch: int) -> KVCache:
-    return KVCache(model.config, batch, model.device, model.head_weight.dtype)
-
-
 @torch.inference_mode()
 def decode(contender: Contender, batch: int, prompt: int, new: int, cached: bool = True) -> int:
     """Read a prompt, then given tokens: a model that knows nothing would repeat itself."""
@@ -265,7 +260,7 @@ def decode(contender: Contender, batch: int, prompt: int, new: int, cached: bool
     ids, table_ids = contender.batch(batch, prompt + new)
     ids = ids.to(contender.bench.on)
     table_ids = table_ids.to(contender.bench.on)
-    cache = make_cache(model, batch) if cached else None
+    cache = model.make_cache(batch) if cached else None
     for end in range(prompt, prompt + new):
         part = slice(cache.length if cache else 0, end)
         logits, _ = model(ids[:, part], table_ids=table_ids[:, part], cache=cache, last_only=True)
@@ -283,7 +278,7 @@ def prefill_cache(contender: Contender) -> None:
     if contender.prefilled is None:
         contender.ids, _ = contender.batch(1, contender.bench.block_size)
         contender.ids = contender.ids.to(contender.bench.on)
-        contender.prefilled = make_cache(model, 1)
+        contender.prefilled = model.make_cache(1)
         model(contender.ids[:, :-READ_ON], cache=contender.prefilled, last_only=True)
     contender.cache = copy.deepcopy(contender.prefilled)
 

@@ -23,8 +23,8 @@ from analysis.experiment import MAIN, Experiment, best_learning_rates, pick, res
 from analysis.pictures import markdown, plt, spread
 from common import locked
 from config import ModelConfig
+from text.dataset import open_tokens, read_meta, read_tokenizer
 from text.download import MOBY_DICK
-from training.batches import open_tokens, read_meta, read_tokenizer
 from training.checkpoints import load_model
 
 CONTEXTS = [2**power for power in range(10, 16)]

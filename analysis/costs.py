@@ -14,7 +14,7 @@ from analysis.experiment import MAIN, Experiment, Run, best_learning_rates, pick
 from analysis.pictures import markdown, plt, spread
 from config import ModelConfig
 from model import Decoder
-from training.batches import open_tokens, read_meta
+from text.dataset import open_tokens, read_meta
 from training.settings import PRESETS, Settings
 
 COUNTED = (*MAIN, "moe", "hash_moe")
@@ -138,7 +138,7 @@ def returns(experiment: Experiment) -> str:
 
 
 def training_flops(run: Run) -> int:
-    settings = Settings.of(run["run"][-1]["args"])
+    settings = Settings.from_flat(run["run"][-1]["args"])
     sequences = settings.max_iters * settings.batch_size
     return sequences * Costs(settings.model).training(settings.model.block_size)
 

@@ -30,12 +30,11 @@ from tqdm import tqdm
 import prepare
 from analysis.pictures import markdown, plt, save_figure
 from common import UserError, atomic, check_ranges, flag, locked, pick_device
+from text.dataset import read_meta, write_corpus
 from text.download import MOBY_DICK
-from training.batches import read_meta
-from training.checkpoints import device_flag
+from train import resolve_settings as resolve_settings  # for all questions
 from training.records import read_run
-from training.settings import RESUMABLE_FLAGS
-from training.settings import resolve_settings as resolve_settings
+from training.settings import RESUMABLE_FLAGS, device_flag
 
 Flags = dict[str, Any]  # of train.py, by name
 Run = dict[str, list[dict]]  # the records of a run by type
@@ -95,7 +94,7 @@ class Experiment:
             if (folder / "meta.json").exists():
                 return
             if folder.name == "countries":
-                prepare.prepare_corpus(prepare.Settings(dataset="countries", out_dir=folder))
+                write_corpus("countries", folder)
             elif folder.name == "moby-dick":
                 settings = prepare.Settings(dataset="moby-dick", out_dir=folder)
                 prepare.prepare_files(settings, [MOBY_DICK], "text")

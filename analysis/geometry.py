@@ -17,7 +17,7 @@ from torch import Tensor
 from analysis.experiment import Experiment, pick
 from analysis.pictures import markdown, mean_and_band, plt, spread
 from model import Decoder
-from training.batches import open_tokens, read_meta
+from text.dataset import open_tokens, read_meta
 from training.checkpoints import load_model
 
 BINS = np.linspace(-1, 1, 81)

@@ -8,7 +8,7 @@ from analysis.edits import success_of_edits
 from analysis.experiment import KINDS, Experiment, Flags, Run, best_learning_rates, pick
 from analysis.pictures import markdown, plt, spread
 from analysis.runs import draw_validation, last_start, losses_of, mean_and_band, row
-from training.batches import read_meta
+from text.dataset import read_meta
 from training.records import read_run
 
 INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
