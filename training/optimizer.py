@@ -2,11 +2,10 @@
 
 import copy
 import math
-from functools import partial
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from model import Decoder
 from tables.rowadam import RowAdam
@@ -18,83 +17,139 @@ from training.settings import Settings
 def schedule(step: int, settings: Settings) -> float:
     """Learning rate, as a fraction of the peak (STEM paper: cosine, warm-up and floor 0.1)."""
     steps, floor = settings.max_iters, settings.min_lr
-    warm = max(1, round(settings.warmup * steps)) if settings.warmup else 0
-    if step < warm:  # 1) linear warm-up
+    warm = 0
+    if settings.warmup:
+        warm = max(1, round(settings.warmup * steps))
+    # 1) linear warm-up
+    if step < warm:
         return (step + 1) / warm
-    done = (step - warm) / max(1, steps - warm)  # 2) decay to min_lr
-    fall = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
-    return floor + (1 - floor) * fall
+    # 2) decay to min_lr
+    done = (step - warm) / max(1, steps - warm)
+    cosine = settings.schedule == "cosine"
+    left = 0.5 * (1 + math.cos(math.pi * done)) if cosine else 1 - done
+    return floor + (1 - floor) * left
+
+
+class LossScaler:
+    """Scales the loss so that small gradients do not become zero in float16.
+
+    A step whose gradients overflow is skipped and halves the factor; 2,000 clean steps in a row
+    double it (as torch.amp.GradScaler does). In other precisions the factor stays 1."""
+
+    CLEAN_STEPS_TO_GROW = 2000
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.factor = 65536.0 if enabled else 1.0
+        self.clean_steps = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.factor if self.enabled else loss
+
+    def update(self, finite: bool) -> None:
+        """After a step: were its gradients finite?"""
+        if not self.enabled:
+            return
+        if not finite:
+            self.factor /= 2
+            self.clean_steps = 0
+            return
+        self.clean_steps += 1
+        if self.clean_steps == self.CLEAN_STEPS_TO_GROW:
+            self.factor = min(2 * self.factor, 2.0**127)  # the largest that float32 holds
+            self.clean_steps = 0
+
+    def state_dict(self) -> dict:
+        if not self.enabled:
+            return {}
+        return {"scale": self.factor, "clean_steps": self.clean_steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Of a run in another precision there is nothing to load."""
+        if self.enabled and state:
+            self.factor = state["scale"]
+            self.clean_steps = state["clean_steps"]
 
 
 class Optimizer:
-    """AdamW for the backbone and row-wise Adam for the tables, clipped together. In float16 a
-    `scaler` keeps small gradients from becoming zero, and leaves out steps where one overflows."""
+    """AdamW for the backbone and row-wise Adam for the tables, clipped together."""
 
     def __init__(self, model: Decoder, settings: Settings, dtype: str = "float32") -> None:
-        betas, whole = (settings.beta1, settings.beta2), settings.table_optimizer == "adamw"
-        self.grad_clip, self.peak = settings.grad_clip, settings.learning_rate
-        self.rows: dict[str, RowAdam] = {}  # embeddings train by rows, unless by AdamW as a whole
+        betas = (settings.beta1, settings.beta2)
+        self.peak = settings.learning_rate
+        self.grad_clip = settings.grad_clip
+        self.scaler = LossScaler(enabled=dtype == "float16")
+
+        # Tables, and an embedding that is not the head, train by rows, unless by AdamW as a whole.
+        self.rows: dict[str, RowAdam] = {}
         for name in ("tables", "wte"):
             tables = getattr(model, name)
             if isinstance(tables, Tables) and len(tables.weight):
+                whole = settings.table_optimizer == "adamw"
                 tables.requires_grad_(whole)
                 if not whole:
                     self.rows[name] = RowAdam(tables, betas, seed=settings.seed)
-        groups = {settings.weight_decay: [], 0.0: []}  # parameters by weight decay
+
+        # Weight decay is for linear layers alone.
+        linear, other = [], []
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                linear = parameter.dim() == 2 and name.split(".")[0] not in ("tables", "wte")
-                groups[settings.weight_decay if linear else 0.0].append(parameter)
-        groups = [dict(params=params, weight_decay=decay) for decay, params in groups.items()]
+            if not parameter.requires_grad:
+                continue
+            is_table = name.split(".")[0] in ("tables", "wte")
+            if parameter.dim() == 2 and not is_table:
+                linear.append(parameter)
+            else:
+                other.append(parameter)
+        groups = [
+            {"params": linear, "weight_decay": settings.weight_decay},
+            {"params": other, "weight_decay": 0.0},
+        ]
         self.adamw = torch.optim.AdamW(groups, lr=self.peak, betas=betas, fused=True)
-        self.scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == "float16")
 
     @torch.no_grad()
-    def step(self, lr: float) -> torch.Tensor:
+    def step(self, lr: float) -> Tensor:
         """Update at `lr`, a fraction of the peak. -> the norm of all gradients before clipping."""
+        # 1) the gradients: of parameters, summed over the ranks, and of the rows that were read
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
-        read = {name: adam.tables.gradients() for name, adam in self.rows.items()}
-        row_grads = [grad for _, each in read.values() for grad in each]
         ranks.add_up(*grads)
-        norm = torch.nn.utils.get_total_norm(grads + row_grads)
-        if ranks.size > 1:  # each has columns of the rows
-            ranks.add_up(square := torch.nn.utils.get_total_norm(row_grads) ** 2)
-            norm = (torch.nn.utils.get_total_norm(grads) ** 2 + square).sqrt()
-        grads += row_grads
-        # What a scaler takes for an optimizer: rows have no place in `adamw`. The norm is the same
-        # on all ranks, so all of them leave out a step or none.
-        params = list(map(with_itself_as_grad, [*grads, norm]))
-        whole = SimpleNamespace(param_groups=[dict(params=params)])
-        whole.step = partial(self.update, lr * self.peak, read)
-        self.scaler.unscale_(whole)
-        if self.grad_clip:
-            scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)  # stays on the device: no sync
-            torch._foreach_mul_(grads, scale)
-        self.scaler.step(whole)
-        self.scaler.update()
+        read = {name: adam.tables.gradients() for name, adam in self.rows.items()}
+        row_grads = [grad for _, of_tables in read.values() for grad in of_tables]
+
+        # 2) their norm, still scaled; it is the same on all ranks, so all skip a step or none
+        if ranks.size == 1:
+            norm = get_total_norm(grads + row_grads)
+        else:
+            square = get_total_norm(row_grads) ** 2
+            ranks.add_up(square)  # each rank has columns of the rows
+            norm = (get_total_norm(grads) ** 2 + square).sqrt()
+        finite = not self.scaler.enabled or bool(norm.isfinite())  # float16: the host waits here
+        norm = norm / self.scaler.factor
+
+        # 3) clip and update
+        if finite:
+            factor = torch.full_like(norm, 1 / self.scaler.factor)
+            if self.grad_clip:  # on the device: the host does not wait
+                factor *= (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(grads + row_grads, factor)
+            for group in self.adamw.param_groups:
+                group["lr"] = lr * self.peak
+            self.adamw.step()
+            for name, adam in self.rows.items():
+                adam.step(lr * self.peak, read[name])
+        self.scaler.update(finite)
         self.adamw.zero_grad()
         return norm
 
-    def update(self, lr: float, read: dict[str, tuple[Tensor, list[Tensor]]]) -> None:
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
-        for name, adam in self.rows.items():
-            adam.step(lr, read[name])
-
     def state_dict(self) -> dict:
-        rows = {name: adam.state_dict() for name, adam in self.rows.items()}
-        return {"adamw": self.adamw.state_dict(), "rows": rows, "scaler": self.scaler.state_dict()}
+        return {
+            "adamw": self.adamw.state_dict(),
+            "rows": {name: adam.state_dict() for name, adam in self.rows.items()},
+            "scaler": self.scaler.state_dict(),
+        }
 
     def load_state_dict(self, state: dict) -> None:
-        self.scaler.load_state_dict(state["scaler"])
+        self.scaler.load_state_dict(state.get("scaler", {}))
         self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
         for name, adam in self.rows.items():
             adam.load_state_dict(state["rows"][name])
-
-
-def with_itself_as_grad(grad: Tensor) -> Tensor:
-    parameter = grad.detach()
-    parameter.grad = grad
-    return parameter
