@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tables.sharded import ShardedResident, ShardedStored, ShardedTables, columns_per_rank
 from tables.storage import DiskStorage, RamStorage, TableStorage, check_room
 from tables.tables import STREAMS, ResidentTables, StoredTables, Tables, send
 
@@ -339,9 +340,14 @@ class OffloadedTables(StoredTables):
         self.announced = None
 
 
+class ShardedOffloaded(ShardedTables, OffloadedTables):
+    """This rank's columns of offloaded tables."""
+
+
 def make_tables(offload: str, device, dtype, *, live=None, saved=None, fresh=False) -> Callable:
     """What makes the tables of a `Decoder`, used on `device` and stored where `offload` says: a
-    function of (n_table, V, W), which raises UserError where there is no room.
+    function of (n_table, V, W), which raises UserError where there is no room. With several ranks
+    they are this rank's columns.
 
     Args:
         live: for training, the path of a new folder, for tables on disk.
@@ -352,20 +358,27 @@ def make_tables(offload: str, device, dtype, *, live=None, saved=None, fresh=Fal
     on_disk = offload == "disk" and (training or saved is not None)
 
     def make(n_table: int, vocab_size: int, width: int) -> Tables:
+        width = columns_per_rank(width)
         shape = (vocab_size, n_table, width)
+        sharded = torch.distributed.is_initialized()
         if n_table and on_disk and training:
             # The live one, a snapshot (a run that resumes has it), and the next one before it goes.
             check_room(shape, dtype, training, live.parent, copies=2 if saved else 3)
         elif not on_disk and (far or (offload != "disk" and device.type == "cpu")):
             check_room(shape, dtype, training)
         if not n_table or not (on_disk or far):
-            return ResidentTables(n_table, vocab_size, width, dtype)
+            kind = ShardedResident if sharded else ResidentTables
+            return kind(n_table, vocab_size, width, dtype)
         with torch.device("cpu"):  # whatever device the rest of the model is made on
             if on_disk:
                 storage = DiskStorage.create(live, shape, dtype) if training else saved
             else:
                 storage = RamStorage(shape, dtype, training=training)
             storage.fresh = fresh
-            return (OffloadedTables if far else StoredTables)(storage, device)
+            if far:
+                kind = ShardedOffloaded if sharded else OffloadedTables
+            else:
+                kind = ShardedStored if sharded else StoredTables
+            return kind(storage, device)
 
     return make

@@ -1,11 +1,10 @@
 """Tables whose columns are split over the P ranks of a process group (training/ranks.py).
 
-Rank r owns columns r W/P to (r + 1) W/P of every table and its moments: ranks own, read and send
-alike. A lookup, of all at once, gathers ids, on CPUs, and columns of their rows come back. Autograd
-sends gradients the other way, and sums them in the order of ranks.
+Rank r owns columns r W/P to (r + 1) W/P of every table: ranks own, read and send alike. All ranks
+look up together: ids are gathered, on CPUs, and columns of their rows come back. Autograd sends
+gradients the other way, and sums them in the order of ranks.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -14,17 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import UserError
-from tables.tables import Tables, send
-
-sent = Counter()  # bytes that left this rank
+from tables.tables import ResidentTables, StoredTables, Tables, send
 
 
 def gather(mine: Tensor) -> list[Tensor]:
-    """A tensor of one shape from each rank. Bytes: not all backends know all types."""
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    sent["ids"] += (len(every) - 1) * mine.nbytes
-    dist.all_gather([each.view(torch.uint8) for each in every], mine.view(torch.uint8))
-    return every
+    """A tensor of one shape from each rank. As bytes: not all backends know all types."""
+    received = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather([tensor.view(torch.uint8) for tensor in received], mine.view(torch.uint8))
+    return received
 
 
 class Exchange(torch.autograd.Function):
@@ -32,40 +28,65 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parts: Tensor) -> Tensor:
-        received = torch.empty_like(parts := parts.contiguous())
-        sent["rows"] += parts[1:].nbytes
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
         dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8))
         return received
 
-    backward = forward
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return Exchange.forward(ctx, grad)
 
 
 class ShardedTables(Tables):
     """Tables that store, read and update columns of this rank, and give the decoder whole rows."""
 
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.rank = dist.get_rank()
+        self.n_rank = dist.get_world_size()
+        if self.on_disk:
+            self.storage.save_columns_of_all_ranks(self.n_rank, parts)
+
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         distinct, position = torch.unique(ids.cpu(), return_inverse=True)  # [n], [B, T]
-        most = int(max(gather(torch.tensor([len(distinct)]))))
-        padded = torch.cat([distinct, distinct[-1:].expand(most - len(distinct))])
-        for columns in super().lookup(torch.stack(gather(padded))):  # [P, most, W/P]
-            rows = Exchange.apply(columns).transpose(0, 1).flatten(1)  # [most, W]
+        # Ranks send messages of one size: the last id is repeated up to the largest n.
+        size = int(max(gather(torch.tensor([len(distinct)]))))
+        padding = distinct[-1:].expand(size - len(distinct))
+        everybodys_ids = torch.stack(gather(torch.cat([distinct, padding])))  # [P, size]
+        for columns in super().lookup(everybodys_ids):  # [P, size, W/P]
+            rows = Exchange.apply(columns).transpose(0, 1).flatten(1)  # [size, W]
             yield F.embedding(send(position, rows.device), rows)  # [B, T, W]
 
 
-def shard(tables: Tables, width: int) -> Tables:
-    """Let tables of my columns, or whole ones, be those of all ranks. UserError: they cannot."""
-    if not (dist.is_initialized() and isinstance(tables, Tables)):
+class ShardedResident(ShardedTables, ResidentTables):
+    pass
+
+
+class ShardedStored(ShardedTables, StoredTables):
+    pass
+
+
+def columns_per_rank(width: int) -> int:
+    """W/P. UserError: P does not divide W."""
+    n_rank = dist.get_world_size() if dist.is_initialized() else 1
+    if width % n_rank:
+        sizes = f"{n_rank} processes do not divide rows of {width} numbers"
+        raise UserError(f"--nproc_per_node: {sizes}")
+    return width // n_rank
+
+
+def shard(tables: Tables) -> Tables:
+    """This rank's columns of resident tables, which it has as a whole."""
+    if not dist.is_initialized() or isinstance(tables, ShardedTables):
         return tables
-    tables.rank, tables.n_rank = dist.get_rank(), (n := dist.get_world_size())
-    if width % n:
-        raise UserError(f"--nproc_per_node: {n} processes do not divide rows of {width} numbers")
-    for weight in [weight for weight in tables.weight if tables.width == width]:
-        weight.data = my_columns(weight.data).clone()
-    tables.width, kind = width // n, type(tables)
-    tables.__class__ = type(f"Sharded{kind.__name__}", (ShardedTables, kind), {})
-    if tables.on_disk:
-        tables.storage.shape, tables.storage.parts = (*tables.storage.shape[:2], width), parts
-    return tables
+    assert type(tables) is ResidentTables, f"{type(tables).__name__} cannot be split over processes"
+    width = columns_per_rank(tables.width)
+    dtype = tables.weight[0].dtype if len(tables.weight) else torch.float32
+    mine = ShardedResident(len(tables.weight), tables.vocab_size, width, dtype)
+    for columns, whole in zip(mine.weight, tables.weight, strict=True):
+        columns.data = my_columns(whole.data).clone()
+    return mine
 
 
 def my_columns(whole: Tensor) -> Tensor:
@@ -73,8 +94,10 @@ def my_columns(whole: Tensor) -> Tensor:
 
 
 def parts(columns: Tensor) -> Iterator[Tensor]:
-    """On rank 0, yield columns [V, .., W/P] of all ranks as parts of the whole [k, .., W]."""
-    for part in columns.split(max(1, (1 << 26) // columns[0].nbytes)):
+    """On rank 0, yield columns [V, .., W/P] of all ranks as parts of the whole [k, .., W]. All
+    ranks call it."""
+    part_size = max(1, (1 << 26) // columns[0].nbytes)
+    for part in columns.split(part_size):
         every = gather(part.contiguous()) if part.dim() > 1 else [part]
         if dist.get_rank() == 0:
-            yield torch.cat([each.cpu() for each in every], dim=-1)
+            yield torch.cat([columns.cpu() for columns in every], dim=-1)

@@ -16,6 +16,7 @@ import shutil
 import sys
 import weakref
 import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeAlias
@@ -72,7 +73,7 @@ class DiskStorage(TableStorage):
 
     def __init__(self, folder: Path, shape: Shape, dtype: torch.dtype, *, writable=False) -> None:
         self.folder, self.shape, self.fresh, self.arrays, self.maps = folder, shape, False, {}, {}
-        self.parts = lambda array: [array]  # that are written: all of it (tables/sharded.py)
+        self.parts: Callable[[Tensor], Iterable[Tensor]] = lambda array: [array]  # that are copied
         mode, how = ("r+b", dict(access=mmap.ACCESS_WRITE)) if writable else ("rb", PRIVATE)
         for name, (size, kind, n_byte) in layout(shape, dtype).items():
             with reading(folder / name, "put it beside ckpt.pt") as path, open(path, mode) as file:
@@ -107,6 +108,12 @@ class DiskStorage(TableStorage):
                 start = first * n_byte // mmap.PAGESIZE * mmap.PAGESIZE
                 end = (first + size) * n_byte
                 self.maps[name].madvise(mmap.MADV_WILLNEED, start, end - start)
+
+    def save_columns_of_all_ranks(self, n_rank: int, parts: Callable) -> None:
+        """Let `copy` write whole rows, of which this storage has columns (tables/sharded.py)."""
+        vocab_size, n_table, width = self.shape
+        self.shape = (vocab_size, n_table, width * n_rank)
+        self.parts = parts
 
     def copy(self, folder: Path) -> dict:
         """Write what the arrays hold now to a new folder. Returns what opens and verifies it."""

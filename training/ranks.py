@@ -16,6 +16,7 @@ from common import UserError
 from config import ModelConfig
 from model import Decoder
 from tables.sharded import my_columns, parts, shard
+from tables.tables import Tables
 
 rank = 0  # of this process
 size = 1  # how many there are
@@ -78,11 +79,12 @@ def wait(number: int = 0) -> int:
 def make_model(config: ModelConfig, tables: Callable) -> Decoder:
     """A decoder of which this rank has columns of what `tables` makes, from (n_table, V, W)."""
 
-    def make_columns(n_table: int, vocab_size: int, width: int):
-        return shard(tables(n_table, vocab_size, width // size), width)
+    def make_columns(n_table: int, vocab_size: int, width: int) -> Tables:
+        return shard(tables(n_table, vocab_size, width))
 
     model = Decoder(config, make_columns)
-    shard(model.wte, config.n_embd)
+    if isinstance(model.wte, Tables):
+        model.wte = shard(model.wte)
     return model
 
 
