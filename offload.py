@@ -1,28 +1,29 @@
 """Tables far from the GPU that calculates with them: in RAM, or in files larger than RAM.
 
-Rows go through a ring of buffers on a side stream, beside the compute stream (docs/offloading.md):
+The host stores, the GPU calculates. What a token owns, its rows of all tables side by side and what
+the optimizer keeps beside them, travels as one record. The records of the last batch stay on the
+device, in the slots of a *working set*. Of the next batch those that are missing are fetched while
+this one is still in its backward pass, and only those that leave are written back:
 
-    side stream     |fetch 0|fetch 1|fetch 2|       |fetch 3|       |fetch 4|
-    compute         | embedding |layer with 0 |layer with 1 |layer with 2 |layer with 3 ...
-                                 ^ buffer 0 is free as soon as its rows are expanded to [B, T, W],
-                                   so table 3 can follow in it (here: 3 buffers)
+    compute stream  | forward | backward          | update | forward ...
+    side stream               |copy|copy|                  |copy| write back
+    worker thread          gather|gather|                       scatter|
 
-In training, rows and moments of the last batch stay on the device, in slots of a working set, and
-only what enters or leaves it is transferred. A buffer is filled by a kernel that reads pinned RAM
-over the bus (*direct*), or else by a worker thread with pinned staging memory (*staged*). Hazards:
+    fetch:       stored arrays --worker--> pinned staging --side stream--> passage --> slots
+    write back:  slots --> passage --side stream--> pinned staging --worker--> stored arrays
 
-    H1  staging memory is refilled while the side stream still copies it: Buffer.wait_staging
-    H2  a buffer or a slot is refilled while the compute stream still reads it: Buffer.free,
-        OffloadedTables.after_compute
-    H3  rows are fetched before their update is written back: other rows come than leave, and all
-        transfers happen in one order, TransferRing.run and wait_staging
+Records go in chunks through a ring of a few buffers. Three things could go wrong:
+
+    H1  staging memory is refilled while a copy still reads it: Buffer.settle waits for the copy
+    H2  slots are refilled while the compute stream still reads or updates them: each transfer waits
+        for the event `free`, recorded on the compute stream when slots were last given back
+    H3  records are fetched before their update is stored: one worker does one job after the other,
+        and a write-back ends when all is stored
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from itertools import islice
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -34,52 +35,80 @@ from tables.tables import STREAMS, ResidentTables, StoredTables, Tables, send
 
 
 class Buffer:
-    """Device memory for rows on their way and, if a worker fills it, pinned memory beside it."""
+    """Room for a chunk of records on their way between `stored` [V, ..] and a device: for each
+    stored array pinned host memory (staging), and device memory (passage)."""
 
-    def __init__(self, n_byte: int, ring: "TransferRing") -> None:
-        with torch.inference_mode(False):  # what decoding allocates, training may use
-            self.memory = torch.empty(n_byte, dtype=torch.uint8, device=ring.device)
-            if ring.worker:
-                self.staging = torch.empty(n_byte, dtype=torch.uint8, pin_memory=True)
-        # Not to be handed out again before the last copy has ended. (Pinned memory never is.)
-        self.memory.record_stream(ring.stream)
-        # ready: the side stream is done with it; free: the compute stream is.
-        self.ready, self.free = torch.cuda.Event(), torch.cuda.Event()
-        # The allocator hands out memory that kernels queued earlier may still use.
-        self.free.record(torch.cuda.current_stream(ring.device))
-        self.scatter: Callable[[], object] = lambda: None  # staged rows to where they are stored
+    def __init__(self, stored: list[Tensor], n_token: int, stream: torch.cuda.Stream) -> None:
+        self.stored = stored
+        self.stream = stream
+        self.staging: list[Tensor] = []
+        self.passage: list[Tensor] = []
+        for array in stored:
+            size = (n_token, *array.shape[1:])
+            self.staging.append(torch.empty(size, dtype=array.dtype, pin_memory=True))
+            # Allocated on the side stream, which alone uses it: so its order is guard enough.
+            with torch.cuda.stream(stream):
+                self.passage.append(torch.empty(size, dtype=array.dtype, device=stream.device))
+        self.copied = torch.cuda.Event()
+        self.leaving: Tensor | None = None  # tokens whose records are staged to be stored
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """A new event each time: whoever has the one before does not wait for this, too."""
-        self.ready = torch.cuda.Event(blocking=True)
-        self.ready.record(stream)
-        return self.ready
+    def settle(self) -> None:
+        """Be ready to be filled: wait for the last copy, and store what it brought."""
+        self.copied.synchronize()  # H1
+        if self.leaving is not None:
+            for array, staging in zip(self.stored, self.staging, strict=True):
+                array.index_copy_(0, self.leaving, staging[: len(self.leaving)])
+            self.leaving = None
 
-    def wait_staging(self) -> None:
-        self.ready.synchronize()  # before staging memory is used again (H1)
-        self.scatter()  # before what went out comes in (H3)
-        self.scatter = lambda: None
+    def fetch(self, ids: Tensor, slots: Tensor, device_arrays: list[Tensor]) -> None:
+        """Copy the stored records of tokens `ids` [n] to `slots` [n] of the device's."""
+        self.settle()
+        n = len(ids)
+        for array, staging in zip(self.stored, self.staging, strict=True):
+            torch.index_select(array, 0, ids, out=staging[:n])
+        with torch.cuda.stream(self.stream):  # the current stream is each thread's own
+            for array, staging, passage in zip(
+                device_arrays, self.staging, self.passage, strict=True
+            ):
+                passage[:n].copy_(staging[:n], non_blocking=True)
+                array.index_copy_(0, slots, passage[:n])
+        self.record()
 
+    def write_back(self, ids: Tensor, slots: Tensor, device_arrays: list[Tensor]) -> None:
+        """Copy the records in `slots` [n] of the device to staging; `settle` will store them."""
+        self.settle()
+        n = len(ids)
+        with torch.cuda.stream(self.stream):
+            for array, staging, passage in zip(
+                device_arrays, self.staging, self.passage, strict=True
+            ):
+                torch.index_select(array, 0, slots, out=passage[:n])
+                staging[:n].copy_(passage[:n], non_blocking=True)
+        self.leaving = ids
+        self.record()
 
-def rows_in(memory: Tensor, n: int, like: Tensor) -> Tensor:
-    """Bytes of a buffer as rows [n, ..] like those of a table."""
-    size = n * like.shape[1] * like.element_size()
-    return memory[:size].view(like.dtype).view(n, like.shape[1])
+    def record(self) -> None:
+        self.copied = torch.cuda.Event(blocking=True)  # new: who waits for the last one goes on
+        self.copied.record(self.stream)
 
 
 class TransferRing:
-    """Buffers, and the side stream on which rows go through them, all in one order."""
+    """A worker thread and a side stream that move records through a few buffers in turn."""
 
-    def __init__(self, device: torch.device, n_buffer: int, staged: bool) -> None:
-        self.device, self.n_buffer = device, n_buffer
+    def __init__(self, stored: list[Tensor], device, n_buffer: int, chunk_bytes: int) -> None:
         self.stream = torch.cuda.Stream(device)
-        self.worker = ThreadPoolExecutor(1) if staged else None
-        self.failure: BaseException | None = None  # of a job: rows are half-way between steps
-        self.buffers: deque[Buffer] = deque()
-        self.turn = 0  # counts the users of the buffers, of whom each takes them from the last
+        # Each thread has a current device of its own, which is the first GPU unless it is set.
+        gpu = self.stream.device
+        self.worker = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
+        self.failure: BaseException | None = None  # of a job: records are half-way between steps
+        record_bytes = sum(array[0].nbytes for array in stored)
+        self.chunk = min(len(stored[0]), max(1, chunk_bytes // record_bytes))  # tokens
+        self.buffers = [Buffer(stored, self.chunk, self.stream) for _ in range(n_buffer)]
+        self.next_buffer = cycle(self.buffers)
 
-    def run(self, job: Callable, *args) -> object:
-        return self.worker.submit(self.attempt, job, *args) if self.worker else job(*args)
+    def run(self, job: Callable, *args) -> Future:
+        """Have the worker do a job, after those before it."""
+        return self.worker.submit(self.attempt, job, *args)
 
     def attempt(self, job: Callable, *args) -> object:
         """Worker: do a job. RuntimeError: it failed, or one before it."""
@@ -90,112 +119,78 @@ class TransferRing:
             self.failure = error
         raise RuntimeError(f"a transfer failed: {self.failure!r}: go on from a checkpoint")
 
-    def next_buffer(self, n_byte: int) -> Buffer:
-        """Addresses stay, unless rows need more bytes than any before."""
-        if not self.buffers or len(self.buffers[0].memory) < n_byte:
-            self.buffers = deque(Buffer(n_byte, self) for _ in range(self.n_buffer))
-        self.buffers.rotate(-1)
-        return self.buffers[-1]
+    def fetch(self, ids: Tensor, slots: Tensor, device_arrays: list[Tensor], free):
+        """Job: bring the records of tokens `ids` [n] to `slots` [n] of the working set, once the
+        event `free` has come. Returns the event of their arrival."""
+        self.stream.wait_event(free)  # H2
+        for part, part_slots in zip(ids.split(self.chunk), slots.split(self.chunk), strict=True):
+            buffer = next(self.next_buffer)
+            buffer.fetch(part, part_slots, device_arrays)
+        return buffer.copied
 
-    def host_index(self, ids: Tensor) -> Tensor:
-        """Ids of stored rows, where `fetch` and `write_back` want them."""
-        return ids if self.worker else self.device_index(ids)
-
-    def device_index(self, index: Tensor) -> Tensor:
-        """An index on the device, for the side stream."""
-        if index.device.type == self.device.type:
-            index.record_stream(self.stream)  # its owner may let go of it before it is read
-            return index
-        with torch.cuda.stream(self.stream):
-            return send(index, self.device)
-
-    @torch.no_grad()
-    def fetch(self, buffer: Buffer, host: Tensor, ids: Tensor, device=None, slots=None):
-        """Job: bring rows `ids` [n] of `host` [V, ..] to a buffer and maybe on to `slots` [n] of
-        `device`. Returns the event of their arrival."""
-        rows = rows_in(buffer.memory, len(ids), host)
-        if self.worker:
-            buffer.wait_staging()
-            staged = rows_in(buffer.staging, len(ids), host)
-            torch.index_select(host, 0, ids, out=staged)
-        with torch.cuda.stream(self.stream):  # the current stream is each thread's own
-            self.stream.wait_event(buffer.free)  # H2
-            if self.worker:
-                rows.copy_(staged, non_blocking=True)
-            else:
-                torch.index_select(host, 0, ids, out=rows)
-            if device is not None:
-                device.index_copy_(0, slots, rows)
-            return buffer.record(self.stream)
-
-    @torch.no_grad()
-    def write_back(self, buffer: Buffer, host: Tensor, ids: Tensor, device: Tensor, slots: Tensor):
-        """Job: take rows from `slots` [n] of `device` to rows `ids` [n] of `host` [V, ..]."""
-        rows = rows_in(buffer.memory, len(ids), host)
-        if self.worker:
-            buffer.wait_staging()
-        with torch.cuda.stream(self.stream):
-            torch.index_select(device, 0, slots, out=rows)
-            if self.worker:
-                staged = rows_in(buffer.staging, len(ids), host)
-                staged.copy_(rows, non_blocking=True)
-                buffer.scatter = partial(host.index_copy_, 0, ids, staged)
-            else:
-                host.index_copy_(0, ids, rows)
-            buffer.record(self.stream)
-
-    def wait_staging(self) -> object:
-        """See that what was written back is there before anything more is fetched (H3)."""
-        waits = [buffer.wait_staging for buffer in self.buffers if self.worker]
-        return self.run(lambda: [wait() for wait in waits])
+    def write_back(self, ids: Tensor, slots: Tensor, device_arrays: list[Tensor], free) -> None:
+        """Job: the way back, once the event `free` says that they have been updated."""
+        self.stream.wait_event(free)  # H2
+        for part, part_slots in zip(ids.split(self.chunk), slots.split(self.chunk), strict=True):
+            next(self.next_buffer).write_back(part, part_slots, device_arrays)
+        for buffer in self.buffers:
+            buffer.settle()  # all is stored before anything more is fetched (H3)
 
     def synchronize(self) -> None:
-        """Wait until all that was queued is done."""
-        result_of(self.wait_staging())
-        self.stream.synchronize()
-
-
-def result_of(job: object) -> object:
-    """What a job returned, once the worker has done it."""
-    return job.result() if isinstance(job, Future) else job
+        """Wait until all transfers are done. RuntimeError: one failed."""
+        self.run(self.stream.synchronize).result()
 
 
 class OffloadedTables(StoredTables):
-    """All tables of a model in RAM or on disk, used by a GPU through a ring of `n_buffer`."""
+    """All tables of a model in RAM or on disk, used by a GPU through a ring of `n_buffer` buffers
+    of `chunk_bytes` (pinned, and as much on the device)."""
 
-    def __init__(self, storage: TableStorage, device: torch.device | str, n_buffer: int = 3):
+    def __init__(
+        self,
+        storage: TableStorage,
+        device: torch.device | str,
+        n_buffer: int = 3,
+        chunk_bytes: int = 8 << 20,
+    ) -> None:
         super().__init__(storage, device)
-        seen = None if self.on_disk else storage.on_gpu(self.device)
-        self.ring = TransferRing(self.device, n_buffer, staged=seen is None)
-        arrays = seen or [array for array in storage.arrays.values() if array.dim() == 3]
-        # Rows, m and v, each [V, W] for every table; and all rows as one matrix [V, n_table * W].
-        self.host_rows, self.whole = [array.unbind(1) for array in arrays], arrays[0].flatten(1)
-        self.for_decoding: Buffer | None = None
-        # The working set: the same [slots, W] for each table, none before the first step.
-        self.device_rows = [[t[:0].to(self.device) for t in tables] for tables in self.host_rows]
-        self.slot_of = torch.full((self.vocab_size,), -1)  # of each token; -1: it is not there
-        self.dirty = torch.zeros(self.vocab_size, dtype=torch.bool)  # changed, not written back
-        self.resident_ids = self.free_slots = torch.empty(0, dtype=torch.int64)
+        self.ring_size = (n_buffer, chunk_bytes)
+        self.turn = 0  # counts evictions: rows that were looked up before may be gone
         self.announced: Tensor | None = None  # tokens of the next batch, by `prefetch`
-        # The jobs that fetch rows of each table, and at last the moments of all.
-        self.jobs: list[object] = [None] * (len(self.weight) + 1)
+        self.arrival: Future | None = None  # of the latest fetch
+        self.free = torch.cuda.Event()  # the compute stream is done with the free slots
+        # Of each token:
+        self.slot_of = torch.full((self.vocab_size,), -1)  # -1: it is not on the device
+        self.coming = torch.zeros(self.vocab_size, dtype=torch.bool)  # fetched, not waited for
+        self.dirty = torch.zeros(self.vocab_size, dtype=torch.bool)  # changed, not written back
+        self.resident_ids = torch.empty(0, dtype=torch.int64)  # tokens on the device
+        self.free_slots = torch.empty(0, dtype=torch.int64)
+        self.open_ring()
+
+    def open_ring(self) -> None:
+        """A ring for all arrays of the storage, and a working set that has no slots yet."""
+        arrays = [array for array in self.storage.arrays.values() if array.dim() == 3]
+        self.whole = arrays[0].flatten(1)  # [V, n_table * W]
+        self.ring = TransferRing(arrays, self.device, *self.ring_size)
+        self.slots = [array[:0].to(self.device) for array in arrays]  # [n_slot, n_table, W] each
 
     # --- reading ---
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """As `Tables.lookup`. What can be fetched ahead is under way when this returns. `ids` of a
-        decoding step, [B, 1], may be on the device. The iterator raises RuntimeError if the worker
-        failed."""
-        if self.in_training():
-            distinct, position = self.distinct(ids)
-            if not self.reads and self.announced is None:  # the first of a step, unannounced
-                self.evict_except(distinct)
-            self.announced = None
-            self.prefetch_missing(distinct)
+        """As `Tables.lookup`. Rows are on their way when this returns. The iterator raises
+        RuntimeError if the worker failed."""
+        ids = ids.cpu()
+        training = self.in_training()
+        if not training and ids.shape[-1] == 1:
+            return self.decode(ids)
+        distinct, position = self.distinct(ids)
+        # Rows that were read stay until they are updated, and announced ones until they are read.
+        if not self.reads and self.announced is None:
+            self.evict_except(distinct)
+        self.announced = None
+        self.fetch_missing(distinct)
+        if training:
             return self.read_once(distinct, position)
-        self.write_back(self.resident_ids)
-        self.ring.turn += 1
-        return self.read(ids)
+        return self.read(ids, self.turn)
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Distinct ids [n] on the CPU, and the position among them of each of ids."""
@@ -204,140 +199,116 @@ class OffloadedTables(StoredTables):
             raise IndexError(f"an id is not one of the tables' rows 0 to {self.vocab_size - 1}")
         return distinct, position
 
-    def read(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the rows of tokens [B, T], fetched each once, table after table. Of tokens [B, 1]
-        one kernel fetches all that they own, as it lies side by side, and nobody looks whether they
-        are distinct: in direct mode the host does not wait to know them."""
-        if self.ring.worker:
-            ids = ids.cpu()
-        if ids.shape[-1] == 1:
-            if ids.device.type == "cpu":
-                self.distinct(ids)  # are they in range?
-            wanted, sources, buffer_of = ids.reshape(-1), [self.whole], self.decoding_buffer
-            position = torch.arange(len(wanted), device=self.device).view(ids.shape)
-        else:
-            wanted, position = self.distinct(ids)
-            sources, buffer_of = self.host_rows[0], self.ring.next_buffer
-            position = send(position, self.device)
-        self.storage.read_ahead(wanted)
-        n, turn, wanted = len(wanted), self.ring.turn, self.ring.host_index(wanted)
+    def read(self, ids: Tensor, turn: int) -> Iterator[Tensor]:
+        """Yield the rows [B, T, W] of tokens [B, T] that are in the working set."""
+        lost = "rows of this lookup were evicted by another one: read all of them before"
+        assert turn == self.turn, lost
+        index = self.index(ids)
+        for table in range(len(self.weight)):
+            assert turn == self.turn, lost
+            yield F.embedding(index, self.rows(table))
 
-        def request(source: Tensor) -> tuple[Tensor, Buffer, object]:
-            buffer = buffer_of(n * source.shape[1] * source.element_size())
-            return source, buffer, self.ring.run(self.ring.fetch, buffer, source, wanted)
-
-        def receive() -> Iterator[Tensor]:
-            while requested:
-                assert self.ring.turn == turn, "this lookup lost its buffers to another one"
-                source, buffer, job = requested.popleft()
-                self.wait(job)
-                rows = rows_in(buffer.memory, n, source)  # [n, W], or [n, n_table * W]
-                rows = F.embedding(position, rows)  # [B, T, W], ...
-                buffer.free.record(torch.cuda.current_stream(self.device))
-                requested.extend(islice(requests, 1))
-                yield from rows.unflatten(-1, (-1, self.width)).unbind(-2)  # [B, T, W] each
-
-        requests = map(request, sources)  # each is made when it is asked for
-        requested = deque(islice(requests, self.ring.n_buffer))
-        return receive()
-
-    def decoding_buffer(self, n_byte: int) -> Buffer:
-        """One for itself, as a CUDA graph keeps its address. Transfers wait for its readers."""
-        if self.for_decoding is None or len(self.for_decoding.memory) < n_byte:
-            self.for_decoding = Buffer(n_byte, self.ring)
-        self.for_decoding.free.record(torch.cuda.current_stream(self.device))
-        return self.for_decoding
-
-    def wait(self, job: object) -> None:
-        if arrival := result_of(job):
-            torch.cuda.current_stream(self.device).wait_event(arrival)
+    def decode(self, ids: Tensor) -> Iterator[Tensor]:
+        """Rows of tokens [B, 1]. So few records are sent at once, past the ring and the worker."""
+        if len(self.resident_ids) or self.ring.failure:
+            self.flush()  # they may have changed
+        ids = ids.flatten()
+        self.storage.read_ahead(ids)
+        records = send(self.whole.index_select(0, ids), self.device)  # [B, n_table * W]
+        return iter(records.view(len(ids), 1, len(self.weight), self.width).unbind(2))
 
     # --- training ---
 
     def prefetch(self, ids: Tensor) -> None:
         self.announced, _ = self.distinct(ids)
-        self.prefetch_missing(self.announced)
+        self.fetch_missing(self.announced)
 
     def index(self, ids: Tensor) -> Tensor:
-        self.prefetch_missing(ids)
+        self.fetch_missing(ids)
+        if self.coming[ids].any():
+            self.wait_for_arrival()
         return send(self.slot_of[ids], self.device)
 
     def rows(self, table: int) -> Tensor:
-        self.wait(self.jobs[table])
-        return self.device_rows[0][table]
+        return self.slots[0][:, table]
 
     def moments(self, table: int) -> tuple[Tensor, Tensor]:
-        self.wait(self.jobs[-1])
-        return self.device_rows[1][table], self.device_rows[2][table]
+        return self.slots[1][:, table], self.slots[2][:, table]
 
     def mark_dirty(self, ids: Tensor) -> None:
         self.dirty[ids] = True
         if self.announced is not None:
             self.evict_except(self.announced)
 
-    def prefetch_missing(self, ids: Tensor) -> None:
+    # --- the working set ---
+
+    def fetch_missing(self, ids: Tensor) -> None:
+        """Begin to fetch those of distinct tokens `ids` [n] that are not on the device."""
         missing = ids[self.slot_of[ids] < 0]
-        if not len(missing):
+        n = len(missing)
+        if n == 0:
             return
-        if len(missing) > len(self.free_slots):
-            self.grow(len(self.resident_ids) + len(missing))
-        slots, self.free_slots = self.free_slots.tensor_split([len(missing)])
-        self.slot_of[missing], self.resident_ids = slots, torch.cat([self.resident_ids, missing])
+        if n > len(self.free_slots):
+            self.grow(len(self.resident_ids) + n)
+        self.slot_of[missing], self.free_slots = self.free_slots.split(
+            [n, len(self.free_slots) - n]
+        )
+        self.coming[missing] = True
+        self.resident_ids = torch.cat([self.resident_ids, missing])
         self.ring.run(self.storage.read_ahead, missing, ("rows", "m", "v"))
-        slots, missing = self.ring.device_index(slots), self.ring.host_index(missing)
-        for buffer, host, device, number in self.transfers(len(missing)):
-            job = (self.ring.fetch, buffer, host, missing, device, slots)
-            self.jobs[number] = self.ring.run(*job)
+        self.arrival = self.transfer(self.ring.fetch, missing)
+
+    def transfer(self, job: Callable, ids: Tensor) -> Future:
+        """Have the ring fetch or write back tokens `ids` [n]."""
+        with torch.cuda.stream(self.ring.stream):  # which alone will read it
+            slots = send(self.slot_of[ids], self.device)
+        return self.ring.run(job, ids, slots, self.slots, self.free)
+
+    def wait_for_arrival(self) -> None:
+        """Let the compute stream wait for all that was fetched, and the host for the worker."""
+        if self.arrival is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.arrival.result())
+        self.coming.fill_(False)
 
     def evict_except(self, ids: Tensor) -> None:
         """Write back what has changed of other tokens than `ids`, and free their slots."""
         stays = torch.isin(self.resident_ids, ids, assume_unique=True)
-        leaving, self.resident_ids = self.resident_ids[~stays], self.resident_ids[stays]
-        self.write_back(leaving)
-        self.after_compute()
+        leaving = self.resident_ids[~stays]
+        self.resident_ids = self.resident_ids[stays]
+        self.turn += 1
+        self.record_free()
+        changed = leaving[self.dirty[leaving]]
+        if len(changed):
+            self.dirty[changed] = False
+            self.transfer(self.ring.write_back, changed)
         self.free_slots = torch.cat([self.free_slots, self.slot_of[leaving]])
         self.slot_of[leaving] = -1
 
-    def after_compute(self) -> None:
-        """Let transfers wait until the compute stream has done what is queued so far (H2)."""
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
-        self.ring.run(self.ring.stream.wait_event, done)
-
-    def write_back(self, ids: Tensor) -> None:
-        ids = ids[self.dirty[ids]]  # [n]
-        if len(ids):
-            transfers = list(self.transfers(len(ids)))
-            self.after_compute()  # of what reads the buffers, too
-            self.dirty[ids] = False
-            slots, ids = self.ring.device_index(self.slot_of[ids]), self.ring.host_index(ids)
-            for buffer, host, device, _ in transfers:
-                self.ring.run(self.ring.write_back, buffer, host, ids, device, slots)
-            self.ring.wait_staging()
-
-    def transfers(self, n: int) -> Iterator[tuple[Buffer, Tensor, Tensor, int]]:
-        """For rows, m and v of n tokens: a buffer, where they are, and the number of the job."""
-        self.ring.turn += 1
-        for kind, pairs in enumerate(zip(self.host_rows, self.device_rows, strict=True)):
-            for table, (host, device) in enumerate(zip(*pairs, strict=True)):
-                buffer = self.ring.next_buffer(n * self.width * 4)  # at most: rows may be bfloat16
-                yield buffer, host, device, -1 if kind else table
+    def record_free(self) -> None:
+        """Transfers from now on wait for what the compute stream was given so far (H2)."""
+        self.free = torch.cuda.Event()
+        self.free.record(torch.cuda.current_stream(self.device))
 
     def grow(self, need: int) -> None:
-        """Make room for so many tokens, and some more. Here the host waits."""
+        """Make room for so many tokens, and some more. Here the host waits for the worker."""
         n_slot = min(self.vocab_size, need + need // 4)
-        self.ring.synchronize()
-        for tables in self.device_rows:
-            for table, old in enumerate(tables):
-                tables[table] = torch.cat([old, old.new_empty(n_slot - len(old), self.width)])
-                tables[table].record_stream(self.ring.stream)
-        self.free_slots = torch.cat([self.free_slots, torch.arange(len(old), n_slot)])
-        self.after_compute()  # it may still use what this memory was
+        self.wait_for_arrival()
+        n_old = len(self.slots[0])
+        grown = []
+        with torch.inference_mode(False), torch.no_grad():  # training may use what evaluation made
+            for old in self.slots:
+                new = torch.cat([old, old.new_empty(n_slot - n_old, *old.shape[1:])])
+                # Not to be handed out again before the last transfer has ended.
+                new.record_stream(self.ring.stream)
+                grown.append(new)
+        self.slots = grown  # a new list: jobs under way have the old one
+        self.free_slots = torch.cat([self.free_slots, torch.arange(n_old, n_slot)])
+        self.record_free()  # earlier kernels may still use what this memory was
 
     def flush(self) -> None:
         self.evict_except(self.resident_ids[:0])
-        self.ring.synchronize()
         self.announced = None
+        self.ring.synchronize()
 
 
 class ShardedOffloaded(ShardedTables, OffloadedTables):

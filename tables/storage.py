@@ -7,18 +7,15 @@
 What a token owns in all tables lies side by side, so it costs one read, not one per table.
 """
 
-import contextlib
 import math
 import mmap
 import os
 import re
 import shutil
 import sys
-import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TypeAlias
 
 import torch
@@ -57,13 +54,6 @@ class RamStorage(TableStorage):
             if training or name == "rows":
                 # Pages of its own: a page that holds other things, too, cannot be pinned twice.
                 self.arrays[name] = torch.frombuffer(mmap.mmap(-1, n_byte), dtype=kind).view(size)
-
-    def on_gpu(self, device: torch.device) -> list[Tensor] | None:
-        """Rows, m and v as tensors that a GPU reads and writes where they are, if it can."""
-        try:
-            return [seen_by_gpu(a, device) for a in self.arrays.values() if a.dim() == 3]
-        except OSError as error:
-            print(f"note: tables cannot be pinned ({error}), which is slower", file=sys.stderr)
 
 
 class DiskStorage(TableStorage):
@@ -148,28 +138,3 @@ def free_ram() -> float:
     info = Path("/proc/meminfo")
     found = re.search(r"MemAvailable: +(\d+)", info.read_text()) if info.exists() else None
     return int(found[1]) * 1024 if found else math.inf
-
-
-def seen_by_gpu(array: Tensor, device: torch.device) -> Tensor:
-    """The same memory as a CUDA tensor that kernels read and write over the bus, pinned in place:
-    memory that is allocated pinned has a power of two as its size. Under unified addressing both
-    sides share the address. OSError: it cannot be pinned."""
-    runtime, at, size = torch.cuda.cudart(), array.data_ptr(), array.nbytes
-    with torch.cuda.device(device):
-        # Windows' GPUs see other addresses.
-        if error := sys.platform == "win32" or int(runtime.cudaHostRegister(at, size, 0)):
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=device)  # the error stays set, and the next call raises it
-            raise OSError(f"CUDA error {error}, see `ulimit -l`")
-        weakref.finalize(array, unpin, at, device)
-        kind = {2: "<i2", 4: "<f4"}[array.element_size()]  # the protocol has no bfloat16
-        where = dict(shape=(array.numel(),), typestr=kind, data=(at, False), version=2)
-        owned = SimpleNamespace(__cuda_array_interface__=where, owner=array)
-        view = torch.as_tensor(owned, device=device)
-    assert view.data_ptr() == at, "a copy was made instead of a view"
-    return view.view(array.dtype).view(array.shape)
-
-
-def unpin(address: int, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # kernels may still be reading
-    torch.cuda.cudart().cudaHostUnregister(address)

@@ -15,8 +15,7 @@ promises holds, and nothing more:
   So that is when it fills with garbage, and who writes there later harms the next owner.
 
 It is more lenient where PyTorch sees to it: pinned memory is kept for good, and backward passes run
-on the calling thread. Device memory is handed out anew only at equal size. That memory can be
-registered for reading in place is taken for granted.
+on the calling thread. Device memory is handed out anew only at equal size.
 
 The arithmetic is the CPU's, so results equal the CPU's to the bit. For PyTorch the tensors are on
 the device `meta`, the only one besides the CPU for which every build knows autograd.
@@ -30,7 +29,7 @@ from collections import Counter, defaultdict, deque
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tables import storage, tables
+from tables import tables
 
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
@@ -45,6 +44,8 @@ class Mark:
 
 
 class Stream:
+    device = DEVICE
+
     def __init__(self, device=None) -> None:
         self.gpu, self.queue = SimulatedGpu.current, deque()  # of functions, Marks and (Mark,)
         self.gpu.streams.append(self)
@@ -163,7 +164,6 @@ class SimulatedGpu:
     Args:
         seed: of what happens when.
         pace: of the streams that are not in `paces`.
-        pins: whether memory can be pinned where it is.
 
     Attributes:
         waits: how often each thread had to wait for the device.
@@ -172,9 +172,9 @@ class SimulatedGpu:
     current: "SimulatedGpu"
     device = DEVICE
 
-    def __init__(self, seed: int = 0, pace: float = 1.0, pins: bool = True) -> None:
+    def __init__(self, seed: int = 0, pace: float = 1.0) -> None:
         self.random, self.pace, self.paces = random.Random(seed), pace, {}
-        self.pins, self.waits = pins, Counter()
+        self.waits = Counter()
         self.lock, self.local, self.streams = threading.RLock(), threading.local(), []
         self.pinned_memory, self.freed = {}, defaultdict(list)
 
@@ -189,7 +189,7 @@ class SimulatedGpu:
             (torch.cuda, "stream", self.stream),
             (torch.cuda, "synchronize", self.synchronize),
             (torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor.clone())),
-            (storage, "seen_by_gpu", self.seen),
+            (torch.cuda, "set_device", lambda device: None),
         ):
             self.stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, new)
@@ -246,12 +246,6 @@ class SimulatedGpu:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.pinned_memory
-
-    def seen(self, array: torch.Tensor, device) -> DeviceTensor:
-        """Host memory that kernels read and write when their turn has come."""
-        if not self.pins:
-            raise OSError("this GPU pins nothing")
-        return DeviceTensor(array, Memory(self, torch.empty(0)))
 
     def allocate(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor, if possible such that has been freed."""

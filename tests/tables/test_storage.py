@@ -2,7 +2,6 @@
 
 import mmap
 import os
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from common import UserError
 from tables import storage as storages
-from tables.storage import DiskStorage, RamStorage, check_room, layout
+from tables.storage import DiskStorage, check_room, layout
 
 SHAPE = (7, 3, 5)  # V, n_table, W
 
@@ -121,28 +120,6 @@ def test_sparse_tables_take_no_room_and_may_be_larger_than_memory(tmp_path):
     reader = DiskStorage(storage.folder, shape, torch.float32)
     assert reader.arrays["rows"][4_000_000].sum() == 2 * 4096 and not storage.fresh
     assert sum(path.stat().st_blocks * 512 for path in storage.folder.iterdir()) < 1e6
-
-
-def test_what_cannot_be_pinned_is_said_once_and_leaves_no_error(monkeypatch, capsys):
-    """CUDA keeps an error until a call reports it, maybe one that has nothing to do with it."""
-    left = []
-
-    def register(*args):
-        left.append("out of memory")
-        return 2
-
-    def zeros(*args, **kwargs):
-        if left:
-            raise RuntimeError(left.pop())
-
-    runtime = SimpleNamespace(cudaHostRegister=register)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    storage = RamStorage(SHAPE, torch.float32)
-    monkeypatch.setattr(torch, "zeros", zeros)
-    assert storage.on_gpu(torch.device("cuda")) is None and not left
-    said = capsys.readouterr().err
-    assert said.count("cannot be pinned (CUDA error 2") == said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("folder", "copies"), [(False, 1), (True, 2), (True, 3)])
