@@ -21,6 +21,7 @@ Records go in chunks through a ring of a few buffers. Three things could go wron
         and a write-back ends when all is stored
 """
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
@@ -163,15 +164,20 @@ class OffloadedTables(StoredTables):
         self.coming = torch.zeros(self.vocab_size, dtype=torch.bool)  # fetched, not waited for
         self.dirty = torch.zeros(self.vocab_size, dtype=torch.bool)  # changed, not written back
         self.resident_ids = torch.empty(0, dtype=torch.int64)  # tokens on the device
-        self.free_slots = torch.empty(0, dtype=torch.int64)
         self.open_ring()
 
     def open_ring(self) -> None:
         """A ring for all arrays of the storage, and a working set that has no slots yet."""
-        arrays = [array for array in self.storage.arrays.values() if array.dim() == 3]
-        self.whole = arrays[0].flatten(1)  # [V, n_table * W]
+        arrays = list(self.storage.arrays.values())
         self.ring = TransferRing(arrays, self.device, *self.ring_size)
         self.slots = [array[:0].to(self.device) for array in arrays]  # [n_slot, n_table, W] each
+        self.free_slots = torch.empty(0, dtype=torch.int64)
+
+    def add_state(self) -> list[Tensor]:
+        self.flush()
+        super().add_state()
+        self.open_ring()
+        return self.state
 
     # --- reading ---
 
@@ -214,8 +220,8 @@ class OffloadedTables(StoredTables):
             self.flush()  # they may have changed
         ids = ids.flatten()
         self.storage.read_ahead(ids)
-        records = send(self.whole.index_select(0, ids), self.device)  # [B, n_table * W]
-        return iter(records.view(len(ids), 1, len(self.weight), self.width).unbind(2))
+        rows = send(self.storage.arrays["rows"].index_select(0, ids), self.device)
+        return iter(rows[:, None].unbind(2))  # [B, 1, n_table, W] -> [B, 1, W] each
 
     # --- training ---
 
@@ -232,8 +238,8 @@ class OffloadedTables(StoredTables):
     def rows(self, table: int) -> Tensor:
         return self.slots[0][:, table]
 
-    def moments(self, table: int) -> tuple[Tensor, Tensor]:
-        return self.slots[1][:, table], self.slots[2][:, table]
+    def states(self, table: int) -> Tensor:
+        return self.slots[1][:, table]
 
     def mark_dirty(self, ids: Tensor) -> None:
         self.dirty[ids] = True
@@ -255,7 +261,7 @@ class OffloadedTables(StoredTables):
         )
         self.coming[missing] = True
         self.resident_ids = torch.cat([self.resident_ids, missing])
-        self.ring.run(self.storage.read_ahead, missing, ("rows", "m", "v"))
+        self.ring.run(self.storage.read_ahead, missing, self.storage.arrays)
         self.arrival = self.transfer(self.ring.fetch, missing)
 
     def transfer(self, job: Callable, ids: Tensor) -> Future:
@@ -325,31 +331,35 @@ def make_tables(offload: str, device, dtype, *, live=None, saved=None, fresh=Fal
         saved: DiskStorage of a checkpoint, which is read in place without training.
         fresh: whether rows are to be drawn, not loaded.
     """
-    training, far = live is not None, offload != "none" and device.type in STREAMS
+    training = live is not None
+    far = offload != "none" and device.type in STREAMS
     on_disk = offload == "disk" and (training or saved is not None)
+    sharded = torch.distributed.is_initialized()
 
     def make(n_table: int, vocab_size: int, width: int) -> Tables:
         width = columns_per_rank(width)
         shape = (vocab_size, n_table, width)
-        sharded = torch.distributed.is_initialized()
-        if n_table and on_disk and training:
-            # The live one, a snapshot (a run that resumes has it), and the next one before it goes.
-            check_room(shape, dtype, training, live.parent, copies=2 if saved else 3)
-        elif not on_disk and (far or (offload != "disk" and device.type == "cpu")):
-            check_room(shape, dtype, training)
-        if not n_table or not (on_disk or far):
+        if n_table == 0 or not (on_disk or far):
+            if device.type == "cpu" and offload != "disk":
+                check_room(math.prod(shape) * dtype.itemsize)
             kind = ShardedResident if sharded else ResidentTables
-            return kind(n_table, vocab_size, width, dtype)
-        with torch.device("cpu"):  # whatever device the rest of the model is made on
-            if on_disk:
-                storage = DiskStorage.create(live, shape, dtype) if training else saved
-            else:
-                storage = RamStorage(shape, dtype, training=training)
-            storage.fresh = fresh
-            if far:
-                kind = ShardedOffloaded if sharded else OffloadedTables
-            else:
-                kind = ShardedStored if sharded else StoredTables
-            return kind(storage, device)
+            tables = kind(n_table, vocab_size, width, dtype)
+        else:
+            with torch.device("cpu"):  # whatever device the rest of the model is made on
+                if on_disk and training:
+                    # The live one, a snapshot (a run that resumes has it), and the next one.
+                    storage = DiskStorage.create(live, shape, dtype, copies=2 if saved else 3)
+                elif on_disk:
+                    storage = saved
+                else:
+                    storage = RamStorage(shape, dtype)
+                storage.fresh = fresh
+                if far:
+                    kind = ShardedOffloaded if sharded else OffloadedTables
+                else:
+                    kind = ShardedStored if sharded else StoredTables
+                tables = kind(storage, device)
+        tables.autocast = True
+        return tables
 
     return make

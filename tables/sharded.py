@@ -46,7 +46,8 @@ class ShardedTables(Tables):
         self.rank = dist.get_rank()
         self.n_rank = dist.get_world_size()
         if self.on_disk:
-            self.storage.save_columns_of_all_ranks(self.n_rank, parts)
+            self.storage.n_rank = self.n_rank
+            self.storage.parts = parts
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         distinct, position = torch.unique(ids.cpu(), return_inverse=True)  # [n], [B, T]
@@ -57,6 +58,11 @@ class ShardedTables(Tables):
         for columns in super().lookup(everybodys_ids):  # [P, size, W/P]
             rows = Exchange.apply(columns).transpose(0, 1).flatten(1)  # [size, W]
             yield F.embedding(send(position, rows.device), rows)  # [B, T, W]
+
+    def mean_square(self, grad: Tensor) -> Tensor:
+        mean = super().mean_square(grad)  # over my columns
+        dist.all_reduce(mean)
+        return mean / self.n_rank
 
 
 class ShardedResident(ShardedTables, ResidentTables):
@@ -98,6 +104,6 @@ def parts(columns: Tensor) -> Iterator[Tensor]:
     ranks call it."""
     part_size = max(1, (1 << 26) // columns[0].nbytes)
     for part in columns.split(part_size):
-        every = gather(part.contiguous()) if part.dim() > 1 else [part]
+        every = gather(part.contiguous())
         if dist.get_rank() == 0:
             yield torch.cat([columns.cpu() for columns in every], dim=-1)

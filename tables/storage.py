@@ -1,8 +1,7 @@
-"""Where rows and their optimizer states are stored: in RAM, or in a folder of raw arrays on disk.
+"""Where what tokens own is stored: in RAM, or in a folder of raw arrays on disk.
 
-    rows          [V, n_table, W] in the tables' dtype
-    m, v          [V, n_table, W] float32: Adam's moments
-    count, last   [V] int64: how often training read a token, and in which step for the last time
+    rows     [V, n_table, W] in the tables' dtype
+    state    [V, n_table, W] float32, if the optimizer keeps one number for each (rmsprop.py)
 
 What a token owns in all tables lies side by side, so it costs one read, not one per table.
 """
@@ -25,35 +24,33 @@ from common import UserError, reading, writing
 
 Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows
-# To map a file without changing it. Without 0x4000, MAP_NORESERVE, Linux refuses one above RAM.
-LINUX = sys.platform == "linux"
-PRIVATE = dict(flags=mmap.MAP_PRIVATE | 0x4000) if LINUX else dict(access=mmap.ACCESS_COPY)
-
-
-def layout(shape: Shape, dtype: torch.dtype) -> dict[str, tuple]:
-    """Shape, dtype and bytes of each array, for tables of a shape (V, n_table, W)."""
-    moment, per_token = (shape, torch.float32), (shape[:1], torch.int64)
-    kinds = dict(rows=(shape, dtype), m=moment, v=moment, count=per_token, last=per_token)
-    return {name: (*kind, math.prod(kind[0]) * kind[1].itemsize) for name, kind in kinds.items()}
 
 
 class TableStorage:
-    arrays: dict[str, Tensor]  # by name, see above; of tables that are not trained, maybe only rows
+    """What tokens own: arrays of one shape, by name."""
+
+    shape: Shape
+    arrays: dict[str, Tensor]
     fresh = True  # rows are yet to be drawn
 
-    def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
+    def add(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A new array of zeros. UserError: there is no room."""
+        raise NotImplementedError
+
+    def read_ahead(self, ids: Tensor, names: Iterable[str] = ("rows",)) -> None:
         """Begin to read what tokens `ids` own of these arrays, without waiting for it."""
 
 
 class RamStorage(TableStorage):
-    """Tables in ordinary memory, for training with moments."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, *, training: bool = True) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        self.shape = shape
         self.arrays = {}
-        for name, (size, kind, n_byte) in layout(shape, dtype).items():
-            if training or name == "rows":
-                # Pages of its own: a page that holds other things, too, cannot be pinned twice.
-                self.arrays[name] = torch.frombuffer(mmap.mmap(-1, n_byte), dtype=kind).view(size)
+        self.add("rows", dtype)
+
+    def add(self, name: str, dtype: torch.dtype) -> Tensor:
+        check_room(math.prod(self.shape) * dtype.itemsize)
+        self.arrays[name] = torch.zeros(self.shape, dtype=dtype)
+        return self.arrays[name]
 
 
 class DiskStorage(TableStorage):
@@ -61,33 +58,83 @@ class DiskStorage(TableStorage):
     tensor goes to its file if that is `writable`, and else stays in this process. UserError: a file
     is missing or has another size."""
 
-    def __init__(self, folder: Path, shape: Shape, dtype: torch.dtype, *, writable=False) -> None:
-        self.folder, self.shape, self.fresh, self.arrays, self.maps = folder, shape, False, {}, {}
-        self.parts: Callable[[Tensor], Iterable[Tensor]] = lambda array: [array]  # that are copied
-        mode, how = ("r+b", dict(access=mmap.ACCESS_WRITE)) if writable else ("rb", PRIVATE)
-        for name, (size, kind, n_byte) in layout(shape, dtype).items():
-            with reading(folder / name, "put it beside ckpt.pt") as path, open(path, mode) as file:
-                if (found := os.fstat(file.fileno()).st_size) != n_byte:
-                    raise ValueError(f"{found:,} bytes, not {n_byte:,}")
-                self.maps[name] = mmap.mmap(file.fileno(), 0, **how)
-            self.arrays[name] = torch.frombuffer(self.maps[name], dtype=kind).view(size)
+    def __init__(
+        self,
+        folder: Path,
+        shape: Shape,
+        dtype: torch.dtype,
+        names: Iterable[str] = ("rows",),
+        *,
+        writable: bool = False,
+    ) -> None:
+        self.folder = folder
+        self.shape = shape
+        self.writable = writable
+        self.fresh = False
+        self.sparse = False
+        self.copies = 1  # that there must be room for
+        self.arrays = {}
+        self.maps: dict[str, mmap.mmap] = {}
+        # How `copy` writes an array of which ranks have columns each (sharded.py).
+        self.n_rank = 1
+        self.parts: Callable[[Tensor], Iterable[Tensor]] = lambda array: [array]
+        for name in names:
+            self.map(name, dtype if name == "rows" else torch.float32)
+
+    def map(self, name: str, dtype: torch.dtype) -> None:
+        path = self.folder / name
+        expected = math.prod(self.shape) * dtype.itemsize
+        if self.writable:
+            access = {"access": mmap.ACCESS_WRITE}
+        elif sys.platform == "linux":
+            # 0x4000 is MAP_NORESERVE: without it Linux refuses to map a file larger than RAM.
+            access = {"flags": mmap.MAP_PRIVATE | 0x4000}
+        else:
+            access = {"access": mmap.ACCESS_COPY}
+        with (
+            reading(path, "put it beside ckpt.pt"),
+            open(path, "r+b" if self.writable else "rb") as file,
+        ):
+            found = os.fstat(file.fileno()).st_size
+            if found != expected:
+                raise ValueError(f"{found:,} bytes, not {expected:,}")
+            self.maps[name] = mmap.mmap(file.fileno(), 0, **access)
+        self.arrays[name] = torch.frombuffer(self.maps[name], dtype=dtype).view(self.shape)
 
     @classmethod
-    def create(cls, folder: Path, shape: Shape, dtype: torch.dtype, *, sparse=False):
+    def create(
+        cls,
+        folder: Path,
+        shape: Shape,
+        dtype: torch.dtype,
+        *,
+        sparse: bool = False,
+        copies: int = 1,
+    ) -> "DiskStorage":
         """Writable tables of zeros in a new folder. They take all of their room at once unless
-        `sparse`: a disk that fills up under a map would kill the process. UserError: it is full."""
+        `sparse`: a disk that fills up under a map would kill the process. UserError: there is no
+        room for so many copies."""
         with writing(folder):
             folder.mkdir(parents=True)
-            for name, (_, _, n_byte) in layout(shape, dtype).items():
-                with open(folder / name, "wb") as file:
-                    file.truncate(n_byte)
-                    if not sparse and hasattr(os, "posix_fallocate"):
-                        os.posix_fallocate(file.fileno(), 0, n_byte)
-        storage = cls(folder, shape, dtype, writable=True)
+        storage = cls(folder, shape, dtype, names=(), writable=True)
+        storage.sparse = sparse
+        storage.copies = copies
+        storage.add("rows", dtype)
         storage.fresh = not sparse  # to draw rows would fill the files
         return storage
 
-    def read_ahead(self, ids: Tensor, names: tuple[str, ...] = ("rows",)) -> None:
+    def add(self, name: str, dtype: torch.dtype) -> Tensor:
+        n_byte = math.prod(self.shape) * dtype.itemsize
+        if not self.sparse:
+            check_room(self.copies * n_byte, self.folder)
+        with writing(self.folder), open(self.folder / name, "wb") as file:
+            file.truncate(n_byte)
+            if not self.sparse and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, n_byte)
+        self.map(name, dtype)
+        return self.arrays[name]
+
+    def read_ahead(self, ids: Tensor, names: Iterable[str] = ("rows",)) -> None:
         """Page faults would ask the disk for one page after the other: ten times as long."""
         ids = torch.unique(ids)  # neighbours are asked for as one: their id minus index is the same
         _, sizes = torch.unique_consecutive(ids - torch.arange(len(ids)), return_counts=True)
@@ -99,12 +146,6 @@ class DiskStorage(TableStorage):
                 end = (first + size) * n_byte
                 self.maps[name].madvise(mmap.MADV_WILLNEED, start, end - start)
 
-    def save_columns_of_all_ranks(self, n_rank: int, parts: Callable) -> None:
-        """Let `copy` write whole rows, of which this storage has columns (tables/sharded.py)."""
-        vocab_size, n_table, width = self.shape
-        self.shape = (vocab_size, n_table, width * n_rank)
-        self.parts = parts
-
     def copy(self, folder: Path) -> dict:
         """Write what the arrays hold now to a new folder. Returns what opens and verifies it."""
         with writing(folder):
@@ -114,27 +155,35 @@ class DiskStorage(TableStorage):
                     for part in self.parts(array):
                         part.view(torch.uint8).numpy().tofile(file)
                     os.fsync(file.fileno())
-        how = dict(shape=tuple(self.shape), dtype=self.arrays["rows"].dtype)
-        return dict(**how, crc32=DiskStorage(folder, **how).checksums())
+        vocab_size, n_table, width = self.shape
+        shape = (vocab_size, n_table, width * self.n_rank)
+        dtype = self.arrays["rows"].dtype
+        copied = DiskStorage(folder, shape, dtype, self.arrays)
+        return {"shape": shape, "dtype": dtype, "crc32": copied.checksums()}
 
     def checksums(self) -> dict[str, int]:
         arrays = self.arrays.items()
         return {name: zlib.crc32(array.view(torch.uint8).numpy()) for name, array in arrays}
 
 
-def check_room(shape: Shape, dtype: torch.dtype, training: bool, folder=None, copies=1) -> None:
-    """UserError: tables, or so many copies, have no room in RAM, or on the disk of a folder."""
-    sizes = {name: n_byte for name, (_, _, n_byte) in layout(shape, dtype).items()}
-    need = copies * (sum(sizes.values()) if training else sizes["rows"])
+def check_room(n_byte: int, folder: Path | None = None) -> None:
+    """UserError: so many bytes have no room in RAM, or on the disk of a folder."""
     free = shutil.disk_usage(folder).free if folder else free_ram()
-    if need > free:
-        where, instead = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
-        sizes = f"{need / 2**30:.2f} GiB of {where}, {free / 2**30:.2f} GiB are free"
-        raise UserError(f"the tables need {sizes}: take {instead}")
+    if n_byte > free:
+        place, fix = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
+        sizes = f"{n_byte / 2**30:.2f} GiB of {place}, {free / 2**30:.2f} GiB are free"
+        raise UserError(f"the tables need {sizes}: take {fix}")
 
 
 def free_ram() -> float:
     """Bytes that programs can still have, where the system tells (Linux)."""
-    info = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable: +(\d+)", info.read_text()) if info.exists() else None
-    return int(found[1]) * 1024 if found else math.inf
+    free = math.inf
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        free = 1024 * int(re.search(r"MemAvailable: +(\d+)", meminfo.read_text())[1])
+    # A container may have less (cgroup v2). Of what it has used, files can go.
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip() != "max":
+        used = re.search(r"^anon (\d+)", limit.with_name("memory.stat").read_text(), re.MULTILINE)
+        free = min(free, int(limit.read_text()) - int(used[1]))
+    return free

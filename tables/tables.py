@@ -2,7 +2,7 @@
 
 A token table is a V x W matrix owned by one layer. A forward pass reads only the rows of the tokens
 in its input, known before the first layer runs. So each row is fetched once, only these rows get a
-gradient (rowadam.py), and slow memory is read while earlier layers compute (offload.py). Wherever
+gradient (rmsprop.py), and slow memory is read while earlier layers compute (offload.py). Wherever
 tables live, the decoder asks for their rows in the same way:
 
     for rows in tables.lookup(ids): ...        # rows of table 0, 1, ... [B, T, W], in layer order
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tables.storage import DiskStorage, TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
+MOST_READS = 1000  # lookups of one optimizer step: accumulated micro-batches are fewer
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -30,14 +31,16 @@ class Tables(nn.Module):
     """What all tables have in common: rows read where they are, and their gradients."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
-    m = v = None  # likewise what Adam remembers, lists of [V, W] float32
+    state: list[Tensor]  # likewise what the optimizer keeps for each number, see `add_state`
     storage: TableStorage | None = None  # of tables that are no parameters
     on_disk = False
     rank, n_rank = 0, 1  # of those that have columns of these tables (sharded.py)
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
-        self.vocab_size, self.width = vocab_size, width
+        self.vocab_size = vocab_size
+        self.width = width
+        self.autocast = False  # whether rows take autocast's dtype: layers multiply in it
         # What training lookups read since the last optimizer step: the distinct ids [n], still on
         # the device they came from, and a leaf [n, W] per table, whose .grad autograd fills.
         self.reads: list[tuple[Tensor, list[Tensor]]] = []
@@ -72,6 +75,11 @@ class Tables(nn.Module):
 
     def read_once(self, distinct: Tensor, position: Tensor) -> Iterator[Tensor]:
         """Yield the rows of distinct tokens [n], each read once, at their positions [B, T]."""
+        assert len(self.reads) < MOST_READS, (
+            f"the gradients of {MOST_READS} lookups were not taken: AdamW(model.parameters()) does "
+            "not train tables; after each step call RowRMSprop(model.tables).step(lr), and the "
+            "same for model.wte where the head is not tied"
+        )
         index = self.index(distinct)
         position = send(position, index.device)
         leaves: list[Tensor] = []
@@ -79,28 +87,42 @@ class Tables(nn.Module):
         for table in range(len(self.weight)):
             leaf = self.rows(table).detach().index_select(0, index).float().requires_grad_()
             leaves.append(leaf)  # [n, W]
+            rows = leaf
+            # A CPU would sum the gradients of equal tokens in 16 bits, a GPU sums in 32.
+            if self.autocast and leaf.is_cuda and torch.is_autocast_enabled("cuda"):
+                rows = leaf.to(torch.get_autocast_dtype("cuda"))
             # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back.
-            yield F.embedding(position, leaf)
+            yield F.embedding(position, rows)
 
     # --- for the optimizer ---
 
     def prefetch(self, ids: Tensor) -> None:
         """Training will look up `ids` in its next step: what is slow to get may begin to come."""
 
+    def add_state(self) -> list[Tensor]:
+        """Keep a float32, at first 0, beside each number. Returns a [V, W] tensor for each table,
+        where its rows are stored. UserError: there is no room."""
+        self.state = [torch.zeros_like(weight, dtype=torch.float32) for weight in self.weight]
+        return self.state
+
     def index(self, ids: Tensor) -> Tensor:
-        """Where tokens `ids` [n] are in `rows` and `moments`, as an index on their device."""
+        """Where tokens `ids` [n] are in `rows` and `states`, as an index on their device."""
         return send(ids, self.weight[0].device)
 
     def rows(self, table: int) -> Tensor:
         """Rows [.., W] of a table, on the device that computes."""
         return self.weight[table]
 
-    def moments(self, table: int) -> tuple[Tensor, Tensor]:
-        """m and v [.., W] of a table, on the device that computes."""
-        return self.m[table], self.v[table]
+    def states(self, table: int) -> Tensor:
+        """The state [.., W] of a table, on the device that computes."""
+        return self.state[table]
+
+    def mean_square(self, grad: Tensor) -> Tensor:
+        """The mean of the squares of each row: [n, W] -> [n, 1]."""
+        return grad.float().square().mean(1, keepdim=True)
 
     def mark_dirty(self, ids: Tensor) -> None:
-        """The optimizer has changed tokens `ids` [n] in `rows` and `moments`."""
+        """The optimizer has changed tokens `ids` [n] in `rows` and `states`."""
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
         """The gradients of all rows read since the last call, micro-batches merged: distinct sorted
@@ -140,14 +162,18 @@ class StoredTables(Tables):
     No parameters: `model.to(device)` does not move them, autograd does not see them."""
 
     def __init__(self, storage: TableStorage, device: torch.device | str = "cpu") -> None:
-        vocab_size, _, width = storage.arrays["rows"].shape
+        vocab_size, _, width = storage.shape
         super().__init__(vocab_size, width)
-        self.storage, self.device = storage, torch.device(device)
+        self.storage = storage
+        self.device = torch.device(device)
         self.on_disk = isinstance(storage, DiskStorage)
-        self.weight, *moments = (list(a.unbind(1)) for a in storage.arrays.values() if a.dim() == 3)
-        if moments:
-            self.m, self.v = moments
-            self.count, self.last = storage.arrays["count"], storage.arrays["last"]
+        self.weight = list(storage.arrays["rows"].unbind(1))
+        if "state" in storage.arrays:
+            self.state = list(storage.arrays["state"].unbind(1))
+
+    def add_state(self) -> list[Tensor]:
+        self.state = list(self.storage.add("state", torch.float32).unbind(1))
+        return self.state
 
     def init_rows(self, std: float) -> None:
         if self.storage.fresh:
@@ -155,7 +181,7 @@ class StoredTables(Tables):
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         ids = ids.cpu()
-        self.storage.read_ahead(ids, ("rows", "m", "v") if self.in_training() else ("rows",))
+        self.storage.read_ahead(ids, self.storage.arrays if self.in_training() else ["rows"])
         for rows in super().lookup(ids):
             yield rows.to(self.device)
 

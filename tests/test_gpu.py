@@ -11,7 +11,7 @@ from test_offload import RealGpu, batch
 
 from model import LAYERS, Decoder, ModelConfig
 from offload import OffloadedTables
-from tables.rowadam import RowAdam
+from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables
 
@@ -37,10 +37,10 @@ def decoder(ffn: str) -> Decoder:
 
 
 def train(model: Decoder, device: str, steps: int = 3) -> tuple[list[float], Decoder]:
-    """A few steps of plain SGD on the backbone and row-wise Adam on the tables."""
+    """A few steps of plain SGD on the backbone and RMSprop on the tables."""
     model = copy.deepcopy(model).to(device)
     # eps: a gradient that is zero but for rounding must not become a step.
-    rows = RowAdam(model.tables, eps=1e-4)
+    rows = RowRMSprop(model.tables, eps=1e-4)
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         ids = torch.randint(60, (4, 32), generator=generator)
@@ -105,7 +105,7 @@ def test_training_with_offloaded_tables_equals_resident(slots, dtype, storage):
     for tables in (partial(ResidentTables, dtype=dtype), made):
         torch.manual_seed(0)
         model = Decoder(config, tables=tables).cuda()
-        rows, losses = RowAdam(model.tables), []
+        rows, losses = RowRMSprop(model.tables), []
         for number in range(8):
             for part in (batch(number, (4, 32)) % 60).chunk(1 + number % 2):
                 loss = model(part.cuda(), part.cuda(), table_ids=part)[1]
@@ -114,7 +114,7 @@ def test_training_with_offloaded_tables_equals_resident(slots, dtype, storage):
                 losses.append(loss.detach())
             rows.step(lr=0.05)
         model.tables.flush()
-        runs.append((torch.stack(losses).cpu(), [*model.tables.weight, *rows.m, *rows.v]))
+        runs.append((torch.stack(losses).cpu(), [*model.tables.weight, *rows.state]))
     assert torch.equal(runs[1][0], runs[0][0])
     for a, b in zip(*(tensors for _, tensors in runs), strict=True):
         assert torch.equal(b, a.cpu())
@@ -166,14 +166,14 @@ def test_copies_overlap_compute(tmp_path):
 def test_device_memory_does_not_grow_with_the_vocabulary():
     def peak(vocab_size: int) -> int:
         tables = OffloadedTables(RamStorage((vocab_size, 4, 256), torch.float32), "cuda")
-        adam = RowAdam(tables)
+        rows = RowRMSprop(tables)
         for number in range(3):
             if number == 1:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             ids = torch.randint(6400, (4, 512), generator=torch.Generator().manual_seed(number))
             sum((rows * rows).sum() for rows in tables.lookup(ids)).backward()
-            adam.step(lr=0.1)
+            rows.step(lr=0.1)
         tables.flush()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before

@@ -99,9 +99,10 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
             checkpoint["tables"] = {"id": name, **saved}
             weights = checkpoint["model"].items()
             checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
-            if "optimizer" in checkpoint and "tables" in checkpoint["optimizer"]["rows"]:
+            if "state" in storage.arrays and "optimizer" in checkpoint:
                 rows = checkpoint["optimizer"]["rows"]
-                rows["tables"] = {"steps": rows["tables"]["steps"]}
+                rows["tables"] = dict(rows["tables"])
+                del rows["tables"]["state"]
         with atomic(path) as temporary, open(temporary, "wb") as file:
             torch.save(checkpoint, file)
     finally:
@@ -138,7 +139,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
         return checkpoint
     folder = tables_folder(path) / saved["id"]
     try:
-        storage = DiskStorage(folder, saved["shape"], saved["dtype"])
+        storage = DiskStorage(folder, saved["shape"], saved["dtype"], saved["crc32"])
     except UserError:
         if read_checkpoint(path)["tables"] == saved:
             raise
@@ -148,10 +149,8 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     checkpoint["storage"] = storage
     tables = StoredTables(storage)
     checkpoint["model"].update(tables.state_dict(prefix="tables."))
-    if "optimizer" in checkpoint and "tables" in checkpoint["optimizer"]["rows"]:
-        rows = checkpoint["optimizer"]["rows"]["tables"]
-        for name in ("m", "v", "count", "last"):
-            rows[name] = getattr(tables, name)
+    if "state" in storage.arrays and "optimizer" in checkpoint:
+        checkpoint["optimizer"]["rows"]["tables"]["state"] = tables.state
     return checkpoint
 
 

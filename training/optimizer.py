@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from model import Decoder
-from tables.rowadam import RowAdam
+from tables.rmsprop import RowRMSprop
 from tables.tables import Tables
 from training import ranks
 from training.settings import Settings
@@ -72,7 +72,7 @@ class LossScaler:
 
 
 class Optimizer:
-    """AdamW for the backbone and row-wise Adam for the tables, clipped together."""
+    """AdamW for the backbone and RMSprop for rows of the tables, clipped together."""
 
     def __init__(self, model: Decoder, settings: Settings, dtype: str = "float32") -> None:
         betas = (settings.beta1, settings.beta2)
@@ -81,14 +81,20 @@ class Optimizer:
         self.scaler = LossScaler(enabled=dtype == "float16")
 
         # Tables, and an embedding that is not the head, train by rows, unless by AdamW as a whole.
-        self.rows: dict[str, RowAdam] = {}
+        table_state = getattr(settings, "table_state", None)
+        if table_state is None:
+            # Embformer's rows, of which all of the model consists, want one for each number.
+            table_state = "number" if model.config.ffn == "embformer" else "row"
+        self.rows: dict[str, RowRMSprop] = {}
         for name in ("tables", "wte"):
             tables = getattr(model, name)
             if isinstance(tables, Tables) and len(tables.weight):
                 whole = settings.table_optimizer == "adamw"
                 tables.requires_grad_(whole)
                 if not whole:
-                    self.rows[name] = RowAdam(tables, betas, seed=settings.seed)
+                    self.rows[name] = RowRMSprop(
+                        tables, settings.beta2, state=table_state, seed=settings.seed
+                    )
 
         # Weight decay is for linear layers alone.
         linear, other = [], []
@@ -113,7 +119,7 @@ class Optimizer:
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
         ranks.add_up(*grads)
-        read = {name: adam.tables.gradients() for name, adam in self.rows.items()}
+        read = {name: rmsprop.tables.gradients() for name, rmsprop in self.rows.items()}
         row_grads = [grad for _, of_tables in read.values() for grad in of_tables]
 
         # 2) their norm, still scaled; it is the same on all ranks, so all skip a step or none
@@ -135,8 +141,8 @@ class Optimizer:
             for group in self.adamw.param_groups:
                 group["lr"] = lr * self.peak
             self.adamw.step()
-            for name, adam in self.rows.items():
-                adam.step(lr * self.peak, read[name])
+            for name, rmsprop in self.rows.items():
+                rmsprop.step(lr * self.peak, read[name])
         self.scaler.update(finite)
         self.adamw.zero_grad()
         return norm
@@ -144,12 +150,12 @@ class Optimizer:
     def state_dict(self) -> dict:
         return {
             "adamw": self.adamw.state_dict(),
-            "rows": {name: adam.state_dict() for name, adam in self.rows.items()},
+            "rows": {name: rmsprop.state_dict() for name, rmsprop in self.rows.items()},
             "scaler": self.scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
         self.scaler.load_state_dict(state.get("scaler", {}))
         self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
-        for name, adam in self.rows.items():
-            adam.load_state_dict(state["rows"][name])
+        for name, rmsprop in self.rows.items():
+            rmsprop.load_state_dict(state["rows"][name])

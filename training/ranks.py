@@ -89,7 +89,7 @@ def make_model(config: ModelConfig, tables: Callable) -> Decoder:
 
 
 def change_columns(checkpoint: dict, name: str, whole: bool) -> None:
-    """In a checkpoint, change rows and moments of the tables `name` from whole ones, as files have
+    """In a checkpoint, change rows and optimizer state of the tables `name` from whole ones, as files have
     them, to this rank's columns; or back to `whole` ones, in the RAM of rank 0."""
     if size == 1:
         return
@@ -104,6 +104,5 @@ def change_columns(checkpoint: dict, name: str, whole: bool) -> None:
         if key.startswith(f"{name}.weight."):
             checkpoint["model"][key] = changed(checkpoint["model"][key])
     rows = checkpoint["optimizer"]["rows"] if "optimizer" in checkpoint else {}
-    if name in rows:
-        for moment in ("m", "v"):
-            rows[name][moment] = [changed(tensor) for tensor in rows[name][moment]]
+    if name in rows and rows[name]["state"][0].shape[1] > 1:  # else it is of whole rows
+        rows[name]["state"] = [changed(tensor) for tensor in rows[name]["state"]]

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +10,16 @@ import torch
 
 from common import UserError
 from tables import storage as storages
-from tables.storage import DiskStorage, check_room, layout
+from tables.storage import DiskStorage
 
 SHAPE = (7, 3, 5)  # V, n_table, W
+NAMES = ("rows", "state")
 
 
 def made(tmp_path, dtype=torch.float32) -> DiskStorage:
     """Tables in which no number is like its neighbour."""
     storage = DiskStorage.create(tmp_path / "new" / "live", SHAPE, dtype)
+    storage.add("state", torch.float32)
     assert storage.fresh and not any(array.any() for array in storage.arrays.values())
     for number, array in enumerate(storage.arrays.values()):
         array.copy_(torch.arange(array.numel()).view(array.shape) + 10 * number)
@@ -30,9 +33,9 @@ def same(a: DiskStorage, b: DiskStorage) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_writes_are_in_files_of_the_raw_numbers(tmp_path, dtype):
     storage = made(tmp_path, dtype)
-    again = DiskStorage(storage.folder, SHAPE, dtype)
+    again = DiskStorage(storage.folder, SHAPE, dtype, NAMES)
     assert same(again, storage) and not again.fresh
-    assert sorted(path.name for path in storage.folder.iterdir()) == sorted(layout(SHAPE, dtype))
+    assert sorted(path.name for path in storage.folder.iterdir()) == sorted(NAMES)
     raw = bytearray((storage.folder / "rows").read_bytes())
     expected = torch.arange(7 * 3 * 5).to(dtype)  # a token's rows of all tables side by side
     assert torch.equal(torch.frombuffer(raw, dtype=dtype), expected)
@@ -41,43 +44,44 @@ def test_writes_are_in_files_of_the_raw_numbers(tmp_path, dtype):
 def test_who_only_reads_can_not_change_the_files(tmp_path):
     storage = made(tmp_path)
     before = (storage.folder / "rows").read_bytes()
-    reader = DiskStorage(storage.folder, SHAPE, torch.float32)
+    reader = DiskStorage(storage.folder, SHAPE, torch.float32, NAMES)
     reader.arrays["rows"].fill_(9.0)
     assert (storage.folder / "rows").read_bytes() == before
-    assert DiskStorage(storage.folder, SHAPE, torch.float32).arrays["rows"][0, 0, 1] == 1.0
+    assert DiskStorage(storage.folder, SHAPE, torch.float32, NAMES).arrays["rows"][0, 0, 1] == 1.0
     reader.copy(tmp_path / "changed")  # but a copy has the change, and all else
-    changed = DiskStorage(tmp_path / "changed", SHAPE, torch.float32)
+    changed = DiskStorage(tmp_path / "changed", SHAPE, torch.float32, NAMES)
     assert (changed.arrays["rows"] == 9.0).all()
-    assert torch.equal(changed.arrays["last"], storage.arrays["last"])
+    assert torch.equal(changed.arrays["state"], storage.arrays["state"])
 
 
 def test_a_copy_is_a_moment_of_tables_that_go_on(tmp_path):
     storage = made(tmp_path)
     described = storage.copy(tmp_path / "copy")
     crc32 = described.pop("crc32")
-    storage.arrays["v"][6, 2, 4] += 1
-    copy = DiskStorage(tmp_path / "copy", **described)
+    assert list(crc32) == [*NAMES]
+    storage.arrays["state"][6, 2, 4] += 1
+    copy = DiskStorage(tmp_path / "copy", **described, names=crc32)
     assert not same(copy, storage)
-    storage.arrays["v"][6, 2, 4] -= 1
+    storage.arrays["state"][6, 2, 4] -= 1
     assert same(copy, storage) and copy.checksums() == storage.checksums() == crc32
 
 
-@pytest.mark.parametrize("name", layout(SHAPE, torch.float32))
+@pytest.mark.parametrize("name", NAMES)
 def test_damage_is_noticed(tmp_path, name):
     storage = made(tmp_path)
     path, before = storage.folder / name, storage.checksums()
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    after = DiskStorage(storage.folder, SHAPE, torch.float32).checksums()
+    after = DiskStorage(storage.folder, SHAPE, torch.float32, NAMES).checksums()
     assert [key for key in before if before[key] != after[key]] == [name]
     for harm, says in ((raw[:-1], "is damaged: .* bytes"), (raw + b"\0", "bytes"), (b"", "bytes")):
         path.write_bytes(harm)
         with pytest.raises(UserError, match=rf"live/{name} {says}|live/{name} is damaged"):
-            DiskStorage(storage.folder, SHAPE, torch.float32)
+            DiskStorage(storage.folder, SHAPE, torch.float32, NAMES)
     path.unlink()
     with pytest.raises(UserError, match=f"no .*live/{name}: put it beside ckpt.pt"):
-        DiskStorage(storage.folder, SHAPE, torch.float32)
+        DiskStorage(storage.folder, SHAPE, torch.float32, NAMES)
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
@@ -95,6 +99,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
 
 def test_pages_are_asked_for_ahead_neighbours_as_one(tmp_path):
     storage = DiskStorage.create(tmp_path / "t", (400, 3, 512), torch.float32)  # 6 KB a token
+    storage.add("state", torch.float32)
     asked = []
 
     class Map:
@@ -103,14 +108,14 @@ def test_pages_are_asked_for_ahead_neighbours_as_one(tmp_path):
             asked.append((start, start + length))
 
     real, storage.maps = storage.maps, dict.fromkeys(storage.maps, Map())
-    storage.read_ahead(torch.tensor([[5, 0, 2, 1], [8, 7, 399, 5]]), ("rows", "v"))
+    storage.read_ahead(torch.tensor([[5, 0, 2, 1], [8, 7, 399, 5]]), NAMES)
     page, size = mmap.PAGESIZE, 3 * 512 * 4
     runs = [(0, 2), (5, 5), (7, 8), (399, 399)]
     expected = [(first * size // page * page, (last + 1) * size) for first, last in runs]
     assert asked == expected * 2
     storage.maps = real  # the system takes them as they are
     for ids in ([0, 1, 2, 5], [399], []):
-        storage.read_ahead(torch.tensor(ids, dtype=torch.int64), ("rows", "m", "v"))
+        storage.read_ahead(torch.tensor(ids, dtype=torch.int64), NAMES)
 
 
 def test_sparse_tables_take_no_room_and_may_be_larger_than_memory(tmp_path):
@@ -122,18 +127,31 @@ def test_sparse_tables_take_no_room_and_may_be_larger_than_memory(tmp_path):
     assert sum(path.stat().st_blocks * 512 for path in storage.folder.iterdir()) < 1e6
 
 
-@pytest.mark.parametrize(("folder", "copies"), [(False, 1), (True, 2), (True, 3)])
-@pytest.mark.parametrize("training", [False, True])
-def test_room_is_that_of_rows_and_in_training_of_moments(
-    training, folder, copies, tmp_path, monkeypatch
-):
-    per_number, per_token = (10, 16) if training else (2, 0)  # bfloat16, m and v, count and last
-    need = copies * (7 * 3 * 5 * per_number + 7 * per_token)
-    args = (SHAPE, torch.bfloat16, training, tmp_path if folder else None, copies)
-    usage = SimpleNamespace(free=need if folder else 0)
+@pytest.mark.parametrize("copies", [1, 3])
+def test_room_is_checked_for_each_array(copies, tmp_path, monkeypatch):
+    need = {torch.bfloat16: 2 * 7 * 3 * 5, torch.float32: 4 * 7 * 3 * 5}
+    usage = SimpleNamespace(free=copies * need[torch.bfloat16])
     monkeypatch.setattr(storages.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(storages, "free_ram", lambda: 0 if folder else need)
-    check_room(*args)
-    need = usage.free = need - 1
-    with pytest.raises(UserError, match="--out_dir" if folder else "--offload disk"):
-        check_room(*args)
+    monkeypatch.setattr(storages, "free_ram", lambda: need[torch.bfloat16])
+    disk = DiskStorage.create(tmp_path / "disk", SHAPE, torch.bfloat16, copies=copies)
+    for storage, fix in (
+        (disk, "--out_dir"),
+        (storages.RamStorage(SHAPE, torch.bfloat16), "--offload disk"),
+    ):
+        with pytest.raises(UserError, match=fix):
+            storage.add("state", torch.float32)
+    usage.free = copies * need[torch.float32]
+    disk.add("state", torch.float32)
+
+
+def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch):
+    files = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   4096 kB\n"}
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    files["/sys/fs/cgroup/memory.stat"] = "anon 1000\nfile 70000\n"
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) in files)
+    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    assert storages.free_ram() == 4096 * 1024
+    files["/sys/fs/cgroup/memory.max"] = "5000\n"
+    assert storages.free_ram() == 4000
+    files.clear()  # another system
+    assert storages.free_ram() == float("inf")

@@ -1,12 +1,14 @@
 """Tables whose rows are views of a file, read and updated in place: equal to resident ones."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import Decoder, ModelConfig
-from tables.rowadam import RowAdam, round_stochastically
+from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables, StoredTables
 
@@ -39,22 +41,16 @@ def batch(step: int, shape=(2, 4)) -> torch.Tensor:
     return torch.randint(V, shape, generator=torch.Generator().manual_seed(step))
 
 
-def step(tables, adam: RowAdam, number: int) -> None:
-    """One training step in which every number of every table matters."""
-    ids = batch(number)
-    sum((rows.sin() * (i + 1)).sum() for i, rows in enumerate(tables.lookup(ids))).backward()
-    adam.step(lr=0.1)
-
-
 CONFIG = ModelConfig(V, 16, 4, 2, 16, stem_layers="all", table_std=0.5)
 
 
-def train(tables, micro: int = 1, steps: int = 20):
-    """Losses, model and optimizer after some steps."""
+def train(tables, micro: int = 1, steps: int = 20, state: str = "row"):
+    """Losses, model and optimizer of its tables after some steps."""
     torch.manual_seed(0)
     model = Decoder(CONFIG, tables=tables)
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    rows, losses = RowAdam(model.tables, weight_decay=0.01, seed=3), []
+    rows = RowRMSprop(model.tables, state=state, seed=3)
+    losses = []
     for number in range(steps):
         for part in batch(number, (4, 8)).chunk(micro):
             loss = model(part, part)[1]
@@ -72,19 +68,24 @@ def train(tables, micro: int = 1, steps: int = 20):
 
 
 def assert_same_training(a, b):
-    """Losses, backbones, rows, moments and counts are equal to the bit."""
+    """Losses, backbones, rows and what their optimizer keeps are equal to the bit."""
     assert a[0] == b[0]
     sides = []
     for _, model, rows in (a, b):
         dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
-        sides.append([*dense, *model.tables.weight, *rows.m, *rows.v, rows.count, rows.last])
+        sides.append([*dense, *model.tables.weight, *rows.state, rows.last])
     for x, y in zip(*sides, strict=True):
         assert x.dtype == y.dtype and torch.equal(x, y)
 
 
+@pytest.mark.parametrize("state", ["row", "number"])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_training_equals_resident_bit_for_bit(made, micro):
-    assert_same_training(train(made, micro), train(ResidentTables, micro))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_equals_resident_bit_for_bit(made, micro, state, dtype):
+    stored = train(partial(made, dtype=dtype), micro, state=state)
+    assert_same_training(stored, train(partial(ResidentTables, dtype=dtype), micro, state=state))
+    assert stored[1].tables.weight[0].dtype == dtype
+    assert list(stored[1].tables.storage.arrays) == ["rows", "state"][: 1 + (state == "number")]
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -113,12 +114,12 @@ def test_state_of_one_home_opens_in_the_other(saved_as):
         return StoredTables(RamStorage((vocab_size, n_table, width), torch.float32))
 
     kinds = [ResidentTables, made] if saved_as == "resident" else [made, ResidentTables]
-    _, model, rows = train(kinds[0], steps=3)
+    _, model, rows = train(kinds[0], steps=3, state="number")
     with torch.random.fork_rng():
         torch.manual_seed(9)
         other = Decoder(CONFIG, tables=kinds[1])
     other.load_state_dict(model.state_dict())
-    other_rows = RowAdam(other.tables)
+    other_rows = RowRMSprop(other.tables, state="number")
     other_rows.load_state_dict(rows.state_dict())
     assert other_rows.steps == 3
     assert_same_training(([], model, rows), ([], other, other_rows))
@@ -147,70 +148,27 @@ class Largest(TorchDispatchMode):
 
 def test_no_step_allocates_anything_of_the_size_of_the_vocabulary(made):
     tables = made(2, 50_000)
-    adam = RowAdam(tables)
+    rows = RowRMSprop(tables, state="number")
     with Largest() as mode:
-        step(tables, adam, 0)
+        sum(row.sin().sum() for row in tables.lookup(batch(0))).backward()
+        rows.step(lr=0.1)
         with torch.no_grad():
             list(tables.eval().lookup(batch(1)))
     assert 0 < mode.numbers <= 2 * batch(0).numel() * W
 
 
 def test_rows_are_asked_of_the_disk_at_once_before_they_are_read(made, monkeypatch):
-    tables, asked = made(), []
-    monkeypatch.setattr(tables.storage, "read_ahead", lambda ids, names: asked.append((ids, names)))
+    tables = made()
+    tables.add_state()
+    asked = []
+    monkeypatch.setattr(tables.storage, "read_ahead", lambda _, names: asked.append(list(names)))
     ids = torch.tensor([[5, 2, 5]])
     next(tables.lookup(ids))
     next(tables.eval().lookup(ids))
-    assert [names for _, names in asked] == [("rows", "m", "v"), ("rows",)]
-    assert all(torch.equal(wanted, ids) for wanted, _ in asked)
+    assert asked == [["rows", "state"], ["rows"]]
 
 
 def test_copies_of_the_rows_go_to_a_device_that_cannot_read_them(made):
     tables = StoredTables(made().storage, "meta")  # a second device on any machine
     for mode in (tables.train(), tables.eval()):
         assert [rows.device.type for rows in mode.lookup(batch(0))] == ["meta"] * L
-
-
-# --- bfloat16 ---
-
-
-def test_stochastic_rounding_hits_neighbours_with_the_right_mean():
-    x = torch.tensor([1.0, 1.0 + 1 / 512, -3.3, 1e-30, 0.0]).expand(40_000, 5).contiguous()
-    rounded = round_stochastically(x, torch.Generator().manual_seed(0))
-    assert rounded.dtype == torch.bfloat16
-    assert torch.equal(rounded[:, [0, 4]].float(), x[:, [0, 4]])  # what is exact stays
-    for column in (1, 2, 3):
-        values = rounded[:, column].float().unique()
-        assert len(values) == 2 and values[0] < x[0, column] < values[1]
-        off = rounded[:, column].double().mean() - x[0, column]
-        assert abs(off) < (values[1] - values[0]) / 50
-
-
-def test_bfloat16_trains_alike_in_every_home_and_resumes(made):
-    def bfloat16(*shape):
-        return ResidentTables(*shape, dtype=torch.bfloat16)
-
-    whole = train(bfloat16)
-    assert whole[1].tables.weight[0].dtype == torch.bfloat16
-    assert_same_training(train(lambda *shape: made(*shape, torch.bfloat16)), whole)
-    # The random bits of a step do not depend on what was drawn before.
-    tables = [filled(ResidentTables(1, V, W, dtype=torch.bfloat16)) for _ in range(2)]
-    adams = [RowAdam(t, seed=1) for t in tables]
-    step(tables[0], adams[0], 0)
-    tables[1].load_state_dict(tables[0].state_dict())
-    adams[1].load_state_dict(adams[0].state_dict())
-    torch.manual_seed(99)
-    for t, adam in zip(tables, adams, strict=True):
-        step(t, adam, 1)
-    assert torch.equal(tables[0].weight[0], tables[1].weight[0])
-
-
-def test_small_steps_are_not_lost_in_bfloat16():
-    tables = ResidentTables(1, 512, 64, dtype=torch.bfloat16)
-    tables.init_rows(1e-9)
-    tables.weight[0].fill_(1.0)
-    adam, ids = RowAdam(tables), torch.arange(512)
-    for _ in range(40):
-        adam.step(1e-4, (ids, [torch.ones(512, 64)]))  # a 78th of the spacing below 1
-    moved = 1 - tables.weight[0].double().mean().item()
-    assert moved == pytest.approx(40 * 1e-4, rel=0.05)

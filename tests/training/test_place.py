@@ -175,12 +175,11 @@ def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(tmp_path, monkeypatch):
-    asked, saved = [], DiskStorage.create(tmp_path / "tables-0", (10, 2, 4), torch.float32)
-    monkeypatch.setattr("offload.check_room", lambda *args, copies: asked.append(copies))
-    for name, start in (("new", None), ("resumed", saved)):
-        make_tables("disk", CPU, torch.float32, live=tmp_path / name, saved=start)(2, 10, 4)
-    assert asked == [3, 2]
+def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(tmp_path):
+    saved = DiskStorage.create(tmp_path / "tables-0", (10, 2, 4), torch.float32)
+    for name, start, copies in (("new", None, 3), ("resumed", saved, 2)):
+        make = make_tables("disk", CPU, torch.float32, live=tmp_path / name, saved=start)
+        assert make(2, 10, 4).storage.copies == copies
 
 
 @pytest.mark.parametrize("flags", ["--offload disk", "--table_dtype bfloat16"])
