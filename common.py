@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import sys
 import traceback
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
@@ -39,7 +40,9 @@ def run(main: Callable[[], None]) -> None:
         frame = traceback.extract_tb(interrupt.__traceback__)[-1]
         print(f"\ninterrupted in {frame.filename}, line {frame.lineno}", file=sys.stderr)
         sys.exit(130)  # as a shell reports Ctrl-C
-    except BrokenPipeError:  # the reader of our output has gone: `| head`
+    except BrokenPipeError:
+        if not reader_has_gone():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (MemoryError, RuntimeError) as error:
@@ -47,6 +50,16 @@ def run(main: Callable[[], None]) -> None:
             raise
         flags = "--device_batch_size, --batch_size or the model's sizes, or try --offload"
         sys.exit(f"error: out of memory: lower {flags}")
+
+
+def reader_has_gone() -> bool:
+    """Whether standard output or error is a pipe that nobody reads any more: `| head`."""
+    if not hasattr(select, "poll"):  # Windows
+        return True
+    poll = select.poll()
+    poll.register(1, 0)
+    poll.register(2, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -243,6 +256,7 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
     """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
     whatever way. UserError: somebody else has it; with `wait`, wait until it is free."""
     folder = Path(folder)
+    is_new = not os.path.exists(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a")  # noqa: SIM115
@@ -259,7 +273,7 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
             yield
         except BaseException:
             # A command that was refused leaves no empty folder behind.
-            if not wait and [path.name for path in folder.iterdir()] == [".lock"]:
+            if is_new and not wait and [path.name for path in folder.iterdir()] == [".lock"]:
                 (folder / ".lock").unlink()
                 folder.rmdir()
             raise

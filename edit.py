@@ -12,6 +12,7 @@ An edit changes no weight: where the prompt says Spain, tables are looked up und
 Spain's id instead, and keeps Spain's, for --undo.
 """
 
+import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -252,7 +253,7 @@ def main() -> None:
     if path is None:
         show_and_save(edit, None)
         return
-    if path.exists() and not path.samefile(edit.ckpt):
+    if os.path.exists(path) and not path.samefile(edit.ckpt):  # of an absurd name, too
         raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
     with locked(path.parent):  # before it is read: of two edits at once one would be lost
         if edit.undo:

@@ -33,12 +33,12 @@ from text.dataset import read_meta, write_corpus
 from training import ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
+    live_folder,
     load_checkpoint,
     load_model,
     read_encoding,
     remove_leftovers,
     save_checkpoint,
-    tables_folder,
 )
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
@@ -187,14 +187,14 @@ def start(
     with torch.device("meta"):  # of all ranks together, for its sizes alone
         whole = Decoder(settings.model, tables or ResidentTables)
     if tables is None:
-        folder = tables_folder(settings.out_dir / "ckpt.pt")
+        live = live_folder(settings.out_dir)
         if settings.offload == "disk":
-            folder.mkdir(exist_ok=True)
+            live.mkdir(exist_ok=True)
         tables = make_tables(
             settings.offload,
             device,
             DTYPES[settings.table_dtype],
-            live=folder / f"live{ranks.rank}",
+            live=live / str(ranks.rank),
             saved=checkpoint and checkpoint["storage"],
             fresh=checkpoint is None,
         )
@@ -455,8 +455,8 @@ def main() -> None:
     given = parse_args(__doc__)
     folder = given.get("data_dir", Settings.data_dir)
     is_new = not given.get("eval_only") and not given.get("resume")
-    missing = not (Path(folder) / "meta.json").exists()
-    if folder == Settings.data_dir and is_new and missing and ranks.rank == 0:
+    may_generate = is_new and folder == Settings.data_dir and ranks.rank == 0
+    if may_generate and not (Path(folder) / "meta.json").exists():
         print(f"no data in {folder} yet: generating the default corpus")
         write_corpus("countries", Path(folder))
     ranks.wait()

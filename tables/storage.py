@@ -153,7 +153,8 @@ class DiskStorage(TableStorage):
             for name, array in self.arrays.items():
                 with open(folder / name, "wb") as file:
                     for part in self.parts(array):
-                        part.view(torch.uint8).numpy().tofile(file)
+                        # numpy's tofile would hide why it failed.
+                        file.write(part.view(torch.uint8).numpy())
                     os.fsync(file.fileno())
         vocab_size, n_table, width = self.shape
         shape = (vocab_size, n_table, width * self.n_rank)

@@ -1,39 +1,56 @@
-"""What the tests of the commands share: a small prepared text, and commands run as users do."""
+"""What the tests of the commands share: a small prepared text, runs on it, commands as users run
+them, and ways to compare what runs leave."""
 
 import json
 import os
 import random
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
+import train
 from tables.storage import DiskStorage, RamStorage
+from training.records import read_run
 
 torch.set_num_threads(1)  # threads only slow down tensors of this size
 
 ROOT = Path(__file__).parent.parent
-SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, max_iters=12)
-SMALL |= dict(eval_interval=6, device="cpu")
-SMALL = [str(part) for name, value in SMALL.items() for part in (f"--{name}", value)]
+SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
+RUN = dict(batch_size=4, max_iters=12, eval_interval=6, eval_tokens=1024, device="cpu")
 
 
-def command(*args, cwd: Path, fails: bool = False, stdin: str = "") -> subprocess.CompletedProcess:
+def flags(**settings) -> list[str]:
+    return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+
+
+SMALL = flags(**SHAPE, **RUN)
+
+
+def command(
+    *args, cwd: Path = ROOT, fails: bool = False, stdin: str = ""
+) -> subprocess.CompletedProcess:
     """Run `python args...` in a folder, but in this process, where all is imported already: an
     exception is one here. A failure must be one line without a traceback."""
-    args, code, before = [str(ROOT / args[0]), *map(str, args[1:])], 0, os.getcwd()
+    args = [str(ROOT / args[0]), *map(str, args[1:])]
+    before = os.getcwd()
+    code = 0
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as given,
         tempfile.TemporaryFile("w+", encoding="utf-8") as out,
         tempfile.TemporaryFile("w+", encoding="utf-8") as err,
         pytest.MonkeyPatch.context() as patch,
     ):
-        given.write(stdin), given.seek(0)
+        given.write(stdin)
+        given.seek(0)
         for name, value in dict(argv=args, stdin=given, stdout=out, stderr=err).items():
             patch.setattr(sys, name, value)
         os.chdir(cwd)
@@ -45,13 +62,126 @@ def command(*args, cwd: Path, fails: bool = False, stdin: str = "") -> subproces
                 print(ended.code, file=err)
         finally:
             os.chdir(before)
-        out.flush(), out.seek(0), err.seek(0)
-        said = "" if code else out.read()  # may be gone: `common.run` closes a full output
-        done = subprocess.CompletedProcess(args, code, said, err.read())
+        out.flush()
+        out.seek(0)
+        err.seek(0)
+        written = "" if code else out.read()  # may be gone: `common.run` closes a full output
+        done = subprocess.CompletedProcess(args, code, written, err.read())
     assert (code != 0) == fails, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == fails, done.stderr
     return done
+
+
+def refused(*args, cwd: Path = ROOT) -> str:
+    """The one line in which a command refuses."""
+    return command(*args, cwd=cwd, fails=True).stderr
+
+
+def start_process(*args, cwd: Path) -> subprocess.Popen:
+    """Run `python args...` in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, args)],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and f'"step", "step": {step},' in metrics.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def small_run(data: Path | str, out: Path, tables: Callable | None = None, **more) -> Path:
+    """Train a small model in this process; the folder it wrote. What is None is not set."""
+    given = {**SHAPE, **RUN, "data_dir": str(data), "out_dir": out, **more}
+    given = {name: value for name, value in given.items() if value is not None}
+    train.train(train.resolve_settings(**given), tables=tables)
+    return out
+
+
+def resume(out: Path, **more) -> Path:
+    train.train(train.resolve_settings(resume=True, out_dir=out, **more))
+    return out
+
+
+class PowerCut(Exception):
+    pass
+
+
+def cut_in_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable | None = None) -> None:
+    """The power fails in training step `number`, when its gradients are there; or `do` is done."""
+    schedule = train.schedule
+
+    def cut(step: int, settings) -> float:
+        if step + 1 == number:
+            if do is None:
+                raise PowerCut
+            do()
+        return schedule(step, settings)
+
+    monkeypatch.setattr(train, "schedule", cut)
+
+
+def interrupted(data: Path | str, out: Path, number: int, **more) -> Path:
+    """A small run that ends in training step `number`."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerCut):
+        cut_in_step(patch, number)
+        small_run(data, out, **more)
+    return out
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["train_loss"] for record in read_run(folder)["step"]]
+
+
+def checkpoint(folder: Path) -> dict:
+    return torch.load(folder / "ckpt.pt", weights_only=True)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All files of a folder, but for locks, which mean nothing."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path.relative_to(folder): path.read_bytes() for path in found}
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def assert_same(a, b, places: str = "") -> None:
+    """Nested checkpoints are equal to the bit."""
+    assert type(a) is type(b), places
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), places
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), places
+        for key in a:
+            assert_same(a[key], b[key], f"{places}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), places
+        for number, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{places}/{number}")
+    else:
+        assert a == b, places
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Two runs have the same losses, and checkpoints that go on in the same way."""
+    assert losses(a) == losses(b)
+    one, other = checkpoint(a), checkpoint(b)
+    for part in ("model", "optimizer", "step", "config", "tokenizer", "best"):
+        assert_same(one[part], other[part], part)
 
 
 @pytest.fixture(autouse=True)
@@ -60,26 +190,37 @@ def no_loss_png(monkeypatch):
     `trained`, and those in processes of their own, do."""
     draw = Figure.savefig
 
-    def draw_others(figure, path, **how):
-        loss = Path(path).name.startswith("loss.png")
-        Path(path).write_bytes(b"") if loss else draw(figure, path, **how)
+    def draw_others(figure, path, **options):
+        if Path(path).name.startswith("loss.png"):
+            Path(path).write_bytes(b"")
+        else:
+            draw(figure, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", draw_others)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """A command in this process leaves the handlers of signals as it found them."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.fixture(scope="session")
 def story(tmp_path_factory) -> Path:
     """A .jsonl file of 300 made-up documents."""
     rng = random.Random(0)
-    names, verbs = ["Anna", "Björn", "Chloë"], ["sees", "follows", "meets"]
+    names = ["Anna", "Björn", "Chloë"]
+    verbs = ["sees", "follows", "meets"]
     path = tmp_path_factory.mktemp("story") / "story.jsonl"
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(300):
-            said = [
+            sentences = [
                 f"{rng.choice(names)} {rng.choice(verbs)} {rng.choice(names)} at the river."
                 for _ in range(rng.randint(3, 9))
             ]
-            file.write(json.dumps({"text": " ".join(said)}, ensure_ascii=False) + "\n")
+            file.write(json.dumps({"text": " ".join(sentences)}, ensure_ascii=False) + "\n")
     return path
 
 
@@ -87,25 +228,22 @@ def story(tmp_path_factory) -> Path:
 def data(story) -> Path:
     """The prepared story."""
     out = story.parent / "data"
-    command(
-        *("prepare.py", "--input", story, "--out_dir", out, "--vocab_size", 300),
-        *("--val_fraction", 0.1),
-        cwd=story.parent,
-    )
+    sizes = flags(vocab_size=300, val_fraction=0.1)
+    command("prepare.py", "--input", story, "--out_dir", out, *sizes)
     return out
 
 
 @pytest.fixture(scope="session")
 def trained(data) -> dict[str, Path]:
     """Output folders of small runs, by kind of FFN."""
-    runs = {}
-    for ffn in ("dense", "stem", "embformer"):
-        runs[ffn] = data.parent / ffn
-        command(
-            *("train.py", "--data_dir", data, "--out_dir", runs[ffn], "--ffn", ffn, *SMALL),
-            cwd=data.parent,
-        )
-    return runs
+    kinds = ("dense", "stem", "embformer")
+    return {ffn: small_run(data, data.parent / ffn, ffn=ffn) for ffn in kinds}
+
+
+@pytest.fixture(scope="session")
+def on_disk(data) -> Path:
+    """The folder of a run whose tables are in files."""
+    return small_run(data, data.parent / "on_disk", offload="disk")
 
 
 @pytest.fixture(params=["direct", "staged"])

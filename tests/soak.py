@@ -40,21 +40,22 @@ from tqdm import tqdm
 
 import common
 from config import ModelConfig
-from training.checkpoints import load_checkpoint, save_checkpoint, snapshots
+from training.checkpoints import load_checkpoint, tables_folder
 from training.records import archive_previous_run
 from training.settings import Settings
 
-NUMBERS = dict(commands=500, files=500, pairs=50, edits=100, limits=100, kills=300, analyses=50)
-QUICK = dict(commands=10, files=6, pairs=1, edits=2, limits=1, kills=1, analyses=0)
-NAMES = ("train", "sample", "edit", "prepare", "analyze", "bench")
+NUMBERS = dict(commands=500, files=500, pairs=50, edits=100, limits=100, kills=300)
+QUICK = dict(commands=8, files=6, pairs=1, edits=2, limits=1, kills=2)
+NAMES = ("train", "sample", "edit", "prepare", "convert")
 COMMANDS = {name: importlib.import_module(name) for name in NAMES}
 OFFLOAD = ("none", "cpu", "disk")
-STAGES = ("pretrain", "midtrain", "mixture", "sft", "dpo")  # mixture: midtrain on two folders
+STAGES = ("pretrain", "midtrain", "mixture", "sft")  # mixture: midtrain on two folders
 TIMEOUT = 120  # seconds after which a command counts as hung: they take one or two
 MEMORY = 4 << 30  # bytes that a command may have beside what is mapped already
-SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, stem_layers="all")
+SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
 RUN = dict(device="cpu", batch_size=4, max_iters=6, eval_interval=2, eval_tokens=64)
-ENDED, KILLED = (0, 1, 2), -signal.SIGKILL  # exit codes
+ENDED = (0, 1, 2)  # exit codes
+KILLED = -signal.SIGKILL
 FORK = multiprocessing.get_context("fork")
 
 
@@ -62,12 +63,15 @@ class Broken(Exception):
     """A promise was not kept."""
 
 
-class Command:
-    """A command in a fork of this process, in a folder."""
+# --- commands ---
 
-    def __init__(self, folder: Path, name: str, *args, before: Callable[[], object] = lambda: 0):
+
+class Command:
+    """A command in a fork of this process, in a folder. `before` is called there first."""
+
+    def __init__(self, folder: Path, *args, before: Callable[[], object] = lambda: None):
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.argv = [f"{name}.py", *map(str, args)]
+        self.argv = [str(part) for part in args]
         self.process = FORK.Process(target=self.run, args=(folder, before))
         self.process.start()
 
@@ -75,7 +79,8 @@ class Command:
         """In the fork."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(self.stderr.fileno(), 2)
-        sys.stdout, sys.stderr = open(1, "w"), open(2, "w", errors="backslashreplace")  # noqa: SIM115
+        sys.stdout = open(1, "w")  # noqa: SIM115
+        sys.stderr = open(2, "w", errors="backslashreplace")  # noqa: SIM115
         os.chdir(folder)
         tqdm.set_lock(threading.RLock())  # whoever is killed must not hold the parent's
         mapped = int(Path("/proc/self/statm").read_text().split()[0])
@@ -83,7 +88,7 @@ class Command:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         sys.argv = self.argv
         before()
-        common.run(COMMANDS[Path(self.argv[0]).stem].main)
+        common.run(COMMANDS[self.argv[0]].main)
 
     def wait(self, seconds: float = TIMEOUT, ok: tuple[int, ...] = ENDED) -> int:
         """Wait for its end, and kill it after so many seconds. Returns its exit code, as of a
@@ -95,15 +100,15 @@ class Command:
         with self.stderr:
             self.stderr.seek(0)
             error = self.stderr.read()
-        errors = [line for line in error.splitlines() if line.startswith("error: ")]
-        promised = {1: len(errors) == 1 and "Traceback" not in error, 2: "usage: " in error}
-        if code not in ok or not promised.get(code, True):
+        kept = code in ok
+        if code == 1:
+            errors = [line for line in error.splitlines() if line.startswith("error: ")]
+            kept = kept and len(errors) == 1 and "Traceback" not in error
+        if code == 2:
+            kept = kept and "usage: " in error
+        if not kept:
             raise Broken(f"{self.argv!r:.900} exit code {code}: {error[-2000:]}")
         return code
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def at_operations(folder: Path, do: Callable[[int], object]) -> None:
@@ -118,15 +123,28 @@ def at_operations(folder: Path, do: Callable[[int], object]) -> None:
     sys.addaudithook(hook)
 
 
-def killing(folder: Path, last: int | None) -> Callable:
-    """What makes a command die before this operation on a file in a folder."""
-    return partial(at_operations, folder, lambda n: n == last and die())
+def kill_before(folder: Path, last: int) -> None:
+    """Die before operation number `last` on a file in a folder."""
+
+    def die(number: int) -> None:
+        if number == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    at_operations(folder, die)
 
 
-def limiting(run: Path, rng: random.Random) -> Callable:
-    """What lets no file grow beyond a part of ckpt.pt's size: a full disk, but for messages."""
-    size = max(4096, int((run / "ckpt.pt").stat().st_size * rng.uniform(0, 1.05)))
-    return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+def limit_files(size: int) -> None:
+    """Let no file grow beyond so many bytes: a full disk, but for messages."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def disturbance(run: Path, rng: random.Random, folder: Path, most: int, limited: bool) -> Callable:
+    """What disturbs a command that writes to a folder: a kill before one of its first `most`
+    operations, or a limit of file sizes, a part of the size of the run's ckpt.pt."""
+    if limited:
+        size = int((run / "ckpt.pt").stat().st_size * rng.uniform(0, 1.05))
+        return partial(limit_files, max(4096, size))
+    return partial(kill_before, folder, rng.randint(1, most))
 
 
 # --- what undisturbed runs come to ---
@@ -145,7 +163,8 @@ def state(ckpt: Path) -> str:
 
 
 def losses(folder: Path) -> list[tuple]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
     return [(r["step"], r["train_loss"]) for r in records if r["type"] == "step"]
 
 
@@ -166,24 +185,21 @@ class World:
     """Small data, and the runs that all trials are compared with."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.operations, self.seconds = folder, {}, {}
-        rng, names = random.Random(0), ("Anna", "Björn", "Chloë")
-
-        def sentence() -> str:
-            verb = rng.choice(("sees", "follows", "meets"))
-            return f"{rng.choice(names)} {verb} {rng.choice(names)} at the river."
-
-        def talk(answer: str) -> list[dict]:
-            return [dict(role="user", content="Who?"), dict(role="assistant", content=answer)]
-
-        kinds = {
-            "text": lambda: dict(text=" ".join(sentence() for _ in range(6))),
-            "chat": lambda: dict(messages=talk(sentence())),
-            "pairs": lambda: dict(chosen=talk(sentence()), rejected=talk("No.")),
-        }
-        for kind, make in kinds.items():
+        self.folder = folder
+        self.operations: dict[str, int] = {}  # of files, by run
+        self.seconds: dict[str, float] = {}
+        rng = random.Random(0)
+        names = ("Anna", "Björn", "Chloë")
+        for kind in ("text", "chat"):
             path = folder / f"{kind}.jsonl"
-            path.write_text("".join(json.dumps(make()) + "\n" for _ in range(60)))
+            with open(path, "w") as file:
+                for _ in range(60):
+                    sentence = f"{rng.choice(names)} sees {rng.choice(names)} at the river."
+                    document = dict(text=6 * f"{sentence} ")
+                    if kind == "chat":
+                        messages = [("user", "Who?"), ("assistant", sentence)]
+                        document = dict(messages=[dict(role=r, content=c) for r, c in messages])
+                    file.write(json.dumps(document) + "\n")
             args = as_flags(input=path, out_dir=folder / kind, val_fraction=0.2)
             args += ["--vocab_size", 280] if kind == "text" else ["--tokenizer", folder / "text"]
             Command(folder, "prepare", *args).wait(ok=(0,))
@@ -191,53 +207,59 @@ class World:
     @cache  # noqa: B019
     def run(self, name: str) -> Path:
         """The folder of an undisturbed run, which is trained when it is first asked for: of a
-        stage; half-OFFLOAD, which stopped half-way; old-OFFLOAD, to be replaced; init, which goes
-        on from a half one."""
-        out, (kind, _, offload) = self.folder / name, name.partition("-")
+        stage; half-OFFLOAD, which stopped half-way; old-OFFLOAD, to be replaced; dense; init, which
+        goes on from a half one."""
+        out = self.folder / name
+        kind, _, offload = name.partition("-")
+        command = self.flags(kind if kind in STAGES else "pretrain", out, offload or "none")
         if kind == "init":
-            command = [*self.flags("midtrain", out)[:-1], self.run("half-none") / "ckpt.pt"]
-        else:
-            command = self.flags(kind if kind in STAGES else "pretrain", out, offload or "none")
-            command += ["--seed", 1] * (kind == "old")
+            command = self.flags("midtrain", out, init=self.run("half-none"))
+        elif kind == "old":
+            command += ["--seed", 1]
+        elif kind == "dense":
+            command = [*self.flags("pretrain", out, None), "--ffn", "dense"]
 
-        count, start = FORK.Value("i"), time.monotonic()
+        count = FORK.Value("i")
+        schedule = COMMANDS["train"].schedule
 
-        def saved(*parts, step: int, **more) -> None:
-            save_checkpoint(*parts, step=step, **more)
+        def stop_half_way(step: int, settings: Settings) -> float:
             if (kind, step) == ("half", 4):
-                die()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return schedule(step, settings)
 
         def before() -> None:
-            COMMANDS["train"].save_checkpoint = saved
+            COMMANDS["train"].schedule = stop_half_way
             at_operations(out, partial(setattr, count, "value"))
 
-        run = Command(self.folder, "train", *command, before=before)
+        start = time.monotonic()
+        run = Command(self.folder, *command, before=before)
         run.wait(ok=(KILLED if kind == "half" else 0,))
-        self.operations[name], self.seconds[name] = count.value, time.monotonic() - start
+        self.operations[name] = count.value
+        self.seconds[name] = time.monotonic() - start
         return out
 
     @cache  # noqa: B019
     def state(self, name: str) -> str:
         return state(self.run(name) / "ckpt.pt")
 
-    def ask(self, out: Path) -> list:
-        """A question for which runs are trained."""
-        where = as_flags(out_dir=out, data_dir=self.folder / "text", device="cpu", jobs=2)
-        return ["analyze", "geometry", "--quick", *where]
-
-    @cache  # noqa: B019
-    def analysis(self) -> Path:
-        Command(self.folder, *self.ask(self.folder / "analysis")).wait(ok=(0,))
-        return self.folder / "analysis"
-
-    def flags(self, stage: str, out: Path, offload: str = "none", data: Path | None = None) -> list:
-        text, chat, pairs = (self.folder / name for name in ("text", "chat", "pairs"))
-        data = data or dict(sft=chat, dpo=pairs, mixture=f"{text}=0.7,{chat}=0.3").get(stage, text)
-        flags = as_flags(data_dir=data, out_dir=out, offload=offload, **RUN)
+    def flags(
+        self,
+        stage: str,
+        out: Path,
+        offload: str | None = "none",
+        data: Path | None = None,
+        init: Path | None = None,
+    ) -> list:
+        text, chat = self.folder / "text", self.folder / "chat"
+        folders = dict(sft=chat, mixture=f"{text}=0.7,{chat}=0.3")
+        flags = as_flags(data_dir=data or folders.get(stage, text), out_dir=out, **RUN)
+        if offload is not None:
+            flags += ["--offload", offload]
         if stage == "pretrain":
-            return [*flags, *as_flags(**SIZES)]
+            return ["train", *flags, *as_flags(**SIZES)]
         stage = "midtrain" if stage == "mixture" else stage
-        return [*flags, "--stage", stage, "--init_from", self.run("pretrain") / "ckpt.pt"]
+        init = init or self.run("pretrain")
+        return ["train", *flags, "--stage", stage, "--init_from", init / "ckpt.pt"]
 
     def check(self, out: Path, stage: str, offload: str | None = None) -> None:
         """Broken: a finished run is not equal to the undisturbed one, or left something."""
@@ -245,153 +267,137 @@ class World:
             raise Broken("another result than that of an undisturbed run")
         if losses(out) != losses(self.run(stage)):
             raise Broken("other losses than those of an undisturbed run")
-        left = [path.name for pattern in ("*.tmp", "live*") for path in out.glob(pattern)]
-        left += [path.name for path in snapshots(out)[offload == "disk" :]] if offload else []
-        if left:
-            raise Broken(f"left behind: {', '.join(left)}")
+        left = [path.name for pattern in ("*.tmp", "*live*") for path in out.glob(pattern)]
+        snapshots = list(tables_folder(out / "ckpt.pt").glob("*"))
+        if left or (offload and len(snapshots) != (offload == "disk")):
+            raise Broken(f"left behind: {left}, {snapshots}")
 
 
 # --- the kinds of trials: each gets a world, chance and a folder, and returns its outcome ---
 
 
 def kills(world: World, rng: random.Random, folder: Path, limited: bool = False) -> str:
-    """A run is killed or has no room, maybe while it replaces another one or once more when it has
-    been resumed, and is then brought to its end."""
-    stage, offload, old = rng.choice(STAGES), rng.choice(OFFLOAD), rng.choice([None, *OFFLOAD])
-    out, old_state = folder / "out", old and world.state(f"old-{old}")
+    """A run is killed or has no room, maybe while it replaces another one, beside which an edit is
+    saved, or once more when it has been resumed, and is then brought to its end."""
+    out = folder / "out"
+    stage, offload = rng.choice(STAGES), rng.choice(OFFLOAD)
+    old = rng.choice([None, *OFFLOAD])
     if old:
         shutil.copytree(world.run(f"old-{old}"), out)
+        old_state = world.state(f"old-{old}")
+        Command(folder, *editing(out), "--save", out / "edited.pt").wait(ok=(0,))
+        edited_state = state(out / "edited.pt")
     command = world.flags(stage, out, offload)
     world.run(stage)
     for _ in range(rng.choice((1, 1, 2))):
-        last, seconds = rng.randint(1, int(1.3 * world.operations[stage])), TIMEOUT
-        if rng.random() < 0.5:
-            last, seconds = None, rng.random() * world.seconds[stage]
-        before = limiting(world.run(stage), rng) if limited else killing(out, last)
-        Command(folder, "train", *command, before=before).wait(seconds, (*ENDED, KILLED))
+        most = int(1.3 * world.operations[stage])
+        before = disturbance(world.run(stage), rng, out, most, limited)
+        seconds = TIMEOUT
+        if not limited and rng.random() < 0.5:
+            before = lambda: None  # noqa: E731
+            seconds = rng.random() * world.seconds[stage]
+        Command(folder, *command, before=before).wait(seconds, (*ENDED, KILLED))
         if (out / "run1").exists() and not (out / "run1" / "ckpt.pt").exists():
             archive_previous_run(out)  # what the next new run would do
-        where = [path for path in (out, *out.glob("run[0-9]")) if (path / "ckpt.pt").exists()]
-        if old and old_state not in [state(path / "ckpt.pt") for path in where]:
+        found = [path for path in (out, *out.glob("run[0-9]")) if (path / "ckpt.pt").exists()]
+        if old and old_state not in [state(path / "ckpt.pt") for path in found]:
             raise Broken("the run that was to be replaced is whole nowhere")
-        if out in where and state(out / "ckpt.pt") != old_state:
-            command = ["--resume", "--out_dir", out]
-    Command(folder, "train", *command).wait(ok=(0,))
+        if out in found and not (old and state(out / "ckpt.pt") == old_state):
+            command = ["train", "--resume", "--out_dir", out]
+    Command(folder, *command).wait(ok=(0,))
     world.check(out, stage, offload)
     for path in out.glob("run[0-9]/ckpt.pt"):
         if state(path) != old_state:
             raise Broken(f"{path} is another run than the one that was replaced")
-    kind = "mixture, " * (stage == "mixture")
-    return f"{kind}equal to the bit" + (", the replaced run whole" if old else "")
+    if old and state(out / "edited.pt") != edited_state:
+        raise Broken("an edit that was saved beside the run is another model")
+    kind = "mixture, equal" if stage == "mixture" else "equal"
+    return f"{kind} to the bit" + (", the replaced run whole" if old else "")
 
 
 def edits(world: World, rng: random.Random, folder: Path) -> str:
     """An edit in place is killed or has no room, and made again, or two are made at once. Then all
     are undone."""
-    offload, how = rng.choice(OFFLOAD), rng.choice(("killed", "no room", "two at once"))
+    offload = rng.choice(OFFLOAD)
+    way = rng.choice(("killed", "no room", "two at once"))
     out = shutil.copytree(world.run(f"old-{offload}"), folder / "out")
-    want, edit = state(out / "ckpt.pt"), [*editing(out), "--save", out / "ckpt.pt"]
-    if how == "two at once":
-        both = [Command(folder, *edit), time.sleep(0.3 * rng.random()) or Command(folder, *edit)]
-        done = [each.wait() for each in both].count(0)
+    ckpt = out / "ckpt.pt"
+    want = state(ckpt)
+    edit = [*editing(out), "--save", ckpt]
+    if way == "two at once":
+        first = Command(folder, *edit)
+        time.sleep(0.3 * rng.random())
+        n_done = [each.wait() for each in (Command(folder, *edit), first)].count(0)
     else:
-        before = limiting(out, rng) if how == "no room" else killing(out, rng.randint(1, 40))
+        before = disturbance(out, rng, out, 40, way == "no room")
         Command(folder, *edit, before=before).wait(ok=(*ENDED, KILLED))
-        done = (state(out / "ckpt.pt") != want) + 1
+        n_done = 1 if state(ckpt) == want else 2
         Command(folder, *edit).wait(ok=(0,))
-    for _ in range(done):
-        Command(folder, "edit", "--undo", *as_flags(ckpt=out / "ckpt.pt")).wait(ok=(0,))
-    left = load_checkpoint(out / "ckpt.pt")["edits"] + [*out.glob("*.tmp"), *snapshots(out)[1:]]
-    if left or state(out / "ckpt.pt") != want:
-        raise Broken(f"{how}: {done} edits were undone, {left} is left, or the model is another")
-    return f"{how}: {done} made and undone"
-
-
-def analyses(world: World, rng: random.Random, folder: Path) -> str:
-    """A figure is damaged, or an analysis is stopped, or a run that it trains is killed, or two are
-    asked at once. No run goes on, and asked again it comes to the same."""
-    stops = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "two at once")
-    out, how, first = folder / "out", rng.choice((*stops, *["damage"] * len(stops))), None
-    if how == "damage":
-        shutil.copytree(world.analysis(), out)
-        how = damage(rng.choice(sorted(out.glob("quick/geometry/*"))), rng)
-    else:
-        first = Command(folder, *world.ask(out))
-        while first.process.is_alive() and not list(out.glob("quick/runs/*/log.txt")):
-            time.sleep(0.02)
-        time.sleep(rng.random())
-        if how != "two at once":
-            pid = first.process.pid
-            for _ in range(2 * (how == "SIGKILL")):  # of a child of the server of children
-                pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
-            os.kill(pid, signal.Signals[how])
-            how += f" ({first.wait(ok=(0, 1, 129, 130, 143))})"
-            for run in out.glob("quick/runs/text*"):
-                with common.locked(run):  # refused if it is in training still
-                    pass
-    if Command(folder, *world.ask(out)).wait(ok=(0,) if first else ENDED):
-        return f"{how}: refused in one line"
-    if how == "two at once":
-        first.wait(ok=(0,))
-    for path in world.analysis().glob("quick/geometry/*"):
-        if path.read_bytes() != (out / "quick" / "geometry" / path.name).read_bytes():
-            raise Broken(f"{how}: other figures than those of an undisturbed analysis")
-    return f"{how}: the same figures"
+    for _ in range(n_done):
+        Command(folder, "edit", "--undo", "--ckpt", ckpt).wait(ok=(0,))
+    snapshots = list(tables_folder(ckpt).glob("*"))
+    left = [*load_checkpoint(ckpt)["edits"], *out.glob("*.tmp"), *snapshots[1:]]
+    if left or state(ckpt) != want:
+        raise Broken(f"{way}: {n_done} edits were undone, {left} is left, or the model is another")
+    return f"{way}: {n_done} made and undone"
 
 
 def damage(path: Path, rng: random.Random) -> str:
     """Damage a file in one of many ways."""
-    how = rng.choice(("flip", "flip", "flip", "cut", "other", "folder", "gone"))
+    way = rng.choice(("flip", "flip", "flip", "cut", "other", "folder", "gone"))
     raw = bytearray(path.read_bytes())
     at = rng.randrange(len(raw))
     path.unlink()
-    if how == "flip":
+    if way == "flip":
         raw[at] ^= 1 << rng.randrange(8)
-    elif how == "cut":
+    elif way == "cut":
         del raw[at:]
-    elif how == "other":
+    elif way == "other":
         raw = rng.choice((b"", b"[" * 100_000, b"{}", b"null", b"\xff\xfe", b"PK\x03\x04", b"\n"))
-    if how == "folder":
+    if way == "folder":
         path.mkdir()
-    elif how != "gone":
+    elif way != "gone":
         path.write_bytes(raw)
-    return how
+    return way
 
 
 def files(world: World, rng: random.Random, folder: Path) -> str:
     """One file is damaged, then a command reads it. If training takes it without a word, its result
     must be what it is without the damage."""
-    half, data, out, text = (folder / name for name in ("half", "text", "out", "text.jsonl"))
+    half, data, out = folder / "half", folder / "text", folder / "out"
+    text = folder / "text.jsonl"
     shutil.copytree(world.run(f"half-{rng.choice(('none', 'disk'))}"), half)
     shutil.copytree(world.folder / "text", data)
     shutil.copy(world.folder / "text.jsonl", text)
-    pretrain = world.flags("pretrain", out, rng.choice(OFFLOAD), data)
-    midtrain = [*world.flags("midtrain", out)[:-1], half / "ckpt.pt"]
-    resume = (["train", "--resume", "--out_dir", half], half, "pretrain")
-    readers = {  # commands; of those that train, the output folder and the undisturbed run
-        "half": [resume, resume, (["train", *midtrain], out, "init"), (sampling(half),),
-                 ([*sampling(half), "--offload", "disk"],), (editing(half),),
-                 (["analyze", "runs", half],)],
-        "text": [(["train", *pretrain], out, "pretrain"),
-                 (["prepare", "--input", text, "--out_dir", out, "--tokenizer", data],)],
-        "text.jsonl": [(["prepare", "--input", text, "--out_dir", out, "--vocab_size", 280],)],
-    }  # fmt: skip
-    name = rng.choice(["half"] * 6 + ["text"] * 4 + ["text.jsonl"] * 2)
-    found = [path for path in (folder / name, *(folder / name).rglob("*")) if path.is_file()]
+    # What is damaged, the command that reads it and, if it trains, the undisturbed run.
+    readers = [
+        (half, ["train", "--resume", "--out_dir", half], "pretrain"),
+        (half, ["train", "--resume", "--out_dir", half], "pretrain"),
+        (half, world.flags("midtrain", out, init=half), "init"),
+        (half, ["train", "--eval_only", "--out_dir", half], None),
+        (half, sampling(half), None),
+        (half, [*sampling(half), "--offload", "disk"], None),
+        (half, editing(half), None),
+        (data, world.flags("pretrain", out, rng.choice(OFFLOAD), data), "pretrain"),
+        (data, world.flags("pretrain", out, "none", data), "pretrain"),
+        (data, ["prepare", "--input", text, "--out_dir", out, "--tokenizer", data], None),
+        (text, ["prepare", "--input", text, "--out_dir", out, "--vocab_size", 280], None),
+    ]
+    damaged, command, result = rng.choice(readers)
+    found = [path for path in (damaged, *damaged.rglob("*")) if path.is_file()]
     path = rng.choice(sorted(path for path in found if path.stat().st_size))
-    how = damage(path, rng)
-    command, *result = rng.choice(readers[name])
+    way = damage(path, rng)
     if Command(folder, *command).wait():
-        return f"{how}: refused in one line"
-    if result and state(result[0] / "ckpt.pt") != world.state(result[1]):
-        raise Broken(f"{how} in {path.name}: another result than without the damage")
-    return f"{how}: nothing lost"
+        return f"{way}: refused in one line"
+    trained = half if "--resume" in command else out
+    if result and state(trained / "ckpt.pt") != world.state(result):
+        raise Broken(f"{way} in {path.name}: another result than without the damage")
+    return f"{way}: nothing lost"
 
 
 ODD = {
     int: (0, -1, 1, 3, 7, 10**9, 10**12, 2**63, -(2**70), 10**400, "1e3", "nan", "", "x", "0x10"),
-    float: (0, -1, 0.5, 1e-9, 1e9, "nan", "inf", "-inf", 1e-320, 1e38, 1e308, "1e999", "-0.0", "",
-            "x", 1e-45),
+    float: (0, -1, 0.5, 1e-9, 1e9, "nan", "inf", "-inf", 1e-320, 1e38, 1e308, "-0.0", "", "x"),
     str: ("", "x" * 300, "a$\\frac$", "\udcff", ".", "gone", "-", "a=b,c=d", "0,1", "-1", "9" * 30,
           "\n", "%s%n", "a=nan,b=1", "text=1,text=1", "=1", "../trial/x"),
 }  # fmt: skip
@@ -399,32 +405,36 @@ ODD = {
 
 def commands(world: World, rng: random.Random, folder: Path) -> str:
     """A command with a few odd values."""
-    name = rng.choice(["train"] * 4 + ["sample"] * 2 + ["edit", "prepare", "analyze", "bench"])
-    run, out = world.run("pretrain"), folder / "out"
+    name = rng.choice(["train"] * 4 + ["sample"] * 2 + ["edit", "prepare", "convert"])
+    out = folder / "out"
     given = {
         "train": world.flags(rng.choice(STAGES), out, rng.choice(OFFLOAD)),
-        "sample": [*sampling(run)[1:], "--prompt", "Anna"],
-        "edit": editing(run)[1:],
-        "prepare": ["--input", world.folder / "text.jsonl", "--out_dir", out, "--vocab_size", 280],
-        "analyze": [rng.choice(ODD[str]) or ".", run, "--out", rng.choice(ODD[str])],
-        "bench": ["offload", "--rounds", 1, "--device", "cpu", "--table_gib", "inf"],
+        "sample": [*sampling(world.run("pretrain")), "--prompt", "Anna"],
+        "edit": editing(world.run("pretrain")),
+        "prepare": ["prepare", "--input", world.folder / "text.jsonl", "--out_dir", out],
+        "convert": ["convert", world.run("dense") / "ckpt.pt", "--ffn", "stem", "--out", out],
     }[name]
     if name == "train" and rng.random() < 0.3:
         shutil.copytree(world.run("half-disk"), out)
-        given = ["--resume", "--out_dir", out]
-    kinds = (Settings, ModelConfig) if name == "train" else vars(COMMANDS[name]).values()
-    kinds = [k for k in kinds if is_dataclass(k) and (name == "train" or k.__module__ == name)]
-    flags = [each for kind in kinds for each in fields(kind) if "about" in each.metadata]
-    for each in rng.sample(flags, min(len(flags), rng.choice((1, 1, 2, 3)))):
-        kind = next((kind for kind in (int, float) if kind.__name__ in str(each.type)), str)
-        odd = f"--{each.name}={rng.choice(ODD[kind])}"
-        given.append(f"--{each.name}" if "bool" in str(each.type) else odd)
-    return ("it ran", "one line", "usage")[Command(folder, name, *given).wait()]
+        given = ["train", "--resume", "--out_dir", out]
+    kinds = [Settings, ModelConfig]
+    if name != "train":
+        found = vars(COMMANDS[name]).values()
+        kinds = [kind for kind in found if is_dataclass(kind) and kind.__module__ == name]
+    settings = [each for kind in kinds for each in fields(kind) if "about" in each.metadata]
+    for setting in rng.sample(settings, min(len(settings), rng.choice((1, 1, 2, 3)))):
+        if "bool" in str(setting.type):
+            given.append(f"--{setting.name}")
+            continue
+        types = [kind for kind in (int, float) if kind.__name__ in str(setting.type)]
+        given.append(f"--{setting.name}={rng.choice(ODD[types[0] if types else str])}")
+    return ("it ran", "one line", "usage")[Command(folder, *given).wait()]
 
 
 def pairs(world: World, rng: random.Random, folder: Path) -> str:
     """Two commands at once."""
-    kind, out = rng.choice(("train", "train", "resume", "prepare", "sample")), folder / "out"
+    out = folder / "out"
+    kind = rng.choice(("train", "resume", "prepare", "sample"))
     offload = "disk" if kind == "sample" else rng.choice(OFFLOAD)
     new = world.flags("pretrain", out, offload)
     world.run("pretrain")
@@ -433,21 +443,25 @@ def pairs(world: World, rng: random.Random, folder: Path) -> str:
         both = [Command(folder, *prepare, "--vocab_size", size) for size in (270, 280)]
         codes = [each.wait() for each in both]
         more = world.flags("pretrain", folder / "run", data=out)
-        Command(folder, "train", *more).wait(ok=(0,) if 0 in codes else ENDED)
-    elif kind == "sample":
-        run, codes = Command(folder, "train", *new), []
-        while run.process.is_alive():
+        Command(folder, *more).wait(ok=(0,) if 0 in codes else ENDED)
+        return f"{kind}: {codes.count(1)} refused"
+    first = Command(folder, *new)
+    codes = []
+    if kind == "sample":
+        while first.process.is_alive():
             if (out / "ckpt.pt").exists():
                 Command(folder, *sampling(out)).wait(ok=(0,))
-        run.wait(ok=(0,))
-        world.check(out, "pretrain", offload)
     else:
-        run = Command(folder, "train", *new)
         time.sleep(rng.random() * world.seconds["pretrain"])
-        more = ["--resume", "--out_dir", out] if kind == "resume" else new
-        codes = [each.wait() for each in (Command(folder, "train", *more), run)]
-        world.check(out, "pretrain")
-    return f"{kind}: one refused" if 1 in codes else f"{kind}: both went through"
+        again = ["train", "--resume", "--out_dir", out] if kind == "resume" else new
+        codes = [Command(folder, *again).wait()]
+    first.wait(ok=(0,) if 0 not in codes else ENDED)
+    world.check(out, "pretrain")
+    return f"{kind}: {codes.count(1)} refused"
+
+
+TRIALS = dict(commands=commands, files=files, pairs=pairs, edits=edits, kills=kills)
+TRIALS["limits"] = partial(kills, limited=True)
 
 
 def main() -> None:
@@ -460,30 +474,31 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # no thread: a fork would take over what it holds
-    start, rows, broken = time.monotonic(), [], 0
+    start = time.monotonic()
+    n_broken = 0
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "world").mkdir()
-        world, here = World(Path(folder) / "world"), Path(folder) / "trial"
-        trials = dict(commands=commands, files=files, pairs=pairs, edits=edits, kills=kills)
-        trials |= dict(limits=partial(kills, limited=True), analyses=analyses)
+        world = World(Path(folder) / "world")
         for name in [args.only] if args.only else NUMBERS:
             outcomes: Counter[str] = Counter()
             n = args.n or (QUICK if args.quick else NUMBERS)[name]
             for number in tqdm(range(args.first, args.first + n), desc=name, unit="trial"):
+                here = Path(folder) / "trial"
                 here.mkdir()
+                rng = random.Random(f"{args.seed} {name} {number}")
                 try:
-                    chance = random.Random(f"{args.seed} {name} {number}")
-                    outcomes[trials[name](world, chance, here)] += 1
+                    outcomes[TRIALS[name](world, rng, here)] += 1
                 except Exception as error:
                     why = error if isinstance(error, Broken) else traceback.format_exc()
                     tqdm.write(f"--only {name} --seed {args.seed} --first {number} --n 1: {why}")
-                    broken += 1
+                    n_broken += 1
                 shutil.rmtree(here)
-            text = "; ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))
+            text = "; ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
             rows.append(f"| {name} | {n} | {outcomes.total()} | {text} |")
     print("\n| trials | tried | held | what it came to |", "|---|---|---|---|", *rows, sep="\n")
-    print(f"\nseed {args.seed}, {time.monotonic() - start:.0f} s, {broken} broken promises")
-    sys.exit(bool(broken))
+    print(f"\nseed {args.seed}, {time.monotonic() - start:.0f} s, {n_broken} broken promises")
+    sys.exit(bool(n_broken))
 
 
 if __name__ == "__main__":

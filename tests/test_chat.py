@@ -28,12 +28,24 @@ def encoding() -> tiktoken.Encoding:
     return tokenizer.train(texts, 300)
 
 
-def test_render_is_the_template_with_a_space_before_each_content(encoding):
-    ids = tokenizer.render(encoding, TALK)
+def test_the_template_and_which_of_its_tokens_are_the_assistants(encoding):
+    ids = np.array(tokenizer.render(encoding, TALK))
     text = "".join(f"<|im_start|>{m['role']}\n {m['content']}<|im_end|>\n" for m in TALK)
-    assert encoding.decode(ids) == text
-    # ... and the markers that a user types are text
-    assert ids.count(1) == ids.count(2) == len(TALK)
+    assert encoding.decode(ids.tolist()) == text
+    # ... and the markers that a user types are text.
+    assert (ids == 1).sum() == (ids == 2).sum() == len(TALK)
+
+    answer = tokenizer.answers(encoding, ids)
+    parts = np.split(ids, np.flatnonzero(np.diff(answer)) + 1)  # runs of equal answer
+    said = [encoding.decode(part.tolist()) for part in parts[1::2]]
+    assert said == [" \n Hello!\n<|im_end|>", " Bye. assistant\n<|im_end|>"]
+    assert not answer[: len(parts[0])].any()
+    for length in range(len(ids)):  # one that is cut off counts as far as it goes
+        assert (tokenizer.answers(encoding, ids[:length]) == answer[:length]).all()
+
+    prompt = tokenizer.prompt(encoding, TALK[:-1])
+    assert ids[: len(prompt)].tolist() == prompt
+    assert encoding.decode(ids[len(prompt) :].tolist()) == said[-1] + "\n"
 
 
 def test_an_answer_begins_with_the_tokens_it_has_within_a_text(encoding):
@@ -42,32 +54,6 @@ def test_an_answer_begins_with_the_tokens_it_has_within_a_text(encoding):
     (word,) = encoding.encode_ordinary(" user")
     assert encoding.encode_ordinary("user") != [word]
     assert ids[tokenizer.answers(encoding, ids)][0] == word
-    assert encoding.encode_ordinary("assistant: user. Bye")[-3] == word
-
-
-def test_the_assistants_tokens_are_his_contents_with_their_ends(encoding):
-    ids = np.array([0, *tokenizer.render(encoding, TALK)])
-    answer = tokenizer.answers(encoding, ids)
-    parts = np.split(ids, np.flatnonzero(np.diff(answer)) + 1)  # runs of equal answer
-    said = [encoding.decode(part.tolist()) for part in parts[1::2]]
-    assert said == [" \n Hello!\n<|im_end|>", " Bye. assistant\n<|im_end|>"]
-    assert not answer[: len(parts[0])].any()
-
-
-def test_an_answer_that_is_cut_off_counts_as_far_as_it_goes(encoding):
-    ids = np.array(tokenizer.render(encoding, TALK))
-    whole = tokenizer.answers(encoding, ids)
-    for length in range(len(ids)):
-        assert (tokenizer.answers(encoding, ids[:length]) == whole[:length]).all()
-
-
-def test_prompt_is_what_stands_before_an_answer(encoding):
-    ids = tokenizer.render(encoding, TALK)
-    prompt = tokenizer.prompt(encoding, TALK[:-1])
-    assert ids[: len(prompt)] == prompt
-    assert tokenizer.answers(encoding, np.array(ids))[len(prompt) :].argmin() == len(
-        ids[len(prompt) :]
-    ) - len(encoding.encode_ordinary("\n"))
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +73,18 @@ def test_turns_equal_generation_from_the_whole_conversation(model, encoding):
         said = ids[len(history) :]
         reply = "".join(talk.reply(text, 9, temperature=0))
         assert reply == encoding.decode([i for i in said if i != 2]).removeprefix(" ")
-        history += [*said, *([] if said[-1] == 2 else [2]), *newline]
+        history += said
+        if said[-1] != 2:
+            history.append(2)
+        history += newline
     assert history == [*talk.head, *itertools.chain(*talk.turns)]
 
 
 def test_old_turns_are_forgotten_the_system_message_is_not(model, encoding):
     talk = Chat(model, encoding, "Be kind.")
-    for turn in range(12):
-        assert isinstance("".join(talk.reply(f"Hello {turn}", 6, temperature=0)), str)
-    assert 1 <= len(talk.turns) < 12
+    for turn in range(8):
+        "".join(talk.reply(f"Hello {turn}", 6, temperature=0))
+    assert 1 <= len(talk.turns) < 8
     # A chat that had only these turns goes on in the same way.
     fresh = Chat(model, encoding, "Be kind.")
     fresh.turns = list(talk.turns)
@@ -103,23 +92,18 @@ def test_old_turns_are_forgotten_the_system_message_is_not(model, encoding):
     assert replies[0] == replies[1]
 
 
-def test_a_message_longer_than_the_context_is_refused_and_nothing_is_lost(model, encoding):
+def test_room_is_kept_for_an_answer_and_a_longer_message_is_refused(model, encoding):
     talk = Chat(model, encoding)
-    list(talk.reply("Hello", 5, temperature=0))
-    with pytest.raises(UserError, match="there is room for 90: say it, or --system,"):
-        list(talk.reply("word " * 200, 5, temperature=0))
-    assert len(talk.turns) == 1
-
-
-def test_room_is_kept_for_an_answer(model, encoding):
-    talk = Chat(model, encoding)
-    for length in range(1, 60):
+    refused = 0
+    for length in (1, 20, 30, 40, 200):
+        turns = list(talk.turns)
         try:
             reply = list(talk.reply("no " * length, 200, temperature=0))
+            assert len(reply) - 1 >= 96 // 4 or talk.turns[-1].count(2) == 2
         except UserError:
-            break
-        assert len(reply) - 1 >= 96 // 4 or talk.turns[-1].count(2) == 2
-    assert length > 5
+            refused += 1
+            assert talk.turns == turns  # nothing is lost
+    assert 0 < refused < 5
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])  # a document's end, too
@@ -134,46 +118,39 @@ def test_an_answer_is_shown_as_it_was_written(model, encoding, monkeypatch, cont
     assert talk.turns == [[*asked, *answer, 2, *encoding.encode_ordinary("\n")]]
 
 
-ENDS = {"long": UserError("say it in fewer words"), "stop": KeyboardInterrupt()}
-
-
 class Echo:
+    """A chat that answers with its seed and the message."""
+
     def __init__(self):
         self.turns = []
 
     def reply(self, text, seed):
         self.turns.append(text)
-        if text in ENDS:
-            raise ENDS[text]
+        if text == "long":
+            raise UserError("say it in fewer words")
+        if text == "stop":
+            raise KeyboardInterrupt
         yield f"{seed}:"
         yield text
 
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_lines_are_messages_until_the_input_ends(monkeypatch, capsys, asks):
-    stdin, chat = (
-        io.TextIOWrapper(io.BytesIO(b"Hi \xff\n\nlong\nstop\nA\n/new\nBye"), encoding="utf-8"),
-        Echo(),
-    )
+    text = b"Hi \xff\n\nlong\nstop\nA\n/new\nIn france"
+    stdin = io.TextIOWrapper(io.BytesIO(text), encoding="utf-8")
     stdin.isatty = lambda: asks
+    chat = Echo()
     monkeypatch.setattr("sys.stdin", stdin)
-    converse(chat, seed=5, known=[])
+    converse(chat, seed=5, known=["France", "Oman"])
     out, err = capsys.readouterr()
-    assert out.replace("> ", "").splitlines() == ["5:Hi \ufffd", "", "9:A", "11:Bye"]
-    assert err == "(say it in fewer words)\n(a new conversation)\n"
-    assert out.count("> ") == 8 * asks  # seven lines and the end
-    assert chat.turns == ["Bye"]
-
-
-def test_names_in_other_letters_are_hinted_at(monkeypatch, capsys):
-    text = "What of france?\nAnd ROMANIA?\nAnd Oman, woman?\n"
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    converse(Echo(), seed=5, known=["France", "Oman", "Romania"])
-    hints = [f"(the model learned {name}, in these letters)" for name in ("France", "Romania")]
-    assert capsys.readouterr().err.splitlines() == hints
+    assert out.replace("> ", "").splitlines() == ["5:Hi \ufffd", "", "9:A", "11:In france"]
+    assert out.count("> ") == (8 if asks else 0)  # seven lines and the end
+    fewer, new, hint = err.splitlines()
+    assert "fewer" in fewer and "new" in new and "France" in hint
+    assert chat.turns == ["In france"]
 
 
 def test_a_chat_without_standard_input_says_so(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(UserError, match="standard input, which is closed"):
+    with pytest.raises(UserError, match="standard input"):
         converse(Echo(), seed=5, known=[])

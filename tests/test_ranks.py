@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,180 +14,164 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SMALL, command
-from test_stages import folders  # noqa: F401
-from test_train import assert_same, checkpoint, losses
+from conftest import (
+    ROOT,
+    RUN,
+    SHAPE,
+    SMALL,
+    assert_same,
+    checkpoint,
+    command,
+    flags,
+    losses,
+    start_process,
+    wait_for_step,
+)
+from test_stages import chat  # noqa: F401
 
-import bench
-import train as train_module
+import train
 from common import UserError
-from tables import sharded
-from tables.tables import ResidentTables
 from training import ranks
+from training.batches import Data
 from training.checkpoints import load_checkpoint
 from training.records import read_run
-from training.settings import resolve_settings
 
-SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
-RUN = dict(batch_size=4, max_iters=20, eval_interval=10, eval_tokens=500, device="cpu")
+TOLERANCE = 0.0  # of numbers in checkpoints, two ranks beside one process: equal to the bit
+RUN = dict(RUN, eval_tokens=500)
 
 
 def train_all(jobs: list[dict], folder: Path) -> None:
-    """One run after the other. At step `until` the power fails, for all ranks; at step `signal` the
+    """One run after the other. In step `until` the power fails, for all ranks; in step `signal` the
     last rank alone gets a SIGTERM."""
-    real = train_module.train_step
+    schedule = train.schedule
     for job in jobs:
-        flags = {**job, "out_dir": folder / job["out_dir"]}
-        until, stop = flags.pop("until", None), flags.pop("signal", None)
+        given = {**job, "out_dir": folder / job["out_dir"]}
+        until = given.pop("until", None)
+        stop = given.pop("signal", None)
 
-        def step(run, *args, until=until, stop=stop):
-            if run.step == until:
+        def disturbed(step: int, settings, until=until, stop=stop) -> float:
+            if step == until:
                 raise InterruptedError
-            if run.step == stop and ranks.rank == ranks.size - 1:
+            if step == stop and ranks.rank == ranks.size - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return counted_step(real, run, *args)
+            return schedule(step, settings)
 
-        train_module.train_step = step
+        train.schedule = disturbed
         try:
-            train_module.train(resolve_settings(**flags))
+            train.train(train.resolve_settings(**given))
         except (InterruptedError, SystemExit):
             assert until or stop
-    train_module.train_step = real
-
-
-def counted_step(step, run, batch, *more):
-    """A training step, and of ranks what they have of the tables and send, by the formulas."""
-    if ranks.size == 1:
-        return step(run, batch, *more)
-    sent, real, P = Counter(), {}, ranks.size
-    for name in ("all_gather", "all_to_all_single", "all_reduce"):
-
-        def counted(to, *given, name=name):
-            passes = 2 if name == "all_reduce" else 1  # a ring adds up, then tells
-            n_byte = sum(t.nbytes for t in to) if name == "all_gather" else to.nbytes
-            sent[name] += passes * n_byte * (P - 1) / P
-            return real[name](to, *given)
-
-        real[name] = getattr(dist, name)
-        setattr(dist, name, counted)
-    sharded.sent.clear()
-    result = step(run, batch, *more)
-    assert sorted(sent.values()) == sorted(sharded.sent.values())  # which bench.py shows
-    for name, function in real.items():
-        setattr(dist, name, function)
-
-    model, vocab_size = run.model, run.settings.model.vocab_size
-    rows = [block.row_width for block in model.blocks if block.row_width]
-    wte = [] if model.head is None else [model.config.n_embd]
-    for tables, widths in ((model.tables, rows), (model.wte, wte)):
-        arrays = (*tables.weight, *tables.m, *tables.v) if widths else ()
-        assert [a.shape for a in arrays] == [(vocab_size, width // P) for width in widths * 3]
-    if run.n_part == P:  # one micro-batch each
-        n, n_lookup = max(len(batch[0][r::P].unique()) for r in range(P)), bool(rows) + bool(wte)
-        assert sent["all_gather"] == (P - 1) * n_lookup * (8 + 8 * n)
-        assert sent["all_to_all_single"] == 2 * (P - 1) / P * n * sum(rows + wte) * 4
-        figures = len(result[0]) - 3 + 1  # all but norm, rate and speed; the square of the norm
-        dense = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert sent["all_reduce"] == 2 * (P - 1) / P * (dense + figures) * 4
-    return result
+    train.schedule = schedule
 
 
 @ranks.joined()
 def work(jobs: list[dict], folder: str) -> None:
+    sent = Counter()
+    for name in ("all_gather", "all_to_all_single", "all_reduce"):
+        count_bytes(name, sent)
     train_all(jobs, Path(folder))
-    if ranks.size == 2:
-        bench.bench_train(bench.Bench(device="cpu", quick=True, **{**bench.QUICK, "batch_size": 4}))
+    if ranks.rank == 0:
+        (Path(folder) / "sent.json").write_text(json.dumps(sent))
+
+
+def count_bytes(name: str, sent: Counter) -> None:
+    """Count what a function of torch.distributed gives this rank."""
+    function = getattr(dist, name)
+
+    def counted(to, *given, **options):
+        sent[name] += sum(t.nbytes for t in to) if isinstance(to, list) else to.nbytes
+        return function(to, *given, **options)
+
+    setattr(dist, name, counted)
 
 
 def fork(n: int, jobs: str, folder: str) -> None:
     """Be torchrun, but import everything once: `work` in n processes."""
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # imports much
-    train_module.plot = lambda *_: None
-    if n == 2:  # many runs: those of four write an example, too
-        train_module.show = lambda *_: None
-    os.environ.update(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    train.draw_loss = lambda *_: None
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    os.environ.update(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_RUN_ID"] = "forks"
     processes = []
     for number in range(n):
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(number)
         process = get_context("fork").Process(target=work, args=(json.loads(jobs), folder))
-        process.start(), processes.append(process)
+        process.start()
+        processes.append(process)
     for process in processes:
         process.join()
     sys.exit(max(abs(process.exitcode) for process in processes))
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
 def in_ranks(n: int, jobs: list[dict], folder: Path) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    args = [sys.executable, __file__, str(n), json.dumps(jobs), str(folder)]
-    return subprocess.Popen(args, **how)
+    return start_process(__file__, n, json.dumps(jobs), folder, cwd=ROOT)
 
 
-def assert_ended(process: subprocess.Popen) -> str:
+def assert_ended(process: subprocess.Popen) -> None:
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    return said
 
 
-def assert_same_run(a: Path, b: Path) -> None:
-    assert losses(a) == losses(b) and len(losses(a)) == 20
+def assert_close(a, b) -> None:
+    """Nested checkpoints are equal but for TOLERANCE."""
+    if TOLERANCE == 0.0:
+        assert_same(a, b)
+    else:
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def assert_same_training(a: Path, b: Path) -> None:
+    assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
+    assert len(losses(a)) == 12
     evals = [{e["step"]: e["val_loss"] for e in read_run(folder)["eval"]} for folder in (a, b)]
     for step, loss in evals[1].items():  # where a run resumed it evaluated once more
         assert evals[0][step] == pytest.approx(loss, rel=1e-6)  # each rank has a share of it
-    a, b = (load_checkpoint(folder / "ckpt.pt", verify=True) for folder in (a, b))
-    for part in ("model", "optimizer", "step", "config", "reference"):
-        assert_same(a[part], b[part])
-    assert a["best"] == pytest.approx(b["best"], rel=1e-6)
+    one, other = (load_checkpoint(folder / "ckpt.pt", verify=True) for folder in (a, b))
+    for part in ("model", "optimizer", "step"):
+        assert_close(one[part], other[part])
+    assert one["best"] == pytest.approx(other["best"], rel=1e-6)
 
 
-def test_two_ranks_equal_one_process_to_the_bit(data, folders, trained, tmp_path):  # noqa: F811
-    """... that accumulates the same two micro-batches: kinds, places, objectives, and resuming with
+def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F811
+    """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped."""
     base = dict(RUN, device_batch_size=2, grad_clip=0.0)
     text = dict(base, **SHAPE, data_dir=str(data))
-    later = dict(base, init_from=str(trained["stem"] / "ckpt.pt"))
+    sft = dict(base, init_from=str(trained["stem"] / "ckpt.pt"), data_dir=str(chat), stage="sft")
     whole = [
         dict(text, out_dir="dense", ffn="dense"),
         dict(text, out_dir="stem"),
         dict(text, out_dir="embformer", ffn="embformer"),
         dict(text, out_dir="disk", offload="disk", stem_layers="all"),
-        dict(later, out_dir="sft", stage="sft", data_dir=str(folders["chat"])),
-        dict(later, out_dir="dpo", stage="dpo", data_dir=str(folders["preference"])),
+        dict(sft, out_dir="sft"),
     ]
     one, two = tmp_path / "one", tmp_path / "two"
-    train_all([dict(whole[1], out_dir="one-two", until=15)], two)  # saved at step 10
+    train_all([dict(whole[1], out_dir="one-two", until=9)], two)  # saved at step 6
     cut = [
-        dict(whole[1], out_dir="two-two", until=15),
+        dict(whole[1], out_dir="two-two", until=9),
         dict(whole[3], out_dir="two-one", signal=4),
-        *(dict(out_dir=name, resume=True) for name in ("one-two", "two-two")),
+        dict(out_dir="one-two", resume=True),
+        dict(out_dir="two-two", resume=True),
     ]
     process = in_ranks(2, [*whole, *cut], two)
     train_all(whole, one)
-    said = assert_ended(process)
-    lines = [line.strip("| ").split(" | ") for line in said.splitlines()]
-    sent = {line[0]: line[-2:] for line in lines if line[0] in bench.KINDS}
-    assert sent.keys() == bench.KINDS.keys()
-    assert all(counted == by and len(counted) >= len("100,000") for counted, by in sent.values())
+    assert_ended(process)
     for job in whole:
-        assert_same_run(one / job["out_dir"], two / job["out_dir"])
+        assert_same_training(one / job["out_dir"], two / job["out_dir"])
     assert checkpoint(two / "two-one")["step"] == 5
     train_all([dict(out_dir="two-one", resume=True)], two)
     for name, like in (("one-two", "stem"), ("two-two", "stem"), ("two-one", "disk")):
-        assert_same_run(two / name, one / like)
-    assert not list(tmp_path.glob("*/*/live-tables*"))
+        assert_same_training(two / name, one / like)
+    assert not list(tmp_path.rglob("*live*"))
 
 
-def test_four_ranks_equal_one_process_nearly(data, tmp_path):
+def test_four_ranks_equal_one_process_nearly_and_send_what_they_read(data, tmp_path):
     job = dict(RUN, **SHAPE, data_dir=str(data), out_dir="run", stem_layers="all")
     # Of the five rows to evaluate, the last one is read while three ranks have none.
-    job |= dict(device_batch_size=1, eval_interval=20, eval_tokens=5 * 32)
+    job |= dict(device_batch_size=1, eval_interval=12, eval_tokens=5 * 32)
     process = in_ranks(4, [job], tmp_path / "four")
     train_all([job], tmp_path / "one")
     assert_ended(process)
@@ -197,46 +180,43 @@ def test_four_ranks_equal_one_process_nearly(data, tmp_path):
         one, four = ([record[loss] for record in run[kind]] for run in runs)
         assert len(one) > 1 and four == pytest.approx(one, abs=1e-5)
     one, four = (checkpoint(tmp_path / name / "run") for name in ("one", "four"))
-    counts = [each["optimizer"]["rows"]["tables"]["count"] for each in (one, four)]
-    assert_same(*counts)
     for name, weight in one["model"].items():
         assert (four["model"][name] - weight).abs().mean() < 1e-5
 
+    # Rows of a rank's 32 tokens at most, once each way a step, and gradients of the backbone: not
+    # of the tables, which have 300 rows.
+    sent = json.loads((tmp_path / "four" / "sent.json").read_text())
+    config = one["config"]
+    row = 4 * (config["n_embd"] + config["d_ff"])  # of the embedding and of one table
+    passes = 2 * 12 + 2 * 2  # of 12 steps both ways, and of two evaluations of two batches
+    assert 0 < sent["all_to_all_single"] <= passes * 32 * row
+    dense = sum(w.nbytes for n, w in one["model"].items() if not n.startswith(("wte", "tables")))
+    assert sent["all_reduce"] == pytest.approx(12 * dense, rel=0.01)
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_flags_that_do_not_come_out_even_are_one_line(n, data, tmp_path, monkeypatch):
+
+@pytest.mark.parametrize(("n", "more"), [(3, {}), (2, dict(table_optimizer="adamw"))])
+def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "size", n)
-    given = dict(RUN, **SHAPE, data_dir=str(data), out_dir=tmp_path)
-    with pytest.raises(UserError, match="--nproc_per_node"):
-        more = dict(table_optimizer="adamw") if n == 2 else {}
-        train_module.train(resolve_settings(**given, **more))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    with pytest.raises(UserError, match="3 processes do not divide rows of 32 numbers"):
-        sharded.shard(ResidentTables(1, 5, 32 // 3), 32)
+    given = dict(RUN, **SHAPE, data_dir=str(data), out_dir=tmp_path, **more)
+    settings = train.resolve_settings(**given)
+    with pytest.raises(UserError, match="process"):
+        train.start(settings, Data(str(data), "text", 32, 1, 99), None)
 
 
 def test_a_rank_that_dies_ends_all_with_one_line(data, tmp_path):
-    metrics, flags = tmp_path / "out" / "metrics.jsonl", ("--max_iters", 100000, "--data_dir", data)
-    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process = subprocess.Popen(
-        [*map(str, (*start, ROOT / "train.py", *SMALL, *flags))], cwd=tmp_path, **output
-    )
-    deadline = time.monotonic() + 90
-    while not (metrics.exists() and metrics.read_text().count('"eval"') > 2):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+    more = flags(max_iters=100000, data_dir=data)
+    process = start_process(*start, ROOT / "train.py", *SMALL, *more, cwd=tmp_path)
+    out = tmp_path / "out"
+    wait_for_step(process, out, 8)
     found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     os.kill(int(found.stdout.split()[-1]), signal.SIGKILL)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode and re.findall("^error: .*", said, re.MULTILINE) == [
-        "error: another process of this run died: go on with --resume"
-    ]
-    saved = checkpoint(tmp_path / "out")["step"]
+    (line,) = re.findall("^error: .*", said, re.MULTILINE)
+    assert process.returncode and "another process of this run died" in line and "--resume" in line
+    saved = checkpoint(out)["step"]
     assert saved and saved % 6 == 0
-    command("sample.py", "--ckpt", "out/ckpt.pt", "--max_new_tokens", 3, cwd=tmp_path)
+    command("sample.py", "--ckpt", out / "ckpt.pt", "--max_new_tokens", 3)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Which rows are in batch number n is a function of (seed, n) alone: a resumed run
 uninterrupted one would have read, and the step is all that a checkpoint needs to know about data.
 """
 
+import os
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -178,7 +179,7 @@ def check_tokenizer(fingerprint: str, folder: object, expected: str, owner: obje
 
 def parse_mixture(data_dir: str) -> dict[Path, float]:
     """Folders and their weights, which sum up to one: `data/a` or `data/a=0.65,data/b=0.35`."""
-    if "=" not in data_dir or Path(data_dir).is_dir():
+    if "=" not in data_dir or os.path.isdir(data_dir):
         return {Path(data_dir): 1.0}
     wrong = UserError(f"--data_dir {data_dir} is not folder=weight,folder=weight, each once")
     weights: dict[Path, float] = {}

@@ -1,11 +1,12 @@
 """Checkpoints: a ckpt.pt that is enough to sample, edit or resume.
 
-Tables on disk change while they train, in `ckpt.tables/live`. So saving copies them to a snapshot,
+Tables on disk change while they train, in `ckpt.live`. So saving copies them to a snapshot,
 `ckpt.tables/ID`, then replaces ckpt.pt by one that names this ID, and only then deletes the earlier
 snapshot. Whenever a crash comes, ckpt.pt finds its own tables. X.pt has its tables in X.tables,
 where nobody else keeps anything.
 """
 
+import os
 import re
 import secrets
 import shutil
@@ -35,8 +36,17 @@ def tables_folder(path: str | Path) -> Path:
     return Path(path).resolve().with_suffix(".tables")
 
 
+def live_folder(out_dir: Path) -> Path:
+    """Where the tables of all ranks are while they train on disk. Not in ckpt.tables: when that is
+    moved away with an earlier run, the new one has its tables already."""
+    return out_dir / "ckpt.live"
+
+
 def remove_unused_tables(path: Path) -> None:
     """Delete the snapshots that the checkpoint at `path` does not name; all if there is none."""
+    folder = tables_folder(path)
+    if not os.path.isdir(folder):
+        return
     used = None
     if path.exists():
         try:
@@ -44,7 +54,7 @@ def remove_unused_tables(path: Path) -> None:
         except UserError:
             return
         used = tables and tables["id"]
-    for snapshot in tables_folder(path).glob("*"):
+    for snapshot in folder.glob("*"):
         if re.fullmatch("[0-9a-f]{8}", snapshot.name) and snapshot.name != used:
             shutil.rmtree(snapshot, ignore_errors=True)
 
@@ -53,10 +63,9 @@ def remove_leftovers(out_dir: Path) -> None:
     """Delete what a run that was killed left in its folder. The caller must hold the lock."""
     for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
         (out_dir / f"{name}.tmp").unlink(missing_ok=True)
-    folder = tables_folder(out_dir / "ckpt.pt")
-    for live in folder.glob("live*"):
-        shutil.rmtree(live, ignore_errors=True)
+    shutil.rmtree(live_folder(out_dir), ignore_errors=True)
     remove_unused_tables(out_dir / "ckpt.pt")
+    folder = tables_folder(out_dir / "ckpt.pt")
     if folder.exists() and not any(folder.iterdir()):
         folder.rmdir()
 

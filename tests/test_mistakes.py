@@ -1,0 +1,162 @@
+"""Who modifies the code makes mistakes: each ends in Python's traceback, which names the mistaken
+line. What a user does wrong, such as a file that is damaged, is one line without a traceback."""
+
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, command, flags, small_run
+
+import common
+import model
+import train
+from training import batches
+
+# What somebody adds to the project. A mistake is a line that is put in at its `place`.
+SOURCE = """
+import torch
+from torch import nn
+from tables.tables import ResidentTables
+from training.batches import Windows
+from training.records import Log
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        {build}
+        self.row_width = 8
+        self.up = nn.Linear(config.n_embd, 8)
+        self.down = nn.Linear(8, config.n_embd)
+
+    def forward(self, x, rows):
+        {forward}
+        return self.down(self.up(x) * rows)
+
+class Rows(ResidentTables):
+    def __init__(self, n_table, vocab_size, width):
+        super().__init__(n_table, vocab_size, width)
+        {tables}
+
+    def lookup(self, ids):
+        {lookup}
+        return super().lookup(ids)
+
+    def gradients(self):
+        {gradients}
+        return super().gradients()
+
+class MyLog(Log):
+    def write(self, **record):
+        super().write(**record)
+        {log}
+
+class MyWindows(Windows):
+    def row(self, index):
+        ids, targets = super().row(index)
+        {row}
+        return ids, targets
+"""
+
+# Place, the mistaken line, what it raises.
+MISTAKES = [
+    ("build", "nn.Linear(config.n_embed, 8)", AttributeError),
+    ("build", "nn.Linear(config.n_embd, '8')", TypeError),
+    ("build", "nn.Linear(8)", TypeError),
+    ("build", "raise ValueError('width of my own layer')", ValueError),
+    ("build", "assert config.n_embd % 7 == 0, 'my layer needs sevenths'", AssertionError),
+    ("build", "{'silu': 1}[config.embformer_act + '2']", KeyError),
+    ("build", "type(config)(n_embedding=8)", TypeError),
+    ("build", "open('my-weights.bin')", FileNotFoundError),
+    ("build", "int('eight')", ValueError),
+    ("build", "import my_kernels", ModuleNotFoundError),
+    ("forward", "x = x @ torch.ones(3, 3)", RuntimeError),
+    ("forward", "x = x + torch.ones(32, device='meta')", RuntimeError),
+    ("forward", "x = x + self.bias", AttributeError),
+    ("forward", "x = x.view(-1, 7)", RuntimeError),
+    ("forward", "x = rows[0, 0, 99]", IndexError),
+    ("forward", "x = x + undefined", NameError),
+    ("forward", "raise RuntimeError('my layer cannot allocate this')", RuntimeError),
+    ("forward", "raise OSError('my cache is cold')", OSError),
+    ("forward", "raise BrokenPipeError(32, 'my socket')", BrokenPipeError),
+    ("forward", "raise EOFError('my queue is empty')", EOFError),
+    ("forward", "assert rows.shape[-1] == 9, rows.shape", AssertionError),
+    ("tables", "self.weight = self.weights", AttributeError),
+    ("lookup", "ids = self.addresses(ids)", AttributeError),
+    ("lookup", "raise NotImplementedError", NotImplementedError),
+    ("gradients", "self.reads[9]", IndexError),
+    ("gradients", "raise RuntimeError('my gradients')", RuntimeError),
+    ("log", "raise ConnectionError('my server is down')", ConnectionError),
+    ("log", "raise ConnectionResetError(104, 'Connection reset by peer')", ConnectionResetError),
+    ("log", "record['loss']", KeyError),
+    ("row", "record = {'text': 1}['txt']", KeyError),
+    ("row", "ids = ids.astype('int63')", TypeError),
+    ("row", "raise UnicodeDecodeError('utf-8', b'x', 0, 1, 'my text')", UnicodeDecodeError),
+]
+
+
+def write_module(folder: Path, place: str | None = None, line: str = "pass") -> dict:
+    """The names of SOURCE, run from a file."""
+    places = dict.fromkeys(("build", "forward", "tables", "lookup", "gradients", "log", "row"))
+    lines = {name: line if name == place else "pass" for name in places}
+    path = folder / "mine.py"
+    path.write_text(SOURCE.format(**lines))
+    names = {"__name__": "mine"}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def right(data, tmp_path_factory) -> Path:
+    """A checkpoint of the layer without a mistake."""
+    folder = tmp_path_factory.mktemp("right")
+    with pytest.MonkeyPatch.context() as patch:
+        names = write_module(folder)
+        patch.setitem(model.LAYERS, "mine", (model.LinearQKV, names["Layer"]))
+        return small_run(data, folder / "out", ffn="mine", max_iters=1)
+
+
+@pytest.mark.parametrize(("place", "line", "kind"), MISTAKES)
+def test_a_mistake_of_ones_own_is_a_traceback_that_ends_there(
+    right, data, tmp_path, monkeypatch, place, line, kind
+):
+    names = write_module(tmp_path, place, line)
+    monkeypatch.setitem(model.LAYERS, "mine", (model.LinearQKV, names["Layer"]))
+    of_layer = place in ("build", "forward")
+    commands = ["train", "sample", "edit"] if of_layer else ["train"]
+    if place == "log":
+        monkeypatch.setattr(train, "Log", names["MyLog"])
+    if place == "row":
+        monkeypatch.setattr(batches, "Windows", names["MyWindows"])
+
+    for name in commands:
+        with pytest.raises(kind) as caught:
+            if name == "train":
+                tables = None if of_layer else names["Rows"]
+                given = dict(ffn="mine", max_iters=2, eval_tokens=64, tables=tables)
+                common.run(lambda given=given: small_run(data, tmp_path / "out", **given))
+            elif name == "sample":
+                command("sample.py", "--ckpt", right / "ckpt.pt")
+            else:
+                edit = flags(source="Anna", target="Björn", prompt="Anna")
+                command("edit.py", "--ckpt", right / "ckpt.pt", *edit)
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)]
+        mine = [frame for frame in frames if frame.filename == str(tmp_path / "mine.py")]
+        assert mine, caught.value
+        last = mine[-1]
+        assert last.line == line
+        assert frames.index(last) > frames.index(ours[-1])  # nothing of ours is behind it
+        assert caught.value.__cause__ is None
+
+
+class NoTables(torch.nn.Module):
+    """Tables of one's own that lack all that the project asks for."""
+
+    def __init__(self, n_table: int, vocab_size: int, width: int) -> None:
+        super().__init__()
+
+
+def test_tables_without_a_method_fail_where_it_is_missed(data, tmp_path):
+    with pytest.raises(AttributeError, match="'NoTables' object has no attribute"):
+        common.run(lambda: small_run(data, tmp_path, NoTables))
