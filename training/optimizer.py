@@ -81,10 +81,6 @@ class Optimizer:
         self.scaler = LossScaler(enabled=dtype == "float16")
 
         # Tables, and an embedding that is not the head, train by rows, unless by AdamW as a whole.
-        table_state = getattr(settings, "table_state", None)
-        if table_state is None:
-            # Embformer's rows, of which all of the model consists, want one for each number.
-            table_state = "number" if model.config.ffn == "embformer" else "row"
         self.rows: dict[str, RowRMSprop] = {}
         for name in ("tables", "wte"):
             tables = getattr(model, name)
@@ -93,7 +89,7 @@ class Optimizer:
                 tables.requires_grad_(whole)
                 if not whole:
                     self.rows[name] = RowRMSprop(
-                        tables, settings.beta2, state=table_state, seed=settings.seed
+                        tables, settings.beta2, state=settings.table_state, seed=settings.seed
                     )
 
         # Weight decay is for linear layers alone.

@@ -89,7 +89,7 @@ def make_model(config: ModelConfig, tables: Callable) -> Decoder:
 
 
 def change_columns(checkpoint: dict, name: str, whole: bool) -> None:
-    """In a checkpoint, change rows and optimizer state of the tables `name` from whole ones, as files have
+    """In a checkpoint, change rows and state of the tables `name` from whole ones, as files have
     them, to this rank's columns; or back to `whole` ones, in the RAM of rank 0."""
     if size == 1:
         return

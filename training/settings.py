@@ -116,7 +116,17 @@ class Settings:
     beta2: float = flag(0.95, "decay of second moments", **SHARE)
     grad_clip: float = flag(1.0, "largest gradient norm; 0: off", must="0 or more")
     table_optimizer: str = flag(
-        "rowwise", "adamw updates all rows, read or not", choices=("rowwise", "adamw"), only=TABLES
+        "rmsprop",
+        "rmsprop on rows that were read; adamw updates all rows",
+        choices=("rmsprop", "adamw"),
+        only=TABLES,
+    )
+    table_state: str | None = flag(
+        None,
+        "second moments of rmsprop: one a row, or one a number",
+        choices=("row", "number"),
+        shown="row, embformer number",
+        only=TABLES,
     )
     offload: str = offload_flag(only=TABLES)
     table_dtype: str = flag(
@@ -143,9 +153,10 @@ class Settings:
             self.init_from = Path(self.init_from)
         if self.device_batch_size is None:
             self.device_batch_size = self.batch_size
+        if self.table_state is None:
+            # Embformer's rows, of which all of the model consists, want one for each number.
+            self.table_state = "number" if self.model.ffn == "embformer" else "row"
         check_ranges(self)
-        if self.beta1**2 >= self.beta2:  # else rows would move without bound: expected_update_scale
-            raise UserError(f"--beta1 {self.beta1} squared must be below --beta2 {self.beta2}")
         if self.batch_size % self.device_batch_size:
             part = f"--device_batch_size {self.device_batch_size}"
             raise UserError(f"{part} must divide --batch_size {self.batch_size}")
