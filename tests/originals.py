@@ -28,7 +28,6 @@ from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from attention import KVCache
 from common import UserError, make_parser, run
 from config import stem_layers
 from model import Decoder, ModelConfig
@@ -163,7 +162,7 @@ def compare(ours: Decoder, original: Original) -> dict[str, tuple[float, float]]
     read, targets = ids[:, :-1].contiguous(), ids[:, 1:]
     ours.eval(), original.model.eval()
     with torch.no_grad():
-        cache = KVCache(ours.config, B, ids.device, torch.get_default_dtype())
+        cache = ours.make_cache(B)
         decoded = torch.cat([ours(part, cache=cache)[0] for part in steps(read)], dim=1)
         found = {
             "logits": [(ours(read)[0], original.logits(read))],

@@ -53,7 +53,9 @@ STAGES = ("pretrain", "midtrain", "mixture", "sft")  # mixture: midtrain on two 
 TIMEOUT = 120  # seconds after which a command counts as hung: they take one or two
 MEMORY = 4 << 30  # bytes that a command may have beside what is mapped already
 SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
-RUN = dict(device="cpu", batch_size=4, max_iters=6, eval_interval=2, eval_tokens=64)
+RUN = dict(
+    device="cpu", dtype="float32", batch_size=4, max_iters=6, eval_interval=2, eval_tokens=64
+)
 ENDED = (0, 1, 2)  # exit codes
 KILLED = -signal.SIGKILL
 FORK = multiprocessing.get_context("fork")

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from analysis import costs
 from analysis.costs import COUNTED, Costs, expected_distinct, expected_experts
 from analysis.experiment import KINDS
-from attention import KVCache
 from config import ModelConfig
 from model import Decoder
 
@@ -35,7 +34,7 @@ def counted(run) -> int:
 def test_flops_equal_those_that_pytorch_counts(kind):
     model = made(kind).eval()
     it, ids = Costs(model.config), torch.randint(50, (2, N))
-    cache = KVCache(model.config, 2, "cpu", torch.float32)
+    cache = model.make_cache(2)
     with torch.no_grad():
         read = counted(lambda: model(ids[:, :-1], cache=cache, last_only=True))
         step = counted(lambda: model(ids[:, -1:], cache=cache))
