@@ -243,7 +243,10 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
     than by a loss that diverged."""
     exit_on_signals()
     threads = max(1, torch.get_num_threads() // at_once)
-    print(f"{len(waiting)} runs to train, each with a log.txt in its folder", file=sys.stderr)
+    new = [flags for flags in waiting.values() if "resume" not in flags]
+    steps = sum(resolve_settings(**flags).max_iters for flags in new)
+    begun = len(waiting) - len(new)
+    print(f"{begun} runs to end, {len(new)} to train, {steps:,} steps", file=sys.stderr)
     folders = iter(waiting)
     running: dict[Path, subprocess.Popen] = {}
     try:

@@ -81,7 +81,7 @@ def test_parameters_read_are_those_that_have_a_gradient(kind, monkeypatch):
 
 def test_expected_distinct_tokens_are_the_mean_over_all_batches():
     p = np.array([0.5, 0.3, 0.15, 0.05, 0.0])
-    for batch in (1, 2, 4):
+    for batch in (1, 4):
         all_batches = itertools.product(range(5), repeat=batch)
         mean = sum(np.prod(p[list(each)]) * len(set(each)) for each in all_batches)
         assert expected_distinct(p, batch) == pytest.approx(mean)
