@@ -116,7 +116,7 @@ def converted(experiment: Experiment, dense: Path, data_dir: Path, model: Model)
     out = experiment.out_dir / "converted" / name / "ckpt.pt"
     command = [sys.executable, str(ROOT / "convert.py"), str(dense), "--ffn", "stem"]
     command += ["--stem_layers", model.stem_layers, "--data_dir", str(data_dir)]
-    command += ["--tokens", str(tokens), "--out", str(out)]
+    command += ["--tokens", str(tokens), "--device", experiment.device, "--out", str(out)]
     with locked(experiment.out_dir / "runs", wait=True):
         if not out.exists():
             out.parent.mkdir(parents=True, exist_ok=True)
