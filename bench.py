@@ -107,6 +107,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.dir is not None and not self.dir.is_dir():
+            raise UserError(f"--dir {self.dir} is not a folder")
         self.on = pick_device(self.device)
         self.cuda = self.on.type == "cuda"
         # What a GPU multiplies in: older ones have no bfloat16, and emulate it.

@@ -6,6 +6,7 @@ by that of the code that measures it, so nothing old is shown after a change.
 """
 
 import ast
+import contextlib
 import hashlib
 import inspect
 import itertools
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from modulefinder import ModuleFinder
@@ -241,7 +242,6 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
     """Run train.py, so many at a time, with flags by output folder. Where one fails, or on Ctrl-C,
     SIGTERM or SIGHUP, those that run at the same time save and end. UserError: one failed, other
     than by a loss that diverged."""
-    exit_on_signals()
     threads = max(1, torch.get_num_threads() // at_once)
     new = [flags for flags in waiting.values() if "resume" not in flags]
     steps = sum(resolve_settings(**flags).max_iters for flags in new)
@@ -249,23 +249,24 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
     print(f"{begun} runs to end, {len(new)} to train, {steps:,} steps", file=sys.stderr)
     folders = iter(waiting)
     running: dict[Path, subprocess.Popen] = {}
-    try:
-        for _ in tqdm(waiting, f"training, {at_once} at a time", unit="run"):
-            for folder in itertools.islice(folders, at_once - len(running)):
-                flags = {**waiting[folder], "out_dir": folder}
-                running[folder] = start("train.py", flags, threads, folder / "log.txt")
-            folder = wait_for_one(running)
-            code = running.pop(folder).returncode
-            if code and not diverged(folder):
-                raise UserError(f"{folder}: exit code {code}, see its log.txt")
-    except (KeyboardInterrupt, SystemExit):
-        print("stopping: runs save, and the same command goes on with them", file=sys.stderr)
-        raise
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
+    with exit_on_signals():
+        try:
+            for _ in tqdm(waiting, f"training, {at_once} at a time", unit="run"):
+                for folder in itertools.islice(folders, at_once - len(running)):
+                    flags = {**waiting[folder], "out_dir": folder}
+                    running[folder] = start("train.py", flags, threads, folder / "log.txt")
+                folder = wait_for_one(running)
+                code = running.pop(folder).returncode
+                if code and not diverged(folder):
+                    raise UserError(f"{folder}: exit code {code}, see its log.txt")
+        except (KeyboardInterrupt, SystemExit):
+            print("stopping: runs save, and the same command goes on with them", file=sys.stderr)
+            raise
+        finally:
+            for process in running.values():
+                process.terminate()
+            for process in running.values():
+                process.wait()
 
 
 def wait_for_one(running: dict[Path, subprocess.Popen]) -> Path:
@@ -277,16 +278,24 @@ def wait_for_one(running: dict[Path, subprocess.Popen]) -> Path:
         time.sleep(0.05)
 
 
-def exit_on_signals() -> None:
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
     """Let signals that would end this process at once raise SystemExit instead."""
 
     def leave(number: int, _) -> None:
         sys.exit(128 + number)  # as a shell reports it
 
+    changed = []
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
         if number and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, leave)
+            changed.append(number)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def search_learning_rates(

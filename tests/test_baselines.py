@@ -137,22 +137,22 @@ def test_balance_is_its_formula_and_reaches_the_loss_in_training_only():
     for block in model.blocks:
         block.ffn.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     objective = NextToken(model, torch.device("cpu"), "float32")
-    loss, figures = objective(ids, targets)
+    loss, balance = objective(ids, targets)
     expected = 0.0
     for block, x in zip(model.blocks, inputs, strict=True):
         p = torch.softmax(x.flatten(0, 1) @ block.ffn.router.weight.T, -1)  # [18, 6]
         for expert in range(6):
             chose = sum(expert in token.topk(3).indices for token in p)
             expected += 0.1 * 6 * (chose / (3 * 18)) * p[:, expert].mean()
-    torch.testing.assert_close(figures["balance"], expected.detach())
+    torch.testing.assert_close(balance, expected.detach())
     plain = model(ids, targets)[1]
     torch.testing.assert_close(loss, plain + expected)
     router = model.blocks[0].ffn.router.weight
     (with_it,), (without,) = (torch.autograd.grad(each, router) for each in (loss, plain))
     assert not torch.allclose(with_it, without, rtol=1e-4)
     model.eval()
-    loss, figures = objective(ids, targets)
-    assert figures == {} and torch.equal(loss, model(ids, targets)[1])
+    loss, balance = objective(ids, targets)
+    assert balance is None and torch.equal(loss, model(ids, targets)[1])
 
 
 # --- costs ---

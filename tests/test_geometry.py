@@ -35,10 +35,10 @@ def test_outputs_of_up_projections_by_token():
     tokens = windows.unique()
     found = up_outputs(model, windows.flatten())
     with torch.no_grad():
-        context = (rotary(8, model.config, "cpu"), {"full": None}, None)
+        angles = rotary(8, model.config, "cpu")
         x = model.embed(windows)
         for layer, block in enumerate(model.blocks):
-            x = x + block.attn(block.attn_norm(x), windows, *context)
+            x = x + block.attn(block.attn_norm(x), None, angles)
             y = block.ffn_norm(x) @ block.ffn.up.weight.T
             x = x + block.ffn(block.ffn_norm(x), windows)
             for number, token in enumerate(tokens):

@@ -91,7 +91,7 @@ def own(on_disk, tmp_path) -> Path:
 
 def test_no_command_touches_what_is_ones_own(own, on_disk, data, tmp_path, monkeypatch):
     mine = {path: raw for path, raw in contents(own).items() if path not in contents(on_disk)}
-    assert len(mine) > 20
+    assert len(mine) >= 10
     ckpt = own / "ckpt.pt"
     new = ("train.py", "--data_dir", data, "--out_dir", own, *SMALL, "--offload", "disk")
     for args, works in (
@@ -333,7 +333,7 @@ def test_weights_that_are_no_numbers_are_named_as_such(trained, data, tmp_path):
     path = tmp_path / "nan.pt"
     torch.save(saved, path)
     asked = ("train.py", "--eval_only", "--init_from", path, "--data_dir", data)
-    assert f"{path} on {data}: the loss is nan" in refused(*asked)
+    assert "norm.weight has numbers that are not finite" in refused(*asked)
     new = ("--data_dir", data, "--out_dir", tmp_path / "out", "--max_iters", 1)
     assert "--init_from" in refused("train.py", "--init_from", path, *new)
 
