@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -34,78 +35,77 @@ from tables.sharded import ShardedResident, ShardedStored, ShardedTables, column
 from tables.storage import DiskStorage, RamStorage, TableStorage, check_room
 from tables.tables import STREAMS, ResidentTables, StoredTables, Tables, send
 
+# Pairs of a stored array [V, n_table, W] and its part of the working set, [n_slot, n_table, W].
+Arrays: TypeAlias = list[tuple[Tensor, Tensor]]
+
 
 class Buffer:
-    """Room for a chunk of records on their way between `stored` [V, ..] and a device: for each
-    stored array pinned host memory (staging), and device memory (passage)."""
+    """Room for a chunk of records on their way: pinned host memory (staging), and device memory
+    (passage)."""
 
-    def __init__(self, stored: list[Tensor], n_token: int, stream: torch.cuda.Stream) -> None:
-        self.stored = stored
+    def __init__(self, n_byte: int, stream: torch.cuda.Stream) -> None:
         self.stream = stream
-        self.staging: list[Tensor] = []
-        self.passage: list[Tensor] = []
-        for array in stored:
-            size = (n_token, *array.shape[1:])
-            self.staging.append(torch.empty(size, dtype=array.dtype, pin_memory=True))
-            # Allocated on the side stream, which alone uses it: so its order is guard enough.
-            with torch.cuda.stream(stream):
-                self.passage.append(torch.empty(size, dtype=array.dtype, device=stream.device))
+        self.staging = torch.empty(n_byte, dtype=torch.uint8, pin_memory=True)
+        # Allocated on the side stream, which alone uses it: so its order is guard enough.
+        with torch.cuda.stream(stream):
+            self.passage = torch.empty(n_byte, dtype=torch.uint8, device=stream.device)
         self.copied = torch.cuda.Event()
-        self.leaving: Tensor | None = None  # tokens whose records are staged to be stored
+        # What came from the device and is not stored yet: the array, its tokens, their records.
+        self.leaving: tuple[Tensor, Tensor, Tensor] | None = None
 
     def settle(self) -> None:
         """Be ready to be filled: wait for the last copy, and store what it brought."""
         self.copied.synchronize()  # H1
         if self.leaving is not None:
-            for array, staging in zip(self.stored, self.staging, strict=True):
-                array.index_copy_(0, self.leaving, staging[: len(self.leaving)])
+            stored, ids, staging = self.leaving
+            stored.index_copy_(0, ids, staging)
             self.leaving = None
 
-    def fetch(self, ids: Tensor, slots: Tensor, device_arrays: list[Tensor]) -> None:
-        """Copy the stored records of tokens `ids` [n] to `slots` [n] of the device's."""
+    def fetch(self, stored: Tensor, ids: Tensor, device_array: Tensor, slots: Tensor) -> None:
+        """Copy records `ids` [n] of a stored array to `slots` [n] of the device's."""
         self.settle()
-        n = len(ids)
-        for array, staging in zip(self.stored, self.staging, strict=True):
-            torch.index_select(array, 0, ids, out=staging[:n])
+        staging = records_in(self.staging, len(ids), stored)
+        passage = records_in(self.passage, len(ids), stored)
+        torch.index_select(stored, 0, ids, out=staging)
         with torch.cuda.stream(self.stream):  # the current stream is each thread's own
-            for array, staging, passage in zip(
-                device_arrays, self.staging, self.passage, strict=True
-            ):
-                passage[:n].copy_(staging[:n], non_blocking=True)
-                array.index_copy_(0, slots, passage[:n])
+            passage.copy_(staging, non_blocking=True)
+            device_array.index_copy_(0, slots, passage)
         self.record()
 
-    def write_back(self, ids: Tensor, slots: Tensor, device_arrays: list[Tensor]) -> None:
-        """Copy the records in `slots` [n] of the device to staging; `settle` will store them."""
+    def write_back(self, stored: Tensor, ids: Tensor, device_array: Tensor, slots: Tensor) -> None:
+        """The way back, as far as staging. `settle` stores the records."""
         self.settle()
-        n = len(ids)
+        staging = records_in(self.staging, len(ids), stored)
+        passage = records_in(self.passage, len(ids), stored)
         with torch.cuda.stream(self.stream):
-            for array, staging, passage in zip(
-                device_arrays, self.staging, self.passage, strict=True
-            ):
-                torch.index_select(array, 0, slots, out=passage[:n])
-                staging[:n].copy_(passage[:n], non_blocking=True)
-        self.leaving = ids
+            torch.index_select(device_array, 0, slots, out=passage)
+            staging.copy_(passage, non_blocking=True)
         self.record()
+        self.leaving = (stored, ids, staging)
 
     def record(self) -> None:
         self.copied = torch.cuda.Event(blocking=True)  # new: who waits for the last one goes on
         self.copied.record(self.stream)
 
 
+def records_in(memory: Tensor, n: int, stored: Tensor) -> Tensor:
+    """The first bytes of a buffer as n records like the stored ones: [n, n_table, W]."""
+    n_byte = n * stored[0].nbytes
+    return memory[:n_byte].view(stored.dtype).view(n, *stored.shape[1:])
+
+
 class TransferRing:
     """A worker thread and a side stream that move records through a few buffers in turn."""
 
-    def __init__(self, stored: list[Tensor], device, n_buffer: int, chunk_bytes: int) -> None:
+    def __init__(self, device: torch.device, n_buffer: int, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
         self.stream = torch.cuda.Stream(device)
+        self.buffers = [Buffer(chunk_bytes, self.stream) for _ in range(n_buffer)]
+        self.next_buffer = cycle(self.buffers)
         # Each thread has a current device of its own, which is the first GPU unless it is set.
         gpu = self.stream.device
         self.worker = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
         self.failure: BaseException | None = None  # of a job: records are half-way between steps
-        record_bytes = sum(array[0].nbytes for array in stored)
-        self.chunk = min(len(stored[0]), max(1, chunk_bytes // record_bytes))  # tokens
-        self.buffers = [Buffer(stored, self.chunk, self.stream) for _ in range(n_buffer)]
-        self.next_buffer = cycle(self.buffers)
 
     def run(self, job: Callable, *args) -> Future:
         """Have the worker do a job, after those before it."""
@@ -120,22 +120,28 @@ class TransferRing:
             self.failure = error
         raise RuntimeError(f"a transfer failed: {self.failure!r}: go on from a checkpoint")
 
-    def fetch(self, ids: Tensor, slots: Tensor, device_arrays: list[Tensor], free):
+    def fetch(self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event):
         """Job: bring the records of tokens `ids` [n] to `slots` [n] of the working set, once the
         event `free` has come. Returns the event of their arrival."""
         self.stream.wait_event(free)  # H2
-        for part, part_slots in zip(ids.split(self.chunk), slots.split(self.chunk), strict=True):
-            buffer = next(self.next_buffer)
-            buffer.fetch(part, part_slots, device_arrays)
+        for stored, device_array in arrays:
+            for part, part_slots in self.chunks(ids, slots, stored):
+                buffer = next(self.next_buffer)
+                buffer.fetch(stored, part, device_array, part_slots)
         return buffer.copied
 
-    def write_back(self, ids: Tensor, slots: Tensor, device_arrays: list[Tensor], free) -> None:
+    def write_back(self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event):
         """Job: the way back, once the event `free` says that they have been updated."""
         self.stream.wait_event(free)  # H2
-        for part, part_slots in zip(ids.split(self.chunk), slots.split(self.chunk), strict=True):
-            next(self.next_buffer).write_back(part, part_slots, device_arrays)
+        for stored, device_array in arrays:
+            for part, part_slots in self.chunks(ids, slots, stored):
+                next(self.next_buffer).write_back(stored, part, device_array, part_slots)
         for buffer in self.buffers:
             buffer.settle()  # all is stored before anything more is fetched (H3)
+
+    def chunks(self, ids: Tensor, slots: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        n_token = self.chunk_bytes // stored[0].nbytes
+        return zip(ids.split(n_token), slots.split(n_token), strict=True)
 
     def synchronize(self) -> None:
         """Wait until all transfers are done. RuntimeError: one failed."""
@@ -154,29 +160,26 @@ class OffloadedTables(StoredTables):
         chunk_bytes: int = 8 << 20,
     ) -> None:
         super().__init__(storage, device)
-        self.ring_size = (n_buffer, chunk_bytes)
-        self.turn = 0  # counts evictions: rows that were looked up before may be gone
+        record_bytes = 4 * len(self.weight) * self.width  # or half of it: at least one must fit
+        self.ring = TransferRing(self.device, n_buffer, max(chunk_bytes, record_bytes))
         self.announced: Tensor | None = None  # tokens of the next batch, by `prefetch`
         self.arrival: Future | None = None  # of the latest fetch
+        self.turn = 0  # counts evictions: rows that were looked up before may be gone
+        # The working set: on the device [n_slot, n_table, W] of rows and, in training, maybe state.
+        self.working_set = {"rows": self.new_slots(0, storage.arrays["rows"])}
+        self.resident_ids = torch.empty(0, dtype=torch.int64)  # tokens in it
+        self.free_slots = torch.empty(0, dtype=torch.int64)
         self.free = torch.cuda.Event()  # the compute stream is done with the free slots
         # Of each token:
-        self.slot_of = torch.full((self.vocab_size,), -1)  # -1: it is not on the device
+        self.slot_of = torch.full((self.vocab_size,), -1)  # -1: it is not in the working set
         self.coming = torch.zeros(self.vocab_size, dtype=torch.bool)  # fetched, not waited for
         self.dirty = torch.zeros(self.vocab_size, dtype=torch.bool)  # changed, not written back
-        self.resident_ids = torch.empty(0, dtype=torch.int64)  # tokens on the device
-        self.open_ring()
-
-    def open_ring(self) -> None:
-        """A ring for all arrays of the storage, and a working set that has no slots yet."""
-        arrays = list(self.storage.arrays.values())
-        self.ring = TransferRing(arrays, self.device, *self.ring_size)
-        self.slots = [array[:0].to(self.device) for array in arrays]  # [n_slot, n_table, W] each
-        self.free_slots = torch.empty(0, dtype=torch.int64)
 
     def add_state(self) -> list[Tensor]:
-        self.flush()
+        self.flush()  # the slots of rows and state are the same
         super().add_state()
-        self.open_ring()
+        n_slot = len(self.working_set["rows"])
+        self.working_set["state"] = self.new_slots(n_slot, self.storage.arrays["state"])
         return self.state
 
     # --- reading ---
@@ -236,10 +239,10 @@ class OffloadedTables(StoredTables):
         return send(self.slot_of[ids], self.device)
 
     def rows(self, table: int) -> Tensor:
-        return self.slots[0][:, table]
+        return self.working_set["rows"][:, table]
 
     def states(self, table: int) -> Tensor:
-        return self.slots[1][:, table]
+        return self.working_set["state"][:, table]
 
     def mark_dirty(self, ids: Tensor) -> None:
         self.dirty[ids] = True
@@ -261,14 +264,15 @@ class OffloadedTables(StoredTables):
         )
         self.coming[missing] = True
         self.resident_ids = torch.cat([self.resident_ids, missing])
-        self.ring.run(self.storage.read_ahead, missing, self.storage.arrays)
+        self.ring.run(self.storage.read_ahead, missing, list(self.working_set))
         self.arrival = self.transfer(self.ring.fetch, missing)
 
     def transfer(self, job: Callable, ids: Tensor) -> Future:
         """Have the ring fetch or write back tokens `ids` [n]."""
         with torch.cuda.stream(self.ring.stream):  # which alone will read it
             slots = send(self.slot_of[ids], self.device)
-        return self.ring.run(job, ids, slots, self.slots, self.free)
+        arrays = [(self.storage.arrays[name], part) for name, part in self.working_set.items()]
+        return self.ring.run(job, ids, slots, arrays, self.free)
 
     def wait_for_arrival(self) -> None:
         """Let the compute stream wait for all that was fetched, and the host for the worker."""
@@ -295,21 +299,24 @@ class OffloadedTables(StoredTables):
         self.free = torch.cuda.Event()
         self.free.record(torch.cuda.current_stream(self.device))
 
+    def new_slots(self, n_slot: int, like: Tensor) -> Tensor:
+        """Room for records like those of an array. Earlier kernels may still use this memory."""
+        with torch.inference_mode(False):  # training may use what evaluation made
+            slots = torch.empty(n_slot, *like.shape[1:], dtype=like.dtype, device=self.device)
+        slots.record_stream(self.ring.stream)  # no other owner before the last transfer's end
+        return slots
+
     def grow(self, need: int) -> None:
         """Make room for so many tokens, and some more. Here the host waits for the worker."""
         n_slot = min(self.vocab_size, need + need // 4)
+        n_old = len(self.working_set["rows"])
         self.wait_for_arrival()
-        n_old = len(self.slots[0])
-        grown = []
-        with torch.inference_mode(False), torch.no_grad():  # training may use what evaluation made
-            for old in self.slots:
-                new = torch.cat([old, old.new_empty(n_slot - n_old, *old.shape[1:])])
-                # Not to be handed out again before the last transfer has ended.
-                new.record_stream(self.ring.stream)
-                grown.append(new)
-        self.slots = grown  # a new list: jobs under way have the old one
+        for name, old in self.working_set.items():
+            new = self.new_slots(n_slot, old)
+            new[:n_old] = old
+            self.working_set[name] = new  # jobs under way have the old one
         self.free_slots = torch.cat([self.free_slots, torch.arange(n_old, n_slot)])
-        self.record_free()  # earlier kernels may still use what this memory was
+        self.record_free()
 
     def flush(self) -> None:
         self.evict_except(self.resident_ids[:0])

@@ -166,7 +166,7 @@ def differs(number: int, expected: list[torch.Tensor], module=offload) -> bool:
         gpu.busy(early.ring.stream)
         rows = early.lookup(torch.arange(64)[None])
         early.ring.worker.shutdown()
-        sizes = [array.shape for array in early.slots]
+        sizes = [array.shape for array in early.working_set.values()]
         del early, rows
         ones = [torch.full(size, 1.0, device=gpu.device) for size in sizes * 3]
         try:
@@ -272,10 +272,10 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(monkeypatch):
         for name in ("fetch", "write_back"):
             real = getattr(offload.Buffer, name)
 
-            def counted(buffer, ids, *rest, real=real):
+            def counted(buffer, stored, ids, *rest, real=real):
                 crossed.append(len(ids))
                 assert len(ids) * L * W * 4 <= CHUNK
-                return real(buffer, ids, *rest)
+                return real(buffer, stored, ids, *rest)
 
             monkeypatch.setattr(offload.Buffer, name, counted)
         last = set()
@@ -296,7 +296,7 @@ def test_neither_buffers_nor_slots_grow_with_the_vocabulary_or_with_time():
             ids = batch(number, (1, 2 + number % 12))
             train(tables, optimizer, ids)
             list(tables.eval().lookup(ids))
-        assert len(tables.slots[0]) <= 1.25 * 2 * 13  # two batches and a quarter
+        assert len(tables.working_set["rows"]) <= 1.25 * 2 * 13  # two batches and a quarter
 
 
 # --- what goes wrong ---
