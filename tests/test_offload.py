@@ -48,6 +48,13 @@ def gpu(request):
             yield simulated
 
 
+@pytest.fixture(params=["ram", "disk"])
+def storage(request, tmp_path):
+    if request.param == "ram":
+        return RamStorage(ROWS, torch.float32)
+    return DiskStorage.create(tmp_path / "tables", ROWS, torch.float32)
+
+
 def filled(tables):
     torch.manual_seed(0)
     tables.init_rows(1.0)
@@ -141,7 +148,7 @@ def expected() -> list[torch.Tensor]:
 @pytest.mark.parametrize("state", ["row", "number"])
 def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(gpu, storage, state):
     there = work(lambda: resident().to(gpu.device), state)
-    mine = work(lambda: offloaded(gpu, storage(ROWS), chunk_bytes=CHUNK), state)
+    mine = work(lambda: offloaded(gpu, storage, chunk_bytes=CHUNK), state)
     for a, b in zip(mine, there, strict=True):
         assert torch.equal(a, b.detach().cpu())
 
@@ -344,7 +351,7 @@ def test_records_half_way_between_steps_are_never_read_or_saved(error, monkeypat
 
 
 def test_what_is_loaded_replaces_what_is_on_the_device(gpu, storage):
-    tables = offloaded(gpu, storage(ROWS))
+    tables = offloaded(gpu, storage)
     saved = {f"weight.{t}": weight.clone() for t, weight in enumerate(tables.weight)}
     optimizer = RowRMSprop(tables, state="number")
     train(tables, optimizer, batch(0))
