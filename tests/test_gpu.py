@@ -105,7 +105,7 @@ def test_training_and_decoding_with_offloaded_tables_equal_resident():
         rows = RowRMSprop(model.tables)
         for number in range(8):
             for part in (batch(number, (4, 32)) % 60).chunk(1 + number % 2):
-                loss = model(part.cuda(), part.cuda(), table_ids=part)[1]
+                loss = model(part, part)[1]
                 model.tables.prefetch(batch(number + 1, (4, 32)) % 60)
                 loss.backward()
             rows.step(lr=0.05)

@@ -16,7 +16,7 @@ from simulated_gpu import SimulatedGpu
 import offload
 from offload import OffloadedTables
 from tables.rmsprop import RowRMSprop
-from tables.storage import RamStorage
+from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables
 
 V, L, W = 128, 3, 4  # vocabulary, tables, width
