@@ -1,4 +1,4 @@
-"""The loss scaler against PyTorch's, and the schedule at its corners."""
+"""The loss scaler against PyTorch's."""
 
 import random
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.optimizer import LossScaler, schedule
-from training.settings import Settings
+from training.optimizer import LossScaler
 
 
 def test_the_scale_follows_that_of_pytorch(monkeypatch):
@@ -38,13 +37,3 @@ def test_a_run_may_resume_in_another_precision(before, now):
     scaler = LossScaler(now)
     scaler.load_state_dict(LossScaler(before).state_dict())
     assert scaler.scale(torch.tensor(1.0)) == (65536 if now else 1)
-
-
-def test_the_rate_warms_up_and_falls_to_its_floor():
-    settings = Settings(max_iters=100, warmup=0.1, min_lr=0.1)
-    rates = [schedule(step, settings) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
-    assert rates[10] == 1 and rates[55] == pytest.approx(0.55)
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
-    linear = Settings(max_iters=100, warmup=0.0, min_lr=0.0, schedule="linear")
-    assert [schedule(step, linear) for step in (0, 25, 99)] == pytest.approx([1, 0.75, 0.01])
