@@ -1,10 +1,8 @@
 """The house: which file may import which, read from the imports themselves."""
 
 import ast
-import subprocess
-import sys
 
-from conftest import ROOT
+from conftest import ROOT, command, start_process
 
 COMMANDS = ("train", "sample", "prepare", "edit", "convert", "bench", "analyze")
 LAYERS = ("attention", "local_attention", "stem", "embformer", "baselines", "config")
@@ -66,20 +64,16 @@ def test_no_imports_lead_in_a_circle():
             del left[name]
 
 
-def test_training_imports_nothing_that_it_does_not_need():
-    code = "import sys, train; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    loaded = set(done.stdout.split())
-    assert "model" in loaded and "text.tokenizer" in loaded
-    assert not loaded & {"text.download", "text.documents", "convert", "analysis", "prepare"}
-    assert not {name for name in loaded if name.startswith("analysis")}
-
-
-def test_every_command_starts_by_itself(tmp_path):
+def test_every_command_starts_by_itself_and_training_imports_only_what_it_needs(tmp_path):
     """In a process of its own, where nothing is imported yet, in any folder."""
     running = {}
     for name in COMMANDS:
-        args = [sys.executable, ROOT / f"{name}.py", "-h"]
-        running[name] = subprocess.Popen(args, cwd=tmp_path, stdout=subprocess.PIPE)
+        code = f"import sys, {name}; print(*sys.modules)"
+        running[name] = start_process("-c", code, cwd=tmp_path)
+    loaded = {name: process.communicate()[0].split() for name, process in running.items()}
     for name, process in running.items():
-        assert f"{name}.py" in process.communicate()[0].decode() and process.returncode == 0
+        assert process.returncode == 0, loaded[name]
+        assert f"{name}.py" in command(f"{name}.py", "-h").stdout
+    rooms = {".".join(module.split(".")[:2]) for module in loaded["train"]}
+    assert {"model", "text.tokenizer"} <= rooms
+    assert not rooms & {"text.download", "text.documents", "analysis", "convert", "prepare"}
