@@ -35,6 +35,7 @@ def flags(**settings) -> list[str]:
 
 
 SMALL = flags(**SHAPE, **RUN)
+EDIT = flags(source="Anna", target="Björn", prompt="Anna sees")
 
 
 def command(
@@ -209,20 +210,24 @@ def signals_as_before():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.fixture(scope="session")
-def story(tmp_path_factory) -> Path:
-    """A .jsonl file of 300 made-up documents."""
+def write_story(path: Path, n_document: int) -> None:
+    """A .jsonl file of made-up documents."""
     rng = random.Random(0)
     names = ["Anna", "Björn", "Chloë"]
     verbs = ["sees", "follows", "meets"]
-    path = tmp_path_factory.mktemp("story") / "story.jsonl"
     with open(path, "w", encoding="utf-8") as file:
-        for _ in range(300):
-            sentences = [
+        for _ in range(n_document):
+            text = " ".join(
                 f"{rng.choice(names)} {rng.choice(verbs)} {rng.choice(names)} at the river."
                 for _ in range(rng.randint(3, 9))
-            ]
-            file.write(json.dumps({"text": " ".join(sentences)}, ensure_ascii=False) + "\n")
+            )
+            file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+
+
+@pytest.fixture(scope="session")
+def story(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("story") / "story.jsonl"
+    write_story(path, 300)
     return path
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    EDIT,
     ROOT,
     SMALL,
     assert_same,
@@ -19,7 +20,6 @@ from conftest import (
     command,
     contents,
     cut_in_step,
-    flags,
     flip,
     losses,
     refused,
@@ -33,7 +33,6 @@ from training.checkpoints import load_checkpoint, load_model, tables_folder, wri
 from training.records import archive_previous_run
 
 CPU = torch.device("cpu")
-EDIT = flags(source="Anna", target="Björn", prompt="Anna sees")
 
 
 def snapshots(out: Path) -> list[Path]:
