@@ -337,12 +337,7 @@ def commands(world: World, rng: random.Random, folder: Path) -> str:
     given = rng.choice(
         [
             *(world.flags(stage, out) for stage in STAGES),
-            [
-                "train",
-                "--resume",
-                "--out_dir",
-                shutil.copytree(world.half("disk"), folder / "half"),
-            ],
+            ["train", "--resume", "--out_dir", half],
             ["sample", "--ckpt", ckpt, "--max_new_tokens", 8],
             ["edit", "--ckpt", ckpt, *EDIT],
             [*world.prepare, out],
