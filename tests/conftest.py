@@ -5,7 +5,6 @@ import json
 import os
 import random
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
@@ -202,14 +201,6 @@ def no_loss_png(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", draw_others)
 
 
-@pytest.fixture(autouse=True)
-def signals_as_before():
-    """A command in this process leaves the handlers of signals as it found them."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 def write_story(path: Path, n_document: int) -> None:
     """A .jsonl file of made-up documents."""
     rng = random.Random(0)
@@ -253,12 +244,12 @@ def on_disk(data) -> Path:
     return small_run(data, data.parent / "on_disk", offload="disk")
 
 
-@pytest.fixture(params=["direct", "staged"])
+@pytest.fixture(params=["ram", "disk"])
 def storage(request, tmp_path):
-    """What makes homes: RAM that a GPU reads over the bus, or a file, from which a worker reads."""
+    """What makes storages of tables."""
 
     def made(shape=(128, 4, 1024), dtype=torch.float32):
-        if request.param == "direct":
+        if request.param == "ram":
             return RamStorage(shape, dtype)
         return DiskStorage.create(tmp_path / str(len(list(tmp_path.iterdir()))), shape, dtype)
 

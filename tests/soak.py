@@ -1,6 +1,6 @@
 """Kill runs, damage files, give odd flags, start two at once: docs/promises.md, put to the test.
 
-    python tests/soak.py                # 500 command lines, 500 files, 300 kills, ...: hours
+    python tests/soak.py                # 500 command lines, 500 files, 400 kills, ...: hours
     python tests/soak.py --quick        # a few of each
     python tests/soak.py --only files --n 50 --seed 7
     python tests/soak.py --only kills --first 17 --n 1          # one of them again
@@ -45,8 +45,8 @@ from training.checkpoints import load_checkpoint, tables_folder
 from training.records import archive_previous_run
 from training.settings import Settings
 
-NUMBERS = dict(commands=500, files=500, pairs=50, edits=100, limits=100, kills=300)
-QUICK = dict(commands=8, files=6, pairs=1, edits=2, limits=1, kills=2)
+NUMBERS = dict(commands=500, files=500, pairs=50, edits=100, kills=400)
+QUICK = dict(commands=8, files=6, pairs=1, edits=2, kills=3)
 NAMES = ("train", "sample", "edit", "prepare", "convert")
 COMMANDS = {name: importlib.import_module(name) for name in NAMES}
 OFFLOAD = ("none", "cpu", "disk")
@@ -140,6 +140,15 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+def disturbance(rng: random.Random, out: Path, like: Path, most: int) -> Callable:
+    """What disturbs a command that writes to `out`: a kill before one of its first `most`
+    operations on files, or in a step of training, or a limit of file sizes."""
+    size = (like / "ckpt.pt").stat().st_size
+    kill = partial(kill_before, out, rng.randint(1, most))
+    limit = partial(limit_files, max(4096, int(size * rng.uniform(0, 1.05))))
+    return rng.choice((kill, kill, partial(kill_in_step, rng.randrange(6)), limit))
+
+
 # --- what undisturbed runs come to ---
 
 
@@ -209,7 +218,7 @@ class World:
 # --- the kinds of trials: each gets a world, chance and a folder, and returns its outcome ---
 
 
-def kills(world: World, rng: random.Random, folder: Path, limited: bool = False) -> str:
+def kills(world: World, rng: random.Random, folder: Path) -> str:
     """A run is killed or has no room, maybe while it replaces another one, beside which an edit is
     saved, or once more when it has been resumed, and is then brought to its end."""
     out = folder / "out"
@@ -223,12 +232,7 @@ def kills(world: World, rng: random.Random, folder: Path, limited: bool = False)
     command = [*world.flags(stage, out), "--offload", rng.choice(OFFLOAD)]
     like = world.run(stage)
     for _ in range(rng.choice((1, 1, 2))):
-        disturb = partial(kill_before, out, rng.randint(1, OPERATIONS))
-        if limited:
-            size = (like / "ckpt.pt").stat().st_size
-            disturb = partial(limit_files, max(4096, int(size * rng.uniform(0, 1.05))))
-        elif rng.random() < 0.2:
-            disturb = partial(kill_in_step, rng.randrange(6))
+        disturb = disturbance(rng, out, like, OPERATIONS)
         Command(*command, disturb=disturb).wait(*ENDED, KILLED)
         if (out / "run1").exists() and not (out / "run1" / "ckpt.pt").exists():
             archive_previous_run(out)  # what the next new run would do
@@ -245,9 +249,9 @@ def kills(world: World, rng: random.Random, folder: Path, limited: bool = False)
 
 
 def edits(world: World, rng: random.Random, folder: Path) -> str:
-    """An edit in place is killed or has no room, and made again, or two are made at once. Then all
+    """An edit in place is disturbed, and made again, or two are made at once. Then all
     are undone."""
-    way = rng.choice(("killed", "no room", "two at once"))
+    way = rng.choice(("disturbed", "disturbed", "two at once"))
     run = world.run("pretrain", "--offload", rng.choice(OFFLOAD), "--seed", 1)
     out = shutil.copytree(run, folder / "out")
     edit = ["edit", "--ckpt", out / "ckpt.pt", *EDIT, "--save", out / "ckpt.pt"]
@@ -255,10 +259,7 @@ def edits(world: World, rng: random.Random, folder: Path) -> str:
         both = [Command(*edit), Command(*edit)]
         n_done = [each.wait(*ENDED) for each in both].count(0)
     else:
-        disturb = partial(kill_before, out, rng.randint(1, 40))
-        if way == "no room":
-            size = (out / "ckpt.pt").stat().st_size
-            disturb = partial(limit_files, max(4096, int(size * rng.uniform(0, 1.05))))
+        disturb = disturbance(rng, out, run, 40)
         Command(*edit, disturb=disturb).wait(*ENDED, KILLED)
         n_done = 1 if state(out) == state(run) else 2
         Command(*edit).wait(0)
@@ -384,7 +385,6 @@ def pairs(world: World, rng: random.Random, folder: Path) -> str:
 
 
 TRIALS = dict(commands=commands, files=files, pairs=pairs, edits=edits, kills=kills)
-TRIALS["limits"] = partial(kills, limited=True)
 
 
 def main() -> None:

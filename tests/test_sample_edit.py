@@ -10,8 +10,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import edit
 from model import Decoder, ModelConfig
-from tables.storage import RamStorage
-from tables.tables import ResidentTables, StoredTables
+from tables.tables import ResidentTables
 from text import tokenizer
 from text.tokenizer import encode
 from training.checkpoints import load_checkpoint, load_model, tables_folder
@@ -217,18 +216,13 @@ def test_edited_ids_find_the_name_with_and_without_a_space():
     assert table_ids == expected
 
 
-def stored_tables(n_table: int, vocab_size: int, width: int) -> StoredTables:
-    return StoredTables(RamStorage((vocab_size, n_table, width), torch.float32))
-
-
-@pytest.mark.parametrize("make", [ResidentTables, stored_tables])
-def test_made_up_tokens_read_the_mean_of_rows(make):
+def test_made_up_tokens_read_the_mean_of_rows():
     """As a model whose tables hold those means in the rows of tokens that nobody uses."""
     config = ModelConfig(20, 16, 4, 2, 32, stem_layers="all", table_std=1.0)
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(Decoder(config, tables=make).eval())
+        models.append(Decoder(config).eval())
     model, overwritten = models
     for weight in overwritten.tables.weight:
         weight[18] = (weight[3] + weight[4]) / 2
