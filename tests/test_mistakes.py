@@ -1,7 +1,10 @@
 """Who modifies the code makes mistakes: each ends in Python's traceback, which names the mistaken
 line. What a user does wrong, such as a file that is damaged, is one line without a traceback."""
 
+import os
+import sys
 import traceback
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -160,3 +163,35 @@ class NoTables(torch.nn.Module):
 def test_tables_without_a_method_fail_where_it_is_missed(data, tmp_path):
     with pytest.raises(AttributeError, match="'NoTables' object has no attribute"):
         common.run(lambda: small_run(data, tmp_path, NoTables))
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "last"),
+    [
+        ("raise ValueError('mine')", 1, "ValueError: mine"),
+        ("raise common.UserError('--x 1 must be 2')", 1, "error: --x 1 must be 2"),
+        ("torch.empty(10**13)", 1, "error: out of memory: lower --device_batch_size"),
+        ("raise KeyboardInterrupt", 130, "interrupted in <string>, line 1"),
+        ("print('x' * 10**6)", 1, ""),  # to a reader that has gone: | head
+    ],
+)
+def test_how_a_command_ends(tmp_path, line, code, last):
+    """In a fork, whose standard output is a pipe that nobody reads."""
+
+    def main() -> None:
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 1)
+        os.dup2(os.open(tmp_path / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stdout = open(1, "w")  # noqa: SIM115
+        sys.stderr = open(2, "w")  # noqa: SIM115
+        common.run(lambda: exec(line))
+
+    process = get_context("fork").Process(target=main)
+    process.start()
+    process.join()
+    lines = (tmp_path / "stderr").read_text().splitlines() or [""]
+    assert process.exitcode == code and lines[-1].startswith(last)
+    assert ("Traceback (most recent call last):" in lines) == last.startswith("ValueError")
+    if last.startswith("error"):
+        assert len(lines) == 1
