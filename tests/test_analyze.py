@@ -209,7 +209,7 @@ def test_whoever_stops_an_analysis_is_told_that_it_goes_on(data, tmp_path, numbe
     assert "the same command goes on" in process.communicate(timeout=60)[1]
     assert process.returncode == code
     (log,) = tmp_path.glob("runs/*/log.txt")
-    assert "go on with" in log.read_text() and log.with_name("ckpt.pt").exists()
+    assert "continue with" in log.read_text() and log.with_name("ckpt.pt").exists()
 
 
 def test_figures_are_measured_once_by_the_same_code(experiment, monkeypatch):
