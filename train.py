@@ -42,7 +42,7 @@ from training.checkpoints import (
 )
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
-from training.questions import ask, show
+from training.questions import ask, quick_recall, show
 from training.records import Log, archive_previous_run, draw_loss
 from training.settings import (
     STAGES,
@@ -268,7 +268,8 @@ def fit(run: Run) -> None:
             n_token = ids.numel()  # the padding of short rows included
             n_target = count_targets(targets)
             sums = {"train_loss": torch.zeros((), device=model.device)}
-            torch.manual_seed(settings.seed + run.step + (ranks.rank << 40))  # for dropout
+            # For dropout: no two steps, ranks or neighboring seeds draw the same.
+            torch.manual_seed((settings.seed * 2**40 + run.step * 2**10 + ranks.rank) % 2**63)
             parts = [
                 (ids[number :: run.n_part], targets[number :: run.n_part])
                 for number in range(ranks.rank, run.n_part, ranks.size)
@@ -346,10 +347,13 @@ class StopSignals:
 
 
 def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
-    """Validation losses. After the first step, also a checkpoint, and best.pt if it is the best."""
+    """Validation losses and, on the countries, the share of facts that are known. After the first
+    step also a checkpoint, and best.pt if its loss is the lowest."""
     settings, data = run.settings, run.data
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(losses["val_loss"], "validation", run)
+    if data.metas[0]["corpus"] == "countries":
+        losses.update(quick_recall(run.model, data.encoding))
     log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
         run.save()
@@ -374,16 +378,19 @@ def check_finite(loss: float, kind: str, run: Run) -> None:
 def report(run: Run, log: Log) -> None:
     """What a finished run has learned and written, and what to try next."""
     settings, out_dir = run.settings, run.settings.out_dir
-    with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
-        shares = ask(run.model, run.data)
-        if shares:
-            log.write(type="recall", step=run.step, **shares)
-        if ranks.rank == 0:
-            draw_loss(out_dir / "metrics.jsonl", out_dir / "loss.png")
-        best_loss, best_step = run.best
-        best = f"best.pt (val loss {best_loss:.4f}, step {best_step}), " if best_step else ""
-        print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
-        show(run.model, run.data, out_dir / "ckpt.pt", settings.seed)
+    if settings.compile:
+        torch.compiler.set_stance("force_eager")  # each prompt has another shape
+    shares = ask(run.model, run.data)
+    if shares:
+        log.write(type="recall", step=run.step, **shares)
+    if ranks.rank == 0:
+        draw_loss(out_dir / "metrics.jsonl", out_dir / "loss.png")
+    best_loss, best_step = run.best
+    best = f"best.pt (val loss {best_loss:.4f}, step {best_step}), " if best_step else ""
+    print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
+    show(run.model, run.data, out_dir / "ckpt.pt", settings.seed)
+    if settings.compile:
+        torch.compiler.set_stance("default")
     longer = f"--resume --out_dir {out_dir} --max_iters {2 * settings.max_iters}"
     print(f"  python train.py {longer}  # that was {passes(run):.1f} passes over the text")
 
@@ -420,6 +427,8 @@ def format_figures(figures: dict[str, float]) -> str:
     shown = []
     for name, value in figures.items():
         number = f"{value:,.0f}" if value >= 1000 else f"{value:.5g}"
+        if name == "recall":
+            number = f"{value:.0%}"
         shown.append(f"{name.replace('_', ' ')} {number}")
     return ", ".join(shown)
 

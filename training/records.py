@@ -152,7 +152,7 @@ def draw_loss(metrics: Path, out: Path) -> None:
         right = axes.twinx()
         percent = [100 * record["recall"] for record in asked]
         at = [record["step"] for record in asked]
-        right.plot(at, percent, marker=".", color="C2", label="facts recalled")
+        right.plot(at, percent, marker=".", color="C2", label="facts known")
         right.set(ylabel="held-out questions answered (%)", ylim=(0, 100))
     figure.legend(loc="outside upper center", ncols=3)
     with atomic(out) as temporary:

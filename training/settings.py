@@ -27,9 +27,9 @@ PRESETS = {
         SMALL,
         block_size=128,
         stem_layers="all",
-        max_iters=1000,
+        max_iters=700,  # reads 68 % of the text once
         learning_rate=3e-3,
-        eval_interval=250,
+        eval_interval=140,
     ),
     "prose": dict(SMALL, block_size=256, max_iters=250, learning_rate=6e-3, eval_interval=50),
     "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
