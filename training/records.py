@@ -19,20 +19,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from common import UserError, atomic, reading, writing
+from text.dataset import check_fields
 
-# What readers need of a "run" record, and which figures of the other types of records.
-RUN = {
-    "args": {
-        "ffn": str,
-        "stem_layers": str,
-        "learning_rate": (int, float),
-        "max_iters": int,
-        "batch_size": int,
-        "block_size": int,
-    },
-    "sizes": {"total": int, "active": int, "flops_per_token": int},
-    "data": list,
-}
+# What readers need of a record, by its type.
+RUN = {"args": dict, "sizes": dict, "data": list}
+ARGS = {"ffn": str, "stem_layers": str, "max_iters": int, "batch_size": int, "block_size": int}
+SIZES = {"total": int, "active": int, "flops_per_token": int}
 FIGURES = {
     "step": ("step", "train_loss", "grad_norm", "tok_per_s"),
     "eval": ("step", "val_loss"),
@@ -69,36 +61,22 @@ def to_line(record: dict[str, Any]) -> str:
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    """ValueError: the line is no record of ours."""
+    """The record of a line. What it raises if it is none of ours is in common.DAMAGE."""
     record = json.loads(line)
-    check_types(record, {"type": str})
-    kind = record["type"]
-    if kind == "run":
-        check_types(record, RUN)
+    if record["type"] == "run":
+        check_fields(record, RUN)
+        check_fields(record["args"], ARGS)
+        check_fields(record["sizes"], SIZES)
         return record
-    if kind not in FIGURES:
-        raise ValueError(f"unknown type {kind}")
-    for name in FIGURES[kind]:
-        if name not in record:
-            raise ValueError(f"no {name}")
+    missing = set(FIGURES[record["type"]]) - record.keys()
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
     for name, value in record.items():
         if value is None:
             record[name] = math.nan
-        elif name != "type" and not isinstance(value, (int, float)):
+        elif name != "type" and not isinstance(value, int | float):
             raise ValueError(f"{name} is {value!r}")
     return record
-
-
-def check_types(value: Any, needed: dict[str, Any]) -> None:
-    """ValueError: a JSON value is no object, or lacks what is needed, of that type."""
-    if not isinstance(value, dict):
-        raise ValueError(f"not an object: {value!r}")
-    for name, kind in needed.items():
-        inner = value.get(name)
-        if isinstance(kind, dict):
-            check_types(inner, kind)
-        elif not isinstance(inner, kind):
-            raise ValueError(f"{name} is {inner!r}")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -123,7 +101,7 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
     if report.exists():
         with reading(report, "delete it"):
             edits = json.loads(report.read_bytes())
-            check_types(edits, {"success": (int, float)})
+            check_fields(edits, {"success": int | float})
         run["edits"].append(edits)
     if not run["run"] or not run["eval"]:
         raise UserError(f"{folder}/metrics.jsonl has no evaluation in it")
@@ -152,7 +130,7 @@ def draw_loss(metrics: Path, out: Path) -> None:
         right = axes.twinx()
         percent = [100 * record["recall"] for record in asked]
         at = [record["step"] for record in asked]
-        right.plot(at, percent, marker=".", color="C2", label="facts known")
+        right.plot(at, percent, marker=".", color="C2", label="facts recalled")
         right.set(ylabel="held-out questions answered (%)", ylim=(0, 100))
     figure.legend(loc="outside upper center", ncols=3)
     with atomic(out) as temporary:
