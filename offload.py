@@ -120,7 +120,9 @@ class TransferRing:
             self.failure = error
         raise RuntimeError(f"a transfer failed: {self.failure!r}: go on from a checkpoint")
 
-    def fetch(self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event):
+    def fetch(
+        self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event
+    ) -> torch.cuda.Event:
         """Job: bring the records of tokens `ids` [n] to `slots` [n] of the working set, once the
         event `free` has come. Returns the event of their arrival."""
         self.stream.wait_event(free)  # H2
@@ -130,7 +132,9 @@ class TransferRing:
                 buffer.fetch(stored, part, device_array, part_slots)
         return buffer.copied
 
-    def write_back(self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event):
+    def write_back(
+        self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event
+    ) -> None:
         """Job: the way back, once the event `free` says that they have been updated."""
         self.stream.wait_event(free)  # H2
         for stored, device_array in arrays:
@@ -140,6 +144,7 @@ class TransferRing:
             buffer.settle()  # all is stored before anything more is fetched (H3)
 
     def chunks(self, ids: Tensor, slots: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield tokens and their slots, as many at a time as a buffer has room for."""
         n_token = self.chunk_bytes // stored[0].nbytes
         return zip(ids.split(n_token), slots.split(n_token), strict=True)
 

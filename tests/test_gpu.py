@@ -89,6 +89,19 @@ def test_reading_rows_by_ids_on_the_cpu_does_not_wait_for_the_gpu(training):
     assert torch.equal(rows[0].detach().cpu(), expected)
 
 
+def test_rows_are_expanded_in_the_precision_of_their_layers():
+    ids = torch.tensor([[1, 2, 1, 3]])
+    tables = decoder("stem").cuda().tables.train()
+    for autocast in (False, True):
+        tables.autocast = autocast
+        with torch.autocast("cuda", torch.bfloat16):
+            rows = list(tables.lookup(ids))
+        assert {row.dtype for row in rows} == {torch.bfloat16 if autocast else torch.float32}
+        sum(row.float().sum() for row in rows).backward()
+        _, grads = tables.gradients()
+        assert all(torch.equal(g[:, 0].cpu(), torch.tensor([2.0, 1.0, 1.0])) for g in grads)
+
+
 # --- offloaded tables (and see test_offload.py) ---
 
 

@@ -306,6 +306,18 @@ def test_neither_buffers_nor_slots_grow_with_the_vocabulary_or_with_time():
         assert len(tables.working_set["rows"]) <= 1.25 * 2 * 13  # two batches and a quarter
 
 
+def test_the_worker_works_on_the_device_of_the_tables(monkeypatch):
+    with SimulatedGpu() as gpu:
+        used = []
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda device: used.append((device, threading.get_ident()))
+        )
+        tables = offloaded(gpu)
+        train(tables, RowRMSprop(tables), batch(0))
+        ((device, thread),) = used
+        assert device == gpu.device and thread != threading.get_ident()
+
+
 # --- what goes wrong ---
 
 
