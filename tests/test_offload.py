@@ -295,17 +295,6 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(monkeypatch):
             last = wanted
 
 
-def test_neither_buffers_nor_slots_grow_with_the_vocabulary_or_with_time():
-    with SimulatedGpu() as gpu:
-        tables = offloaded(gpu, RamStorage((100_000, 1, 2), torch.float32))
-        optimizer = RowRMSprop(tables)
-        for number in range(20):
-            ids = batch(number, (1, 2 + number % 12))
-            train(tables, optimizer, ids)
-            list(tables.eval().lookup(ids))
-        assert len(tables.working_set["rows"]) <= 1.25 * 2 * 13  # two batches and a quarter
-
-
 def test_the_worker_works_on_the_device_of_the_tables(monkeypatch):
     with SimulatedGpu() as gpu:
         used = []
