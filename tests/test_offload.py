@@ -294,6 +294,17 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(monkeypatch):
             assert sum(crossed) == len(wanted - last) + len(last - wanted)
             last = wanted
 
+        tables.flush()
+        crossed.clear()
+        all_equal(gpu, tables, torch.tensor([[1, 2, 7]]))  # what is only read is not written back
+        tables.flush()
+        assert sum(crossed) == 3
+        tables.train().prefetch(torch.tensor([[1, 2], [3, 4]]))  # an announced batch comes once,
+        for part in (torch.tensor([[1, 2]]), torch.tensor([[3, 4]])):  # however it is read
+            list(tables.lookup(part))
+        tables.ring.synchronize()
+        assert sum(crossed) == 3 + 4
+
 
 def test_the_worker_works_on_the_device_of_the_tables(monkeypatch):
     with SimulatedGpu() as gpu:

@@ -1,6 +1,7 @@
 """Row lookups against nn.Embedding, and RMSprop on rows against the same on whole tables."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -253,3 +254,15 @@ def test_stochastic_rounding_hits_neighbours_with_the_right_mean():
         assert len(values) == 2 and values[0] < x[0, column] < values[1]
         off = rounded[:, column].double().mean() - x[0, column]
         assert abs(off) < (values[1] - values[0]) / 50
+
+
+def test_rounding_differs_between_steps_and_tables():
+    made = ResidentTables(2, 1, 1000, dtype=torch.bfloat16)
+    rows = RowRMSprop(made)
+    rounded = []
+    for _ in range(2):
+        for weight in made.weight:
+            weight.fill_(1.0)
+        rows.step(1e-3, (torch.tensor([0]), [torch.ones(1, 1000)] * 2))  # a quarter of the spacing
+        rounded += [weight.clone() for weight in made.weight]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(rounded, 2))
