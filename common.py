@@ -160,6 +160,8 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"--device {name} is not available; try --device auto") from None
     device = torch.device(name)
     if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)  # else streams and workers would make a context on GPU 0
         # cuDNN's attention makes a new plan for every length of a cache: up to 0.4 s a token.
         torch.backends.cuda.enable_cudnn_sdp(False)

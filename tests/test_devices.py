@@ -21,10 +21,16 @@ def two_gpus(monkeypatch):
             raise RuntimeError("CUDA error: invalid device ordinal")
         return REAL_ZEROS(*size)
 
+    def set_device(device):
+        if device.index is None:
+            raise ValueError("Expected a torch.device with a specified index")
+        called.append(str(device))
+
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(str(device)))
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         torch.backends.cuda, "enable_cudnn_sdp", lambda on: called.append(f"cudnn {on}")
     )
@@ -34,6 +40,7 @@ def two_gpus(monkeypatch):
 def test_a_gpu_is_made_the_current_one_and_decodes_without_cudnn_attention(two_gpus):
     assert str(pick_device("cuda:1")) == "cuda:1"
     assert two_gpus == ["cuda:1", "cudnn False"]
+    assert str(pick_device("auto")) == str(pick_device("cuda")) == "cuda:0"
 
 
 def test_processes_of_torchrun_take_the_gpu_of_their_rank(two_gpus, monkeypatch):
