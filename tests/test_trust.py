@@ -50,10 +50,12 @@ def test_a_folder_is_locked_until_its_owner_ends_however(tmp_path):
             os.write(writing, b".")
             signal.pause()
     os.read(reading, 1)
-    with pytest.raises(UserError, match=str(tmp_path)), locked(tmp_path):
-        pass
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    try:
+        with pytest.raises(UserError, match=str(tmp_path)), locked(tmp_path):
+            pass
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     with locked(tmp_path):
         pass
 
