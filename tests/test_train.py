@@ -89,7 +89,7 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
 ):
     """Losses are made up, their minimum is at step 6 of 12; the power fails between ckpt.pt and
     best.pt there."""
-    made_up = iter([1.0, 8.0, 6.0, 6.0, 7.0, 6.0])  # at steps 0, 3, 6, and 6, 9, 12
+    made_up = iter([1.0, 8.0, 6.0, 6.0, 7.0, 6.0, 6.5, 7.0])  # steps 0, 3, 6; 6, 9, 12; 12, 15
     save = train.save_checkpoint
 
     def fails(path, *args, **state):
@@ -107,6 +107,7 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     model = checkpoint(tmp_path)["model"]
     assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 3
     resume(tmp_path)
+    resume(tmp_path, max_iters=15)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert best["step"] == 6 and "optimizer" not in best
     assert_same(best["model"], model)
