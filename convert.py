@@ -23,6 +23,7 @@
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -79,7 +80,7 @@ class Settings:
             raise UserError(
                 "--out is required: the checkpoint to write, such as out/converted/ckpt.pt"
             )
-        if self.out.exists():
+        if os.path.exists(self.out):
             raise UserError(f"--out {self.out} exists: choose another name")
 
 
