@@ -124,7 +124,7 @@ def draw_loss(metrics: Path, out: Path) -> None:
     # Without the loss of a random model: it would flatten all that comes after.
     later = [loss for loss in val_losses[1:] if math.isfinite(loss)]
     if later:
-        axes.set_ylim(top=1.05 * max(later))
+        axes.set_ylim(0.9 * min(later), 1.05 * max(later))
     asked = [record for record in evals if "recall" in record]
     if asked:
         right = axes.twinx()
