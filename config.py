@@ -84,6 +84,9 @@ class ModelConfig:
             raise UserError(f"--n_embd {n_embd} must be a multiple of 2 * n_head, {2 * n_head}")
         if n_head % n_kv_head != 0:
             raise UserError(f"--n_head {n_head} must be a multiple of --n_kv_head {n_kv_head}")
+        if self.previous_heads > n_kv_head:
+            wrong = f"--previous_heads {self.previous_heads}"
+            raise UserError(f"{wrong} is more than the model's {n_kv_head} key heads")
         if self.embedding_only and not self.tie_head:
             raise UserError("--no-tie_head: Embformer has no linear layers, such as a head")
         if self.ffn == "stem":
