@@ -172,8 +172,12 @@ def check_room(n_byte: int, folder: Path | None = None) -> None:
     free = shutil.disk_usage(folder).free if folder else free_ram()
     if n_byte > free:
         place, fix = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
-        sizes = f"{n_byte / 2**30:.2f} GiB of {place}, {free / 2**30:.2f} GiB are free"
+        sizes = f"{in_units(n_byte)} of {place}, {in_units(free)} are free"
         raise UserError(f"the tables need {sizes}: take {fix}")
+
+
+def in_units(n_byte: float) -> str:
+    return f"{n_byte / 2**30:.2f} GiB" if n_byte >= 2**30 else f"{n_byte / 2**20:.2f} MiB"
 
 
 def free_ram() -> float:
