@@ -71,9 +71,7 @@ def convert(experiment: Experiment) -> None:
             row["capitals recalled"] = spread(".1%", recalls)
             row["edits that succeed"] = ""
             if recalls and not name.startswith("dense"):
-                reports = success_of_edits(experiment, folders, most=300)
-                success = [report["success"] for report in reports]
-                row["edits that succeed"] = spread(".1%", success)
+                row["edits that succeed"] = success_of_edits(experiment, folders, most=300)
             rows.append(row)
             axes.plot(losses, [f"{name}, {total:g}"] * len(losses), ".", color="C0")
         print(markdown(rows) + "\n")

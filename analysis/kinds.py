@@ -6,7 +6,7 @@ from pathlib import Path
 
 from analysis.edits import success_of_edits
 from analysis.experiment import KINDS, Experiment, Flags, Run, best_learning_rates, pick
-from analysis.pictures import markdown, plt, spread
+from analysis.pictures import markdown, plt
 from analysis.runs import draw_validation, last_start, losses_of, mean_and_band, row
 from text.dataset import read_meta
 from training.records import read_run
@@ -93,6 +93,5 @@ def row_with_edits(experiment: Experiment, name: str, folders: list[Path]) -> di
     group = [read_run(folder) for folder in folders]
     cells = row(name, group)
     if cells["capitals recalled"] and last_start(group[0])["args"]["ffn"] != "dense":
-        reports = success_of_edits(experiment, folders)
-        cells["edits that succeed"] = spread(".1%", [report["success"] for report in reports])
+        cells["edits that succeed"] = success_of_edits(experiment, folders)
     return cells
