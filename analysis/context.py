@@ -6,7 +6,6 @@ novel, and models learn to complete it when it comes again, first in short docum
 happens often, then (`--stage context`) in longer ones.
 """
 
-import itertools
 import json
 import random
 from collections.abc import Callable
@@ -56,17 +55,14 @@ LONG = {
     "eval_interval": 400,
     "learning_rate": 1e-3,
 }
-LENGTHS = (128, 512, 1024, 2048)  # tokens of haystacks
+# Tokens of haystacks, and whether positions are slowed down for a length beyond the trained one.
+HAYSTACKS = ((128, False), (512, False), (1024, False), (1024, True), (2048, False), (2048, True))
 DEPTHS = 5  # parts of a haystack, in each of which needles are asked for
 
 
 def context(experiment: Experiment) -> None:
-    figure = plt.figure(figsize=(11, 6.4))
-    above, below = figure.subfigures(2, 1)
-    parameters_read(experiment, above.subplots())
-    print()
-    needles(experiment, below.subplots(1, 4, sharey=True))
-    experiment.picture("context", figure)
+    parameters_read(experiment)
+    needles(experiment)
 
 
 # --- parameters read ---
@@ -78,8 +74,8 @@ def distinct_tokens(ids: np.ndarray, length: int, most: int = 8) -> list[int]:
     return [len(np.unique(ids[start : start + length])) for start in starts]
 
 
-def parameters_read(experiment: Experiment, axes: plt.Axes) -> None:
-    """Table and curves of the first measurement: on the novel; with --quick on --data_dir."""
+def parameters_read(experiment: Experiment) -> None:
+    """Table and picture of the first measurement: on the novel; with --quick on --data_dir."""
     folder, contexts = experiment.data_dir.with_name("moby-dick"), CONTEXTS
     if experiment.quick:
         folder, contexts = experiment.data_dir, [64, 256]
@@ -90,18 +86,19 @@ def parameters_read(experiment: Experiment, axes: plt.Axes) -> None:
     rows = []
     for length, count in zip(contexts, counts, strict=True):
         rows.append({"context": f"{length:,}", "distinct tokens": f"{count:,.0f}"})
+    figure, axes = plt.subplots()
     for name, flags in pick(*MAIN).items():
         costs = Costs(ModelConfig(vocab_size=meta["vocab_size"], **SMALL, **flags))
-        read = [costs.params_read_per_step(1, round(count)) / 1e6 for count in counts]
+        read = [costs.params_read(count) / 1e6 for count in counts]
         for row, million in zip(rows, read, strict=True):
             row[name] = f"{million:.2f} M ({million / read[0]:.2f})"
         axes.plot(contexts, read, marker=".", label=name)
     print(f"Parameters read in a context of {folder.name} (over those of the shortest):\n")
     print(markdown(rows))
     axes.set_xscale("log", base=2)
-    axes.set_xticks(contexts, [f"{length:,}" for length in contexts])
     axes.set(xlabel="tokens in the context", ylabel="million parameters read", ylim=0)
-    axes.legend(ncols=len(MAIN))
+    axes.legend()
+    experiment.picture("context", figure)
 
 
 # --- texts with needles ---
@@ -181,16 +178,17 @@ def haystack(
 
 
 @torch.inference_mode()
-def needles_found(folder: Path, count: int, device: torch.device) -> dict[str, list[list[float]]]:
-    """Shares of `count` needles that a run's model names at each of LENGTHS and, from the beginning
-    on, DEPTHS: with positions "as trained", and "slowed down" for lengths beyond the trained."""
+def needles_found(folder: Path, count: int, device: torch.device) -> list[list[float]]:
+    """Shares of `count` needles that a run's model names in each of HAYSTACKS and, from the
+    beginning on, DEPTHS."""
     model, encoding, checkpoint = load_model(folder / "ckpt.pt", device)
     ids = encoding.encode_ordinary("".join(prose(held_out=True)))
     trained = model.config.rope_base
-    shares: dict[str, list[list[float]]] = {"as trained": [], "slowed down": []}
-    for positions, length in itertools.product(shares, LENGTHS):
+    shares = []
+    for length, slowed in HAYSTACKS:
+        model.config.block_size = length
         model.config.rope_base = trained
-        if positions == "slowed down" and length > LONG["block_size"]:
+        if slowed:
             settings = resolve_settings(
                 stage="context",
                 block_size=length,
@@ -198,23 +196,17 @@ def needles_found(folder: Path, count: int, device: torch.device) -> dict[str, l
                 init_from=folder / "ckpt.pt",
             )
             model.config.rope_base = settings.model.rope_base
-        model.config.block_size = length
         rng = random.Random(length)  # all models are asked the same
         by_depth = []
         for part in range(DEPTHS):
-            prompts, answers = [], []
-            depths = [(part + rng.random()) / DEPTHS for _ in range(count)]
-            for depth in depths:
+            right = 0
+            for _ in range(count):
+                depth = (part + rng.random()) / DEPTHS
                 prompt, answer = haystack(rng, encoding, ids, length, depth)
-                prompts.append(prompt)
-                answers.append(answer)
-            guesses = []
-            for batch in torch.tensor(prompts).split(16_384 // length):
-                logits, _ = model(batch, last_only=True)  # [B, 1, V]
-                guesses += logits[:, 0].argmax(-1).tolist()
-            right = [guess == answer for guess, answer in zip(guesses, answers, strict=True)]
-            by_depth.append(sum(right) / count)
-        shares[positions].append(by_depth)
+                logits, _ = model(torch.tensor([prompt]), last_only=True)  # [1, 1, V]
+                right += int(logits.argmax()) == answer
+            by_depth.append(right / count)
+        shares.append(by_depth)
     return shares
 
 
@@ -240,50 +232,22 @@ def train_both_stages(experiment: Experiment, kinds: dict) -> dict[str, list[Pat
     return found
 
 
-def needles(experiment: Experiment, panels: np.ndarray) -> None:
-    """Train both stages, and show the needles found: a table, and a heat map of depths and lengths
-    for each kind and for both sorts of positions."""
+def needles(experiment: Experiment) -> None:
+    """Train both stages, and print a table of the needles found."""
     kinds, count = ("dense", "STEM, all"), 40
     if experiment.quick:
         kinds, count = ("STEM, all",), 1
-    groups = train_both_stages(experiment, pick(*kinds))
-    panels = iter(panels)
     rows = []
-    for name, folders in groups.items():
+    for name, folders in train_both_stages(experiment, pick(*kinds)).items():
         found = experiment.measure("needles", needles_found, folders, count, experiment.on)
-        for positions in found[0]:
-            shares = np.array([run[positions] for run in found])  # [runs, lengths, depths]
-            rows += needle_rows(name, positions, shares)
-            draw_needles(next(panels), f"{name}, positions {positions}", shares.mean(0).T)
-    print(f"Needles found; choosing any of the {len(VALUES)} values finds {1 / len(VALUES):.1%}:\n")
+        shares = np.array(found)  # [runs, haystacks, depths]
+        for number, (length, slowed) in enumerate(HAYSTACKS):
+            row = {"layers": name, "tokens": f"{length:,}"}
+            row["positions"] = "slowed down" if slowed else "as trained"
+            row["needles found"] = spread(".1%", shares[:, number].mean(1))
+            row["at the worst depth"] = spread(".1%", shares[:, number].min(1))
+            rows.append(row)
+    print(
+        f"\nNeedles found; choosing any of the {len(VALUES)} values finds {1 / len(VALUES):.1%}:\n"
+    )
     print(markdown(rows))
-
-
-def needle_rows(name: str, positions: str, shares: np.ndarray) -> list[dict[str, str]]:
-    """Rows of a table, from shares of needles found [runs, lengths, depths]."""
-    rows = []
-    trained = LONG["block_size"]
-    for number, length in enumerate(LENGTHS):
-        beyond = length > trained
-        if positions == "slowed down" and not beyond:
-            continue  # nothing is slowed down
-        row = {"layers": name, "tokens": f"{length:,}", "positions": positions if beyond else ""}
-        row["over trained"] = f"{length / trained:g}"
-        row["needles found"] = spread(".1%", shares[:, number].mean(1))
-        row["at the worst depth"] = spread(".1%", shares[:, number].min(1))
-        rows.append(row)
-    return rows
-
-
-def draw_needles(axes: plt.Axes, title: str, means: np.ndarray) -> None:
-    """A heat map of shares of needles found [depths, lengths]."""
-    axes.imshow(means, vmin=0, vmax=1.5, cmap="Greens", aspect="auto")  # text is black
-    for (depth, length), share in np.ndenumerate(means):
-        axes.text(length, depth, f"{share:.0%}", ha="center", va="center", fontsize=7)
-    axes.set_xticks(range(len(LENGTHS)), [f"{length:,}" for length in LENGTHS])
-    depths = [(number + 0.5) / DEPTHS for number in range(DEPTHS)]
-    axes.set_yticks(range(DEPTHS), [f"{depth:.0%}" for depth in depths])
-    axes.set_title(title, fontsize=9)
-    axes.set(xlabel="tokens", ylabel="depth of the needle")
-    axes.label_outer()
-    axes.grid(False)

@@ -15,7 +15,7 @@ from analysis.experiment import (
     ROOT,
     Experiment,
     Flags,
-    imported_code,
+    code_digest,
     resolve_settings,
 )
 from analysis.pictures import markdown, plt, spread
@@ -109,7 +109,7 @@ def train_models(
 def converted(experiment: Experiment, dense: Path, data_dir: Path, model: Model) -> Path:
     """A dense checkpoint with some layers converted to tables, by convert.py unless it is there."""
     tokens = min(model.tokens, 4096) if experiment.quick else model.tokens
-    code = imported_code(str(ROOT / "convert.py"))[:12]
+    code = code_digest(str(ROOT / "convert.py"))
     name = f"{dense.parent.name}-{model.stem_layers}-{tokens}-{code}"
     out = experiment.out_dir / "converted" / name / "ckpt.pt"
     command = [sys.executable, str(ROOT / "convert.py"), str(dense), "--ffn", "stem"]

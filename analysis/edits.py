@@ -72,15 +72,6 @@ def openings(encoding: Encoding, relation: str, about: list[countries.Country]) 
     return asked
 
 
-def single_tokens(encoding: Encoding, relation: str) -> list[Asked]:
-    """Those named by one token. UserError: fewer than 3 have other answers."""
-    asked = openings(encoding, relation, countries.table())
-    single = [one for one in asked if one.length == 1]
-    if len({tuple(one.answer) for one in single}) < 3:
-        raise UserError("too few countries are one token: take a model of data/countries")
-    return single
-
-
 # A prompt, an answer, and the ids under which rows of the prompt are looked up.
 Probe = tuple[list[int], list[int], list[int]]
 
@@ -124,6 +115,8 @@ def share_edited(
 ) -> float:
     """The share of pairs (`most` of them, always the same) that answer with the target's fact after
     the edit, of a model whose tables are MeanRows."""
+    if not pairs:
+        raise UserError("edits are measured with the names of countries: train on data/countries")
     if most < len(pairs):
         pairs = random.Random(0).sample(pairs, most)
     probes = []
@@ -225,7 +218,8 @@ def follow(encoding: Encoding, source: Asked, third: Asked) -> list[int]:
 def report_layers(model: Decoder, encoding: Encoding, most: int) -> dict[str, dict]:
     """What `most` random edits change, always the same, by the layers they are made in. Leaks of
     what a model never knew: NaN."""
-    single = single_tokens(encoding, "capital")
+    asked = openings(encoding, "capital", countries.table())
+    single = [one for one in asked if one.length == 1]
     rng = random.Random(0)
     probes = {measure: [] for measure in MEASURES}
     for _ in range(most):
@@ -276,14 +270,18 @@ def report_checkpoint(path: Path, report: Callable, most: int, device: torch.dev
 
 
 def edits(experiment: Experiment) -> None:
+    kinds = ("STEM, all",) if experiment.quick else ("STEM, third", "STEM, all")
+    for kind, folders in experiment.train(pick(*kinds)).items():
+        reports = measure_edits(experiment, folders, report_names, MOST)
+        print(table_by_names(f"{kind}: names", reports) + "\n")
+
     figure, panels = plt.subplots(2, 1, figsize=(11, 6.8))
     groups = experiment.train(pick("STEM, all", "Embformer"))
     for axes, (kind, folders) in zip(panels, groups.items(), strict=True):
         reports = measure_edits(experiment, folders, report_layers, 1000)
-        title = f"{kind}: rows swapped in"
         rows = []
         for swap in reports[0]:
-            row = {title: swap}
+            row = {f"{kind}: rows swapped in": swap}
             for measure in MEASURES:
                 row[measure] = spread(".1%", [report[swap][measure] for report in reports])
             rows.append(row)
@@ -292,10 +290,6 @@ def edits(experiment: Experiment) -> None:
             shares = [[part[measure] for part in report.values()] for report in reports]
             mean_and_band(axes, list(reports[0]), np.array(shares), marker=".", label=measure)
         axes.tick_params(axis="x", rotation=30)
-        axes.set(ylabel="share", title=title, ylim=(0, 1.05))
+        axes.set(ylabel="share", title=f"{kind}: rows swapped in", ylim=(0, 1.05))
     panels[0].legend()
-    kinds = ("STEM, all",) if experiment.quick else ("STEM, third", "STEM, all")
-    for kind, folders in experiment.train(pick(*kinds)).items():
-        reports = measure_edits(experiment, folders, report_names, MOST)
-        print(table_by_names(f"{kind}: names", reports) + "\n")
     experiment.picture("edits", figure)

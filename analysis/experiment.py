@@ -2,13 +2,10 @@
 is a function of an `Experiment`, which prints tables and draws <out_dir>/<question>.png.
 
 A run is found again by the digest of its settings, its data and the code that trains it, a figure
-by that of the code that measures it, so nothing old is shown after a change.
+by that of this code and of the file that measures it, so nothing old is shown after a change.
 """
 
-import ast
-import contextlib
 import hashlib
-import inspect
 import itertools
 import json
 import math
@@ -18,10 +15,9 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +116,7 @@ class Experiment:
         settings = resolve_settings(**every).flat()
         for name in RESUMABLE_FLAGS:
             settings.pop(name)  # changes no result
-        code = imported_code(str(ROOT / "train.py"))
-        distinct = json.dumps([settings, read_meta(data_dir), code], sort_keys=True)
+        distinct = json.dumps([settings, read_meta(data_dir), code_digest()], sort_keys=True)
         digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
         shown = [str(flags[name]) for name in flags if name not in ("data_dir", "init_from")]
         name = "-".join([data_dir.name, *shown])[:47]
@@ -164,19 +159,16 @@ class Experiment:
     ) -> list:
         """What `function(subject, *arguments)` returns about each subject: the folder of a run, or
         a tuple. It is kept in a file of <out_dir>/<name>, for the next time."""
-        code = imported_code(inspect.getfile(function))[:12]
+        code = code_digest(sys.modules[function.__module__].__file__)
         figures = []
         for subject in tqdm(subjects, name):
             key = subject.name if isinstance(subject, Path) else ", ".join(map(str, subject))
             path = self.out_dir / name / f"{key}, {code}.json"
-            figure = kept_figure(path)
-            if figure is None:
-                figure = function(subject, *arguments)
-                text = json.dumps(figure)
-                kept = {"figure": figure, "crc32": zlib.crc32(text.encode())}
+            if not is_whole(path):
+                text = json.dumps(function(subject, *arguments)).encode()
                 with locked(self.out_dir, wait=True), atomic(path) as temporary:
-                    temporary.write_text(json.dumps(kept))
-            figures.append(figure)
+                    temporary.write_bytes(checksum(text) + b" " + text)
+            figures.append(json.loads(path.read_bytes().partition(b" ")[2]))
         return figures
 
     def picture(self, name: str, figure: plt.Figure) -> None:
@@ -186,28 +178,32 @@ class Experiment:
         print(f"\nwrote {path}")
 
 
-def kept_figure(path: Path) -> Any | None:
-    """What `Experiment.measure` kept in a file; None if it is not there, or damaged."""
-    try:
-        kept = json.loads(path.read_bytes())
-        if kept["crc32"] == zlib.crc32(json.dumps(kept["figure"]).encode()):
-            return kept["figure"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return None
+def checksum(text: bytes) -> bytes:
+    return str(zlib.crc32(text)).encode()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file that `Experiment.measure` kept is there, and not damaged."""
+    if not path.exists():
+        return False
+    kept, _, text = path.read_bytes().partition(b" ")
+    return kept == checksum(text)
 
 
 @cache
-def imported_code(path: str) -> str:
-    """The digest of a Python file and of all of this project that it imports, but for comments."""
-    finder = ModuleFinder([str(ROOT)])  # finds nothing that is installed
-    finder.run_script(path)
+def code_digest(*further: str) -> str:
+    """The digest of all of this project that is imported, but for the laboratory, which is the code
+    that trains; and of further files."""
+    files = {Path(file) for file in further}
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        own = ROOT in file.parents[:2]  # what is installed, even below ROOT, lies deeper
+        if own and file.parent != Path(__file__).parent and name != "__main__":
+            files.add(file)
     digest = hashlib.sha256()
-    for _, module in sorted(finder.modules.items()):
-        if module.__file__:
-            tree = ast.parse(Path(module.__file__).read_bytes())
-            digest.update(ast.dump(tree).encode())
-    return digest.hexdigest()
+    for file in sorted(files):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def diverged(folder: Path) -> bool:
@@ -226,11 +222,11 @@ def command_line(flags: Flags) -> list[str]:
     return words
 
 
-def start(command: str, flags: Flags, threads: int, log: Path) -> subprocess.Popen:
-    """Start a command of this project in a process of its own, which prints to a file."""
+def start(flags: Flags, threads: int, log: Path) -> subprocess.Popen:
+    """Start train.py in a process of its own, which prints to a file."""
     with open(log, "a", encoding="utf-8") as output:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / command), *command_line(flags)],
+            [sys.executable, str(ROOT / "train.py"), *command_line(flags)],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
@@ -247,26 +243,27 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
     steps = sum(resolve_settings(**flags).max_iters for flags in new)
     begun = len(waiting) - len(new)
     print(f"{begun} runs to end, {len(new)} to train, {steps:,} steps", file=sys.stderr)
-    folders = iter(waiting)
+    exit_on_signals()
+    folders = list(waiting)
     running: dict[Path, subprocess.Popen] = {}
-    with exit_on_signals():
-        try:
-            for _ in tqdm(waiting, f"training, {at_once} at a time", unit="run"):
-                for folder in itertools.islice(folders, at_once - len(running)):
-                    flags = {**waiting[folder], "out_dir": folder}
-                    running[folder] = start("train.py", flags, threads, folder / "log.txt")
-                folder = wait_for_one(running)
-                code = running.pop(folder).returncode
-                if code and not diverged(folder):
-                    raise UserError(f"{folder}: exit code {code}, see its log.txt")
-        except (KeyboardInterrupt, SystemExit):
-            print("stopping: runs save, and the same command goes on with them", file=sys.stderr)
-            raise
-        finally:
-            for process in running.values():
-                process.terminate()
-            for process in running.values():
-                process.wait()
+    try:
+        for _ in tqdm(waiting, f"training, {at_once} at a time", unit="run"):
+            while folders and len(running) < at_once:
+                folder = folders.pop(0)
+                flags = {**waiting[folder], "out_dir": folder}
+                running[folder] = start(flags, threads, folder / "log.txt")
+            folder = wait_for_one(running)
+            code = running.pop(folder).returncode
+            if code and not diverged(folder):
+                raise UserError(f"{folder}: exit code {code}, see its log.txt")
+    except (KeyboardInterrupt, SystemExit):
+        print("stopping: runs save, and the same command goes on with them", file=sys.stderr)
+        raise
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
 
 
 def wait_for_one(running: dict[Path, subprocess.Popen]) -> Path:
@@ -278,24 +275,16 @@ def wait_for_one(running: dict[Path, subprocess.Popen]) -> Path:
         time.sleep(0.05)
 
 
-@contextlib.contextmanager
-def exit_on_signals() -> Iterator[None]:
+def exit_on_signals() -> None:
     """Let signals that would end this process at once raise SystemExit instead."""
 
     def leave(number: int, _) -> None:
         sys.exit(128 + number)  # as a shell reports it
 
-    changed = []
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
         if number and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, leave)
-            changed.append(number)
-    try:
-        yield
-    finally:
-        for number in changed:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def search_learning_rates(
