@@ -43,9 +43,6 @@ MODELS = {
     "converted, trained on": Model("converted", totals=(1.1, 1.3, 2)),
     "random rows, trained on": Model("dense", "all", tokens=0, totals=(1.1, 1.3)),
     "STEM from scratch": Model(flags=KINDS["STEM, all"], totals=(1.3,)),
-    "layers 1": Model("dense", "1"),
-    "layers 1,2": Model("dense", "1,2"),
-    "layers 1,2,3": Model("dense", "1,2,3"),
     "a third": Model("dense", "third"),
     "dense, weight decay": Model("dense", flags=DECAY, totals=(1.3,)),
     "converted, weight decay": Model("converted", flags=DECAY, totals=(1.3,)),
@@ -90,19 +87,15 @@ def train_models(
         model = MODELS[name]
         wanted = {}
         for total in model.totals:
-            for number, seed in enumerate(experiment.numbers):
-                flags = {**model.flags, "data_dir": str(data_dir), "seed": seed}
-                flags["max_iters"] = round(steps * total)
-                if model.origin:
-                    flags["max_iters"] = round(steps * (total - 1))
-                    origin = folders[model.origin, 1][number] / "ckpt.pt"
-                    if model.stem_layers:
-                        origin = converted(experiment, origin, data_dir, model)
-                    flags["init_from"] = origin
-                wanted[total, seed] = flags
-        trained = experiment.train(wanted, experiment.numbers[:1])  # flags name the seed
-        for total in model.totals:
-            folders[name, total] = [trained[total, seed][0] for seed in experiment.numbers]
+            flags = {**model.flags, "data_dir": str(data_dir), "max_iters": round(steps * total)}
+            if model.origin:
+                flags["max_iters"] = round(steps * (total - 1))
+                origins = [folder / "ckpt.pt" for folder in folders[model.origin, 1]]
+                if model.stem_layers:
+                    origins = [converted(experiment, path, data_dir, model) for path in origins]
+                flags["init_from"] = origins
+            wanted[name, total] = flags
+        folders |= experiment.train(wanted)
     return folders
 
 

@@ -128,15 +128,18 @@ class Experiment:
     def train(
         self, kinds: dict[Hashable, Flags], seeds: list[int] | None = None
     ) -> dict[Hashable, list[Path]]:
-        """The folders of each kind's runs, one for each seed. What is not trained yet is trained,
-        `jobs` runs at a time; a run whose loss diverged is done, too."""
+        """The folders of each kind's runs, one for each seed; `init_from` is a list with a
+        checkpoint for each of them. What is not trained yet is trained, `jobs` runs at a time; a
+        run whose loss diverged is done, too."""
         folders: dict[Hashable, list[Path]] = {}
         waiting: dict[Path, Flags] = {}
         with locked(self.out_dir / "runs", wait=True):  # another analysis may want the same ones
             for name, flags in kinds.items():
                 folders[name] = []
-                for seed in seeds or self.numbers:
+                for number, seed in enumerate(seeds or self.numbers):
                     with_seed = {"seed": seed, **flags}
+                    if "init_from" in flags:
+                        with_seed["init_from"] = flags["init_from"][number]
                     folder = self.folder(with_seed)
                     folders[name].append(folder)
                     if (folder / "loss.png").exists() or diverged(folder):
