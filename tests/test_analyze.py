@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, command
 
 import analyze
 from analysis import experiment as shared
-from analysis.experiment import Experiment, best_learning_rates, imported_code
+from analysis.experiment import Experiment, best_learning_rates, code_digest
 from analysis.stability import REACH, spike_rate, spikes
 from common import UserError
 from training.records import read_run
@@ -97,10 +98,11 @@ def test_runs_are_trained_once_and_go_on_where_they_were_stopped(experiment, mon
     assert len(read_run(first)["run"]) == 2 and (first / "loss.png").exists()
     # A second stage is another run for each model that it goes on with.
     further = {"stage": "context", "block_size": 32, "max_iters": 2, "eval_tokens": 64}
-    wanted = {run: {**further, "init_from": run / "ckpt.pt"} for run in (first, second)}
-    found = experiment.train(wanted, [1])
-    assert found[first] != found[second]
-    assert all((folder / "loss.png").exists() for (folder,) in found.values())
+    origins = [run / "ckpt.pt" for run in (first, second)]
+    further = experiment.train({"": {**further, "init_from": origins}})[""]
+    for folder, origin in zip(further, origins, strict=True):
+        assert read_run(folder)["run"][0]["args"]["init_from"] == str(origin)
+        assert (folder / "loss.png").exists()
 
 
 def test_other_settings_data_or_code_are_another_folder(experiment, data, tmp_path, monkeypatch):
@@ -120,25 +122,34 @@ def test_other_settings_data_or_code_are_another_folder(experiment, data, tmp_pa
     meta = json.loads((copy / "meta.json").read_text())
     (copy / "meta.json").write_text(json.dumps({**meta, "seed": 5}))
     assert folder(data_dir=str(copy)) != same
-    monkeypatch.setattr(shared, "imported_code", lambda path: "changed")
+    monkeypatch.setattr(shared, "code_digest", lambda: "changed")
     assert folder() != same
 
 
-def test_the_digest_of_code_is_that_of_all_it_imports_but_comments(tmp_path, monkeypatch):
-    files = {"main.py": "from lib import a\n", "a.py": "x = 1\n", "lib/a.py": "import b\n"}
-    files |= {"lib/__init__.py": "", "b.py": "x = 1\n", "c.py": "x = 1\n"}
+def test_the_digest_of_code_is_that_of_all_that_is_imported_below_the_laboratory(
+    tmp_path, monkeypatch
+):
+    files = ["model.py", "tables/tables.py", "analysis/costs.py", "venv/lib/torch.py", "other.py"]
+    modules = {"__main__": SimpleNamespace(__file__=str(tmp_path / "analyze.py"))}
+    for name in files[:-1]:
+        modules[name] = SimpleNamespace(__file__=str(tmp_path / name))
     monkeypatch.setattr(shared, "ROOT", tmp_path)
-    (tmp_path / "lib").mkdir()
+    monkeypatch.setattr(shared, "__file__", str(tmp_path / "analysis/experiment.py"))
 
-    def digest(**changed):
-        for name, text in files.items():
-            (tmp_path / name).write_text(changed.get(Path(name).stem, text))
-        imported_code.cache_clear()
-        return imported_code(str(tmp_path / "main.py"))
+    def digest(changed="", *further):
+        for name in (*files, "analyze.py"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text("x = 2" if name == changed else "x = 1")
+        code_digest.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "modules", modules)
+            return code_digest(*further)
 
-    assert digest() == digest(c="x = 2") == digest(b="# why\nx = 1  # one\n")
-    assert digest() != digest(b="x = 2")
-    imported_code.cache_clear()
+    same = digest()
+    counted = [name for name in (*files, "analyze.py") if digest(name) != same]
+    assert counted == ["model.py", "tables/tables.py"]
+    assert digest("other.py", str(tmp_path / "other.py")) != same
+    code_digest.cache_clear()
 
 
 def test_runs_on_the_countries_take_1000_steps_unless_told_otherwise(experiment, data):
@@ -229,7 +240,7 @@ def test_figures_are_measured_once_by_the_same_code(experiment, monkeypatch):
         kept.write_bytes(harm)
         assert experiment.measure("x", figure, [first], "y") == [[len(asked), "y"]]
         assert asked[-1] == first
-    monkeypatch.setattr(shared, "imported_code", lambda path: "changed")
+    monkeypatch.setattr(shared, "code_digest", lambda *further: "changed")
     assert experiment.measure("x", figure, [first], "y") == [[len(asked), "y"]]
     assert len(asked) == 9
 

@@ -1,18 +1,34 @@
 """analysis/edits.py against tables whose rows are overwritten, and answers made to be known."""
 
 import copy
-from types import SimpleNamespace
+import json
 
+import numpy as np
 import pytest
 import torch
 
 from analysis import edits
-from analysis.edits import MEASURES, Asked, SwappedRows, follow, layer_choices, report_layers
+from analysis.edits import (
+    INVENTED,
+    SORTS,
+    Asked,
+    all_pairs,
+    follow,
+    layer_choices,
+    report_layers,
+    share_edited,
+    swap_rows,
+    swapped_ids,
+)
+from common import UserError
 from config import ModelConfig
-from edit import edited_ids
+from edit import MeanRows, edited_ids
 from model import Decoder
 from text import countries, tokenizer
 from text.tokenizer import encode
+
+COUNTRIES = {country.name: country for country in countries.table()}
+PAIR = tuple(Asked(COUNTRIES[name], 1, [], []) for name in ("Spain", "Peru"))
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +57,10 @@ def test_an_edit_in_some_layers_is_other_rows_in_these_tables(encoding, ffn, swa
         overwritten.tables.weight[table][spain] = overwritten.tables.weight[table][peru]
     expected = overwritten(torch.tensor([ids]))[0]
 
-    model.tables = tables = SwappedRows(model.tables)
-    tables.swapped = swapped
-    mixed = torch.tensor([tables.edited(ids, edited_ids(encoding, ids, "Spain", "Peru"))])
-    assert torch.equal(model(torch.tensor([ids]), table_ids=mixed)[0], expected)
+    model.tables = MeanRows(model.tables)
+    mixed = swapped_ids(model, encoding, ids, PAIR)
+    swap_rows(model.tables, swapped)
+    assert torch.equal(model(torch.tensor([ids]), table_ids=torch.tensor([mixed]))[0], expected)
 
 
 def test_choices_name_layers_and_number_tables():
@@ -56,53 +72,74 @@ def test_choices_name_layers_and_number_tables():
 
 
 def test_the_edited_paragraph_stands_before_another_document(encoding):
-    third = Asked("Fiji", 1, encode(encoding, "Country: Fiji\nIts capital is"), [])
-    ids = follow(encoding, Asked("Spain", 1, [], []), third)
-    first, second = encoding.decode(ids).split("<|endoftext|>")[1:]
-    spain = next(country for country in countries.table() if country.name == "Spain")
-    assert first.startswith("Country: Spain\n") and first.endswith(f"{spain.language}.")
+    third = Asked(COUNTRIES["Fiji"], 1, encode(encoding, "Country: Fiji\nIts capital is"), [])
+    first, second = encoding.decode(follow(encoding, PAIR[0], third)).split("<|endoftext|>")[1:]
+    assert first.startswith("Country: Spain\n") and first.endswith(f"{PAIR[0].country.language}.")
     assert second == "Country: Fiji\nIts capital is"
 
 
 def test_measures_are_those_of_answers_that_are_known(encoding, monkeypatch):
-    """Prompt and answers are what the model says, so what must come out is known."""
-    model, prompt = made(encoding, "stem"), encode(encoding, "Country: Spain")
+    """Answers are what the model says before or after the edit, so what must come out is known."""
+    model = made(encoding, "stem")
+    prompt = encode(encoding, "Country: Spain")
+    others = edited_ids(encoding, prompt, "Spain", "Peru")
 
-    def says(ids, table_ids=None):
-        logits, _ = model(torch.tensor([ids]), table_ids=torch.tensor([table_ids or ids]))
-        return logits[0].argmax(-1)
+    def says(ids, table_ids):
+        logits, _ = model(torch.tensor([ids]), table_ids=torch.tensor([table_ids]))
+        return logits[0, -1:].argmax(-1).tolist()
 
-    edited = edited_ids(encoding, prompt, "Spain", "Peru")
-    source = Asked("Spain", 1, prompt, says(prompt)[-1:].tolist())
-    target = Asked("Peru", 1, [], says(prompt, edited)[-1:].tolist())
+    source = Asked(COUNTRIES["Spain"], 1, prompt, says(prompt, prompt))
+    target = Asked(COUNTRIES["Peru"], 1, prompt, says(prompt, others))
     assert source.answer != target.answer
-    begun = follow(encoding, source, Asked("Fiji", 1, [encoding.eot_token], []))
-    whole = model.generate(torch.tensor([begun]), 20, temperature=0)[0].tolist()
-    third = Asked("Fiji", 1, whole[len(begun) - 1 : -1], whole[-1:])
+    begun = follow(encoding, source, Asked(None, 1, [encoding.eot_token], []))
+    third = Asked(COUNTRIES["Fiji"], 1, [encoding.eot_token], says(begun, begun))
+    leaks = says(begun, edited_ids(encoding, begun, "Spain", "Peru")) != third.answer
 
-    monkeypatch.setattr(edits, "triples", lambda *_: [(source, target, third)])
+    monkeypatch.setattr(edits, "openings", lambda *_: [source, target, third])
+    monkeypatch.setattr("random.Random.sample", lambda rng, asked, n: asked)
+    model.tables = MeanRows(model.tables)
     found = report_layers(model, encoding, 1)
-    assert list(found["none"].values()) == [0, 1, 0, 0]
-    after = says(whole, edited_ids(encoding, whole, "Spain", "Peru"))[:-1]
-    gone = after[len(begun) - 1 :] != torch.tensor(whole[len(begun) :])
-    expected = [1, 0, gone[-1].float().item(), gone[:-1].float().mean().item()]
-    assert 0 < expected[3] < 1  # or the test shows nothing
-    assert [found["all"][what] for what in MEASURES] == pytest.approx(expected)
+    assert list(found["none"].values()) == [0, 1, 0]
+    assert list(found["all"].values()) == [1, 0, leaks]
 
 
-def test_names_of_different_length_have_a_figure_for_each_way(tmp_path, monkeypatch):
-    reports = {
-        edits.report_pairs: {"recall": 1.0, "success": 0.75},
-        edits.report_lengths: {"longer": {"last": 0.5, "first": 0.25, "pad": 0.125, "average": 1}},
-        edits.report_injected: {"capital": 0.5, "region": 1.0},
-    }
-    monkeypatch.setattr(edits, "success_of_edits", lambda _, folders, report: [reports[report]])
-    experiment = SimpleNamespace(
-        quick=False, train=lambda kinds: {kind: [tmp_path] for kind in kinds}
-    )
-    _, _, *rows = edits.edits_by_names(experiment).splitlines()
-    assert rows[:3] == [
-        "| STEM, third | one token | 100.0% | 75.0% |  |  |  |",
-        "| STEM, third | longer |  | 50.0% | 25.0% | 12.5% | 100.0% |",
-        "| STEM, third | made up |  | 75.0% |  |  |  |",
+def test_pairs_are_sorted_by_their_names_and_differ_in_their_fact(encoding):
+    pairs = all_pairs(encoding, "language")
+    assert set(pairs) == set(SORTS)
+    assert len(pairs["no edit"]) == len(COUNTRIES)
+    assert len(pairs["made up"]) == len(INVENTED) * len(COUNTRIES)
+    for sort, sign in (("one token", 0), ("longer source", 1), ("longer target", -1)):
+        for source, target in pairs[sort]:
+            assert source.answer != target.answer and source.country != target.country
+            assert np.sign(source.length - target.length) == sign
+            assert (source.length + target.length == 2) == (sort == "one token")
+
+
+def test_a_report_counts_the_answers_that_an_edit_changes(encoding):
+    """Where every row is the same, no edit changes anything; pairs ask for another's fact."""
+    model = made(encoding, "stem")
+    for weight in model.tables.weight:
+        weight.copy_(weight[:1].expand_as(weight))
+    model.tables = MeanRows(model.tables)
+    prompt = encode(encoding, "Country: Spain")
+    answer = model(torch.tensor([prompt]))[0][0, -1:].argmax(-1).tolist()
+    right, wrong = (PAIR[0]._replace(prompt=prompt, answer=found) for found in (answer, [0, 0]))
+    for targets, share in (([right], 1), ([wrong], 0), ([right, wrong, wrong, wrong], 0.25)):
+        pairs = [(right, target) for target in targets]
+        assert share_edited(model, encoding, pairs, "last", most=9) == share
+    with pytest.raises(UserError, match="names of countries"):
+        share_edited(model, encoding, [], "last", most=9)
+
+
+def test_a_checkpoint_has_a_table_and_a_report(tmp_path, monkeypatch, capsys):
+    parts = [
+        {"names": "one token", "asked for": "capital", "last": 0.75},
+        {"names": "longer source", "asked for": "capital", "last": 0.5, "average": 0.25},
     ]
+    report = {"success": 0.75, "parts": parts}
+    monkeypatch.setattr(edits, "report_checkpoint", lambda *_: report)
+    edits.measure_checkpoint(tmp_path / "ckpt.pt", torch.device("cpu"))
+    assert json.loads((tmp_path / "edit_report.json").read_text()) == report
+    rows = capsys.readouterr().out.splitlines()
+    assert "| one token | capital | 75.0% |  |" in rows
+    assert "| longer source | capital | 50.0% | 25.0% |" in rows
