@@ -1,5 +1,5 @@
-"""Do the claims about token-indexed models hold? Each question is a subcommand, which ends in a
-table and a picture. What came out, claim by claim, is in docs/claims.md.
+"""Do the claims about token-indexed models hold? Each question is a subcommand, which prints
+tables; some draw a picture, too. What came out, claim by claim, is in docs/claims.md.
 
     python analyze.py runs out/dense-* out/stem-* --plot loss.png   # compares runs; seeds averaged
     python analyze.py kinds                  # STEM, Embformer and other layers, each at its best

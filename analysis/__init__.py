@@ -1,1 +1,1 @@
-"""Questions about token-indexed models, each a function that ends in a table and a picture."""
+"""Questions about token-indexed models, each a function that prints tables."""

@@ -18,12 +18,13 @@ import torch
 
 import prepare
 from analysis.costs import SMALL, Costs
-from analysis.experiment import MAIN, Experiment, best_learning_rates, pick, resolve_settings
-from analysis.pictures import markdown, plt, spread
+from analysis.experiment import MAIN, Experiment, best_learning_rates, pick
+from analysis.pictures import markdown, spread
 from common import locked
 from config import ModelConfig
 from text.dataset import open_tokens, read_meta, read_tokenizer
 from text.download import MOBY_DICK
+from train import resolve_settings
 from training.checkpoints import load_model
 
 CONTEXTS = [2**power for power in range(10, 16)]
@@ -75,7 +76,7 @@ def distinct_tokens(ids: np.ndarray, length: int, most: int = 8) -> list[int]:
 
 
 def parameters_read(experiment: Experiment) -> None:
-    """Table and picture of the first measurement: on the novel; with --quick on --data_dir."""
+    """Table of the first measurement: on the novel; with --quick on --data_dir."""
     folder, contexts = experiment.data_dir.with_name("moby-dick"), CONTEXTS
     if experiment.quick:
         folder, contexts = experiment.data_dir, [64, 256]
@@ -86,19 +87,13 @@ def parameters_read(experiment: Experiment) -> None:
     rows = []
     for length, count in zip(contexts, counts, strict=True):
         rows.append({"context": f"{length:,}", "distinct tokens": f"{count:,.0f}"})
-    figure, axes = plt.subplots()
     for name, flags in pick(*MAIN).items():
         costs = Costs(ModelConfig(vocab_size=meta["vocab_size"], **SMALL, **flags))
         read = [costs.params_read(count) / 1e6 for count in counts]
         for row, million in zip(rows, read, strict=True):
             row[name] = f"{million:.2f} M ({million / read[0]:.2f})"
-        axes.plot(contexts, read, marker=".", label=name)
     print(f"Parameters read in a context of {folder.name} (over those of the shortest):\n")
     print(markdown(rows))
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens in the context", ylabel="million parameters read", ylim=0)
-    axes.legend()
-    experiment.picture("context", figure)
 
 
 # --- texts with needles ---

@@ -9,18 +9,17 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from analysis.edits import success_of_edits
 from analysis.experiment import (
     KINDS,
     ROOT,
     Experiment,
     Flags,
     code_digest,
-    resolve_settings,
 )
-from analysis.pictures import markdown, plt, spread
+from analysis.kinds import row_with_edits
+from analysis.pictures import markdown
 from common import UserError, locked
-from training.records import read_run
+from train import resolve_settings
 
 TOKENS = 10**6  # of the training text, to fill rows from; 0: rows are random
 DECAY = {"weight_decay": 3.0}  # what weights forget, rows have to learn
@@ -55,25 +54,13 @@ def convert(experiment: Experiment) -> None:
     names = tuple(MODELS)
     if experiment.quick:
         corpora, names = corpora[:1], ("dense", "converted")
-    figure, panels = plt.subplots(1, len(corpora), figsize=(11, 5), squeeze=False, sharey=True)
-    for axes, data_dir in zip(panels[0], corpora, strict=True):
+    for data_dir in corpora:
         experiment.ensure_prepared(data_dir)
         rows = []
         for (name, total), folders in train_models(experiment, data_dir, names).items():
-            runs = [read_run(folder) for folder in folders]
-            losses = [run["eval"][-1]["val_loss"] for run in runs]
-            recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
-            row = {f"on {data_dir.name}": name, "tokens": f"{total:g}"}
-            row["val loss"] = spread(".3f", losses)
-            row["capitals recalled"] = spread(".1%", recalls)
-            row["edits that succeed"] = ""
-            if recalls and not name.startswith("dense"):
-                row["edits that succeed"] = success_of_edits(experiment, folders, most=300)
-            rows.append(row)
-            axes.plot(losses, [f"{name}, {total:g}"] * len(losses), ".", color="C0")
-        print(markdown(rows) + "\n")
-        axes.set_xlabel(f"validation loss on {data_dir.name}")
-    experiment.picture("convert", figure)
+            cells = row_with_edits(experiment, name, folders)
+            rows.append({"tokens in all": f"{total:g}", **cells})
+        print(f"On {data_dir.name}:\n\n{markdown(rows)}\n")
 
 
 def train_models(

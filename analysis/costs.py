@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from analysis.experiment import MAIN, Experiment, Run, best_learning_rates, pick
-from analysis.pictures import markdown, plt, spread
+from analysis.pictures import markdown, spread
 from config import ModelConfig
 from model import Decoder
 from text.dataset import open_tokens, read_meta
@@ -65,11 +65,11 @@ def expected_distinct(p: np.ndarray, batch: int) -> float:
     return float(-np.expm1(batch * np.log1p(-np.minimum(p, 1 - 1e-12))).sum())
 
 
-def compare(title: str, shape: dict[str, int], frequency: np.ndarray) -> dict[str, dict]:
-    """Print a table of what kinds of one shape cost, in brackets over the dense model's. Returns
-    the ratios. Batches are drawn by the frequency [V] of tokens."""
-    rows, ratios = [], {}
-    first = None
+def compare(title: str, shape: dict[str, int], frequency: np.ndarray) -> str:
+    """A table of what kinds of one shape cost, in brackets over the dense model's. Batches are
+    drawn by the frequency [V] of tokens."""
+    rows = []
+    dense = None
     for name, flags in pick(*MAIN).items():
         costs = Costs(ModelConfig(vocab_size=len(frequency), **shape, **flags))
         figures = {"million multiplied in FFN": costs.ffn / 1e6}
@@ -78,14 +78,12 @@ def compare(title: str, shape: dict[str, int], frequency: np.ndarray) -> dict[st
         for batch in BATCHES:
             read = costs.params_read(expected_distinct(frequency, batch))
             figures[f"million read, batch {batch}"] = read / 1e6
-        first = first or figures
+        dense = dense or figures
         row = {title: name, "million parameters": f"{costs.sizes['total'] / 1e6:,.1f}"}
-        ratios[name] = {column: figures[column] / first[column] for column in figures}
         for column, figure in figures.items():
-            row[column] = f"{figure:,.2f} ({ratios[name][column]:.2f})"
+            row[column] = f"{figure:,.2f} ({figure / dense[column]:.2f})"
         rows.append(row)
-    print(markdown(rows) + "\n")
-    return ratios
+    return markdown(rows)
 
 
 def returns(experiment: Experiment) -> str:
@@ -124,14 +122,7 @@ def costs(experiment: Experiment) -> None:
     meta = read_meta(experiment.data_dir)
     ids = open_tokens(experiment.data_dir, "train", meta)
     frequency = np.bincount(ids, minlength=meta["vocab_size"]) / len(ids)
-    compare("6 x 128, as trained", SMALL, frequency)
+    print(compare("6 x 128, as trained", SMALL, frequency) + "\n")
     zipf = 1 / np.arange(1, VOCAB + 1)
-    ratios = compare("16 x 2,048, as Llama 3.2 1B", PUBLISHED, zipf / zipf.sum())
+    print(compare("16 x 2,048, as Llama 3.2 1B", PUBLISHED, zipf / zipf.sum()) + "\n")
     print(returns(experiment))
-
-    figure, axes = plt.subplots(figsize=(9, 4.2))
-    for name, by_column in ratios.items():
-        axes.plot(list(by_column.values()), list(by_column), "o", label=name)
-    axes.set(xlabel="16 x 2,048: over the dense model's", xlim=0)
-    axes.legend()
-    experiment.picture("costs", figure)

@@ -23,14 +23,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from tiktoken import Encoding
 from torch import Tensor
 from tqdm import tqdm
 
 from analysis.experiment import Experiment, pick
-from analysis.pictures import markdown, mean_and_band, plt, spread
+from analysis.pictures import markdown, spread
 from common import UserError, atomic
 from edit import MeanRows, edited_ids
 from model import Decoder
@@ -246,9 +245,9 @@ def report_layers(model: Decoder, encoding: Encoding, most: int) -> dict[str, di
 # --- the question ---
 
 
-def success_of_edits(experiment: Experiment, folders: list[Path], most: int = MOST) -> str:
+def success_of_edits(experiment: Experiment, folders: list[Path]) -> str:
     """The share of edits that succeed in runs, for names of one token."""
-    reports = measure_edits(experiment, folders, report_one_token, most)
+    reports = measure_edits(experiment, folders, report_one_token, MOST)
     return spread(".1%", [report["success"] for report in reports])
 
 
@@ -275,9 +274,7 @@ def edits(experiment: Experiment) -> None:
         reports = measure_edits(experiment, folders, report_names, MOST)
         print(table_by_names(f"{kind}: names", reports) + "\n")
 
-    figure, panels = plt.subplots(2, 1, figsize=(11, 6.8))
-    groups = experiment.train(pick("STEM, all", "Embformer"))
-    for axes, (kind, folders) in zip(panels, groups.items(), strict=True):
+    for kind, folders in experiment.train(pick("STEM, all", "Embformer")).items():
         reports = measure_edits(experiment, folders, report_layers, 1000)
         rows = []
         for swap in reports[0]:
@@ -286,10 +283,3 @@ def edits(experiment: Experiment) -> None:
                 row[measure] = spread(".1%", [report[swap][measure] for report in reports])
             rows.append(row)
         print(markdown(rows) + "\n")
-        for measure in MEASURES:
-            shares = [[part[measure] for part in report.values()] for report in reports]
-            mean_and_band(axes, list(reports[0]), np.array(shares), marker=".", label=measure)
-        axes.tick_params(axis="x", rotation=30)
-        axes.set(ylabel="share", title=f"{kind}: rows swapped in", ylim=(0, 1.05))
-    panels[0].legend()
-    experiment.picture("edits", figure)

@@ -1,5 +1,5 @@
 """What all questions share: runs are trained once, figures measured once, and both kept. A question
-is a function of an `Experiment`, which prints tables and draws <out_dir>/<question>.png.
+is a function of an `Experiment`, which prints tables and may draw <out_dir>/<question>.png.
 
 A run is found again by the digest of its settings, its data and the code that trains it, a figure
 by that of this code and of the file that measures it, so nothing old is shown after a change.
@@ -16,6 +16,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Container, Hashable, Iterable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,7 @@ from analysis.pictures import markdown, plt, save_figure
 from common import UserError, atomic, check_ranges, flag, locked, pick_device
 from text.dataset import read_meta, write_corpus
 from text.download import MOBY_DICK
-from train import resolve_settings as resolve_settings  # for all questions
+from train import resolve_settings, train
 from training.records import read_run
 from training.settings import RESUMABLE_FLAGS, device_flag
 
@@ -148,7 +149,9 @@ class Experiment:
                         waiting[folder] = {"resume": True}
                     else:
                         waiting[folder] = self.all_flags(with_seed)
-            if waiting:
+            if waiting and self.quick:
+                train_here(waiting)
+            elif waiting:
                 train_all(waiting, self.jobs)
         return folders
 
@@ -215,21 +218,23 @@ def diverged(folder: Path) -> bool:
     return log.exists() and "loss became" in log.read_text(encoding="utf-8", errors="replace")
 
 
-def command_line(flags: Flags) -> list[str]:
-    """Flags as a command takes them: {"doc_mask": True, "seed": 1} -> --doc_mask --seed 1."""
-    words = []
-    for name, value in flags.items():
-        words.append(f"--{name}")
-        if value is not True:
-            words.append(str(value))
-    return words
+def train_here(waiting: dict[Path, Flags]) -> None:
+    """Train in this process: runs of --quick take less time than Python takes to start."""
+    for folder, flags in waiting.items():
+        with open(folder / "log.txt", "a", encoding="utf-8") as log, redirect_stdout(log):
+            train(resolve_settings(**flags, out_dir=folder))
 
 
 def start(flags: Flags, threads: int, log: Path) -> subprocess.Popen:
     """Start train.py in a process of its own, which prints to a file."""
+    command = [sys.executable, str(ROOT / "train.py")]
+    for name, value in flags.items():
+        command.append(f"--{name}")
+        if value is not True:  # {"doc_mask": True, "seed": 1} -> --doc_mask --seed 1
+            command.append(str(value))
     with open(log, "a", encoding="utf-8") as output:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *command_line(flags)],
+            command,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},

@@ -53,7 +53,7 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
         ask(*wrong, fails=True)
 
 
-def test_every_question_has_a_table_and_a_picture(tmp_path):
+def test_every_question_has_a_table(tmp_path):
     (tmp_path / "analysis").mkdir()  # in the working folder: not the package
     folders = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
     done = command("analyze.py", "all", "--quick", "--device", "cpu", *folders, cwd=tmp_path)
@@ -62,7 +62,7 @@ def test_every_question_has_a_table_and_a_picture(tmp_path):
     for part in parts:
         assert "|---|" in part
         name = part.split()[0]
-        if name != "settings":
+        if name in ("kinds", "stability", "capacity", "attention", "geometry"):
             picture = tmp_path / f"quick/{name}.png"
             assert picture.read_bytes().startswith(b"\x89PNG")
             assert f"wrote {picture}" in part
