@@ -17,8 +17,6 @@ with Zipf's frequencies. Default sizes are for two CPU cores: give larger ones o
 which costs V either way, is left out of both. Memory: weights and optimizer states.
 """
 
-import mmap
-import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -40,7 +38,6 @@ from common import (
     add_flags,
     check_ranges,
     flag,
-    has_bfloat16,
     make_parser,
     pick_device,
     run,
@@ -49,6 +46,7 @@ from config import ModelConfig
 from offload import OffloadedTables, make_tables
 from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
+from train import training_dtype
 from training import ranks
 from training.optimizer import Optimizer
 from training.settings import Settings, device_flag
@@ -85,10 +83,7 @@ class Bench:
             raise UserError(f"--dir {self.dir} is not a folder")
         self.on = pick_device(self.device)
         self.cuda = self.on.type == "cuda"
-        # What a GPU multiplies in: older ones have no bfloat16, and emulate it.
-        self.dtype = torch.float32
-        if self.cuda:
-            self.dtype = torch.bfloat16 if has_bfloat16(self.on) else torch.float16
+        self.dtype = getattr(torch, training_dtype("auto", self.on))
 
     def model(self, **flags) -> ModelConfig:
         return ModelConfig(
@@ -116,7 +111,6 @@ class Contender:
     config: ModelConfig
     table_optimizer: str = Settings.table_optimizer
     tables: Callable[..., Tables] = ResidentTables
-    cold: bool = False  # whether each turn has to read table files from the disk
     optimizer: Optimizer | None = None  # what trains has one
     cache: KVCache | None = None  # what decoded has that of its last tokens
     batches: int = 0  # drawn so far
@@ -133,11 +127,6 @@ class Contender:
         if n_row == self.config.vocab_size:
             return ids, ids
         return ids, zipf(shape, n_row, self.batches)
-
-    def turn(self, task: "Task") -> float:
-        if self.cold:
-            drop_pages(self.model.tables.storage)
-        return task(self)
 
     def now(self) -> float:
         """Seconds, once what is under way has ended: kernels, and transfers of rows."""
@@ -162,7 +151,7 @@ def compare(
         order = random.Random(0)  # the same on all ranks
         for _ in tqdm(range(1 + rounds), column, unit="turn"):
             for name in order.sample(list(contenders), len(contenders)):
-                rates[name].append(contenders[name].turn(task))
+                rates[name].append(task(contenders[name]))
         base = np.array(rates[baseline][1:])
         for name in contenders:
             speed = np.array(rates[name][1:])  # [rounds]
@@ -321,17 +310,15 @@ def bench_vocab(bench: Bench) -> dict:
 
 
 def bench_attention(bench: Bench) -> dict:
-    kinds = {"dense": KINDS["dense"], "STEM, all": KINDS["STEM, all"]}
-    for name in ("full", "window", "count", "window,window,count"):
-        kinds[name] = {"ffn": "embformer", "attention": name}
     rows = {}
     for times in (1, 4) if bench.quick else (1, 4, 16):
         length = times * bench.block_size
         batch_size = max(1, bench.batch_size // times)
         sized = replace(bench, block_size=length, batch_size=batch_size)
         contenders = {}
-        for name, flags in kinds.items():
-            contenders[f"{name}, T = {length:,}"] = Contender(sized, sized.model(**flags))
+        for kind in ("full", "window", "count", "window,window,count"):
+            config = sized.model(ffn="embformer", attention=kind)
+            contenders[f"{kind}, T = {length:,}"] = Contender(sized, config)
         tasks = {
             "train": train,
             "prefill": prefill,
@@ -353,21 +340,17 @@ def bench_offload(bench: Bench) -> dict:
     }
     config = bench.model(stem_layers="all")
     with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
-
-        def place(offload: str, name: str, cold: bool = False) -> Contender:
-            live = Path(folder) / name
-            tables = make_tables(offload, bench.on, torch.float32, live=live, fresh=True)
-            return Contender(bench, config, tables=tables, cold=cold)
-
-        contenders = {"resident": place("none", "resident")}
+        places = {"resident": ResidentTables}
         if bench.table_gib:
-            tables = partial(sparse_tables, bench, Path(folder) / "sparse")
             name = f"disk, {bench.table_gib:g} GiB of rows"
-            contenders[name] = Contender(bench, config, tables=tables)
+            places[name] = partial(sparse_tables, bench, Path(folder) / "sparse")
         else:
-            contenders["RAM"] = place("cpu", "ram")
-            contenders["disk, warm"] = place("disk", "warm")
-            contenders["disk, cold"] = place("disk", "cold", cold=True)
+            for name, offload in (("RAM", "cpu"), ("disk", "disk")):
+                live = Path(folder) / name
+                places[name] = make_tables(offload, bench.on, torch.float32, live=live, fresh=True)
+        contenders = {}
+        for name, tables in places.items():
+            contenders[name] = Contender(bench, config, tables=tables)
         rows = compare(tasks, contenders, bench.rounds, "resident")
     return show("tables", rows)
 
@@ -378,17 +361,6 @@ def sparse_tables(bench: Bench, folder: Path, n_table: int, _: int, width: int) 
     shape = (n_row, n_table, width)
     storage = DiskStorage.create(folder, shape, torch.float32, sparse=True)
     return OffloadedTables(storage, bench.on) if bench.cuda else StoredTables(storage, bench.on)
-
-
-def drop_pages(storage: DiskStorage) -> None:
-    """Make the next read of tables go to the disk, where the system lets us (Linux)."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for name, pages in storage.maps.items():
-        pages.flush()  # only clean pages can go,
-        pages.madvise(mmap.MADV_DONTNEED)  # and only pages that are not mapped
-        with open(storage.folder / name, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 COMPARISONS = {

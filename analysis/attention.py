@@ -1,15 +1,13 @@
 """Kinds of attention: is one that does not grow with the length worse, on prose or facts? And are
-keys that do not know what came before (Embformer's) found again by their values (needles, pairs)?
+keys that do not know what came before (Embformer's) found again by their values (pairs)?
 """
 
 import random
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from analysis.context import KEYS, SHORT, VALUES, document, write_documents
+from analysis.context import KEYS, SHORT, VALUES, write_documents
 from analysis.experiment import Experiment
 from analysis.kinds import row_with_edits
 from analysis.pictures import markdown, plt, spread
@@ -38,7 +36,6 @@ PARTS = {
     "prose, 256 tokens": (PROSE, ("full", "window", PATTERN, BEFORE)),
     "prose, 1,024 tokens": (LONG_PROSE, ("full", "window", "count", "window,window,full", PATTERN)),
     "facts": ({"window": 32}, ("full", "window", PATTERN, BEFORE)),
-    "needles": (INDUCTION, ("dense", "full", PATTERN, BEFORE)),
     "pairs": (INDUCTION, ("dense", "full", PATTERN, BEFORE)),
 }
 
@@ -49,15 +46,12 @@ def pairs(rng: random.Random) -> str:
     return "".join(told + rng.choices(told, k=12))
 
 
-WRITERS = {"needles": partial(document, n_piece=6, repeats=8), "pairs": pairs}
-
-
-def values_found(folder: Path, write: Callable, count: int, device: torch.device) -> float:
+def values_found(folder: Path, count: int, device: torch.device) -> float:
     """The share of values that a run's model names behind the last key of so many new texts."""
     model, encoding, _ = load_model(folder / "ckpt.pt", device)
     asked = []
     for seed in range(count):
-        before, last = write(random.Random(seed)).rsplit(" Call ", 1)
+        before, last = pairs(random.Random(seed)).rsplit(" Call ", 1)
         key, value = last.split(".")[0].split()
         prompt = encode(encoding, f"{before} Call {key}")[-SHORT["block_size"] + 8 :]
         asked.append((prompt, encoding.encode_ordinary(f" {value}")))
@@ -69,8 +63,8 @@ def values_found(folder: Path, write: Callable, count: int, device: torch.device
 
 def folder_of(experiment: Experiment, part: str) -> Path:
     """The data of a part, prepared if need be."""
-    if part in WRITERS:
-        return write_documents(experiment, part, 30_000, WRITERS[part])
+    if part == "pairs":
+        return write_documents(experiment, part, 30_000, pairs)
     if part == "facts":
         return experiment.data_dir
     folder = experiment.data_dir.with_name("moby-dick")
@@ -90,11 +84,10 @@ def attention(experiment: Experiment) -> None:
         rows = []
         for name, folders in experiment.train(kinds).items():
             row = row_with_edits(experiment, name, folders)
-            if part in WRITERS:
+            if part == "pairs":
                 count = 4 if experiment.quick else 400
-                arguments = (WRITERS[part], count, experiment.on)
-                shares = experiment.measure(part, values_found, folders, *arguments)
-                row["values found"] = spread(".1%", shares)
+                shares = experiment.measure(part, values_found, folders, count, experiment.on)
+                row["pairs found"] = spread(".1%", shares)
             rows.append(row)
             runs = [read_run(folder) for folder in folders]
             draw_validation(axes, runs, first=1, label=name)

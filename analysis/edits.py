@@ -39,9 +39,8 @@ from training.checkpoints import load_model
 from training.questions import groups, score_answers
 
 RELATIONS = ("capital", "language", "region")
-MOST = 2000  # random pairs of each sort
+MOST = 500  # random pairs of each sort, for each relation
 WAYS = ("last", "average")  # of edit.ALIGN; of names of one length all are the same
-SORTS = ("no edit", "one token", "equal length", "longer source", "longer target", "made up")
 MEASURES = ("success", "own fact kept", "leaks")
 # Names that no country has, of one to seven tokens of the countries corpus.
 INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
@@ -109,15 +108,9 @@ def all_pairs(encoding: Encoding, relation: str) -> dict[str, list[Pair]]:
     return pairs
 
 
-def share_edited(
-    model: Decoder, encoding: Encoding, pairs: list[Pair], align: str, most: int
-) -> float:
-    """The share of pairs (`most` of them, always the same) that answer with the target's fact after
-    the edit, of a model whose tables are MeanRows."""
-    if not pairs:
-        raise UserError("edits are measured with the names of countries: train on data/countries")
-    if most < len(pairs):
-        pairs = random.Random(0).sample(pairs, most)
+def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair], align: str) -> float:
+    """The share of pairs that answer with the target's fact after the edit, of a model whose tables
+    are MeanRows."""
     probes = []
     for source, target in pairs:
         names = (source.country.name, target.country.name)
@@ -126,27 +119,21 @@ def share_edited(
     return answered(model, encoding, probes).float().mean().item()
 
 
-def report_names(
-    model: Decoder, encoding: Encoding, most: int, sorts: tuple[str, ...] = SORTS
-) -> dict:
-    """The share of edits that succeed, in `parts` by the sort of names and what is asked for, and
-    in `success` of names of one token."""
+def report_names(model: Decoder, encoding: Encoding, most: int) -> dict:
+    """The share of edits that succeed, of `most` pairs of each sort, always the same: in `parts` by
+    the sort of names and what is asked for, and in `success` the mean of names of one token."""
     parts = []
-    successes = []
     for relation in tqdm(RELATIONS, "editing", leave=False, disable=None):
-        pairs = all_pairs(encoding, relation)
-        for sort in sorts:
+        for sort, pairs in all_pairs(encoding, relation).items():
+            chosen = random.Random(0).sample(pairs, min(most, len(pairs)))
             part = {"names": sort, "asked for": relation}
             for align in WAYS if sort.startswith("longer") else WAYS[:1]:
-                part[align] = share_edited(model, encoding, pairs[sort], align, most)
-            if sort == "one token":
-                successes.append(part["last"])
+                part[align] = share_edited(model, encoding, chosen, align)
             parts.append(part)
+    successes = [part["last"] for part in parts if part["names"] == "one token"]
+    if not successes:
+        raise UserError("no country is one token: edits are measured of models of data/countries")
     return {"success": fmean(successes), "parts": parts}
-
-
-def report_one_token(model: Decoder, encoding: Encoding, most: int) -> dict:
-    return report_names(model, encoding, most, ("one token",))
 
 
 def table_by_names(title: str, reports: list[dict]) -> str:
@@ -162,7 +149,7 @@ def table_by_names(title: str, reports: list[dict]) -> str:
 
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     """Print a table, and write edit_report.json beside the checkpoint."""
-    print(f"measuring edits of {ckpt}: 3 minutes for the default run\n", flush=True)
+    print(f"measuring edits of {ckpt}: a minute for the default run\n", flush=True)
     report = report_checkpoint(ckpt, report_names, MOST, device)
     print(table_by_names("names", [report]))
     path = ckpt.with_name("edit_report.json")
@@ -247,7 +234,7 @@ def report_layers(model: Decoder, encoding: Encoding, most: int) -> dict[str, di
 
 def success_of_edits(experiment: Experiment, folders: list[Path]) -> str:
     """The share of edits that succeed in runs, for names of one token."""
-    reports = measure_edits(experiment, folders, report_one_token, MOST)
+    reports = measure_edits(experiment, folders, report_names, MOST)
     return spread(".1%", [report["success"] for report in reports])
 
 

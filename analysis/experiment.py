@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -247,10 +247,6 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
     SIGTERM or SIGHUP, those that run at the same time save and end. UserError: one failed, other
     than by a loss that diverged."""
     threads = max(1, torch.get_num_threads() // at_once)
-    new = [flags for flags in waiting.values() if "resume" not in flags]
-    steps = sum(resolve_settings(**flags).max_iters for flags in new)
-    begun = len(waiting) - len(new)
-    print(f"{begun} runs to end, {len(new)} to train, {steps:,} steps", file=sys.stderr)
     exit_on_signals()
     folders = list(waiting)
     running: dict[Path, subprocess.Popen] = {}
@@ -299,19 +295,18 @@ def search_learning_rates(
     names: Iterable[Hashable],
     rates: tuple[float, ...],
     losses: Callable[[list[tuple[Hashable, float]]], list[float]],
-    perfect: Container[Hashable] = (),
 ) -> dict[Hashable, dict[float, float]]:
     """The `losses` of pairs of name and learning rate, by name and rate: at `rates` and, while the
-    best is at an end of them, at half the lowest or twice the highest, unless `perfect` has it."""
+    best is at an end of them, at half the lowest or twice the highest."""
     tried: dict[Hashable, dict[float, float]] = {name: {} for name in names}
     pairs = list(itertools.product(tried, rates))
     while pairs:
         for (name, rate), loss in zip(pairs, losses(pairs), strict=True):
             tried[name][rate] = loss
         pairs = []
+        if len(rates) == 1:  # --quick
+            break
         for name, by_rate in tried.items():
-            if len(rates) == 1 or name in perfect:
-                continue
             best = min(by_rate, key=by_rate.get)
             if best == min(by_rate):
                 pairs.append((name, best / 2))

@@ -27,7 +27,7 @@ def geometry(experiment: Experiment) -> None:
     text = torch.from_numpy(ids.astype(np.int64))
     if experiment.quick:
         text = text[:4096]
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4))
+    figure, axes = plt.subplots()
     groups = experiment.train(pick(*KINDS.values()))
     rows = []
     for title, kind in KINDS.items():
@@ -38,12 +38,11 @@ def geometry(experiment: Experiment) -> None:
                 row[name] = spread(".3f", [run[layer][number] for run in runs])
             rows.append(row)
         layers = list(runs[0])[:-1]  # without "untrained"
-        for number, axes in enumerate(panels):
-            values = [[run[layer][number] for layer in layers] for run in runs]
-            mean_and_band(axes, np.array(layers, int), np.array(values), marker=".", label=title)
-            axes.set(xlabel="layer", ylabel=MEASURES[number], ylim=0)
+        sizes = [[run[layer][0] for layer in layers] for run in runs]
+        mean_and_band(axes, np.array(layers, int), np.array(sizes), marker=".", label=title)
     print(markdown(rows))
-    panels[0].legend()
+    axes.set(xlabel="layer", ylabel=MEASURES[0], ylim=0)
+    axes.legend()
     experiment.picture("geometry", figure)
 
 
@@ -63,9 +62,12 @@ def vectors(model: Decoder, text: Tensor) -> dict[int, Tensor]:
     """What is compared of a model, for the tokens of a text [T]: [n, ..] by layer."""
     if model.config.ffn == "dense":
         return dict(enumerate(up_outputs(model, text)))
-    layers = [number for number, block in enumerate(model.blocks) if block.row_width]
     rows = model.tables.lookup(text.unique()[None])  # of each table [1, n, W]
-    return {layer: of_table[0] for layer, of_table in zip(layers, rows, strict=True)}
+    found = {}
+    for layer, block in enumerate(model.blocks):
+        if block.row_width:
+            found[layer] = next(rows)[0]
+    return found
 
 
 def up_outputs(model: Decoder, text: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import statistics
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from analysis.experiment import KINDS, Experiment, Run, diverged
+from analysis.experiment import KINDS, Experiment, Run
 from analysis.pictures import markdown, plt, spread
 from training.records import read_run
 
@@ -29,26 +29,19 @@ def stability(experiment: Experiment) -> None:
             wanted[name, rate] = {**KINDS[name], "max_iters": STEPS, "learning_rate": rate}
     groups = experiment.train(wanted)
 
-    figure, panels = plt.subplots(2, len(rates), figsize=(11, 6), sharey="row", squeeze=False)
+    figure, panels = plt.subplots(1, len(rates), figsize=(11, 4), sharey=True, squeeze=False)
     rows = []
     for (name, rate), folders in groups.items():
         group = [read_run(folder) for folder in folders]
-        row = measures(group)
-        row["diverged"] = str(sum(diverged(folder) for folder in folders) or "")
-        rows.append({"kind": name, "learning rate": f"{rate:g}", **row})
-        above, below = panels[:, rates.index(rate)]
-        above.set_title(f"learning rate {rate:g}")
-        color = f"C{NAMES.index(name)}"
+        rows.append({"kind": name, "learning rate": f"{rate:g}", **measures(group)})
+        axes = panels[0, rates.index(rate)]
+        axes.set(title=f"learning rate {rate:g}", xlabel="step", yscale="log")
         for run in group:
-            above.plot(losses(run), color=color, linewidth=0.7)
-            below.plot(gradient_norms(run), color=color, linewidth=0.7)
-        above.lines[-1].set_label(name)
+            axes.plot(losses(run), color=f"C{names.index(name)}", linewidth=0.7)
+        axes.lines[-1].set_label(name)
     print(markdown(rows))
-
-    for axes, label in zip(panels[:, 0], ("training loss", "gradient norm"), strict=True):
-        axes.set(ylabel=label, yscale="log")
+    panels[0, 0].set_ylabel("training loss")
     panels[0, -1].legend()
-    figure.supxlabel("step", fontsize="medium")
     experiment.picture("stability", figure)
 
 
@@ -56,7 +49,7 @@ def measures(group: list[Run]) -> dict[str, str]:
     """The cells of a table about runs of one kind and learning rate."""
     medians, largest, final_losses = [], [], []
     for run in group:
-        norms = gradient_norms(run)
+        norms = [step["grad_norm"] for step in run["step"]]
         medians.append(statistics.median(norms))
         largest.append(max(norms[25:] or norms))  # with --quick there are fewer
         final_losses.append(statistics.fmean(losses(run)[-25:]))
@@ -66,10 +59,6 @@ def measures(group: list[Run]) -> dict[str, str]:
         "largest after warm-up": spread(".1f", largest),
         "last training loss": spread(".3f", final_losses),
     }
-
-
-def gradient_norms(run: Run) -> list[float]:
-    return [step["grad_norm"] for step in run["step"]]
 
 
 def losses(run: Run) -> list[float]:

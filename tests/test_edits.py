@@ -10,12 +10,12 @@ import torch
 from analysis import edits
 from analysis.edits import (
     INVENTED,
-    SORTS,
     Asked,
     all_pairs,
     follow,
     layer_choices,
     report_layers,
+    report_names,
     share_edited,
     swap_rows,
     swapped_ids,
@@ -105,7 +105,7 @@ def test_measures_are_those_of_answers_that_are_known(encoding, monkeypatch):
 
 def test_pairs_are_sorted_by_their_names_and_differ_in_their_fact(encoding):
     pairs = all_pairs(encoding, "language")
-    assert set(pairs) == set(SORTS)
+    assert len(pairs) == 6
     assert len(pairs["no edit"]) == len(COUNTRIES)
     assert len(pairs["made up"]) == len(INVENTED) * len(COUNTRIES)
     for sort, sign in (("one token", 0), ("longer source", 1), ("longer target", -1)):
@@ -126,9 +126,15 @@ def test_a_report_counts_the_answers_that_an_edit_changes(encoding):
     right, wrong = (PAIR[0]._replace(prompt=prompt, answer=found) for found in (answer, [0, 0]))
     for targets, share in (([right], 1), ([wrong], 0), ([right, wrong, wrong, wrong], 0.25)):
         pairs = [(right, target) for target in targets]
-        assert share_edited(model, encoding, pairs, "last", most=9) == share
-    with pytest.raises(UserError, match="names of countries"):
-        share_edited(model, encoding, [], "last", most=9)
+        assert share_edited(model, encoding, pairs, "last") == share
+
+
+def test_a_model_of_other_text_is_refused():
+    other = tokenizer.train([" Call me Ishmael."] * 20, 300)
+    model = made(other, "stem")
+    model.tables = MeanRows(model.tables)
+    with pytest.raises(UserError, match="no country is one token"):
+        report_names(model, other, most=1)
 
 
 def test_a_checkpoint_has_a_table_and_a_report(tmp_path, monkeypatch, capsys):
