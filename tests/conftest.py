@@ -41,8 +41,10 @@ def command(
     *args, cwd: Path = ROOT, fails: bool = False, stdin: str = ""
 ) -> subprocess.CompletedProcess:
     """Run `python args...` in a folder, but in this process, where all is imported already: an
-    exception is one here. A failure must be one line without a traceback."""
-    args = [str(ROOT / args[0]), *map(str, args[1:])]
+    exception is one here. A failure must be one line without a traceback. The first argument may
+    be a line of several words."""
+    words = [*str(args[0]).split(), *map(str, args[1:])]
+    args = [str(ROOT / words[0]), *words[1:]]
     before = os.getcwd()
     code = 0
     with (

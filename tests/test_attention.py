@@ -215,23 +215,6 @@ def test_repeated_keys_give_what_grouped_ones_give(masked, monkeypatch):
     torch.testing.assert_close(model(ids, documents=documents)[0], grouped)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(attention="windows"), "--attention windows must be of full, window and count"),
-        (dict(attention="window,,full"), "must be of full"),
-        (dict(ffn="stem", attention="window,count"), "count needs --ffn embformer"),
-        (dict(attention="count", previous_heads=1), "--previous_heads 0"),
-        (dict(previous_heads=-1), "--previous_heads -1 must be 0 or more"),
-        (dict(window=0), "--window 0 must be at least 1"),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit_together_is_one_line(options, words):
-    with pytest.raises(UserError, match=words):
-        ModelConfig(**{**TINY, **options})
-
-
 def test_only_full_attention_can_be_compiled():
     with pytest.raises(UserError, match="--compile: caches of --attention window change"):
         decoder(attention="window").compile_steps()

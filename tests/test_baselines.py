@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import UserError
 from model import LAYERS, Decoder, ModelConfig
 from text import tokenizer
 from training.checkpoints import load_model, save_checkpoint
@@ -210,21 +209,3 @@ def test_a_checkpoint_brings_back_the_model(kind, tmp_path):
     loaded, _, _ = load_model(tmp_path / "ckpt.pt", torch.device("cpu"))
     ids = torch.randint(encoding.n_vocab, (2, 9))
     torch.testing.assert_close(loaded(ids)[0], model(ids)[0])
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "says"),
-    [
-        ("moe", dict(top_k=5, n_expert=10), "--top_k 5 must divide --d_ff 24"),
-        ("hash_moe", dict(n_expert=7), "--top_k 3 must divide --d_ff 24 and --n_expert 7"),
-        ("pkm", dict(top_k=6), "--top_k 6 is more than --n_key 5"),
-        ("pkm", dict(top_k=40, n_key=64), "too much for --d_ff 24"),
-        ("ple", dict(ple_width=36), "--ple_width 36 leaves nothing of --d_ff 24"),
-        ("moe", dict(balance=-1.0), "--balance -1.0 must be 0 or more"),
-        ("moe", dict(n_expert=0), "--n_expert 0 must be at least 1"),
-    ],
-)
-def test_numbers_that_do_not_fit_are_refused(kind, options, says):
-    with pytest.raises(UserError) as error:
-        Decoder(config(kind, **options))
-    assert says in str(error.value)
