@@ -2,18 +2,17 @@
 of tables against the formula written out."""
 
 import json
-import math
 import random
-import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import command
+from conftest import command, refused
+from test_model import naive_dense
 
 import convert
 from common import UserError
-from model import Decoder, ModelConfig
+from model import ModelConfig
 from text import tokenizer
 from text.huggingface import GPT2, LLAMA3, SMOLLM2
 from training.batches import Data
@@ -91,71 +90,50 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> dict[str, t
 def write_safetensors(path, dtype, weights, names) -> None:
     header, numbers = {"__metadata__": {"format": "pt"}}, b""
     for name in names:
-        raw = bytes(weights[name].view(torch.uint8).flatten().tolist())
-        place = [len(numbers), len(numbers) + len(raw)]
-        shape = list(weights[name].shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": place}
-        numbers += raw
+        start = len(numbers)
+        numbers += weights[name].view(torch.uint8).numpy().tobytes()
+        header[name] = {"dtype": dtype, "shape": list(weights[name].shape)}
+        header[name]["data_offsets"] = [start, len(numbers)]
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + numbers)
 
 
-def speed(i: int, config: dict) -> float:
-    """Radians per token of the i-th pair of channels; slowed down as in Meta's Llama 3.1."""
-    plain = 5e4 ** (-2 * i / 8)
-    turns = 32 * plain / (2 * math.pi)
-    if "factor" not in config.get("rope_scaling", {}) or turns > 4:
-        return plain
-    smooth = max(0.0, (turns - 1) / (4 - 1))
-    return (1 - smooth) * plain / 8 + smooth * plain
-
-
-def llama(w: dict, config: dict, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [T, V] of ids [T], written out."""
-
-    def norm(x, name):
-        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
-
-    def rotated(x):  # [T, 8], channels i and i + 4 as a complex number
-        angle = torch.tensor([[t * speed(i, config) for i in range(4)] for t in range(len(x))])
-        turned = torch.complex(x[:, :4], x[:, 4:]) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat((turned.real, turned.imag), dim=1)
-
-    x = w["model.embed_tokens.weight"][ids]
-    future = torch.ones(len(ids), len(ids)).triu(1).bool()
-    for layer in ("model.layers.0.", "model.layers.1."):
-        h = norm(x, layer + "input_layernorm")
-        q, k, v = (h @ w[f"{layer}self_attn.{part}_proj.weight"].T for part in "qkv")
-        heads = []
-        for head in range(4):  # two share a key and a value
-            mine, shared = (slice(8 * n, 8 * n + 8) for n in (head, head // 2))
-            score = rotated(q[:, mine]) @ rotated(k[:, shared]).T / 8**0.5
-            heads.append(score.masked_fill(future, -math.inf).softmax(-1) @ v[:, shared])
-        x = x + torch.cat(heads, dim=1) @ w[layer + "self_attn.o_proj.weight"].T
-        h = norm(x, layer + "post_attention_layernorm")
-        gate, up = (h @ w[f"{layer}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
-        x = x + (gate * gate.sigmoid() * up) @ w[layer + "mlp.down_proj.weight"].T
-    head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
-    return norm(x, "model.norm") @ w[f"{head}.weight"].T
+def renamed(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Their weights as a naive decoder calls them."""
+    ours = {"wte.weight": theirs["model.embed_tokens.weight"]}
+    ours["wte.weight.0"] = ours["wte.weight"]
+    ours["norm.weight"] = theirs["model.norm.weight"]
+    ours["head.weight"] = theirs["lm_head.weight"]
+    for n in range(2):
+        own, other = f"blocks.{n}.", f"model.layers.{n}."
+        qkv = [theirs[f"{other}self_attn.{part}_proj.weight"] for part in "qkv"]
+        ours[own + "attn.qkv.qkv.weight"] = torch.cat(qkv)
+        ours[own + "attn.out.weight"] = theirs[other + "self_attn.o_proj.weight"]
+        ours[own + "attn_norm.weight"] = theirs[other + "input_layernorm.weight"]
+        ours[own + "ffn_norm.weight"] = theirs[other + "post_attention_layernorm.weight"]
+        for part in ("gate", "up", "down"):
+            ours[f"{own}ffn.{part}.weight"] = theirs[f"{other}mlp.{part}_proj.weight"]
+    return ours
 
 
 @pytest.mark.parametrize(
-    ("change", "dtype", "parts"),
+    ("change", "scaling", "dtype", "parts"),
     [
-        ({}, "F32", 1),
-        ({"tie_word_embeddings": False}, "BF16", 3),
-        ({"rope_scaling": SLOW}, "F16", 2),
-        ({"rope_scaling": {"rope_type": "default"}}, "F32", 1),
+        ({}, None, "F32", 1),
+        ({"tie_word_embeddings": False}, None, "BF16", 3),
+        ({"rope_scaling": SLOW}, (8.0, 1.0, 4.0, 32), "F16", 2),
+        ({"rope_scaling": {"rope_type": "default"}}, None, "F32", 1),
     ],
 )
-def test_logits_are_a_llamas(tmp_path, change, dtype, parts):
-    config = CONFIG | change
-    weights = save(tmp_path / "llama", config, dtype=dtype, parts=parts)
-    command("convert.py", "llama", "--out", "new/ckpt.pt", cwd=tmp_path)
+def test_logits_are_a_llamas(tmp_path, change, scaling, dtype, parts):
+    weights = save(tmp_path / "llama", CONFIG | change, dtype=dtype, parts=parts)
+    command("convert.py llama --out new/ckpt.pt", cwd=tmp_path)
     model, encoding, _ = load_model(tmp_path / "new/ckpt.pt", CPU)
     ids = torch.randint(300, (60,))
-    logits, _ = model(ids[None])
-    torch.testing.assert_close(logits[0], llama(weights, config, ids), rtol=1e-4, atol=1e-4)
+    shape = ModelConfig(300, 64, 2, 4, 32, 2, 48, "dense", rope_base=5e4, norm_eps=1e-5)
+    shape.tie_head, shape.rope_scaling = "tie_word_embeddings" not in change, scaling
+    expected = naive_dense(renamed(weights), shape, ids).float()
+    torch.testing.assert_close(model(ids[None])[0][0], expected, rtol=1e-4, atol=1e-4)
     assert encoding.n_vocab == 300 and encoding.decode([299]) == "<|unused_299|>"
 
 
@@ -203,8 +181,8 @@ def test_ids_are_those_of_the_merges(tmp_path):
 )
 def test_what_would_be_something_else_is_refused(tmp_path, config, words, says):
     save(tmp_path / "llama", CONFIG | config, bpe() | words)
-    done = command("convert.py", "llama", "--out", "ckpt.pt", cwd=tmp_path, fails=True)
-    assert says in done.stderr and not (tmp_path / "ckpt.pt").exists()
+    assert says in refused("convert.py llama --out ckpt.pt", cwd=tmp_path)
+    assert not (tmp_path / "ckpt.pt").exists()
 
 
 def test_a_tensor_that_comes_twice_and_one_that_is_missing_are_refused(tmp_path):
@@ -244,7 +222,7 @@ def test_commands_go_on_with_a_converted_llama(tmp_path, story):
     save(tmp_path / "llama")
 
     def run(line: str, *args) -> str:
-        return command(*line.split(), *args, cwd=tmp_path).stdout
+        return command(line, *args, cwd=tmp_path).stdout
 
     run("convert.py llama --out smol/ckpt.pt")
     assert run("sample.py --ckpt smol/ckpt.pt --prompt Anna").startswith("Anna")
@@ -293,71 +271,37 @@ def test_ids_and_logits_are_those_of_the_originals(tmp_path, split):
 # --- dense to STEM ---
 
 
-@pytest.fixture
-def to_stem(trained, data, tmp_path):
-    """convert.py on the dense model, with further flags; the checkpoint."""
-
-    def run(name="new", **flags):
-        flags = {"stem_layers": "0,1", "data_dir": data, "tokens": 2000, "batch_size": 4, **flags}
-        out = tmp_path / name / "ckpt.pt"
-        args = [part for flag, value in flags.items() for part in (f"--{flag}", value)]
-        dense = trained["dense"] / "ckpt.pt"
-        command("convert.py", dense, "--ffn", "stem", "--out", out, *args, cwd=tmp_path)
-        return load_checkpoint(out)
-
-    return run
-
-
-def decoder(checkpoint: dict) -> Decoder:
-    model = Decoder(ModelConfig(**checkpoint["config"])).eval()
-    model.load_state_dict(checkpoint["model"])
-    return model
-
-
 @torch.no_grad()
-def test_rows_are_the_weighted_means_of_what_they_replace(trained, data, to_stem):
+def test_rows_are_the_weighted_means_of_what_they_replace(trained, data, tmp_path):
     """Layer 0 token by token, from the dense model as it is; layer 1 behind a converted layer 0."""
-    converted = to_stem()
-    dense = load_checkpoint(trained["dense"] / "ckpt.pt")
-    weights = dense["model"]
+    path = trained["dense"] / "ckpt.pt"
+    line = "convert.py --ffn stem --stem_layers 0,1 --out new.pt --tokens 2000 --batch_size 4"
+    command(line, path, "--data_dir", data, cwd=tmp_path)
+    dense, _, checkpoint = load_model(path, CPU)
+    converted, _, _ = load_model(tmp_path / "new.pt", CPU)
+    weights = checkpoint["model"]
     text = Data(str(data), "text", 32, 1337, 100)
     ids = torch.cat([text.train.batch(number, 4)[0] for number in range(2000 // 128)])  # [N, T]
-    for layer, model in ((0, decoder(dense)), (1, decoder(converted))):
-        norm = model.blocks[layer].ffn_norm
+    tokens = ids.flatten()
+    for layer, model in enumerate((dense, converted)):
         seen = []
-        norm.register_forward_hook(lambda module, inputs, x, seen=seen: seen.append(x))
+        model.blocks[layer].ffn_norm.register_forward_hook(
+            lambda *call, seen=seen: seen.append(call)
+        )
         model(ids)
-        x, tokens = seen[0].flatten(0, 1), ids.flatten()
+        x = seen[0][2].flatten(0, 1)
         g = F.silu(x @ weights[f"blocks.{layer}.ffn.gate.weight"].T)
         u = x @ weights[f"blocks.{layer}.ffn.up.weight"].T
-        rows = converted["model"][f"tables.weight.{layer}"]
-        for token in range(len(rows)):
+        for token, row in enumerate(converted.tables.weight[layer]):
             here = tokens == token
             if not here.any():
                 here[:] = True  # the mean over all tokens
             best = (g[here] ** 2 * u[here]).sum(0) / (g[here] ** 2).sum(0)
-            torch.testing.assert_close(rows[token], best, rtol=1e-3, atol=1e-4)
-        assert len(tokens.unique()) < len(rows)
+            torch.testing.assert_close(row, best, rtol=1e-3, atol=1e-4)
+    assert len(tokens.unique()) < converted.config.vocab_size
+    after = converted.state_dict()
     for name, weight in weights.items():  # all else is the dense model's
-        assert name.endswith("ffn.up.weight") or torch.equal(weight, converted["model"][name])
-
-
-@torch.no_grad()
-def test_a_converted_model_loses_little_and_random_rows_lose_more(trained, data, to_stem):
-    val = Data(str(data), "text", 32, 1337, 100).val[str(data)]
-    ids, targets = val.batch(0, 8)
-    again = shutil.copytree(data, data.parent / "again")
-    mixture = f"{data}=1,{again}=2"
-    losses = []
-    for checkpoint in (
-        load_checkpoint(trained["dense"] / "ckpt.pt"),
-        to_stem("rows", data_dir=mixture),
-        to_stem("random", tokens=0),
-    ):
-        _, loss = decoder(checkpoint)(ids, targets)
-        losses.append(float(loss))
-    dense, rows, random_rows = losses
-    assert abs(rows - dense) < 0.3 * abs(random_rows - dense)
+        assert name.endswith("ffn.up.weight") or torch.equal(weight, after[name])
 
 
 def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
@@ -369,23 +313,21 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     changed["renamed"]["blocks.1.ffn.door.weight"] = weight
     for name, weights in changed.items():
         torch.save({**saved, "model": weights}, tmp_path / f"{name}.pt")
-    other = tmp_path / "other"
-    tokens = ("--dataset", "moby-dick", "--vocab_size", 300)
-    command("prepare.py", *tokens, "--out_dir", other, cwd=tmp_path)
-    stem = ("--ffn", "stem", "--data_dir", data, "--out", "new.pt")
-    for args, says in (
-        ((dense, "--ffn", "stem"), "--out is required"),
-        ((dense, "--out", "new.pt"), "give --ffn stem"),
-        ((tmp_path / "gone.pt", *stem), "gone.pt"),
-        ((tmp_path, *stem), "has no config.json"),
-        ((tmp_path / "llama", *stem), "needs a ckpt.pt"),
-        ((dense, *stem[:4], "--out", dense), "exists"),
-        ((trained["stem"] / "ckpt.pt", *stem), "only dense can be converted"),
-        ((tmp_path / "cut.pt", *stem), "lacks the weight blocks.1.ffn.gate.weight"),
-        ((tmp_path / "renamed.pt", *stem), "a weight blocks.1.ffn.door.weight that its config"),
-        ((dense, *stem, "--tokens", -1), "--tokens -1"),
-        ((dense, *stem, "--block_size", 64), "--block_size 64"),
-        ((dense, *stem, "--data_dir", other), "another tokenizer"),
+    command("prepare.py --dataset moby-dick --vocab_size 300 --out_dir other", cwd=tmp_path)
+    stem = f"--ffn stem --data_dir {data} --out new.pt"
+    for line, says in (
+        (f"{dense} --ffn stem", "--out is required"),
+        (f"{dense} --out new.pt", "give --ffn stem"),
+        (f"gone.pt {stem}", "gone.pt"),
+        (f". {stem}", "has no config.json"),
+        (f"llama {stem}", "needs a ckpt.pt"),
+        (f"{dense} {stem} --out {dense}", "exists"),
+        (f"{trained['stem']}/ckpt.pt {stem}", "only dense can be converted"),
+        (f"cut.pt {stem}", "lacks the weight blocks.1.ffn.gate.weight"),
+        (f"renamed.pt {stem}", "a weight blocks.1.ffn.door.weight that its config"),
+        (f"{dense} {stem} --tokens -1", "--tokens -1"),
+        (f"{dense} {stem} --block_size 64", "--block_size 64"),
+        (f"{dense} {stem} --data_dir other", "another tokenizer"),
     ):
-        assert says in command("convert.py", *args, cwd=tmp_path, fails=True).stderr
+        assert says in refused(f"convert.py {line}", cwd=tmp_path)
     assert not (tmp_path / "new.pt").exists()
