@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+from conftest import flip
 
 from common import UserError
 from text import tokenizer
@@ -62,19 +63,16 @@ def test_a_batch_depends_on_its_number_alone():
 
 
 def test_a_mixture_draws_by_weight_and_reads_each_source_in_its_own_order():
-    def make():
-        parts = [Windows(IDS, 10, seed=1), Windows(IDS + 2000, 10, seed=1)]
-        return Mixture(parts, [0.75, 0.25], total=4000, seed=5)
+    def parts() -> list[Windows]:
+        return [Windows(IDS, 10, seed=1), Windows(IDS + 2000, 10, seed=1)]
 
-    mixture = make()
+    mixture = Mixture(parts(), [0.75, 0.25], total=4000, seed=5)
     rows = [mixture.row(index)[0] for index in range(4000)]
-    origin = [int(row[0] >= 2000) for row in rows]
-    assert np.mean(origin) == pytest.approx(0.25, abs=0.02)
-    for n in (0, 1):
-        seen = [row for row, k in zip(rows, origin, strict=True) if k == n]
-        alone = Windows(IDS + 2000 * n, 10, seed=1)
+    second = [row[0] >= 2000 for row in rows]
+    assert np.mean(second) == pytest.approx(0.25, abs=0.02)
+    for n, alone in enumerate(parts()):
+        seen = [row for row, is_second in zip(rows, second, strict=True) if is_second == n]
         assert all((row == alone.row(i)[0]).all() for i, row in enumerate(seen))
-    assert torch.equal(make().batch(99, 8)[0], mixture.batch(99, 8)[0])
 
 
 # --- conversations ---
@@ -141,7 +139,7 @@ def test_the_head_is_kept_if_an_answer_begins_with_its_last_target(encoding):
 # --- folders ---
 
 
-def folder(path: Path, encoding, kind="text", ids=IDS % 250, **changes) -> Path:
+def write_folder(path: Path, encoding, kind="text", ids=IDS % 250, **changes) -> Path:
     path.mkdir()
     meta = {
         "format": 2,
@@ -161,7 +159,7 @@ def folder(path: Path, encoding, kind="text", ids=IDS % 250, **changes) -> Path:
 
 
 def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
-    a, b = (folder(tmp_path / name, encoding) for name in "ab")
+    a, b = (write_folder(tmp_path / name, encoding) for name in "ab")
     data = Data(str(a), "text", 10, seed=1, total=50)
     assert isinstance(data.train, Windows) and data.weights == [1.0]
     assert data.val[str(a)].rows([0])[0].tolist() == [list(range(100, 110))]
@@ -187,52 +185,57 @@ def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
     assert parse_mixture("a=b") == {Path("a=b"): 1.0}  # a folder, as one may name it
 
 
-def flip(content: bytes) -> bytes:
-    return content[:100] + bytes([content[100] ^ 4]) + content[101:]
-
-
-def with_meta(**changes):
-    return lambda content: json.dumps({**json.loads(content), **changes}).encode()
-
-
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("train.bin", flip),
-        ("val.bin", flip),
-        ("train.bin", lambda content: content[:-2]),
-        ("val.bin", lambda content: b""),
-        ("tokenizer.json", lambda content: content[:-9]),
-        ("tokenizer.json", lambda content: content.replace(b'"', b"", 1)),
-        ("meta.json", lambda content: b""),
-        ("meta.json", lambda content: b"[]"),
-        ("meta.json", lambda content: content[:-9]),
-        ("meta.json", with_meta(format=1)),
-        ("meta.json", with_meta(train=5)),
-        ("meta.json", with_meta(val={"documents": 1, "tokens": 1})),
-        ("meta.json", with_meta(dtype="uint17")),
-        ("meta.json", with_meta(kind=None)),
-        ("meta.json", with_meta(tokenizer=7)),
-        ("tokenizer.json", None),
-        ("meta.json", None),
-        ("val.bin", None),
+        ("train.bin", "flip"),
+        ("val.bin", "flip"),
+        ("train.bin", "cut"),
+        ("val.bin", "empty"),
+        ("val.bin", "gone"),
+        ("tokenizer.json", "cut"),
+        ("tokenizer.json", "quote"),
+        ("tokenizer.json", "gone"),
+        ("meta.json", "empty"),
+        ("meta.json", "[]"),
+        ("meta.json", "cut"),
+        ("meta.json", "gone"),
+        ("meta.json", '{"format": 1}'),
+        ("meta.json", '{"train": 5}'),
+        ("meta.json", '{"val": {"documents": 1, "tokens": 1}}'),
+        ("meta.json", '{"dtype": "float64"}'),
+        ("meta.json", '{"kind": null}'),
+        ("meta.json", '{"vocab_size": "300"}'),
+        ("meta.json", '{"tokenizer": 7}'),
     ],
 )
 def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
-    path = folder(tmp_path / "a", ours)
-    content = (path / name).read_bytes()
-    (path / name).unlink()
-    if damage is not None:
-        (path / name).write_bytes(damage(content))
-    with pytest.raises(UserError, match=rf"{path}/{name}.*: run prepare\.py --out_dir {path}$"):
-        Data(str(path), "text", 10, 1, 50)
+    folder = write_folder(tmp_path / "a", ours)
+    path = folder / name
+    raw = path.read_bytes()
+    if damage == "flip":
+        flip(path, 100)
+    elif damage == "cut":
+        path.write_bytes(raw[:-2])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "quote":
+        path.write_bytes(raw.replace(b'"', b"", 1))
+    elif damage == "gone":
+        path.unlink()
+    elif damage == "[]":
+        path.write_text(damage)
+    else:
+        path.write_text(json.dumps(json.loads(raw) | json.loads(damage)))
+    with pytest.raises(UserError, match=rf"{path}.*: run prepare\.py --out_dir {folder}$"):
+        Data(str(folder), "text", 10, 1, 50)
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
     other = tokenizer.train(["quite different words"] * 9, 270)
-    a, b = folder(tmp_path / "a", ours), folder(tmp_path / "b", other)
-    chat = folder(tmp_path / "chat", ours, "chat", packed(ours, *TALKS))
-    wrong = folder(tmp_path / "wrong", ours, vocab_size=ours.n_vocab + 1)
+    a, b = write_folder(tmp_path / "a", ours), write_folder(tmp_path / "b", other)
+    chat = write_folder(tmp_path / "chat", ours, "chat", packed(ours, *TALKS))
+    wrong = write_folder(tmp_path / "wrong", ours, vocab_size=ours.n_vocab + 1)
     for data_dir, kind, block_size, named in (
         (f"{a}=1,{b}=1", "text", 10, f"{b} was made with another tokenizer"),
         (a, "chat", 10, str(a)),
