@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib.figure import Figure
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train
 from tables.storage import DiskStorage, RamStorage
@@ -244,6 +246,20 @@ def trained(data) -> dict[str, Path]:
 def on_disk(data) -> Path:
     """The folder of a run whose tables are in files."""
     return small_run(data, data.parent / "on_disk", offload="disk")
+
+
+class Largest(TorchDispatchMode):
+    """Within it, the most numbers that any operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        old = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in old:
+                self.numbers = max(self.numbers, x.numel())
+        return made
 
 
 @pytest.fixture(params=["ram", "disk"])

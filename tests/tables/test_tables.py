@@ -1,13 +1,11 @@
 """Row lookups against nn.Embedding, and RMSprop on rows against the same on whole tables."""
 
-import copy
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tables import rmsprop
 from tables import tables as tables_module
@@ -37,21 +35,6 @@ def backward(rows, seed: int = 0) -> None:
     loss.backward()
 
 
-def test_only_what_is_contiguous_is_pinned(monkeypatch):
-    pinned = []
-
-    def pin_memory(tensor):
-        assert tensor.is_contiguous(), "some element of the tensor refers to memory of another"
-        pinned.append(tensor)
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(tables_module, "STREAMS", {"meta"})
-    for tensor in (torch.ones(3, 1).expand(3, 4), torch.arange(12).view(3, 4)[:, ::2]):
-        assert tables_module.send(tensor, torch.device("meta")).shape == tensor.shape
-        assert torch.equal(pinned[-1], tensor)
-
-
 BATCH = torch.tensor([[3, 1, 3, 7], [7, 3, 0, 1]])  # 3 is there three times
 
 
@@ -66,12 +49,6 @@ def test_rows_equal_those_of_an_embedding_in_table_order(training, requires_grad
     assert len(rows) == 3
     for row, weight in zip(rows, made.weight, strict=True):
         assert torch.equal(row, F.embedding(BATCH, weight))
-
-
-def test_no_tables_have_no_rows():
-    made = ResidentTables(0, V, 0)
-    assert list(made.lookup(BATCH)) == []
-    assert made.reads == []
 
 
 @pytest.mark.parametrize("n_part", [1, 2])
@@ -102,28 +79,9 @@ def test_only_training_remembers_reads():
     list(made.eval().lookup(BATCH))
     with torch.no_grad():
         list(made.train().lookup(BATCH))
-    with torch.inference_mode():
-        list(made.lookup(BATCH))
     assert made.reads == []
     list(made.lookup(BATCH))
     assert len(made.reads) == 1
-
-
-class OneDevice(TorchDispatchMode):
-    """Refuses operations on tensors of two devices, as a GPU does."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        devices = {x.device for x in args if isinstance(x, torch.Tensor)}
-        assert len(devices) < 2, f"{func} on {devices}"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_ids_may_stay_on_the_cpu_while_the_tables_do_not(training):
-    made = ResidentTables(2, V, W).to("meta").train(training)  # a second device on any machine
-    with OneDevice():
-        rows = list(made.lookup(BATCH))
-    assert [(r.device.type, r.shape) for r in rows] == [("meta", (2, 4, W))] * 2
 
 
 # --- RMSprop on rows ---
@@ -181,36 +139,10 @@ def test_rows_outside_the_batch_stay_bit_identical():
     before = [tensor.clone() for tensor in kept]
     touched = torch.tensor([2, 5, 6])
     rows.step(0.1, (touched, [torch.ones(3, W)] * 2))
-    rest = torch.tensor([0, 1, 3, 4, 7, 8, 9, 10])
     for old, new in zip(before, kept, strict=True):
-        assert torch.equal(new[rest], old[rest])
-        assert (new[touched] != old[touched]).all()
-
-
-@pytest.mark.parametrize("state", ["row", "number"])
-def test_a_run_that_resumes_goes_on_to_the_bit(state):
-    def bfloat16() -> ResidentTables:
-        torch.manual_seed(0)
-        made = ResidentTables(2, V, W, dtype=torch.bfloat16)
-        made.init_rows(1.0)
-        return made
-
-    steps = list(batches(6))
-    whole, second = bfloat16(), bfloat16()
-    rows = RowRMSprop(whole, state=state, seed=1)
-    for number, read in enumerate(steps):
-        rows.step(0.1, read)
-        if number == 2:
-            saved = {name: weight.clone() for name, weight in whole.state_dict().items()}
-            optimizer = copy.deepcopy(rows.state_dict())
-    second.load_state_dict(saved)
-    resumed = RowRMSprop(second, state=state, seed=1)
-    resumed.load_state_dict(optimizer)
-    torch.manual_seed(99)  # the random bits of a step do not depend on what was drawn before
-    for read in steps[3:]:
-        resumed.step(0.1, read)
-    for a, b in zip([*second.weight, *resumed.state], [*whole.weight, *rows.state], strict=True):
-        assert torch.equal(a, b)
+        changed = (old != new).view(V, -1)
+        assert torch.equal(changed.all(1), torch.isin(torch.arange(V), touched))
+        assert torch.equal(changed.any(1), changed.all(1))
 
 
 def test_gradients_count_only_what_was_differentiated():
@@ -231,11 +163,9 @@ def test_gradients_count_only_what_was_differentiated():
 def test_a_training_loop_that_forgets_the_tables_fails(monkeypatch):
     monkeypatch.setattr(tables_module, "MOST_READS", 20)
     made = tables()
-    rows = RowRMSprop(made)
-    for _ in range(3):
-        for _ in range(20):  # micro-batches of one step
-            backward(made.lookup(BATCH))
-        rows.step(0.1)
+    for _ in range(20):  # micro-batches of one step
+        backward(made.lookup(BATCH))
+    made.gradients()
     with pytest.raises(AssertionError, match=r"RowRMSprop\(model.tables\).step"):
         for _ in range(21):
             backward(made.lookup(BATCH))
