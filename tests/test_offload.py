@@ -318,6 +318,18 @@ def test_the_worker_works_on_the_device_of_the_tables(monkeypatch):
         assert device == gpu.device and thread != threading.get_ident()
 
 
+def test_the_worker_works_on_the_device_of_the_tables(monkeypatch):
+    with SimulatedGpu() as gpu:
+        used = []
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda device: used.append((device, threading.get_ident()))
+        )
+        tables = offloaded(gpu)
+        train(tables, RowRMSprop(tables), batch(0))
+        ((device, thread),) = used
+        assert device == gpu.device and thread != threading.get_ident()
+
+
 # --- what goes wrong ---
 
 
