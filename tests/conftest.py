@@ -5,6 +5,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -163,6 +164,14 @@ def flip(path: Path, at: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[at] ^= 1
     path.write_bytes(raw)
+
+
+def of_another_tokenizer(data: Path, folder: Path) -> Path:
+    """A copy of a prepared folder that says so of itself."""
+    shutil.copytree(data, folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "tokenizer": "another"}))
+    return folder
 
 
 def assert_same(a, b, places: str = "") -> None:

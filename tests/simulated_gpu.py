@@ -188,7 +188,7 @@ class SimulatedGpu:
             (torch.cuda, "current_stream", self.current_stream),
             (torch.cuda, "stream", self.stream),
             (torch.cuda, "synchronize", self.synchronize),
-            (torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor.clone())),
+            (torch.Tensor, "pin_memory", lambda tensor: self.pinned_copy(tensor)),
             (torch.cuda, "set_device", lambda device: None),
         ):
             self.stack.callback(setattr, place, name, getattr(place, name))
@@ -243,6 +243,10 @@ class SimulatedGpu:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         self.pinned_memory[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
+
+    def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.is_contiguous(), "the copy of a strided tensor would not be pinned"
+        return self.pin(tensor.clone())
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.pinned_memory

@@ -1,14 +1,12 @@
 """Kinds of attention against one that weighs all T x T pairs of tokens, in float64."""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import Largest
 from torch import nn
 
-from attention import has_grouped_kernel
 from common import UserError
 from config import ModelConfig
 from edit import MeanRows
@@ -132,17 +130,14 @@ def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention):
     assert most[2] / most[1] == pytest.approx(growth, rel=0.1)
 
 
-def test_a_cache_keeps_a_window_or_counts_and_greedy_text_is_that_of_whole_prompts():
-    model, ids = decoder(attention="window,window,count", block_size=64), tokens(2, 9)
-    text = model.generate(ids, 50, temperature=0)
-    for n in range(9, 59):
-        assert torch.equal(model(text[:, :n])[0][:, -1].argmax(-1), text[:, n])
+def test_a_cache_keeps_a_window_or_counts():
+    model, ids = decoder(attention="window,window,count", block_size=64), tokens(2, 59)
     cache = model.make_cache(2)
-    model(text[:, :59], cache=cache)
+    model(ids, cache=cache)
     assert [layer.k.shape[-2:] for layer in cache.layers[:2]] == [(3, 8)] * 2
     assert cache.layers[2] is None
     counts = cache.context
-    for distinct, count, sequence in zip(counts.distinct, counts.after, text[:, :59], strict=True):
+    for distinct, count, sequence in zip(counts.distinct, counts.after, ids, strict=True):
         assert Counter(distinct.repeat_interleave(count).tolist()) == Counter(sequence.tolist())
 
 
@@ -156,23 +151,6 @@ def test_no_pass_waits_for_the_device(attention):
     logits, _ = model(ids, documents=(ids == 0).cumsum(1))
     assert logits.is_meta and logits.shape == (2, 24, 11)
     logits.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("major", "dtype", "masked", "grouped"),
-    [
-        (8, torch.bfloat16, False, True),
-        (7, torch.float16, False, False),  # T4: the math kernel
-        (8, torch.bfloat16, True, False),
-        (8, torch.float32, False, False),
-    ],
-)
-def test_keys_are_repeated_where_a_gpu_has_no_fast_kernel_that_groups_them(
-    major, dtype, masked, grouped, monkeypatch
-):
-    found = SimpleNamespace(major=major)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert has_grouped_kernel(torch.device("cuda"), dtype, masked) == grouped
 
 
 @pytest.mark.parametrize("masked", [False, True])

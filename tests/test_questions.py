@@ -52,12 +52,11 @@ def test_every_country_is_asked_in_all_forms_and_in_words_it_never_saw(encoding)
     chats = questions.chat_questions(encoding, "capital")
     assert len(chats) == n_country * 2
     for prompt, brief, sentence in chats:
-        question = encoding.decode(prompt)
-        assert question.startswith("<|endoftext|><|im_start|>user\n ")
-        assert question.endswith("?<|im_end|>\n<|im_start|>assistant\n")
-        assert question.split("\n ")[1].removesuffix("<|im_end|>") not in learned
-        end = encoding.decode(sentence).removeprefix(" The answer is")
-        assert encoding.decode(brief) == end and end.endswith(".<|im_end|>")
+        question = encoding.decode(prompt).split("\n ")[1].split("<")[0]
+        assert question.endswith("?") and question not in learned
+        answer = encoding.decode(brief)
+        assert answer.endswith(".<|im_end|>")
+        assert encoding.decode(sentence) == f" The answer is{answer}"
 
 
 def test_styles_are_told_apart_as_counting_samples_does(encoding, monkeypatch):

@@ -36,7 +36,8 @@ from training.checkpoints import load_checkpoint
 from training.records import read_run
 
 TOLERANCE = 1e-5  # a mean over a row is a sum over ranks, in another order
-RUN = dict(RUN, eval_tokens=500)
+# Of the 13 rows to evaluate, the last one is read while one of two ranks has none.
+RUN = dict(RUN, eval_tokens=13 * 32)
 
 
 def train_all(jobs: list[dict], folder: Path) -> None:
@@ -65,21 +66,23 @@ def train_all(jobs: list[dict], folder: Path) -> None:
 
 @ranks.joined()
 def work(jobs: list[dict], folder: str) -> None:
+    """Train, and leave in sent.json how many bytes this rank sent in the first of the jobs."""
     sent = Counter()
-    for name in ("all_gather", "all_to_all_single", "all_reduce"):
+    for name in ("all_to_all_single", "all_reduce"):
         count_bytes(name, sent)
-    train_all(jobs, Path(folder))
+    train_all(jobs[:1], Path(folder))
     if ranks.rank == 0:
         (Path(folder) / "sent.json").write_text(json.dumps(sent))
+    train_all(jobs[1:], Path(folder))
 
 
 def count_bytes(name: str, sent: Counter) -> None:
     """Count what a function of torch.distributed gives this rank."""
     function = getattr(dist, name)
 
-    def counted(to, *given, **options):
-        sent[name] += sum(t.nbytes for t in to) if isinstance(to, list) else to.nbytes
-        return function(to, *given, **options)
+    def counted(received, *more, **options):
+        sent[name] += received.nbytes
+        return function(received, *more, **options)
 
     setattr(dist, name, counted)
 
@@ -119,15 +122,14 @@ def assert_close(a, b) -> None:
 
 
 def assert_same_training(a: Path, b: Path) -> None:
-    assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
     assert len(losses(a)) == 12
+    assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
     evals = [{e["step"]: e["val_loss"] for e in read_run(folder)["eval"]} for folder in (a, b)]
     for step, loss in evals[1].items():  # where a run resumed it evaluated once more
-        assert evals[0][step] == pytest.approx(loss, rel=1e-6)  # each rank has a share of it
+        assert evals[0][step] == pytest.approx(loss, rel=1e-5)
     one, other = (load_checkpoint(folder / "ckpt.pt", verify=True) for folder in (a, b))
     for part in ("model", "optimizer", "step"):
         assert_close(one[part], other[part])
-    assert one["best"] == pytest.approx(other["best"], rel=1e-6)
 
 
 def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F811
@@ -137,16 +139,16 @@ def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F8
     text = dict(base, **SHAPE, data_dir=str(data))
     sft = dict(base, init_from=str(trained["stem"] / "ckpt.pt"), data_dir=str(chat), stage="sft")
     whole = [
-        dict(text, out_dir="dense", ffn="dense"),
         dict(text, out_dir="stem"),
+        dict(text, out_dir="dense", ffn="dense"),
         dict(text, out_dir="embformer", ffn="embformer"),
         dict(text, out_dir="disk", offload="disk", stem_layers="all"),
         dict(sft, out_dir="sft"),
     ]
     one, two = tmp_path / "one", tmp_path / "two"
-    train_all([dict(whole[1], out_dir="one-two", until=9)], two)  # saved at step 6
+    train_all([dict(whole[0], out_dir="one-two", until=9)], two)  # saved at step 6
     cut = [
-        dict(whole[1], out_dir="two-two", until=9),
+        dict(whole[0], out_dir="two-two", until=9),
         dict(whole[3], out_dir="two-one", signal=4),
         dict(out_dir="one-two", resume=True),
         dict(out_dir="two-two", resume=True),
@@ -162,31 +164,15 @@ def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F8
         assert_same_training(two / name, one / like)
     assert not list(tmp_path.rglob("*live*"))
 
-
-def test_four_ranks_equal_one_process_nearly_and_send_what_they_read(data, tmp_path):
-    job = dict(RUN, **SHAPE, data_dir=str(data), out_dir="run", stem_layers="all")
-    # Of the five rows to evaluate, the last one is read while three ranks have none.
-    job |= dict(device_batch_size=1, eval_interval=12, eval_tokens=5 * 32)
-    process = in_ranks(4, [job], tmp_path / "four")
-    train_all([job], tmp_path / "one")
-    assert_ended(process)
-    runs = [read_run(tmp_path / name / "run") for name in ("one", "four")]
-    for kind, loss in (("step", "train_loss"), ("eval", "val_loss")):
-        one, four = ([record[loss] for record in run[kind]] for run in runs)
-        assert len(one) > 1 and four == pytest.approx(one, abs=1e-5)
-    one, four = (checkpoint(tmp_path / name / "run") for name in ("one", "four"))
-    for name, weight in one["model"].items():
-        assert (four["model"][name] - weight).abs().mean() < 1e-5
-
-    # Rows of a rank's 32 tokens at most, once each way a step, and gradients of the backbone: not
+    # Rows of a rank's 64 tokens at most, once each way a step, and gradients of the backbone: not
     # of the tables, which have 300 rows.
-    sent = json.loads((tmp_path / "four" / "sent.json").read_text())
-    config = one["config"]
-    row = 4 * (config["n_embd"] + config["d_ff"])  # of the embedding and of one table
-    passes = 2 * 12 + 2 * 2  # of 12 steps both ways, and of two evaluations of two batches
-    assert 0 < sent["all_to_all_single"] <= passes * 32 * row
-    dense = sum(w.nbytes for n, w in one["model"].items() if not n.startswith(("wte", "tables")))
-    assert sent["all_reduce"] == pytest.approx(12 * dense, rel=0.01)
+    sent = json.loads((two / "sent.json").read_text())
+    saved = checkpoint(one / "stem")
+    row = 4 * (saved["config"]["n_embd"] + saved["config"]["d_ff"])
+    passes = 2 * 12 + 3 * 4  # of 12 steps both ways, and of three evaluations of four batches
+    assert 0 < sent["all_to_all_single"] <= passes * 64 * row
+    dense = [w for name, w in saved["model"].items() if not name.startswith(("wte", "tables"))]
+    assert sent["all_reduce"] == pytest.approx(12 * sum(w.nbytes for w in dense), rel=0.01)
 
 
 @pytest.mark.parametrize(("n", "more"), [(3, {}), (2, dict(table_optimizer="adamw"))])
@@ -211,7 +197,7 @@ def test_a_rank_that_dies_ends_all_with_one_line(data, tmp_path):
     assert process.returncode and "another process of this run died" in line and "--resume" in line
     saved = checkpoint(out)["step"]
     assert saved and saved % 6 == 0
-    command("sample.py", "--ckpt", out / "ckpt.pt", "--max_new_tokens", 3)
+    command("sample.py --max_new_tokens 3 --ckpt", out / "ckpt.pt")
 
 
 if __name__ == "__main__":

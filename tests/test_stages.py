@@ -3,24 +3,23 @@
 import json
 import random
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import (
     assert_same_run,
     checkpoint,
     command,
-    flags,
     interrupted,
     losses,
+    of_another_tokenizer,
     refused,
     resume,
     small_run,
 )
 
-import train
 from model import Decoder, ModelConfig
 from training.batches import Data
 from training.objectives import NextToken, validate
@@ -44,8 +43,8 @@ def chat(trained, tmp_path_factory) -> Path:
             ]
             turns = rng.choice((1, 1, 2)) * turn
             file.write(json.dumps({"conversations": turns}, ensure_ascii=False) + "\n")
-    more = flags(val_fraction=0.2, tokenizer=trained["stem"] / "ckpt.pt")
-    command("prepare.py", "--input", path, "--out_dir", folder / "data", *more)
+    line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
+    command(line, trained["stem"] / "ckpt.pt")
     return folder / "data"
 
 
@@ -68,20 +67,15 @@ def stage(data, chat, trained):
 
 
 def test_the_whole_chain(stage, trained, chat, tmp_path):
-    out = small_run(
-        **stage("sft", block_size=64, max_iters=60, learning_rate=3e-3), out=tmp_path / "out"
-    )
+    settings = stage("sft", block_size=64, max_iters=60, learning_rate=3e-3)
+    out = small_run(**settings, out=tmp_path / "out")
     first, *_, last = (record["val_loss"] for record in read_run(out)["eval"])
     assert last < 0.5 * first
-    asked = ("--eval_only", "--out_dir", out, "--device", "cpu")
-    assert f" on {chat}: val loss {last:.5g}," in command("train.py", *asked).stdout
+    said = command("train.py --eval_only --out_dir", out).stdout
+    assert f" on {chat}: val loss {last:.5g}," in said
     # ... and the model of the last stage talks.
-    talk = command(
-        "sample.py",
-        "--chat",
-        *flags(ckpt=out / "ckpt.pt", temperature=0, device="cpu", max_new_tokens=12),
-        stdin="Who sees Anna?\n\nWho sees Björn?\n",
-    )
+    line = "sample.py --chat --temperature 0 --max_new_tokens 12 --ckpt"
+    talk = command(line, out / "ckpt.pt", stdin="Who sees Anna?\n\nWho sees Björn?\n")
     assert re.fullmatch(r".+\n.+\n", talk.stdout, re.DOTALL) and not talk.stderr
     before, after = checkpoint(trained["stem"]), checkpoint(out)
     assert after["config"] == {**before["config"], "block_size": 64}
@@ -127,7 +121,7 @@ def test_midtrain_decays_linearly_and_reports_the_parts_of_a_mixture(stage, data
     assert last["val_loss"] == pytest.approx(0.75 * parts[0] + 0.25 * parts[1])
     assert parts[1] > parts[0]  # the model has never seen a conversation
     other = f"{data}=0.25,{chat}=0.75"
-    assert other in refused("train.py", "--resume", "--out_dir", out, "--data_dir", other)
+    assert other in refused(f"train.py --resume --out_dir {out} --data_dir {other}")
 
 
 def test_context_grows_the_context_and_slows_the_rotations(stage, trained, tmp_path):
@@ -149,41 +143,30 @@ def test_a_step_of_conversations_weighs_tokens_equally(stage, tmp_path):
 def test_validation_means_over_tokens_whatever_the_batch(chat):
     data = Data(str(chat), "chat", 64, 1, 100)
     torch.manual_seed(0)
-    model = Decoder(ModelConfig(data.encoding.n_vocab, 64, 2, 2, 32, init_std=0.2))
+    model = Decoder(ModelConfig(data.encoding.n_vocab, 64, 2, 2, 32, init_std=0.2)).eval()
     objective = NextToken(model, torch.device("cpu"), "float32")
     rows = data.val[str(chat)]
-    model.eval()
     ids, targets = rows.rows(range(rows.n_row))
-    with torch.no_grad():
-        logits, _ = model(ids)
-    expected = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=-1
-    )
+    logits = model(ids)[0].flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=-1).item()
     for size in (1, 3, rows.n_row):
         found = validate(objective, data, rows.n_row * 64, size)
-        assert found["val_loss"] == pytest.approx(expected.item(), rel=1e-5)
+        assert found["val_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "named"),
+    ("line", "named"),
     [
-        ("sft", dict(data="{text}"), "{text}"),
-        ("sft", dict(data="{chat}=1,{text}=1"), "--data_dir {chat}=1,{text}=1"),
-        ("sft", dict(doc_mask=True), "--doc_mask has no effect with --stage sft"),
-        ("midtrain", dict(n_embd=64), "--n_embd"),
-        ("midtrain", dict(data="{other}"), "{other}"),
-        ("context", dict(block_size=32), "--block_size"),
+        ("--stage sft --data_dir {text}", "{text}"),
+        ("--stage sft --data_dir {chat}=1,{text}=1", "--data_dir {chat}=1,{text}=1"),
+        ("--stage sft --data_dir {chat} --doc_mask", "--doc_mask has no effect with --stage sft"),
+        ("--stage midtrain --data_dir {text} --n_embd 64", "--n_embd"),
+        ("--stage midtrain --data_dir {other}", "{other}"),
+        ("--stage context --data_dir {text} --block_size 32", "--block_size"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(stage, data, chat, tmp_path, name, more, named):
-    other = shutil.copytree(data, tmp_path / "other")  # of another tokenizer
-    meta = json.loads((other / "meta.json").read_text())
-    (other / "meta.json").write_text(json.dumps({**meta, "tokenizer": "another"}))
-    folders = dict(text=data, chat=chat, other=other)
-    more = {k: v.format(**folders) if isinstance(v, str) else v for k, v in more.items()}
-    given = {**stage(name), "device": "cpu", "out_dir": tmp_path / "out", **more}
-    given["data_dir"] = str(given.pop("data"))
-    with pytest.raises(train.UserError) as error:
-        train.train(train.resolve_settings(**{k: v for k, v in given.items() if v is not None}))
-    assert named.format(**folders) in str(error.value)
-    assert not (tmp_path / "out").exists()
+def test_what_does_not_fit_together_is_refused(data, chat, trained, tmp_path, line, named):
+    folders = dict(text=data, chat=chat, other=of_another_tokenizer(data, tmp_path / "other"))
+    line = f"train.py --init_from {trained['stem']}/ckpt.pt --out_dir new " + line.format(**folders)
+    assert named.format(**folders) in refused(line, cwd=tmp_path)
+    assert not (tmp_path / "new").exists()

@@ -1,7 +1,5 @@
 """Checks the STEM layer against its formula, and editing against a model with edited tables."""
 
-import copy
-
 import pytest
 import torch
 from test_model import naive_greedy
@@ -43,24 +41,23 @@ def test_stem_ffn_equals_its_formula_per_token():
 @pytest.mark.parametrize(
     ("spec", "n_layer", "layers"),
     [
-        ("third", 8, [1, 4, 7]),
-        ("half", 6, [1, 3, 5]),
-        ("all", 4, [1, 2, 3]),
-        ("0", 1, [0]),
-        ("0,2,5", 6, [0, 2, 5]),
-        ("5, 0,5", 6, [0, 5]),
+        ("third", 8, "147"),
+        ("half", 6, "135"),
+        ("all", 4, "123"),
+        ("0", 1, "0"),
+        ("0,2,5", 6, "025"),
+        ("5, 0,5", 6, "05"),
     ],
 )
 def test_stem_layers_reads_names_and_numbers(spec, n_layer, layers):
-    assert stem_layers(spec, n_layer) == layers
+    assert stem_layers(spec, n_layer) == [int(layer) for layer in layers]
 
 
-@pytest.mark.parametrize("spec", ["third", "half", "all", "0,3"])
-def test_only_the_chosen_layers_have_a_table(spec):
-    model, chosen = decoder(stem_layers=spec), stem_layers(spec, 4)
-    for layer, block in enumerate(model.blocks):
-        assert type(block.ffn) is (StemFFN if layer in chosen else SwiGLU)
-    assert [tuple(weight.shape) for weight in model.tables.weight] == [(23, 48)] * len(chosen)
+def test_only_the_chosen_layers_have_a_table():
+    model = decoder(stem_layers="0,3")
+    kinds = [type(block.ffn) for block in model.blocks]
+    assert kinds == [StemFFN, SwiGLU, SwiGLU, StemFFN]
+    assert [tuple(weight.shape) for weight in model.tables.weight] == [(23, 48)] * 2
 
 
 # --- substitution of ids ---
@@ -99,16 +96,6 @@ def test_substitute_by_hand(align, text, source, target, expected):
 
 
 # --- editing: a decoder that reads other tokens' rows ---
-
-
-def test_substitution_equals_copying_the_rows_in_the_tables():
-    model, ids = decoder(stem_layers="half"), torch.tensor([[1, PARIS, 3, PARIS, 4, ROME]])
-    overwritten = copy.deepcopy(model)
-    for weight in overwritten.tables.weight:
-        weight[PARIS] = weight[ROME]
-    edited = model(ids, table_ids=substitute(ids, [PARIS], [ROME]))[0]
-    assert torch.equal(edited, overwritten(ids)[0])
-    assert not torch.equal(edited, model(ids)[0])
 
 
 def test_generation_reads_the_prompt_under_table_ids_and_new_tokens_under_their_own():

@@ -1,5 +1,7 @@
 """The default corpus: facts, phrasings, and what is held out."""
 
+import re
+
 import pytest
 
 from text import countries
@@ -12,16 +14,12 @@ def corpus() -> tuple[list[str], list[str]]:
 
 def test_table_is_complete_and_clean():
     table = countries.table()
-    assert len(table) >= 190
-    assert len({country.name for country in table}) == len(table)
-    for country in table:
-        for field in ("name", *countries.RELATIONS, "people"):
-            value = getattr(country, field)
-            assert value and value == value.strip(), (country.name, field)
-    regions = {country.region for country in table}
-    assert regions == {"Africa", "Americas", "Asia", "Europe", "Oceania"}
+    assert len(table) == len({country.name for country in table}) >= 190
     region_of = {country.subregion: country.region for country in table}
-    assert all(region_of[country.subregion] == country.region for country in table)
+    assert set(region_of.values()) == {"Africa", "Americas", "Asia", "Europe", "Oceania"}
+    for country in table:
+        assert all(value and value == value.strip() for value in vars(country).values())
+        assert region_of[country.subregion] == country.region
 
 
 def test_well_known_facts():
@@ -58,23 +56,24 @@ def test_every_fact_is_in_training_in_many_phrasings(corpus):
     train = set(corpus[0])
     for country in countries.table():
         for relation in countries.RELATIONS:
-            patterns = [
-                pattern
-                for form in (countries.QUESTION, countries.PROSE)
-                for pattern in countries.seen(form, relation)
-            ]
+            patterns = countries.seen(countries.QUESTION, relation)
+            patterns += countries.seen(countries.PROSE, relation)
             said = sum(countries.sentence(p, country, relation) in train for p in patterns)
             assert said >= 0.7 * len(patterns), (country.name, relation)
 
 
 def test_held_out_questions_never_occur_with_their_answer(corpus):
-    text = "\n".join(document for split in corpus for document in split).lower()
+    text = "\n".join([*corpus[0], *corpus[1]]).lower()
+    # Every sentence once, else the search takes long. "St. John's" is no end of one.
+    text = "\n".join(set(re.split(r"(?<=\.)(?<!st\.)\s", text)))
+    hidden = set()
     for country in countries.table():
         for relation in countries.RELATIONS:
             for form in countries.FORMS:
                 for question in countries.questions(relation, form, country):
                     words = question.prompt.removeprefix(f"Country: {country.name}\n")
-                    assert (words + question.answer).lower() not in text
+                    hidden.add((words + question.answer).lower())
+    assert not [phrase for phrase in hidden if phrase in text]
 
 
 def test_validation_is_drawn_as_training_is_and_shares_no_document(corpus):
@@ -82,16 +81,12 @@ def test_validation_is_drawn_as_training_is_and_shares_no_document(corpus):
     assert not set(train) & set(val)
     # Of each country 4 paragraphs, and of each of its 6 facts a question and a sentence.
     assert len(val) == len(countries.table()) * (4 + 6 * 2)
-
-    def shape(documents: list[str]) -> list[float]:
-        """The shares of paragraphs and of questions among documents, and their mean length."""
-        paragraphs = sum(document.startswith("Country: ") for document in documents)
-        questions = sum(document.startswith("Question: ") for document in documents)
-        length = sum(map(len, documents)) / len(documents)
-        return [paragraphs / len(documents), questions / len(documents), length / 1000]
-
-    # Training lacks the sentences that validation happens to have, so it has more paragraphs.
-    assert shape(train) == pytest.approx(shape(val), abs=0.03)
+    for head in ("Country: ", "Question: "):
+        of_train, of_val = (
+            sum(document.startswith(head) for document in split) / len(split) for split in corpus
+        )
+        # Training lacks the sentences that validation happens to have: it has more paragraphs.
+        assert of_train == pytest.approx(of_val, abs=0.03)
 
 
 def test_each_held_out_pattern_is_seen_with_other_nouns():
@@ -102,6 +97,10 @@ def test_each_held_out_pattern_is_seen_with_other_nouns():
                 assert any(pattern in countries.seen(patterns, other) for other in others)
 
 
+NAME_IT = "Question: Name the region of Chad.\nAnswer: Africa."
+CALL = "People there call themselves Basotho."
+
+
 @pytest.mark.parametrize(
     ("pattern", "name", "relation", "text"),
     [
@@ -110,18 +109,8 @@ def test_each_held_out_pattern_is_seen_with_other_nouns():
         ("Its {noun} is", "Peru", "region", "Its region is the Americas."),
         ("Its {noun} is", "United States", "capital", "Its capital is Washington, D.C."),
         ("Its {noun} is", "Lesotho", "demonym", "Its demonym is Mosotho."),
-        (
-            "Name the {noun} of {name}.",
-            "Chad",
-            "region",
-            "Question: Name the region of Chad.\nAnswer: Africa.",
-        ),
-        (
-            "People there call themselves",
-            "Lesotho",
-            "demonym",
-            "People there call themselves Basotho.",
-        ),
+        ("Name the {noun} of {name}.", "Chad", "region", NAME_IT),
+        ("People there call themselves", "Lesotho", "demonym", CALL),
     ],
 )
 def test_sentences_read_like_english(pattern, name, relation, text):
@@ -133,21 +122,23 @@ def test_sentences_read_like_english(pattern, name, relation, text):
 
 
 def test_conversations_hold_out_phrasings_and_tell_the_truth():
-    by_name = {country.name: country for country in countries.table()}
     train, val = countries.conversations(seed=1)
-    assert len(val) == len(by_name) * len(countries.RELATIONS)
-    said = {message["content"] for talk in train for message in talk}
+    table = countries.table()
+    facts = [(country, relation) for country in table for relation in countries.RELATIONS]
     asked = {talk[0]["content"] for talk in val}
-    for relation in countries.RELATIONS:
+    said = {message["content"] for talk in train for message in talk}
+    first = {}  # the fact that a question asks for
+    for country, relation in facts:
+        for pattern in countries.QUESTION:
+            first[countries.ask(pattern, country, relation)] = country, relation
         patterns = countries.held_out(countries.QUESTION, relation)
-        for country in by_name.values():
-            hidden = {countries.ask(pattern, country, relation) for pattern in patterns}
-            assert len(hidden & asked) == 1 and not hidden & said
-    facts = [(country, r) for country in by_name.values() for r in countries.RELATIONS]
-    first = {countries.ask(p, c, r): (c, r) for p in countries.QUESTION for c, r in facts}
-    follow_up = {
-        p.format(noun=n): r for p in countries.FOLLOW_UP for r, n in countries.NOUNS.items()
-    }
+        hidden = {countries.ask(pattern, country, relation) for pattern in patterns}
+        assert len(hidden & asked) == 1 and not hidden & said
+    assert len(val) == len(facts)
+    follow_up = {}  # by a noun alone
+    for relation, noun in countries.NOUNS.items():
+        follow_up |= {pattern.format(noun=noun): relation for pattern in countries.FOLLOW_UP}
+    brief = []
     for talk in [*train, *val]:
         assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
         country, relation = first[talk[0]["content"]]
@@ -155,10 +146,12 @@ def test_conversations_hold_out_phrasings_and_tell_the_truth():
             relation = follow_up.get(question["content"], relation)
             fact = countries.stopped(country.answer(relation))
             assert answer["content"] in (f"The answer is {fact}", fact[0].upper() + fact[1:])
-    brief = sum(not m["content"].startswith("The answer") for talk in train for m in talk[1::2])
-    assert brief / sum(len(talk) // 2 for talk in train) == pytest.approx(0.5, abs=0.03)
+            brief.append(not answer["content"].startswith("The answer"))
+    assert sum(brief) / len(brief) == pytest.approx(0.5, abs=0.03)
 
 
-def test_corpora_are_functions_of_the_seed():
+def test_corpora_are_functions_of_the_seed(monkeypatch):
+    few = countries.table()[:5]
+    monkeypatch.setattr(countries, "table", lambda: few)
     for corpus in (countries.documents, countries.conversations):
         assert corpus(3) == corpus(3) != corpus(4)

@@ -4,7 +4,6 @@ import base64
 import json
 import random
 import time
-import unicodedata
 from collections import Counter
 from itertools import pairwise
 
@@ -47,18 +46,6 @@ TRICKY = [
     "1234567890 3.14159 ½ Ⅷ ٣٤٥٦",
     "'s 't 're 've 'm 'll 'd ''",
 ]
-
-
-def random_text(rng: random.Random, length: int, assigned: bool = False) -> str:
-    """Any code points except surrogates; `assigned` leaves out what Unicode has not named yet."""
-    text = ""
-    while len(text) < length:
-        # Drawn from all planes alike, nearly all would be unassigned.
-        char = chr(rng.randrange(rng.choice([0x80, 0x3000, 0x20000, 0x110000])))
-        kind = unicodedata.category(char)
-        if kind != "Cs" and not (assigned and kind == "Cn"):
-            text += char
-    return text
 
 
 def merge_in_place(word: list[int], pair: tuple[int, int], new_id: int) -> None:
@@ -126,16 +113,6 @@ def foreign() -> tiktoken.Encoding:
 # Training
 
 
-def test_hand_example():
-    # aaabdaaabac: "aa" is there 4 times. Then "aa"+"a" and "a"+"b" both twice: the smaller ids win.
-    # Then "aa"+"ab" twice, and after that no pair occurs twice.
-    encoding = tokenizer.train(["aaabdaaabac"], 1000)
-    assert tokens_of(encoding)[256:] == [b"aa", b"ab", b"aaab"]
-    assert encoding.n_vocab == 262
-    a, c, d, aaab = 100, 102, 103, 261
-    assert encoding.encode("aaabdaaabac") == [aaab, d, aaab, a, c]
-
-
 @pytest.mark.parametrize("min_count", [1, 2, 5])
 def test_same_merges_as_naive_trainer(min_count):
     encoding = tokenizer.train(CORPUS, 460, min_count)
@@ -176,15 +153,8 @@ def test_encodes_by_merges_in_order(encoding):
     merges = naive_train(CORPUS, 380)
     rng = random.Random(0)
     mixed = ["".join(rng.choices("aehst 'n19.,\n\r\té日½", k=200)) for _ in range(20)]
-    strange = [random_text(rng, 100, assigned=True) for _ in range(20)]
-    for text in CORPUS + TRICKY + mixed + strange:
+    for text in CORPUS + TRICKY + mixed:
         assert encoding.encode_ordinary(text) == naive_encode(text, merges)
-
-
-def test_min_count_stops_early():
-    exact = ["xy"] * 7  # the pair occurs exactly 7 times
-    assert tokenizer.train(exact, 300, 7).n_vocab == FIRST_MERGE + 1
-    assert tokenizer.train(exact, 300, 8).n_vocab == FIRST_MERGE
 
 
 def test_train_refuses_too_small_a_vocabulary():
@@ -222,7 +192,7 @@ def test_dumps_and_loads(which, request):
         assert after.decode(ids) == sample
 
 
-def test_fingerprint(encoding, foreign):
+def test_fingerprint(encoding):
     data = json.loads(tokenizer.dumps(encoding))
     special, ranks = data["special_tokens"], data["ranks"]
     mark = tokenizer.fingerprint(encoding)
@@ -234,15 +204,10 @@ def test_fingerprint(encoding, foreign):
     # The order in the file means nothing: only which token has which id.
     assert changed(ranks=ranks[::-1], special_tokens=dict(reversed(special.items()))) == mark
     (last, i), (previous, j) = ranks[-1], ranks[-2]
-    marks = {
-        mark,
-        tokenizer.fingerprint(foreign),
-        changed(pattern=PRETRAINED["gpt2"]),
-        changed(special_tokens={"<|other|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}),
-        changed(ranks=ranks[:-1]),
-        changed(ranks=[*ranks[:-2], [last, j], [previous, i]]),
-    }
-    assert len(marks) == 6
+    assert changed(pattern=PRETRAINED["gpt2"]) != mark
+    assert changed(special_tokens={**special, "<|other|>": 999}) != mark
+    assert changed(ranks=ranks[:-1]) != mark
+    assert changed(ranks=[*ranks[:-2], [last, j], [previous, i]]) != mark
 
 
 NEW = base64.b64encode(b"a new token").decode()
@@ -321,5 +286,3 @@ def test_stream_flush(encoding):
     start, *rest = encoding.encode("ᚠ")
     assert decoder.feed(start) == "" and decoder.flush() == "\ufffd"
     assert "".join(decoder.feed(i) for i in [start, *rest]) == "ᚠ"  # the next text starts clean
-    with pytest.raises(KeyError):
-        decoder.feed(encoding.n_vocab)

@@ -127,15 +127,6 @@ def test_a_long_conversation_keeps_an_answer(encoding):
     assert ids[1, 0] == encoding.eot_token  # the head of the other
 
 
-def test_the_head_is_kept_if_an_answer_begins_with_its_last_target(encoding):
-    ids = packed(encoding, talk("yes", "no no no no no"))
-    first = int(tokenizer.answers(encoding, ids.astype(np.int64)).argmax())
-    for block_size, is_head in ((first, True), (first - 1, False)):
-        inputs, targets = Conversations(ids, encoding, block_size, None).row(0)
-        assert (inputs[0] == encoding.eot_token) == is_head
-        assert (targets >= 0).any()
-
-
 # --- folders ---
 
 
@@ -174,7 +165,6 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
 
 
 def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
-    assert parse_mixture("data/a") == {Path("data/a"): 1.0}
     weights = {Path("a"): 0.65, Path("b"): 0.05, Path("c"): 0.3}
     assert parse_mixture("a=0.65,b=.05,c=3e-1") == pytest.approx(weights)
     for wrong in ("a=", "a=0", "a=-1", "a=1,b", "=1", "a=nan", "a=1,b=1,a=2", "x" * 300 + "="):

@@ -5,7 +5,17 @@ import shutil
 
 import pytest
 import torch
-from conftest import SMALL, assert_same, checkpoint, command, losses, refused, resume, small_run
+from conftest import (
+    SMALL,
+    assert_same,
+    assert_same_run,
+    checkpoint,
+    command,
+    losses,
+    refused,
+    resume,
+    small_run,
+)
 from simulated_gpu import SimulatedGpu
 
 from offload import OffloadedTables, make_tables
@@ -54,26 +64,21 @@ def test_any_place_opens_any_checkpoint(runs, saved_as):
 
 
 def test_the_commands_take_the_flags(runs):
-    ckpt = ("--ckpt", runs["disk"] / "ckpt.pt", "--max_new_tokens", 20)
-    names = ("--source", "Anna", "--target", "Chloë", "--prompt", "Anna sees Björn. Anna meets")
-    for args in (("sample.py", *ckpt), ("edit.py", *ckpt, *names)):
-        texts = {command(*args, "--offload", kind).stdout for kind in KINDS}
-        assert len(texts) == 1
+    edit = "edit.py --source Anna --target Chloë --prompt Anna"
+    for line in ("sample.py", edit):
+        line += f" --max_new_tokens 20 --ckpt {runs['disk']}/ckpt.pt --offload "
+        assert len({command(line + kind).stdout for kind in KINDS}) == 1
 
 
-@pytest.mark.parametrize("more", [{}, {"table_dtype": "bfloat16"}])
-def test_a_run_resumes_to_the_bit_in_another_place(data, tmp_path, monkeypatch, more):
-    whole = small_run(data, tmp_path / "whole", max_iters=12, **more)
-    cut = small_run(data, tmp_path / "cut", max_iters=12, **more, offload="cpu")
-    saved = load_checkpoint(cut / "ckpt.pt")
-    for place in ("disk", "none"):  # one step more in each place
-        saved = load_checkpoint(resume(cut, max_iters=saved["step"] + 1, offload=place) / "ckpt.pt")
-    expected = small_run(data, tmp_path / "more", max_iters=12, **more)
-    resume(expected, max_iters=13)
-    resume(expected, max_iters=14)
-    assert losses(whole) == losses(cut)[:12]
-    for part in ("model", "optimizer"):
-        assert_same(load_checkpoint(expected / "ckpt.pt")[part], saved[part])
+@pytest.mark.parametrize("more", [{}, {"table_dtype": "bfloat16", "table_state": "number"}])
+def test_a_run_resumes_to_the_bit_in_another_place(data, tmp_path, more):
+    whole = small_run(data, tmp_path / "whole", **more)
+    cut = small_run(data, tmp_path / "cut", **more, offload="cpu")
+    assert losses(whole) == losses(cut)
+    for max_iters, place in ((13, "disk"), (14, "none")):
+        resume(whole, max_iters=max_iters)
+        resume(cut, max_iters=max_iters, offload=place)
+    assert_same_run(cut, whole)
 
 
 def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
@@ -91,12 +96,6 @@ def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(tmp_pat
     for name, start, copies in (("new", None, 3), ("resumed", saved, 2)):
         make = make_tables("disk", CPU, torch.float32, live=tmp_path / name, saved=start)
         assert make(2, 10, 4).storage.copies == copies
-
-
-def test_a_dense_model_has_no_tables_to_offload(tmp_path):
-    for kind in ("cpu", "disk"):
-        made = make_tables(kind, CPU, torch.float32, live=tmp_path / "live")(0, 10, 0)
-        assert len(made.weight) == 0 and not (tmp_path / "live").exists()
 
 
 @pytest.mark.parametrize(("offload", "kind"), [("cpu", RamStorage), ("disk", DiskStorage)])
