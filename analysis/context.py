@@ -27,7 +27,7 @@ from text.download import MOBY_DICK
 from train import resolve_settings
 from training.checkpoints import load_model
 
-CONTEXTS = [2**power for power in range(10, 16)]
+CONTEXTS = [1024, 4096, 32_768]
 NAMES = "Anna Boris Clara David Elena Felix Greta Henry Irene James Karen Louis Maria Nina Oscar"
 WORDS = (
     "tiger apple silver river candle hammer violin desert butter mirror basket anchor garden "
@@ -69,9 +69,9 @@ def context(experiment: Experiment) -> None:
 # --- parameters read ---
 
 
-def distinct_tokens(ids: np.ndarray, length: int, most: int = 8) -> list[int]:
-    """How many tokens differ in each of up to `most` contexts, spread evenly over ids [T]."""
-    starts = np.unique(np.linspace(0, len(ids) - length, most, dtype=int))
+def distinct_tokens(ids: np.ndarray, length: int) -> list[int]:
+    """How many tokens differ in each of up to 8 contexts, spread evenly over ids [T]."""
+    starts = np.unique(np.linspace(0, len(ids) - length, 8, dtype=int))
     return [len(np.unique(ids[start : start + length])) for start in starts]
 
 

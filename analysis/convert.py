@@ -4,22 +4,22 @@ Dense models are converted and trained on, beside what one could do instead: tra
 begin with random rows, or train STEM from scratch for as many tokens in all.
 """
 
-import subprocess
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from analysis.experiment import (
     KINDS,
-    ROOT,
     Experiment,
     Flags,
     code_digest,
 )
 from analysis.kinds import row_with_edits
 from analysis.pictures import markdown
-from common import UserError, locked
+from common import locked
+from convert import Settings, dense_to_stem
 from train import resolve_settings
+from training.checkpoints import save_checkpoint
 
 TOKENS = 10**6  # of the training text, to fill rows from; 0: rows are random
 DECAY = {"weight_decay": 3.0}  # what weights forget, rows have to learn
@@ -87,18 +87,23 @@ def train_models(
 
 
 def converted(experiment: Experiment, dense: Path, data_dir: Path, model: Model) -> Path:
-    """A dense checkpoint with some layers converted to tables, by convert.py unless it is there."""
+    """A dense checkpoint with some layers converted to tables, as by convert.py, unless it is
+    there."""
     tokens = min(model.tokens, 4096) if experiment.quick else model.tokens
-    code = code_digest(str(ROOT / "convert.py"))
-    name = f"{dense.parent.name}-{model.stem_layers}-{tokens}-{code}"
+    name = f"{dense.parent.name}-{model.stem_layers}-{tokens}-{code_digest()}"
     out = experiment.out_dir / "converted" / name / "ckpt.pt"
-    command = [sys.executable, str(ROOT / "convert.py"), str(dense), "--ffn", "stem"]
-    command += ["--stem_layers", model.stem_layers, "--data_dir", str(data_dir)]
-    command += ["--tokens", str(tokens), "--device", experiment.device, "--out", str(out)]
+    settings = Settings(
+        source=dense,
+        out=out,
+        ffn="stem",
+        stem_layers=model.stem_layers,
+        data_dir=str(data_dir),
+        tokens=tokens,
+        device=experiment.device,
+    )
     with locked(experiment.out_dir / "runs", wait=True):
         if not out.exists():
             out.parent.mkdir(parents=True, exist_ok=True)
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise UserError(f"{' '.join(command[1:])}: {done.stderr.strip()}")
+            tables, encoding, args = dense_to_stem(settings)
+            save_checkpoint(out, tables, encoding, args={**args, **asdict(tables.config)})
     return out

@@ -97,12 +97,12 @@ def returns(experiment: Experiment) -> str:
         likelihoods = [np.exp(-run["eval"][-1]["val_loss"]) for run in runs]
         recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
         dense = dense or (flops, np.mean(likelihoods), np.mean(recalls))
-        row = {"trained": name, "FLOPs of dense": f"{flops / dense[0]:.3f}"}
+        relative = flops / dense[0]
+        row = {"trained": name, "FLOPs of dense": f"{relative:.3f}"}
         row["capitals recalled"] = spread(".3f", recalls)
-        row["return by recall"] = spread(".2f", returned(recalls, dense[2], flops / dense[0]))
+        row["return by recall"] = spread(".2f", returned(recalls, dense[2], relative))
         row["exp(-val loss)"] = spread(".3f", likelihoods)
-        by_likelihood = returned(likelihoods, dense[1], flops / dense[0])
-        row["return by likelihood"] = spread(".2f", by_likelihood)
+        row["return by likelihood"] = spread(".2f", returned(likelihoods, dense[1], relative))
         row["return in the paper"] = PAPER.get(name, "")
         rows.append(row)
     return markdown(rows)

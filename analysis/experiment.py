@@ -291,52 +291,34 @@ def exit_on_signals() -> None:
             signal.signal(number, leave)
 
 
-def search_learning_rates(
-    names: Iterable[Hashable],
-    rates: tuple[float, ...],
-    losses: Callable[[list[tuple[Hashable, float]]], list[float]],
-) -> dict[Hashable, dict[float, float]]:
-    """The `losses` of pairs of name and learning rate, by name and rate: at `rates` and, while the
-    best is at an end of them, at half the lowest or twice the highest."""
-    tried: dict[Hashable, dict[float, float]] = {name: {} for name in names}
-    pairs = list(itertools.product(tried, rates))
+def best_learning_rates(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str, Flags]:
+    """The kinds, each with the learning rate of its lowest validation loss with the first seed:
+    of RATES and, while the best is at an end of them, half the lowest or twice the highest."""
+    rates = RATES[1:2] if experiment.quick else RATES
+    seed = experiment.numbers[0]
+    tried: dict[str, dict[float, float]] = {name: {} for name in kinds}  # losses by rate
+    pairs = list(itertools.product(kinds, rates))
     while pairs:
-        for (name, rate), loss in zip(pairs, losses(pairs), strict=True):
-            tried[name][rate] = loss
+        wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in pairs}
+        for (name, rate), folders in experiment.train(wanted, [seed]).items():
+            tried[name][rate] = final_loss(folders[0])
         pairs = []
-        if len(rates) == 1:  # --quick
-            break
         for name, by_rate in tried.items():
             best = min(by_rate, key=by_rate.get)
             if best == min(by_rate):
                 pairs.append((name, best / 2))
             if best == max(by_rate):
                 pairs.append((name, best * 2))
-    return tried
+        if experiment.quick:
+            break
 
-
-def best_learning_rates(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str, Flags]:
-    """The kinds, each with the learning rate of its lowest validation loss with the first seed."""
-    rates = RATES[1:2] if experiment.quick else RATES
-    seed = experiment.numbers[0]
-
-    def losses(pairs: list[tuple[str, float]]) -> list[float]:
-        wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in pairs}
-        found = experiment.train(wanted, [seed])
-        return [final_loss(found[pair][0]) for pair in pairs]
-
-    tried = search_learning_rates(kinds, rates, losses)
-    shown = sorted({rate for by_rate in tried.values() for rate in by_rate})
     rows = []
-    for name, by_rate in tried.items():
-        row = {"val loss": name}
-        for rate in shown:
-            row[f"{rate:g}"] = f"{by_rate[rate]:.3f}" if rate in by_rate else ""
-        rows.append(row)
-    print(f"Learning rates, seed {seed}:\n\n{markdown(rows)}\n")
     at_best = {}
     for name, by_rate in tried.items():
+        losses = [f"{rate:g}: {by_rate[rate]:.3f}" for rate in sorted(by_rate)]
+        rows.append({"kind": name, f"val loss by learning rate, seed {seed}": ", ".join(losses)})
         at_best[name] = {**kinds[name], "learning_rate": min(by_rate, key=by_rate.get)}
+    print(markdown(rows) + "\n")
     return at_best
 
 

@@ -1,11 +1,10 @@
 """kinds: ten kinds of layers at equal tokens, and at equal training FLOPs, each at its best
 learning rate. settings: two initialisations, each at its best rate, and how tables are trained."""
 
-import statistics
 from pathlib import Path
 
 from analysis.edits import success_of_edits
-from analysis.experiment import KINDS, Experiment, Flags, Run, best_learning_rates, pick
+from analysis.experiment import KINDS, MAIN, Experiment, Flags, Run, best_learning_rates, pick
 from analysis.pictures import markdown, plt
 from analysis.runs import draw_validation, last_start, row
 from text.dataset import read_meta
@@ -29,8 +28,7 @@ def kinds(experiment: Experiment) -> None:
     for name, flags in at_best.items():
         if cost[name] < 0.97 * cost["dense"]:
             longer[name] = {**flags, "max_iters": round(steps * cost["dense"] / cost[name])}
-    dense = {"dense": equal_tokens["dense"]}
-    equal_flops = dense | experiment.train_and_read(longer)
+    equal_flops = {"dense": equal_tokens["dense"], **experiment.train_and_read(longer)}
     print(f"Equal training FLOPs:\n\n{table(equal_flops)}\n")
     draw(experiment, equal_tokens)
 
@@ -40,14 +38,11 @@ def table(groups: dict[str, list[Run]]) -> str:
 
 
 def draw(experiment: Experiment, groups: dict[str, list[Run]]) -> None:
-    """Validation losses of dense layers and the five best kinds."""
+    """Validation losses of the kinds of MAIN: bands of more cannot be told apart."""
     figure, axes = plt.subplots()
-    final = {}
-    for name, group in groups.items():
-        final[name] = statistics.fmean(run["eval"][-1]["val_loss"] for run in group)
-    others = sorted(groups.keys() - {"dense"}, key=final.get)
-    for name in ("dense", *others[:5]):  # bands of more cannot be told apart
-        draw_validation(axes, groups[name], first=1, label=name)
+    for name in MAIN:
+        if name in groups:
+            draw_validation(axes, groups[name], first=1, label=name)
     axes.set(xlabel="million tokens", ylabel="validation loss (nats per token)")
     axes.legend()
     experiment.picture("kinds", figure)
