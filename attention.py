@@ -1,7 +1,7 @@
 """Causal self-attention with rotary positions and grouped queries, and its cache for decoding.
 
-A token attends to itself and to all tokens before it. Windows and counts of tokens, which attend to
-fewer, and keys of the token before are in local_attention.py.
+A token attends to itself and to all tokens before it. Cheaper kinds (windows, token counts) and
+keys of the previous token are in local_attention.py.
 """
 
 from functools import partial
@@ -17,16 +17,16 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
     """Cosines and sines for `rotate` at positions 0 to n - 1, [2, n, 1, head_dim] (RoPE: Su et al.,
     2021, section 3.2)."""
     pair = torch.arange(0, config.head_dim, 2, device=device)
-    speed = config.rope_base ** -(pair / config.head_dim)  # radians per token, [head_dim / 2]
+    frequency = config.rope_base ** -(pair / config.head_dim)  # radians per token, [head_dim / 2]
     if config.rope_scaling is not None:
-        # Llama 3.1 keeps pairs of channels that turn `high` times or more in the context it was
-        # trained on, slows those that turn less than `low` times, and blends between.
+        # Llama 3.1 keeps frequencies that make at least `high` turns within its original context,
+        # divides those below `low` turns by `factor`, and interpolates in between.
         factor, low, high, context = config.rope_scaling
-        turns = context * speed / (2 * torch.pi)
+        turns = context * frequency / (2 * torch.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-        speed = speed * (kept + (1 - kept) / factor)
+        frequency = frequency * (kept + (1 - kept) / factor)
     position = torch.arange(n, device=device)[:, None, None]
-    angle = position * speed  # [n, 1, head_dim / 2]
+    angle = position * frequency  # [n, 1, head_dim / 2]
     cos = angle.cos()
     sin = angle.sin()
     cos = torch.cat((cos, cos), dim=-1)
@@ -48,7 +48,7 @@ class LayerCache:
 
     def __init__(self, config: ModelConfig, batch: int, room: int, like: Tensor) -> None:
         """A cache of the dtype and on the device of `like`, for `batch` times `room` tokens."""
-        # Zeros, as masked slots still get multiplied: 0 times NaN would be NaN.
+        # Zeros, not empty: masked slots are multiplied by 0, and 0 times NaN is NaN.
         self.k = like.new_zeros(batch, config.n_kv_head, room, config.head_dim)
         self.v = torch.zeros_like(self.k)
 
@@ -63,14 +63,14 @@ class LayerCache:
 
 
 class KVCache:
-    """What decoding keeps of the tokens so far, of all layers. `Decoder.make_cache` makes it."""
+    """What decoding keeps of the tokens so far, for all layers. `Decoder.make_cache` makes it."""
 
     def __init__(self, layers: list, angles: Tensor) -> None:
         """layers: the cache of each layer; angles: of all tokens it has room for."""
         self.layers = layers
         self.angles = angles  # [2, room, 1, head_dim]
         self.room = angles.shape[1]
-        self.length = 0  # tokens so far; set to 0, it begins again
+        self.length = 0  # tokens so far; set it to 0 to start over
         self.context = None  # see local_attention.py
 
 
@@ -85,8 +85,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def additive(seen: Tensor, x: Tensor) -> Tensor:
-    """A mask of booleans as one of 0 and -inf, for queries made of x. SDPA would convert and keep
-    booleans in each layer anew."""
+    """A boolean mask as one of 0 and -inf, in attention's dtype for x. Made once: SDPA would
+    convert a boolean mask in every layer, and keep it."""
     mask = torch.zeros_like(seen, dtype=compute_dtype(x))
     return mask.masked_fill_(~seen, -torch.inf)
 
@@ -112,7 +112,7 @@ class LinearQKV(nn.Module):
         self.heads = (config.n_head, config.n_kv_head, config.n_kv_head)
         self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=False)
 
-    def forward(self, x: Tensor, rows: None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, n_embd] -> q [B, T, n_head, head_dim], k and v [B, T, n_kv_head, head_dim]."""
         heads = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, heads, head_dim]
         q, k, v = heads.split(self.heads, dim=-2)
@@ -122,8 +122,8 @@ class LinearQKV(nn.Module):
 class Attention(nn.Module):
     """Attention to all tokens so far.
 
-    Another kind of attention (model.ATTENTION) is a subclass. Its `make_mask` is called once in a
-    forward pass, for all layers of the kind, its `make_cache` once for each layer.
+    Other kinds of attention (model.ATTENTION) are subclasses. `make_mask` is called once per
+    forward pass for all layers of a kind, `make_cache` once per layer.
     """
 
     def __init__(self, config: ModelConfig, qkv: nn.Module) -> None:
@@ -162,7 +162,8 @@ class Attention(nn.Module):
         """
         Args:
             x: [B, T, n_embd].
-            rows: what `qkv` reads, of tokens in front of x's and of these, [B, C + T, row_width].
+            rows: what `qkv` reads, [B, C + T, row_width]: rows of C tokens of the context (usually
+                none, see local_attention.py), then of x's.
             angles: of the positions of x, [2, T, 1, head_dim].
             mask: from `make_mask`.
             cache: of this layer; x continues the tokens in it.

@@ -23,14 +23,14 @@ except ImportError:  # Windows
 
 
 class UserError(Exception):
-    """Something the user can put right: the message names the file or flag, the value, the fix.
+    """Something the user can fix: the message names the file or flag, the value, the fix.
     Anything else that goes wrong is a bug, ours or a reader's own, and keeps its traceback."""
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a command. A UserError, or memory that is used up, is one line and exit code 1."""
+    """Run a command. A UserError, or running out of memory, is one line and exit code 1."""
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's output has no such method
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?"
     try:
         main()
         sys.stdout.flush()
@@ -97,7 +97,7 @@ def flag(default: Any, about: str, **more) -> Any:
 
 
 def add_flags(parser: ArgumentParser, kind: type) -> None:
-    """Add the flags of a dataclass to a parser. What is not given is not in its namespace."""
+    """Add the flags of a dataclass to a parser. What is not given stays out of its namespace."""
     for setting in fields(kind):
         if "about" not in setting.metadata:
             continue
@@ -186,7 +186,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 # --- files ---
 
-# What reading a damaged file raises: from PyTorch, zip files, JSON and what is looked up in it.
+# What parsing a damaged file raises: PyTorch, zip files, JSON, and lookups in it.
 DAMAGE = (
     AttributeError,
     BadZipFile,
@@ -201,8 +201,8 @@ DAMAGE = (
 
 @contextlib.contextmanager
 def reading(path: str | Path, fix: str) -> Iterator[str | Path]:
-    """Around the one read of a file, and the parsing of it. UserError, which ends with the `fix`:
-    the file is missing, cannot be read or is damaged."""
+    """Wrap the reading and parsing of one file. UserError, ending with `fix`: it is missing,
+    unreadable or damaged."""
     try:
         yield path
     except FileNotFoundError as error:
@@ -221,7 +221,7 @@ def reading(path: str | Path, fix: str) -> Iterator[str | Path]:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Around the writing of a file or folder. UserError: no room, or no permission."""
+    """Wrap the writing of a file or folder. UserError: no room, or no permission."""
     try:
         yield
     except OSError as error:
@@ -229,7 +229,7 @@ def writing(path: str | Path) -> Iterator[None]:
             raise
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     except RuntimeError as error:
-        # PyTorch cannot end a file either that it could not write: a second error hides the first.
+        # After a failed write, PyTorch fails to close the file: a second error hides the first.
         first = error.__context__
         if not isinstance(first, OSError):
             raise
@@ -255,8 +255,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
-    """Keep others out of a folder that is written to. The system unlocks it when its owner ends, in
-    whatever way. UserError: somebody else has it; with `wait`, wait until it is free."""
+    """Lock a folder that is written to. The system releases the lock when the process ends, in
+    whatever way. UserError: another process has it; with `wait`, wait for it."""
     folder = Path(folder)
     is_new = not os.path.exists(folder)
     with writing(folder):

@@ -1,9 +1,10 @@
 """The shape of a decoder: what model.py and the layers are built from.
 
-A setting of your own is a field here, with a default, which older checkpoints then have. `flag`
+To add a setting, add a field with a default; older checkpoints then get the default. `flag`
 makes it a flag of train.py, too.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from common import UserError, check_ranges, flag
@@ -93,7 +94,9 @@ class ModelConfig:
             stem_layers(self.stem_layers, self.n_layer)
         kinds = self.attention.split(",")
         if not set(kinds) <= {"full", "window", "count"}:
-            raise UserError(f"--attention {self.attention} must be of full, window and count")
+            raise UserError(
+                f"--attention {self.attention} must be a list of full, window and count"
+            )
         if "count" in kinds and (self.previous_heads > 0 or not self.embedding_only):
             raise UserError("--attention count needs --ffn embformer and --previous_heads 0")
         # The kind of each layer.
@@ -103,7 +106,7 @@ class ModelConfig:
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.d_ff is None:
-            self.d_ff = -(-8 * self.n_embd // 3 // 64) * 64  # rounded up
+            self.d_ff = math.ceil(8 * self.n_embd / (3 * 64)) * 64  # rounded up to a multiple of 64
         if self.top_k is None:
             self.top_k = 16 if self.ffn == "pkm" else 4
         if self.ple_width is None:

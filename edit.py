@@ -5,11 +5,11 @@
     python edit.py --source Spain --target "New Zealand" --align average
     python edit.py --source Atlantis --target Portugal        # a name that the model never saw
     python edit.py --source Spain --target Germany --save out/edited/ckpt.pt
-    python edit.py --undo --ckpt out/edited/ckpt.pt  # to the bit what it was before
+    python edit.py --undo --ckpt out/edited/ckpt.pt  # restores it bit for bit
 
 An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
 (`stem.substitute`); everything dense still sees Spain. What --save writes has Germany's rows under
-Spain's id instead, and keeps Spain's, for --undo.
+Spain's id instead, and keeps Spain's, for --undo. That affects every use of these tokens.
 """
 
 import os
@@ -43,26 +43,27 @@ ALIGN = ("last", "first", "pad", "average")
 @dataclass
 class Edit:
     ckpt: Path = flag(Path("out/ckpt.pt"), "checkpoint of train.py")
-    source: str | None = flag(None, "the name whose knowledge to replace: Spain")
-    target: str | None = flag(None, "the name whose rows to read instead: Germany")
+    source: str | None = flag(None, "the name to edit, such as Spain")
+    target: str | None = flag(None, "the name whose rows to read instead, such as Germany")
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
     align: str = flag(
         "last",
-        "names of different length: ends together (a longer source repeats the target's first row, "
-        "a longer target gives its last), beginnings, ends after padding, or the target's mean row",
+        "last: align names at their ends (a longer source repeats the target's first row, a longer "
+        "target keeps its last); first: at their beginnings; pad: like last, with padding; "
+        "average: read the target's mean row",
         choices=ALIGN,
     )
     max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
     save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
-    undo: bool = flag(False, "take the last edit saved in --ckpt out of it, there or in --save")
+    undo: bool = flag(False, "remove the last edit from --ckpt, in place or into --save")
     device: str = device_flag()
     offload: str = offload_flag()
     dtype: str = decoding_dtype_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        names = self.source and self.target
-        if self.undo == bool(names):
+        names = (self.source is not None) + (self.target is not None)
+        if names != (0 if self.undo else 2):
             raise UserError("give either --source and --target, or --undo")
 
 
@@ -70,8 +71,8 @@ class Edit:
 
 
 class MeanRows(Tables):
-    """Tables with made-up tokens behind the vocabulary, whose rows are means of others' rows. To
-    read from only. UserError: there are no tables."""
+    """Read-only tables with extra tokens after the vocabulary, whose rows are means of others'.
+    UserError: there are no tables."""
 
     def __init__(self, tables: Tables) -> None:
         if not len(tables.weight):
@@ -128,7 +129,7 @@ def edited_ids(
 
 
 def check_names(edit: Edit) -> None:
-    """UserError: the countries do not have the target, or spell the source another way."""
+    """UserError: the target is not a country, or the source is a misspelled one."""
     names = [country.name for country in countries.table()]
     for name_flag, name in (("target", edit.target), ("source", edit.source)):
         if name in names:
@@ -153,8 +154,8 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
 
 @torch.inference_mode()
 def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, int]:
-    """Print what the model writes before and after an edit, side by side. Returns the tokens of the
-    prompt that read another's rows, and whose."""
+    """Print what the model writes before and after an edit, side by side. Returns, for each
+    token of the prompt that reads another's rows, that other token."""
     # 1) the ids that are embedded, and those under which rows are looked up
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
@@ -207,8 +208,8 @@ def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[s
 
 
 def replace_rows(checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
-    """Put rows [n, W] of each table in the place of those of tokens `ids` [n]. A checkpoint is
-    mapped from its file, which does not change."""
+    """Replace the rows of tokens `ids` [n] by rows [n, W] of each table. The checkpoint is mapped
+    privately: its file does not change."""
     for table, new in enumerate(rows):
         checkpoint["model"][f"tables.weight.{table}"][ids] = new
 
@@ -228,13 +229,13 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     device = pick_device(edit.device)
     model, encoding, checkpoint = load_model(edit.ckpt, device, edit.offload, edit.dtype)
     model.tables = MeanRows(model.tables)
-    if checkpoint["args"]["preset"] == "countries":
+    if checkpoint.get("args", {}).get("preset") == "countries":
         check_names(edit)
     instead = show(model, encoding, edit)
     if path is None:
         return
-    # Written as the prompt spells the name, and no other way: "Spain" without a space before it
-    # may be pieces of which many other words are made.
+    # Only the spelling of the prompt is saved: without the space, "Spain" may be pieces that many
+    # other words share.
     ids = torch.tensor(list(instead))
     others = torch.tensor(list(instead.values()))
     own_rows = [rows[0].cpu() for rows in model.tables.lookup(ids[None])]  # [n, W] of each table
@@ -253,9 +254,10 @@ def main() -> None:
     if path is None:
         show_and_save(edit, None)
         return
-    if os.path.exists(path) and not path.samefile(edit.ckpt):  # of an absurd name, too
+    exist = os.path.exists(path) and os.path.exists(edit.ckpt)  # Path.exists fails on long names
+    if exist and not path.samefile(edit.ckpt):
         raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
-    with locked(path.parent):  # before it is read: of two edits at once one would be lost
+    with locked(path.parent):  # before it is read: two edits at once would lose one
         if edit.undo:
             undo(edit, path)
         else:

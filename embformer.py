@@ -1,5 +1,5 @@
 """Embformer: a transformer without linear layers (Wu, 2025, "Embformer: An Embedding-Weight-Only
-Transformer Architecture").
+Transformer Architecture"; below: the note).
 
     q = norm(x)                    the normed residual stream is the query; it starts as wte[t]
     k = norm(K_l[t]), v = V_l[t]   keys and values are rows of layer l's tables

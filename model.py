@@ -3,14 +3,14 @@
     from model import Decoder, ModelConfig
     model = Decoder(ModelConfig(vocab_size=6400, ffn="stem", stem_layers="third"))
     _, loss = model(ids, targets)                           # ids, targets [B, T]
-    text = model.generate(ids, max_new_tokens=64, temperature=0.8, top_k=50)
+    ids = model.generate(ids, max_new_tokens=64, temperature=0.8, top_k=50)  # [B, T + 64]
 
     token ids [B, T]
        +--> tables.lookup(ids) ------ rows of table 0 | table 1 | ... -----+
        |                                                                   |
        +--> wte --> block 0 (x, rows) --> block 1 (x, rows) --> ... --> norm --> head --> logits
 
-A layer never indexes a table: it is given rows, wherever they are stored (tables/tables.py).
+A layer never indexes a table: it is given rows, no matter where they are stored (tables/tables.py).
 
 `AdamW(model.parameters())` trains neither the tables nor an untied embedding: use
 training.optimizer.Optimizer, or beside your own optimizer the one in tables/ for their rows.
@@ -32,13 +32,16 @@ from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
 
 # For each --ffn where a layer's queries, keys and values come from, and its FFN. A layer of your
-# own is a line here. Its class
-#   is built as Class(config), and called as (x, rows), x [B, T, n_embd], rows [B, T, row_width];
-#   says by `row_width` how many numbers of the token's row it reads (0: none, and rows are None).
-# What an FFN may have besides:
+# own is a line here. Both classes
+#   are built as Class(config), also on the meta device, and called as (x, rows), x [B, T, n_embd],
+#   rows [B, T, row_width];
+#   have `row_width`, how many numbers of the token's row they read. With 0, rows are None or have
+#   width 0. All layers with a table must read the same total width.
+# Decoder.init_weights draws every weight of two or more dimensions, whatever the class did.
+# An FFN may also have
 #   needs_ids = True   it is called as (x, rows, ids=ids), ids [B, T];
 #   auxiliary_loss     after a forward pass in training, a term that is added to the loss;
-#   idle               how many of its parameters a token neither reads nor multiplies.
+#   idle               the number of its parameters that one token does not use.
 LAYERS = {
     "dense": (LinearQKV, baselines.SwiGLU),
     "stem": (LinearQKV, StemFFN),
@@ -107,19 +110,19 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The whole model: embedding, blocks, norm, head, and the tables the blocks read.
 
-    Built under `torch.device("meta")` it has shapes, but no numbers, which `sizes` does not need.
+    Built under `torch.device("meta")` it has shapes but no values, which is enough for `sizes`.
     """
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
-        """tables: makes the tables when called as (n_table, V, W). UserError: no such `ffn`, or
-        numbers that do not fit together."""
+        """tables: called as (n_table, vocab_size, width), makes the tables. UserError: unknown
+        `ffn`, or sizes that do not fit together."""
         super().__init__()
         if config.ffn not in LAYERS:
             raise UserError(f"--ffn {config.ffn} is not one of {', '.join(LAYERS)}")
         self.config = config
         if config.tie_head:
             self.wte = baselines.make_embedding(config.vocab_size, config.n_embd)
-        else:  # an embedding that only is looked up is a token table, too
+        else:  # an embedding that is only looked up is a token table, too
             self.wte = ResidentTables(1, config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
@@ -130,7 +133,7 @@ class Decoder(nn.Module):
         assert len(set(widths)) < 2, f"layers with a table must read rows of one width: {widths}"
         self.tables = tables(len(widths), config.vocab_size, widths[0] if widths else 0)
         self.compiled = None  # `layers`, see `compile_steps`
-        if not self.head_weight.is_meta:  # there, normal_ would import PyTorch's compiler: a second
+        if not self.head_weight.is_meta:  # on meta, normal_ would import the compiler: a second
             self.init_weights()
 
     @torch.no_grad()
@@ -142,8 +145,8 @@ class Decoder(nn.Module):
             attn.out, ffn.down: write to the residual stream   Normal(0, init_std / sqrt(2 n_layer))
             all others, the embedding included                 Normal(0, init_std)
 
-        The third is GPT-2's (Radford et al., 2019, section 2.3). Rows are small as facts settle in
-        them (docs/results.md)."""
+        The third is GPT-2's (Radford et al., 2019, section 2.3). Rows start small because facts
+        settle in small rows (docs/results.md)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or name.startswith("tables."):
                 continue
@@ -202,7 +205,7 @@ class Decoder(nn.Module):
         if table_ids is None:
             table_ids = ids
 
-        # 1) Ask for rows. Attention may read those of earlier tokens, too, which come in front.
+        # 1) Look up rows. Attention may read those of earlier tokens, too, which come in front.
         context = make_context(config, table_ids, documents, cache)
         read_ids = table_ids
         if context is not None and context.ids is not None:
@@ -222,7 +225,7 @@ class Decoder(nn.Module):
         layers = self.layers
         masks = {}
         if self.compiled is not None and start > 0 and n == 1:
-            # One graph for all steps: the slot is a tensor, and a mask hides what is behind it.
+            # One graph for all steps: the slot is a tensor, and a mask hides the slots after it.
             layers = self.compiled
             rows = list(rows)
             slots = torch.arange(start, start + 1, device=x.device)
@@ -288,18 +291,19 @@ class Decoder(nn.Module):
         return KVCache(layers, rotary(room, self.config, self.device))
 
     def compile_steps(self) -> None:
-        """Compile what a token goes through in decoding; on a GPU that is one CUDA graph."""
+        """Compile the decoding step of a token; on a GPU it becomes one CUDA graph."""
         kind = self.config.attention
         if kind != "full":
             raise UserError(
-                f"--compile: caches of --attention {kind} change their size: leave it out"
+                f"--compile: caches of --attention {kind} change their size; leave it out"
             )
         mode = "reduce-overhead" if self.device.type == "cuda" else None
         self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def use_column_major_weights(self) -> "Decoder":
-        """Store weights that widen by columns: one row times these, on a CPU, is twice as fast."""
+        """Store weights with more outputs than inputs column by column: on a CPU, multiplying a
+        single row by them is twice as fast."""
         for name, weight in self.named_parameters():
             if weight.dim() == 2 and weight.shape[0] > weight.shape[1] and "tables." not in name:
                 weight.data = weight.T.contiguous().T
@@ -357,7 +361,7 @@ class Decoder(nn.Module):
             n_new = 1
 
     def generate(self, ids: Tensor, max_new_tokens: int, **options) -> Tensor:
-        """The prompt with all tokens of `stream`, which takes the options: [B, T + new]."""
+        """The prompt followed by the tokens of `stream`, to which options go: [B, T + new]."""
         tokens = [token[:, None] for token in self.stream(ids, max_new_tokens, **options)]
         return torch.cat([ids, *tokens], dim=1)
 
@@ -410,7 +414,7 @@ def sample(
     top_k most probable ones, and from the most probable ones that together reach top_p."""
     if temperature < 1e-30:  # in float32, what is much less is zero
         return logits.argmax(-1)
-    # The largest logit becomes 0, so that no temperature, however low, makes an infinity of it.
+    # Subtract the largest logit, so that no temperature, however low, overflows.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         best, token = logits.topk(top_k)  # [B, k]
@@ -421,23 +425,23 @@ def sample(
         before = ordered.cumsum(-1) - ordered  # what the more probable tokens sum up to
         kept = ordered.masked_fill(before >= max(top_p, 1e-30), 0.0)
         probability.scatter_(-1, token, kept)
-    # torch.multinomial's draws, in a quarter of its kernels: of exponential variables with rates p,
-    # number i is the first with probability p_i.
+    # An exponential race: of exponential variables with rates p, the i-th is the smallest with
+    # probability p_i. The draws of torch.multinomial, in a quarter of its kernels.
     noise = torch.empty_like(probability).exponential_(generator=generator)
     return (probability / noise).argmax(-1)
 
 
-# Logits in memory at a time: a CPU's caches hold 8 MB of them, a GPU's kernels want more to do.
+# Logits computed at a time: 8 MB fit a CPU's caches; a GPU needs more to be busy.
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
 class HeadLoss(torch.autograd.Function):
-    """`F.cross_entropy(x @ weight.T, targets, ignore_index=-1)` without all of its logits at once.
+    """`F.cross_entropy(x @ weight.T, targets, ignore_index=-1)` without holding all logits at once.
 
-    Tokens take their turn chunk by chunk, forward and backward at once: the gradient of a token's
-    logits is `softmax(logits) - onehot(target)`. Only the gradients of x and weight are kept. They
-    are sums over tokens, which `backward` divides by their number: before, float16 would lose them.
-    """
+    `forward` takes the tokens in chunks and computes their gradients at once: that of a token's
+    logits is `softmax(logits) - onehot(target)`. Only the gradients of x and weight are kept, as
+    sums over tokens. `backward` divides them by the number of tokens; dividing earlier would
+    underflow in float16."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiate: bool) -> Tensor:

@@ -1,9 +1,9 @@
-"""Tables far from the GPU that calculates with them: in RAM, or in files larger than RAM.
+"""Tables kept away from the GPU that uses them: in RAM, or in files larger than RAM.
 
-The host stores, the GPU calculates. What a token owns, its rows of all tables side by side and what
-the optimizer keeps beside them, travels as one record. The records of the last batch stay on the
-device, in the slots of a *working set*. Of the next batch those that are missing are fetched while
-this one is still in its backward pass, and only those that leave are written back:
+The host stores, the GPU computes. What a token owns, its rows of all tables side by side (and
+likewise what the optimizer keeps for them), travels as a record. The records of the last batch stay
+on the device, in the slots of a *working set*. Records that the next batch needs and the device
+lacks are fetched during this batch's backward pass; only those that leave are written back:
 
     compute stream  | forward | backward          | update | forward ...
     side stream               |copy|copy|                  |copy| write back
@@ -46,7 +46,7 @@ class Buffer:
     def __init__(self, n_byte: int, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self.staging = torch.empty(n_byte, dtype=torch.uint8, pin_memory=True)
-        # Allocated on the side stream, which alone uses it: so its order is guard enough.
+        # Allocated and used on the side stream only, so stream order protects it.
         with torch.cuda.stream(stream):
             self.passage = torch.empty(n_byte, dtype=torch.uint8, device=stream.device)
         self.copied = torch.cuda.Event()
@@ -54,7 +54,7 @@ class Buffer:
         self.leaving: tuple[Tensor, Tensor, Tensor] | None = None
 
     def settle(self) -> None:
-        """Be ready to be filled: wait for the last copy, and store what it brought."""
+        """Prepare for reuse: wait for the last copy, and store what it brought back."""
         self.copied.synchronize()  # H1
         if self.leaving is not None:
             stored, ids, staging = self.leaving
@@ -73,7 +73,7 @@ class Buffer:
         self.record()
 
     def write_back(self, stored: Tensor, ids: Tensor, device_array: Tensor, slots: Tensor) -> None:
-        """The way back, as far as staging. `settle` stores the records."""
+        """Copy records from the device to staging; `settle` stores them."""
         self.settle()
         staging = records_in(self.staging, len(ids), stored)
         passage = records_in(self.passage, len(ids), stored)
@@ -84,7 +84,9 @@ class Buffer:
         self.leaving = (stored, ids, staging)
 
     def record(self) -> None:
-        self.copied = torch.cuda.Event(blocking=True)  # new: who waits for the last one goes on
+        self.copied = torch.cuda.Event(
+            blocking=True
+        )  # a new event: whoever waits for the last one is not affected
         self.copied.record(self.stream)
 
 
@@ -105,7 +107,9 @@ class TransferRing:
         # Each thread has a current device of its own, which is the first GPU unless it is set.
         gpu = self.stream.device
         self.worker = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
-        self.failure: BaseException | None = None  # of a job: records are half-way between steps
+        self.failure: BaseException | None = (
+            None  # of a job; records may then belong to different steps
+        )
 
     def run(self, job: Callable, *args) -> Future:
         """Have the worker do a job, after those before it."""
@@ -116,9 +120,9 @@ class TransferRing:
         try:
             if self.failure is None:
                 return job(*args)
-        except BaseException as error:  # whatever ends a job, the main thread hears of it
+        except BaseException as error:  # whatever ends a job is reported to the main thread
             self.failure = error
-        raise RuntimeError(f"a transfer failed: {self.failure!r}: go on from a checkpoint")
+        raise RuntimeError(f"a transfer failed: {self.failure!r}: continue from a checkpoint")
 
     def fetch(
         self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event
@@ -135,7 +139,7 @@ class TransferRing:
     def write_back(
         self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event
     ) -> None:
-        """Job: the way back, once the event `free` says that they have been updated."""
+        """Job: write records back, once the event `free` says that they were updated."""
         self.stream.wait_event(free)  # H2
         for stored, device_array in arrays:
             for part, part_slots in self.chunks(ids, slots, stored):
@@ -215,7 +219,7 @@ class OffloadedTables(StoredTables):
 
     def read(self, ids: Tensor, turn: int) -> Iterator[Tensor]:
         """Yield the rows [B, T, W] of tokens [B, T] that are in the working set."""
-        lost = "rows of this lookup were evicted by another one: read all of them before"
+        lost = "another lookup evicted these rows: read all rows of a lookup before the next one"
         assert turn == self.turn, lost
         index = self.index(ids)
         for table in range(len(self.weight)):
@@ -223,9 +227,9 @@ class OffloadedTables(StoredTables):
             yield F.embedding(index, self.rows(table))
 
     def decode(self, ids: Tensor) -> Iterator[Tensor]:
-        """Rows of tokens [B, 1]. So few records are sent at once, past the ring and the worker."""
+        """Rows of tokens [B, 1]. So few records are sent directly, bypassing ring and worker."""
         if len(self.resident_ids) or self.ring.failure:
-            self.flush()  # they may have changed
+            self.flush()  # the storage must have their latest values
         ids = ids.flatten()
         self.storage.read_ahead(ids)
         rows = send(self.storage.arrays["rows"].index_select(0, ids), self.device)
@@ -264,9 +268,8 @@ class OffloadedTables(StoredTables):
             return
         if n > len(self.free_slots):
             self.grow(len(self.resident_ids) + n)
-        self.slot_of[missing], self.free_slots = self.free_slots.split(
-            [n, len(self.free_slots) - n]
-        )
+        self.slot_of[missing] = self.free_slots[:n]
+        self.free_slots = self.free_slots[n:]
         self.coming[missing] = True
         self.resident_ids = torch.cat([self.resident_ids, missing])
         self.ring.run(self.storage.read_ahead, missing, list(self.working_set))
@@ -286,7 +289,7 @@ class OffloadedTables(StoredTables):
         self.coming.fill_(False)
 
     def evict_except(self, ids: Tensor) -> None:
-        """Write back what has changed of other tokens than `ids`, and free their slots."""
+        """Evict all tokens but `ids`: write back those that changed, and free their slots."""
         stays = torch.isin(self.resident_ids, ids, assume_unique=True)
         leaving = self.resident_ids[~stays]
         self.resident_ids = self.resident_ids[stays]
@@ -300,7 +303,7 @@ class OffloadedTables(StoredTables):
         self.slot_of[leaving] = -1
 
     def record_free(self) -> None:
-        """Transfers from now on wait for what the compute stream was given so far (H2)."""
+        """Make later transfers wait for all work queued on the compute stream so far (H2)."""
         self.free = torch.cuda.Event()
         self.free.record(torch.cuda.current_stream(self.device))
 
@@ -312,7 +315,7 @@ class OffloadedTables(StoredTables):
         return slots
 
     def grow(self, need: int) -> None:
-        """Make room for so many tokens, and some more. Here the host waits for the worker."""
+        """Make room for so many tokens, and a quarter more. The host waits for the worker."""
         n_slot = min(self.vocab_size, need + need // 4)
         n_old = len(self.working_set["rows"])
         self.wait_for_arrival()
@@ -334,14 +337,14 @@ class ShardedOffloaded(ShardedTables, OffloadedTables):
 
 
 def make_tables(offload: str, device, dtype, *, live=None, saved=None, fresh=False) -> Callable:
-    """What makes the tables of a `Decoder`, used on `device` and stored where `offload` says: a
-    function of (n_table, V, W), which raises UserError where there is no room. With several ranks
-    they are this rank's columns.
+    """Returns a function of (n_table, vocab_size, width) that makes the tables of a `Decoder`, used
+    on `device`, stored where `offload` says; with several ranks, this rank's columns. It raises
+    UserError if there is no room.
 
     Args:
-        live: for training, the path of a new folder, for tables on disk.
-        saved: DiskStorage of a checkpoint, which is read in place without training.
-        fresh: whether rows are to be drawn, not loaded.
+        live: None except in training: then the folder for tables on disk, a new one.
+        saved: the DiskStorage of a checkpoint; without training it is read in place.
+        fresh: whether rows are yet to be drawn, not loaded.
     """
     training = live is not None
     far = offload != "none" and device.type in STREAMS
@@ -359,7 +362,7 @@ def make_tables(offload: str, device, dtype, *, live=None, saved=None, fresh=Fal
         else:
             with torch.device("cpu"):  # whatever device the rest of the model is made on
                 if on_disk and training:
-                    # The live one, a snapshot (a run that resumes has it), and the next one.
+                    # Room for the live tables, a snapshot (a resumed run has it), and the next one.
                     storage = DiskStorage.create(live, shape, dtype, copies=2 if saved else 3)
                 elif on_disk:
                     storage = saved

@@ -1,4 +1,4 @@
-"""Let a trained model write, or talk with it.
+"""Generate text with a trained model, or chat with it.
 
 python sample.py                                        # from out/ckpt.pt, no prompt
 python sample.py --prompt "Country: Peru" --num_samples 3
@@ -27,17 +27,21 @@ from training.settings import decoding_dtype_flag, device_flag, offload_flag
 class Sampling:
     ckpt: str = flag("out/ckpt.pt", "checkpoint of train.py or convert.py")
     prompt: str = flag("", 'text to continue, "\\n" is a line break; none: a new document')
-    chat: bool = flag(False, "talk: a message a line, from the keyboard or a pipe")
-    system: str | None = flag(None, "what to tell the model at the beginning of a --chat")
+    chat: bool = flag(False, "chat: one message per line, from the keyboard or a pipe")
+    system: str | None = flag(None, "system message for --chat")
     max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
     temperature: float = flag(0.8, "0: always the most probable token", must="0 or more")
-    top_k: int | None = flag(None, "draw from the k most probable tokens only", must="at least 1")
+    top_k: int | None = flag(None, "sample from the k most probable tokens", must="at least 1")
     top_p: float | None = flag(
-        None, "draw from the fewest tokens that sum up to p", must="above 0 and at most 1"
+        None,
+        "sample from the fewest tokens whose probabilities sum to p",
+        must="above 0 and at most 1",
     )
-    num_samples: int = flag(1, "how many", must="at least 1")
+    num_samples: int = flag(1, "number of samples", must="at least 1")
     compile: bool = flag(False, "torch.compile a step of decoding: slow start, faster tokens")
-    seed: int = flag(1337, "grows by one with each sample", must="0 or more, and fit 63 bits")
+    seed: int = flag(
+        1337, "of the first sample; each further one adds 1", must="0 or more, and fit 63 bits"
+    )
     device: str = device_flag()
     offload: str = offload_flag()
     dtype: str = decoding_dtype_flag()
@@ -47,7 +51,7 @@ class Sampling:
         if self.chat and (self.prompt or self.num_samples > 1):
             raise UserError("--chat reads standard input: leave out --prompt, --num_samples")
         if self.system is not None and not self.chat:
-            raise UserError("--system goes with --chat")
+            raise UserError("--system needs --chat")
 
 
 def sample_text(
@@ -86,7 +90,7 @@ class Chat:
         room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
         if len(question) > room:
             size = f"the message has {len(question)} tokens, there is room for {max(room, 0)}"
-            raise UserError(f"{size}: say it, or --system, in fewer words")
+            raise UserError(f"{size}: shorten it, or --system")
         while sum(len(turn) for turn in self.turns) + len(question) > room:
             self.turns.pop(0)
         ids = list(self.head)
@@ -160,14 +164,14 @@ def main() -> None:
         "top_k": args.top_k,
         "top_p": args.top_p,
     }
-    trained = checkpoint["args"]  # the settings of its training
+    trained = checkpoint.get("args", {})  # the settings of its training
     if args.chat:
         if tokenizer.START not in encoding.special_tokens_set:
             raise UserError(f"--chat: {args.ckpt} has no token {tokenizer.START}")
         if trained.get("stage") != "sft":
-            print(f"{args.ckpt} has not learned to talk (train.py --stage sft)", file=sys.stderr)
+            print(f"{args.ckpt} was not trained to chat (train.py --stage sft)", file=sys.stderr)
         known = []
-        if trained["preset"] == "countries":
+        if trained.get("preset") == "countries":
             known = [country.name for country in countries.table()]
         converse(Chat(model, encoding, args.system), args.seed, known, **options)
         return

@@ -5,7 +5,8 @@
 
 `U_l` is layer l's own table, V x d_ff. Replacing `W_u x` by a row removes a third of the FFN's
 weights from the compute path, and since the row depends on nothing but the token id it can be
-fetched before the first layer runs (offload.py), or swapped for another token's row: editing.
+fetched before the first layer runs (offload.py). Swapping it for another token's row edits what the
+model knows.
 
 The layer below never sees the table. It is a plain function of (x, rows).
 """
@@ -18,7 +19,7 @@ from config import ModelConfig
 
 
 class StemFFN(nn.Module):
-    """Gated FFN with looked-up up-projection (STEM paper, section 3).
+    """Gated FFN whose up-projection is looked up (STEM paper, section 3).
 
     `row_width` tells the decoder how many numbers of the token's row this module reads.
     """
@@ -32,14 +33,16 @@ class StemFFN(nn.Module):
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows U_l[t] [B, T, d_ff] -> [B, T, n_embd]."""
         gate = F.silu(self.gate(x))
-        return self.down(gate * rows.to(gate.dtype))  # rows stay float32, bf16 under autocast
+        return self.down(
+            gate * rows.to(gate.dtype)
+        )  # rows are float32; under autocast, gate is not
 
 
 def substitute(
     ids: Tensor, source: list[int], target: list[int], align: str = "last", pad: int = 0
 ) -> Tensor:
-    """Knowledge editing: the ids under which to look up tables, so that every occurrence of the
-    tokens `source` reads the rows of `target` (STEM paper, section on knowledge editing).
+    """Knowledge editing: ids under which to look up tables, with every occurrence of the tokens
+    `source` replaced by those of `target` (STEM paper, section on knowledge editing).
 
     The result goes to the decoder as `table_ids`. Embeddings and positions stay those of `ids`, and
     where `source` does not occur nothing changes.
@@ -47,10 +50,10 @@ def substitute(
     Args:
         ids: [..., T] token ids.
         source, target: non-empty lists of token ids.
-        align: what of names of different length comes together. `last`: their ends, so a longer
-            source repeats the target's first row in front (the paper's copying) and a longer target
-            gives its last rows (subset selection); `first`: their beginnings, likewise; `pad`: as
-            `last`, but in front a padding token's rows are read.
+        align: how names of different lengths are aligned. `last`: at their ends; a longer source
+            reads the target's first row repeatedly in front (the paper's copying), a longer target
+            contributes only its last rows (subset selection). `first`: at their beginnings,
+            likewise. `pad`: like `last`, but in front the padding token's row is read.
         pad: the padding token.
 
     Returns:

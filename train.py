@@ -10,7 +10,7 @@
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
 Written to --out_dir: ckpt.pt (self-contained: to sample, edit or resume), metrics.jsonl, loss.png,
-best.pt (the lowest validation loss; not to be resumed, none with --offload disk).
+best.pt (lowest validation loss; cannot be resumed; not with --offload disk).
 """
 
 import math
@@ -61,7 +61,7 @@ def open_run(given: dict) -> tuple[Settings, dict | None]:
     or continues. UserError: a file cannot be read, or flags do not fit together."""
     out_dir = Path(given.get("out_dir", Settings.out_dir))
     if given.get("resume"):
-        checkpoint = load_checkpoint(out_dir / "ckpt.pt", verifies(given))
+        checkpoint = load_checkpoint(out_dir / "ckpt.pt", should_verify(given))
         return resumed_settings({**given, "out_dir": out_dir}, checkpoint["args"]), checkpoint
     if given.get("eval_only"):
         path = given.get("init_from", out_dir / "ckpt.pt")
@@ -69,12 +69,12 @@ def open_run(given: dict) -> tuple[Settings, dict | None]:
         return eval_settings({**given, "init_from": path}, checkpoint["args"]), checkpoint
     checkpoint = None
     if given.get("init_from"):
-        checkpoint = load_checkpoint(given["init_from"], verifies(given))
+        checkpoint = load_checkpoint(given["init_from"], should_verify(given))
     first_folder = next(iter(parse_mixture(given.get("data_dir", Settings.data_dir))))
     return new_settings(given, read_meta(first_folder), checkpoint), checkpoint
 
 
-def verifies(given: dict) -> bool:
+def should_verify(given: dict) -> bool:
     return given.get("verify", True) and ranks.rank == 0
 
 
@@ -123,7 +123,8 @@ def train(
 
     Args:
         checkpoint: of --init_from or --resume, if it is loaded already.
-        tables: makes tables of your own kind, from (n_table, V, W), in place of --offload's.
+        tables: called as (n_table, vocab_size, width), makes tables of your own kind; --offload and
+            --table_dtype then have no effect.
     """
     out_dir = settings.out_dir
     origin = out_dir / "ckpt.pt" if settings.resume else settings.init_from
@@ -154,16 +155,18 @@ def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict)
     """Raises UserError if the run cannot start from, or continue, the checkpoint at `origin`."""
     if settings.resume:
         if "optimizer" not in checkpoint:
-            raise UserError(f"{origin} cannot be resumed: start a new run with --init_from")
+            raise UserError(
+                f"{origin} cannot be resumed, it has no optimizer state: use --init_from"
+            )
         if (checkpoint["data"], checkpoint["weights"]) != (data.metas, data.weights):
             raise UserError(
-                f"{settings.data_dir} does not hold the text of {origin}: prepare it again"
+                f"{settings.data_dir} is not what {origin} was trained on: prepare it again"
             )
         if checkpoint["step"] > settings.max_iters:
             step = checkpoint["step"]
             raise UserError(f"{origin} is already at step {step}; raise --max_iters")
     elif Path(origin).resolve().parent == settings.out_dir.resolve():
-        raise UserError(f"--out_dir contains --init_from {origin}; choose another")
+        raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
     theirs = tokenizer.fingerprint(read_encoding(origin, checkpoint))
     check_tokenizer(data.metas[0]["tokenizer"], settings.data_dir, theirs, origin)
 
@@ -173,6 +176,7 @@ def start(
 ) -> Run:
     """A run at its first step or, if it resumes, at the step of its checkpoint."""
     # 1) how a step is divided among ranks and micro-batches
+    # As many for each rank, none larger than --device_batch_size.
     n_part = math.lcm(settings.batch_size // settings.device_batch_size, ranks.size)
     if settings.batch_size % n_part:
         raise UserError(f"with {ranks.size} processes, --batch_size must be a multiple of {n_part}")
@@ -184,7 +188,7 @@ def start(
     dtype = training_dtype(settings.dtype, device)
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
-    with torch.device("meta"):  # of all ranks together, for its sizes alone
+    with torch.device("meta"):  # the whole model, not only this rank's columns: for its sizes
         whole = Decoder(settings.model, tables or ResidentTables)
     if tables is None:
         live = live_folder(settings.out_dir)
@@ -195,7 +199,7 @@ def start(
             device,
             DTYPES[settings.table_dtype],
             live=live / str(ranks.rank),
-            saved=checkpoint and checkpoint["storage"],
+            saved=None if checkpoint is None else checkpoint["storage"],
             fresh=checkpoint is None,
         )
     model = ranks.make_model(settings.model, tables).to(device)
@@ -240,7 +244,7 @@ def fit(run: Run) -> None:
     log = Log(out_dir / "metrics.jsonl", run.step) if ranks.rank == 0 else SilentLog()
     log.write(type="run", args=settings.flat(), sizes=run.sizes, data=data.metas)
 
-    figures = {}  # of the last step
+    figures = {}  # metrics of the last step
     evaluated = False
     if run.step < settings.max_iters:
         ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
@@ -255,7 +259,7 @@ def fit(run: Run) -> None:
                 bar.write(f"step {run.step}: {format_figures({**losses, **figures})}")
                 evaluated = True
 
-            # 2) is that all?
+            # 2) finished, or asked to stop?
             if is_last:
                 break
             if ranks.wait(signals.number):  # some rank was asked to stop
@@ -270,6 +274,7 @@ def fit(run: Run) -> None:
             sums = {"train_loss": torch.zeros((), device=model.device)}
             # For dropout: no two steps, ranks or neighboring seeds draw the same.
             torch.manual_seed((settings.seed * 2**40 + run.step * 2**10 + ranks.rank) % 2**63)
+            # Micro-batch k of n is rows k, k + n, k + 2n, ...
             parts = [
                 (ids[number :: run.n_part], targets[number :: run.n_part])
                 for number in range(ranks.rank, run.n_part, ranks.size)
@@ -282,7 +287,7 @@ def fit(run: Run) -> None:
                 if balance is not None:
                     sums["train_balance"] = sums.get("train_balance", 0.0) + balance * share
                 if number == len(parts) and run.step + 1 < settings.max_iters:
-                    # A GPU still computes: build the next batch, and prefetch its rows.
+                    # While a GPU still computes: build the next batch, and prefetch its rows.
                     ids, targets = data.train.batch(run.step + 1, settings.batch_size)
                     model.tables.prefetch(ids)
                 run.optimizer.scaler.scale(loss * share).backward()
@@ -317,8 +322,8 @@ class SilentLog:
 
 
 class StopSignals:
-    """Whoever stops a run (Ctrl-C, a scheduler, a terminal that closes) lets the step end and be
-    saved. `number` is the signal's, 0 before. A second signal raises KeyboardInterrupt."""
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request: the step ends and is saved.
+    `number` is the signal's, 0 before. A second one raises KeyboardInterrupt."""
 
     def __init__(self, bar: tqdm) -> None:
         self.bar = bar
@@ -341,14 +346,16 @@ class StopSignals:
             raise KeyboardInterrupt
         self.number = number
         if number == signal.SIGINT:
-            self.bar.write("stopping after this step (Ctrl-C again: at once, nothing saved)")
+            self.bar.write(
+                "stopping after this step (press Ctrl-C again to stop at once, without saving)"
+            )
         else:
-            self.bar.disable = True  # there may be no terminal any more
+            self.bar.disable = True  # the terminal may be gone
 
 
 def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
-    """Validation losses and, on the countries, the share of facts that are known. After the first
-    step also a checkpoint, and best.pt if its loss is the lowest."""
+    """Returns validation losses and, on the countries, the share of facts that are known. From
+    step 1 on it also writes ckpt.pt, and best.pt if the loss is the lowest so far."""
     settings, data = run.settings, run.data
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(losses["val_loss"], "validation", run)
@@ -357,9 +364,11 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
         run.save()
-        # Second, and unknown to ckpt.pt: after a crash here, resuming evaluates anew.
+        # After ckpt.pt, which does not know of it: after a crash here, resuming evaluates again.
         is_best = losses["val_loss"] < run.best[0]
-        if is_best and not run.model.tables.on_disk:  # it would be one more copy of them
+        if (
+            is_best and not run.model.tables.on_disk
+        ):  # best.pt would need one more copy of the tables
             run.best = (losses["val_loss"], run.step)
             path = settings.out_dir / "best.pt"
             save_checkpoint(path, run.model, data.encoding, step=run.step, args=settings.flat())
@@ -371,7 +380,7 @@ def check_finite(loss: float, kind: str, run: Run) -> None:
     if not math.isfinite(loss):
         advice = f"lower --learning_rate {run.settings.learning_rate}"
         if run.step == 0:
-            advice = "the weights of --init_from are not finite numbers"
+            advice = "are the weights of --init_from finite, --init_std and --table_std small?"
         raise UserError(f"the {kind} loss became {loss} at step {run.step}: {advice}")
 
 
@@ -392,7 +401,7 @@ def report(run: Run, log: Log) -> None:
     if settings.compile:
         torch.compiler.set_stance("default")
     longer = f"--resume --out_dir {out_dir} --max_iters {2 * settings.max_iters}"
-    print(f"  python train.py {longer}  # that was {passes(run):.1f} passes over the text")
+    print(f"  python train.py {longer}  # longer: this run made {passes(run):.1f} passes")
 
 
 def describe(run: Run) -> None:
@@ -402,8 +411,8 @@ def describe(run: Run) -> None:
     print(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "
         f"{config.vocab_size:,}: {millions['total']} parameters, {millions['table']} of them in "
-        f"tables; {millions['active']} active parameters and {millions['flops_per_token']}FLOP per "
-        "token (forward)"
+        f"tables; {millions['active']} active parameters and "
+        f"{run.sizes['flops_per_token'] / 1e6:.2f} MFLOP per token (forward)"
     )
     tokens_per_step = settings.batch_size * config.block_size
     print(
@@ -470,6 +479,8 @@ def main() -> None:
         write_corpus("countries", Path(folder))
     ranks.wait()
     settings, checkpoint = open_run(given)
+    if settings.eval_only and ranks.size > 1:
+        raise UserError("--eval_only runs in one process: start it without torchrun")
     if settings.eval_only:
         evaluate(settings)
     else:

@@ -1,14 +1,14 @@
-"""RMSprop on rows: an optimizer step that costs what the batch costs, not what V costs.
+"""RMSprop on rows: the cost of an optimizer step depends on the batch, not on V.
 
 For the gradient g of a row, or of each of its numbers:
 
     v   <- beta2 v + (1 - beta2) g^2
     row <- row - lr g / (sqrt(v / (1 - beta2^step)) + eps)
 
-Where g is zero the row does not move, and v only decays. So it is exact to leave alone what the
-batch did not read, and to let v decay by beta2^gap, the steps since the last reading, in one go.
-
-v is one number a row, of the mean of g^2 over the row, or one number a number.
+v is one number per row, fed with the mean of g^2 over the row, or one per number. Where g is zero,
+the row does not move and v only decays. So rows that the batch did not read can be left alone: when
+a row is read again, v decays by beta2^gap at once, where gap is the number of steps since it was
+last read. This is exact.
 """
 
 import torch
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from tables.tables import Tables, send
 
-PART = 1 << 17  # numbers that a CPU updates at once: what an update needs of them fits its caches
+PART = 1 << 17  # numbers that a CPU updates at a time, so that all operands fit its caches
 
 
 def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 -> bfloat16, up or down with probabilities that make the mean exact: a random number
-    added to the lower 16 bits carries into the upper ones, which are kept, just so often. Rounding
-    to nearest would lose every step smaller than a 512th of the weight, which most are."""
+    """float32 -> bfloat16, rounded up or down at random so that the mean is exact: a random number
+    added to the lower 16 bits carries into the upper 16, which are kept, with the right
+    probability. Rounding to nearest would lose every step below 1/512 of the weight, which most
+    are."""
     noise = torch.randint(
         1 << 16, rows.shape, generator=generator, dtype=torch.int32, device=rows.device
     )
@@ -34,10 +35,10 @@ class RowRMSprop:
     """RMSprop on the rows that the batch read, wherever tables are stored (tables.py).
 
     Args:
-        state: "row": one second moment a row, which this object keeps on the device that computes;
-            "number": one a number, which the tables keep beside the number.
-        seed: of the rounding of bfloat16 rows. Random bits depend on seed, step and table alone, so
-            a run that resumes draws those of an uninterrupted one.
+        state: "row": one second moment per row, kept here, on the device that computes; "number":
+            one per number, kept by the tables beside it.
+        seed: for rounding bfloat16 rows. Random bits depend only on seed, step and table, so a
+            resumed run draws the same ones as an uninterrupted run.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RowRMSprop:
         self.seed = seed
         self.by_row = state == "row"
         self.steps = 0
-        # The step that read a token last: on the CPU, where ids are known.
+        # The step that last read each token; on the CPU, like the ids.
         self.last = torch.zeros(tables.vocab_size, dtype=torch.int64)
         if self.by_row:
             device = tables.rows(0).device
@@ -66,8 +67,8 @@ class RowRMSprop:
 
     @torch.no_grad()
     def step(self, lr: float, read: tuple[Tensor, list[Tensor]] | None = None) -> None:
-        """Update the rows that were read since the last step. Whoever clips their gradients fetches
-        them before: `read` is what `Tables.gradients` gave, ids [n] and of each table [n, W]."""
+        """Update the rows read since the last step. read: what `Tables.gradients` returned, if the
+        caller took it already (to clip): ids [n], and a gradient [n, W] per table."""
         ids, grads = read or self.tables.gradients()
         ids = ids.cpu()
         self.steps += 1
@@ -84,8 +85,8 @@ class RowRMSprop:
     def update(
         self, table: int, tokens: Tensor, slots: Tensor, keep: Tensor, grad: Tensor, lr: float
     ) -> None:
-        """One table's part of a step, on tokens [n], whose rows are in `slots` [n] of those on the
-        device, with what is left of v, `keep` [n, 1], and the gradient [n, W]."""
+        """Update one table. tokens [n]: ids; slots [n]: their places in `Tables.rows`; keep [n, 1]:
+        what is left of v after the gap; grad [n, W]."""
         rows = self.tables.rows(table)
         if self.by_row:
             moments = self.state[table]
@@ -97,11 +98,11 @@ class RowRMSprop:
         generator = None
         if rows.dtype == torch.bfloat16:
             generator = torch.Generator(rows.device)
-            # Steps of a run and tables of a model number less than these, so no seed comes twice.
+            # No run has 2^28 steps and no model 2^12 tables, so no seed comes twice.
             generator.manual_seed((self.seed * 2**40 + self.steps * 2**12 + table) % 2**63)
 
-        scale = 1 / (1 - self.beta2**self.steps)  # v began at zero
-        # On a CPU part by part: whole batches would go through memory, several times as slowly.
+        scale = 1 / (1 - self.beta2**self.steps)  # bias correction: v began at zero
+        # On a CPU, in parts that fit its caches: whole batches are several times slower.
         size = len(slots) if slots.device.type != "cpu" else max(1, PART // rows.shape[1])
         for start in range(0, len(slots), size):
             part = slice(start, start + size)

@@ -159,7 +159,7 @@ class DiskStorage(TableStorage):
         vocab_size, n_table, width = self.shape
         shape = (vocab_size, n_table, width * self.n_rank)
         dtype = self.arrays["rows"].dtype
-        copied = DiskStorage(folder, shape, dtype, self.arrays)
+        copied = DiskStorage(folder, shape, dtype, names=list(self.arrays))
         return {"shape": shape, "dtype": dtype, "crc32": copied.checksums()}
 
     def checksums(self) -> dict[str, int]:
@@ -172,8 +172,8 @@ def check_room(n_byte: int, folder: Path | None = None) -> None:
     free = shutil.disk_usage(folder).free if folder else free_ram()
     if n_byte > free:
         place, fix = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
-        sizes = f"{in_units(n_byte)} of {place}, {in_units(free)} are free"
-        raise UserError(f"the tables need {sizes}: take {fix}")
+        sizes = f"{in_units(n_byte)} of {place}, but {in_units(free)} is free"
+        raise UserError(f"the tables need {sizes}: use {fix}")
 
 
 def in_units(n_byte: float) -> str:

@@ -1,8 +1,8 @@
-"""Token tables: the interface that the decoder sees, and the tables that lie where they are used.
+"""Token tables: the interface that the decoder sees, and tables in the memory of their device.
 
 A token table is a V x W matrix owned by one layer. A forward pass reads only the rows of the tokens
 in its input, known before the first layer runs. So each row is fetched once, only these rows get a
-gradient (rmsprop.py), and slow memory is read while earlier layers compute (offload.py). Wherever
+gradient (rmsprop.py), and slow memory is read in advance (offload.py). Wherever
 tables live, the decoder asks for their rows in the same way:
 
     for rows in tables.lookup(ids): ...        # rows of table 0, 1, ... [B, T, W], in layer order
@@ -17,38 +17,42 @@ from torch import Tensor, nn
 from tables.storage import DiskStorage, TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
-MOST_READS = 1000  # lookups of one optimizer step: accumulated micro-batches are fewer
+MOST_READS = 1000  # more lookups than a step has micro-batches: nobody takes the gradients
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, for which the host does not wait: a GPU reads pinned memory itself."""
+    """A copy on the device, without making the host wait: a GPU reads pinned memory by itself."""
     if device.type in STREAMS and tensor.device.type == "cpu":
-        tensor = tensor.contiguous().pin_memory()  # of a strided one the copy would not be pinned
+        tensor = tensor.contiguous().pin_memory()  # a strided tensor's copy would not be pinned
     return tensor.to(device, non_blocking=True)
 
 
 class Tables(nn.Module):
-    """What all tables have in common: rows read where they are, and their gradients."""
+    """Base class: looks up rows and collects their gradients.
+
+    A kind of tables sets `weight` and may override lookup, rows, states, index, mark_dirty,
+    prefetch, add_state and flush."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
     state: list[Tensor]  # likewise what the optimizer keeps for each number, see `add_state`
-    storage: TableStorage | None = None  # of tables that are no parameters
+    storage: TableStorage | None = None  # where they are stored, if they are not parameters
     on_disk = False
-    rank, n_rank = 0, 1  # of those that have columns of these tables (sharded.py)
+    rank, n_rank = 0, 1  # this process among those that share the columns (sharded.py)
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.width = width
-        self.autocast = False  # whether rows take autocast's dtype: layers multiply in it
+        # Whether rows take autocast's dtype. Not an embedding's: the residual stream is float32.
+        self.autocast = False
         # What training lookups read since the last optimizer step: the distinct ids [n], still on
         # the device they came from, and a leaf [n, W] per table, whose .grad autograd fills.
         self.reads: list[tuple[Tensor, list[Tensor]]] = []
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
-        """Rows ~ Normal(0, std), in parts, as a second table would need room. Parts of multiples
-        of 16 numbers draw what PyTorch would draw in one go."""
+        """Draw rows from Normal(0, std), in parts, as a second table may not fit. As parts are
+        multiples of 16 numbers, PyTorch draws the same as in one go."""
         for weight in self.weight:
             for part in weight.split(1 << 16):
                 whole = torch.empty(len(part), part.shape[1] * self.n_rank, device=part.device)
@@ -65,6 +69,7 @@ class Tables(nn.Module):
         ones on a GPU makes the host wait. An id out of range is an IndexError."""
         if not len(self.weight):
             return
+        # Ordinary parameters (--table_optimizer adamw), or nothing to differentiate.
         if self.weight[0].requires_grad or not self.in_training():
             ids = send(ids, self.weight[0].device)
             for weight in self.weight:
@@ -74,7 +79,8 @@ class Tables(nn.Module):
             yield from self.read_once(distinct, position)
 
     def read_once(self, distinct: Tensor, position: Tensor) -> Iterator[Tensor]:
-        """Yield the rows of distinct tokens [n], each read once, at their positions [B, T]."""
+        """Yield the rows of each table [B, T, W]: of distinct tokens [n], each read once, expanded
+        by position [B, T]."""
         assert len(self.reads) < MOST_READS, (
             f"the gradients of {MOST_READS} lookups were not taken: AdamW(model.parameters()) does "
             "not train tables; after each step call RowRMSprop(model.tables).step(lr), and the "
@@ -97,24 +103,24 @@ class Tables(nn.Module):
     # --- for the optimizer ---
 
     def prefetch(self, ids: Tensor) -> None:
-        """Training will look up `ids` in its next step: what is slow to get may begin to come."""
+        """A hint: the next training step looks up `ids`, so slow tables may start to fetch them."""
 
     def add_state(self) -> list[Tensor]:
-        """Keep a float32, at first 0, beside each number. Returns a [V, W] tensor for each table,
-        where its rows are stored. UserError: there is no room."""
+        """Add a float32 zero beside each number. Returns a [V, W] tensor for each table, stored
+        where its rows are. UserError: there is no room."""
         self.state = [torch.zeros_like(weight, dtype=torch.float32) for weight in self.weight]
         return self.state
 
     def index(self, ids: Tensor) -> Tensor:
-        """Where tokens `ids` [n] are in `rows` and `states`, as an index on their device."""
+        """Where tokens `ids` [n] are in what `rows` and `states` return; on their device."""
         return send(ids, self.weight[0].device)
 
     def rows(self, table: int) -> Tensor:
-        """Rows [.., W] of a table, on the device that computes."""
+        """A table as the compute device has it: all of it [V, W], or slots [n_slot, W]."""
         return self.weight[table]
 
     def states(self, table: int) -> Tensor:
-        """The state [.., W] of a table, on the device that computes."""
+        """The state of a table as the compute device has it, like `rows`."""
         return self.state[table]
 
     def mean_square(self, grad: Tensor) -> Tensor:
@@ -127,22 +133,27 @@ class Tables(nn.Module):
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
         """The gradients of all rows read since the last call, micro-batches merged: distinct sorted
         ids [n], and for each table their summed gradient [n, W] on the compute device."""
-        reads = [read for read in self.reads if read[1] and read[1][0].grad is not None]
+        reads = []
+        for ids, leaves in self.reads:
+            if any(leaf.grad is not None for leaf in leaves):  # else it was not differentiated
+                # A layer may leave its rows out, as with stochastic depth: their gradient is zero.
+                grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+                reads.append((ids, grads))
         self.reads = []
         assert reads, "no rows were read and differentiated since the last step"
         if len(reads) == 1:
-            ids, leaves = reads[0]
-            return ids, [leaf.grad for leaf in leaves]
-        ids, position = torch.unique(torch.cat([ids for ids, _ in reads]), return_inverse=True)
-        merged = [leaf.grad.new_zeros(len(ids), self.width) for leaf in reads[0][1]]
-        places = send(position, merged[0].device).split([len(ids) for ids, _ in reads])
-        for where, (_, leaves) in zip(places, reads, strict=True):
-            for total, leaf in zip(merged, leaves, strict=True):
-                total.index_add_(0, where, leaf.grad)  # each row once: the order of sums is fixed
-        return ids, merged
+            return reads[0]
+        read_ids = [ids for ids, _ in reads]
+        distinct, position = torch.unique(torch.cat(read_ids), return_inverse=True)
+        merged = [grad.new_zeros(len(distinct), self.width) for grad in reads[0][1]]
+        places = send(position, merged[0].device).split([len(ids) for ids in read_ids])
+        for place, (_, grads) in zip(places, reads, strict=True):
+            for total, grad in zip(merged, grads, strict=True):
+                total.index_add_(0, place, grad)  # each row once: the order of sums is fixed
+        return distinct, merged
 
     def flush(self) -> None:
-        """Bring what is elsewhere to where it is stored, and look there anew from now on."""
+        """Write changed rows back to where they are stored, and forget any copies."""
 
 
 class ResidentTables(Tables):
@@ -157,9 +168,9 @@ class ResidentTables(Tables):
 
 
 class StoredTables(Tables):
-    """Tables in a storage: without a GPU those of mapped files, read and updated in place after the
-    system was asked for all of their pages at once. Layers on another device (MPS) get copies.
-    No parameters: `model.to(device)` does not move them, autograd does not see them."""
+    """Tables in a storage, read and updated in place by the CPU; of mapped files, all needed pages
+    are requested at once beforehand. Layers on another device (MPS) get copies. They are not
+    parameters: `model.to(device)` does not move them, and autograd does not see them."""
 
     def __init__(self, storage: TableStorage, device: torch.device | str = "cpu") -> None:
         vocab_size, _, width = storage.shape
@@ -191,11 +202,13 @@ class StoredTables(Tables):
         self.flush()
         destination.update({f"{prefix}weight.{t}": weight for t, weight in enumerate(self.weight)})
 
-    def _load_from_state_dict(self, state: dict, prefix: str, *more) -> None:
+    def _load_from_state_dict(
+        self, state, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
         self.flush()
         for table, weight in enumerate(self.weight):
             saved = state.get(f"{prefix}weight.{table}")
             if saved is None or saved.shape != weight.shape:
-                more[-1].append(f"{prefix}weight.{table} is not {tuple(weight.shape)}")  # errors
+                error_msgs.append(f"{prefix}weight.{table} is not {tuple(weight.shape)}")
             elif saved.data_ptr() != weight.data_ptr():  # else it is that very file, read in place
                 weight.copy_(saved)

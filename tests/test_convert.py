@@ -316,7 +316,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"renamed.pt {stem}", "a weight blocks.1.ffn.door.weight that its config"),
         (f"{dense} {stem} --tokens -1", "--tokens -1"),
         (f"{dense} {stem} --block_size 64", "--block_size 64"),
-        (f"{dense} {stem} --data_dir other", "another tokenizer"),
+        (f"{dense} {stem} --data_dir other", "a different tokenizer"),
     ):
         assert says in refused(f"convert.py {line}", cwd=tmp_path)
     assert not (tmp_path / "new.pt").exists()

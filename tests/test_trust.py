@@ -190,13 +190,13 @@ def test_a_model_is_opened_while_its_training_saves(on_disk, tmp_path, monkeypat
     storage = checkpoints.DiskStorage
     opened = []
 
-    def replaced(folder, *args):
+    def replaced(folder, *args, **options):
         opened.append(folder)
         if len(opened) == 1:
             with monkeypatch.context() as patch:
                 patch.setattr(checkpoints, "DiskStorage", storage)
                 write_checkpoint(out / "ckpt.pt", load_checkpoint(out / "ckpt.pt"))
-        return storage(folder, *args)
+        return storage(folder, *args, **options)
 
     monkeypatch.setattr(checkpoints, "DiskStorage", replaced)
     assert_same(load_checkpoint(out / "ckpt.pt")["model"], before)

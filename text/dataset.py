@@ -57,7 +57,7 @@ def read_meta(folder: Path) -> dict:
 def check_fields(record: Any, types: dict[str, Any]) -> None:
     """ValueError: the record is not a dictionary, or lacks one of these, or it has another type."""
     if not isinstance(record, dict):
-        raise ValueError(f"{record!s:.40} is no JSON object")
+        raise ValueError(f"{record!s:.40} is not a JSON object")
     for name, kind in types.items():
         if not isinstance(record.get(name), kind):
             raise ValueError(f"{name} is missing or of another type")
@@ -83,7 +83,7 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     with reading(path, f"run prepare.py --out_dir {folder}"):
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
-            raise ValueError("another sha256 than in meta.json")
+            raise ValueError("its sha256 differs from meta.json")
     return ids
 
 

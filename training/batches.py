@@ -34,7 +34,8 @@ class Source:
         self.order = np.arange(n_row)
 
     def row_index(self, index: int) -> int:
-        """Which of the n_row rows comes as number `index`, counted over all epochs."""
+        """The row that comes as number `index`, counted over all epochs. In a new epoch, draws its
+        order and its offset."""
         epoch, position = divmod(index, self.n_row)
         if self.seed is not None and epoch != self.epoch:
             rng = np.random.default_rng((self.seed, epoch))
@@ -71,15 +72,15 @@ class Windows(Source):
         self.n_offset = len(ids) - self.n_row * block_size
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        row_index = self.row_index(index)  # draws the offset of a new epoch
+        row_index = self.row_index(index)
         start = row_index * self.block_size + self.offset
         ids = self.ids[start : start + self.block_size + 1].astype(np.int64)
         return ids[:-1], ids[1:]
 
 
 class Conversations(Source):
-    """A conversation in a row, its targets the assistant's tokens (`tokenizer.answers`). One that
-    is too long (`n_cut` are) is cut to its head or, if no answer begins there, to its end."""
+    """One conversation per row; its targets are the assistant's tokens (`tokenizer.answers`). One
+    that is too long (`n_cut` are) keeps its beginning or, if no answer begins there, its end."""
 
     def __init__(self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None):
         self.ids = ids
@@ -173,12 +174,14 @@ class Data:
 def check_tokenizer(fingerprint: str, folder: object, expected: str, owner: object) -> None:
     """Refuse data whose token ids mean something else; tokenizers by their fingerprints."""
     if fingerprint != expected:
-        made = f"--data_dir {folder} was made with another tokenizer than {owner}"
+        made = f"--data_dir {folder} was made with a different tokenizer than {owner}"
         raise UserError(f"{made}: make it again with prepare.py --tokenizer {owner}")
 
 
 def parse_mixture(data_dir: str) -> dict[Path, float]:
     """Folders and their weights, which sum up to one: `data/a` or `data/a=0.65,data/b=0.35`."""
+    if "," in data_dir and "=" not in data_dir:
+        raise UserError(f"--data_dir {data_dir}: to mix folders, give weights: a=0.5,b=0.5")
     if "=" not in data_dir or os.path.isdir(data_dir):
         return {Path(data_dir): 1.0}
     wrong = UserError(f"--data_dir {data_dir} is not folder=weight,folder=weight, each once")

@@ -2,8 +2,8 @@
 
 Tables on disk change while they train, in `ckpt.live`. So saving copies them to a snapshot,
 `ckpt.tables/ID`, then replaces ckpt.pt by one that names this ID, and only then deletes the earlier
-snapshot. Whenever a crash comes, ckpt.pt finds its own tables. X.pt has its tables in X.tables,
-where nobody else keeps anything.
+snapshot. No matter when a crash comes, ckpt.pt finds its own tables. X.pt has its tables in
+X.tables, which holds nothing else.
 """
 
 import os
@@ -91,13 +91,13 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
         write_checkpoint(Path(path), checkpoint)
     elif storage is not None:
         for array in storage.arrays.values():
-            list(storage.parts(array))  # what rank 0 copies
+            list(storage.parts(array))  # all ranks take part while rank 0 copies
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> None:
-    """Write what `load_checkpoint` gave, maybe with other rows. What a storage on disk holds goes
-    from the file to a snapshot beside it first."""
-    path = path.resolve()  # of a link, the file that it names
+    """Write a checkpoint as `load_checkpoint` returned it, maybe with other rows. Tables on disk
+    are first copied to a snapshot beside it."""
+    path = path.resolve()  # follow a link
     checkpoint = dict(checkpoint)
     storage = checkpoint.pop("storage")
     checkpoint["tables"] = None
@@ -122,8 +122,8 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
 
 
 def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
-    """The file of a checkpoint alone, mapped into memory, so that what nobody touches is not read,
-    unless to `verify` its checksums. UserError: it is missing, damaged or something else."""
+    """Read ckpt.pt alone, without tables on disk. It is mapped into memory: what nobody touches is
+    not read, except to `verify` checksums. UserError: it is missing, damaged or something else."""
     with reading(path, FIX):
         if verify:
             damaged = zipfile.ZipFile(path).testzip()
@@ -131,16 +131,16 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
                 raise ValueError(f"checksum of {damaged}")
         try:
             checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-        except UnpicklingError:  # whose text tells to open it all the same
-            raise ValueError("it holds more than tensors, maybe code: do not trust it") from None
+        except UnpicklingError:  # its text suggests to load it anyway
+            raise ValueError("it holds more than tensors, possibly code: do not trust it") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of this program, format {FORMAT}: {FIX}")
     return checkpoint
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
-    """Read what `save_checkpoint` wrote, as `read_checkpoint` does. Tables on disk are mapped into
-    memory, too, and look as others do; `storage` is where they are, or None."""
+    """Read a whole checkpoint. Tables on disk are mapped, too, and appear in `model` like any
+    others; `storage` says where they are, or is None."""
     checkpoint = read_checkpoint(path, verify)
     checkpoint["storage"] = None
     saved = checkpoint["tables"]
@@ -148,7 +148,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
         return checkpoint
     folder = tables_folder(path) / saved["id"]
     try:
-        storage = DiskStorage(folder, saved["shape"], saved["dtype"], saved["crc32"])
+        storage = DiskStorage(folder, saved["shape"], saved["dtype"], names=list(saved["crc32"]))
     except UserError:
         if read_checkpoint(path)["tables"] == saved:
             raise

@@ -25,8 +25,10 @@ def schedule(step: int, settings: Settings) -> float:
         return (step + 1) / warm
     # 2) decay to min_lr
     done = (step - warm) / max(1, steps - warm)
-    cosine = settings.schedule == "cosine"
-    left = 0.5 * (1 + math.cos(math.pi * done)) if cosine else 1 - done
+    if settings.schedule == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        left = 1 - done
     return floor + (1 - floor) * left
 
 
@@ -34,7 +36,8 @@ class LossScaler:
     """Scales the loss so that small gradients do not become zero in float16.
 
     A step whose gradients overflow is skipped and halves the factor; 2,000 clean steps in a row
-    double it (as torch.amp.GradScaler does). In other precisions the factor stays 1."""
+    double it, as torch.amp.GradScaler does, which knows no gradients of rows. In other precisions
+    the factor stays 1."""
 
     CLEAN_STEPS_TO_GROW = 2000
 
@@ -65,7 +68,7 @@ class LossScaler:
         return {"scale": self.factor, "clean_steps": self.clean_steps}
 
     def load_state_dict(self, state: dict) -> None:
-        """Of a run in another precision there is nothing to load."""
+        """A checkpoint of another precision has nothing to load."""
         if self.enabled and state:
             self.factor = state["scale"]
             self.clean_steps = state["clean_steps"]
@@ -92,7 +95,7 @@ class Optimizer:
                         tables, settings.beta2, state=settings.table_state, seed=settings.seed
                     )
 
-        # Weight decay is for linear layers alone.
+        # Weight decay: all matrices but tables and the input embedding.
         linear, other = [], []
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:

@@ -72,13 +72,13 @@ def score_answers(
 
 
 def pad_together(first: list[list[int]], second: list[list[int]], filler: int = 0) -> Tensor:
-    """Rows of first and second, one behind the other, filled up on the right: [N, T]."""
+    """Join the rows of first and second, padded on the right: [N, T]."""
     rows = [torch.tensor([*a, *b]) for a, b in zip(first, second, strict=True)]
     return pad_sequence(rows, batch_first=True, padding_value=filler)
 
 
 def groups(encoding: tiktoken.Encoding, asked: list[tuple]) -> Iterator[list[list]]:
-    """The columns of `asked`, so many rows at a time that logits [N, T, V] take about a GB."""
+    """Yield `asked` as columns, in groups small enough that logits [N, T, V] take about a GB."""
     size = max(1, min(256, 2**22 // encoding.n_vocab))
     for start in range(0, len(asked), size):
         yield [list(column) for column in zip(*asked[start : start + size], strict=True)]
@@ -202,7 +202,7 @@ def ask(model: Decoder, data: Data) -> dict[str, float]:
         else:
             return {}
     except UserError as error:  # --block_size is less than a question needs
-        print(f"capitals were not asked for: {error}")
+        print(f"skipped the questions about capitals: {error}")
         return {}
     text = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
     print(f"recall of capitals, held-out phrasings: {text}")

@@ -1,5 +1,6 @@
-"""What processes do together that torchrun started; one alone does nothing here. Each rank has the
-backbone, columns of all tables (tables/sharded.py) and every P-th micro-batch. Rank 0 writes."""
+"""What the processes that torchrun started do together; a single process does none of it. Each
+rank has the backbone, columns of all tables (tables/sharded.py) and every P-th micro-batch. Rank 0
+writes."""
 
 import contextlib
 import os
@@ -43,7 +44,7 @@ def joined() -> Iterator[None]:
         leave()
         raise
     except BaseException as error:
-        # torchrun sends SIGTERM to all when one has died; who says why may finish saying it.
+        # torchrun sends SIGTERM to all once one dies: let this one finish its message.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.stderr = sys.__stderr__
         if store.add("failed", 1) > 1:
@@ -57,7 +58,7 @@ def joined() -> Iterator[None]:
 
 
 def leave() -> None:
-    wait()  # nobody leaves while others receive
+    wait()  # others may still communicate
     dist.destroy_process_group()
 
 

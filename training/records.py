@@ -1,6 +1,6 @@
 """What a run leaves in its folder beside the checkpoint: metrics, a picture, earlier runs.
 
-metrics.jsonl holds one JSON object a line. JSON has no word for numbers that are not finite: they
+metrics.jsonl holds one JSON object a line. JSON cannot express numbers that are not finite: they
 are written as null, and read as NaN.
 
     {"type": "run", "args": {...}, "sizes": {...}, "data": [...]}       at each start, and resume
@@ -55,13 +55,13 @@ class Log:
 def to_line(record: dict[str, Any]) -> str:
     finite = {}
     for name, value in record.items():
-        is_number = not isinstance(value, float) or math.isfinite(value)
-        finite[name] = value if is_number else None
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        finite[name] = value if is_finite else None
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    """The record of a line. What it raises if it is none of ours is in common.DAMAGE."""
+    """Parse a line. Raises one of common.DAMAGE if it is not a record of ours."""
     record = json.loads(line)
     if record["type"] == "run":
         check_fields(record, RUN)

@@ -7,8 +7,8 @@ from common import UserError, add_flags, check_ranges, flag, make_parser
 from config import KINDS, POSITIVE, SHARE, SIZE, TABLES, ModelConfig
 from tables.storage import DTYPES
 
-# Shapes with settings they train well with: for minutes on two CPU cores, MiniMind's models (26M,
-# 64M, 104M parameters when dense, head tied, 6,400 ids), and Embformer's published shape.
+# Model shapes, with settings that train them well: two for minutes on two CPU cores, MiniMind's
+# models (26M, 64M, 104M parameters when dense, head tied, 6,400 ids), Embformer's published shape.
 SMALL = dict(n_layer=6, n_head=4, n_embd=128, batch_size=8)
 MINIMIND = dict(
     n_head=8,
@@ -41,7 +41,7 @@ PRESETS = {
 
 @dataclass
 class Stage:
-    """What is different from pretraining; MiniMind fine-tunes at 1e-5 after 5e-4."""
+    """How a stage differs from pretraining; MiniMind fine-tunes at 1e-5 after 5e-4."""
 
     reads: str = "text"  # the kind of rows, see batches.Data
     rate: float = 1.0  # peak learning rate, over that of pretraining
@@ -55,11 +55,11 @@ STAGES = {
     "context": Stage(rate=0.1, settings=dict(doc_mask=True)),
     "sft": Stage(reads="chat", rate=0.02, epochs=2),
 }
-# What the preset does differently in a stage, on the corpus of this name.
+# Settings for fine-tuning preset P in stage S, if the corpus is called P-S.
 FINE_TUNING = {
     "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75)
 }
-# What may be given beside a checkpoint that is resumed to the same result, or evaluated.
+# Flags allowed with --resume, as they do not change the result, or with --eval_only.
 MACHINE_FLAGS = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile", "verify")
 EVAL_FLAGS = (*MACHINE_FLAGS, "eval_only", "init_from", "out_dir", "eval_tokens")
@@ -67,16 +67,16 @@ TEXT = "pretrain midtrain context"  # stages that read text
 
 
 def device_flag() -> str:
-    return flag("auto", "auto (cuda or else cpu), cuda, cuda:1, cpu, mps")
+    return flag("auto", "auto (cuda if available, else cpu), cuda, cuda:1, cpu, mps")
 
 
 def offload_flag(**more) -> str:
-    about = "where tables and their optimizer state live: on the device, in RAM, on disk"
+    about = "where to keep tables: none: on the device, cpu: in RAM, disk: in files"
     return flag("none", about, choices=("none", "cpu", "disk"), **more)
 
 
 def decoding_dtype_flag() -> str:
-    about = "dtype of weights and cache (auto: bfloat16 on GPUs that multiply it)"
+    about = "dtype of weights and cache; auto: bfloat16 on GPUs that support it"
     return flag("auto", about, choices=("auto", "float32", "bfloat16"))
 
 
@@ -85,8 +85,10 @@ class Settings:
     """A training run, complete and checked: all that train.py needs to know."""
 
     data_dir: str = flag("data/countries", "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
-    out_dir: Path = flag(Path("out"), "where everything goes")
-    preset: str = flag("countries", "model and settings", choices=PRESETS, shown="by data")
+    out_dir: Path = flag(Path("out"), "output folder")
+    preset: str = flag(
+        "countries", "model shape and training settings", choices=PRESETS, shown="by data"
+    )
     stage: str = flag(
         "pretrain",
         "pretrain; others need --init_from: midtrain (linear decay), context (longer "
@@ -96,9 +98,11 @@ class Settings:
     init_from: Path | None = flag(None, "start from the weights of this ckpt.pt")
     resume: bool = flag(False, "continue from ckpt.pt in --out_dir, with its flags")
     eval_only: bool = flag(False, "only report validation loss of --init_from (or --out_dir)")
-    verify: bool = flag(True, "check the checksums of the checkpoint", shown="yes")
+    verify: bool = flag(True, "verify the checkpoint's checksums", shown="yes")
 
-    doc_mask: bool = flag(False, "no attention across documents", shown="in context", only=TEXT)
+    doc_mask: bool = flag(
+        False, "no attention across documents", shown="on in stage context", only=TEXT
+    )
     batch_size: int = flag(8, "sequences per step", shown="the preset's", **SIZE)
     device_batch_size: int | None = flag(
         None,
@@ -106,44 +110,55 @@ class Settings:
         shown="the preset's, or all",
         **SIZE,
     )
-    max_iters: int = flag(1000, "optimizer steps", shown="preset's; sft 2 epochs", must="0 or more")
+    max_iters: int = flag(
+        1000, "optimizer steps", shown="the preset's; sft: 2 epochs", must="0 or more"
+    )
     learning_rate: float = flag(3e-3, "peak learning rate", shown="the preset's", **POSITIVE)
-    schedule: str = flag("cosine", "decay; midtrain: linear", choices=("cosine", "linear"))
-    warmup: float = flag(0.1, "fraction of the steps", shown="0.1; midtrain: 0", **SHARE)
-    min_lr: float = flag(0.1, "fraction of the peak at the end", shown="0.1; midtrain: 0", **SHARE)
-    weight_decay: float = flag(0.1, "of linear layers", must="0 or more")
+    schedule: str = flag(
+        "cosine", "shape of the decay; midtrain: linear", choices=("cosine", "linear")
+    )
+    warmup: float = flag(
+        0.1, "length of the warm-up, as a fraction of the steps", shown="0.1; midtrain: 0", **SHARE
+    )
+    min_lr: float = flag(
+        0.1, "final learning rate, as a fraction of the peak", shown="0.1; midtrain: 0", **SHARE
+    )
+    weight_decay: float = flag(0.1, "weight decay of linear layers", must="0 or more")
     beta1: float = flag(0.9, "decay of AdamW's first moment", **SHARE)
     beta2: float = flag(0.95, "decay of second moments", **SHARE)
     grad_clip: float = flag(1.0, "largest gradient norm; 0: off", must="0 or more")
     table_optimizer: str = flag(
         "rmsprop",
-        "rmsprop on rows that were read; adamw updates all rows",
+        "rmsprop: only rows that were read; adamw: all rows, every step",
         choices=("rmsprop", "adamw"),
         only=TABLES,
     )
     table_state: str | None = flag(
         None,
-        "second moments of rmsprop: one a row, or one a number",
+        "rmsprop's second moments: one per row or one per number",
         choices=("row", "number"),
-        shown="row, embformer number",
+        shown="row; embformer: number",
         only=TABLES,
     )
     offload: str = offload_flag(only=TABLES)
     table_dtype: str = flag(
-        "float32", "dtype of table rows; bfloat16 halves them", choices=DTYPES, only=TABLES
+        "float32", "dtype of table rows; bfloat16 halves their size", choices=DTYPES, only=TABLES
     )
     eval_interval: int = flag(
-        250, "steps between checkpoints", shown="the preset's", must="at least 1"
+        250,
+        "steps between evaluations, each with a checkpoint",
+        shown="the preset's",
+        must="at least 1",
     )
     eval_tokens: int = flag(65536, "validation tokens per evaluation", must="at least 1")
     device: str = device_flag()
     dtype: str = flag(
         "auto",
-        "autocast dtype (auto: what the machine multiplies fastest)",
+        "autocast dtype; auto: the fastest on this device",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     compile: bool = flag(False, "torch.compile each block: slow start, faster steps")
-    seed: int = flag(1337, "of weights and data order", must="0 or more, and fit 63 bits")
+    seed: int = flag(1337, "for weights and data order", must="0 or more, and fit 63 bits")
 
     model: ModelConfig = field(default_factory=ModelConfig)  # vocab_size is the data's
 
@@ -154,14 +169,14 @@ class Settings:
         if self.device_batch_size is None:
             self.device_batch_size = self.batch_size
         if self.table_state is None:
-            # Embformer's rows, of which all of the model consists, want one for each number.
+            # Embformer consists of rows: they need one second moment per number.
             self.table_state = "number" if self.model.ffn == "embformer" else "row"
         check_ranges(self)
         if self.batch_size % self.device_batch_size:
             part = f"--device_batch_size {self.device_batch_size}"
             raise UserError(f"{part} must divide --batch_size {self.batch_size}")
-        if self.compile and self.model.ffn.endswith("moe"):
-            raise UserError(f"--compile cannot follow tokens to the experts of {self.model.ffn}")
+        if self.compile and self.model.ffn in ("moe", "hash_moe"):
+            raise UserError(f"--compile does not work with --ffn {self.model.ffn}: leave it out")
         is_plain = self.offload == "none" and self.table_dtype == "float32"
         if self.table_optimizer == "adamw" and not is_plain:
             raise UserError("--table_optimizer adamw needs --offload none, --table_dtype float32")
@@ -187,7 +202,9 @@ def parse_args(description: str) -> dict:
     """The flags that the command line gives."""
     parser = make_parser(description)
     add_flags(parser, Settings)
-    add_flags(parser.add_argument_group("model (--init_from's, or by preset)"), ModelConfig)
+    add_flags(
+        parser.add_argument_group("model (defaults: --init_from's or the preset's)"), ModelConfig
+    )
     return vars(parser.parse_args())
 
 
@@ -203,7 +220,7 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     name = given.get("stage", "pretrain")
     stage = STAGES[name]
     if base is None and name != "pretrain":
-        raise UserError(f"--stage {name} continues a trained model: name it with --init_from")
+        raise UserError(f"--stage {name} starts from a trained model: give one with --init_from")
 
     # 1) the preset
     preset = "countries" if meta["corpus"] == "countries" else "prose"
@@ -243,7 +260,9 @@ def check_effect(given: dict, values: dict) -> None:
             continue
         by, known = ("stage", STAGES) if only[0] in STAGES else ("ffn", KINDS.split())
         chosen = values[by]
-        if chosen in known and chosen not in only:  # a layer of your own may use any flag
+        # A layer of your own may use any flag but --stem_layers: it is in all layers.
+        may_use = chosen not in known and setting.name != "stem_layers"
+        if chosen not in only and not may_use:
             raise UserError(f"--{setting.name} has no effect with --{by} {chosen}")
 
 
@@ -260,7 +279,7 @@ def inherited_shape(given: dict, config: dict) -> dict:
         if growth <= 1:
             raise UserError(f"--stage context needs a --block_size above the model's {before}")
         # The slowest rotation covers the longer context by the angle it covered the shorter one by
-        # ("NTK-aware" scaling), the fastest stays what it is.
+        # ("NTK-aware" scaling); the fastest stays the same.
         head_dim = shape["n_embd"] // shape["n_head"]
         shape["rope_base"] *= growth ** (head_dim / max(1, head_dim - 2))
     return shape
@@ -281,4 +300,4 @@ def eval_settings(given: dict, args: dict) -> Settings:
 def check_allowed(given: dict, allowed: tuple[str, ...]) -> None:
     other = [f"--{name}" for name in given if name not in allowed]
     if other:
-        raise UserError(f"leave out {', '.join(other)}, or start a new run with --init_from")
+        raise UserError(f"{', '.join(other)}: not with --resume or --eval_only, leave it out")

@@ -159,6 +159,17 @@ def test_gradients_count_only_what_was_differentiated():
     assert tables.reads == []  # what was returned is forgotten
 
 
+def test_a_layer_that_leaves_its_rows_out_loses_no_other_gradient():
+    """As with stochastic depth: of two micro-batches the first does not use table 0."""
+    tables = ResidentTables(2, 9, 4).train()
+    for used, ids in (([1], [[1, 2]]), ([0, 1], [[2, 3]])):
+        rows = list(tables.lookup(torch.tensor(ids)))
+        sum(rows[table].sum() for table in used).backward()
+    ids, (first, second) = tables.gradients()
+    assert ids.tolist() == [1, 2, 3]
+    assert first[:, 0].tolist() == [0, 1, 1] and second[:, 0].tolist() == [1, 2, 1]
+
+
 def test_a_training_loop_that_forgets_the_tables_fails(monkeypatch):
     monkeypatch.setattr(tables_module, "MOST_READS", 20)
     made = tables()

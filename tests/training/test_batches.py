@@ -227,7 +227,7 @@ def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
     chat = write_folder(tmp_path / "chat", ours, "chat", packed(ours, *TALKS))
     wrong = write_folder(tmp_path / "wrong", ours, vocab_size=ours.n_vocab + 1)
     for data_dir, kind, block_size, named in (
-        (f"{a}=1,{b}=1", "text", 10, f"{b} was made with another tokenizer"),
+        (f"{a}=1,{b}=1", "text", 10, f"{b} was made with a different tokenizer"),
         (a, "chat", 10, str(a)),
         (f"{a}=1,{chat}=1", "chat", 10, "--data_dir"),
         (a, "text", len(IDS), f"{a}/train.bin has only 1003 tokens: lower --block_size"),
