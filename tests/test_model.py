@@ -102,6 +102,7 @@ def naive_dense(model, ids):
         ("--attention window,count", "count needs --ffn embformer"),
         ("--ffn embformer --attention count --previous_heads 1", "--previous_heads 0"),
         ("--previous_heads -1", "--previous_heads -1 must be 0 or more"),
+        ("--ffn embformer --previous_heads 1000000", "is more than the model's 4 key heads"),
         ("--window 0", "--window 0 must be at least 1"),
         ("--ffn moe --top_k 5 --n_expert 10", "--top_k 5 must divide --d_ff 48"),
         ("--ffn hash_moe --top_k 3 --n_expert 7", "--top_k 3 must divide --d_ff 48 and --n_exp"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    SMALL,
     assert_same,
     assert_same_run,
     checkpoint,
@@ -325,3 +326,38 @@ def test_a_short_soak_breaks_no_promise():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken promises" in done.stdout
+
+
+# --- what belongs to nobody else ---
+
+
+def test_a_link_stays_a_link_to_what_was_edited(trained, tmp_path):
+    real = shutil.copy(trained["stem"] / "ckpt.pt", tmp_path / "real.pt")
+    link = tmp_path / "link.pt"
+    link.symlink_to(real)
+    command(f"edit.py --ckpt {link} {EDIT} --save {link}")
+    assert link.is_symlink() and len(load_checkpoint(real)["edits"]) == 1
+
+
+def test_what_torchrun_did_not_start_trains_alone(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    line = ("train.py", "--data_dir", data, "--out_dir", tmp_path, *SMALL, "--max_iters", 1)
+    assert "wrote" in command(*line).stdout
+
+
+def test_validation_alone_reads_no_training_text(trained, data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "data")
+    (folder / "train.bin").unlink()
+    line = ("train.py", "--eval_only", "--out_dir", trained["stem"], "--data_dir", folder)
+    assert "val loss" in command(*line).stdout
+
+
+def test_no_two_steps_of_neighboring_seeds_draw_the_same_dropout(data, tmp_path, monkeypatch):
+    seeds = []
+    real = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: (seeds.append(seed), real(seed))[1])
+    for seed in (1, 2):
+        small_run(data, tmp_path / str(seed), seed=seed, dropout=0.1)
+    drawn = [seed for seed in seeds if seed > 2]  # the others begin the weights
+    assert len(set(drawn)) == len(drawn) == 24
