@@ -10,6 +10,8 @@ from model import LAYERS, Decoder, ModelConfig
 from text import tokenizer
 from training.checkpoints import load_model, save_checkpoint
 from training.objectives import NextToken
+from training.optimizer import Optimizer
+from training.settings import Settings
 
 KINDS = ("moe", "hash_moe", "pkm", "deepembed", "ple")
 TINY = dict(vocab_size=23, block_size=16, n_layer=2, n_head=2, n_embd=16, d_ff=24)
@@ -180,3 +182,17 @@ def test_a_checkpoint_brings_back_the_hashes_that_were_drawn(tmp_path):
     loaded, _, _ = load_model(tmp_path / "ckpt.pt", torch.device("cpu"))
     ids = torch.randint(encoding.n_vocab, (2, 9))
     torch.testing.assert_close(loaded(ids)[0], model(ids)[0])
+
+
+def test_values_of_product_keys_that_nobody_chose_do_not_decay():
+    torch.manual_seed(0)
+    model = Decoder(config("pkm")).train()
+    values = [block.ffn.values.weight for block in model.blocks]
+    before = [weight.detach().clone() for weight in values]
+    optimizer = Optimizer(model, Settings(weight_decay=0.5))
+    model(*torch.randint(23, (2, 1, 3)))[1].backward()
+    chosen = [weight.grad.abs().sum(1) > 0 for weight in values]
+    optimizer.step(1.0)
+    for weight, old, was_chosen in zip(values, before, chosen, strict=True):
+        assert 0 < was_chosen.sum() < len(weight)
+        assert torch.equal((weight != old).any(1), was_chosen)

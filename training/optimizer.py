@@ -95,13 +95,16 @@ class Optimizer:
                         tables, settings.beta2, state=settings.table_state, seed=settings.seed
                     )
 
-        # Weight decay: all matrices but tables and the input embedding.
+        # Weight decay is for matrices, but not for rows that are looked up: those of tables and of
+        # embeddings (pkm's values), which it would shrink whenever they are not read.
+        embeddings = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+        looked_up = {id(weight) for weight in embeddings}
         linear, other = [], []
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
             is_table = name.split(".")[0] in ("tables", "wte")
-            if parameter.dim() == 2 and not is_table:
+            if parameter.dim() == 2 and not is_table and id(parameter) not in looked_up:
                 linear.append(parameter)
             else:
                 other.append(parameter)
