@@ -164,6 +164,7 @@ def test_ids_are_those_of_the_merges(tmp_path):
         ({"vocab_size": 10**7}, {}, "wte.weight has shape [300, 32], not [10000000, 32]"),
         ({"num_key_value_heads": 4}, {}, "k_proj.weight has shape [16, 32], not [32, 32]"),
         ({"num_hidden_layers": 3}, {}, "lacks the weight blocks.2."),
+        ({"num_hidden_layers": True}, {}, "num_hidden_layers is missing or of another type"),
         ({"num_hidden_layers": 1}, {}, "blocks.1."),
         ({}, {"pre_tokenizer": None}, "pre_tokenizer None is not GPT-2's"),
         ({}, {"normalizer": {"type": "NFC"}}, "normalizer {'type': 'NFC'}"),

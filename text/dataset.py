@@ -59,7 +59,9 @@ def check_fields(record: Any, types: dict[str, Any]) -> None:
     if not isinstance(record, dict):
         raise ValueError(f"{record!s:.40} is not a JSON object")
     for name, kind in types.items():
-        if not isinstance(record.get(name), kind):
+        value = record.get(name)
+        is_bool = isinstance(value, bool) and kind is int  # in Python, bool is a kind of int
+        if is_bool or not isinstance(value, kind):
             raise ValueError(f"{name} is missing or of another type")
 
 
