@@ -61,7 +61,7 @@ def open_run(given: dict) -> tuple[Settings, dict | None]:
     or continues. UserError: a file cannot be read, or flags do not fit together."""
     out_dir = Path(given.get("out_dir", Settings.out_dir))
     if given.get("resume"):
-        checkpoint = load_checkpoint(out_dir / "ckpt.pt", should_verify(given))
+        checkpoint = load_checkpoint(out_dir / "ckpt.pt", should_verify(given.get("verify", True)))
         return resumed_settings({**given, "out_dir": out_dir}, checkpoint["args"]), checkpoint
     if given.get("eval_only"):
         path = given.get("init_from", out_dir / "ckpt.pt")
@@ -69,13 +69,13 @@ def open_run(given: dict) -> tuple[Settings, dict | None]:
         return eval_settings({**given, "init_from": path}, checkpoint["args"]), checkpoint
     checkpoint = None
     if given.get("init_from"):
-        checkpoint = load_checkpoint(given["init_from"], should_verify(given))
+        checkpoint = load_checkpoint(given["init_from"], should_verify(given.get("verify", True)))
     first_folder = next(iter(parse_mixture(given.get("data_dir", Settings.data_dir))))
     return new_settings(given, read_meta(first_folder), checkpoint), checkpoint
 
 
-def should_verify(given: dict) -> bool:
-    return given.get("verify", True) and ranks.rank == 0
+def should_verify(verify: bool) -> bool:
+    return verify and ranks.rank == 0  # once is enough
 
 
 def resolve_settings(**given) -> Settings:
@@ -129,7 +129,7 @@ def train(
     out_dir = settings.out_dir
     origin = out_dir / "ckpt.pt" if settings.resume else settings.init_from
     if origin is not None and checkpoint is None:
-        checkpoint = load_checkpoint(origin, settings.verify and ranks.rank == 0)
+        checkpoint = load_checkpoint(origin, should_verify(settings.verify))
     block_size = settings.model.block_size
     n_row = max(1, settings.max_iters * settings.batch_size)
     reads = STAGES[settings.stage].reads

@@ -96,15 +96,16 @@ class Optimizer:
                     )
 
         # Weight decay is for matrices, but not for rows that are looked up: those of tables and of
-        # embeddings (pkm's values), which it would shrink whenever they are not read.
-        embeddings = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-        looked_up = {id(weight) for weight in embeddings}
+        # embeddings (the tied one, pkm's values), which it would shrink when they are not read.
+        looked_up = set()
+        for module in model.modules():
+            if isinstance(module, (Tables, torch.nn.Embedding)):
+                looked_up.update(module.parameters())
         linear, other = [], []
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if not parameter.requires_grad:
                 continue
-            is_table = name.split(".")[0] in ("tables", "wte")
-            if parameter.dim() == 2 and not is_table and id(parameter) not in looked_up:
+            if parameter.dim() == 2 and parameter not in looked_up:
                 linear.append(parameter)
             else:
                 other.append(parameter)
