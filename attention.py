@@ -1,7 +1,6 @@
 """Causal self-attention with rotary positions and grouped queries, and its cache for decoding.
 
-A token attends to itself and to all tokens before it. Cheaper kinds (windows, token counts) and
-keys of the previous token are in local_attention.py.
+A token attends to itself and to all tokens before it. Windows are in local_attention.py.
 """
 
 from functools import partial
@@ -51,6 +50,8 @@ class LayerCache:
         # Zeros, not empty: masked slots are multiplied by 0, and 0 times NaN is NaN.
         self.k = like.new_zeros(batch, config.n_kv_head, room, config.head_dim)
         self.v = torch.zeros_like(self.k)
+        # With --previous_heads: keys of the last token, not rotated yet.
+        self.last_key = like.new_zeros(batch, 1, config.previous_heads, config.head_dim)
 
     def update(self, slots: slice | Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [B, n_kv_head, T, head_dim] of new tokens. Returns those of all tokens,
@@ -71,7 +72,6 @@ class KVCache:
         self.angles = angles  # [2, room, 1, head_dim]
         self.room = angles.shape[1]
         self.length = 0  # tokens so far; set it to 0 to start over
-        self.context = None  # see local_attention.py
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -119,6 +119,21 @@ class LinearQKV(nn.Module):
         return q, k, v
 
 
+def use_previous_keys(
+    k: Tensor, n_head: int, cache: LayerCache | None, slots: slice | Tensor | None
+) -> Tensor:
+    """The keys k [B, T, n_kv_head, head_dim] of new tokens, in whose first n_head heads each token
+    has the key of the token before it (--previous_heads). A text's first token keeps its own."""
+    moving = k[:, :, :n_head]
+    before = moving[:, :1]
+    if cache is not None and (isinstance(slots, Tensor) or slots.start > 0):
+        before = cache.last_key
+    moved = torch.cat((before, moving[:, :-1]), dim=1)
+    if cache is not None:
+        cache.last_key.copy_(moving[:, -1:])
+    return torch.cat((moved, k[:, :, n_head:]), dim=2)
+
+
 class Attention(nn.Module):
     """Attention to all tokens so far.
 
@@ -138,9 +153,9 @@ class Attention(nn.Module):
         """What this layer keeps while decoding, or None; see `LayerCache`."""
         return LayerCache(self.config, batch, room, like)
 
-    def make_mask(self, x: Tensor, start: int, documents: Tensor | None, context) -> Tensor | None:
+    def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor | None:
         """The mask for `attend` of tokens x [B, T, n_embd] behind `start` tokens in the cache.
-        documents: their numbers [B, T], in which attention stays; context: see `make_context`."""
+        documents: their numbers [B, T], in which attention stays."""
         n = x.shape[1]
         if documents is not None:
             same = documents[:, None, :, None] == documents[:, None, None, :]
@@ -162,8 +177,7 @@ class Attention(nn.Module):
         """
         Args:
             x: [B, T, n_embd].
-            rows: what `qkv` reads, [B, C + T, row_width]: rows of C tokens of the context (usually
-                none, see local_attention.py), then of x's.
+            rows: what `qkv` reads, [B, T, row_width].
             angles: of the positions of x, [2, T, 1, head_dim].
             mask: from `make_mask`.
             cache: of this layer; x continues the tokens in it.
@@ -172,10 +186,9 @@ class Attention(nn.Module):
         Returns:
             [B, T, n_embd].
         """
-        n = x.shape[1]
-        q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, C + T, n_kv_head, head_dim]
-        k = k[:, -n:]  # of x alone
-        v = v[:, -n:]
+        q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, T, n_kv_head, head_dim] twice
+        if self.config.previous_heads > 0:
+            k = use_previous_keys(k, self.config.previous_heads, cache, slots)
         q = rotate(q, angles).transpose(1, 2)  # [B, n_head, T, head_dim]
         k = rotate(k, angles).transpose(1, 2)
         v = v.transpose(1, 2)

@@ -4,7 +4,7 @@
     python bench.py train                                # kinds of layers, eager and compiled
     torchrun --nproc_per_node=2 bench.py train           # ... by two processes together
     python bench.py decode                               # one token at a time, eager and compiled
-    python bench.py attention                            # full, windows, counts: by length
+    python bench.py attention                            # full attention and windows, by length
     python bench.py vocab                                # what a larger vocabulary costs
     python bench.py offload                              # where tables live: device, RAM, disk
     python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
@@ -233,12 +233,8 @@ def decode(contender: Contender, batch: int, context: int, new: int) -> float:
 
 
 def cache_bytes(cache: KVCache) -> int:
-    """Bytes of keys and values and, of layers that count, of distinct ids and their counts."""
-    kept = [layer for layer in cache.layers if layer is not None]
-    total = sum(layer.k.nbytes + layer.v.nbytes for layer in kept)
-    if cache.context is not None:
-        total += cache.context.distinct.nbytes + cache.context.after.nbytes
-    return total
+    """Bytes of keys and values."""
+    return sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
 
 
 def training_bytes(contender: Contender) -> int:
@@ -313,7 +309,7 @@ def bench_attention(bench: Bench) -> dict:
         batch_size = max(1, bench.batch_size // times)
         sized = replace(bench, block_size=length, batch_size=batch_size)
         contenders = {}
-        for kind in ("full", "window", "count", "window,window,count"):
+        for kind in ("full", "window", "window,window,full"):
             config = sized.model(ffn="embformer", attention=kind)
             contenders[f"{kind}, T = {length:,}"] = Contender(sized, config)
         tasks = {

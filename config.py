@@ -43,9 +43,7 @@ class ModelConfig:
     stem_layers: str = flag(
         "third", "layers with a table: third, half, all or 0,2,5", shown="by preset", only="stem"
     )
-    attention: str = flag(
-        "full", "full, window or count; window,window,count: layer by layer, repeated"
-    )
+    attention: str = flag("full", "full or window; window,window,full: layer by layer, repeated")
     window: int = flag(128, "tokens that a token in a window sees, itself included", **SIZE)
     previous_heads: int = flag(
         0, "key heads that use the previous token's key", must="0 or more", only="embformer"
@@ -93,12 +91,8 @@ class ModelConfig:
         if self.ffn == "stem":
             stem_layers(self.stem_layers, self.n_layer)
         kinds = self.attention.split(",")
-        if not set(kinds) <= {"full", "window", "count"}:
-            raise UserError(
-                f"--attention {self.attention} must be a list of full, window and count"
-            )
-        if "count" in kinds and (self.previous_heads > 0 or not self.embedding_only):
-            raise UserError("--attention count needs --ffn embformer and --previous_heads 0")
+        if not set(kinds) <= {"full", "window"}:
+            raise UserError(f"--attention {self.attention} must be a list of full and window")
         # The kind of each layer.
         self.attention_kinds = [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
 

@@ -1,31 +1,20 @@
-"""Attention that does not grow with the square of the length (docs/attention.md).
-
-    window   a token sees the last w tokens, itself included
-    count    a token sees all distinct tokens before it, weighed by how often each came (Embformer)
-
-And `--previous_heads` of Embformer: key heads that use the previous token's key.
-
-Keys of `count` and of the token before come from rows of tokens that may be far back. Decoding
-keeps ids of these tokens, not their keys, and reads their rows again: their `context`.
-"""
+"""Attention to the last w tokens, whose cost does not grow with the square of the length
+(docs/attention.md)."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import Attention, KVCache, additive, compute_dtype
+from attention import Attention, LayerCache, additive
 from config import ModelConfig
-from tables.tables import send
-
-# --- windows ---
 
 
-class WindowCache:
+class WindowCache(LayerCache):
     """Keys and values of the last window - 1 tokens: what the next token sees besides itself."""
 
-    def __init__(self, window: int) -> None:
-        self.window = window
-        self.k = self.v = None  # [B, n_kv_head, at most window - 1, head_dim]
+    def __init__(self, config: ModelConfig, batch: int, like: Tensor) -> None:
+        super().__init__(config, batch, 0, like)
+        self.window = config.window
 
     def update(self, slots: slice, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add k and v [B, n_kv_head, T, head_dim] of new tokens. Returns those of all tokens that
@@ -45,9 +34,9 @@ class WindowAttention(Attention):
     their block and the one before it, through a mask [w, 2w]."""
 
     def make_cache(self, batch: int, room: int, like: Tensor) -> WindowCache:
-        return WindowCache(self.config.window)
+        return WindowCache(self.config, batch, like)
 
-    def make_mask(self, x: Tensor, start: int, documents: Tensor | None, context) -> Tensor | None:
+    def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor | None:
         """[B * blocks, 1, w, 2w], or None where one window has all that is seen."""
         w = self.config.window
         n = x.shape[1]
@@ -91,125 +80,3 @@ def blocks_of_keys(k: Tensor, n: int, w: int) -> Tensor:
     before = k[:, :-1]
     own = k[:, 1:]
     return torch.cat((before, own), dim=3).flatten(0, 1)
-
-
-# --- counts ---
-
-
-class TokenCounts:
-    """The distinct tokens of each sequence, whose keys `CountAttention` sees, and how often each of
-    them came. It is made of ids on the CPU, where they are known: a GPU would be waited for."""
-
-    def __init__(
-        self, ids: Tensor, documents: Tensor | None, earlier: "TokenCounts | None"
-    ) -> None:
-        """ids [B, T]; documents: their numbers [B, T] (without `earlier`), for each of which counts
-        begin again; earlier: of the tokens before these."""
-        ids = ids.cpu().contiguous()
-        n = ids.shape[1]
-        if earlier is not None:
-            ids = torch.cat((earlier.distinct, ids), dim=1)
-        found = [sequence.unique() for sequence in ids]  # sorted
-        most = max(len(distinct) for distinct in found)
-        padded = []
-        for distinct in found:  # who has fewer repeats the last one, with a count of 0
-            last = distinct[-1:].expand(most - len(distinct))
-            padded.append(torch.cat((distinct, last)))
-        self.distinct = torch.stack(padded)  # [B, D]
-        place = torch.searchsorted(self.distinct, ids)  # the first among equal ones
-        self.place = place[:, -n:]  # of each new token among the distinct ones, [B, T]
-        self.before = torch.zeros_like(self.distinct)  # [B, D]
-        if earlier is not None:
-            self.before.scatter_add_(1, place[:, :-n], earlier.after)
-        ones = torch.ones_like(self.place)
-        self.after = self.before.scatter_add(1, self.place, ones)
-        self.lengths = [[n]] * len(ids)  # of the documents in each sequence
-        if documents is not None:
-            self.lengths = []
-            for numbers in documents.cpu():
-                _, lengths = numbers.unique_consecutive(return_counts=True)
-                self.lengths.append(lengths.tolist())
-        # With more distinct tokens than that, plain attention without positions is faster.
-        worth = documents is not None or earlier is not None or 2 * most <= n
-        self.ids = self.distinct if worth else None  # [B, D]
-
-    def logarithms(self, x: Tensor) -> Tensor:
-        """For tokens x [B, T, n_embd] the mask log n, [B, 1, T, D], where n is how often a distinct
-        token came up to each of them (-inf: not yet)."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        place = send(self.place, x.device)
-        before = send(self.before, x.device)
-        counts = torch.zeros(*place.shape, before.shape[1], dtype=dtype, device=x.device)
-        counts.scatter_(2, place[..., None], 1.0)  # [B, T, D]
-        counts[:, 0] += before
-        for sequence, lengths in zip(counts, self.lengths, strict=True):
-            for document in sequence.split(lengths):  # [tokens, D]
-                document.cumsum_(0)
-        return counts.log_().to(compute_dtype(x))[:, None]
-
-
-class CountAttention(Attention):
-    """Attention without positions to all tokens so far: equal tokens have equal keys, so attention
-    to the distinct ones, with log(count so far) added to the logits, gives the same."""
-
-    def make_cache(self, batch: int, room: int, like: Tensor) -> None:
-        """None: `KVCache.context` has the counts, for all layers."""
-
-    def make_mask(self, x: Tensor, start: int, documents: Tensor | None, context) -> Tensor | None:
-        """[B, 1, T, D] for the distinct tokens, or None for the tokens themselves."""
-        return None if context.ids is None else context.logarithms(x)
-
-    def forward(
-        self,
-        x: Tensor,
-        rows: Tensor,
-        angles: Tensor,
-        mask: Tensor | None = None,
-        cache: None = None,
-        slots: slice | None = None,
-    ) -> Tensor:
-        n = x.shape[1]
-        rows = rows[:, -n:] if mask is None else rows[:, :-n]  # those of the distinct tokens
-        q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, D, n_kv_head, head_dim]
-        q = q.transpose(1, 2)  # [B, n_head, T, head_dim]
-        k = k.transpose(1, 2)
-        v = v.transpose(1, 2)
-        y = self.attend(q, k, v, mask)  # [B, T, n_head, head_dim]
-        return self.out(y.flatten(2))
-
-
-# --- keys of the token before ---
-
-
-def use_previous_keys(k: Tensor, n_head: int) -> Tensor:
-    """k [B, S, n_kv_head, head_dim], the first n_head heads of each token replaced by those of the
-    token before it, also across documents. The first token keeps its own."""
-    moved = k.clone()
-    moved[:, 1:, :n_head] = k[:, :-1, :n_head]
-    return moved
-
-
-class PreviousToken:
-    """The token before the new ones, whose key the first of them uses."""
-
-    def __init__(self, ids: Tensor, earlier: "PreviousToken | None") -> None:
-        self.ids = None if earlier is None else earlier.last  # [B, 1]
-        self.last = ids[:, -1:]
-
-
-# --- the context of a forward pass ---
-
-
-def make_context(
-    config: ModelConfig, ids: Tensor, documents: Tensor | None, cache: KVCache | None
-) -> TokenCounts | PreviousToken | None:
-    """What attention needs to know of tokens before the new ids [B, T], or None, as in most models.
-    The rows of its `ids` [B, C] are read, too, in front of those of the new ones."""
-    earlier = None
-    if cache is not None and cache.length > 0:
-        earlier = cache.context
-    if "count" in config.attention_kinds:
-        return TokenCounts(ids, documents, earlier)
-    if config.previous_heads > 0:
-        return PreviousToken(ids, earlier)
-    return None

@@ -27,7 +27,7 @@ from attention import Attention, KVCache, LayerCache, LinearQKV, additive, rotar
 from common import UserError
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
-from local_attention import CountAttention, WindowAttention, make_context
+from local_attention import WindowAttention
 from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
 
@@ -57,7 +57,6 @@ LAYERS = {
 ATTENTION = {
     "full": Attention,
     "window": WindowAttention,
-    "count": CountAttention,
 }
 
 
@@ -91,12 +90,11 @@ class Block(nn.Module):
         cache: LayerCache | None,
         slots: slice | Tensor | None,
     ) -> Tensor:
-        """x [B, T, n_embd], rows [B, C + T, row_width] (None without a table), the last T of which
-        are those of ids [B, T] -> [B, T, n_embd]. All else is for `Attention.forward`."""
+        """x [B, T, n_embd], rows of ids [B, T], [B, T, row_width] (None without a table) ->
+        [B, T, n_embd]. All else is for `Attention.forward`."""
         attn_rows, ffn_rows = None, None
         if rows is not None:
             attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
-            ffn_rows = ffn_rows[:, -x.shape[1] :]
         attended = self.attn(self.attn_norm(x), attn_rows, angles, mask, cache, slots)
         x = x + self.dropout(attended)
         normed = self.ffn_norm(x)
@@ -205,12 +203,8 @@ class Decoder(nn.Module):
         if table_ids is None:
             table_ids = ids
 
-        # 1) Look up rows. Attention may read those of earlier tokens, too, which come in front.
-        context = make_context(config, table_ids, documents, cache)
-        read_ids = table_ids
-        if context is not None and context.ids is not None:
-            read_ids = torch.cat((send(context.ids, table_ids.device), table_ids), dim=1)
-        rows = self.tables.lookup(read_ids)  # of each table, [B, C + T, row_width]
+        # 1) Look up rows.
+        rows = self.tables.lookup(table_ids)  # of each table, [B, T, row_width]
         x = F.dropout(self.embed(ids), config.dropout, self.training)
 
         # 2) What layers share: positions and masks.
@@ -234,14 +228,12 @@ class Decoder(nn.Module):
         else:
             for block in self.blocks:
                 if block.attention_kind not in masks:
-                    mask = block.attn.make_mask(x, start, documents, context)
-                    masks[block.attention_kind] = mask
+                    masks[block.attention_kind] = block.attn.make_mask(x, start, documents)
 
         # 3) The layers, which put keys and values into the cache.
         x = layers(x, rows, table_ids, angles, masks, cache, slots)
         if cache is not None:
             cache.length = start + n
-            cache.context = context
         return x
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -284,10 +276,10 @@ class Decoder(nn.Module):
         """A cache for `batch` sequences of up to `room` tokens (block_size)."""
         room = min(room or self.config.block_size, self.config.block_size)
         layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]
-        if self.compiled is not None:
-            for layer in layers:  # CUDA graphs need not copy what stays where it is
-                torch._dynamo.mark_static_address(layer.k, guard=False)
-                torch._dynamo.mark_static_address(layer.v, guard=False)
+        if self.compiled is not None:  # CUDA graphs need not copy what stays where it is
+            for layer in layers:
+                for tensor in (layer.k, layer.v, layer.last_key):
+                    torch._dynamo.mark_static_address(tensor, guard=False)
         return KVCache(layers, rotary(room, self.config, self.device))
 
     def compile_steps(self) -> None:

@@ -17,13 +17,11 @@ from training.checkpoints import load_model
 from training.questions import groups, score_answers
 from training.records import read_run
 
-PATTERN = "window,window,count"
+PATTERN = "window,window,full"
 BEFORE = "full, keys of the token before"
 KINDS = {
     "full": {"ffn": "embformer", "attention": "full"},
     "window": {"ffn": "embformer", "attention": "window"},
-    "count": {"ffn": "embformer", "attention": "count"},
-    "window,window,full": {"ffn": "embformer", "attention": "window,window,full"},
     PATTERN: {"ffn": "embformer", "attention": PATTERN},
     BEFORE: {"ffn": "embformer", "attention": "full", "previous_heads": 2},
     "dense": {"ffn": "dense"},
@@ -34,7 +32,7 @@ LONG_PROSE = {**PROSE, "block_size": 1024, "batch_size": 2}
 INDUCTION = {**SHORT, "window": 32}
 PARTS = {
     "prose, 256 tokens": (PROSE, ("full", "window", PATTERN, BEFORE)),
-    "prose, 1,024 tokens": (LONG_PROSE, ("full", "window", "count", "window,window,full", PATTERN)),
+    "prose, 1,024 tokens": (LONG_PROSE, ("full", "window", PATTERN)),
     "facts": ({"window": 32}, ("full", "window", PATTERN, BEFORE)),
     "pairs": (INDUCTION, ("dense", "full", PATTERN, BEFORE)),
 }

@@ -1,7 +1,5 @@
 """Kinds of attention against one that weighs all T x T pairs of tokens, in float64."""
 
-from collections import Counter
-
 import pytest
 import torch
 from conftest import Largest
@@ -14,7 +12,7 @@ from embformer import mix
 from model import Decoder
 
 TINY = dict(ffn="embformer", vocab_size=11, block_size=32, n_layer=3, n_head=4, n_embd=32, window=4)
-PATTERNS = ("window", "count", "window,full", "window,window,count", "count,full")
+PATTERNS = ("window", "window,full", "window,window,full")
 
 
 def decoder(**options) -> Decoder:
@@ -54,13 +52,11 @@ def naive(config, weights, ids, table_ids, documents=None):
         rows = weights[f"tables.weight.{layer}"][table_ids]
         k, v, f = rows.split([config.n_kv_head * d] * 2 + [config.n_embd], -1)
         k, v = k.unflatten(-1, (-1, d)), v.unflatten(-1, (-1, d))
-        if kind != "count":  # keys of the token before
-            before = torch.arange(n).sub(1).clamp(min=0)
-            heads = config.previous_heads
-            k = torch.cat((k[before][:, :heads], k[:, heads:]), dim=1)
+        before = torch.arange(n).sub(1).clamp(min=0)  # keys of the token before
+        heads = config.previous_heads
+        k = torch.cat((k[before][:, :heads], k[:, heads:]), dim=1)
         q, k = naive_norm(naive_norm(x).unflatten(-1, (-1, d))), naive_norm(k)[:, shared]
-        if kind != "count":
-            q, k = turned(q), turned(k)
+        q, k = turned(q), turned(k)
         logits = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
         seen = same & (i - j < config.window) if kind == "window" else same
         weight = logits.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -77,8 +73,6 @@ def naive(config, weights, ids, table_ids, documents=None):
 @pytest.mark.parametrize("n", [3, 16, 29])
 @pytest.mark.parametrize("masked", [False, True])
 def test_logits_and_gradients_equal_those_of_all_pairs(attention, options, n, masked):
-    if "count" in attention:
-        options = {**options, "previous_heads": 0}
     model, ids, table_ids = decoder(attention=attention, **options), tokens(2, n), tokens(2, n)
     table_ids[:, 1::3] = 7  # an edit: other rows than the ids'
     documents = (tokens(2, n, seed=3) == 0).cumsum(1) if masked else None
@@ -89,8 +83,8 @@ def test_logits_and_gradients_equal_those_of_all_pairs(attention, options, n, ma
         for b in range(2)
     ])  # fmt: skip
     logits, _ = model(ids, table_ids=table_ids, documents=documents)
-    close = dict(rtol=1e-9, atol=1e-9) if attention == "count" else dict(rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits, expected, **close)  # angles are float32
+    close = dict(rtol=1e-4, atol=1e-4)  # angles are float32
+    torch.testing.assert_close(logits, expected, **close)
     (logits.sin().sum() + expected.sin().sum()).backward()
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weight.grad, weights[name].grad, **close)
@@ -100,8 +94,7 @@ def test_logits_and_gradients_equal_those_of_all_pairs(attention, options, n, ma
 @pytest.mark.parametrize("chunks", [[1] * 29, [5, 1, 9, 14], [29]], ids=str)
 @pytest.mark.parametrize("edited", [False, True])
 def test_cached_logits_equal_those_without_a_cache(attention, chunks, edited):
-    previous = 0 if "count" in attention else 2
-    model = decoder(attention=attention, n_kv_head=2, previous_heads=previous)
+    model = decoder(attention=attention, n_kv_head=2, previous_heads=2)
     ids, table_ids = tokens(2, 29), tokens(2, 29, seed=4)
     if edited:  # to a mean of rows: a token of its own behind the vocabulary
         model.tables = MeanRows(model.tables)
@@ -130,15 +123,11 @@ def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention):
     assert most[2] / most[1] == pytest.approx(growth, rel=0.1)
 
 
-def test_a_cache_keeps_a_window_or_counts():
-    model, ids = decoder(attention="window,window,count", block_size=64), tokens(2, 59)
+def test_a_window_layer_caches_one_window():
+    model, ids = decoder(attention="window,full", block_size=64), tokens(2, 59)
     cache = model.make_cache(2)
     model(ids, cache=cache)
-    assert [layer.k.shape[-2:] for layer in cache.layers[:2]] == [(3, 8)] * 2
-    assert cache.layers[2] is None
-    counts = cache.context
-    for distinct, count, sequence in zip(counts.distinct, counts.after, ids, strict=True):
-        assert Counter(distinct.repeat_interleave(count).tolist()) == Counter(sequence.tolist())
+    assert [layer.k.shape[-2:] for layer in cache.layers] == [(3, 8), (64, 8), (3, 8)]
 
 
 @pytest.mark.parametrize("attention", [*PATTERNS, "full"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from embformer import EmbformerFFN, linear_as_attention, mix
+from embformer import EmbformerFFN, mix
 from model import Decoder, ModelConfig
 
 TINY = dict(ffn="embformer", vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32)
@@ -61,7 +61,39 @@ def test_every_parameter_is_the_input_embedding_or_a_table():
     assert shapes == {"wte.weight": (23, 32), **tables}
 
 
-# --- a linear layer as attention, in the note's four steps ---
+# --- a linear layer as attention, in the note's steps ---
+
+
+def linear_as_attention(x, weight):
+    """The note's argument for dropping linear layers (section 2.1): `x W^T` is an attention output.
+
+    The sequence runs over the input features. |x| / sum|x| is a probability distribution, so it can
+    be the attention weights; sign and magnitude go into the values; and keys chosen at will give
+    queries that produce these weights after a softmax.
+
+    Args:
+        x: [B, n_in]. Exact zeros have weight 0, which no finite logit gives: they get the smallest
+            positive number instead, and their value is zero anyway.
+        weight: [n_out, n_in], as in `nn.Linear`.
+
+    Returns:
+        q [B, 1, n_in], k [B, n_in, n_in], v [B, n_in, n_out] such that
+        `F.scaled_dot_product_attention(q, k, v)[:, 0]` equals `x @ weight.T`.
+    """
+    n_in = x.shape[-1]
+    tiny = torch.finfo(x.dtype).tiny
+    size = x.abs()
+    total = size.sum(-1, keepdim=True).clamp_min(tiny)  # [B, 1]
+    attention = (size / total).clamp_min(tiny)  # sums to one
+    attention = attention[:, None]  # [B, 1, n_in]
+    signed = total * x.sign()
+    v = weight.T * signed[..., None]  # [B, n_in, n_out]
+    # softmax(q k^T / sqrt(n_in)) = attention  <=  q = sqrt(n_in) log(attention) k^-T. Any
+    # invertible k will do; the identity is the one whose inverse loses no digits.
+    k = torch.eye(n_in, dtype=x.dtype, device=x.device)
+    k = k.expand(len(x), n_in, n_in)
+    q = attention.log() * n_in**0.5  # [B, 1, n_in]
+    return q, k, v
 
 
 def inputs() -> torch.Tensor:
