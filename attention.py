@@ -72,6 +72,7 @@ class KVCache:
         self.angles = angles  # [2, room, 1, head_dim]
         self.room = angles.shape[1]
         self.length = 0  # tokens so far; set it to 0 to start over
+        self.last_ids = None  # of n-grams, see ngram.py
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

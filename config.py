@@ -14,9 +14,10 @@ SHARE = dict(must="0 or more and below 1")
 POSITIVE = dict(must="a positive number")
 SIZE = dict(must="at least 1", most=2**20)  # above it is absurd, and would only fill the memory
 
-KINDS = "dense stem embformer moe hash_moe pkm deepembed ple"  # keys of model.LAYERS
-TABLES = "stem embformer deepembed ple"  # those that have tables
-HIDDEN = "dense stem moe hash_moe pkm deepembed ple"  # those whose FFN has hidden units
+KINDS = "dense stem embformer moe hash_moe pkm deepembed ple engram bigram value"  # model.LAYERS
+TABLES = "stem embformer deepembed ple engram bigram value"  # those that have tables
+NGRAMS = "engram bigram"  # those whose rows belong to n-grams
+HIDDEN = KINDS.replace("embformer", "")  # those whose FFN has hidden units
 ACTS = ("silu", "identity")
 
 
@@ -62,6 +63,18 @@ class ModelConfig:
     balance: float = flag(0.01, "weight of moe's load-balancing loss", must="0 or more", only="moe")
     n_key: int = flag(64, "keys per half; pkm has n_key^2 values", only="pkm", **SIZE)
     ple_width: int | None = flag(None, "width of rows", shown="n_embd / 8", only="ple", **SIZE)
+    ngram_orders: str | None = flag(
+        None, "lengths of n-grams that have rows", shown="2,3; bigram: 2", only=NGRAMS
+    )
+    ngram_heads: int | None = flag(
+        None, "rows that an n-gram of each length reads", shown="4; bigram: 1", only=NGRAMS, **SIZE
+    )
+    ngram_rows: int = flag(
+        2**15, "rows of each head, up to the next prime; 1: one for all", only=NGRAMS, **SIZE
+    )
+    ngram_layers: str | None = flag(
+        None, "layers with rows, as in --stem_layers", shown="1; value: half", only="engram value"
+    )
     tie_head: bool | None = flag(
         None, "head = input embedding", shown="true for embformer, else by preset"
     )
@@ -88,8 +101,12 @@ class ModelConfig:
             raise UserError(f"{wrong} is more than the model's {n_kv_head} key heads")
         if self.embedding_only and not self.tie_head:
             raise UserError("--no-tie_head: Embformer has no linear layers, such as a head")
+        # The layers that have rows; the others are dense.
+        self.row_layers = list(range(self.n_layer))
         if self.ffn == "stem":
-            stem_layers(self.stem_layers, self.n_layer)
+            self.row_layers = chosen_layers("stem_layers", self.stem_layers, self.n_layer)
+        elif self.ffn in ("engram", "value"):
+            self.row_layers = chosen_layers("ngram_layers", self.ngram_layers, self.n_layer)
         kinds = self.attention.split(",")
         if not set(kinds) <= {"full", "window"}:
             raise UserError(f"--attention {self.attention} must be a list of full and window")
@@ -105,6 +122,12 @@ class ModelConfig:
             self.top_k = 16 if self.ffn == "pkm" else 4
         if self.ple_width is None:
             self.ple_width = max(1, self.n_embd // 8)
+        if self.ngram_orders is None:
+            self.ngram_orders = "2" if self.ffn == "bigram" else "2,3"
+        if self.ngram_heads is None:
+            self.ngram_heads = 1 if self.ffn == "bigram" else 4
+        if self.ngram_layers is None:
+            self.ngram_layers = "half" if self.ffn == "value" else "1"
         if self.tie_head is None:
             self.tie_head = self.embedding_only
         if self.init_std is None:  # as docs/results.md measures
@@ -122,15 +145,13 @@ class ModelConfig:
 
     def layer_kind(self, layer: int) -> str:
         """The key of model.LAYERS that layer number `layer` is built from."""
-        if self.ffn == "stem" and layer not in stem_layers(self.stem_layers, self.n_layer):
-            return "dense"
-        return self.ffn
+        return self.ffn if layer in self.row_layers else "dense"
 
 
-def stem_layers(spec: str, n_layer: int) -> list[int]:
-    """Which layers of a STEM model have a table: `third` (1, 4, 7, ...), `half` (1, 3, 5, ...),
-    `all` (but the first, as in the authors' code), or numbers such as `0,2,5`. UserError: the text
-    is none of these, or selects no layer or one that does not exist."""
+def chosen_layers(name: str, spec: str, n_layer: int) -> list[int]:
+    """The layers that the flag `name` selects: `third` (1, 4, 7, ...), `half` (1, 3, 5, ...), `all`
+    (but the first, as in the code of STEM's authors), or numbers such as `0,2,5`. UserError: the
+    text is none of these, or selects no layer or one that does not exist."""
     steps = {"third": 3, "half": 2, "all": 1}
     if spec in steps:
         layers = list(range(1, n_layer, steps[spec]))
@@ -141,5 +162,5 @@ def stem_layers(spec: str, n_layer: int) -> list[int]:
             layers = []
     if not layers or layers[0] < 0 or layers[-1] >= n_layer:
         allowed = f"third, half, all or numbers of layers from 0 to {n_layer - 1}"
-        raise UserError(f"--stem_layers {spec} must be {allowed}")
+        raise UserError(f"--{name} {spec} must be {allowed}")
     return layers

@@ -16,6 +16,7 @@ A layer never indexes a table: it is given rows, no matter where they are stored
 training.optimizer.Optimizer, or beside your own optimizer the one in tables/ for their rows.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -28,6 +29,7 @@ from common import UserError
 from config import ModelConfig
 from embformer import EmbformerFFN, RowQKV
 from local_attention import WindowAttention
+from ngram import Bigram, Engram, Ngrams, ValueQKV
 from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
 
@@ -51,6 +53,15 @@ LAYERS = {
     "pkm": (LinearQKV, baselines.ProductKeyMemory),
     "deepembed": (LinearQKV, baselines.DeepEmbedFFN),
     "ple": (LinearQKV, baselines.PerLayerEmbeddingFFN),
+    "engram": (LinearQKV, baselines.SwiGLU),
+    "bigram": (LinearQKV, baselines.SwiGLU),
+    "value": (ValueQKV, baselines.SwiGLU),
+}
+
+# What some kinds add to the residual stream before attention; built and called as above.
+MEMORIES = {
+    "engram": Engram,
+    "bigram": Bigram,
 }
 
 # Kinds of --attention.
@@ -66,17 +77,21 @@ def make_norm(config: ModelConfig) -> nn.RMSNorm:
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then x + ffn(norm(x))."""
+    """Pre-norm residual block: x + memory(x), if the layer has one, then x + attention(norm(x)),
+    then x + ffn(norm(x))."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        qkv_class, ffn_class = LAYERS[config.layer_kind(layer)]
+        kind = config.layer_kind(layer)
+        qkv_class, ffn_class = LAYERS[kind]
+        self.memory = MEMORIES[kind](config) if kind in MEMORIES else None
         self.attention_kind = config.attention_kinds[layer]
         self.attn_norm = make_norm(config)
         self.attn = ATTENTION[self.attention_kind](config, qkv_class(config))
         self.ffn_norm = make_norm(config)
         self.ffn = ffn_class(config)
-        self.row_split = [self.attn.qkv.row_width, self.ffn.row_width]
+        memory_width = 0 if self.memory is None else self.memory.row_width
+        self.row_split = [memory_width, self.attn.qkv.row_width, self.ffn.row_width]
         self.row_width = sum(self.row_split)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -94,7 +109,9 @@ class Block(nn.Module):
         [B, T, n_embd]. All else is for `Attention.forward`."""
         attn_rows, ffn_rows = None, None
         if rows is not None:
-            attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
+            memory_rows, attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
+        if self.memory is not None:
+            x = x + self.dropout(self.memory(x, memory_rows))
         attended = self.attn(self.attn_norm(x), attn_rows, angles, mask, cache, slots)
         x = x + self.dropout(attended)
         normed = self.ffn_norm(x)
@@ -129,7 +146,15 @@ class Decoder(nn.Module):
             self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         widths = [block.row_width for block in self.blocks if block.row_width]
         assert len(set(widths)) < 2, f"layers with a table must read rows of one width: {widths}"
-        self.tables = tables(len(widths), config.vocab_size, widths[0] if widths else 0)
+        n_table, n_row, width = len(widths), config.vocab_size, widths[0] if widths else 0
+        # Rows have addresses: token ids or, if they belong to n-grams, hashes.
+        self.ngrams = None
+        if config.ffn in MEMORIES:
+            self.ngrams = Ngrams(config)
+            n_row = self.ngrams.n_row
+            width //= self.ngrams.n_address
+        self.shares_rows = config.ffn == "bigram"  # all layers read one table
+        self.tables = tables(1 if self.shares_rows else n_table, n_row, width)
         self.compiled = None  # `layers`, see `compile_steps`
         if not self.head_weight.is_meta:  # on meta, normal_ would import the compiler: a second
             self.init_weights()
@@ -204,7 +229,9 @@ class Decoder(nn.Module):
             table_ids = ids
 
         # 1) Look up rows.
-        rows = self.tables.lookup(table_ids)  # of each table, [B, T, row_width]
+        before = None if cache is None or start == 0 else cache.last_ids
+        addresses = self.addresses(table_ids, documents, before)
+        rows = (part.flatten(2) for part in self.tables.lookup(addresses))  # [B, T, row_width] each
         x = F.dropout(self.embed(ids), config.dropout, self.training)
 
         # 2) What layers share: positions and masks.
@@ -234,7 +261,18 @@ class Decoder(nn.Module):
         x = layers(x, rows, table_ids, angles, masks, cache, slots)
         if cache is not None:
             cache.length = start + n
+            if self.ngrams is not None:
+                cache.last_ids = self.ngrams.last(table_ids, before)
         return x
+
+    def addresses(
+        self, ids: Tensor, documents: Tensor | None = None, before: Tensor | None = None
+    ) -> Tensor:
+        """Where the rows of ids [B, T] are in the tables: the ids themselves or, of n-grams,
+        [B, T, R]. documents and before: see `Ngrams.addresses`."""
+        if self.ngrams is None:
+            return ids
+        return self.ngrams.addresses(ids, before, documents)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, n_embd]."""
@@ -255,6 +293,8 @@ class Decoder(nn.Module):
         """From the embedding [B, T, n_embd] and the rows of each table to what the head reads.
         masks: by kind of attention; all else as for `Block.forward`."""
         rows = iter(rows)
+        if self.shares_rows:
+            rows = itertools.repeat(next(rows))
         for number, block in enumerate(self.blocks):
             block_rows = next(rows) if block.row_width else None
             layer_cache = None if cache is None else cache.layers[number]
@@ -375,6 +415,7 @@ class Decoder(nn.Module):
         backbone = sum(p.numel() for p in dense)
         matrices = sum(p.numel() for p in dense if p.dim() == 2)
         idle = sum(getattr(block.ffn, "idle", 0) for block in self.blocks)
+        row_width = self.tables.width * (1 if self.ngrams is None else self.ngrams.n_address)
         row = 0 if config.tie_head else config.n_embd  # of an embedding that is only looked up
         multiplied = matrices - config.vocab_size * row - idle
         touched = backbone - (config.vocab_size - 1) * row - idle
@@ -389,7 +430,7 @@ class Decoder(nn.Module):
             "total": backbone + table,
             "table": table,
             "backbone": backbone,
-            "active": touched + len(self.tables.weight) * self.tables.width,
+            "active": touched + len(self.tables.weight) * row_width,
             "flops_per_token": 2 * multiplied + attention // 2,
             "flops_per_key": per_key * config.n_layer,
         }

@@ -289,7 +289,7 @@ def fit(run: Run) -> None:
                 if number == len(parts) and run.step + 1 < settings.max_iters:
                     # While a GPU still computes: build the next batch, and prefetch its rows.
                     ids, targets = data.train.batch(run.step + 1, settings.batch_size)
-                    model.tables.prefetch(ids)
+                    run.objective.prefetch(ids)
                 run.optimizer.scaler.scale(loss * share).backward()
 
             # 4) update

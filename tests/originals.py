@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from common import UserError, make_parser, run
-from config import stem_layers
+from config import chosen_layers
 from model import Decoder, ModelConfig
 from tables.tables import Tables
 
@@ -247,7 +247,7 @@ def stem(folder: Path, layers: str) -> Original:
     heads = dict(n_kv_head=2, tie_head=False)
     config = ModelConfig(**SHAPE, **heads, ffn="stem", stem_layers=layers, norm_eps=1e-5)  # its own
     # None is its default, which our "all" should be.
-    numbers = None if layers == "all" else stem_layers(layers, config.n_layer)
+    numbers = None if layers == "all" else chosen_layers("stem_layers", layers, config.n_layer)
     args = StemLMTransformerArgs(**LINGUA_SHAPE, n_kv_heads=2, stem_layers=numbers)
     model = StemLMTransformer(args)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]

@@ -5,7 +5,7 @@ import ast
 from conftest import ROOT, command, start_process
 
 COMMANDS = ("train", "sample", "prepare", "edit", "convert", "bench", "analyze")
-LAYERS = ("attention", "local_attention", "stem", "embformer", "baselines", "config")
+LAYERS = ("attention", "local_attention", "ngram", "stem", "embformer", "baselines", "config")
 # From the top down: a file imports what stands below it, or beside it, but never in a circle.
 FLOORS = [
     (*COMMANDS, "analysis"),

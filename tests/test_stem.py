@@ -6,7 +6,7 @@ from test_model import naive_greedy
 from torch import nn
 
 from baselines import SwiGLU
-from config import stem_layers
+from config import chosen_layers
 from model import Decoder, ModelConfig
 from stem import StemFFN, substitute
 
@@ -50,7 +50,7 @@ def test_stem_ffn_equals_its_formula_per_token():
     ],
 )
 def test_stem_layers_reads_names_and_numbers(spec, n_layer, layers):
-    assert stem_layers(spec, n_layer) == [int(layer) for layer in layers]
+    assert chosen_layers("stem_layers", spec, n_layer) == [int(layer) for layer in layers]
 
 
 def test_only_the_chosen_layers_have_a_table():

@@ -21,17 +21,22 @@ class NextToken:
     dtype: str
     document: int | None = None
 
+    def documents(self, ids: Tensor) -> Tensor | None:
+        """The number of each token's document [B, T], if attention is not to cross them."""
+        return None if self.document is None else (ids == self.document).cumsum(1)
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Begin to fetch the rows of the next batch [B, T]."""
+        self.model.tables.prefetch(self.model.addresses(ids, self.documents(ids)))
+
     def __call__(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """ids, targets [B, T] on the CPU -> the mean loss in nats per token, on the device; and
         what the routers of moe added to it, or None (baselines.py)."""
-        documents = None
-        if self.document is not None:
-            documents = (ids == self.document).cumsum(1)  # numbered [B, T]
         autocast = torch.autocast(
             self.device.type, getattr(torch, self.dtype), enabled=self.dtype != "float32"
         )
         with autocast:
-            _, loss = self.model(ids, targets, documents=documents)
+            _, loss = self.model(ids, targets, documents=self.documents(ids))
         layers = [block.ffn for block in self.model.blocks if hasattr(block.ffn, "auxiliary_loss")]
         if not layers or not self.model.training:
             return loss, None

@@ -80,6 +80,7 @@ class Optimizer:
     def __init__(self, model: Decoder, settings: Settings, dtype: str = "float32") -> None:
         betas = (settings.beta1, settings.beta2)
         self.peak = settings.learning_rate
+        self.table_rate = settings.table_rate
         self.grad_clip = settings.grad_clip
         self.scaler = LossScaler(enabled=dtype == "float16")
 
@@ -145,7 +146,8 @@ class Optimizer:
                 group["lr"] = lr * self.peak
             self.adamw.step()
             for name, rmsprop in self.rows.items():
-                rmsprop.step(lr * self.peak, read[name])
+                rate = self.table_rate if name == "tables" else 1.0
+                rmsprop.step(lr * self.peak * rate, read[name])
         self.scaler.update(finite)
         self.adamw.zero_grad()
         return norm
