@@ -110,7 +110,7 @@ class Engram(nn.Module):
         s = norm(x) . norm(W_K e) / sqrt(n_embd)
         y = sigmoid(sign(s) sqrt(|s|)) W_V e
 
-    Differs: no short convolution behind it (DeepSeek-V4 has dropped it); no biases."""
+    Differs: no short convolution behind it (nor has DeepSeek-V4.1); no biases."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
