@@ -365,10 +365,9 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     if run.step or settings.max_iters == 0:
         run.save()
         # After ckpt.pt, which does not know of it: after a crash here, resuming evaluates again.
+        # With tables on disk, best.pt would need one more copy of them.
         is_best = losses["val_loss"] < run.best[0]
-        if (
-            is_best and not run.model.tables.on_disk
-        ):  # best.pt would need one more copy of the tables
+        if is_best and not run.model.tables.on_disk:
             run.best = (losses["val_loss"], run.step)
             path = settings.out_dir / "best.pt"
             save_checkpoint(path, run.model, data.encoding, step=run.step, args=settings.flat())
