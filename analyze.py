@@ -33,7 +33,7 @@ from analysis.geometry import geometry
 from analysis.kinds import kinds, settings
 from analysis.runs import runs
 from analysis.stability import stability
-from common import UserError, add_flags, make_parser, pick_device, run
+from common import UserError, add_flags, locked, make_parser, pick_device, run
 
 QUESTIONS = {
     "kinds": kinds,
@@ -72,9 +72,10 @@ def main() -> None:
         raise UserError("analyze.py: runs takes folders, edits checkpoints, all others no paths")
     else:
         experiment = Experiment(**flags)
-        for name in QUESTIONS if question == "all" else [question]:
-            print(f"\n## {name}\n")
-            QUESTIONS[name](experiment)
+        with locked(experiment.out_dir):
+            for name in QUESTIONS if question == "all" else [question]:
+                print(f"\n## {name}\n")
+                QUESTIONS[name](experiment)
 
 
 if __name__ == "__main__":

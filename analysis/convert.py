@@ -8,15 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from analysis.experiment import (
-    KINDS,
-    Experiment,
-    Flags,
-    code_digest,
-)
+from analysis.experiment import KINDS, Experiment, Flags, code_digest
 from analysis.kinds import row_with_edits
 from analysis.pictures import markdown
-from common import locked
 from convert import Settings, dense_to_stem
 from train import resolve_settings
 from training.checkpoints import save_checkpoint
@@ -69,19 +63,20 @@ def train_models(
     """The runs of MODELS, one for each seed, by name and tokens in all."""
     dense = experiment.all_flags({"data_dir": str(data_dir)})
     steps = resolve_settings(**dense).max_iters
-    folders: dict[tuple[str, float], list[Path]] = {}
+    folders = {}
     for name in names:
         model = MODELS[name]
+        flags = {**model.flags, "data_dir": str(data_dir)}
+        trained = 0
+        if model.origin:
+            trained = 1
+            origins = [folder / "ckpt.pt" for folder in folders[model.origin, 1]]
+            if model.stem_layers:
+                origins = [converted(experiment, path, data_dir, model) for path in origins]
+            flags["init_from"] = origins
         wanted = {}
         for total in model.totals:
-            flags = {**model.flags, "data_dir": str(data_dir), "max_iters": round(steps * total)}
-            if model.origin:
-                flags["max_iters"] = round(steps * (total - 1))
-                origins = [folder / "ckpt.pt" for folder in folders[model.origin, 1]]
-                if model.stem_layers:
-                    origins = [converted(experiment, path, data_dir, model) for path in origins]
-                flags["init_from"] = origins
-            wanted[name, total] = flags
+            wanted[name, total] = {**flags, "max_iters": round(steps * (total - trained))}
         folders |= experiment.train(wanted)
     return folders
 
@@ -89,21 +84,19 @@ def train_models(
 def converted(experiment: Experiment, dense: Path, data_dir: Path, model: Model) -> Path:
     """A dense checkpoint with some layers converted to tables, as by convert.py, unless it is
     there."""
-    tokens = min(model.tokens, 4096) if experiment.quick else model.tokens
+    tokens = 4096 if experiment.quick else model.tokens
     name = f"{dense.parent.name}-{model.stem_layers}-{tokens}-{code_digest()}"
     out = experiment.out_dir / "converted" / name / "ckpt.pt"
-    settings = Settings(
-        source=dense,
-        out=out,
-        ffn="stem",
-        stem_layers=model.stem_layers,
-        data_dir=str(data_dir),
-        tokens=tokens,
-        device=experiment.device,
-    )
-    with locked(experiment.out_dir / "runs", wait=True):
-        if not out.exists():
-            out.parent.mkdir(parents=True, exist_ok=True)
-            tables, encoding, args = dense_to_stem(settings)
-            save_checkpoint(out, tables, encoding, args={**args, **asdict(tables.config)})
+    if not out.exists():
+        settings = Settings(
+            source=dense,
+            out=out,
+            ffn="stem",
+            stem_layers=model.stem_layers,
+            data_dir=str(data_dir),
+            tokens=tokens,
+            device=experiment.device,
+        )
+        tables, encoding, args = dense_to_stem(settings)
+        save_checkpoint(out, tables, encoding, args={**args, **asdict(tables.config)})
     return out

@@ -6,16 +6,13 @@ by that of this code and of the file that measures it, so nothing old is shown a
 """
 
 import hashlib
-import itertools
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import time
-import zlib
 from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +24,7 @@ from tqdm import tqdm
 
 import prepare
 from analysis.pictures import markdown, plt, save_figure
-from common import UserError, atomic, check_ranges, flag, locked, pick_device
+from common import UserError, atomic, check_ranges, flag, pick_device
 from text.dataset import read_meta, write_corpus
 from text.download import MOBY_DICK
 from train import resolve_settings, train
@@ -35,22 +32,20 @@ from training.records import read_run
 from training.settings import RESUMABLE_FLAGS, device_flag
 
 Flags = dict[str, Any]  # of train.py, by name
+Kinds = dict[Hashable, Flags]
 Run = dict[str, list[dict]]  # the records of a run by type
 
 ROOT = Path(__file__).parent.parent
-MAIN = ("dense", "STEM, third", "STEM, half", "STEM, all", "Embformer")
 KINDS = {
     "dense": {"ffn": "dense"},
     "STEM, third": {"ffn": "stem", "stem_layers": "third"},
     "STEM, half": {"ffn": "stem", "stem_layers": "half"},
     "STEM, all": {"ffn": "stem", "stem_layers": "all"},
     "Embformer": {"ffn": "embformer"},
-    "moe": {"ffn": "moe"},
-    "hash_moe": {"ffn": "hash_moe"},
-    "pkm": {"ffn": "pkm"},
-    "deepembed": {"ffn": "deepembed"},
-    "ple": {"ffn": "ple"},
 }
+MAIN = tuple(KINDS)
+for name in ("moe", "hash_moe", "pkm", "deepembed", "ple"):
+    KINDS[name] = {"ffn": name}
 # Steps on the countries: more than the default run takes, as kinds learn facts at different times.
 COUNTRIES_STEPS = 1000
 RATES = (1.5e-3, 3e-3, 6e-3)  # learning rates, and further ones while the best is at an end
@@ -88,14 +83,13 @@ class Experiment:
 
     def ensure_prepared(self, folder: Path) -> None:
         """Prepare the corpus that a folder is named after, if it is missing and is one of ours."""
-        with locked(self.out_dir, wait=True):
-            if (folder / "meta.json").exists():
-                return
-            if folder.name == "countries":
-                write_corpus("countries", folder)
-            elif folder.name == "moby-dick":
-                settings = prepare.Settings(dataset="moby-dick", out_dir=folder)
-                prepare.prepare_files(settings, [MOBY_DICK], "text")
+        if (folder / "meta.json").exists():
+            return
+        if folder.name == "countries":
+            write_corpus("countries", folder)
+        elif folder.name == "moby-dick":
+            settings = prepare.Settings(dataset="moby-dick", out_dir=folder)
+            prepare.prepare_files(settings, [MOBY_DICK], "text")
 
     def all_flags(self, flags: Flags) -> Flags:
         """The flags of a run: the experiment's own, those given, and with --quick small sizes."""
@@ -120,42 +114,39 @@ class Experiment:
         distinct = json.dumps([settings, read_meta(data_dir), code_digest()], sort_keys=True)
         digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
         shown = [str(flags[name]) for name in flags if name not in ("data_dir", "init_from")]
-        name = "-".join([data_dir.name, *shown])[:47]
+        name = "-".join([data_dir.name, *shown])
         runs = self.out_dir / "runs"
         folder = next(runs.glob(f"*-{digest}"), runs / f"{name}-{digest}")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def train(
-        self, kinds: dict[Hashable, Flags], seeds: list[int] | None = None
-    ) -> dict[Hashable, list[Path]]:
+    def train(self, kinds: Kinds, seeds: list[int] | None = None) -> dict[Hashable, list[Path]]:
         """The folders of each kind's runs, one for each seed; `init_from` is a list with a
         checkpoint for each of them. What is not trained yet is trained, `jobs` runs at a time; a
         run whose loss diverged is done, too."""
-        folders: dict[Hashable, list[Path]] = {}
-        waiting: dict[Path, Flags] = {}
-        with locked(self.out_dir / "runs", wait=True):  # another analysis may want the same ones
-            for name, flags in kinds.items():
-                folders[name] = []
-                for number, seed in enumerate(seeds or self.numbers):
-                    with_seed = {"seed": seed, **flags}
-                    if "init_from" in flags:
-                        with_seed["init_from"] = flags["init_from"][number]
-                    folder = self.folder(with_seed)
-                    folders[name].append(folder)
-                    if (folder / "loss.png").exists() or diverged(folder):
-                        continue
-                    if (folder / "ckpt.pt").exists():
-                        waiting[folder] = {"resume": True}
-                    else:
-                        waiting[folder] = self.all_flags(with_seed)
-            if waiting and self.quick:
-                train_here(waiting)
-            elif waiting:
-                train_all(waiting, self.jobs)
+        folders = {}
+        waiting = {}
+        for name, flags in kinds.items():
+            folders[name] = []
+            for number, seed in enumerate(seeds or self.numbers):
+                with_seed = {"seed": seed, **flags}
+                if "init_from" in flags:
+                    with_seed["init_from"] = flags["init_from"][number]
+                folder = self.folder(with_seed)
+                folders[name].append(folder)
+                if (folder / "loss.png").exists() or diverged(folder):
+                    continue
+                if (folder / "ckpt.pt").exists():
+                    waiting[folder] = {"resume": True}
+                else:
+                    waiting[folder] = self.all_flags(with_seed)
+        if waiting and self.quick:
+            train_here(waiting)
+        elif waiting:
+            train_all(waiting, self.jobs)
         return folders
 
-    def train_and_read(self, kinds: dict[Hashable, Flags]) -> dict[Hashable, list[Run]]:
+    def train_and_read(self, kinds: Kinds) -> dict[Hashable, list[Run]]:
         """The records of each kind's runs."""
         groups = self.train(kinds)
         return {name: [read_run(folder) for folder in groups[name]] for name in groups}
@@ -170,52 +161,39 @@ class Experiment:
         for subject in tqdm(subjects, name):
             key = subject.name if isinstance(subject, Path) else ", ".join(map(str, subject))
             path = self.out_dir / name / f"{key}, {code}.json"
-            if not is_whole(path):
-                text = json.dumps(function(subject, *arguments)).encode()
-                with locked(self.out_dir, wait=True), atomic(path) as temporary:
-                    temporary.write_bytes(checksum(text) + b" " + text)
-            figures.append(json.loads(path.read_bytes().partition(b" ")[2]))
+            if not path.exists():
+                figure = function(subject, *arguments)
+                with atomic(path) as temporary:
+                    temporary.write_text(json.dumps(figure))
+            figures.append(json.loads(path.read_text()))
         return figures
 
     def picture(self, name: str, figure: plt.Figure) -> None:
         path = self.out_dir / f"{name}.png"
-        with locked(self.out_dir, wait=True):
-            save_figure(figure, path)
+        save_figure(figure, path)
         print(f"\nwrote {path}")
-
-
-def checksum(text: bytes) -> bytes:
-    return str(zlib.crc32(text)).encode()
-
-
-def is_whole(path: Path) -> bool:
-    """Whether a file that `Experiment.measure` kept is there, and not damaged."""
-    if not path.exists():
-        return False
-    kept, _, text = path.read_bytes().partition(b" ")
-    return kept == checksum(text)
 
 
 @cache
 def code_digest(*further: str) -> str:
     """The digest of all of this project that is imported, but for the laboratory, which is the code
     that trains; and of further files."""
-    files = {Path(file) for file in further}
+    files = set(further)
     for name, module in list(sys.modules.items()):
-        file = Path(getattr(module, "__file__", None) or "")
-        own = ROOT in file.parents[:2]  # what is installed, even below ROOT, lies deeper
-        if own and file.parent != Path(__file__).parent and name != "__main__":
+        file = getattr(module, "__file__", None) or ""
+        room = Path(file).parent  # what is installed, even below ROOT, lies deeper
+        if ROOT in (room, room.parent) and room.name != "analysis" and name != "__main__":
             files.add(file)
     digest = hashlib.sha256()
     for file in sorted(files):
-        digest.update(file.read_bytes())
+        digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:12]
 
 
 def diverged(folder: Path) -> bool:
     """Whether a run ended because its loss was not finite."""
     log = folder / "log.txt"
-    return log.exists() and "loss became" in log.read_text(encoding="utf-8", errors="replace")
+    return log.exists() and "loss became" in log.read_text(encoding="utf-8")
 
 
 def train_here(waiting: dict[Path, Flags]) -> None:
@@ -225,99 +203,66 @@ def train_here(waiting: dict[Path, Flags]) -> None:
             train(resolve_settings(**flags, out_dir=folder))
 
 
-def start(flags: Flags, threads: int, log: Path) -> subprocess.Popen:
-    """Start train.py in a process of its own, which prints to a file."""
-    command = [sys.executable, str(ROOT / "train.py")]
+def train_apart(folder: Path, flags: Flags, threads: int) -> None:
+    """Run train.py in a process of its own. UserError: it failed, other than by a loss that
+    diverged."""
+    command = [sys.executable, ROOT / "train.py", "--out_dir", folder]
     for name, value in flags.items():
         command.append(f"--{name}")
         if value is not True:  # {"doc_mask": True, "seed": 1} -> --doc_mask --seed 1
             command.append(str(value))
-    with open(log, "a", encoding="utf-8") as output:
-        return subprocess.Popen(
+    with open(folder / "log.txt", "a", encoding="utf-8") as log:
+        done = subprocess.run(
             command,
-            stdout=output,
+            stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            start_new_session=True,  # Ctrl-C reaches it through `train_all` alone, and once
         )
+    if done.returncode and not diverged(folder):
+        raise UserError(f"{folder}: exit code {done.returncode}, see its log.txt")
 
 
 def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
-    """Run train.py, so many at a time, with flags by output folder. Where one fails, or on Ctrl-C,
-    SIGTERM or SIGHUP, those that run at the same time save and end. UserError: one failed, other
-    than by a loss that diverged."""
+    """Run train.py with flags by output folder, so many at a time. After an error no more begin;
+    nor after Ctrl-C, which reaches every process of a terminal: those that run save and end."""
     threads = max(1, torch.get_num_threads() // at_once)
-    exit_on_signals()
-    folders = list(waiting)
-    running: dict[Path, subprocess.Popen] = {}
+    pool = ThreadPoolExecutor(at_once)
+    runs = [pool.submit(train_apart, *run, threads) for run in waiting.items()]
+    title = f"training, {at_once} at a time"
     try:
-        for _ in tqdm(waiting, f"training, {at_once} at a time", unit="run"):
-            while folders and len(running) < at_once:
-                folder = folders.pop(0)
-                flags = {**waiting[folder], "out_dir": folder}
-                running[folder] = start(flags, threads, folder / "log.txt")
-            folder = wait_for_one(running)
-            code = running.pop(folder).returncode
-            if code and not diverged(folder):
-                raise UserError(f"{folder}: exit code {code}, see its log.txt")
-    except (KeyboardInterrupt, SystemExit):
+        for run in tqdm(as_completed(runs), title, len(runs), unit="run"):
+            run.result()
+    except KeyboardInterrupt:
         print("stopping: runs save, and the same command goes on with them", file=sys.stderr)
         raise
     finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
+        pool.shutdown(cancel_futures=True)
 
 
-def wait_for_one(running: dict[Path, subprocess.Popen]) -> Path:
-    """Wait until one of these processes has ended, and return its folder."""
-    while True:
-        for folder, process in running.items():
-            if process.poll() is not None:
-                return folder
-        time.sleep(0.05)
-
-
-def exit_on_signals() -> None:
-    """Let signals that would end this process at once raise SystemExit instead."""
-
-    def leave(number: int, _) -> None:
-        sys.exit(128 + number)  # as a shell reports it
-
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
-        if number and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, leave)
-
-
-def best_learning_rates(experiment: Experiment, kinds: dict[str, Flags]) -> dict[str, Flags]:
+def best_learning_rates(experiment: Experiment, kinds: Kinds) -> Kinds:
     """The kinds, each with the learning rate of its lowest validation loss with the first seed:
-    of RATES and, while the best is at an end of them, half the lowest or twice the highest."""
+    of RATES and, until those are tried, of half and of twice the best one."""
     rates = RATES[1:2] if experiment.quick else RATES
     seed = experiment.numbers[0]
-    tried: dict[str, dict[float, float]] = {name: {} for name in kinds}  # losses by rate
-    pairs = list(itertools.product(kinds, rates))
-    while pairs:
-        wanted = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in pairs}
-        for (name, rate), folders in experiment.train(wanted, [seed]).items():
-            tried[name][rate] = final_loss(folders[0])
-        pairs = []
-        for name, by_rate in tried.items():
-            best = min(by_rate, key=by_rate.get)
-            if best == min(by_rate):
-                pairs.append((name, best / 2))
-            if best == max(by_rate):
-                pairs.append((name, best * 2))
-        if experiment.quick:
-            break
+    losses = {name: {} for name in kinds}  # by rate
+    wanted = [(name, rate) for name in kinds for rate in rates]
+    while wanted:
+        runs = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in wanted}
+        for (name, rate), folders in experiment.train(runs, [seed]).items():
+            losses[name][rate] = final_loss(folders[0])
+        wanted = []
+        for name, tried in losses.items():
+            best = min(tried, key=tried.get)
+            for rate in (best / 2, best * 2):
+                if rate not in tried and not experiment.quick:
+                    wanted.append((name, rate))
 
     rows = []
     at_best = {}
-    for name, by_rate in tried.items():
-        losses = [f"{rate:g}: {by_rate[rate]:.3f}" for rate in sorted(by_rate)]
-        rows.append({"kind": name, f"val loss by learning rate, seed {seed}": ", ".join(losses)})
-        at_best[name] = {**kinds[name], "learning_rate": min(by_rate, key=by_rate.get)}
+    for name, tried in losses.items():
+        shown = [f"{rate:g}: {tried[rate]:.3f}" for rate in sorted(tried)]
+        rows.append({"kind": name, f"val loss by learning rate, seed {seed}": ", ".join(shown)})
+        at_best[name] = {**kinds[name], "learning_rate": min(tried, key=tried.get)}
     print(markdown(rows) + "\n")
     return at_best
 
