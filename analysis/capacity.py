@@ -7,7 +7,6 @@ be a loss of memory.
 """
 
 from math import log2
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from analysis.experiment import KINDS, Experiment, Flags
-from analysis.pictures import markdown, mean_and_band, plt, spread
+from analysis.pictures import markdown, spread
 from config import ModelConfig
 from model import Decoder
 from training.optimizer import Optimizer, schedule
@@ -46,15 +45,6 @@ COMPARED = 8000
 SLOW = ("dense", "STEM, all")
 
 
-class Cell(NamedTuple):
-    """A model to be trained, and what on."""
-
-    kind: str
-    n_fact: int
-    passes: int
-    seed: int
-
-
 def make_facts(n_fact: int, seed: int) -> tuple[Tensor, Tensor]:
     """Prompts [n_fact, 3], two syllables and a relation, and values [n_fact], which are token ids,
     too. Ids are those of values, then relations, then syllables."""
@@ -81,19 +71,25 @@ def logits(model: Decoder, prompts: Tensor) -> Tensor:
     return F.linear(model.hidden(prompts)[:, -1], model.head_weight[:VALUES])
 
 
-def learn(cell: Cell, device: torch.device) -> float:
-    """Train a new model on made-up facts. Returns its recall, the share of facts whose value is its
-    most probable answer."""
-    prompts, values = make_facts(cell.n_fact, cell.seed)
+def learn(cell: tuple[str, int, int, int], device: torch.device) -> float:
+    """Train a new model on made-up facts.
+
+    Args:
+        cell: the kind of layers, the number of facts, how often each is read, the seed.
+
+    Returns:
+        Its recall, the share of facts whose value is its most probable answer.
+    """
+    kind, n_fact, passes, seed = cell
+    prompts, values = make_facts(n_fact, seed)
     values = values.to(device)
-    steps = STEPS * cell.passes // PASSES
-    torch.manual_seed(cell.seed)
-    model = make_model(KINDS[cell.kind]).to(device)
-    rate = RATES[cell.kind]
-    settings = Settings(max_iters=steps, learning_rate=rate, weight_decay=0.0, seed=cell.seed)
+    steps = STEPS * passes // PASSES
+    torch.manual_seed(seed)
+    model = make_model(KINDS[kind]).to(device)
+    settings = Settings(max_iters=steps, learning_rate=RATES[kind], weight_decay=0.0, seed=seed)
     optimizer = Optimizer(model, settings)
     # All facts in a random order, then all in another one, ...; a step reads its share of them.
-    orders = torch.cat([torch.randperm(len(values)) for _ in range(cell.passes)])
+    orders = torch.cat([torch.randperm(n_fact) for _ in range(passes)])
     for step, batch in enumerate(orders.chunk(steps)):
         loss = F.cross_entropy(logits(model, prompts[batch]), values[batch.to(device)])
         loss.backward()
@@ -109,25 +105,21 @@ def capacity(experiment: Experiment) -> None:
         sizes, compared, passes = (40,), 40, 1
 
     def recalls(kind: str, n_fact: int, passes: int) -> list[float]:
-        cells = [Cell(kind, n_fact, passes, seed) for seed in experiment.numbers]
+        cells = [(kind, n_fact, passes, seed) for seed in experiment.numbers]
         return experiment.measure("capacity", learn, cells, experiment.on)
 
-    figure, axes = plt.subplots()
     rows = []
     for kind in RATES:
-        shares = np.array([recalls(kind, n_fact, passes) for n_fact in sizes])
         parameters = make_model(KINDS[kind]).sizes()["total"]
         row = {"layers": kind, "parameters": f"{parameters / 1e3:,.0f} k"}
-        for n_fact, by_seed in zip(sizes, shares, strict=True):
-            row[f"{n_fact:,} facts"] = spread(".1%", by_seed)
-        kbit = shares * np.array(sizes)[:, None] * log2(VALUES) / 1e3  # [sizes, seeds]
-        row["most kbit recalled"] = spread(".1f", kbit[kbit.mean(1).argmax()])
+        most = np.zeros(1)
+        for n_fact in sizes:
+            shares = np.array(recalls(kind, n_fact, passes))
+            row[f"{n_fact:,} facts"] = spread(".1%", shares)
+            kbit = shares * n_fact * log2(VALUES) / 1e3
+            most = max(most, kbit, key=np.mean)
+        row["most kbit recalled"] = spread(".1f", most)
         longer = recalls(kind, compared, LONGER * passes) if kind in SLOW else []
         row[f"{compared:,} facts, {LONGER} times the passes"] = spread(".1%", longer)
         rows.append(row)
-        mean_and_band(axes, np.array(sizes), shares.T, marker=".", label=kind)
     print(markdown(rows))
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="facts", ylabel="share recalled", ylim=(0, 1.02))
-    axes.legend()
-    experiment.picture("capacity", figure)

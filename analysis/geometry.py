@@ -1,8 +1,8 @@
 """Which way do the rows of a table point, beside what they replace?
 
 Layer by layer, the cosines of all pairs of tokens in the training text: of the rows of STEM's
-tables, and of a dense model's `W_u x`, for each token its mean over the text; and as "untrained" of
-models as they begin, mean of the layers.
+tables, and of a dense model's `W_u x`, for each token its mean over the text; of trained models and
+of those they began as.
 """
 
 from pathlib import Path
@@ -12,14 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis.experiment import Experiment, pick
-from analysis.pictures import markdown, mean_and_band, plt, spread
+from analysis.experiment import KINDS, Experiment
+from analysis.pictures import markdown, spread
 from model import Decoder
 from text.dataset import open_tokens, read_meta
 from training.checkpoints import load_model
 
-KINDS = {"STEM rows": "STEM, all", "dense W_u x": "dense"}
-MEASURES = ("mean size of cosines", "share above 0.5")
+COMPARED = {
+    "STEM rows": KINDS["STEM, all"],
+    "dense W_u x": KINDS["dense"],
+    "STEM rows, untrained": {**KINDS["STEM, all"], "max_iters": 0},
+    "dense W_u x, untrained": {**KINDS["dense"], "max_iters": 0},
+}
 
 
 def geometry(experiment: Experiment) -> None:
@@ -27,47 +31,40 @@ def geometry(experiment: Experiment) -> None:
     text = torch.from_numpy(ids.astype(np.int64))
     if experiment.quick:
         text = text[:4096]
-    figure, axes = plt.subplots()
-    groups = experiment.train(pick(*KINDS.values()))
     rows = []
-    for title, kind in KINDS.items():
-        runs = experiment.measure("geometry", measure_run, groups[kind], text, experiment.on)
+    for title, folders in experiment.train(COMPARED).items():
+        runs = experiment.measure("geometry", measure_run, folders, text, experiment.on)
         for layer in runs[0]:
             row = {"cosines of": title, "layer": layer}
-            for number, name in enumerate(MEASURES):
-                row[name] = spread(".3f", [run[layer][number] for run in runs])
+            for measure in runs[0][layer]:
+                row[measure] = spread(".3f", [run[layer][measure] for run in runs])
             rows.append(row)
-        layers = list(runs[0])[:-1]  # without "untrained"
-        sizes = [[run[layer][0] for layer in layers] for run in runs]
-        mean_and_band(axes, np.array(layers, int), np.array(sizes), marker=".", label=title)
     print(markdown(rows))
-    axes.set(xlabel="layer", ylabel=MEASURES[0], ylim=0)
-    axes.legend()
-    experiment.picture("geometry", figure)
-
-
-def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, list[float]]:
-    """The measures of a run by layer; "untrained": of the model as it began."""
-    model, _, checkpoint = load_model(folder / "ckpt.pt", device)
-    torch.manual_seed(checkpoint["args"]["seed"])
-    untrained = vectors(Decoder(model.config).to(device).eval(), text)
-    begun = [measure(of_layer) for of_layer in untrained.values()]
-    found = {str(layer): measure(of_layer) for layer, of_layer in vectors(model, text).items()}
-    found["untrained"] = np.mean(begun, axis=0).tolist()
-    return found
 
 
 @torch.inference_mode()
-def vectors(model: Decoder, text: Tensor) -> dict[int, Tensor]:
-    """What is compared of a model, for the tokens of a text [T]: [n, ..] by layer."""
+def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, dict[str, float]]:
+    """What a run's vectors for the tokens of a text [T] are like, by layer."""
+    model, _, _ = load_model(folder / "ckpt.pt", device)
     if model.config.ffn == "dense":
-        return dict(enumerate(up_outputs(model, text)))
+        vectors = dict(enumerate(up_outputs(model, text)))
+    else:
+        vectors = rows_by_layer(model, text)
+    measures = {}
+    for layer, of_layer in vectors.items():
+        size = cosines(of_layer).abs()
+        measures[str(layer)] = {
+            "mean size of cosines": size.mean().item(),
+            "share above 0.5": (size > 0.5).float().mean().item(),
+        }
+    return measures
+
+
+def rows_by_layer(model: Decoder, text: Tensor) -> dict[int, Tensor]:
+    """The rows [n, W] of the tokens of a text [T], by the layer that reads them."""
+    layers = [number for number, block in enumerate(model.blocks) if block.row_width]
     rows = model.tables.lookup(text.unique()[None])  # of each table [1, n, W]
-    found = {}
-    for layer, block in enumerate(model.blocks):
-        if block.row_width:
-            found[layer] = next(rows)[0]
-    return found
+    return {layer: of_table[0] for layer, of_table in zip(layers, rows, strict=True)}
 
 
 def up_outputs(model: Decoder, text: Tensor) -> Tensor:
@@ -87,16 +84,10 @@ def up_outputs(model: Decoder, text: Tensor) -> Tensor:
     for ids in text.view(-1, config.block_size).split(16):  # [B, T]
         outputs.clear()
         model.hidden(ids)
-        of_layers = torch.stack(outputs).flatten(1, 2)  # [n_layer, B * T, d_ff]
-        sums.index_add_(1, ids.flatten().to(model.device), of_layers)
+        of_layers = torch.stack(outputs)  # [n_layer, B, T, d_ff]
+        sums.index_add_(1, ids.flatten().to(model.device), of_layers.flatten(1, 2))
     tokens, counts = text.unique(return_counts=True)
     return sums[:, tokens] / counts[:, None].to(model.device)
-
-
-def measure(vectors: Tensor) -> list[float]:
-    """MEASURES of vectors [n, W]."""
-    size = cosines(vectors).abs()
-    return [size.mean().item(), (size > 0.5).float().mean().item()]
 
 
 def cosines(vectors: Tensor) -> Tensor:

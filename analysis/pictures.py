@@ -1,6 +1,6 @@
 """Tables and pictures of several runs."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -9,7 +9,7 @@ import numpy as np
 matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
 
-from common import UserError, atomic
+from common import atomic
 
 plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True})
 
@@ -24,7 +24,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def spread(form: str, figures: Iterable[float | None]) -> str:
+def spread(form: str, figures: Sequence[float | None]) -> str:
     """A figure of some runs: mean ± standard deviation; one run's own, nothing if none has it."""
     known = [figure for figure in figures if figure is not None]
     if not known:
@@ -32,34 +32,8 @@ def spread(form: str, figures: Iterable[float | None]) -> str:
     mean = format(np.mean(known), form)
     if len(known) == 1:
         return mean
-    deviation = np.std(known, ddof=1)
-    return f"{mean} ± {deviation:{form}}"
-
-
-def losses_of(runs: list[dict], kind: str, loss: str) -> tuple[np.ndarray, np.ndarray]:
-    """The steps [n] of which all runs have a record of this kind (one may have stopped earlier),
-    and their losses there [runs, n]."""
-    by_step = []
-    for run in runs:
-        by_step.append({record["step"]: record[loss] for record in run[kind]})
-    common = set(by_step[0]).intersection(*by_step[1:])
-    steps = sorted(common)
-    losses = [[of_run[step] for step in steps] for of_run in by_step]
-    return np.array(steps), np.array(losses)
-
-
-def mean_and_band(axes: plt.Axes, x: np.ndarray, ys: np.ndarray, **look) -> None:
-    """Draw the mean of curves `ys` [runs, n] over `x` [n], with a band from lowest to highest."""
-    (line,) = axes.plot(x, ys.mean(0), **look)
-    if len(ys) > 1:
-        color = line.get_color()
-        axes.fill_between(x, ys.min(0), ys.max(0), color=color, alpha=0.2, linewidth=0)
-
-
-def check_picture(path: Path | None) -> None:
-    """UserError: --plot names no file of a kind that can be drawn."""
-    if path and path.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {path}: name a .png, .svg or .pdf file")
+    deviation = format(np.std(known, ddof=1), form)
+    return f"{mean} ± {deviation}"
 
 
 def save_figure(figure: plt.Figure, path: Path) -> None:

@@ -1,5 +1,5 @@
 """Runs of train.py side by side: a table, runs that differ in the seed alone in one row, and a
-picture of their losses."""
+picture of their validation losses."""
 
 import json
 import statistics
@@ -8,16 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from analysis.experiment import Run
-from analysis.pictures import (
-    check_picture,
-    losses_of,
-    markdown,
-    mean_and_band,
-    plt,
-    save_figure,
-    spread,
-)
+from analysis.pictures import markdown, plt, save_figure, spread
 from analysis.stability import spike_rate
+from common import UserError
 from training.records import read_run
 
 # Settings that may differ among the runs of a row.
@@ -30,8 +23,9 @@ def last_start(run: Run) -> dict:
 
 
 def runs(folders: list[Path], out: Path) -> None:
-    """Print a table of runs that exist, and draw their losses."""
-    check_picture(out)
+    """Print a table of runs that exist, and draw their validation losses."""
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot {out}: name a .png, .svg or .pdf file")
     groups = grouped(folders)
     print(markdown([row(name, group) for name, group in groups.items()]))
     texts = set()
@@ -48,12 +42,11 @@ def grouped(folders: list[Path]) -> dict[str, list[Run]]:
     name of the first one's folder."""
     groups: dict[str, list[Run]] = {}
     names: dict[str, str] = {}  # of groups, by their settings
-    for folder in dict.fromkeys(folders):
+    for folder in folders:
         run = read_run(folder)
-        args = dict(last_start(run)["args"])
-        for name in NOT_COMPARED:
-            args.pop(name, None)
-        settings = json.dumps(args, sort_keys=True)
+        args = last_start(run)["args"]
+        compared = {name: args[name] for name in args if name not in NOT_COMPARED}
+        settings = json.dumps(compared, sort_keys=True)
         if settings not in names:
             names[settings] = str(folder) if folder.name in groups else folder.name
         groups.setdefault(names[settings], []).append(run)
@@ -94,35 +87,26 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
 
 
 def draw(groups: dict[str, list[Run]], out: Path) -> None:
-    """Draw the training loss (thin) and validation loss (thick) of groups of runs."""
+    """Draw the validation losses of groups of runs."""
     figure, axes = plt.subplots(figsize=(7, 4.2))
-    highest = 0.0
-    for number, (name, group) in enumerate(groups.items()):
-        color = f"C{number}"
-        steps, losses = losses_of(group, "step", "train_loss")
-        x = million_tokens(group[0], steps)
-        axes.plot(x, losses.mean(0), color=color, alpha=0.3, linewidth=0.8)
-        label = f"{name}: {last_start(group[0])['args']['ffn']}"
-        losses = draw_validation(axes, group, color=color, label=label.replace("$", r"\$"))
-        highest = np.nanmax([highest, *losses[:, 1:].flat])
-    axes.margins(y=0.01)
-    if 0 < highest < np.inf:
-        # Without the loss of a random model: it would flatten all that comes after.
-        axes.set_ylim(top=1.05 * highest)
-    axes.set(xlabel="million tokens", ylabel="loss (nats); thin: training")
+    for name, group in groups.items():
+        draw_validation(axes, group, label=name.replace("$", r"\$"))
+    axes.set(xlabel="million tokens", ylabel="validation loss (nats per token)")
     axes.legend()
     save_figure(figure, out)
 
 
-def draw_validation(axes: plt.Axes, group: list[Run], first: int = 0, **look) -> np.ndarray:
-    """Draw the validation losses of runs from an evaluation on. Returns all of them [runs, n]."""
-    steps, losses = losses_of(group, "eval", "val_loss")
-    x = million_tokens(group[0], steps)
-    mean_and_band(axes, x[first:], losses[:, first:], marker=".", **look)
-    return losses
-
-
-def million_tokens(run: Run, steps: np.ndarray) -> np.ndarray:
-    """The tokens of the first steps of a run, all rows counted as full."""
-    args = last_start(run)["args"]
-    return steps * args["batch_size"] * args["block_size"] / 1e6
+def draw_validation(axes: plt.Axes, group: list[Run], label: str, first: int = 1) -> None:
+    """Draw the mean of validation losses of runs, with a band from lowest to highest, over their
+    tokens, all rows counted as full. That of the random model, which comes first, would flatten
+    all others."""
+    by_step = []
+    for run in group:
+        by_step.append({record["step"]: record["val_loss"] for record in run["eval"]})
+    common = set(by_step[0]).intersection(*by_step[1:])  # one may have stopped earlier
+    steps = sorted(common)[first:]
+    losses = np.array([[of_run[step] for step in steps] for of_run in by_step])  # [runs, n]
+    args = last_start(group[0])["args"]
+    x = np.array(steps) * args["batch_size"] * args["block_size"] / 1e6
+    axes.plot(x, losses.mean(0), marker=".", label=label)
+    axes.fill_between(x, losses.min(0), losses.max(0), alpha=0.2, linewidth=0)

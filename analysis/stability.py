@@ -11,7 +11,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from analysis.experiment import KINDS, Experiment, Run
 from analysis.pictures import markdown, plt, spread
-from training.records import read_run
 
 REACH = 10  # steps before and behind that a spike stands out of
 NAMES = ("dense", "STEM, all", "moe")
@@ -20,24 +19,22 @@ STEPS = 250
 
 
 def stability(experiment: Experiment) -> None:
-    names, rates = NAMES, RATES
-    if experiment.quick:
-        names, rates = NAMES[:2], RATES[:1]  # runs that other questions have, too
+    rates = RATES[:1] if experiment.quick else RATES
     wanted = {}
-    for name in names:
+    for name in NAMES:
         for rate in rates:
             wanted[name, rate] = {**KINDS[name], "max_iters": STEPS, "learning_rate": rate}
-    groups = experiment.train(wanted)
+    groups = experiment.train_and_read(wanted)
 
     figure, panels = plt.subplots(1, len(rates), figsize=(11, 4), sharey=True, squeeze=False)
     rows = []
-    for (name, rate), folders in groups.items():
-        group = [read_run(folder) for folder in folders]
-        rows.append({"kind": name, "learning rate": f"{rate:g}", **measures(group)})
+    for (name, rate), runs in groups.items():
+        row = {"kind": name, "learning rate": f"{rate:g}"}
+        rows.append({**row, **measures(runs)})
         axes = panels[0, rates.index(rate)]
         axes.set(title=f"learning rate {rate:g}", xlabel="step", yscale="log")
-        for run in group:
-            axes.plot(losses(run), color=f"C{names.index(name)}", linewidth=0.7)
+        for run in runs:
+            axes.plot(losses(run), color=f"C{NAMES.index(name)}", linewidth=0.7)
         axes.lines[-1].set_label(name)
     print(markdown(rows))
     panels[0, 0].set_ylabel("training loss")
@@ -45,19 +42,22 @@ def stability(experiment: Experiment) -> None:
     experiment.picture("stability", figure)
 
 
-def measures(group: list[Run]) -> dict[str, str]:
+def measures(runs: list[Run]) -> dict[str, str]:
     """The cells of a table about runs of one kind and learning rate."""
-    medians, largest, final_losses = [], [], []
-    for run in group:
+    medians = []
+    largest = []
+    last_losses = []
+    for run in runs:
         norms = [step["grad_norm"] for step in run["step"]]
+        warmup = len(norms) // 10
         medians.append(statistics.median(norms))
-        largest.append(max(norms[25:] or norms))  # with --quick there are fewer
-        final_losses.append(statistics.fmean(losses(run)[-25:]))
+        largest.append(max(norms[warmup:]))
+        last_losses.append(statistics.fmean(losses(run)[-25:]))
     return {
-        "spikes in 1,000 steps": spread(".1f", [spike_rate(run) for run in group]),
+        "spikes in 1,000 steps": spread(".1f", [spike_rate(run) for run in runs]),
         "gradient norm, median": spread(".2f", medians),
         "largest after warm-up": spread(".1f", largest),
-        "last training loss": spread(".3f", final_losses),
+        "last training loss": spread(".3f", last_losses),
     }
 
 
@@ -74,16 +74,15 @@ def spike_rate(run: Run) -> float | None:
 
 def spikes(losses: list[float]) -> np.ndarray:
     """Whether each step is a spike (above), the first and the last REACH steps left out."""
-    loss = np.nan_to_num(losses, nan=np.inf)
-    loss = loss.clip(max=1e30)
-    inner = loss[REACH:-REACH]
-    if not len(inner):
+    if len(losses) <= 2 * REACH:
         return np.zeros(0, dtype=bool)
+    loss = np.nan_to_num(losses, nan=1e30, posinf=1e30)
+    inner = loss[REACH:-REACH]
     windows = sliding_window_view(loss, 2 * REACH + 1)
     above = inner - np.median(windows, axis=1)
     padded = np.pad(np.abs(above), 2 * REACH, mode="symmetric")
     windows = sliding_window_view(padded, 4 * REACH + 1)
     # 1.4826: of normal noise this is the standard deviation.
     band = 6 * 1.4826 * np.median(windows, axis=1)
-    before = sliding_window_view(loss, REACH)[: len(inner)].max(axis=1)
-    return (above > band) & (inner > before)
+    before = sliding_window_view(loss, REACH)[: len(inner)]
+    return (above > band) & (inner > before.max(axis=1))

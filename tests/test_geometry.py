@@ -6,18 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from analysis.geometry import cosines, up_outputs, vectors
+from analysis.geometry import cosines, rows_by_layer, up_outputs
 from attention import rotary
 from config import ModelConfig
 from model import Decoder
 
-SHAPE = dict(vocab_size=20, block_size=8, n_layer=2, n_head=2, n_embd=16)
+SHAPE = {"vocab_size": 20, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
 
 
 def test_cosines_are_those_of_every_pair():
     torch.manual_seed(0)
     rows = torch.randn(7, 5)
-    pairs = [F.cosine_similarity(rows[i], rows[j], 0) for i in range(7) for j in range(i + 1, 7)]
+    pairs = []
+    for i in range(7):
+        for j in range(i + 1, 7):
+            pairs.append(F.cosine_similarity(rows[i], rows[j], 0))
     torch.testing.assert_close(cosines(rows), torch.stack(pairs))
 
 
@@ -27,28 +30,26 @@ def test_random_rows_are_as_orthogonal_as_theory_says():
     assert size == pytest.approx(math.sqrt(2 / (math.pi * 256)), rel=0.02)
 
 
+@torch.no_grad()
 def test_outputs_of_up_projections_by_token():
     torch.manual_seed(0)
     model = Decoder(ModelConfig(**SHAPE, ffn="dense")).eval()
     windows = torch.randint(9, (40, 8))
     windows[0, 0] = 15  # occurs once
-    tokens = windows.unique()
     found = up_outputs(model, windows.flatten())
-    with torch.no_grad():
-        angles = rotary(8, model.config, "cpu")
-        x = model.embed(windows)
-        for layer, block in enumerate(model.blocks):
-            x = x + block.attn(block.attn_norm(x), None, angles)
-            y = block.ffn_norm(x) @ block.ffn.up.weight.T
-            x = x + block.ffn(block.ffn_norm(x), windows)
-            for number, token in enumerate(tokens):
-                here = y[windows == token]  # [occurrences, d_ff]
-                mean = found[layer][number]
-                torch.testing.assert_close(mean, here.mean(0), rtol=1e-4, atol=1e-5)
+    angles = rotary(8, model.config, "cpu")
+    x = model.embed(windows)
+    for layer, block in enumerate(model.blocks):
+        x = x + block.attn(block.attn_norm(x), None, angles)
+        y = block.ffn_norm(x) @ block.ffn.up.weight.T
+        x = x + block.ffn(block.ffn_norm(x), windows)
+        for number, token in enumerate(windows.unique()):
+            mean = y[windows == token].mean(0)  # [d_ff]
+            torch.testing.assert_close(found[layer][number], mean, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_are_shown_by_the_layer_that_reads_them():
     stem = Decoder(ModelConfig(**SHAPE, ffn="stem", stem_layers="1")).eval()
-    found = vectors(stem, torch.tensor([7, 3, 7]))
+    found = rows_by_layer(stem, torch.tensor([7, 3, 7]))
     assert list(found) == [1]
     assert torch.equal(found[1], stem.tables.weight[0][[3, 7]])
