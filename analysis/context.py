@@ -9,6 +9,7 @@ happens often, then (`--stage context`) in longer ones.
 import json
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 
@@ -16,16 +17,15 @@ import numpy as np
 import tiktoken
 import torch
 
-import prepare
 from analysis.costs import SMALL, Costs
-from analysis.experiment import MAIN, Experiment, best_learning_rates, pick
+from analysis.experiment import MAIN, Experiment, Kinds, best_learning_rates, pick
 from analysis.pictures import markdown, spread
-from common import locked
 from config import ModelConfig
-from text.dataset import open_tokens, read_meta, read_tokenizer
+from text import tokenizer
+from text.dataset import open_tokens, read_meta, read_tokenizer, write_dataset
 from text.download import MOBY_DICK
-from train import resolve_settings
 from training.checkpoints import load_model
+from training.settings import inherited_shape
 
 CONTEXTS = [1024, 4096, 32_768]
 NAMES = "Anna Boris Clara David Elena Felix Greta Henry Irene James Karen Louis Maria Nina Oscar"
@@ -36,8 +36,8 @@ WORDS = (
 )
 KEYS = NAMES.split()
 VALUES = WORDS.split()
-# The first stage, on 30,000 documents of 6 pieces of prose in which a needle comes 8 times again,
-# and the second, on 7,000 of 36 pieces in which it comes twice again.
+# The first stage, on 30,000 documents of 48 words in which a needle comes 8 times again, and the
+# second, on 7,000 of 288 words in which it comes twice again.
 SHORT = {
     "n_layer": 3,
     "n_head": 4,
@@ -56,8 +56,7 @@ LONG = {
     "eval_interval": 400,
     "learning_rate": 1e-3,
 }
-# Tokens of haystacks, and whether positions are slowed down for a length beyond the trained one.
-HAYSTACKS = ((128, False), (512, False), (1024, False), (1024, True), (2048, False), (2048, True))
+HAYSTACKS = (128, 512, 1024, 2048)  # tokens
 DEPTHS = 5  # parts of a haystack, in each of which needles are asked for
 
 
@@ -83,15 +82,19 @@ def parameters_read(experiment: Experiment) -> None:
     experiment.ensure_prepared(folder)
     meta = read_meta(folder)
     ids = open_tokens(folder, "train", meta)
-    counts = [float(np.mean(distinct_tokens(ids, length))) for length in contexts]
-    rows = []
-    for length, count in zip(contexts, counts, strict=True):
-        rows.append({"context": f"{length:,}", "distinct tokens": f"{count:,.0f}"})
+    costs = {}
     for name, flags in pick(*MAIN).items():
-        costs = Costs(ModelConfig(vocab_size=meta["vocab_size"], **SMALL, **flags))
-        read = [costs.params_read(count) / 1e6 for count in counts]
-        for row, million in zip(rows, read, strict=True):
-            row[name] = f"{million:.2f} M ({million / read[0]:.2f})"
+        costs[name] = Costs(ModelConfig(vocab_size=meta["vocab_size"], **SMALL, **flags))
+    shortest = {}
+    rows = []
+    for length in contexts:
+        count = float(np.mean(distinct_tokens(ids, length)))
+        row = {"context": f"{length:,}", "distinct tokens": f"{count:,.0f}"}
+        for name in costs:
+            read = costs[name].params_read(count)
+            shortest.setdefault(name, read)
+            row[name] = f"{read / 1e6:.2f} M ({read / shortest[name]:.2f})"
+        rows.append(row)
     print(f"Parameters read in a context of {folder.name} (over those of the shortest):\n")
     print(markdown(rows))
 
@@ -101,27 +104,25 @@ def parameters_read(experiment: Experiment) -> None:
 
 @cache
 def prose(held_out: bool) -> list[str]:
-    """The novel in pieces of eight words: its first nine tenths, or what is held out."""
-    lines = MOBY_DICK.read_text(encoding="utf-8").splitlines()
-    words = " ".join(json.loads(line)["text"] for line in lines).split()
+    """The words of the novel: of its first nine tenths, or of what is held out."""
+    words = []
+    for line in MOBY_DICK.read_text(encoding="utf-8").splitlines():
+        words += json.loads(line)["text"].split()
     cut = len(words) * 9 // 10
-    words = words[cut:] if held_out else words[:cut]
-    pieces = []
-    for start in range(0, len(words), 8):
-        pieces.append("".join(f" {word}" for word in words[start : start + 8]))
-    return pieces
+    return words[cut:] if held_out else words[:cut]
 
 
-def document(rng: random.Random, n_piece: int, repeats: int) -> str:
-    """Pieces of prose, a needle among them, and `repeats` times behind it the same sentence."""
-    pieces = prose(held_out=False)
-    told = rng.random()  # its place, from 0 to 1
-    sentence = f" Call {rng.choice(KEYS)} {rng.choice(VALUES)}."
-    start = rng.randrange(len(pieces) - n_piece)
-    parts = [(rng.random(), piece) for piece in pieces[start : start + n_piece]]
-    again = [rng.uniform(told, 1) for _ in range(repeats)]
-    parts += [(place, sentence) for place in (told, *again)]
-    return "".join(text for _, text in sorted(parts))
+def document(rng: random.Random, n_word: int, repeats: int) -> str:
+    """Words of prose, a needle among them, and `repeats` times behind it the same sentence."""
+    words = prose(held_out=False)
+    start = rng.randrange(len(words) - n_word)
+    parts = words[start : start + n_word]
+    sentence = f"Call {rng.choice(KEYS)} {rng.choice(VALUES)}."
+    told = rng.randint(0, n_word)
+    parts.insert(told, sentence)
+    for _ in range(repeats):
+        parts.insert(rng.randint(told + 1, len(parts)), sentence)
+    return " " + " ".join(parts)
 
 
 def write_documents(
@@ -132,24 +133,22 @@ def write_documents(
     tokenizer_of: Path | None = None,
 ) -> Path:
     """Prepare a folder of so many documents, unless it is there. They are made by `write`, and
-    encoded by the tokenizer of another folder, or one of their own."""
+    encoded by the tokenizer of another folder, or one of their own. One in 20 is for validation."""
     folder = experiment.out_dir / name
+    if (folder / "meta.json").exists():
+        return folder
     if experiment.quick:
         n_document //= 100
-    with locked(experiment.out_dir, wait=True):
-        if not (folder / "meta.json").exists():
-            rng = random.Random(name)
-            written = folder.with_suffix(".jsonl")
-            with open(written, "w", encoding="utf-8") as file:
-                for _ in range(n_document):
-                    file.write(json.dumps({"text": write(rng)}) + "\n")
-            encoding = None
-            if tokenizer_of:
-                encoding = read_tokenizer(tokenizer_of, read_meta(tokenizer_of))
-            settings = prepare.Settings(
-                input=[written], out_dir=folder, vocab_size=1024, val_fraction=0.05
-            )
-            prepare.prepare_files(settings, [written], "text", encoding)
+    rng = random.Random(name)
+    texts = [write(rng) for _ in range(n_document)]
+    if tokenizer_of:
+        encoding = read_tokenizer(tokenizer_of, read_meta(tokenizer_of))
+    else:
+        encoding = tokenizer.train(texts, vocab_size=1024)
+    n_val = n_document // 20
+    documents = [("val", text) for text in texts[:n_val]]
+    documents += [("train", text) for text in texts[n_val:]]
+    write_dataset(folder, documents, encoding, corpus=name)
     return folder
 
 
@@ -173,46 +172,36 @@ def haystack(
 
 
 @torch.inference_mode()
-def needles_found(folder: Path, count: int, device: torch.device) -> list[list[float]]:
-    """Shares of `count` needles that a run's model names in each of HAYSTACKS and, from the
-    beginning on, DEPTHS."""
-    model, encoding, checkpoint = load_model(folder / "ckpt.pt", device)
-    ids = encoding.encode_ordinary("".join(prose(held_out=True)))
-    trained = model.config.rope_base
-    shares = []
-    for length, slowed in HAYSTACKS:
-        model.config.block_size = length
-        model.config.rope_base = trained
-        if slowed:
-            settings = resolve_settings(
-                stage="context",
-                block_size=length,
-                data_dir=checkpoint["args"]["data_dir"],
-                init_from=folder / "ckpt.pt",
-            )
-            model.config.rope_base = settings.model.rope_base
+def needles_found(folder: Path, count: int, device: torch.device) -> list[list[bool]]:
+    """Which of `count` needles, from the beginning of the haystack to its end, a run's model names
+    in each of HAYSTACKS. For those longer than it was trained on, positions are slowed down as
+    `--stage context` does it."""
+    model, encoding, _ = load_model(folder / "ckpt.pt", device)
+    ids = encoding.encode_ordinary(" ".join(prose(held_out=True)))
+    trained = asdict(model.config)
+    found = []
+    for length in HAYSTACKS:
+        shape = trained
+        if length > trained["block_size"]:
+            shape = inherited_shape({"stage": "context", "block_size": length}, trained)
+        model.config = ModelConfig(**{**shape, "block_size": length})
         rng = random.Random(length)  # all models are asked the same
-        by_depth = []
-        for part in range(DEPTHS):
-            right = 0
-            for _ in range(count):
-                depth = (part + rng.random()) / DEPTHS
-                prompt, answer = haystack(rng, encoding, ids, length, depth)
-                logits, _ = model(torch.tensor([prompt]), last_only=True)  # [1, 1, V]
-                right += int(logits.argmax()) == answer
-            by_depth.append(right / count)
-        shares.append(by_depth)
-    return shares
+        hits = []
+        for number in range(count):
+            depth = (number + rng.random()) / count
+            prompt, answer = haystack(rng, encoding, ids, length, depth)
+            logits, _ = model(torch.tensor([prompt]), last_only=True)  # [1, 1, V]
+            hits.append(int(logits.argmax()) == answer)
+        found.append(hits)
+    return found
 
 
-def train_both_stages(experiment: Experiment, kinds: dict) -> dict[str, list[Path]]:
+def train_both_stages(experiment: Experiment, kinds: Kinds) -> dict[str, list[Path]]:
     """The runs of the second stage of each kind, one for each seed."""
-    short = write_documents(
-        experiment, "needles-short", 30_000, partial(document, n_piece=6, repeats=8)
-    )
-    long = write_documents(
-        experiment, "needles-long", 7000, partial(document, n_piece=36, repeats=2), short
-    )
+    write = partial(document, n_word=48, repeats=8)
+    short = write_documents(experiment, "needles-short", 30_000, write)
+    write = partial(document, n_word=288, repeats=2)
+    long = write_documents(experiment, "needles-long", 7000, write, tokenizer_of=short)
     first = {name: {**kind, **SHORT, "data_dir": str(short)} for name, kind in kinds.items()}
     second = {}
     for name, folders in experiment.train(best_learning_rates(experiment, first)).items():
@@ -223,18 +212,16 @@ def train_both_stages(experiment: Experiment, kinds: dict) -> dict[str, list[Pat
 
 def needles(experiment: Experiment) -> None:
     """Train both stages, and print a table of the needles found."""
-    kinds, count = ("dense", "STEM, all"), 40
-    if experiment.quick:
-        kinds, count = ("STEM, all",), 1
+    count = DEPTHS if experiment.quick else 200
     rows = []
-    for name, folders in train_both_stages(experiment, pick(*kinds)).items():
-        found = experiment.measure("needles", needles_found, folders, count, experiment.on)
-        shares = np.array(found)  # [runs, haystacks, depths]
-        for number, (length, slowed) in enumerate(HAYSTACKS):
+    for name, folders in train_both_stages(experiment, pick("dense", "STEM, all")).items():
+        runs = experiment.measure("needles", needles_found, folders, count, experiment.on)
+        for number, length in enumerate(HAYSTACKS):
+            found = np.array([run[number] for run in runs])  # [runs, count]
+            by_depth = found.reshape(len(runs), DEPTHS, -1).mean(-1)
             row = {"layers": name, "tokens": f"{length:,}"}
-            row["positions"] = "slowed down" if slowed else "as trained"
-            row["needles found"] = spread(".1%", shares[:, number].mean(1))
-            row["at the worst depth"] = spread(".1%", shares[:, number].min(1))
+            row["needles found"] = spread(".1%", found.mean(1))
+            row["at the worst depth"] = spread(".1%", by_depth.min(1))
             rows.append(row)
     print(f"\nNeedles found (by chance {1 / len(VALUES):.1%}):\n")
     print(markdown(rows))
