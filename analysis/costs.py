@@ -2,19 +2,20 @@
 
 Counted, not timed, on models without numbers: `Decoder.sizes` says what a token multiplies, and
 attention is counted for the n (n + 1) / 2 pairs of tokens that see each other (PyTorch's FLOP
-counter takes all n^2). A training step counts as three forward passes. Batches are independent
-draws of tokens by their frequency, in the training text, or by Zipf's law for the published shape.
+counter takes all n^2). Batches are independent draws of tokens by their frequency, in the training
+text, or by Zipf's law for the published shape.
 """
 
 import numpy as np
 import torch
 
-from analysis.experiment import MAIN, Experiment, Run, best_learning_rates, pick
+from analysis.experiment import MAIN, Experiment, best_learning_rates, pick
 from analysis.pictures import markdown, spread
+from analysis.runs import last_start
 from config import ModelConfig
 from model import Decoder
 from text.dataset import open_tokens, read_meta
-from training.settings import PRESETS, Settings
+from training.settings import PRESETS
 
 LENGTHS = (128, 8192, 131_072)
 BATCHES = (1, 32, 512)
@@ -29,7 +30,6 @@ PUBLISHED = {
     "tie_head": True,
 }
 VOCAB = 128_256
-PAPER = {"dense": "1.00", "STEM, third": "1.08", "STEM, half": "1.20", "STEM, all": "1.33"}
 
 
 class Costs:
@@ -87,35 +87,27 @@ def compare(title: str, shape: dict[str, int], frequency: np.ndarray) -> str:
 
 
 def returns(experiment: Experiment) -> str:
-    """Accuracy over training FLOPs of trained runs, and that over the mean of dense ones."""
-    names = ("dense", "STEM, all") if experiment.quick else MAIN
-    groups = experiment.train_and_read(best_learning_rates(experiment, pick(*names)))
+    """Accuracy over training FLOPs of trained runs, relative to the mean of dense ones."""
+    groups = experiment.train_and_read(best_learning_rates(experiment, pick(*MAIN)))
     rows = []
     dense = None
     for name, runs in groups.items():
-        flops = training_flops(runs[0])
-        likelihoods = [np.exp(-run["eval"][-1]["val_loss"]) for run in runs]
+        flops = last_start(runs[0])["sizes"]["flops_per_token"]  # all runs read equally many
         recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
-        dense = dense or (flops, np.mean(likelihoods), np.mean(recalls))
-        relative = flops / dense[0]
-        row = {"trained": name, "FLOPs of dense": f"{relative:.3f}"}
-        row["capitals recalled"] = spread(".3f", recalls)
-        row["return by recall"] = spread(".2f", returned(recalls, dense[2], relative))
-        row["exp(-val loss)"] = spread(".3f", likelihoods)
-        row["return by likelihood"] = spread(".2f", returned(likelihoods, dense[1], relative))
-        row["return in the paper"] = PAPER.get(name, "")
+        losses = [run["eval"][-1]["val_loss"] for run in runs]
+        accuracies = {"recall": np.array(recalls), "exp(-val loss)": np.exp(-np.array(losses))}
+        if dense is None:
+            dense = accuracies
+            dense_flops = flops
+        row = {"trained": name, "FLOPs of dense": f"{flops / dense_flops:.3f}"}
+        for measure, values in accuracies.items():
+            row[measure] = spread(".3f", values)
+            row[f"return by {measure}"] = ""
+            if dense[measure].any():  # not of text without questions, nor of a model without facts
+                over_dense = values / dense[measure].mean()
+                row[f"return by {measure}"] = spread(".2f", over_dense * dense_flops / flops)
         rows.append(row)
     return markdown(rows)
-
-
-def returned(accuracies: list[float], dense: float, flops: float) -> list[float]:
-    return [accuracy / dense / flops for accuracy in accuracies if dense]
-
-
-def training_flops(run: Run) -> int:
-    settings = Settings.from_flat(run["run"][-1]["args"])
-    n = settings.model.block_size
-    return settings.max_iters * settings.batch_size * 3 * Costs(settings.model).flops(n, logits=n)
 
 
 def costs(experiment: Experiment) -> None:
