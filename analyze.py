@@ -17,7 +17,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
 questions: start it again, and it goes on where it was stopped. After a change of the code that
-trains, runs are trained anew.
+trains, runs are trained anew. One analysis at a time works in a folder.
 """
 
 from pathlib import Path
