@@ -333,7 +333,8 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number is not None:
+            # nohup ignores SIGHUP, and so do we then.
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 self.previous[number] = signal.signal(number, self.handle)
         return self
 

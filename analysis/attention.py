@@ -88,7 +88,7 @@ def attention(experiment: Experiment) -> None:
                 row["pairs found"] = spread(".1%", shares)
             rows.append(row)
             runs = [read_run(folder) for folder in folders]
-            draw_validation(axes, runs, first=1, label=name)
+            draw_validation(axes, runs, label=name)
         print(f"{part}:\n\n{markdown(rows)}\n")
         axes.set(title=part, xlabel="million tokens")
         axes.legend(fontsize="small")

@@ -44,7 +44,7 @@ KINDS = {
     "Embformer": {"ffn": "embformer"},
 }
 MAIN = tuple(KINDS)
-for name in ("moe", "hash_moe", "pkm", "deepembed", "ple"):
+for name in ("moe", "hash_moe", "pkm", "deepembed", "ple", "engram", "bigram", "value"):
     KINDS[name] = {"ffn": name}
 # Steps on the countries: more than the default run takes, as kinds learn facts at different times.
 COUNTRIES_STEPS = 1000

@@ -1,5 +1,5 @@
-"""kinds: ten kinds of layers at equal tokens, and at equal training FLOPs, each at its best
-learning rate. settings: two initialisations, each at its best rate, and how tables are trained."""
+"""kinds: kinds of layers at equal tokens, and at equal training FLOPs, each at its best learning
+rate, with controls. settings: two initialisations, each at its best rate, and how tables are trained."""
 
 from pathlib import Path
 
@@ -10,13 +10,21 @@ from analysis.runs import draw_validation, last_start, row
 from text.dataset import read_meta
 from training.records import read_run
 
+# Do n-grams matter, or would any rows do? Engram at its best rate, but:
+CONTROLS = {
+    "engram, one row": {"ngram_rows": 1},  # every n-gram has the same
+    "engram, random rows": {"table_rate": 0.0},  # as they were drawn; what reads them learns
+}
 INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
 
 
 def kinds(experiment: Experiment) -> None:
     wanted = pick("dense", "STEM, all", "Embformer") if experiment.quick else KINDS
     at_best = best_learning_rates(experiment, wanted)
-    equal_tokens = experiment.train_and_read(at_best)
+    controls = {}
+    if "engram" in at_best:
+        controls = {name: {**at_best["engram"], **flags} for name, flags in CONTROLS.items()}
+    equal_tokens = experiment.train_and_read({**at_best, **controls})
     print(f"Equal tokens:\n\n{table(equal_tokens)}\n")
 
     # A kind whose tokens cost less gets more of them, until as much was computed.
@@ -42,7 +50,7 @@ def draw(experiment: Experiment, groups: dict[str, list[Run]]) -> None:
     figure, axes = plt.subplots()
     for name in MAIN:
         if name in groups:
-            draw_validation(axes, groups[name], first=1, label=name)
+            draw_validation(axes, groups[name], label=name)
     axes.set(xlabel="million tokens", ylabel="validation loss (nats per token)")
     axes.legend()
     experiment.picture("kinds", figure)

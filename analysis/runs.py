@@ -96,7 +96,7 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
     save_figure(figure, out)
 
 
-def draw_validation(axes: plt.Axes, group: list[Run], label: str, first: int = 1) -> None:
+def draw_validation(axes: plt.Axes, group: list[Run], label: str) -> None:
     """Draw the mean of validation losses of runs, with a band from lowest to highest, over their
     tokens, all rows counted as full. That of the random model, which comes first, would flatten
     all others."""
@@ -104,7 +104,7 @@ def draw_validation(axes: plt.Axes, group: list[Run], label: str, first: int = 1
     for run in group:
         by_step.append({record["step"]: record["val_loss"] for record in run["eval"]})
     common = set(by_step[0]).intersection(*by_step[1:])  # one may have stopped earlier
-    steps = sorted(common)[first:]
+    steps = sorted(common)[1:]
     losses = np.array([[of_run[step] for step in steps] for of_run in by_step])  # [runs, n]
     args = last_start(group[0])["args"]
     x = np.array(steps) * args["batch_size"] * args["block_size"] / 1e6
