@@ -1,5 +1,6 @@
 """kinds: kinds of layers at equal tokens, and at equal training FLOPs, each at its best learning
-rate, with controls. settings: two initialisations, each at its best rate, and how tables are trained."""
+rate, with controls. settings: two initialisations, each at its best rate, and how tables are
+trained."""
 
 from pathlib import Path
 
