@@ -34,19 +34,17 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import pytest
 import torch
 import torch._dynamo  # which every optimizer would import anew
-from conftest import EDIT, flags, losses, write_story
+from conftest import EDIT, cut_in_step, flags, losses, write_story
 from tqdm import tqdm
 
 import common
 from config import ModelConfig
 from training.checkpoints import load_checkpoint, tables_folder
 from training.records import archive_previous_run
-from training.settings import Settings
 
-NUMBERS = dict(commands=500, files=500, pairs=50, edits=100, kills=400)
-QUICK = dict(commands=8, files=6, pairs=1, edits=2, kills=3)
 NAMES = ("train", "sample", "edit", "prepare", "convert")
 COMMANDS = {name: importlib.import_module(name) for name in NAMES}
 OFFLOAD = ("none", "cpu", "disk")
@@ -54,7 +52,7 @@ STAGES = ("pretrain", "midtrain", "mixture")  # mixture: midtrain on two folders
 SIZES = flags(n_layer=2, n_head=2, n_embd=16, block_size=16)
 RUN = flags(device="cpu", batch_size=4, max_iters=6, eval_interval=2, eval_tokens=64)
 TIMEOUT = 120  # seconds after which a command counts as hung: they take one or two
-MEMORY = 4 << 30  # bytes that a command may have beside what is mapped already
+MEMORY = 4 << 30  # bytes that a command may have
 OPERATIONS = 400  # on files, about what a run makes
 ENDED = (0, 1, 2)  # exit codes
 KILLED = -signal.SIGKILL
@@ -71,25 +69,22 @@ class Broken(Exception):
 class Command:
     """A command in a fork of this process. There, `disturb` is called first."""
 
-    def __init__(self, *args, disturb: Callable[[], object] | None = None) -> None:
+    def __init__(self, *args, disturb: Callable[[], object] = lambda: None) -> None:
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.argv = [str(part) for part in args]
         self.process = FORK.Process(target=self.run, args=[disturb])
         self.process.start()
 
-    def run(self, disturb: Callable[[], object] | None) -> None:
+    def run(self, disturb: Callable[[], object]) -> None:
         """In the fork."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(self.stderr.fileno(), 2)
         sys.stdout = open(1, "w")  # noqa: SIM115
         sys.stderr = open(2, "w", errors="backslashreplace")  # noqa: SIM115
         tqdm.set_lock(threading.RLock())  # whoever is killed must not hold the parent's
-        mapped = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = mapped * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         sys.argv = self.argv
-        if disturb:
-            disturb()
+        disturb()
         common.run(COMMANDS[self.argv[0]].main)
 
     def wait(self, *ok: int) -> int:
@@ -112,6 +107,10 @@ class Command:
         return code
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def kill_before(folder: Path, last: int) -> None:
     """Die before operation number `last` on a file in a folder."""
     events = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate")
@@ -119,20 +118,13 @@ def kill_before(folder: Path, last: int) -> None:
 
     def hook(event: str, args: tuple) -> None:
         if event in events and str(args[0]).startswith(str(folder)) and next(numbers) == last:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
     sys.addaudithook(hook)
 
 
-def kill_in_step(last: int) -> None:
-    schedule = COMMANDS["train"].schedule
-
-    def killing(step: int, settings: Settings) -> float:
-        if step == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return schedule(step, settings)
-
-    COMMANDS["train"].schedule = killing
+def kill_in_step(number: int) -> None:
+    cut_in_step(pytest.MonkeyPatch(), number, do=die)
 
 
 def limit_files(size: int) -> None:
@@ -146,7 +138,7 @@ def disturbance(rng: random.Random, out: Path, like: Path, most: int) -> Callabl
     size = (like / "ckpt.pt").stat().st_size
     kill = partial(kill_before, out, rng.randint(1, most))
     limit = partial(limit_files, max(4096, int(size * rng.uniform(0, 1.05))))
-    return rng.choice((kill, kill, partial(kill_in_step, rng.randrange(6)), limit))
+    return rng.choice((kill, kill, partial(kill_in_step, rng.randint(1, 6)), limit))
 
 
 # --- what undisturbed runs come to ---
@@ -164,9 +156,14 @@ def state(out: Path, name: str = "ckpt.pt") -> str:
     return json.dumps(parts, sort_keys=True, default=digest)
 
 
-def leftovers(out: Path) -> list[Path]:
+def check_equal(out: Path, like: Path) -> None:
+    """Broken: a finished run is not equal to the undisturbed one, or left something."""
+    if state(out) != state(like) or losses(out) != losses(like):
+        raise Broken("another result than that of an undisturbed run")
     snapshots = list(tables_folder(out / "ckpt.pt").glob("*"))
-    return [*out.glob("*.tmp"), *out.glob("*live*"), *snapshots[1:]]
+    left = [*out.glob("*.tmp"), *out.glob("*live*"), *snapshots[1:]]
+    if left:
+        raise Broken(f"left behind: {left}")
 
 
 class World:
@@ -181,7 +178,7 @@ class World:
         Command(*self.prepare, self.text).wait(0)
         shutil.copytree(self.text, folder / "more")
 
-    def flags(self, stage: str, out: Path, data: Path | None = None, init: Path | None = None):
+    def train(self, stage: str, out: Path, data: Path | None = None, init: Path | None = None):
         """A command that trains."""
         data = data or self.text
         if stage == "mixture":
@@ -193,26 +190,19 @@ class World:
         return [*command, "--stage", "midtrain", "--init_from", init / "ckpt.pt"]
 
     @cache  # noqa: B019
-    def run(self, stage: str, *more, until: int | None = None, init: Path | None = None) -> Path:
+    def run(self, stage: str, *more, killed: bool = False, init: Path | None = None) -> Path:
         """The folder of an undisturbed run, trained when it is first asked for, or of one that was
-        killed in step `until`."""
+        `killed` in its last step."""
         out = Path(tempfile.mkdtemp(dir=self.folder)) / "out"
-        command = [*self.flags(stage, out, init=init), *more]
-        if until is None:
-            Command(*command).wait(0)
+        command = [*self.train(stage, out, init=init), *more]
+        if killed:
+            Command(*command, disturb=partial(kill_in_step, 6)).wait(KILLED)
         else:
-            Command(*command, disturb=partial(kill_in_step, until)).wait(KILLED)
+            Command(*command).wait(0)
         return out
 
     def half(self, offload: str) -> Path:
-        return self.run("pretrain", "--offload", offload, until=5)
-
-    def check(self, out: Path, like: Path) -> None:
-        """Broken: a finished run is not equal to the undisturbed one, or left something."""
-        if state(out) != state(like) or losses(out) != losses(like):
-            raise Broken("another result than that of an undisturbed run")
-        if leftovers(out):
-            raise Broken(f"left behind: {leftovers(out)}")
+        return self.run("pretrain", "--offload", offload, killed=True)
 
 
 # --- the kinds of trials: each gets a world, chance and a folder, and returns its outcome ---
@@ -229,7 +219,7 @@ def kills(world: World, rng: random.Random, folder: Path) -> str:
         shutil.copytree(old, out)
         Command("edit", "--ckpt", out / "ckpt.pt", *EDIT, "--save", out / "edited.pt").wait(0)
         edited = state(out, "edited.pt")
-    command = [*world.flags(stage, out), "--offload", rng.choice(OFFLOAD)]
+    command = [*world.train(stage, out), "--offload", rng.choice(OFFLOAD)]
     like = world.run(stage)
     for _ in range(rng.choice((1, 1, 2))):
         disturb = disturbance(rng, out, like, OPERATIONS)
@@ -242,31 +232,26 @@ def kills(world: World, rng: random.Random, folder: Path) -> str:
         if out in found and not (replaces and state(out) == state(old)):
             command = ["train", "--resume", "--out_dir", out]
     Command(*command).wait(0)
-    world.check(out, like)
-    if replaces and state(out, "edited.pt") != edited:
+    check_equal(out, like)
+    if not replaces:
+        return f"{stage}: equal to the bit"
+    if state(out, "edited.pt") != edited:
         raise Broken("the edit beside the runs is another model")
-    return f"{stage}: equal to the bit" + (", the replaced run whole" if replaces else "")
+    return f"{stage}: equal to the bit, the replaced run whole"
 
 
 def edits(world: World, rng: random.Random, folder: Path) -> str:
-    """An edit in place is disturbed, and made again, or two are made at once. Then all
-    are undone."""
-    way = rng.choice(("disturbed", "disturbed", "two at once"))
+    """An edit in place is disturbed, and made again. Then all are undone."""
     run = world.run("pretrain", "--offload", rng.choice(OFFLOAD), "--seed", 1)
     out = shutil.copytree(run, folder / "out")
     edit = ["edit", "--ckpt", out / "ckpt.pt", *EDIT, "--save", out / "ckpt.pt"]
-    if way == "two at once":
-        both = [Command(*edit), Command(*edit)]
-        n_done = [each.wait(*ENDED) for each in both].count(0)
-    else:
-        disturb = disturbance(rng, out, run, 40)
-        Command(*edit, disturb=disturb).wait(*ENDED, KILLED)
-        n_done = 1 if state(out) == state(run) else 2
-        Command(*edit).wait(0)
+    Command(*edit, disturb=disturbance(rng, out, run, 40)).wait(*ENDED, KILLED)
+    n_done = 1 if state(out) == state(run) else 2
+    Command(*edit).wait(0)
     for _ in range(n_done):
         Command("edit", "--undo", "--ckpt", out / "ckpt.pt").wait(0)
-    world.check(out, run)
-    return f"{way}: {n_done} made and undone"
+    check_equal(out, run)
+    return f"{n_done} made and undone"
 
 
 def damage(path: Path, rng: random.Random) -> str:
@@ -275,15 +260,16 @@ def damage(path: Path, rng: random.Random) -> str:
     raw = bytearray(path.read_bytes())
     at = rng.randrange(len(raw))
     path.unlink()
+    if way == "folder":
+        path.mkdir()
+        return way
     if way == "flip":
         raw[at] ^= 1 << rng.randrange(8)
     elif way == "cut":
         del raw[at:]
     elif way == "other":
         raw = rng.choice((b"", b"[" * 100_000, b"{}", b"null", b"\xff\xfe", b"PK\x03\x04", b"\n"))
-    if way == "folder":
-        path.mkdir()
-    elif way != "gone":
+    if way != "gone":
         path.write_bytes(raw)
     return way
 
@@ -291,106 +277,111 @@ def damage(path: Path, rng: random.Random) -> str:
 def files(world: World, rng: random.Random, folder: Path) -> str:
     """One file is damaged, then a command reads it. If training takes it without a word, its result
     must be what it is without the damage."""
-    half, data, out = folder / "half", folder / "text", folder / "out"
-    shutil.copytree(world.half(rng.choice(("none", "disk"))), half)
-    shutil.copytree(world.text, data)
+    out = folder / "out"
+    half = shutil.copytree(world.half(rng.choice(("none", "disk"))), folder / "half")
+    data = shutil.copytree(world.text, folder / "text")
     story = Path(shutil.copy(world.story, folder))
-    resumed, whole = ["train", "--resume", "--out_dir", half], world.run("pretrain")
-    midtrain = world.flags("midtrain", out, init=half)
-    # What is damaged, the command that reads it and, if it trains, the undisturbed run.
+    ckpt = half / "ckpt.pt"
+    prepare = ["prepare", "--input", story, "--out_dir", out]
+    # What is damaged, and the command that reads it.
     readers = [
-        (half, resumed, whole),
-        (half, resumed, whole),
-        (half, midtrain, world.run("midtrain", init=world.half("none"))),
-        (half, ["train", "--eval_only", "--out_dir", half], None),
-        (half, ["sample", "--ckpt", half / "ckpt.pt", "--offload", rng.choice(OFFLOAD)], None),
-        (half, ["edit", "--ckpt", half / "ckpt.pt", *EDIT], None),
-        (data, world.flags("pretrain", out, data), whole),
-        (data, world.flags("pretrain", out, data), whole),
-        (data, ["prepare", "--input", story, "--out_dir", out, "--tokenizer", data], None),
-        (story, ["prepare", "--input", story, "--out_dir", out, "--vocab_size", 280], None),
+        (half, ["train", "--resume", "--out_dir", half]),
+        (half, ["train", "--resume", "--out_dir", half]),
+        (half, world.train("midtrain", out, init=half)),
+        (half, ["train", "--eval_only", "--out_dir", half]),
+        (half, ["sample", "--ckpt", ckpt, "--offload", rng.choice(OFFLOAD)]),
+        (half, ["edit", "--ckpt", ckpt, *EDIT]),
+        (data, world.train("pretrain", out, data)),
+        (data, world.train("pretrain", out, data)),
+        (data, [*prepare, "--tokenizer", data]),
+        (story, [*prepare, "--vocab_size", 280]),
     ]
-    damaged, command, like = rng.choice(readers)
+    damaged, command = rng.choice(readers)
     found = [path for path in (damaged, *damaged.rglob("*")) if path.is_file()]
     path = rng.choice(sorted(path for path in found if path.stat().st_size))
     way = damage(path, rng)
     if Command(*command).wait(*ENDED):
         return f"{way}: refused in one line"
-    if like and state(half if command == resumed else out) != state(like):
-        raise Broken(f"{way} in {path.name}: another result than without the damage")
+    if command[0] == "train" and "--eval_only" not in command:
+        like = world.run("pretrain")
+        if "--init_from" in command:
+            like = world.run("midtrain", init=world.half("none"))
+        if state(half if "--resume" in command else out) != state(like):
+            raise Broken(f"{way} in {path.name}: another result than without the damage")
     return f"{way}: nothing lost"
 
 
-ODD = {
-    int: (0, -1, 1, 3, 7, 10**9, 10**12, 2**63, -(2**70), 10**400, "1e3", "nan", "", "x", "0x10"),
-    float: (0, -1, 0.5, 1e-9, 1e9, "nan", "inf", "-inf", 1e-320, 1e38, 1e308, "-0.0", "", "x"),
-    str: ("", "x" * 300, "a$\\frac$", "\udcff", ".", "gone", "-", "a=b,c=d", "0,1", "-1", "9" * 30,
-          "\n", "%s%n", "a=nan,b=1", "text=1,text=1", "=1", "../trial/x"),
-}  # fmt: skip
+ODD_NUMBERS = (0, -1, 1, 3, 7, 0.5, 10**9, 10**12, 2**63, -(2**70), 10**400, 1e-9, 1e38, 1e308,
+               1e-320, "-0.0", "nan", "inf", "-inf", "1e3", "0x10", "", "x")  # fmt: skip
+ODD_TEXTS = ("", "x" * 300, "a$\\frac$", "\udcff", ".", "gone", "-", "a=b,c=d", "0,1", "-1",
+             "9" * 30, "\n", "%s%n", "a=nan,b=1", "text=1,text=1", "=1", "../trial/x")  # fmt: skip
 
 
 def commands(world: World, rng: random.Random, folder: Path) -> str:
     """A command with a few odd values."""
     out = folder / "out"
-    ckpt = world.run("pretrain") / "ckpt.pt"
-    dense = world.run("pretrain", "--ffn", "dense") / "ckpt.pt"
-    half = shutil.copytree(world.half("disk"), folder / "half")
-    given = rng.choice(
-        [
-            *(world.flags(stage, out) for stage in STAGES),
-            ["train", "--resume", "--out_dir", half],
-            ["sample", "--ckpt", ckpt, "--max_new_tokens", 8],
-            ["edit", "--ckpt", ckpt, *EDIT],
-            [*world.prepare, out],
-            ["convert", dense, "--ffn", "stem", "--data_dir", world.text, "--out", out],
-        ]
-    )
-    kinds = [Settings, ModelConfig]
-    if given[0] != "train":
-        kinds = [kind for kind in vars(COMMANDS[given[0]]).values() if is_dataclass(kind)]
-        kinds = [kind for kind in kinds if kind.__module__ == given[0]]
+    kind = rng.choice((*STAGES, "resume", "sample", "edit", "prepare", "convert"))
+    if kind in STAGES:
+        given = world.train(kind, out)
+    elif kind == "resume":
+        half = shutil.copytree(world.half("disk"), folder / "half")
+        given = ["train", "--resume", "--out_dir", half]
+    elif kind == "prepare":
+        given = [*world.prepare, out]
+    elif kind == "convert":
+        dense = world.run("pretrain", "--ffn", "dense") / "ckpt.pt"
+        given = ["convert", dense, "--ffn", "stem", "--data_dir", world.text, "--out", out]
+    else:
+        given = [kind, "--ckpt", world.run("pretrain") / "ckpt.pt", "--max_new_tokens", 8]
+        if kind == "edit":
+            given += EDIT
+    kinds = [each for each in vars(COMMANDS[given[0]]).values() if is_dataclass(each)]
+    if given[0] == "train":
+        kinds.append(ModelConfig)
     settings = [each for kind in kinds for each in fields(kind) if "about" in each.metadata]
     for setting in rng.sample(settings, min(len(settings), rng.choice((1, 1, 2, 3)))):
-        given.append(f"--{setting.name}")
-        if "bool" not in str(setting.type):
-            types = [kind for kind in (int, float) if kind.__name__ in str(setting.type)]
-            given[-1] += f"={rng.choice(ODD[types[0] if types else str])}"
+        of_number = "int" in str(setting.type) or "float" in str(setting.type)
+        value = rng.choice(ODD_NUMBERS if of_number else ODD_TEXTS)
+        is_switch = "bool" in str(setting.type)
+        given.append(f"--{setting.name}" if is_switch else f"--{setting.name}={value}")
     return given[0] + (" ran", ": one line", ": usage")[Command(*given).wait(*ENDED)]
 
 
 def pairs(world: World, rng: random.Random, folder: Path) -> str:
-    """Two commands at once."""
+    """A run, and beside it another, one that resumes it, or samples from it."""
     out = folder / "out"
-    like = world.run("pretrain")
-    new = [*world.flags("pretrain", out), "--offload", rng.choice(OFFLOAD)]
-    kind = rng.choice(("train", "resume", "prepare", "sample"))
-    if kind == "prepare":
-        both = [Command(*world.prepare, out), Command(*world.prepare, out)]
-        codes = [each.wait(0, 1) for each in both]
-        Command(*world.flags("pretrain", folder / "run", data=out)).wait(0)
-        return f"{kind}: {codes.count(1)} refused"
-    first = Command(*new)
-    codes = [0]
+    kind = rng.choice(("train", "resume", "sample"))
+    command = [*world.train("pretrain", out), "--offload", rng.choice(OFFLOAD)]
+    first = Command(*command)
+    codes = []
     if kind == "sample":
         while first.process.is_alive():
             if (out / "ckpt.pt").exists():
                 Command("sample", "--ckpt", out / "ckpt.pt", "--max_new_tokens", 8).wait(0)
     else:
+        if kind == "resume":
+            command = ["train", "--resume", "--out_dir", out]
         time.sleep(2 * rng.random())
-        again = ["train", "--resume", "--out_dir", out] if kind == "resume" else new
-        codes = [Command(*again).wait(*ENDED)]
+        codes.append(Command(*command).wait(*ENDED))
     codes.append(first.wait(*ENDED))
-    world.check(out, like)
+    check_equal(out, world.run("pretrain"))
     return f"{kind}: {codes.count(1)} refused"
 
 
-TRIALS = dict(commands=commands, files=files, pairs=pairs, edits=edits, kills=kills)
+# How many there are of each, and with --quick.
+TRIALS = {
+    "commands": (commands, 500, 4),
+    "files": (files, 500, 3),
+    "pairs": (pairs, 50, 1),
+    "edits": (edits, 100, 1),
+    "kills": (kills, 400, 1),
+}
 
 
 def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few of each")
-    parser.add_argument("--only", choices=NUMBERS, help="one kind of trials")
+    parser.add_argument("--only", choices=TRIALS, help="one kind of trials")
     parser.add_argument("--n", type=int, help="how many of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of all chance (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
@@ -401,16 +392,17 @@ def main() -> None:
     print("| trials | tried | held | what it came to |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))
-        for name in [args.only] if args.only else NUMBERS:
+        here = Path(folder) / "trial"
+        for name in [args.only] if args.only else TRIALS:
+            trial, n, n_quick = TRIALS[name]
+            n = args.n or (n_quick if args.quick else n)
             outcomes: Counter[str] = Counter()
-            n = args.n or (QUICK if args.quick else NUMBERS)[name]
             for number in tqdm(range(args.first, args.first + n), desc=name, disable=None):
-                here = Path(folder) / "trial"
                 here.mkdir()
                 os.chdir(here)
-                rng = random.Random(f"{args.seed} {name} {number}")
                 try:
-                    outcomes[TRIALS[name](world, rng, here)] += 1
+                    rng = random.Random(f"{args.seed} {name} {number}")
+                    outcomes[trial(world, rng, here)] += 1
                 except Exception as error:
                     why = error if isinstance(error, Broken) else traceback.format_exc()
                     print(f"--only {name} --seed {args.seed} --first {number} --n 1: {why}")
