@@ -29,43 +29,60 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from common import UserError, make_parser, run
-from config import chosen_layers
 from model import Decoder, ModelConfig
 from tables.tables import Tables
 
 B, T, PROMPT = 3, 24, 9  # of T tokens, decoding reads PROMPT at once, then one by one
 # One shape, in three languages.
 SHAPE = dict(vocab_size=97, n_layer=5, n_head=4, n_embd=64, d_ff=192, block_size=32)
-HF_SHAPE = dict(vocab_size=97, num_hidden_layers=5, num_attention_heads=4, head_dim=16)
-HF_SHAPE |= dict(hidden_size=64, intermediate_size=192)
+HF_SHAPE = dict(
+    vocab_size=97,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    head_dim=16,
+    hidden_size=64,
+    intermediate_size=192,
+)
 LINGUA_SHAPE = dict(vocab_size=97, n_layers=5, n_heads=4, dim=64, multiple_of=64)  # d_ff 8/3 of dim
 
 # The largest difference that counts as rounding, relative to the largest value of its tensor and in
 # units of the precision; seen were about 20. In float64 it is 2e-13, where an epsilon of the norms
 # that is 1 % larger shows as 4e-8.
 TOLERANCE = 1000
-FIX = "for --llama and --embformer: pip install 'transformers==4.53.*'"
 
-# What our weights are called there, {} being a number: in transformers, in STEM's lingua.
-HF, LM = "model.layers.{}.", "lm_transformer.layers.{}."
-NAMES = {
-    "wte": ("model.embed_tokens", ""),  # with a tied head
-    "wte.{}": ("model.embed_tokens", "lm_transformer.tok_embeddings"),
-    "norm": ("model.norm", "lm_transformer.norm"),
-    "head": ("lm_head", "lm_transformer.output"),
-    "tables.{}": ("", "stem_embeddings.{}"),
-    "tables.{} K": (HF + "self_attn.k_embed", ""),
-    "tables.{} V": (HF + "self_attn.v_embed", ""),
-    "tables.{} F": (HF + "ffn.gate_embed", ""),
-    "blocks.{}.attn_norm": (HF + "input_layernorm", LM + "attention_norm"),
-    "blocks.{}.attn.qkv.qkv q": (HF + "self_attn.q_proj", LM + "attention.wq"),
-    "blocks.{}.attn.qkv.qkv k": (HF + "self_attn.k_proj", LM + "attention.wk"),
-    "blocks.{}.attn.qkv.qkv v": (HF + "self_attn.v_proj", LM + "attention.wv"),
-    "blocks.{}.attn.out": (HF + "self_attn.o_proj", LM + "attention.wo"),
-    "blocks.{}.ffn_norm": (HF + "post_attention_layernorm", LM + "ffn_norm"),
-    "blocks.{}.ffn.gate": (HF + "mlp.gate_proj", LM + "feed_forward.w1"),
-    "blocks.{}.ffn.up": (HF + "mlp.up_proj", LM + "feed_forward.w3"),
-    "blocks.{}.ffn.down": (HF + "mlp.down_proj", LM + "feed_forward.w2"),
+# What our weights are called there, # being the number of a layer.
+HUGGING_FACE = {
+    "wte": "model.embed_tokens",  # with a tied head
+    "wte.0": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "tables.# k": "model.layers.#.self_attn.k_embed",
+    "tables.# v": "model.layers.#.self_attn.v_embed",
+    "tables.# ffn": "model.layers.#.ffn.gate_embed",
+    "blocks.#.attn_norm": "model.layers.#.input_layernorm",
+    "blocks.#.attn.qkv.qkv q": "model.layers.#.self_attn.q_proj",
+    "blocks.#.attn.qkv.qkv k": "model.layers.#.self_attn.k_proj",
+    "blocks.#.attn.qkv.qkv v": "model.layers.#.self_attn.v_proj",
+    "blocks.#.attn.out": "model.layers.#.self_attn.o_proj",
+    "blocks.#.ffn_norm": "model.layers.#.post_attention_layernorm",
+    "blocks.#.ffn.gate": "model.layers.#.mlp.gate_proj",
+    "blocks.#.ffn.up": "model.layers.#.mlp.up_proj",
+    "blocks.#.ffn.down": "model.layers.#.mlp.down_proj",
+}
+LINGUA = {
+    "wte.0": "lm_transformer.tok_embeddings",
+    "norm": "lm_transformer.norm",
+    "head": "lm_transformer.output",
+    "tables.#": "stem_embeddings.#",
+    "blocks.#.attn_norm": "lm_transformer.layers.#.attention_norm",
+    "blocks.#.attn.qkv.qkv q": "lm_transformer.layers.#.attention.wq",
+    "blocks.#.attn.qkv.qkv k": "lm_transformer.layers.#.attention.wk",
+    "blocks.#.attn.qkv.qkv v": "lm_transformer.layers.#.attention.wv",
+    "blocks.#.attn.out": "lm_transformer.layers.#.attention.wo",
+    "blocks.#.ffn_norm": "lm_transformer.layers.#.ffn_norm",
+    "blocks.#.ffn.gate": "lm_transformer.layers.#.feed_forward.w1",
+    "blocks.#.ffn.up": "lm_transformer.layers.#.feed_forward.w3",
+    "blocks.#.ffn.down": "lm_transformer.layers.#.feed_forward.w2",
 }
 
 
@@ -76,30 +93,37 @@ class Original:
     title: str
     config: ModelConfig  # of ours of the same shape
     model: nn.Module
-    names: int  # column of NAMES
+    names: dict[str, str]
     logits: Callable[[Tensor], Tensor]  # ids [B, T] -> [B, T, V]
     decode: Callable[[Tensor], Tensor]  # the same with a cache, see `steps`
     loss: Callable[[Tensor], Tensor]  # ids [B, T + 1] -> [], all but the first predicted
 
     def named(self, ours: dict[str, Tensor]) -> dict[str, Tensor]:
         """Our weights, or their gradients, as they are named, split and ordered there."""
-        config, found = self.config, {}
+        config = self.config
         kv = config.n_kv_head * config.head_dim
+        found = {}
         for name, tensor in ours.items():
-            key, parts = re.sub(r"\d+", "{}", name.replace(".weight", "")), {"": tensor}
-            if key.endswith("qkv"):  # [n_embd + 2 kv, n_embd]
-                parts = zip("qkv", tensor.split((config.n_embd, kv, kv)), strict=True)
-            elif config.embedding_only and key == "tables.{}":  # [V, 2 kv + n_embd]
-                parts = zip("KVF", tensor.split((kv, kv, config.n_embd), 1), strict=True)
-            for letter, part in dict(parts).items():
-                if self.names == 1 and letter in ("q", "k"):
-                    # STEM's rotations turn neighbouring channels of a head, ours those half a head
-                    # apart: [n_head, 2, head_dim/2, n_embd] -> [n_head, head_dim/2, 2, n_embd]
-                    planes = part.unflatten(0, (-1, 2, config.head_dim // 2))
-                    part = planes.transpose(1, 2).flatten(0, 2)  # [n_head * head_dim, n_embd]
-                there = NAMES[f"{key} {letter}".strip()][self.names]
-                found[there.format(*re.findall(r"\d+", name)) + ".weight"] = part
+            name = name.replace(".weight", "")
+            parts = {name: tensor}
+            if name.endswith("qkv"):  # [n_embd + 2 kv, n_embd]
+                q, k, v = tensor.split((config.n_embd, kv, kv))
+                if self.names is LINGUA:
+                    q, k = self.interleaved(q), self.interleaved(k)
+                parts = {f"{name} q": q, f"{name} k": k, f"{name} v": v}
+            elif config.embedding_only and name.startswith("tables"):  # [V, 2 kv + n_embd]
+                k, v, ffn = tensor.split((kv, kv, config.n_embd), dim=1)
+                parts = {f"{name} k": k, f"{name} v": v, f"{name} ffn": ffn}
+            for part_name, part in parts.items():
+                layer = "".join(re.findall("[0-9]", part_name))
+                there = self.names.get(part_name) or self.names[part_name.replace(layer, "#")]
+                found[there.replace("#", layer) + ".weight"] = part
         return found
+
+    def interleaved(self, weight: Tensor) -> Tensor:
+        """STEM's rotations turn neighbouring channels of a head, ours those half a head apart."""
+        halves = weight.unflatten(0, (-1, 2, self.config.head_dim // 2))
+        return halves.transpose(1, 2).flatten(0, 2)  # [heads, head_dim / 2, 2, n_embd], flat
 
 
 # --- the comparison ---
@@ -110,14 +134,14 @@ def counterpart(original: Original) -> Decoder:
     """Our model with new weights, which the original gets, too: so large that each of them matters,
     norms and rows included."""
     torch.manual_seed(0)
-    ours, theirs = Decoder(original.config), dict(original.model.named_parameters())
+    ours = Decoder(original.config)
     for weight in ours.parameters():
         nn.init.normal_(weight, std=0.3)
     weights = original.named(dict(ours.named_parameters()))
-    odd = {(n, w.shape) for n, w in theirs.items()} ^ {(n, w.shape) for n, w in weights.items()}
-    if odd:
-        raise UserError(f"{original.title} and ours have other weights: {sorted(dict(odd))}")
+    theirs = dict(original.model.named_parameters())
+    assert weights.keys() == theirs.keys(), weights.keys() ^ theirs.keys()
     for name, weight in weights.items():
+        assert theirs[name].shape == weight.shape, name
         theirs[name].copy_(weight)
     return ours
 
@@ -150,35 +174,32 @@ def difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     return tuple(torch.stack(found).amax(0).tolist())
 
 
-def rounding(relative: float, dtype: torch.dtype) -> bool:
-    """Whether a difference is no more than that. NaN is more."""
-    return relative <= TOLERANCE * torch.finfo(dtype).eps
-
-
 def compare(ours: Decoder, original: Original) -> dict[str, tuple[float, float]]:
     """What is compared, and the `difference` there."""
     torch.manual_seed(1)
     ids = torch.randint(ours.config.vocab_size, (B, T + 1))  # some of them several times
     read, targets = ids[:, :-1].contiguous(), ids[:, 1:]
-    ours.eval(), original.model.eval()
+    ours.eval()
+    original.model.eval()
     with torch.no_grad():
         cache = ours.make_cache(B)
         decoded = torch.cat([ours(part, cache=cache)[0] for part in steps(read)], dim=1)
-        found = {
-            "logits": [(ours(read)[0], original.logits(read))],
-            "cached decoding": [(decoded, original.decode(read))],
-        }
-    ours.train(), original.model.train()
-    ours.zero_grad(), original.model.zero_grad()
-    _, loss = ours(read, targets)
-    found["loss"] = [(loss, original.loss(ids))]
-    for each in found["loss"][0]:
-        each.backward()
-    theirs = {name: weight.grad for name, weight in original.model.named_parameters()}
+        logits = difference([(ours(read)[0], original.logits(read))])
+        decoding = difference([(decoded, original.decode(read))])
+    ours.train()
+    original.model.train()
+    _, our_loss = ours(read, targets)
+    their_loss = original.loss(ids)
+    our_loss.backward()
+    their_loss.backward()
     grads = original.named(gradients(ours))
-    assert grads.keys() == theirs.keys()
-    found["gradients"] = [(grad, theirs[name]) for name, grad in grads.items()]
-    return {what: difference(pairs) for what, pairs in found.items()}
+    theirs = dict(original.model.named_parameters())
+    return {
+        "logits": logits,
+        "cached decoding": decoding,
+        "loss": difference([(our_loss, their_loss)]),
+        "gradients": difference((grad, theirs[name].grad) for name, grad in grads.items()),
+    }
 
 
 class Throughout(TorchFunctionMode):
@@ -209,31 +230,36 @@ def hugging_face(title: str, config: ModelConfig, shape: type, kind: type) -> Or
         cache = DynamicCache()
         return torch.cat([model(part, past_key_values=cache).logits for part in steps(ids)], dim=1)
 
-    calls = (lambda ids: model(ids).logits, decode, lambda ids: model(ids, labels=ids).loss)
-    return Original(title, config, model, 0, *calls)
+    return Original(
+        title,
+        config,
+        model,
+        HUGGING_FACE,
+        logits=lambda ids: model(ids).logits,
+        decode=decode,
+        loss=lambda ids: model(ids, labels=ids).loss,
+    )
 
 
-def llama(**heads) -> Original:
+def llama(heads: str, **options) -> Original:
     import transformers as hf
 
-    config = ModelConfig(**SHAPE, **heads, ffn="dense")
-    title = f"Llama (transformers {hf.__version__}), "
-    title += "tied head" if config.tie_head else "separate head, grouped queries"
+    title = f"Llama (transformers {hf.__version__}), {heads}"
+    config = ModelConfig(**SHAPE, **options, ffn="dense")
     return hugging_face(title, config, hf.LlamaConfig, hf.LlamaForCausalLM)
 
 
 def embformer(folder: Path) -> Original:
-    file = "models/embformer/modeling_embformer.py"
-    title = f"Embformer ({clone(folder, 'src', file, 'HighCWu/embformer')})"
+    sys.path.insert(0, str(folder / "src"))
     with contextlib.redirect_stdout(io.StringIO()):  # about documentation that its classes lack
         from models.embformer import EmbformerConfig, EmbformerForCausalLM
     config = ModelConfig(**SHAPE, ffn="embformer", n_kv_head=2)
+    title = f"Embformer ({commit(folder)})"
     return hugging_face(title, config, EmbformerConfig, EmbformerForCausalLM)
 
 
 def stem(folder: Path, layers: str) -> Original:
-    title = f"STEM ({clone(folder, '', 'apps/main/stem.py', 'Infini-AI-Lab/STEM')}), "
-    title += "all layers but the first" if layers == "all" else "a third of the layers"
+    sys.path.insert(0, str(folder))
     # Kernels for GPUs, and what its commands read configurations, weights and text with.
     absent = "xformers xformers.ops omegaconf lingua.args lingua.checkpoint lingua.tokenizer"
     for name in absent.split():
@@ -244,10 +270,20 @@ def stem(folder: Path, layers: str) -> Original:
     from lingua.transformer import Attention
 
     stem_dist_utils.get_stem_model_parallel_world_size = lambda: 1  # else it asks a process group
-    heads = dict(n_kv_head=2, tie_head=False)
-    config = ModelConfig(**SHAPE, **heads, ffn="stem", stem_layers=layers, norm_eps=1e-5)  # its own
-    # None is its default, which our "all" should be.
-    numbers = None if layers == "all" else chosen_layers("stem_layers", layers, config.n_layer)
+    config = ModelConfig(
+        **SHAPE,
+        ffn="stem",
+        stem_layers=layers,
+        n_kv_head=2,
+        tie_head=False,
+        norm_eps=1e-5,  # its own
+    )
+    if layers == "all":
+        chosen = "all layers but the first"
+        numbers = None  # its default, which our "all" should be
+    else:
+        chosen = "a third of the layers"
+        numbers = config.row_layers
     args = StemLMTransformerArgs(**LINGUA_SHAPE, n_kv_heads=2, stem_layers=numbers)
     model = StemLMTransformer(args)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
@@ -256,7 +292,8 @@ def stem(folder: Path, layers: str) -> Original:
         for each in attentions:
             size = (*ids.shape, each.n_kv_heads, each.head_dim)
             each.kv_cache = Cache(*size, torch.get_default_dtype(), ids.device)
-        logits, places = [], torch.arange(ids.shape[1])
+        logits = []
+        places = torch.arange(ids.shape[1])
         for part, at in zip(steps(ids), steps(places[None]), strict=True):
             mask = at[0, :, None] >= places  # [n, T], as its generate_next_token makes it
             logits.append(model(part, tok_idx=at[0], mask=mask))
@@ -264,22 +301,20 @@ def stem(folder: Path, layers: str) -> Original:
             del each.kv_cache  # which it would go on to use
         return torch.cat(logits, dim=1)
 
-    calls = (model, decode, lambda ids: model(ids[:, :-1].contiguous(), ids[:, 1:]))
-    return Original(title, config, model, 1, *calls)
+    return Original(
+        f"STEM ({commit(folder)}), {chosen}",
+        config,
+        model,
+        LINGUA,
+        logits=model,
+        decode=decode,
+        loss=lambda ids: model(ids[:, :-1].contiguous(), ids[:, 1:]),
+    )
 
 
-def clone(folder: Path, root: str, file: str, repository: str) -> str:
-    """Let Python import from `root` in a clone. Returns its commit, `-dirty` if files were changed.
-    UserError: `file` is not there."""
-    if not (folder / root / file).exists():
-        raise UserError(f"no {folder / root / file}: name a clone of github.com/{repository}")
-    sys.path.insert(0, str(folder / root))
-    said = ""
-    if (folder / ".git").exists():  # else it might be inside another repository
-        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
-        with contextlib.suppress(OSError):
-            said = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return said or "unknown commit"
+def commit(folder: Path) -> str:
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.check_output(command, text=True).strip()
 
 
 # --- the command ---
@@ -287,21 +322,18 @@ def clone(folder: Path, root: str, file: str, repository: str) -> str:
 
 def report(builders: list[Callable[[], Original]]) -> None:
     """Print the table. UserError: not everything is equal but for rounding."""
-    rows, beyond = {}, []
+    rows: dict[tuple[str, str], list[float]] = {}
+    beyond = []
     for dtype in (torch.float32, torch.float64):
         torch.set_default_dtype(dtype)
         for build in builders:
             with Throughout():
-                try:
-                    original = build()
-                except ImportError as error:
-                    raise UserError(f"{error}; {FIX}") from None
+                original = build()
                 differences = compare(counterpart(original), original)
             for what, (largest, relative) in differences.items():
                 rows.setdefault((original.title, what), []).extend((largest, relative))
-                if not rounding(relative, dtype):
+                if not relative <= TOLERANCE * torch.finfo(dtype).eps:  # NaN is more
                     beyond.append(f"{what} of {original.title} by {relative:.0e} in {dtype}")
-    torch.set_default_dtype(torch.float32)
     print("| original | compared | largest difference, float32 | relative | float64 | relative |")
     print("|---" * 6 + "|")
     for key, found in rows.items():
@@ -319,10 +351,11 @@ def main() -> None:
     sys.dont_write_bytecode = True  # into their folders
     builders = []
     if args.llama:
-        builders += [partial(llama, n_kv_head=4, tie_head=True)]
-        builders += [partial(llama, n_kv_head=2, tie_head=False)]
+        builders.append(partial(llama, "tied head", n_kv_head=4, tie_head=True))
+        separate = partial(llama, "separate head, grouped queries", n_kv_head=2, tie_head=False)
+        builders.append(separate)
     if args.embformer:
-        builders += [partial(embformer, args.embformer)]
+        builders.append(partial(embformer, args.embformer))
     if args.stem:
         builders += [partial(stem, args.stem, layers) for layers in ("all", "third")]
     if not builders:
