@@ -1,6 +1,8 @@
 """What the tests of the commands share: a small prepared text, runs on it, commands as users run
 them, and ways to compare what runs leave."""
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -8,7 +10,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 import train
 from tables.storage import DiskStorage, RamStorage
@@ -47,34 +48,26 @@ def command(
     exception is one here. A failure must be one line without a traceback. The first argument may
     be a line of several words."""
     words = [*str(args[0]).split(), *map(str, args[1:])]
-    args = [str(ROOT / words[0]), *words[1:]]
-    before = os.getcwd()
+    words[0] = str(ROOT / words[0])
     code = 0
+    out = io.StringIO()
+    err = io.StringIO()
     with (
-        tempfile.TemporaryFile("w+", encoding="utf-8") as given,
-        tempfile.TemporaryFile("w+", encoding="utf-8") as out,
-        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
         pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
     ):
-        given.write(stdin)
-        given.seek(0)
-        for name, value in dict(argv=args, stdin=given, stdout=out, stderr=err).items():
-            patch.setattr(sys, name, value)
-        os.chdir(cwd)
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", words)
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         try:
-            runpy.run_path(args[0], run_name="__main__")
+            runpy.run_path(words[0], run_name="__main__")
         except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 1
-            if isinstance(ended.code, str):
-                print(ended.code, file=err)
-        finally:
-            os.chdir(before)
-        out.flush()
-        out.seek(0)
-        err.seek(0)
-        written = "" if code else out.read()  # may be gone: `common.run` closes a full output
-        done = subprocess.CompletedProcess(args, code, written, err.read())
-    assert (code != 0) == fails, done.stderr
+            code = ended.code
+            if isinstance(code, str):
+                print(code, file=err)
+    done = subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+    assert bool(code) == fails, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == fails, done.stderr
     return done
@@ -174,21 +167,16 @@ def of_another_tokenizer(data: Path, folder: Path) -> Path:
     return folder
 
 
-def assert_same(a, b, places: str = "") -> None:
+def assert_same(a, b) -> None:
     """Nested checkpoints are equal to the bit."""
-    assert type(a) is type(b), places
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b), places
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), places
-        for key in a:
-            assert_same(a[key], b[key], f"{places}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), places
-        for number, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{places}/{number}")
-    else:
-        assert a == b, places
+    leaves, form = tree_flatten_with_path(a)
+    others, other_form = tree_flatten_with_path(b)
+    assert form == other_form
+    for (path, one), (_, other) in zip(leaves, others, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype and torch.equal(one, other), keystr(path)
+        else:
+            assert one == other, keystr(path)
 
 
 def assert_same_run(a: Path, b: Path) -> None:
@@ -196,7 +184,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert losses(a) == losses(b)
     one, other = checkpoint(a), checkpoint(b)
     for part in ("model", "optimizer", "step", "config", "tokenizer", "best"):
-        assert_same(one[part], other[part], part)
+        assert_same(one[part], other[part])
 
 
 @pytest.fixture(autouse=True)
