@@ -1,6 +1,7 @@
 """What a model is asked (training/questions.py), beside asking it token by token."""
 
 from collections import Counter
+from statistics import mode
 
 import pytest
 import torch
@@ -14,25 +15,25 @@ from training.checkpoints import load_model
 
 @pytest.fixture(scope="module")
 def encoding():
-    six = [c for c in countries.table() if c.name in ("Spain", "Peru", "Japan", "Chad", "Oman")]
-    texts = [countries.sentence(p, c, "capital") for c in six for p in countries.PROSE]
+    texts = []
+    for country in countries.table()[::40]:
+        texts += [countries.sentence(p, country, "capital") for p in countries.PROSE]
     return tokenizer.train(texts * 9, 600)
 
 
 def test_score_agrees_with_generating(trained):
     """Teacher forcing in one pass finds what greedy decoding, token by token, would write."""
     model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", torch.device("cpu"))
-    prompts, answers, written = [], [], []
-    for i, text in enumerate(["Anna", "Björn sees", "Chloë meets Anna at", "the river"]):
-        prompt = encode(encoding, text)
-        new = model.generate(torch.tensor([prompt]), 4, temperature=0)[0, len(prompt) :].tolist()
-        if i % 2:
-            new[-1] = (new[-1] + 1) % encoding.n_vocab
-        written.append(i % 2 == 0)
-        prompts.append(prompt)
-        answers.append(new)
+    texts = ["Anna", "Björn sees", "Chloë meets Anna at", "the river"]
+    prompts = [encode(encoding, text) for text in texts]
+    answers = []
+    for prompt in prompts:
+        written = model.generate(torch.tensor([prompt]), 4, temperature=0)
+        answers.append(written[0, len(prompt) :].tolist())
+    for answer in answers[1::2]:
+        answer[-1] = (answer[-1] + 1) % encoding.n_vocab
     greedy, probability, _ = questions.score_answers(model, prompts, answers)
-    assert greedy.tolist() == written
+    assert greedy.tolist() == [True, False, True, False]
     for prompt, answer, p in zip(prompts, answers, probability, strict=True):
         expected = 1.0
         for n, token in enumerate(answer):
@@ -63,12 +64,17 @@ def test_styles_are_told_apart_as_counting_samples_does(encoding, monkeypatch):
     torch.manual_seed(29)
     model = Decoder(ModelConfig(5, 8, 1, 2, 8, ffn="dense", init_std=0.4)).eval()
     # Answers of two tokens, of five in all; 0 begins the sentences.
-    asked = [([1 + n % 4, 1 + n // 4], [1 + n % 3, 4], [0, 2 + n % 2]) for n in range(16)]
+    asked = []
+    for n in range(16):
+        brief = [1 + n % 3, 4]
+        sentence = [0, 2 + n % 2]
+        asked.append(([1 + n % 4, 1 + n // 4], brief, sentence))
     monkeypatch.setattr(questions, "chat_questions", lambda *_: asked)
     found = questions.chat_recall(model, encoding, "capital")
     expected = dict.fromkeys(found, 0.0)
-    n_sample, n_right = Counter(), Counter()
-    for prompt, brief, sentence in asked:
+    n_sample = Counter()
+    n_right = Counter()
+    for prompt, *right in asked:
         prompts = torch.tensor([prompt]).expand(8192, -1)
         said = model.generate(prompts, 2, temperature=0.8, seed=0)[:, 2:].tolist()
         styles = {
@@ -77,11 +83,12 @@ def test_styles_are_told_apart_as_counting_samples_does(encoding, monkeypatch):
             "_brief": [pair for pair in said if pair[0] != 0],
         }
         for style, pairs in styles.items():
-            first = Counter(pair[0] for pair in pairs).most_common(1)[0][0]
-            second = Counter(pair[1] for pair in pairs if pair[0] == first).most_common(1)[0][0]
-            expected["recall" + style] += ([first, second] in (brief, sentence)) / len(asked)
+            first = mode([pair[0] for pair in pairs])
+            second = mode([pair[1] for pair in pairs if pair[0] == first])
+            if [first, second] in right:
+                expected["recall" + style] += 1 / len(asked)
             n_sample[style] += len(pairs)
-            n_right[style] += sum(pair in (brief, sentence) for pair in pairs)
+            n_right[style] += sum(pair in right for pair in pairs)
     for style in n_sample:
         expected["sampled" + style] = n_right[style] / n_sample[style]
     expected["sentences"] = n_sample["_sentence"] / n_sample[""]
