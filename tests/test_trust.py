@@ -1,12 +1,9 @@
 """What docs/promises.md promises, shortened: tests/soak.py tries it at length."""
 
 import contextlib
-import copy
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +22,7 @@ from conftest import (
     refused,
     resume,
     small_run,
+    start_process,
 )
 
 from common import UserError, locked
@@ -93,36 +91,29 @@ def own(on_disk, tmp_path) -> Path:
 
 
 def test_no_command_touches_what_is_ones_own(own, on_disk, data):
+    command(f"edit.py --ckpt ckpt.pt {EDIT} --save edited.pt", cwd=own)
     mine = {path: raw for path, raw in contents(own).items() if path not in contents(on_disk)}
     assert len(mine) >= 10
     for line, works in (
         ("sample.py --ckpt ckpt.pt --max_new_tokens 2", True),
         ("train.py --eval_only --out_dir .", True),
         (f"edit.py --ckpt ckpt.pt {EDIT}", True),
-        (f"edit.py --ckpt ckpt.pt {EDIT} --save edited.pt", True),
         (f"edit.py --ckpt ckpt.pt {EDIT} --save ckpt.pt", True),
         ("edit.py --ckpt ckpt.pt --undo", True),
         (f"edit.py --ckpt ckpt.pt {EDIT} --save mine.pt", False),
         ("train.py --resume --out_dir . --max_iters 13", True),
         (f"train.py --data_dir {data} --out_dir . --block_size 1000000", False),
         (f"train.py --data_dir {data} --out_dir . --offload disk --n_layer 2 --max_iters 1", True),
+        ("train.py --resume --out_dir . --max_iters 2", True),
+        ("train.py --resume --out_dir run1 --max_iters 14", True),
+        (f"edit.py --ckpt ckpt.pt {EDIT} --save ckpt.pt", True),
         ("prepare.py --input gone --out_dir .", False),
     ):
         command(line, cwd=own, fails=not works)
         now = contents(own)
         assert {path: now.get(path) for path in mine} == mine, line
     assert losses(own / "run1")[:12] == losses(on_disk)
-
-
-def test_an_edit_saved_beside_a_run_survives_it(own, data):
-    edited = own / "edited.pt"
-    command(f"edit.py --ckpt {own}/ckpt.pt {EDIT} --save", edited)
-    want = copy.deepcopy(load_checkpoint(edited, verify=True)["model"])
-    small_run(data, own, offload="disk")  # moves the earlier run to run1
-    resume(own, max_iters=13)
-    resume(own / "run1", max_iters=13)
-    command(f"edit.py --ckpt {own}/ckpt.pt {EDIT} --save {own}/ckpt.pt")
-    assert_same(load_checkpoint(edited, verify=True)["model"], want)
+    load_checkpoint(own / "edited.pt", verify=True)
 
 
 def test_many_saves_leave_one_snapshot_whatever_else_is_there(own, data):
@@ -321,11 +312,9 @@ def test_weights_that_are_no_numbers_are_named_as_such(trained, data, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
 def test_a_short_soak_breaks_no_promise():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "soak.py"), "--quick"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 broken promises" in done.stdout
+    process = start_process(ROOT / "tests" / "soak.py", "--quick", cwd=ROOT)
+    said, _ = process.communicate()
+    assert process.returncode == 0 and "0 broken promises" in said, said
 
 
 # --- what belongs to nobody else ---
@@ -358,6 +347,6 @@ def test_no_two_steps_of_neighboring_seeds_draw_the_same_dropout(data, tmp_path,
     real = torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda seed: (seeds.append(seed), real(seed))[1])
     for seed in (1, 2):
-        small_run(data, tmp_path / str(seed), seed=seed, dropout=0.1)
+        small_run(data, tmp_path / str(seed), seed=seed, dropout=0.1, max_iters=4)
     drawn = [seed for seed in seeds if seed > 2]  # the others begin the weights
-    assert len(set(drawn)) == len(drawn) == 24
+    assert len(set(drawn)) == len(drawn) == 8

@@ -114,9 +114,14 @@ def foreign() -> tiktoken.Encoding:
 
 
 @pytest.mark.parametrize("min_count", [1, 2, 5])
-def test_same_merges_as_naive_trainer(min_count):
+def test_merges_and_ids_are_those_of_the_naive_trainer_and_encoder(min_count):
     encoding = tokenizer.train(CORPUS, 460, min_count)
-    assert tokens_of(encoding) == spelled(naive_train(CORPUS, 460, min_count))
+    merges = naive_train(CORPUS, 460, min_count)
+    assert tokens_of(encoding) == spelled(merges)
+    rng = random.Random(0)
+    mixed = ["".join(rng.choices("aehst 'n19.,\n\r\té日½", k=200)) for _ in range(20)]
+    for text in CORPUS + TRICKY + mixed:
+        assert encoding.encode_ordinary(text) == naive_encode(text, merges)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -147,14 +152,6 @@ def test_a_word_without_end_takes_no_quadratic_time():
     encoding = tokenizer.train([word], 6400)
     assert encoding.decode(encoding.encode_ordinary(word)) == word
     assert time.process_time() - start < 20  # half a second; a word rewritten whole: 100
-
-
-def test_encodes_by_merges_in_order(encoding):
-    merges = naive_train(CORPUS, 380)
-    rng = random.Random(0)
-    mixed = ["".join(rng.choices("aehst 'n19.,\n\r\té日½", k=200)) for _ in range(20)]
-    for text in CORPUS + TRICKY + mixed:
-        assert encoding.encode_ordinary(text) == naive_encode(text, merges)
 
 
 def test_train_refuses_too_small_a_vocabulary():
@@ -192,51 +189,57 @@ def test_dumps_and_loads(which, request):
         assert after.decode(ids) == sample
 
 
-def test_fingerprint(encoding):
+def test_fingerprints_are_equal_if_every_token_has_the_same_id(encoding):
     data = json.loads(tokenizer.dumps(encoding))
-    special, ranks = data["special_tokens"], data["ranks"]
-    mark = tokenizer.fingerprint(encoding)
+    special_tokens, ranks = data["special_tokens"], data["ranks"]
+    (last, i), (previous, j) = ranks[-1], ranks[-2]
 
     def changed(**parts) -> str:
         return tokenizer.fingerprint(tokenizer.loads(json.dumps(data | parts)))
 
-    assert regex.fullmatch("[0-9a-f]{16}", mark) and changed(name="another") == mark
-    # The order in the file means nothing: only which token has which id.
-    assert changed(ranks=ranks[::-1], special_tokens=dict(reversed(special.items()))) == mark
-    (last, i), (previous, j) = ranks[-1], ranks[-2]
-    assert changed(pattern=PRETRAINED["gpt2"]) != mark
-    assert changed(special_tokens={**special, "<|other|>": 999}) != mark
-    assert changed(ranks=ranks[:-1]) != mark
-    assert changed(ranks=[*ranks[:-2], [last, j], [previous, i]]) != mark
+    mark = tokenizer.fingerprint(encoding)
+    assert regex.fullmatch("[0-9a-f]{16}", mark)
+    for same in (
+        dict(name="another"),
+        dict(ranks=ranks[::-1], special_tokens=dict(reversed(special_tokens.items()))),
+    ):
+        assert changed(**same) == mark
+    for other in (
+        dict(pattern=PRETRAINED["gpt2"]),
+        dict(special_tokens={**special_tokens, "<|other|>": 999}),
+        dict(ranks=ranks[:-1]),
+        dict(ranks=[*ranks[:-2], [last, j], [previous, i]]),
+    ):
+        assert changed(**other) != mark
 
 
 NEW = base64.b64encode(b"a new token").decode()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [  # of the JSON that `dumps` writes, or other text
-        ("", "Expecting value"),
-        ('{"version": 1}', "'format'"),
-        (dict(format="wordpiece"), "format is not byte-bpe"),
-        (dict(version=2), "format is not byte-bpe, version 1"),
-        (dict(ranks=[]), "bytes are missing"),
-        (dict(special_tokens=[]), "no attribute"),
-        (lambda ranks: ranks[1:], "bytes are missing"),
-        (lambda ranks: [*ranks, [NEW]], "unpack"),
-        (lambda ranks: [*ranks, [ranks[-1][0], 400]], "is there twice"),
-        (lambda ranks: [*ranks, [NEW, ranks[-1][1]]], "is there twice"),
-        (lambda ranks: [*ranks, [NEW, 0]], "is there twice"),  # a special token's
-        (lambda ranks: [*ranks, [NEW, -1]], "not an integer from 0"),
-        (lambda ranks: [*ranks, [NEW, 400.0]], "not an integer from 0"),
+        "",
+        '{"version": 1}',
+        dict(format="wordpiece"),
+        dict(version=2),
+        dict(ranks=[]),
+        dict(special_tokens=[]),
+        lambda ranks: ranks[1:],
+        lambda ranks: [*ranks, [NEW]],
+        lambda ranks: [*ranks, [ranks[-1][0], 400]],  # a token that is there twice
+        lambda ranks: [*ranks, [NEW, ranks[-1][1]]],  # an id
+        lambda ranks: [*ranks, [NEW, 0]],  # a special token's
+        lambda ranks: [*ranks, [NEW, -1]],
+        lambda ranks: [*ranks, [NEW, 400.0]],
     ],
 )
-def test_loads_refuses_what_is_damaged(encoding, change, message):
+def test_loads_refuses_what_is_damaged(encoding, change):
     data = json.loads(tokenizer.dumps(encoding))
     if callable(change):
         change = dict(ranks=change(data["ranks"]))
     text = change if isinstance(change, str) else json.dumps(data | change)
-    with pytest.raises(ValueError, match=f"not a tokenizer.*{message}"):
+    with pytest.raises(ValueError, match="not a tokenizer"):
         tokenizer.loads(text)
 
 
@@ -281,8 +284,8 @@ def test_stream_equals_decode_on_any_ids(encoding):
         assert "".join(stream(encoding, ids)) == encoding.decode(ids)
 
 
-def test_stream_flush(encoding):
+def test_flushing_ends_a_text_in_the_middle_of_a_character(encoding):
     decoder = StreamDecoder(encoding)
-    start, *rest = encoding.encode("ᚠ")
+    start, *_ = encoding.encode("ᚠ")
     assert decoder.feed(start) == "" and decoder.flush() == "\ufffd"
-    assert "".join(decoder.feed(i) for i in [start, *rest]) == "ᚠ"  # the next text starts clean
+    assert decoder.feed(FIRST_BYTE + ord("a")) == "a"  # the next text starts clean

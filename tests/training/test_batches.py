@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -48,14 +47,15 @@ def test_an_epoch_holds_every_window_once():
     starts = sorted(ids[:, 0].tolist())
     assert np.diff(starts).tolist() == [10] * 99  # neither gaps nor overlaps
     assert not torch.equal(ids, source.batch(1, source.n_row)[0])
-    cuts = {int(source.rows([source.n_row * epoch])[0][0, 0]) % 10 for epoch in range(20)}
-    assert len(cuts) == 3  # 1,003 tokens leave room for three offsets
+    firsts, _ = source.rows(range(0, 20 * source.n_row, source.n_row))  # of 20 epochs
+    assert len(set((firsts[:, 0] % 10).tolist())) == 3  # 1,003 tokens leave room for three offsets
     in_order, _ = Windows(IDS, 10, None).rows(range(3))  # without a seed
     assert in_order.flatten().tolist() == list(range(100, 130))
 
 
 def test_a_batch_depends_on_its_number_alone():
-    once, other = Windows(IDS, 10, seed=3), Windows(IDS, 10, seed=3)
+    once = Windows(IDS, 10, seed=3)
+    other = Windows(IDS, 10, seed=3)
     ordered = [once.batch(n, 7)[0] for n in range(40)]  # across epochs
     for n in (39, 2, 17, 0):
         assert torch.equal(other.batch(n, 7)[0], ordered[n])
@@ -67,12 +67,12 @@ def test_a_mixture_draws_by_weight_and_reads_each_source_in_its_own_order():
         return [Windows(IDS, 10, seed=1), Windows(IDS + 2000, 10, seed=1)]
 
     mixture = Mixture(parts(), [0.75, 0.25], total=4000, seed=5)
-    rows = [mixture.row(index)[0] for index in range(4000)]
-    second = [row[0] >= 2000 for row in rows]
-    assert np.mean(second) == pytest.approx(0.25, abs=0.02)
-    for n, alone in enumerate(parts()):
-        seen = [row for row, is_second in zip(rows, second, strict=True) if is_second == n]
-        assert all((row == alone.row(i)[0]).all() for i, row in enumerate(seen))
+    rows = [mixture.row(index)[0].tolist() for index in range(4000)]
+    first = [row for row in rows if row[0] < 2000]
+    second = [row for row in rows if row[0] >= 2000]
+    assert len(second) / len(rows) == pytest.approx(0.25, abs=0.02)
+    for seen, alone in zip((first, second), parts(), strict=True):
+        assert seen == [alone.row(index)[0].tolist() for index in range(len(seen))]
 
 
 # --- conversations ---
@@ -90,7 +90,11 @@ def packed(encoding, *talks) -> np.ndarray:
     return np.array(ids, dtype=np.uint16)
 
 
-TALKS = [talk("yes", "no"), talk("maybe", "perhaps", "no", "no no"), talk("yes yes", "maybe")]
+TALKS = [
+    talk("yes", "no"),
+    talk("maybe", "perhaps", "no", "no no"),
+    talk("yes yes", "maybe"),
+]
 
 
 def said(encoding, targets) -> list[str]:
@@ -99,27 +103,28 @@ def said(encoding, targets) -> list[str]:
 
 def test_only_what_the_assistant_says_is_a_target(encoding):
     source = Conversations(packed(encoding, *TALKS), encoding, 64, None)
+    assert source.n_row == 3
     ids, targets = source.rows(range(3))
-    assert source.n_row == 3 and ids.shape == targets.shape and ids.shape[1] % 32 == 0
+    assert ids.shape == targets.shape
+    assert ids.shape[1] % 32 == 0
     assert said(encoding, targets) == [
         " no<|im_end|>",
         " perhaps<|im_end|> no no<|im_end|>",
         " maybe<|im_end|>",
     ]
     for row, target, messages in zip(ids, targets, TALKS, strict=True):
-        whole = [encoding.eot_token, *tokenizer.render(encoding, messages)]
+        whole = packed(encoding, messages).tolist()
         n = len(whole) - 1
         assert row[:n].tolist() == whole[:-1]
         assert set(row[n:].tolist()) <= {whole[-2]}  # padding: no row of a table is read for it
-        assert (target[n:] == -1).all()
-        for place in (target >= 0).nonzero()[:, 0]:
-            assert target[place] == whole[place + 1]
+        for place in range(len(target)):
+            assert target[place] == -1 or (place < n and target[place] == whole[place + 1])
 
 
 def test_a_long_conversation_keeps_an_answer(encoding):
     late = talk("yes " * 30, "no")
-    first = talk("yes", "no", "yes " * 30, "maybe")
-    source = Conversations(packed(encoding, late, first), encoding, 16, None)
+    early = talk("yes", "no", "yes " * 30, "maybe")
+    source = Conversations(packed(encoding, late, early), encoding, 16, None)
     ids, targets = source.rows(range(2))
     assert ids.shape == (2, 16) and source.n_cut == 2
     assert said(encoding, targets) == [" no<|im_end|>", " no<|im_end|>"]
@@ -152,7 +157,8 @@ def write_folder(path: Path, encoding, kind="text", ids=IDS % 250, **changes) ->
 def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
     a, b = (write_folder(tmp_path / name, encoding) for name in "ab")
     data = Data(str(a), "text", 10, seed=1, total=50)
-    assert isinstance(data.train, Windows) and data.weights == [1.0]
+    assert isinstance(data.train, Windows)
+    assert data.weights == [1.0]
     assert data.val[str(a)].rows([0])[0].tolist() == [list(range(100, 110))]
     text = "Yes, no – Ωmega 漢字 maybe\n"
     lengths = data.token_lengths
@@ -160,8 +166,9 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
     assert (lengths == 0).sum() == 3  # the special tokens
 
     data = Data(f"{a}=3,{b}=1", "text", 10, seed=1, total=500)
-    assert Counter(data.train.which)[0] == pytest.approx(375, abs=40)
-    assert data.weights == [0.75, 0.25] and list(data.val) == [str(a), str(b)]
+    assert data.weights == [0.75, 0.25]
+    assert list(data.val) == [str(a), str(b)]
+    assert np.mean(data.train.which == 0) == pytest.approx(0.75, abs=0.08)
 
 
 def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
@@ -181,42 +188,36 @@ def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
         ("train.bin", "flip"),
         ("val.bin", "flip"),
         ("train.bin", "cut"),
-        ("val.bin", "empty"),
+        ("val.bin", ""),
         ("val.bin", "gone"),
         ("tokenizer.json", "cut"),
-        ("tokenizer.json", "quote"),
         ("tokenizer.json", "gone"),
-        ("meta.json", "empty"),
+        ("meta.json", ""),
         ("meta.json", "[]"),
         ("meta.json", "cut"),
         ("meta.json", "gone"),
-        ("meta.json", '{"format": 1}'),
-        ("meta.json", '{"train": 5}'),
-        ("meta.json", '{"val": {"documents": 1, "tokens": 1}}'),
-        ("meta.json", '{"dtype": "float64"}'),
-        ("meta.json", '{"kind": null}'),
-        ("meta.json", '{"vocab_size": "300"}'),
-        ("meta.json", '{"tokenizer": 7}'),
+        ("meta.json", {"format": 1}),
+        ("meta.json", {"train": 5}),
+        ("meta.json", {"val": {"documents": 1, "tokens": 1}}),
+        ("meta.json", {"dtype": "float64"}),
+        ("meta.json", {"kind": None}),
+        ("meta.json", {"vocab_size": "300"}),
+        ("meta.json", {"tokenizer": 7}),
     ],
 )
 def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
     folder = write_folder(tmp_path / "a", ours)
     path = folder / name
-    raw = path.read_bytes()
     if damage == "flip":
         flip(path, 100)
     elif damage == "cut":
-        path.write_bytes(raw[:-2])
-    elif damage == "empty":
-        path.write_bytes(b"")
-    elif damage == "quote":
-        path.write_bytes(raw.replace(b'"', b"", 1))
+        path.write_bytes(path.read_bytes()[:-2])
     elif damage == "gone":
         path.unlink()
-    elif damage == "[]":
+    elif isinstance(damage, str):
         path.write_text(damage)
     else:
-        path.write_text(json.dumps(json.loads(raw) | json.loads(damage)))
+        path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
     with pytest.raises(UserError, match=rf"{path}.*: run prepare\.py --out_dir {folder}$"):
         Data(str(folder), "text", 10, 1, 50)
 
