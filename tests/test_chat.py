@@ -39,21 +39,12 @@ def test_the_template_and_which_of_its_tokens_are_the_assistants(encoding):
     parts = np.split(ids, np.flatnonzero(np.diff(answer)) + 1)  # runs of equal answer
     said = [encoding.decode(part.tolist()) for part in parts[1::2]]
     assert said == [" \n Hello!\n<|im_end|>", " Bye. assistant\n<|im_end|>"]
-    assert not answer[: len(parts[0])].any()
     for length in range(len(ids)):  # one that is cut off counts as far as it goes
         assert (tokenizer.answers(encoding, ids[:length]) == answer[:length]).all()
 
     prompt = tokenizer.prompt(encoding, TALK[:-1])
     assert ids[: len(prompt)].tolist() == prompt
     assert encoding.decode(ids[len(prompt) :].tolist()) == said[-1] + "\n"
-
-
-def test_an_answer_begins_with_the_tokens_it_has_within_a_text(encoding):
-    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "user. Bye"}]
-    ids = np.array(tokenizer.render(encoding, talk))
-    (word,) = encoding.encode_ordinary(" user")
-    assert encoding.encode_ordinary("user") != [word]
-    assert ids[tokenizer.answers(encoding, ids)][0] == word
 
 
 @pytest.fixture(scope="module")

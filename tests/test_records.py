@@ -46,7 +46,13 @@ def without(record, *path):
 
 
 LINES = [
-    *(b"[", b"\xff", b"null", b"[]", b'{"type": []}', b'{"type": "x"}', b'{"type": "eval"}'),
+    b"[",
+    b"\xff",
+    b"null",
+    b"[]",
+    b'{"type": []}',
+    b'{"type": "x"}',
+    b'{"type": "eval"}',
     without(RUN, "args", "ffn"),
     without(RUN, "sizes", "total"),
     json.dumps({**RUN, "args": []}).encode(),
@@ -89,15 +95,11 @@ def test_what_is_not_finite_is_null_in_a_file_and_nan_in_a_table(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
-@pytest.mark.parametrize("loss", [math.nan, 0.0, 1e30])
+@pytest.mark.parametrize("loss", [None, 0.0, 1e30])
 def test_a_row_and_a_picture_of_any_numbers(tmp_path, loss):
-    last = {**EVAL, "val_loss": None if math.isnan(loss) else loss}
-    folder = made(tmp_path / r"a$\frac$", [*RECORDS, last])
-    last_row = table([folder]).splitlines()[-1]
-    assert last_row == (
-        r"| a$\frac$ | stem, all | 0.006 | 2,000 | 2.50 | "
-        f"{loss:.3f} | 1.500 | 25.0% | 9.00 M | 3.00 M | 200 |"
-    )
+    folder = made(tmp_path / r"a$\frac$", [*RECORDS, {**EVAL, "val_loss": loss}])
+    shown = math.nan if loss is None else loss
+    assert f" | {shown:.3f} | " in table([folder])
     draw(grouped([folder]), tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
 
@@ -106,17 +108,14 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
     folders = []
     for number, loss in enumerate((6.0, 7.0, 9.5)):
         run = {**RUN, "args": {**ARGS, "seed": number, "out_dir": f"out/stem-{number}"}}
-        lines = [
-            run,
-            *RECORDS[1:3],
-            {**EVAL, "step": 0, "val_loss": 8.0},
-            {**EVAL, "val_loss": loss},
-        ]
-        folders.append(made(tmp_path / f"stem-{number}", lines))
-        report = {"recall": 1.0, "success": 0.4 + number / 5}
+        lines = [run, *RECORDS[1:3], {**EVAL, "val_loss": loss}]
+        folder = made(tmp_path / f"stem-{number}", lines)
+        folders.append(folder)
         if number:
-            (folders[-1] / "edit_report.json").write_text(json.dumps(report))
-    other = made(tmp_path / "other", [{**RUN, "args": {**ARGS, "ffn": "dense"}}, *RECORDS[1:]])
+            report = {"recall": 1.0, "success": 0.4 + number / 5}
+            (folder / "edit_report.json").write_text(json.dumps(report))
+    run = {**RUN, "args": {**ARGS, "ffn": "dense"}}
+    other = made(tmp_path / "other", [run, *RECORDS[1:]])
     head, _, stem, dense = table([folders[0], other, *folders[1:]]).splitlines()
     cells = dict(zip(head.split(" | "), stem.split(" | "), strict=True))
     assert cells["| run"] == "| stem-0" and cells["runs"] == "3"
