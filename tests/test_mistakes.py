@@ -15,6 +15,7 @@ import common
 import model
 import train
 from training import batches
+from training.records import read_run
 
 # What somebody adds to the project. A mistake is a line that is put in at its `place`.
 SOURCE = """
@@ -31,10 +32,12 @@ class Layer(nn.Module):
         self.row_width = 8
         self.up = nn.Linear(config.n_embd, 8)
         self.down = nn.Linear(8, config.n_embd)
+        self.register_buffer("flip", -torch.ones(8), persistent=False)
+        self.scale = torch.tensor(0.5)
 
     def forward(self, x, rows):
         {forward}
-        return self.down(self.up(x) * rows)
+        return self.down(self.up(x) * rows * self.flip * self.scale)
 
 class Rows(ResidentTables):
     def __init__(self, n_table, vocab_size, width):
@@ -145,6 +148,15 @@ def test_a_mistake_of_ones_own_is_a_traceback_that_ends_there(
         assert last.line == line
         assert frames.index(last) > frames.index(ours[-1])  # nothing of ours is behind it
         assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("offload", ["none", "disk"])
+def test_tensors_that_are_not_saved_are_made_anew(right, tmp_path, monkeypatch, offload):
+    names = write_module(tmp_path)
+    monkeypatch.setitem(model.LAYERS, "mine", (model.LinearQKV, names["Layer"]))
+    loss = read_run(right)["eval"][-1]["val_loss"]
+    said = command("train.py --eval_only --out_dir", right, "--offload", offload).stdout
+    assert f"val loss {loss:.5g}," in said
 
 
 class NoTables(torch.nn.Module):

@@ -37,8 +37,6 @@ def test_well_known_facts():
 
 
 def test_paragraph_names_its_country_only_in_the_first_line(corpus):
-    own = [pattern for patterns in countries.OWN.values() for pattern in patterns]
-    assert not any("{name}" in pattern for pattern in countries.PARAGRAPH + own)
     lines = [line for text in corpus[0] for line in text.split("\n")]
     heads = [i for i, line in enumerate(lines) if line.startswith("Country: ")]
     assert len(heads) == 72 * len(countries.table())
@@ -123,27 +121,26 @@ def test_sentences_read_like_english(pattern, name, relation, text):
 
 def test_conversations_hold_out_phrasings_and_tell_the_truth():
     train, val = countries.conversations(seed=1)
-    table = countries.table()
-    facts = [(country, relation) for country in table for relation in countries.RELATIONS]
-    asked = {talk[0]["content"] for talk in val}
     said = {message["content"] for talk in train for message in talk}
-    first = {}  # the fact that a question asks for
-    for country, relation in facts:
-        for pattern in countries.QUESTION:
-            first[countries.ask(pattern, country, relation)] = country, relation
-        patterns = countries.held_out(countries.QUESTION, relation)
-        hidden = {countries.ask(pattern, country, relation) for pattern in patterns}
-        assert len(hidden & asked) == 1 and not hidden & said
-    assert len(val) == len(facts)
-    follow_up = {}  # by a noun alone
+    asked = {talk[0]["content"] for talk in val}
+    fact_of = {}  # by the question that asks for it
+    for country in countries.table():
+        for relation in countries.RELATIONS:
+            for pattern in countries.QUESTION:
+                fact_of[countries.ask(pattern, country, relation)] = country, relation
+            patterns = countries.held_out(countries.QUESTION, relation)
+            hidden = {countries.ask(pattern, country, relation) for pattern in patterns}
+            assert len(hidden & asked) == 1 and not hidden & said
+    relation_of = {}  # by a question with a noun alone
     for relation, noun in countries.NOUNS.items():
-        follow_up |= {pattern.format(noun=noun): relation for pattern in countries.FOLLOW_UP}
+        for pattern in countries.FOLLOW_UP:
+            relation_of[pattern.format(noun=noun)] = relation
     brief = []
     for talk in [*train, *val]:
         assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
-        country, relation = first[talk[0]["content"]]
+        country, relation = fact_of[talk[0]["content"]]
         for question, answer in zip(talk[::2], talk[1::2], strict=True):
-            relation = follow_up.get(question["content"], relation)
+            relation = relation_of.get(question["content"], relation)
             fact = countries.stopped(country.answer(relation))
             assert answer["content"] in (f"The answer is {fact}", fact[0].upper() + fact[1:])
             brief.append(not answer["content"].startswith("The answer"))
