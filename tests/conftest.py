@@ -107,8 +107,8 @@ def small_run(data: Path | str, out: Path, tables: Callable | None = None, **mor
     return out
 
 
-def resume(out: Path, **more) -> Path:
-    train.train(train.resolve_settings(resume=True, out_dir=out, **more))
+def resume(out: Path, tables: Callable | None = None, **more) -> Path:
+    train.train(train.resolve_settings(resume=True, out_dir=out, **more), tables=tables)
     return out
 
 

@@ -294,22 +294,16 @@ def test_loss_with_document_mask_is_that_of_the_documents_alone():
     ("given", "named"),
     [
         ("--data_dir gone", "prepare.py --out_dir gone"),
-        ("--n_embd 33", "n_embd"),
-        ("--stem_layers 7", "stem_layers"),
-        ("--ffn nothing", "nothing"),
         ("--block_size 100000", "--block_size 100000"),
         ("--block_size 0", "--block_size 0"),
         ("--device_batch_size 3", "--device_batch_size 3"),
         ("--learning_rate nan", "--learning_rate nan"),
         ("--learning_rate 1e38", "--learning_rate 1e+38"),
-        ("--n_embd 100000000", "--n_embd 100000000"),
         ("--batch_size 1000000000000", "--batch_size 1000000000000"),
-        ("--init_std inf", "--init_std inf"),
         (f"--max_iters {10**400}", "--max_iters 1000"),
         ("--data_dir " + "x" * 300, "xxx"),
         ("--out_dir " + "x" * 300, "xxx"),
         ("--out_dir /dev/null/x", "/dev/null/x"),
-        ("--ffn embformer --no-tie_head", "tie_head"),
         ("--ffn moe --compile", "--compile"),
         ("--offload disk --table_optimizer adamw", "--table_optimizer adamw"),
         ("--ffn dense --stem_layers all", "--stem_layers has no effect with --ffn dense"),
@@ -381,8 +375,7 @@ class SharedRows(ResidentTables):
 def test_tables_of_ones_own_are_trained_and_read_again(data, tmp_path):
     small_run(data, tmp_path, SharedRows, max_iters=4)
     first = checkpoint(tmp_path)["model"]["tables.weight.0"]
-    settings = train.resolve_settings(out_dir=tmp_path, resume=True, max_iters=6)
-    train.train(settings, tables=SharedRows)
+    resume(tmp_path, SharedRows, max_iters=6)
     model, _, saved = load_model(tmp_path / "ckpt.pt", CPU, tables=SharedRows)
     assert len(model.tables.weight[0]) == len(first) == -(-model.config.vocab_size // 8)
     assert saved["step"] == 6 and not torch.equal(model.tables.weight[0], first)
