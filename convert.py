@@ -1,15 +1,18 @@
-"""Convert other models to checkpoints of this project, and dense checkpoints to STEM.
+"""Convert Llamas of Hugging Face to checkpoints and back, and dense checkpoints to STEM.
 
     python convert.py SmolLM2-135M --out out/smol/ckpt.pt       # a Llama of Hugging Face
     python sample.py --ckpt out/smol/ckpt.pt --prompt "Gravity is"
     python prepare.py --input book.txt --out_dir data/smol --tokenizer out/smol/ckpt.pt
     python train.py --init_from out/smol/ckpt.pt --data_dir data/smol --block_size 512 ...
 
+    python convert.py out/dense/ckpt.pt --export llama          # for transformers
+
     python convert.py out/dense/ckpt.pt --ffn stem --stem_layers third --out out/converted/ckpt.pt
     python train.py --init_from out/converted/ckpt.pt --max_iters 100 --out_dir out/trained
 
 1. A folder with config.json, model*.safetensors and tokenizer.json becomes a dense checkpoint with
    the same logits and the same token ids. docs/data-and-stages.md says which models that works for.
+   `--export` is the inverse.
 
 2. In a dense checkpoint, a table row per token replaces `W_u x` (stem.py):
 
@@ -44,14 +47,14 @@ from common import (
     pick_device,
     reading,
     run,
+    writing,
 )
 from config import ModelConfig
 from model import Decoder
 from text import tokenizer
-from text.dataset import check_fields
-from text.huggingface import read_tokenizer, require
+from text.huggingface import read_tokenizer, require, write_tokenizer
 from training.batches import Data, check_tokenizer
-from training.checkpoints import load_checkpoint, save_checkpoint
+from training.checkpoints import load_checkpoint, load_model, save_checkpoint
 from training.settings import device_flag
 
 
@@ -61,13 +64,11 @@ class Settings:
 
     source: Path  # without a name on the command line: `main` adds it itself
     out: Path | None = flag(None, "the checkpoint to write, a new file", shown="required")
+    export: Path | None = flag(None, "instead: write a dense ckpt.pt as a Llama, to a new folder")
     ffn: str | None = flag(None, "convert a dense checkpoint to this kind of FFN", choices=["stem"])
     stem_layers: str = flag("third", "layers to get a table: third, half, all or 0,2,5")
     data_dir: str = flag("data/countries", "text to fill rows from: a folder or a mixture")
     tokens: int = flag(10**6, "training tokens to read; 0: rows stay random", must="0 or more")
-    block_size: int | None = flag(
-        None, "tokens in a window of text", must="at least 1", shown="the model's context length"
-    )
     batch_size: int = flag(
         8, "windows in a forward pass; fewer take less memory", must="at least 1"
     )
@@ -76,15 +77,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.out is None:
-            raise UserError(
-                "--out is required: the checkpoint to write, such as out/converted/ckpt.pt"
-            )
-        if os.path.exists(self.out):
-            raise UserError(f"--out {self.out} exists: choose another name")
+        if (self.out is None) == (self.export is None):
+            raise UserError("--out is required, the checkpoint to write, or --export, the folder")
+        written = self.out or self.export
+        if os.path.exists(written):
+            raise UserError(f"{written} exists: choose another name")
 
 
-# --- 1. a Llama of Hugging Face to a dense checkpoint ---
+# --- 1. a Llama of Hugging Face ---
 
 # Fields of ModelConfig, and what config.json calls them.
 SIZES = {
@@ -102,20 +102,38 @@ LLAMA3_ROPE = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-# Parts of the names of weights and what they are here, replaced in this order.
+# The weights of a layer there and here.
 NAMES = {
-    "model.layers": "blocks",
     "input_layernorm": "attn_norm",
     "self_attn.o_proj": "attn.out",
-    "self_attn": "attn",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn.gate",
     "mlp.up_proj": "ffn.up",
     "mlp.down_proj": "ffn.down",
-    "model.norm": "norm",
-    "lm_head": "head",
 }
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def llama_weights(model: Decoder) -> dict[str, Tensor]:
+    """The weights of a dense model by the names that they have in a Llama. They share the model's
+    memory, so this is the way in and the way out."""
+    config = model.config
+    ours = model.state_dict()
+    weights = {"model.norm.weight": ours["norm.weight"]}
+    if config.tie_head:
+        weights["model.embed_tokens.weight"] = ours["wte.weight"]
+    else:
+        weights["model.embed_tokens.weight"] = ours["wte.weight.0"]
+        weights["lm_head.weight"] = ours["head.weight"]
+    n_kv = config.n_kv_head * config.head_dim
+    for layer in range(config.n_layer):
+        for theirs, name in NAMES.items():
+            weights[f"model.layers.{layer}.{theirs}.weight"] = ours[f"blocks.{layer}.{name}.weight"]
+        # Queries, keys and values are three matrices there and one here.
+        qkv = ours[f"blocks.{layer}.attn.qkv.qkv.weight"]
+        for part, weight in zip("qkv", qkv.split([config.n_embd, n_kv, n_kv]), strict=True):
+            weights[f"model.layers.{layer}.self_attn.{part}_proj.weight"] = weight
+    return weights
 
 
 def read_llama(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
@@ -124,12 +142,21 @@ def read_llama(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     path = folder / "config.json"
     with reading(path, "download the folder again"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        check_fields(record, dict.fromkeys(SIZES.values(), int))
-        check_fields(record, {"tie_word_embeddings": bool})
         config = llama_config(path, record)
-    with torch.device("meta"):  # no numbers yet: they are in the files
+    weights = {}
+    for path in sorted(folder.glob("model*.safetensors")) or [folder / "model.safetensors"]:
+        for name, tensor in read_safetensors(path).items():
+            if name in weights:
+                raise UserError(f"{path}: {name} is in another file, too: remove one of the files")
+            weights[name] = tensor
+    if config.tie_head:
+        weights.pop("lm_head.weight", None)  # the embedding again
+    with torch.device("meta"):  # nothing is allocated before all shapes are right
         model = Decoder(config)
-    model.load_state_dict(read_weights(folder, model), assign=True)
+    check_weights(folder, weights, llama_weights(model))
+    model.to_empty(device="cpu")
+    for name, weight in llama_weights(model).items():
+        weight.copy_(weights[name])
     bos_id = record.get("bos_token_id")
     return model, read_tokenizer(folder / "tokenizer.json", config.vocab_size, bos_id)
 
@@ -142,57 +169,19 @@ def llama_config(path: Path, record: dict) -> ModelConfig:
     require(path, record, "mlp_bias", False)
     # Rotations are the original ones, or slowed down as Llama 3.1's are (attention.rotary).
     rope = record.get("rope_scaling") or record.get("rope_parameters") or {}
-    check_fields(rope, {})
     kind = "llama3" if "low_freq_factor" in rope else "default"
     require(path, rope, "rope_type", kind)
     require(path, rope, "type", kind)
     config = ModelConfig(
         **{ours: record[theirs] for ours, theirs in SIZES.items()},
         ffn="dense",
-        tie_head=record["tie_word_embeddings"],
-        norm_eps=number(record, "rms_norm_eps"),
-        rope_base=number(record if "rope_theta" in record else rope, "rope_theta"),
-        rope_scaling=[number(rope, name) for name in LLAMA3_ROPE] if kind == "llama3" else None,
+        tie_head=record.get("tie_word_embeddings", False),
+        norm_eps=record["rms_norm_eps"],
+        rope_base=record["rope_theta"] if "rope_theta" in record else rope["rope_theta"],
+        rope_scaling=[rope[name] for name in LLAMA3_ROPE] if kind == "llama3" else None,
     )
     require(path, record, "head_dim", config.head_dim)
     return config
-
-
-def number(record: dict, name: str) -> float:
-    """A number in a JSON object. ValueError: it is missing, or something else."""
-    check_fields(record, {name: int | float})
-    return float(record[name])
-
-
-def read_weights(folder: Path, model: Decoder) -> dict[str, Tensor]:
-    """The weights of a Llama by their names in our model, in float32. UserError: one is missing,
-    left over, there twice, or of another shape."""
-    config = model.config
-    embedding = "wte.weight" if config.tie_head else "wte.weight.0"
-    names = {**NAMES, "model.embed_tokens.weight": embedding}
-    weights = {}
-    for path in sorted(folder.glob("model*.safetensors")) or [folder / "model.safetensors"]:
-        for name, tensor in read_safetensors(path).items():
-            for theirs, ours in names.items():
-                name = name.replace(theirs, ours)
-            if name in weights:
-                raise UserError(f"{path}: {name} is in another file, too: remove one of the files")
-            weights[name] = tensor
-    if config.tie_head:
-        weights.pop("head.weight", None)  # the embedding again
-
-    # Queries, keys and values are three matrices there and one here.
-    n_kv = config.n_kv_head * config.head_dim
-    expected = model.state_dict()
-    for layer in range(config.n_layer):
-        qkv = expected.pop(f"blocks.{layer}.attn.qkv.qkv.weight")
-        for part, weight in zip("qkv", qkv.split([config.n_embd, n_kv, n_kv]), strict=True):
-            expected[f"blocks.{layer}.attn.{part}_proj.weight"] = weight
-    check_weights(folder, weights, expected)
-    for layer in range(config.n_layer):
-        qkv = [weights.pop(f"blocks.{layer}.attn.{part}_proj.weight") for part in "qkv"]
-        weights[f"blocks.{layer}.attn.qkv.qkv.weight"] = torch.cat(qkv)
-    return {name: weight.float() for name, weight in weights.items()}
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -203,19 +192,61 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         file = np.memmap(path, mode="c")  # copy on write: PyTorch wants arrays it may write to
         start = 8 + int(file[:8].view("<u8")[0])
         header = json.loads(file[8:start].tobytes())
-        check_fields(header, {})
         header.pop("__metadata__", None)
         for name, about in header.items():
-            check_fields(about, {"dtype": str, "shape": list, "data_offsets": list})
             if about["dtype"] not in DTYPES:
                 raise UserError(f"{path}: dtype {about['dtype']} of {name} is not supported")
-            for n in about["shape"] + about["data_offsets"]:
-                if type(n) is not int or not 0 <= n < 2**63:
-                    raise ValueError(f"shape or place of {name}")
             begin, end = about["data_offsets"]
             numbers = torch.from_numpy(file[start + begin : start + end])
             tensors[name] = numbers.view(DTYPES[about["dtype"]]).view(about["shape"])
     return tensors
+
+
+def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> None:
+    """The inverse of `read_llama`. UserError: the model is not dense, or its attention not full."""
+    config = model.config
+    if config.ffn != "dense" or set(config.attention_kinds) != {"full"}:
+        raise UserError(
+            "--export: a Llama has dense FFNs, full attention and no tables: it has no form for "
+            f"--ffn {config.ffn} with --attention {config.attention}"
+        )
+    record = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "tie_word_embeddings": config.tie_head,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_base,
+        "bos_token_id": encoding.eot_token,
+        "eos_token_id": encoding.eot_token,
+    }
+    for ours, theirs in SIZES.items():
+        record[theirs] = getattr(config, ours)
+    if config.rope_scaling is not None:
+        scaling = dict(zip(LLAMA3_ROPE, config.rope_scaling, strict=True))
+        record["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(folder, encoding)
+        write_safetensors(folder / "model.safetensors", llama_weights(model))
+        (folder / "config.json").write_text(json.dumps(record, indent=1))
+
+
+def write_safetensors(path: Path, weights: dict[str, Tensor]) -> None:
+    header = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    end = 0
+    for name, weight in weights.items():
+        begin = end
+        end = begin + 4 * weight.numel()
+        header[name] = {"dtype": "F32", "shape": weight.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # numbers begin at a multiple of 8 bytes
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for weight in weights.values():
+            file.write(weight.contiguous().numpy())
 
 
 def check_weights(path: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -329,10 +360,7 @@ def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]
     model, up, checkpoint = read_dense(settings.source, settings.stem_layers)
     encoding = tokenizer.loads(checkpoint["tokenizer"])
     if settings.tokens:
-        longest = model.config.block_size
-        block_size = settings.block_size or longest
-        if block_size > longest:
-            raise UserError(f"--block_size {block_size}: {settings.source} has {longest} at most")
+        block_size = model.config.block_size
         n_row = settings.tokens // block_size + settings.batch_size
         data = Data(settings.data_dir, "text", block_size, settings.seed, n_row)
         ours = data.metas[0]["tokenizer"]
@@ -347,6 +375,11 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="a Llama's folder, or a dense ckpt.pt")
     add_flags(parser, Settings)
     settings = Settings(**vars(parser.parse_args()))
+    if settings.export:
+        model, encoding, _ = load_model(settings.source, torch.device("cpu"))
+        write_llama(settings.export, model, encoding)
+        print(f"wrote {settings.export}: AutoModelForCausalLM.from_pretrained reads it")
+        return
     if (settings.source / "config.json").exists():
         if settings.ffn:
             raise UserError(
