@@ -1,0 +1,104 @@
+"""Any checkpoint in EleutherAI's lm-evaluation-harness (`pip install lm_eval`, which is optional).
+
+    python analyze.py harness out/ckpt.pt --tasks hellaswag,arc_easy,lambada_openai
+
+Its tasks ask what models of billions of tokens know: models of minutes are at chance.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiktoken import Encoding
+from tqdm import tqdm
+
+from common import UserError
+from model import Decoder
+from sample import sample_text
+from text.tokenizer import encode
+from training.checkpoints import load_model
+
+try:
+    from lm_eval.api.model import LM
+except ImportError:  # `harness` says so
+    LM = object
+
+
+class HarnessModel(LM):
+    """What the harness calls, with lists of requests, whose `args` are texts and options. As in
+    training, <|endoftext|> comes before every text."""
+
+    def __init__(self, model: Decoder, encoding: Encoding) -> None:
+        super().__init__()
+        self.model = model
+        self.encoding = encoding
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        """For each (context, continuation) the log-probability of the continuation in nats, and
+        whether greedy decoding gives it."""
+        scores = []
+        for request in tqdm(requests, "scoring", disable=None):
+            context, continuation = request.args
+            # A space before a word belongs to the word's token.
+            n_context = len(encode(self.encoding, context.rstrip()))
+            ids = encode(self.encoding, context + continuation)
+            scores.append(self.score(ids, n_context))
+        return scores
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        """For each (text,) its log-probability in nats."""
+        log_ps = []
+        for request in tqdm(requests, "scoring", disable=None):
+            log_p, _ = self.score(encode(self.encoding, request.args[0]), 1)
+            log_ps.append(log_p)
+        return log_ps
+
+    @torch.inference_mode()
+    def score(self, ids: list[int], first: int) -> tuple[float, bool]:
+        """The log-probability of ids[first:], and whether each is the most probable token. More
+        than fit into the context are predicted window by window; the last window is a full one."""
+        size = self.model.config.block_size
+        total = 0.0
+        greedy = True
+        for start in range(first, len(ids), size):
+            window = torch.tensor([ids[: start + size][-size - 1 :]])  # [1, T + 1]
+            n = min(size, len(ids) - start)  # tokens to predict
+            target = window[0, -n:, None]  # [n, 1]
+            logits, _ = self.model(window[:, :-1])  # [1, T, V]
+            log_p = logits[0, -n:].float().log_softmax(-1).cpu()  # [n, V]
+            total += log_p.gather(1, target).sum().item()
+            greedy = greedy and torch.equal(log_p.argmax(1, keepdim=True), target)
+        return total, greedy
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        """For each (context, options) the text that greedy decoding adds, up to one of `until`."""
+        texts = []
+        for request in tqdm(requests, "generating", disable=None):
+            context, options = request.args
+            until = options["until"]
+            if isinstance(until, str):
+                until = [until]
+            n_token = options.get("max_gen_toks", 256)
+            pieces = sample_text(self.model, self.encoding, context, n_token, temperature=0)
+            next(pieces)  # the context
+            text = ""
+            for piece in pieces:
+                text += piece
+                for end in until:
+                    if end in text:
+                        pieces.close()
+                        text = text[: text.index(end)]
+            texts.append(text)
+        return texts
+
+
+def harness(path: Path, tasks: list[str], device: torch.device, offload: str) -> None:
+    """Print what a checkpoint reaches in tasks of the harness. UserError: it is not installed."""
+    if LM is object:
+        raise UserError("analyze.py harness needs another package: pip install lm_eval")
+    from lm_eval import simple_evaluate
+    from lm_eval.utils import make_table
+
+    model, encoding, _ = load_model(path, device, offload)
+    print(make_table(simple_evaluate(HarnessModel(model, encoding), tasks=tasks)))
+    print("note: models trained for minutes are at chance")
