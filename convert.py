@@ -26,7 +26,6 @@
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -72,7 +71,6 @@ class Settings:
     batch_size: int = flag(
         8, "windows in a forward pass; fewer take less memory", must="at least 1"
     )
-    seed: int = flag(1337, "of random rows and data order", must="0 or more, and fit 63 bits")
     device: str = device_flag()
 
     def __post_init__(self) -> None:
@@ -80,7 +78,7 @@ class Settings:
         if (self.out is None) == (self.export is None):
             raise UserError("--out is required, the checkpoint to write, or --export, the folder")
         written = self.out or self.export
-        if os.path.exists(written):
+        if written.exists():
             raise UserError(f"{written} exists: choose another name")
 
 
@@ -140,7 +138,7 @@ def read_llama(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     """A Llama in a folder of Hugging Face, its weights in float32, and its tokenizer. UserError: a
     file is missing or damaged, or asks for what this decoder does not do."""
     path = folder / "config.json"
-    with reading(path, "download the folder again"):
+    with reading(path, "name a Llama's folder, or give --ffn stem with a dense ckpt.pt"):
         record = json.loads(path.read_text(encoding="utf-8"))
         config = llama_config(path, record)
     weights = {}
@@ -157,8 +155,8 @@ def read_llama(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     model.to_empty(device="cpu")
     for name, weight in llama_weights(model).items():
         weight.copy_(weights[name])
-    bos_id = record.get("bos_token_id")
-    return model, read_tokenizer(folder / "tokenizer.json", config.vocab_size, bos_id)
+    path = folder / "tokenizer.json"
+    return model, read_tokenizer(path, config.vocab_size, record.get("bos_token_id"))
 
 
 def llama_config(path: Path, record: dict) -> ModelConfig:
@@ -213,8 +211,6 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
     record = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
         "tie_word_embeddings": config.tie_head,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_base,
@@ -230,7 +226,7 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
         folder.mkdir(parents=True, exist_ok=True)
         write_tokenizer(folder, encoding)
         write_safetensors(folder / "model.safetensors", llama_weights(model))
-        (folder / "config.json").write_text(json.dumps(record, indent=1))
+        (folder / "config.json").write_text(json.dumps(record))
 
 
 def write_safetensors(path: Path, weights: dict[str, Tensor]) -> None:
@@ -249,20 +245,21 @@ def write_safetensors(path: Path, weights: dict[str, Tensor]) -> None:
             file.write(weight.contiguous().numpy())
 
 
-def check_weights(path: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def check_weights(folder: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """UserError: the names or shapes of weights are not the expected ones."""
     for name in [*expected, *weights]:
         if name not in weights:
-            raise UserError(f"{path} lacks the weight {name}: is a file missing?")
+            raise UserError(f"{folder} lacks the weight {name}: is a file missing?")
         if name not in expected:
-            raise UserError(f"{path} has a weight {name} that its config does not call for")
+            raise UserError(f"{folder} has a weight {name} that its config does not call for")
         if weights[name].shape != expected[name].shape:
             shapes = f"{list(weights[name].shape)}, not {list(expected[name].shape)}"
-            raise UserError(f"{path}: the weight {name} has shape {shapes}")
+            raise UserError(f"{folder}: the weight {name} has shape {shapes}")
 
 
 # --- 2. a dense checkpoint to STEM ---
 
+SEED = 1337  # of random rows and of the order of the text
 VAL_TOKENS = 65_536  # validation text that the rows are judged on
 
 
@@ -275,16 +272,12 @@ def read_dense(path: Path, stem_layers: str) -> tuple[Decoder, dict[int, Tensor]
     if config.ffn != "dense":
         raise UserError(f"{path} is a model with --ffn {config.ffn}: only dense can be converted")
     weights = dict(checkpoint["model"])
-    with torch.device("meta"):
-        expected = Decoder(config).state_dict()
-    check_weights(path, weights, expected)
-
     model = Decoder(replace(config, ffn="stem", stem_layers=stem_layers))
     up = {}
     for layer, block in enumerate(model.blocks):
         if block.row_width:
             up[layer] = weights.pop(f"blocks.{layer}.ffn.up.weight")
-    # Left over are only these, missing are only the tables: all else must fit.
+    # Missing are only the tables; all else must fit.
     for table, rows in enumerate(model.tables.weight):
         weights[f"tables.weight.{table}"] = rows
     model.load_state_dict(weights)
@@ -356,13 +349,13 @@ def explained_variance(model: Decoder, layer: int, w_u: Tensor, batches: list[Te
 @torch.no_grad()
 def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The converted model, its tokenizer, and the settings of the dense one's training run."""
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(SEED)
     model, up, checkpoint = read_dense(settings.source, settings.stem_layers)
     encoding = tokenizer.loads(checkpoint["tokenizer"])
     if settings.tokens:
         block_size = model.config.block_size
         n_row = settings.tokens // block_size + settings.batch_size
-        data = Data(settings.data_dir, "text", block_size, settings.seed, n_row)
+        data = Data(settings.data_dir, "text", block_size, SEED, n_row)
         ours = data.metas[0]["tokenizer"]
         theirs = tokenizer.fingerprint(encoding)
         check_tokenizer(ours, settings.data_dir, theirs, settings.source)
@@ -380,17 +373,9 @@ def main() -> None:
         write_llama(settings.export, model, encoding)
         print(f"wrote {settings.export}: AutoModelForCausalLM.from_pretrained reads it")
         return
-    if (settings.source / "config.json").exists():
-        if settings.ffn:
-            raise UserError(
-                f"--ffn {settings.ffn} needs a ckpt.pt: convert {settings.source} first"
-            )
+    if settings.ffn is None:
         model, encoding = read_llama(settings.source)
         args = {"preset": "minimind-104m"}  # the nearest in size
-    elif settings.source.is_dir():
-        raise UserError(f"{settings.source} has no config.json: name a Llama's folder or a ckpt.pt")
-    elif settings.ffn is None:
-        raise UserError(f"{settings.source} is a file: give --ffn stem to convert a dense ckpt.pt")
     else:
         model, encoding, args = dense_to_stem(settings)
     args = {**args, **asdict(model.config)}  # as train.py has it: all its settings

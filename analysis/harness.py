@@ -47,11 +47,7 @@ class HarnessModel(LM):
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """For each (text,) its log-probability in nats."""
-        log_ps = []
-        for request in tqdm(requests, "scoring", disable=None):
-            log_p, _ = self.score(encode(self.encoding, request.args[0]), 1)
-            log_ps.append(log_p)
-        return log_ps
+        return [self.score(encode(self.encoding, request.args[0]), 1)[0] for request in requests]
 
     @torch.inference_mode()
     def score(self, ids: list[int], first: int) -> tuple[float, bool]:

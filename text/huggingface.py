@@ -47,15 +47,12 @@ def read_tokenizer(path: Path, vocab_size: int, bos_id: int | None) -> tiktoken.
         pattern = word_pattern(path, record.get("pre_tokenizer"))
 
         special_tokens = {token["content"]: token["id"] for token in record["added_tokens"]}
-        vocab = {}
-        for token, i in bpe["vocab"].items():
-            if token not in special_tokens:
-                vocab[token] = i
         byte_of = {letter: byte for byte, letter in byte_letters().items()}
         ranks = {}
-        for token, i in vocab.items():
-            ranks[bytes(byte_of[letter] for letter in token)] = i
-        check_order(path, bpe, vocab, ranks)
+        for token, i in bpe["vocab"].items():
+            if token not in special_tokens:
+                ranks[bytes(byte_of[letter] for letter in token)] = i
+        check_order(path, bpe, ranks)
 
         if "<|endoftext|>" not in special_tokens:
             names = {i: name for name, i in special_tokens.items()}
@@ -90,18 +87,17 @@ def write_tokenizer(folder: Path, encoding: tiktoken.Encoding) -> None:
                 merges.append(f"{spelled[:at]} {spelled[at:]}")
     eot = "<|endoftext|>"
     plain = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
-    first = [{"SpecialToken": {"id": eot, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    first = {"SpecialToken": {"id": eot, "type_id": 0}}
     record = {
         "added_tokens": [
             {"id": i, "content": name, "special": True, **plain}
             for name, i in encoding._special_tokens.items()
         ],
-        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": WORDS[encoding._pat_str]},
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": first,
-            "pair": [*first, {"Sequence": {"id": "B", "type_id": 0}}],
+            "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
             "special_tokens": {eot: {"id": eot, "ids": [encoding.eot_token], "tokens": [eot]}},
         },
         "decoder": GPT2,
@@ -140,13 +136,13 @@ def byte_letters() -> dict[int, str]:
     return letters
 
 
-def check_order(path: Path, bpe: dict, vocab: dict[str, int], ranks: dict[bytes, int]) -> None:
+def check_order(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
     """UserError: tiktoken, which joins whatever makes the token of the lowest id, would not merge
     in the order of the file's list."""
     merged = []  # the id of what each merge makes
     for merge in bpe["merges"]:
         pair = merge.split(" ") if isinstance(merge, str) else merge  # "a b" or ["a", "b"]
-        merged.append(vocab["".join(pair)])
+        merged.append(bpe["vocab"]["".join(pair)])
     if bpe.get("ignore_merges"):  # whole words are looked up first, as tiktoken does
         wanted = sorted(merged)
     else:
