@@ -24,12 +24,12 @@ from pathlib import Path
 
 import tiktoken
 
-from common import UserError, add_flags, check_ranges, flag, make_parser, reading, run
+from common import UserError, add_flags, check_ranges, flag, make_parser, run
 from text import tokenizer
 from text.dataset import CORPORA, read_meta, read_tokenizer, write_corpus, write_dataset
-from text.documents import Document, Report, hashed, is_validation, kind_of, read
+from text.documents import MAX_BAD, Document, Report, hashed, is_validation, kind_of, read
 from text.download import DATASETS, fetch
-from training.checkpoints import load_checkpoint
+from training.checkpoints import read_checkpoint, read_encoding
 
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
@@ -49,15 +49,12 @@ class Settings:
     out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
     tokenizer: str = flag(
         "train",
-        "train one (for text), a prepared folder or a ckpt.pt to take its tokenizer, or tiktoken's "
-        "gpt2 or cl100k_base, downloaded or from TIKTOKEN_CACHE_DIR",
+        "train one (for text), or a prepared folder or a ckpt.pt to take its tokenizer",
     )
     vocab_size: int | None = flag(
         None, "most tokens to train, from 259", must="at least 1", shown="6400, for countries 4096"
     )
     val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
-    max_bad: float = flag(0.01, "share of --input that may be bad: skipped", must="from 0 to 1")
-    seed: int = flag(0, "of a corpus that is generated here", shown="0")
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -75,19 +72,12 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
             return None
         raise UserError("--tokenizer: chat data needs the base model's tokenizer: pass its ckpt.pt")
     path = Path(name)
-    if name in tokenizer.PRETRAINED:
-        try:
-            encoding = tokenizer.pretrained(name)
-        except (OSError, ValueError) as error:  # no network, another checksum
-            raise UserError(f"--tokenizer {name}: {error}: see prepare.py -h") from None
-    elif (path / "config.json").exists():
+    if (path / "config.json").exists():
         raise UserError(f"--tokenizer {path}: convert this model first: python convert.py {path}")
-    elif path.is_dir():
+    if path.is_dir():
         encoding = read_tokenizer(path, read_meta(path))
     else:
-        saved = load_checkpoint(path)["tokenizer"]
-        with reading(path, "name a ckpt.pt or a prepared folder"):
-            encoding = tokenizer.loads(saved)
+        encoding = read_encoding(path, read_checkpoint(path))
     if kind == "chat" and tokenizer.START not in encoding.special_tokens_set:
         raise UserError(f"--tokenizer {name} lacks {tokenizer.START}, which conversations need")
     return encoding
@@ -98,7 +88,7 @@ def prepare_files(
 ) -> dict:
     """Write the token folder of documents in files, which are read once or, to train a tokenizer
     first, twice; they are never all in memory. Returns meta.json."""
-    max_bad = settings.max_bad if settings.input else 1  # published files cannot be corrected
+    max_bad = MAX_BAD if settings.input else 1  # published files cannot be corrected
     if encoding is None:
         size = sum(path.stat().st_size for path in paths)
         documents = labelled(paths, Report(max_bad, kind), settings.val_fraction, "counting words")
@@ -109,7 +99,6 @@ def prepare_files(
         labelled(paths, report, settings.val_fraction, "encoding"),
         encoding,
         kind,
-        n_skipped=lambda: report.bad,
         corpus="files",
         sources=[path.name for path in paths],
         val_fraction=settings.val_fraction,
@@ -165,7 +154,7 @@ def main() -> None:
     # 2) from documents to token files
     if generated:
         meta = write_corpus(
-            settings.dataset, settings.out_dir, settings.seed, settings.vocab_size, encoding
+            settings.dataset, settings.out_dir, vocab_size=settings.vocab_size, encoding=encoding
         )
     else:
         paths = settings.input or fetch(settings.dataset, "data/raw")

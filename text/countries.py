@@ -17,10 +17,8 @@ a fact in words that never stood before it, so the fact must be learned, not the
 
 import csv
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-
-from common import reading
 
 TABLE = Path(__file__).with_name("countries.csv")
 
@@ -109,15 +107,9 @@ def with_article(name: str) -> str:
 
 
 def table() -> list[Country]:
-    """All countries, by name. UserError: the table is damaged."""
-    with (
-        reading(TABLE, "restore it from the repository"),
-        open(TABLE, encoding="utf-8", newline="") as file,
-    ):
-        rows = list(csv.reader(file))
-        if len(rows) < 2 or any(len(row) != len(fields(Country)) for row in rows):
-            raise ValueError("not a table of countries")
-    return [Country(*row) for row in rows[1:]]  # the first row is the header
+    """All countries, by name."""
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        return [Country(**row) for row in csv.DictReader(file)]
 
 
 def held_out(patterns: list[str], relation: str) -> list[str]:

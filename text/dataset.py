@@ -126,14 +126,12 @@ def write_dataset(
     documents: Iterable[tuple[str, Any]],
     encoding: tiktoken.Encoding,
     kind: str = "text",
-    n_skipped: Callable[[], int] | None = None,
     **origin,
 ) -> dict:
     """Write a token folder. It replaces what was there once all of it is complete.
 
     Args:
         documents: splits ("train" or "val") and documents: str or, for kind "chat", messages.
-        n_skipped: called after the last document: how many more could not be used.
         origin: further entries of meta.json; `corpus` is needed to train on the folder.
 
     Returns:
@@ -171,8 +169,6 @@ def write_dataset(
             "train": splits["train"].meta(),
             "val": splits["val"].meta(),
         }
-        if n_skipped:
-            meta["skipped"] = n_skipped()
         tokenizer_path.write_text(tokenizer.dumps(encoding), encoding="utf-8")
         meta_path.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         # While old files are replaced by new ones, the folder has no meta.json: it is not complete.

@@ -24,6 +24,7 @@ Document = str | Messages
 # break of any kind after so many: text without blank lines must not fill the memory.
 TXT_DOCUMENT = 2000
 TXT_LONGEST = 1 << 20
+MAX_BAD = 0.01  # a larger share of bad documents, and files are not what they were taken for
 GUTENBERG = re.compile(rb"(?:\*\*\* ?)?(start|end) of (?:th(?:e|is) )?project gutenberg", re.I)
 
 
@@ -52,7 +53,7 @@ def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[D
     except OSError as error:
         raise UserError(f"--input {error.filename or path}: {error.strerror}") from None
     if report.bad > report.max_bad * report.documents:
-        raise UserError(f"cannot use {report}: correct them or raise --max_bad {report.max_bad:g}")
+        raise UserError(f"cannot use {report}: more than {report.max_bad:.0%}: correct them")
 
 
 def read_file(path: Path, report: Report, bar: tqdm) -> Iterator[Document]:
@@ -129,7 +130,7 @@ def parse_json(raw: bytes) -> tuple[str, Document]:
     except (ValueError, RecursionError):
         raise ValueError("not JSON in UTF-8") from None
     match record:
-        case {"conversations": messages} | {"messages": messages}:
+        case {"conversations": list(messages)} | {"messages": list(messages)}:
             messages = conversation(messages)
             if not any(message["role"] == "assistant" for message in messages):
                 raise ValueError("no assistant message")
@@ -139,10 +140,8 @@ def parse_json(raw: bytes) -> tuple[str, Document]:
     raise ValueError('no "text" and no "conversations"')
 
 
-def conversation(messages: object) -> Messages:
+def conversation(messages: list) -> Messages:
     """Role and content of messages, which is what the chat template writes."""
-    if not isinstance(messages, list):
-        messages = [messages]
     talk = []
     for message in messages:
         match message:

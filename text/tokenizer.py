@@ -43,7 +43,8 @@ FIRST_MERGE = FIRST_BYTE + 256
 # long numbers. Possessive quantifiers (`++`) keep it fast on long runs.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-# The patterns of tiktoken's encodings that can be used; GPT-2's differs from ours in digits.
+# The patterns of others' tokenizers that can be used (huggingface.py), by tiktoken's names; GPT-2's
+# differs from ours in digits.
 PRETRAINED = {
     "gpt2": PATTERN.replace(r"\p{N}{1,3}", r"\p{N}++"),
     "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
@@ -149,24 +150,6 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[t
                 pair_words[pair] = numbers
         yield ord(first), ord(second)
         new_id += 1
-
-
-def pretrained(name: str) -> tiktoken.Encoding:
-    """Returns tiktoken's encoding of this name, a key of PRETRAINED, with our special tokens after
-    its own. Ids that it leaves unused get names, so that whatever a model samples can be decoded.
-    The vocabulary is downloaded once, to TIKTOKEN_CACHE_DIR. OSError, ValueError: that failed."""
-    base = tiktoken.get_encoding(name)
-    specials = dict(base._special_tokens)
-    used = {*base._mergeable_ranks.values(), *specials.values()}
-    specials |= {f"<|unused_{i}|>": i for i in range(base.n_vocab) if i not in used}
-    for marker in SPECIALS:
-        specials.setdefault(marker, len(base._mergeable_ranks) + len(specials))
-    return tiktoken.Encoding(
-        name=f"{name}_im",
-        pat_str=PRETRAINED[name],
-        mergeable_ranks=base._mergeable_ranks,
-        special_tokens=specials,
-    )
 
 
 def dumps(encoding: tiktoken.Encoding) -> str:

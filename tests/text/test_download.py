@@ -43,10 +43,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with contextlib.suppress(ConnectionError):
             self.send(start, **(self.server.script.pop(0) if self.server.script else {}))
 
-    def send(self, start, stop=None, status=206, ranges=True, length=True):
-        """Breaks off at `stop`; with `ranges` False it sends all from the beginning."""
-        start = start if ranges else 0
-        self.send_response(status if ranges else 200)
+    def send(self, start, stop=None, status=206, length=True):
+        """Breaks off at `stop`."""
+        self.send_response(status)
         if length:
             self.send_header("Content-Length", str(len(self.server.content) - start))
         self.end_headers()
@@ -115,19 +114,6 @@ def test_wrong_bytes_are_deleted_and_the_next_run_begins_anew(server, get, part)
     assert server.requests[-1][1] == 0
 
 
-def test_servers_without_ranges_begin_anew(server, get):
-    server.script = [dict(stop=HALF), dict(ranges=False)]
-    fails(get, "broke off")
-    assert get().read_bytes() == CONTENT
-
-
-def test_a_download_without_end_stops_at_the_published_size(server, get):
-    server.content = CONTENT[:HALF] + b"x" * 20_000_000
-    fails(get, "its sha256 is")
-    server.content = CONTENT + b"x" * 20_000_000  # what is kept is the published file
-    assert get().read_bytes() == CONTENT
-
-
 @pytest.mark.parametrize("code", [404, 503])
 def test_errors_of_the_server_are_one_line(server, get, code):
     server.script = [dict(status=code)]
@@ -142,22 +128,12 @@ def test_a_server_that_falls_silent_is_given_up(get, monkeypatch):
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/data.bin"
         monkeypatch.setitem(DATASETS, "noise", [replace(file, url=url)])
         fails(get, "timed out")
-    fails(get, "refused")
 
 
 def test_damaged_files_are_downloaded_again(server, get):
     get().write_bytes(CONTENT[:-1])
     assert get().read_bytes() == CONTENT
     assert len(server.requests) == 2
-
-
-def test_a_data_set_of_several_files(server, get, monkeypatch):
-    (one,) = DATASETS["noise"]
-    other = replace(one, url=f"{server.url}/other.bin")
-    monkeypatch.setitem(DATASETS, "noise", [one, other])
-    paths = fetch("noise", get.folder)
-    assert [path.name for path in paths] == ["data.bin", "other.bin"]
-    assert [path.read_bytes() for path in paths] == [CONTENT, CONTENT]
 
 
 def test_folders_that_cannot_be_are_one_line(get):
