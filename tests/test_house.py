@@ -8,7 +8,7 @@ COMMANDS = ("train", "sample", "prepare", "edit", "convert", "bench", "analyze")
 LAYERS = ("attention", "local_attention", "ngram", "stem", "embformer", "baselines", "config")
 # From the top down: a file imports what stands below it, or beside it, but never in a circle.
 FLOORS = [
-    (*COMMANDS, "analysis"),
+    (*COMMANDS, "analysis", "tour"),
     ("training",),
     ("model",),
     (*LAYERS, "offload"),
