@@ -186,10 +186,9 @@ class SimulatedGpu:
             (torch.cuda, "Stream", Stream),
             (torch.cuda, "Event", Event),
             (torch.cuda, "current_stream", self.current_stream),
-            (torch.cuda, "stream", self.stream),
+            (torch.cuda, "set_stream", self.set_stream),
             (torch.cuda, "synchronize", self.synchronize),
             (torch.Tensor, "pin_memory", lambda tensor: self.pinned_copy(tensor)),
-            (torch.cuda, "set_device", lambda device: None),
         ):
             self.stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, new)
@@ -226,13 +225,10 @@ class SimulatedGpu:
     def current_stream(self, device=None) -> Stream:
         return getattr(self.local, "stream", self.default)
 
-    @contextlib.contextmanager
-    def stream(self, stream: Stream):
-        before, self.local.stream = self.current_stream(), stream
-        try:
-            yield
-        finally:
-            self.local.stream = before
+    def set_stream(self, stream: Stream) -> None:
+        """What a worker thread begins with."""
+        self.local.stream = stream
+        Factory().__enter__()  # which each thread needs for itself
 
     def synchronize(self, device=None) -> None:
         for stream in self.streams:
