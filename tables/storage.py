@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common import UserError, reading, writing
@@ -168,8 +169,12 @@ class DiskStorage(TableStorage):
 
 
 def check_room(n_byte: int, folder: Path | None = None) -> None:
-    """UserError: so many bytes have no room in RAM, or on the disk of a folder."""
+    """UserError: so many bytes, for each process on this machine, have no room in RAM, or on the
+    disk of a folder."""
     free = shutil.disk_usage(folder).free if folder else free_ram()
+    if dist.is_initialized():
+        n_byte *= int(os.environ["LOCAL_WORLD_SIZE"])  # set by torchrun
+        dist.all_reduce(torch.zeros(1))  # nobody takes its share before all have looked
     if n_byte > free:
         place, fix = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
         sizes = f"{in_units(n_byte)} of {place}, but {in_units(free)} is free"

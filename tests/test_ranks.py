@@ -96,7 +96,7 @@ def fork(n: int, jobs: str, folder: str) -> None:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
     os.environ.update(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["TORCHELASTIC_RUN_ID"] = "forks"
+    os.environ.update(LOCAL_WORLD_SIZE=str(n), TORCHELASTIC_RUN_ID="forks")
     processes = []
     for number in range(n):
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(number)
@@ -182,6 +182,27 @@ def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, m
     settings = train.resolve_settings(**given)
     with pytest.raises(UserError, match="process"):
         train.start(settings, Data(str(data), "text", 32, 1, 99), None)
+
+
+@pytest.mark.parametrize(
+    ("error", "failed_before", "kind", "shown"),
+    [
+        ("[gloo] Connection closed by peer [::1]:295\nmore", 0, UserError, "--resume .*gloo.*295"),
+        ("NCCL error: connection reset by peer", 0, UserError, "--resume .*NCCL error"),
+        ("NCCL error: invalid argument", 0, RuntimeError, "^NCCL error: invalid argument$"),
+        ("NCCL error: invalid argument", 1, SystemExit, "1"),  # another rank shows it
+    ],
+)
+def test_the_text_of_a_failed_exchange_is_shown(error, failed_before, kind, shown, monkeypatch):
+    store = dist.HashStore()
+    store.add("failed", failed_before)
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(store, 0, 1)]))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    with pytest.raises(kind, match=shown), ranks.joined():
+        raise RuntimeError(error)
+    dist.destroy_process_group()
 
 
 def test_a_rank_that_dies_ends_all_with_one_line(data, tmp_path):

@@ -1,11 +1,13 @@
 """Tables on disk: what is written is there when reopened, damage is noticed, room is checked."""
 
 import mmap
+import shutil
 from pathlib import Path
 from unittest.mock import Mock, call
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import flip
 
 from common import UserError
@@ -122,3 +124,20 @@ def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch
     assert storages.free_ram() == 4000
     files.clear()  # another system
     assert storages.free_ram() == float("inf")
+
+
+@pytest.mark.parametrize("place", ["RAM", "disk"])
+def test_processes_of_a_machine_need_room_together(place, tmp_path, monkeypatch):
+    """... which all of them measure before one takes its share."""
+    done = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda _: done.append("met"))
+    monkeypatch.setattr(storages, "free_ram", lambda: done.append("measured") or 299)
+    usage = shutil.disk_usage(tmp_path)._replace(free=299)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: done.append("measured") or usage)
+    folder = tmp_path if place == "disk" else None
+    storages.check_room(99, folder)
+    with pytest.raises(UserError, match=place):
+        storages.check_room(100, folder)
+    assert done == ["measured", "met"] * 2
