@@ -38,7 +38,9 @@ class Sampling:
         must="above 0 and at most 1",
     )
     num_samples: int = flag(1, "number of samples", must="at least 1")
-    compile: bool = flag(False, "torch.compile a step of decoding: slow start, faster tokens")
+    compile: bool = flag(
+        False, "torch.compile a step of decoding: slow start, faster tokens; not measured on a GPU"
+    )
     seed: int = flag(
         1337, "of the first sample; each further one adds 1", must="0 or more, and fit 63 bits"
     )
@@ -62,8 +64,9 @@ def sample_text(
     decoder = StreamDecoder(encoding)
     yield prompt
     for token in model.stream(ids, max_new_tokens, stop=encoding.eot_token, **options):
-        if token.item() != encoding.eot_token:
-            yield decoder.feed(token.item())
+        number = token.item()  # once: on a GPU the host waits for it
+        if number != encoding.eot_token:
+            yield decoder.feed(number)
     yield decoder.flush()
 
 
@@ -104,10 +107,11 @@ class Chat:
         decoder = StreamDecoder(self.encoding)
         answer: list[int] = []
         for token in self.model.stream(prompt, max_new_tokens, stop=self.end, **options):
-            if token.item() in (self.end, self.encoding.eot_token):
+            number = token.item()
+            if number in (self.end, self.encoding.eot_token):
                 break  # a document's end is a message's, too
-            answer.append(token.item())
-            piece = decoder.feed(token.item())
+            answer.append(number)
+            piece = decoder.feed(number)
             # Every content begins with a space that is not shown (text/tokenizer.py).
             yield piece.removeprefix(" ") if len(answer) == 1 else piece
         yield decoder.flush()
