@@ -87,13 +87,9 @@ class TransferRing:
         previous.result()
         return job(*args)
 
-    def fetch(
-        self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event
-    ) -> torch.cuda.Event:
-        """Job: bring the records of tokens `ids` [n] to `slots` [n] of the working set, once the
-        event `free` has come. Returns the event of their arrival."""
-        self.stream.wait_event(free)  # H2
-        for chunk in self.chunks(ids, slots, arrays):
+    def fetch(self, chunks: Iterator[Chunk]) -> torch.cuda.Event:
+        """Job: bring records to the device. Returns the event of their arrival."""
+        for chunk in chunks:
             chunk.copied.synchronize()  # H1
             torch.index_select(chunk.stored, 0, chunk.ids, out=chunk.staging)
             records = chunk.staging.to(self.stream.device, non_blocking=True)
@@ -103,13 +99,10 @@ class TransferRing:
         arrived.record()
         return arrived
 
-    def write_back(
-        self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event
-    ) -> None:
-        """Job: write records back, once the event `free` says that they were updated."""
-        self.stream.wait_event(free)  # H2
+    def write_back(self, chunks: Iterator[Chunk]) -> None:
+        """Job: store records of the device."""
         leaving: deque[Chunk] = deque()
-        for chunk in self.chunks(ids, slots, arrays):
+        for chunk in chunks:
             if len(leaving) == len(self.buffers):
                 leaving.popleft().store()  # it is in the memory of this chunk
             records = chunk.on_device.index_select(0, chunk.slots)
@@ -119,8 +112,12 @@ class TransferRing:
         for chunk in leaving:
             chunk.store()  # before anything more is fetched (H3)
 
-    def chunks(self, ids: Tensor, slots: Tensor, arrays: Arrays) -> Iterator[Chunk]:
-        """Yield the records of tokens, as many at a time as a buffer has room for."""
+    def chunks(
+        self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event
+    ) -> Iterator[Chunk]:
+        """Yield records of tokens `ids` [n], whose slots are `slots` [n], once the event `free` has
+        come: as many at a time as a buffer has room for. To be iterated by the worker."""
+        self.stream.wait_event(free)  # H2
         slots = send(slots, self.stream.device)
         for stored, on_device in arrays:
             record_bytes = stored[0].nbytes
@@ -150,6 +147,7 @@ class OffloadedTables(StoredTables):
         self.working_set = {"rows": self.new_slots(0, storage.arrays["rows"])}
         self.token_in = torch.empty(0, dtype=torch.int64)  # of each slot, -1: it is free
         self.slot_of = torch.full((self.vocab_size,), -1)  # of each token, -1: it has none
+        self.n_used = 0  # slots that are not free
         self.coming = torch.zeros(self.vocab_size, dtype=torch.bool)  # fetched, not waited for
         self.dirty = torch.zeros(self.vocab_size, dtype=torch.bool)  # changed, not written back
         self.announced = torch.empty(0, dtype=torch.int64)  # tokens of the next batch
@@ -173,7 +171,7 @@ class OffloadedTables(StoredTables):
         training = self.in_training()
         if not training and ids.shape[-1] == 1:
             return self.decode(ids)
-        distinct, position = self.distinct(ids)
+        distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
         # Evaluation keeps one batch. Rows that training read stay until they are updated.
         if not training and not self.reads:
             self.evict_except(distinct)
@@ -181,13 +179,6 @@ class OffloadedTables(StoredTables):
         if training:
             return self.read_once(distinct, position)
         return self.read(ids)
-
-    def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Distinct ids [n] on the CPU, and the position among them of each of ids."""
-        distinct, position = torch.unique(ids.cpu(), return_inverse=True)
-        if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < self.vocab_size:
-            raise IndexError(f"an id is not one of the tables' rows 0 to {self.vocab_size - 1}")
-        return distinct, position
 
     def read(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows [B, T, W] of tokens [B, T]."""
@@ -206,7 +197,7 @@ class OffloadedTables(StoredTables):
     # --- training ---
 
     def prefetch(self, ids: Tensor) -> None:
-        self.announced, _ = self.distinct(ids)
+        self.announced = torch.unique(ids.cpu())
         self.fetch_missing(self.announced)
 
     def index(self, ids: Tensor) -> Tensor:
@@ -230,12 +221,14 @@ class OffloadedTables(StoredTables):
 
     def fetch_missing(self, ids: Tensor) -> None:
         """Begin to fetch those of tokens `ids` that are not on the device."""
+        if (ids < 0).any():
+            raise IndexError("an id is negative")
         missing = torch.unique(ids[self.slot_of[ids] < 0])
         if len(missing) == 0:
             return
-        need = int((self.token_in >= 0).sum()) + len(missing)
-        if need > len(self.token_in):
-            self.grow(need)
+        self.n_used += len(missing)
+        if self.n_used > len(self.token_in):
+            self.grow()
         slots = (self.token_in < 0).nonzero()[: len(missing), 0]
         self.token_in[slots] = missing
         self.slot_of[missing] = slots
@@ -246,7 +239,7 @@ class OffloadedTables(StoredTables):
     def transfer(self, job: Callable, ids: Tensor) -> Future:
         """Have the ring fetch or write back tokens `ids` [n]."""
         arrays = [(self.storage.arrays[name], part) for name, part in self.working_set.items()]
-        return self.ring.run(job, ids, self.slot_of[ids], arrays, self.free)
+        return self.ring.run(job, self.ring.chunks(ids, self.slot_of[ids], arrays, self.free))
 
     def wait_for_arrival(self) -> None:
         """Let the compute stream wait for all that was fetched, and the host for the worker."""
@@ -258,6 +251,7 @@ class OffloadedTables(StoredTables):
         self.record_free()
         leaving = self.token_in[~torch.isin(self.token_in, ids)]
         leaving = leaving[leaving >= 0]
+        self.n_used -= len(leaving)
         changed = leaving[self.dirty[leaving]]
         if len(changed):
             self.dirty[changed] = False
@@ -277,10 +271,10 @@ class OffloadedTables(StoredTables):
         return slots
 
     @torch.inference_mode(False)  # training may use what evaluation made
-    def grow(self, need: int) -> None:
-        """Make room for so many tokens, and a quarter more. The host waits for the worker."""
+    def grow(self) -> None:
+        """Make room for the tokens in use, and a quarter more. The host waits for the worker."""
         n_old = len(self.token_in)
-        n_slot = min(self.vocab_size, need + need // 4)
+        n_slot = min(self.vocab_size, self.n_used + self.n_used // 4)
         self.wait_for_arrival()
         for name, old in self.working_set.items():
             new = self.new_slots(n_slot, old)
@@ -290,7 +284,7 @@ class OffloadedTables(StoredTables):
         self.record_free()
 
     def flush(self) -> None:
-        if (self.token_in >= 0).any():
+        if self.n_used:
             self.evict_except(self.announced[:0])
         self.ring.last.result()
 
