@@ -2,9 +2,8 @@
 
     python bench.py all --quick                          # everything small, in a minute or two
     python bench.py train                                # kinds of layers, eager and compiled
-    torchrun --nproc_per_node=2 bench.py train           # ... by two processes together
     python bench.py decode                               # one token at a time, eager and compiled
-    python bench.py attention                            # full attention and windows, by length
+    python bench.py attention                            # full and windows, by length
     python bench.py vocab                                # what a larger vocabulary costs
     python bench.py offload                              # where tables live: device, RAM, disk
     python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
@@ -33,21 +32,13 @@ from tqdm import tqdm
 from analysis.experiment import pick
 from analysis.pictures import markdown
 from attention import KVCache
-from common import (
-    UserError,
-    add_flags,
-    check_ranges,
-    flag,
-    make_parser,
-    pick_device,
-    run,
-)
+from common import UserError, add_flags, check_ranges, flag, make_parser, pick_device, run
 from config import ModelConfig
+from model import Decoder
 from offload import OffloadedTables, make_tables
 from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
 from train import training_dtype
-from training import ranks
 from training.optimizer import Optimizer
 from training.settings import Settings, device_flag
 
@@ -117,7 +108,7 @@ class Contender:
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        self.model = ranks.make_model(self.config, self.tables).to(self.bench.on)
+        self.model = Decoder(self.config, self.tables).to(self.bench.on)
 
     def batch(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Fresh ids, and those that tables are looked up under: others only with --table_gib."""
@@ -146,7 +137,7 @@ def compare(
     rows = {name: {} for name in contenders}
     for column, task in tasks.items():
         rates: dict[str, list[float]] = {name: [] for name in contenders}
-        order = random.Random(0)  # the same on all ranks
+        order = random.Random(0)
         for _ in tqdm(range(1 + rounds), column, unit="turn"):
             for name in order.sample(list(contenders), len(contenders)):
                 rates[name].append(task(contenders[name]))
@@ -184,8 +175,7 @@ def train(contender: Contender, steps: int = 1) -> float:
     shape = (bench.batch_size, bench.block_size + 1)
     start = contender.now()
     batches = [contender.batch(*shape) for _ in range(steps)]
-    for number, batch in enumerate(batches, 1):
-        ids, table_ids = (each[ranks.rank :: ranks.size] for each in batch)
+    for number, (ids, table_ids) in enumerate(batches, 1):
         targets = ids[:, 1:] % len(model.head_weight)  # vocab: a small head has fewer classes
         with torch.autocast(bench.on.type, bench.dtype, enabled=bench.cuda):
             _, loss = model(ids[:, :-1], targets, table_ids=table_ids[:, :-1])
@@ -203,7 +193,7 @@ def prefill(contender: Contender) -> float:
     model = contender.model.eval()
     ids, table_ids = contender.batch(bench.batch_size, bench.block_size)
     start = contender.now()
-    model(ids.to(bench.on), table_ids=table_ids, last_only=True)
+    model(ids, table_ids=table_ids, last_only=True)
     return ids.numel() / (contender.now() - start)
 
 
@@ -216,8 +206,6 @@ def decode(contender: Contender, batch: int, context: int, new: int) -> float:
     new = min(new, bench.block_size)
     context = min(context, bench.block_size - new)
     ids, table_ids = contender.batch(batch, context + new)
-    ids = ids.to(bench.on)
-    table_ids = table_ids.to(bench.on)
     cache = contender.cache = model.make_cache(batch)
     if context:
         model(ids[:, :context], table_ids=table_ids[:, :context], cache=cache, last_only=True)
@@ -233,7 +221,6 @@ def decode(contender: Contender, batch: int, context: int, new: int) -> float:
 
 
 def cache_bytes(cache: KVCache) -> int:
-    """Bytes of keys and values."""
     return sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
 
 
@@ -309,7 +296,7 @@ def bench_attention(bench: Bench) -> dict:
         batch_size = max(1, bench.batch_size // times)
         sized = replace(bench, block_size=length, batch_size=batch_size)
         contenders = {}
-        for kind in ("full", "window", "window,window,full"):
+        for kind in ("full", "window"):
             config = sized.model(ffn="embformer", attention=kind)
             contenders[f"{kind}, T = {length:,}"] = Contender(sized, config)
         tasks = {
@@ -365,7 +352,6 @@ COMPARISONS = {
 }
 
 
-@ranks.joined()
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=(*COMPARISONS, "all"), help="what to compare")
@@ -375,8 +361,6 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
     sizes = QUICK if "quick" in flags else {}
     bench = Bench(**{**sizes, **flags})
-    if ranks.size > 1 and (what != "train" or bench.batch_size % ranks.size):
-        raise UserError(f"--nproc_per_node: train, and a --batch_size that {ranks.size} divides")
     for name in COMPARISONS if what == "all" else [what]:
         COMPARISONS[name](bench)
 
