@@ -21,11 +21,11 @@ The arithmetic is the CPU's, so results equal the CPU's to the bit. For PyTorch 
 the device `meta`, the only one besides the CPU for which every build knows autograd.
 """
 
-import contextlib
 import random
 import threading
 from collections import Counter, defaultdict, deque
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,9 +72,6 @@ class Stream:
     def wait_event(self, event: "Event") -> None:
         if event.mark:
             self.add((event.mark,))
-
-    def query(self) -> bool:
-        return not self.queue
 
     def synchronize(self) -> None:
         event = Event()
@@ -181,24 +178,21 @@ class SimulatedGpu:
     def __enter__(self) -> "SimulatedGpu":
         SimulatedGpu.current = self
         self.default = Stream()
-        self.stack = contextlib.ExitStack()
-        for place, name, new in (
-            (torch.cuda, "Stream", Stream),
-            (torch.cuda, "Event", Event),
-            (torch.cuda, "current_stream", self.current_stream),
-            (torch.cuda, "set_stream", self.set_stream),
-            (torch.cuda, "synchronize", self.synchronize),
-            (torch.Tensor, "pin_memory", lambda tensor: self.pinned_copy(tensor)),
-        ):
-            self.stack.callback(setattr, place, name, getattr(place, name))
-            setattr(place, name, new)
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(torch.cuda, "Stream", Stream)
+        self.patch.setattr(torch.cuda, "Event", Event)
+        self.patch.setattr(torch.cuda, "current_stream", self.current_stream)
+        self.patch.setattr(torch.cuda, "set_stream", self.set_stream)
+        self.patch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pinned_copy(tensor))
         tables.STREAMS.add(DEVICE.type)
-        self.stack.callback(tables.STREAMS.discard, DEVICE.type)
-        self.stack.enter_context(Factory())
+        self.factory = Factory()
+        self.factory.__enter__()
         return self
 
     def __exit__(self, *error) -> None:
-        self.stack.close()
+        self.factory.__exit__(*error)
+        tables.STREAMS.discard(DEVICE.type)
+        self.patch.undo()
 
     # --- time ---
 

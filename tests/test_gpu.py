@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_offload import RealGpu, batch
+from test_offload import train as train_rows
 
 from model import LAYERS, Decoder, ModelConfig
 from offload import OffloadedTables
@@ -38,19 +39,17 @@ def decoder(ffn: str) -> Decoder:
 def train(model: Decoder, device: str, steps: int = 3) -> tuple[list[float], Decoder]:
     """A few steps of plain SGD on the backbone and RMSprop on the tables."""
     model = copy.deepcopy(model).to(device)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     # eps: a gradient that is zero but for rounding must not become a step.
     rows = RowRMSprop(model.tables, eps=1e-4)
-    generator, losses = torch.Generator().manual_seed(1), []
-    for _ in range(steps):
-        ids = torch.randint(60, (4, 32), generator=generator)
+    losses = []
+    for number in range(steps):
+        ids = batch(number, (4, 32)) % 60
         loss = model(ids.to(device), ids.to(device), table_ids=ids)[1]  # table ids on the CPU
         loss.backward()
         losses.append(loss.item())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.1 * parameter.grad
-        model.zero_grad()
+        sgd.step()
+        sgd.zero_grad()
         if len(model.tables.weight):
             rows.step(lr=0.01)
     return losses, model
@@ -89,17 +88,17 @@ def test_reading_rows_by_ids_on_the_cpu_does_not_wait_for_the_gpu(training):
     assert torch.equal(rows[0].detach().cpu(), expected)
 
 
-def test_rows_are_expanded_in_the_precision_of_their_layers():
-    ids = torch.tensor([[1, 2, 1, 3]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_expanded_in_the_precision_of_their_layers(dtype):
     tables = decoder("stem").cuda().tables.train()
-    for autocast in (False, True):
-        tables.autocast = autocast
-        with torch.autocast("cuda", torch.bfloat16):
-            rows = list(tables.lookup(ids))
-        assert {row.dtype for row in rows} == {torch.bfloat16 if autocast else torch.float32}
-        sum(row.float().sum() for row in rows).backward()
-        _, grads = tables.gradients()
-        assert all(torch.equal(g[:, 0].cpu(), torch.tensor([2.0, 1.0, 1.0])) for g in grads)
+    tables.autocast = dtype == torch.bfloat16
+    with torch.autocast("cuda", torch.bfloat16):
+        rows = list(tables.lookup(torch.tensor([[1, 2, 1, 3]])))
+    assert {row.dtype for row in rows} == {dtype}
+    sum(row.float().sum() for row in rows).backward()
+    _, grads = tables.gradients()
+    for grad in grads:
+        assert grad[:, 0].tolist() == [2.0, 1.0, 1.0]
 
 
 # --- offloaded tables (and see test_offload.py) ---
@@ -147,37 +146,32 @@ def test_copies_overlap_compute(tmp_path):
         with torch.profiler.profile(activities=activities) as profile:
             layers()
     on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    copies = [e.time_range for e in on_gpu if "HtoD" in e.name and e.time_range.elapsed_us() > 10]
+    copies = [e.time_range for e in on_gpu if "HtoD" in e.name]
     kernels = [e.time_range for e in on_gpu if not e.name.startswith("Mem")]
-    assert copies and len(kernels) >= 160
-    hidden = sum(
-        max(0, min(copy.end, kernel.end) - max(copy.start, kernel.start))
-        for copy in copies
-        for kernel in kernels
-    )
-    assert hidden > 0.5 * sum(copy.elapsed_us() for copy in copies)
+    hidden = 0.0
+    for moved in copies:
+        for kernel in kernels:
+            hidden += max(0, min(moved.end, kernel.end) - max(moved.start, kernel.start))
+    assert hidden > 0.5 * sum(moved.elapsed_us() for moved in copies) > 0
 
 
 def test_device_memory_does_not_grow_with_the_vocabulary():
-    def peak(vocab_size: int) -> int:
-        tables = OffloadedTables(RamStorage((vocab_size, 4, 256), torch.float32), "cuda")
-        rows = RowRMSprop(tables)
-        for number in range(3):
-            if number == 1:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            ids = torch.randint(6400, (4, 512), generator=torch.Generator().manual_seed(number))
-            sum((rows * rows).sum() for rows in tables.lookup(ids)).backward()
-            rows.step(lr=0.1)
-        tables.flush()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
-    sizes = []
+    peaks = []
     for vocab_size in (6_400, 131_072):
         gc.collect()
         before = torch.cuda.memory_allocated()
-        sizes.append(peak(vocab_size))
-    small, large = sizes
-    assert small > 4 * 512 * 256 * 4  # at least the rows of one table
+        tables = OffloadedTables(RamStorage((vocab_size, 4, 256), torch.float32), "cuda")
+        optimizer = RowRMSprop(tables, state="number")
+        for number in range(3):
+            if number == 1:
+                tables.flush()
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            train_rows(tables, optimizer, batch(number, (4, 512)))
+        tables.flush()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del tables, optimizer
+    small, large = peaks
+    assert small > 4 * 128 * 256 * 4  # at least the rows that were read
     assert large == pytest.approx(small, rel=0.01)
