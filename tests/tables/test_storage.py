@@ -3,12 +3,12 @@
 import mmap
 import shutil
 from pathlib import Path
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import flip
+from conftest import assert_same, flip
 
 from common import UserError
 from tables import storage as storages
@@ -22,86 +22,78 @@ def made(tmp_path, dtype=torch.float32) -> DiskStorage:
     """Tables in which no number is like its neighbour."""
     storage = DiskStorage.create(tmp_path / "new" / "live", SHAPE, dtype)
     storage.add("state", torch.float32)
-    assert storage.fresh and not any(array.any() for array in storage.arrays.values())
-    for number, array in enumerate(storage.arrays.values()):
-        array.copy_(torch.arange(array.numel()).view(array.shape) + 10 * number)
+    for array in storage.arrays.values():
+        assert storage.fresh and not array.any()
+        array.copy_(torch.arange(array.numel()).view(SHAPE))
     return storage
 
 
-def same(a: DiskStorage, b: DiskStorage) -> bool:
-    return all(torch.equal(array, b.arrays[name]) for name, array in a.arrays.items())
+def reopened(folder: Path, dtype=torch.float32) -> DiskStorage:
+    storage = DiskStorage(folder, SHAPE, dtype, NAMES)
+    assert not storage.fresh
+    return storage
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_writes_are_in_files_of_the_raw_numbers(tmp_path, dtype):
     storage = made(tmp_path, dtype)
-    again = DiskStorage(storage.folder, SHAPE, dtype, NAMES)
-    assert same(again, storage) and not again.fresh
+    assert_same(reopened(storage.folder, dtype).arrays, storage.arrays)
     assert sorted(path.name for path in storage.folder.iterdir()) == sorted(NAMES)
     raw = bytearray((storage.folder / "rows").read_bytes())
     expected = torch.arange(7 * 3 * 5).to(dtype)  # a token's rows of all tables side by side
     assert torch.equal(torch.frombuffer(raw, dtype=dtype), expected)
 
 
-def test_who_only_reads_can_not_change_the_files(tmp_path):
+def test_who_only_reads_changes_no_file_but_copies_what_it_changed(tmp_path):
     storage = made(tmp_path)
-    before = (storage.folder / "rows").read_bytes()
-    reader = DiskStorage(storage.folder, SHAPE, torch.float32, NAMES)
+    reader = reopened(storage.folder)
     reader.arrays["rows"].fill_(9.0)
-    assert (storage.folder / "rows").read_bytes() == before
-    assert DiskStorage(storage.folder, SHAPE, torch.float32, NAMES).arrays["rows"][0, 0, 1] == 1.0
-    reader.copy(tmp_path / "changed")  # but a copy has the change, and all else
-    changed = DiskStorage(tmp_path / "changed", SHAPE, torch.float32, NAMES)
-    assert (changed.arrays["rows"] == 9.0).all()
-    assert torch.equal(changed.arrays["state"], storage.arrays["state"])
+    assert_same(reopened(storage.folder).arrays, storage.arrays)
+    reader.copy(tmp_path / "changed")
+    assert_same(reopened(tmp_path / "changed").arrays, reader.arrays)
 
 
 def test_a_copy_is_a_moment_of_tables_that_go_on(tmp_path):
     storage = made(tmp_path)
     described = storage.copy(tmp_path / "copy")
     crc32 = described.pop("crc32")
-    assert list(crc32) == [*NAMES]
+    assert crc32 == storage.checksums()
     storage.arrays["state"][6, 2, 4] += 1
     copy = DiskStorage(tmp_path / "copy", **described, names=crc32)
-    assert not same(copy, storage)
+    assert copy.checksums() == crc32 != storage.checksums()
     storage.arrays["state"][6, 2, 4] -= 1
-    assert same(copy, storage) and copy.checksums() == storage.checksums() == crc32
+    assert_same(copy.arrays, storage.arrays)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_damage_is_noticed(tmp_path, name):
     storage = made(tmp_path)
-    path, before = storage.folder / name, storage.checksums()
-
-    def opened() -> DiskStorage:
-        return DiskStorage(storage.folder, SHAPE, torch.float32, NAMES)
-
+    path = storage.folder / name
+    before = storage.checksums()
     flip(path, -1)
-    after = opened().checksums()
+    after = reopened(storage.folder).checksums()
     assert [key for key in before if before[key] != after[key]] == [name]
     raw = path.read_bytes()
     for harm in (raw[:-1], raw + b"\0", b""):
         path.write_bytes(harm)
         with pytest.raises(UserError, match=rf"live/{name} (is damaged|.*bytes)"):
-            opened()
+            reopened(storage.folder)
     path.unlink()
     with pytest.raises(UserError, match=f"no .*live/{name}: put it beside ckpt.pt"):
-        opened()
+        reopened(storage.folder)
 
 
 def test_pages_are_asked_for_ahead_neighbours_as_one(tmp_path):
     storage = DiskStorage.create(tmp_path / "t", (400, 3, 512), torch.float32)  # 6 KB a token
-    storage.add("state", torch.float32)
     for ids in ([0, 1, 2, 5], [399], []):  # the system takes them as they are
-        storage.read_ahead(torch.tensor(ids, dtype=torch.int64), NAMES)
-    pages = Mock()
-    storage.maps = dict.fromkeys(NAMES, pages)
-    storage.read_ahead(torch.tensor([[5, 0, 2, 1], [8, 7, 399, 5]]), NAMES)
-    expected = []
-    for first, last in [(0, 2), (5, 5), (7, 8), (399, 399)] * 2:
-        start = first * 6144 // mmap.PAGESIZE * mmap.PAGESIZE
-        expected.append(call(mmap.MADV_WILLNEED, start, (last + 1) * 6144 - start))
-    assert pages.madvise.call_args_list == expected
+        storage.read_ahead(torch.tensor(ids, dtype=torch.int64))
+    storage.maps["rows"] = pages = Mock()
+    storage.read_ahead(torch.tensor([[5, 0, 2, 1], [8, 7, 399, 5]]))
+    asked = []
+    for _, start, size in (request.args for request in pages.madvise.call_args_list):
+        assert start % mmap.PAGESIZE == 0
+        asked.append((-(-start // 6144), (start + size) / 6144))
+    assert asked == [(0, 3), (5, 6), (7, 9), (399, 400)]  # first token, and after the last
 
 
 def test_sparse_tables_take_no_room_and_may_be_larger_than_memory(tmp_path):
