@@ -3,7 +3,7 @@
     python bench.py all --quick                          # everything small, in a minute or two
     python bench.py train                                # kinds of layers, eager and compiled
     python bench.py decode                               # one token at a time, eager and compiled
-    python bench.py attention                            # full and windows, by length
+    python bench.py attention                            # full attention and windows, by length
     python bench.py vocab                                # what a larger vocabulary costs
     python bench.py offload                              # where tables live: device, RAM, disk
     python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
@@ -221,6 +221,7 @@ def decode(contender: Contender, batch: int, context: int, new: int) -> float:
 
 
 def cache_bytes(cache: KVCache) -> int:
+    """Bytes of keys and values."""
     return sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
 
 
@@ -296,7 +297,7 @@ def bench_attention(bench: Bench) -> dict:
         batch_size = max(1, bench.batch_size // times)
         sized = replace(bench, block_size=length, batch_size=batch_size)
         contenders = {}
-        for kind in ("full", "window"):
+        for kind in ("full", "window", "window,window,full"):
             config = sized.model(ffn="embformer", attention=kind)
             contenders[f"{kind}, T = {length:,}"] = Contender(sized, config)
         tasks = {

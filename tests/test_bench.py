@@ -47,7 +47,7 @@ def test_all_of_it_in_a_quick_run(tmp_path):
 def test_kinds_of_attention_by_length():
     """Only full attention's cache grows beyond a window of 128 tokens."""
     rows = bench.bench_attention(Bench(device="cpu", **{**SIZES, "block_size": 50, "quick": True}))
-    assert len(rows) == 2 * 2
+    assert len(rows) == 2 * 3
     per_token = 3 * 2 * 24 * 4  # layers, keys and values, channels, bytes
     for n in (50, 200):
         for kind, kept in (("full", n), ("window", min(n, 127))):
