@@ -169,7 +169,7 @@ class OffloadedTables(StoredTables):
         went wrong in the worker."""
         ids = ids.cpu()
         training = self.in_training()
-        if not training and ids.shape[-1] == 1:
+        if not training and ids.shape[1] == 1:
             return self.decode(ids)
         distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
         # Evaluation keeps one batch. Rows that training read stay until they are updated.
@@ -187,12 +187,12 @@ class OffloadedTables(StoredTables):
             yield F.embedding(index, self.rows(table))
 
     def decode(self, ids: Tensor) -> Iterator[Tensor]:
-        """Rows of tokens [B, 1]. So few records are sent directly, bypassing ring and worker."""
+        """Rows of one step, tokens [B, 1]. So few records are sent directly, bypassing the ring."""
         self.flush()  # the storage must have their latest values
-        ids = ids.flatten()
         self.storage.read_ahead(ids)
-        rows = send(self.storage.arrays["rows"].index_select(0, ids), self.device)
-        return iter(rows[:, None].unbind(2))  # [B, 1, n_table, W] -> [B, 1, W] each
+        records = self.storage.arrays["rows"].index_select(0, ids.flatten())
+        records = send(records, self.device).unflatten(0, ids.shape)  # [B, 1, n_table, W]
+        return iter(records.unbind(-2))  # [B, 1, W] each
 
     # --- training ---
 

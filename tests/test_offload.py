@@ -309,6 +309,11 @@ def test_ids_out_of_range_are_refused():
         assert all_equal(gpu, tables, batch(0))
 
 
+@pytest.mark.parametrize("shape", [(2, 5), (2, 1), (2, 5, 1), (2, 1, 3)])
+def test_tokens_may_have_one_address_or_several(gpu, shape):
+    assert all_equal(gpu, offloaded(gpu), batch(0, shape))
+
+
 def test_rows_that_another_lookup_evicted_are_fetched_again():
     with SimulatedGpu() as gpu, torch.no_grad():
         tables = offloaded(gpu).eval()
