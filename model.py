@@ -146,15 +146,19 @@ class Decoder(nn.Module):
             self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         widths = [block.row_width for block in self.blocks if block.row_width]
         assert len(set(widths)) < 2, f"layers with a table must read rows of one width: {widths}"
-        n_table, n_row, width = len(widths), config.vocab_size, widths[0] if widths else 0
+        n_table = len(widths)
+        n_row = config.vocab_size
+        width = widths[0] if widths else 0
         # Rows have addresses: token ids or, if they belong to n-grams, hashes.
         self.ngrams = None
         if config.ffn in MEMORIES:
             self.ngrams = Ngrams(config)
             n_row = self.ngrams.n_row
-            width //= self.ngrams.n_address
+            width //= self.ngrams.n_address  # a token reads several, side by side
         self.shares_rows = config.ffn == "bigram"  # all layers read one table
-        self.tables = tables(1 if self.shares_rows else n_table, n_row, width)
+        if self.shares_rows:
+            n_table = 1
+        self.tables = tables(n_table, n_row, width)
         self.compiled = None  # `layers`, see `compile_steps`
         if not self.head_weight.is_meta:  # on meta, normal_ would import the compiler: a second
             self.init_weights()
@@ -365,15 +369,16 @@ class Decoder(nn.Module):
         """
         assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
         config = self.config
-        generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
-        table_ids = ids if table_ids is None else table_ids.to(ids.device)
+        generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
+        ids = ids.cpu()  # where tables in RAM and the caller need them: one wait a token for all
+        table_ids = ids if table_ids is None else table_ids.cpu()
         ids = ids[:, -config.block_size :]
         table_ids = table_ids[:, -config.block_size :]
         room = 128  # doubled, so that there are few sizes: each of them would be compiled anew
         while room < ids.shape[1] + max_new_tokens:
             room *= 2
         cache = self.make_cache(len(ids), room)
-        done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        done = torch.zeros(len(ids), dtype=torch.bool)
         n_new = ids.shape[1]  # how many tokens the model has not read: first, the whole prompt
         for _ in range(max_new_tokens):
             if cache.length == cache.room:
@@ -381,12 +386,12 @@ class Decoder(nn.Module):
                 n_new = max(1, cache.room // 2)
             new_ids, new_table_ids = ids[:, -n_new:], table_ids[:, -n_new:]
             logits, _ = self(new_ids, table_ids=new_table_ids, cache=cache, last_only=True)
-            token = sample(logits[:, -1], temperature, top_k, top_p, generator)  # [B]
+            token = sample(logits[:, -1], temperature, top_k, top_p, generator).cpu()  # [B]
             if stop is not None:
                 token = token.masked_fill(done, stop)
                 done |= token == stop
             yield token
-            if stop is not None and done.all():  # a host-device sync per token
+            if done.all():
                 return
             ids = torch.cat((ids, token[:, None]), dim=1)
             table_ids = torch.cat((table_ids, token[:, None]), dim=1)
@@ -395,7 +400,7 @@ class Decoder(nn.Module):
     def generate(self, ids: Tensor, max_new_tokens: int, **options) -> Tensor:
         """The prompt followed by the tokens of `stream`, to which options go: [B, T + new]."""
         tokens = [token[:, None] for token in self.stream(ids, max_new_tokens, **options)]
-        return torch.cat([ids, *tokens], dim=1)
+        return torch.cat([ids, *(send(token, ids.device) for token in tokens)], dim=1)
 
     # --- costs ---
 

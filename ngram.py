@@ -134,8 +134,6 @@ class Bigram(nn.Module):
     """The row of the last two tokens, added in every layer with a weight of its own (bigram hash
     embedding: K. Jordan et al., repository modded-nanogpt, 2026). Differs: Engram's hash."""
 
-    shares_rows = True  # one table for all layers
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.row_width = config.n_embd
