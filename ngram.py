@@ -123,6 +123,7 @@ class Engram(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows e [B, T, n_embd] -> [B, T, n_embd]."""
+        rows = rows.to(x.dtype)
         key = self.key_norm(self.key(rows))  # [B, T, n_embd]
         score = (self.query_norm(x) * key).sum(-1, keepdim=True)  # [B, T, 1]
         score = score / x.shape[-1] ** 0.5
@@ -141,7 +142,7 @@ class Bigram(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x, rows [B, T, n_embd] -> [B, T, n_embd]."""
-        return self.weight * rows
+        return self.weight * rows.to(x.dtype)
 
 
 class ValueQKV(LinearQKV):
