@@ -3,6 +3,7 @@ PyTorch's own counter."""
 
 import pytest
 import torch
+from naive import silu
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,10 +28,6 @@ TINY = dict(
 
 def config(ffn: str, **options) -> ModelConfig:
     return ModelConfig(**{**TINY, **options}, ffn=ffn)
-
-
-def silu(x):
-    return x * torch.sigmoid(x)
 
 
 # --- each layer, token by token: its weights w, x [16], the token's row and id -> [16] ---

@@ -1,82 +1,15 @@
-"""Checks the decoder against a naive one: loops over heads and positions, and no cache."""
+"""The decoder: settings, loss, decoding, sampling, sizes. Its forward pass: test_attention.py."""
 
-import cmath
-import math
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_same
-from torch import nn
+from naive import TINY, decoder, naive_greedy, tokens
 
 from common import UserError, add_flags, make_parser
 from model import CHUNK, LAYERS, Decoder, HeadLoss, ModelConfig, sample
-
-TINY = dict(vocab_size=23, block_size=16, n_layer=3, n_head=4, n_embd=32, d_ff=48)
-
-
-def decoder(**options) -> Decoder:
-    """A tiny decoder with weights so large, norm scales included, that each of them matters."""
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(**{**TINY, **options}))
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
-def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
-
-
-def naive_norm(x, weight, eps):
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def naive_rotate(x, base, scaling):
-    """x [T, head_dim]: channels i and i + head_dim/2 are one complex number, turned by an angle;
-    slowed down as in Meta's Llama 3.1."""
-    half = x.shape[1] // 2
-    turned = torch.complex(*x.split(half, dim=1))
-    for i in range(half):
-        speed = base ** (-i / half)  # radians per token
-        if scaling:
-            factor, low, high, context = scaling
-            smooth = (context * speed / (2 * math.pi) - low) / (high - low)
-            smooth = min(max(smooth, 0.0), 1.0)
-            speed = (1 - smooth) * speed / factor + smooth * speed
-        for t in range(len(x)):
-            turned[t, i] *= cmath.exp(1j * t * speed)
-    return torch.cat((turned.real, turned.imag), dim=1)
-
-
-@torch.no_grad()
-def naive_dense(model, ids):
-    """Logits [T, V] of a dense decoder for ids [T], in double precision."""
-    config = model.config
-    w = {name: value.double() for name, value in model.state_dict().items()}
-    width, groups = config.head_dim, config.n_head // config.n_kv_head
-    future = torch.ones(len(ids), len(ids)).triu(1).bool()
-    x = w["wte.weight" if config.tie_head else "wte.weight.0"][ids]
-    for n in range(config.n_layer):
-        b = f"blocks.{n}."
-        normed = naive_norm(x, w[b + "attn_norm.weight"], config.norm_eps)
-        heads = (normed @ w[b + "attn.qkv.qkv.weight"].T).split(width, dim=1)  # q, then k, then v
-        y = []
-        for head in range(config.n_head):
-            shared = config.n_head + head // groups  # the key head of this query head
-            q = naive_rotate(heads[head], config.rope_base, config.rope_scaling)
-            k = naive_rotate(heads[shared], config.rope_base, config.rope_scaling)
-            scores = (q @ k.T / math.sqrt(width)).masked_fill(future, -math.inf)
-            y.append(scores.softmax(1) @ heads[shared + config.n_kv_head])
-        x = x + torch.cat(y, dim=1) @ w[b + "attn.out.weight"].T
-        normed = naive_norm(x, w[b + "ffn_norm.weight"], config.norm_eps)
-        gate = normed @ w[b + "ffn.gate.weight"].T
-        hidden = gate / (1 + torch.exp(-gate)) * (normed @ w[b + "ffn.up.weight"].T)
-        x = x + hidden @ w[b + "ffn.down.weight"].T
-    head = w["wte.weight" if config.tie_head else "head.weight"]
-    return naive_norm(x, w["norm.weight"], config.norm_eps) @ head.T
-
 
 # --- ModelConfig ---
 
@@ -84,7 +17,6 @@ def naive_dense(model, ids):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--n_kv_head -1", "--n_kv_head -1"),
         ("--n_embd 50", "--n_embd 50 must be a multiple of 2 * n_head, 8"),
         ("--n_embd 60", "--n_embd 60 must be a multiple of 2 * n_head, 8"),  # odd heads
         ("--n_head 8 --n_kv_head 3", "--n_head 8 must be a multiple of --n_kv_head 3"),
@@ -108,7 +40,10 @@ def naive_dense(model, ids):
         ("--ffn pkm --top_k 40", "too much for --d_ff 48"),
         ("--ffn ple --ple_width 72", "--ple_width 72 leaves nothing of --d_ff 48"),
         ("--ffn moe --balance -1", "--balance -1.0 must be 0 or more"),
-        ("--ffn moe --n_expert 0", "--n_expert 0 must be at least 1"),
+        ("--ffn engram --ngram_orders 1,2", "--ngram_orders 1,2 must be numbers from 2 to 9"),
+        ("--ffn engram --ngram_orders two", "--ngram_orders two must"),
+        ("--ffn engram --ngram_heads 3", "--n_embd 32 must be a multiple of 2 orders x 3"),
+        ("--ffn engram --ngram_layers 7", "--ngram_layers 7 must be"),
     ],
 )
 def test_settings_that_do_not_fit_are_named_with_their_values(line, message):
@@ -133,66 +68,45 @@ def test_defaults_follow_the_other_fields(n_embd):
 # --- the whole forward pass ---
 
 
-@pytest.mark.parametrize(
-    ("n_kv_head", "tie_head", "rope_base", "rope_scaling"),
-    [
-        (4, False, 10000.0, None),
-        (2, True, 50.0, None),
-        (1, False, 50.0, [8.0, 1.0, 4.0, 32]),
-    ],
-)
-def test_dense_logits_equal_a_naive_pre_norm_decoder(n_kv_head, tie_head, rope_base, rope_scaling):
-    rope = dict(rope_base=rope_base, rope_scaling=rope_scaling)
-    model = decoder(ffn="dense", n_kv_head=n_kv_head, tie_head=tie_head, **rope)
-    ids = tokens(2, 9)
-    for sequence, logits in zip(ids, model(ids)[0], strict=True):
-        expected = naive_dense(model, sequence).float()
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_dropout_leaves_out_a_share_and_scales_the_rest_in_training_only():
-    ids, share = tokens(256, 16), 0.25
+    ids = tokens(256, 16)
+    share = 0.25
     model = decoder(ffn="dense", dropout=share)
     assert torch.equal(model(ids)[0], decoder(ffn="dense")(ids)[0])
     block = model.train().blocks[0]
-    inputs, outputs = {}, {}
-    for name, part in (("block", block), ("norm", block.ffn_norm), ("ffn", block.ffn)):
+    inputs = {}
+    outputs = {}
 
-        def record(_, given, made, name=name):
-            inputs[name], outputs[name] = given[0], made
+    def record(module, given, made):
+        inputs[module] = given[0]
+        outputs[module] = made
 
+    for part in (block, block.ffn_norm, block.ffn):
         part.register_forward_hook(record)
     model(ids)
-    residual = outputs["block"] - inputs["norm"]
-    for whole, dropped in ((model.embed(ids), inputs["block"]), (outputs["ffn"], residual)):
+    embedding = model.embed(ids)
+    residual = outputs[block] - inputs[block.ffn_norm]
+    for whole, dropped in ((embedding, inputs[block]), (outputs[block.ffn], residual)):
         left = (dropped / whole)[whole.abs() > 0.1]
         gone = left.abs() < 0.1
         assert gone.float().mean().item() == pytest.approx(share, abs=0.03)
         assert left[~gone].median().item() == pytest.approx(1 / (1 - share), rel=1e-3)
     q = torch.zeros(2, 4, 512, 8)  # attention alone: equal weights, of which a share is left out
     sums = block.attn.attend(q, q, torch.ones_like(q), None)[:, -1]
-    assert sums.mean().item() == pytest.approx(1, abs=0.05) and sums.std() > 0.01
+    assert sums.mean().item() == pytest.approx(1, abs=0.05)
+    assert sums.std() > 0.01
 
 
 def test_more_tokens_than_block_size_are_refused():
     model = decoder(ffn="dense")
     cache = model.make_cache(1)
-    model(tokens(1, 10), cache=cache)
-    with pytest.raises(AssertionError, match="17 tokens do not fit into block_size=16"):
-        model(tokens(1, 7), cache=cache)
-    with pytest.raises(AssertionError, match="17 tokens do not fit into block_size=16"):
-        model(tokens(1, 17))
+    model(tokens(1, 30), cache=cache)
+    for n, earlier in ((3, cache), (33, None)):
+        with pytest.raises(AssertionError, match="33 tokens do not fit into block_size=32"):
+            model(tokens(1, n), cache=earlier)
 
 
 # --- the loss ---
-
-
-def head_case(n=23, width=8, vocab=31):
-    torch.manual_seed(0)
-    x, weight = (torch.randn(size, width, requires_grad=True) for size in (n, vocab))
-    targets = torch.randint(vocab, (n,))
-    targets[::5] = -1
-    return x, weight, targets
 
 
 def plain_loss(x, weight, targets):
@@ -200,24 +114,31 @@ def plain_loss(x, weight, targets):
 
 
 def test_with_targets_the_model_gives_the_mean_cross_entropy_and_no_logits():
-    model, ids, targets = decoder(ffn="dense"), tokens(2, 6), tokens(2, 6, seed=2)
-    targets[0, :4] = targets[1, 2] = -1
-    logits, loss = model(ids, targets)
-    whole = model(ids)[0].flatten(0, 1)
-    expected = F.cross_entropy(whole, targets.flatten(), ignore_index=-1)
+    model = decoder(ffn="dense")
+    ids = tokens(2, 6)
+    targets = tokens(2, 6, seed=2)
+    targets[:, :3] = -1
+    nothing, loss = model(ids, targets)
+    logits, no_loss = model(ids)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     torch.testing.assert_close(loss, expected)
-    assert logits is None and model(ids)[1] is None
+    assert nothing is None and no_loss is None
 
 
 @pytest.mark.parametrize("chunk", [1, 31 * 4, 31 * 100])  # tokens at a time: 1, 4, all
 def test_loss_in_chunks_and_its_gradients_equal_cross_entropy(monkeypatch, chunk):
     monkeypatch.setitem(CHUNK, "cpu", chunk)
-    x, weight, targets = head_case()
-    ours, plain = HeadLoss.apply(x, weight, targets, True), plain_loss(x, weight, targets)
+    torch.manual_seed(0)
+    x = torch.randn(23, 8, requires_grad=True)
+    weight = torch.randn(31, 8, requires_grad=True)
+    targets = torch.randint(31, (23,))
+    targets[::5] = -1
+    ours = HeadLoss.apply(x, weight, targets, True)
+    plain = plain_loss(x, weight, targets)
     torch.testing.assert_close(ours, plain)
-    grads, wanted = (torch.autograd.grad(3 * loss, (x, weight)) for loss in (ours, plain))
-    for grad, want in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-6)
+    grads = torch.autograd.grad(3 * ours, (x, weight))
+    wanted = torch.autograd.grad(3 * plain, (x, weight))
+    torch.testing.assert_close(grads, wanted, rtol=1e-5, atol=1e-6)
     assert HeadLoss.apply(x, weight, targets, False) == ours
     assert HeadLoss.apply(x, weight, targets.fill_(-1), True).isnan()
 
@@ -227,7 +148,8 @@ def test_a_sum_of_gradients_that_float16_cannot_hold_is_no_infinity(monkeypatch)
     19.4."""
     monkeypatch.setitem(CHUNK, "cpu", 31 * 1024)
     x = torch.full((4096, 8), 20.0, requires_grad=True)
-    weight, targets = torch.zeros(31, 8, requires_grad=True), torch.zeros(4096, dtype=torch.int64)
+    weight = torch.zeros(31, 8, requires_grad=True)
+    targets = torch.zeros(4096, dtype=torch.int64)
     with torch.autocast("cpu", torch.float16):
         loss = HeadLoss.apply(x, weight, targets, True)
     grad = torch.autograd.grad(loss, weight)[0]
@@ -238,45 +160,36 @@ def test_a_sum_of_gradients_that_float16_cannot_hold_is_no_infinity(monkeypatch)
 # --- decoding ---
 
 
-@torch.no_grad()
-def naive_greedy(model, ids, n, table_ids=None):
-    """Without a cache; a context that has outgrown block_size is cut to its last half."""
-    size = model.config.block_size
-    context = ids[:, -size:]
-    read = context if table_ids is None else table_ids
-    for _ in range(n):
-        if context.shape[1] > size:
-            context, read = context[:, -(size // 2) :], read[:, -(size // 2) :]
-        token = model(context, table_ids=read)[0][:, -1].argmax(-1, keepdim=True)
-        context, read = torch.cat((context, token), 1), torch.cat((read, token), 1)
-        ids = torch.cat((ids, token), 1)
-    return ids
-
-
 @pytest.mark.parametrize(
     ("ffn", "prompt"), [*((ffn, 4) for ffn in LAYERS), ("dense", 16), ("dense", 21)]
 )
 def test_greedy_generation_equals_an_argmax_loop_without_cache(ffn, prompt):
-    model, ids = decoder(ffn=ffn), tokens(2, prompt)
+    model = decoder(ffn=ffn, block_size=16)
+    ids = tokens(2, prompt)
     new = model.generate(ids, 40, temperature=0)
     assert new.shape == (2, prompt + 40)
     assert torch.equal(new, naive_greedy(model, ids, 40))
 
 
 def test_stop_token_ends_the_batch_and_pads_rows_that_finished_earlier():
-    model, ids, stop = decoder(ffn="dense"), tokens(3, 4), 5
+    model = decoder(ffn="dense")
+    ids = tokens(3, 4)
+    stop = 5
     options = dict(temperature=20.0, seed=3)  # nearly uniform: every row meets every token
     free = model.generate(ids, 120, **options)[:, 4:].tolist()
     lengths = [row.index(stop) + 1 for row in free]
     assert len(set(lengths)) == 3
-    expected = [row[:n] + [stop] * (max(lengths) - n) for row, n in zip(free, lengths, strict=True)]
+    expected = []
+    for row, n in zip(free, lengths, strict=True):
+        expected.append(row[:n] + [stop] * (max(lengths) - n))
     assert model.generate(ids, 120, stop=stop, **options)[:, 4:].tolist() == expected
 
 
 @pytest.fixture
 def graphs(monkeypatch) -> list:
     """What PyTorch compiles, without the time it takes to make code of it."""
-    made, compile_for_good = [], torch.compile
+    made = []
+    real = torch.compile
 
     def backend(graph, _):
         made.append(graph)
@@ -284,16 +197,15 @@ def graphs(monkeypatch) -> list:
 
     torch.compiler.set_stance("default")  # a finished training run forces eager
     torch._dynamo.reset()
-    monkeypatch.setattr(
-        torch, "compile", lambda f, mode, **how: compile_for_good(f, backend=backend, **how)
-    )
+    monkeypatch.setattr(torch, "compile", lambda f, mode, **how: real(f, backend=backend, **how))
     return made
 
 
 @pytest.mark.parametrize("ffn", ["dense", "stem", "embformer"])
 def test_steps_are_compiled_once_for_all_caches_of_a_size(ffn, graphs):
     """A step attends to the whole buffer, so that all have one shape."""
-    model, ids = decoder(ffn=ffn, n_kv_head=2, block_size=64), tokens(2, 5)
+    model = decoder(ffn=ffn, n_kv_head=2, block_size=64)
+    ids = tokens(2, 5)
     plain = model.generate(ids, 70, temperature=0)
     model.compile_steps()
     assert torch.equal(model.generate(ids, 70, temperature=0), plain)
@@ -317,7 +229,8 @@ PROBABILITIES = [[0.05, 0.4, 0.3, 0.15, 0.1], [0.6, 0.02, 0.08, 0.1, 0.2]]
 
 def naive_support(probabilities, top_k, top_p):
     """Tokens from the most probable down, until there are k or they have reached p."""
-    kept, total = [], 0.0
+    kept = []
+    total = 0.0
     for token in sorted(range(len(probabilities)), key=lambda t: -probabilities[t]):
         if len(kept) == top_k or (top_p and total >= top_p):
             break
@@ -332,7 +245,8 @@ def naive_support(probabilities, top_k, top_p):
 )
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_sample_draws_from_the_renormalized_support(top_k, top_p, temperature):
-    generator, n = torch.Generator().manual_seed(0), 20_000
+    generator = torch.Generator().manual_seed(0)
+    n = 20_000
     logits = torch.tensor(PROBABILITIES).log() + 3.0  # any shift is the same distribution
     drawn = sample(logits.repeat(n, 1), temperature, top_k, top_p, generator).view(n, 2)
     for row, probabilities in enumerate(PROBABILITIES):
@@ -373,7 +287,9 @@ def test_active_parameters_by_hand():
     def active(**options) -> int:
         return Decoder(ModelConfig(**TINY, n_kv_head=2, **options)).sizes()["active"]
 
-    attention, ffn, norms = 32 * (32 + 16 + 16) + 32 * 32, 3 * 32 * 48, (2 * 3 + 1) * 32
+    attention = 32 * (32 + 16 + 16) + 32 * 32
+    ffn = 3 * 32 * 48
+    norms = (2 * 3 + 1) * 32
     dense = 3 * (attention + ffn) + norms + 23 * 32 + 32  # the head, a row of the embedding
     assert active(ffn="dense") == dense
     assert active(stem_layers="1") == dense - 32 * 48 + 48
@@ -390,13 +306,17 @@ def test_initial_weights_have_the_documented_spread():
         if weight.dim() == 1:
             assert (weight == 1).all(), name
             continue
-        writes = name.endswith(("attn.out.weight", "ffn.down.weight"))
-        expected = 0.5 if name.startswith("tables.") else 0.03 / 4 if writes else 0.03
+        expected = 0.03
+        if name.startswith("tables."):
+            expected = 0.5
+        elif name.endswith(("attn.out.weight", "ffn.down.weight")):
+            expected = 0.03 / 4
         assert weight.std().item() == pytest.approx(expected, rel=0.05), name
 
 
 def test_weights_by_columns_are_the_same_weights():
-    model, ids = decoder(ffn="stem"), tokens(2, 9)
+    model = decoder(ffn="stem")
+    ids = tokens(2, 9)
     before = model(ids)[0]
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     model.use_column_major_weights()

@@ -1,0 +1,139 @@
+"""Tiny models, and a decoder written out naively to compare them with."""
+
+import math
+
+import torch
+from torch import nn
+
+from model import Decoder, ModelConfig
+
+TINY = dict(vocab_size=23, block_size=32, n_layer=3, n_head=4, n_embd=32, d_ff=48)
+
+
+def decoder(**options) -> Decoder:
+    """A tiny decoder with weights so large, norm scales included, that each of them matters."""
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(**{**TINY, **options}))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(TINY["vocab_size"], shape, generator=generator)
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+def norm(x, scale=1.0, eps=1e-6):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * scale
+
+
+def rotate(x, base, scaling):
+    """x [T, heads, head_dim]: channels i and i + head_dim/2 are one complex number, turned by an
+    angle; slowed down as in Meta's Llama 3.1."""
+    half = x.shape[-1] // 2
+    speeds = []
+    for i in range(half):
+        speed = base ** (-i / half)  # radians per token
+        if scaling:
+            factor, low, high, context = scaling
+            smooth = (context * speed / (2 * math.pi) - low) / (high - low)
+            smooth = min(max(smooth, 0.0), 1.0)
+            speed = (1 - smooth) * speed / factor + smooth * speed
+        speeds.append(speed)
+    angles = torch.arange(len(x))[:, None] * torch.tensor(speeds).double()  # [T, half]
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angles)[:, None]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def mix(x, n_head):
+    """x [..., n_embd]: output [i, j] takes input [(i + j) mod n_head, j]."""
+    width = x.shape[-1] // n_head
+    channels = []
+    for i in range(n_head):
+        for j in range(width):
+            channels.append(x[..., (i + j) % n_head * width + j])
+    return torch.stack(channels, dim=-1)
+
+
+def naive_logits(config, w, ids, table_ids, documents):
+    """Logits [T, V] for ids [T]; each layer weighs all pairs of tokens. w: weights by name, in
+    double precision. Kinds: dense, stem, embformer, value."""
+    width = config.head_dim
+    kv = config.n_kv_head * width
+    base = config.rope_base
+    scaling = config.rope_scaling
+    n_previous = config.previous_heads
+    i = torch.arange(len(ids))[:, None]
+    j = torch.arange(len(ids))
+    before = (j - 1).clamp(min=0)
+    causal = (j <= i) & (documents[:, None] == documents)
+    key_head = torch.arange(config.n_head) // (config.n_head // config.n_kv_head)
+    patterns = config.attention.split(",")
+    x = w["wte.weight" if config.tie_head else "wte.weight.0"][ids]
+    for layer in range(config.n_layer):
+        block = f"blocks.{layer}."
+        kind = config.layer_kind(layer)
+        if kind != "dense":
+            table = config.row_layers.index(layer)
+            rows = w[f"tables.weight.{table}"][table_ids]
+        normed = norm(x, w.get(block + "attn_norm.weight", 1.0), config.norm_eps)
+        if kind == "embformer":
+            k, v, rows = rows.split((kv, kv, config.n_embd), dim=1)
+            q = normed
+        else:
+            qkv = normed @ w[block + "attn.qkv.qkv.weight"].T
+            q, k, v = qkv.split((config.n_embd, kv, kv), dim=1)
+        if kind == "value":
+            v = v + w[block + "attn.qkv.weight"] * rows
+        q = q.unflatten(1, (-1, width))  # [T, heads, head_dim]
+        k = k.unflatten(1, (-1, width))
+        v = v.unflatten(1, (-1, width))
+        if kind == "embformer":
+            q = norm(q)
+            k = norm(k)
+        k = torch.cat((k[before][:, :n_previous], k[:, n_previous:]), dim=1)
+        q = rotate(q, base, scaling)
+        k = rotate(k, base, scaling)
+        scores = torch.einsum("ihd,jhd->hij", q, k[:, key_head]) / width**0.5
+        seen = causal
+        if patterns[layer % len(patterns)] == "window":
+            seen = causal & (i - j < config.window)
+        weight = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        y = torch.einsum("hij,jhd->ihd", weight, v[:, key_head]).flatten(1)
+        if kind != "embformer":
+            y = y @ w[block + "attn.out.weight"].T
+        x = x + y
+        normed = norm(x, w.get(block + "ffn_norm.weight", 1.0), config.norm_eps)
+        if kind == "embformer":
+            gate = silu(normed) if config.embformer_act == "silu" else normed
+            y = mix(gate * rows, config.n_head)
+        else:
+            gate = silu(normed @ w[block + "ffn.gate.weight"].T)
+            up = rows if kind == "stem" else normed @ w[block + "ffn.up.weight"].T
+            y = (gate * up) @ w[block + "ffn.down.weight"].T
+        x = x + y
+    head = w["wte.weight" if config.tie_head else "head.weight"]
+    return norm(x, w.get("norm.weight", 1.0), config.norm_eps) @ head.T
+
+
+@torch.no_grad()
+def naive_greedy(model, ids, n, table_ids=None):
+    """Without a cache; a context that has outgrown block_size is cut to its last half."""
+    size = model.config.block_size
+    context = ids[:, -size:]
+    read = context if table_ids is None else table_ids
+    for _ in range(n):
+        if context.shape[1] > size:
+            context = context[:, -(size // 2) :]
+            read = read[:, -(size // 2) :]
+        logits, _ = model(context, table_ids=read)
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        context = torch.cat((context, token), dim=1)
+        read = torch.cat((read, token), dim=1)
+        ids = torch.cat((ids, token), dim=1)
+    return ids
