@@ -140,18 +140,28 @@ def test_a_step_of_conversations_weighs_tokens_equally(stage, tmp_path):
     assert parts == pytest.approx(whole, rel=1e-3)
 
 
-def test_validation_means_over_tokens_whatever_the_batch(chat):
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_validation_means_over_tokens_and_its_batches_are_full(chat, size, monkeypatch):
+    """Another size would be compiled anew, with sizes that are symbols."""
     data = Data(str(chat), "chat", 64, 1, 100)
+    (rows,) = data.val.values()
     torch.manual_seed(0)
     model = Decoder(ModelConfig(data.encoding.n_vocab, 64, 2, 2, 32, init_std=0.2)).eval()
-    objective = NextToken(model, torch.device("cpu"), "float32")
-    rows = data.val[str(chat)]
-    ids, targets = rows.rows(range(rows.n_row))
+    ids, targets = rows.rows(range(7))  # of unequal lengths
     logits = model(ids)[0].flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=-1).item()
-    for size in (1, 3, rows.n_row):
-        found = validate(objective, data, rows.n_row * 64, size)
-        assert found["val_loss"] == pytest.approx(expected, rel=1e-5)
+    objective = NextToken(model, torch.device("cpu"), "float32")
+    shapes = []
+    forward = model.forward
+
+    def noted(ids, targets, **options):
+        shapes.append(ids.shape[0])
+        return forward(ids, targets, **options)
+
+    monkeypatch.setattr(model, "forward", noted)
+    found = validate(objective, data, 7 * 64, size)
+    assert found["val_loss"] == pytest.approx(expected, rel=1e-5)
+    assert shapes == [size] * -(-7 // size)
 
 
 @pytest.mark.parametrize(

@@ -1,87 +1,43 @@
-"""Tables whose rows are views of a file, read and updated in place: equal to resident ones."""
-
-from functools import partial
+"""Tables whose rows are views of a file, read and updated in place. That training equals that of
+resident ones: training/test_place.py."""
 
 import pytest
 import torch
-from conftest import Largest, assert_same
+from conftest import Largest
 
 from model import Decoder, ModelConfig
 from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage
-from tables.tables import ResidentTables, StoredTables
+from tables.tables import StoredTables
 
 V, L, W = 23, 5, 6
 
 
 @pytest.fixture
 def made(tmp_path):
-    """What makes tables when called as (n_table, V, W), optionally of another dtype."""
+    """What makes tables when called as (n_table, V, W)."""
 
-    def make(n_table=L, vocab_size=V, width=W, dtype=torch.float32):
+    def make(n_table=L, vocab_size=V, width=W):
         shape = (vocab_size, n_table, width)
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        return StoredTables(DiskStorage.create(folder, shape, dtype))
+        return StoredTables(DiskStorage.create(tmp_path / "tables", shape, torch.float32))
 
     return make
 
 
-def batch(step: int, shape=(2, 4)) -> torch.Tensor:
-    return torch.randint(V, shape, generator=torch.Generator().manual_seed(step))
-
-
-CONFIG = ModelConfig(V, 16, 4, 2, 16, stem_layers="all", table_std=0.5)
-
-
-def train(tables, micro: int = 1, steps: int = 20, state: str = "row"):
-    """Losses, model and optimizer of its tables after some steps."""
-    torch.manual_seed(0)
-    model = Decoder(CONFIG, tables=tables)
-    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    rows = RowRMSprop(model.tables, state=state, seed=3)
-    losses = []
-    for number in range(steps):
-        for part in batch(number, (4, 8)).chunk(micro):
-            loss = model(part, part)[1]
-            loss.backward()
-            losses.append(loss.item())
-        adamw.step()
-        adamw.zero_grad()
-        rows.step(0.05)
-        if number == 7:  # reading between steps changes nothing
-            with torch.no_grad():
-                losses.append(model.eval()(part, part)[1].item())
-            model.train()
-    model.tables.flush()
-    return losses, model, rows
-
-
-@pytest.mark.parametrize("state", ["row", "number"])
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_equals_resident_bit_for_bit(made, micro, state, dtype):
-    runs = []
-    for tables in (made, ResidentTables):
-        losses, model, rows = train(partial(tables, dtype=dtype), micro, state=state)
-        assert model.tables.weight[0].dtype == dtype
-        dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
-        kept = [*dense, *model.tables.weight, *rows.state, rows.last]
-        runs.append([losses, [tensor.data for tensor in kept]])
-        if tables is made:
-            names = ["rows", "state"] if state == "number" else ["rows"]
-            assert list(model.tables.storage.arrays) == names
-    assert_same(*runs)
+def batch(seed: int) -> torch.Tensor:
+    return torch.randint(V, (2, 4), generator=torch.Generator().manual_seed(seed))
 
 
 def test_a_model_moves_its_tables_nowhere_and_counts_them(made):
+    config = ModelConfig(V, 16, 4, 2, 16, stem_layers="all")
     with torch.device("meta"):
-        plain = Decoder(CONFIG).sizes()
-    model = train(made, steps=1)[1]
+        plain = Decoder(config).sizes()
+    model = Decoder(config, tables=made)
     assert model.sizes() == plain
     before = model.tables.weight[0]
     model.to(torch.float64)
     assert model.tables.weight[0] is before and before.dtype == torch.float32
-    assert not [name for name, _ in model.named_parameters() if name.startswith("tables.")]
+    assert not list(model.tables.parameters())
 
 
 @pytest.mark.parametrize("rows", [{}, {"weight.1": torch.zeros(1, W)}])

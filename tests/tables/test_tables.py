@@ -72,16 +72,6 @@ def test_gradients_equal_the_touched_rows_of_a_dense_gradient(n_part):
     assert all(weight.grad is None for weight in made.weight)  # nothing V x W was allocated
 
 
-def test_tables_with_requires_grad_are_ordinary_parameters():
-    made = tables().requires_grad_(True)
-    embeddings = ordinary()
-    backward(made.lookup(BATCH))
-    backward([embedding(BATCH) for embedding in embeddings])
-    for weight, embedding in zip(made.weight, embeddings, strict=True):
-        torch.testing.assert_close(weight.grad, embedding.weight.grad)
-    assert made.reads == []
-
-
 def test_gradients_count_only_what_was_differentiated():
     made = tables()
     list(made.eval().lookup(BATCH))
