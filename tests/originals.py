@@ -98,32 +98,34 @@ class Original:
     decode: Callable[[Tensor], Tensor]  # the same with a cache, see `steps`
     loss: Callable[[Tensor], Tensor]  # ids [B, T + 1] -> [], all but the first predicted
 
-    def named(self, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Our weights, or their gradients, as they are named, split and ordered there."""
-        config = self.config
-        kv = config.n_kv_head * config.head_dim
-        found = {}
-        for name, tensor in ours.items():
-            name = name.replace(".weight", "")
-            parts = {name: tensor}
-            if name.endswith("qkv"):  # [n_embd + 2 kv, n_embd]
-                q, k, v = tensor.split((config.n_embd, kv, kv))
-                if self.names is LINGUA:
-                    q, k = self.interleaved(q), self.interleaved(k)
-                parts = {f"{name} q": q, f"{name} k": k, f"{name} v": v}
-            elif config.embedding_only and name.startswith("tables"):  # [V, 2 kv + n_embd]
-                k, v, ffn = tensor.split((kv, kv, config.n_embd), dim=1)
-                parts = {f"{name} k": k, f"{name} v": v, f"{name} ffn": ffn}
-            for part_name, part in parts.items():
-                layer = "".join(re.findall("[0-9]", part_name))
-                there = self.names.get(part_name) or self.names[part_name.replace(layer, "#")]
-                found[there.replace("#", layer) + ".weight"] = part
-        return found
 
-    def interleaved(self, weight: Tensor) -> Tensor:
-        """STEM's rotations turn neighbouring channels of a head, ours those half a head apart."""
-        halves = weight.unflatten(0, (-1, 2, self.config.head_dim // 2))
-        return halves.transpose(1, 2).flatten(0, 2)  # [heads, head_dim / 2, 2, n_embd], flat
+def named(ours: dict[str, Tensor], config: ModelConfig, names: dict[str, str]) -> dict[str, Tensor]:
+    """Our weights, or their gradients, as they are named, split and ordered there."""
+    kv = config.n_kv_head * config.head_dim
+    found = {}
+    for name, tensor in ours.items():
+        name = name.replace(".weight", "")
+        parts = {name: tensor}
+        if name.endswith("qkv"):  # [n_embd + 2 kv, n_embd]
+            q, k, v = tensor.split((config.n_embd, kv, kv))
+            if names is LINGUA:
+                q = interleaved(q, config.head_dim)
+                k = interleaved(k, config.head_dim)
+            parts = {f"{name} q": q, f"{name} k": k, f"{name} v": v}
+        elif config.embedding_only and name.startswith("tables"):  # [V, 2 kv + n_embd]
+            k, v, ffn = tensor.split((kv, kv, config.n_embd), dim=1)
+            parts = {f"{name} k": k, f"{name} v": v, f"{name} ffn": ffn}
+        for part_name, part in parts.items():
+            layer = "".join(re.findall("[0-9]", part_name))
+            there = names.get(part_name) or names[part_name.replace(layer, "#")]
+            found[there.replace("#", layer) + ".weight"] = part
+    return found
+
+
+def interleaved(weight: Tensor, head_dim: int) -> Tensor:
+    """STEM's rotations turn neighbouring channels of a head, ours those half a head apart."""
+    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).flatten(0, 2)  # [heads, head_dim / 2, 2, n_embd], flat
 
 
 # --- the comparison ---
@@ -137,7 +139,7 @@ def counterpart(original: Original) -> Decoder:
     ours = Decoder(original.config)
     for weight in ours.parameters():
         nn.init.normal_(weight, std=0.3)
-    weights = original.named(dict(ours.named_parameters()))
+    weights = named(dict(ours.named_parameters()), original.config, original.names)
     theirs = dict(original.model.named_parameters())
     assert weights.keys() == theirs.keys(), weights.keys() ^ theirs.keys()
     for name, weight in weights.items():
@@ -192,7 +194,7 @@ def compare(ours: Decoder, original: Original) -> dict[str, tuple[float, float]]
     their_loss = original.loss(ids)
     our_loss.backward()
     their_loss.backward()
-    grads = original.named(gradients(ours))
+    grads = named(gradients(ours), original.config, original.names)
     theirs = dict(original.model.named_parameters())
     return {
         "logits": logits,

@@ -32,7 +32,7 @@ def documents_of(ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", PATTERNS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [3, 29])
+@pytest.mark.parametrize("n", [3, 20, 29])
 @pytest.mark.parametrize("masked", [False, True])
 def test_logits_and_gradients_equal_those_of_a_naive_decoder(attention, kind, n, masked):
     model = of_kind(kind, attention).double()

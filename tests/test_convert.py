@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_same, command, refused
+from originals import HUGGING_FACE, named
 
 import convert
 from common import UserError
@@ -80,19 +81,8 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
     for weight in model.parameters():
         weight.data = (torch.randn(weight.shape) * 0.3).to(convert.DTYPES[dtype]).float()
     ours = {name: weight.detach() for name, weight in model.named_parameters()}
-    embedding = ours["wte.weight" if shape.tie_head else "wte.weight.0"]
-    weights = {"model.embed_tokens": embedding, "model.norm": ours["norm.weight"]}
-    weights["lm_head"] = ours.get("head.weight", embedding)
-    for n in range(2):
-        own, other = f"blocks.{n}.", f"model.layers.{n}."
-        qkv = ours[own + "attn.qkv.qkv.weight"].split([32, 16, 16])
-        for part, weight in zip("qkv", qkv, strict=True):
-            weights[f"{other}self_attn.{part}_proj"] = weight
-        weights[other + "self_attn.o_proj"] = ours[own + "attn.out.weight"]
-        weights[other + "input_layernorm"] = ours[own + "attn_norm.weight"]
-        weights[other + "post_attention_layernorm"] = ours[own + "ffn_norm.weight"]
-        for part in ("gate", "up", "down"):
-            weights[f"{other}mlp.{part}_proj"] = ours[f"{own}ffn.{part}.weight"]
+    weights = named(ours, shape, HUGGING_FACE)
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])  # if it is tied
     for part in range(parts):
         names = list(weights)[part::parts]
         write_safetensors(folder / f"model-{part}-of-{parts}.safetensors", dtype, weights, names)
@@ -105,7 +95,7 @@ def write_safetensors(path, dtype, weights, names) -> None:
         start = len(numbers)
         weight = weights[name].to(convert.DTYPES[dtype])
         numbers += weight.view(torch.uint8).numpy().tobytes()
-        header[f"{name}.weight"] = {
+        header[name] = {
             "dtype": dtype,
             "shape": list(weight.shape),
             "data_offsets": [start, len(numbers)],
