@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -60,9 +61,35 @@ def mix(x, n_head):
     return torch.stack(channels, dim=-1)
 
 
+def naive_addresses(config, ids, documents):
+    """Of n-grams, as in the code of Engram's paper: ids [T] -> a list of addresses for each."""
+    longest = max(map(int, config.ngram_orders.split(",")))
+    rng = np.random.default_rng(10007 * config.row_layers[0])
+    half = max(1, np.iinfo(np.int64).max // config.vocab_size // 2)
+    m = rng.integers(0, half, size=longest, dtype=np.int64) * 2 + 1
+    found = []
+    for t in range(len(ids)):
+        row = []
+        offset = 0
+        prime = config.ngram_rows - 1
+        for n in range(2, longest + 1):
+            mixed = 0
+            for k in range(n):
+                if t - k >= 0 and documents[t - k] == documents[t]:
+                    mixed ^= int(ids[t - k]) * int(m[k])
+            for _ in range(config.ngram_heads):
+                prime += 1
+                while any(prime % d == 0 for d in range(2, prime)):
+                    prime += 1
+                row.append(mixed % prime + offset)
+                offset += prime
+        found.append(row)
+    return found
+
+
 def naive_logits(config, w, ids, table_ids, documents):
     """Logits [T, V] for ids [T]; each layer weighs all pairs of tokens. w: weights by name, in
-    double precision. Kinds: dense, stem, embformer, value."""
+    double precision. Kinds: dense, stem, embformer, value, engram, bigram."""
     width = config.head_dim
     kv = config.n_kv_head * width
     base = config.rope_base
@@ -74,13 +101,23 @@ def naive_logits(config, w, ids, table_ids, documents):
     causal = (j <= i) & (documents[:, None] == documents)
     key_head = torch.arange(config.n_head) // (config.n_head // config.n_kv_head)
     patterns = config.attention.split(",")
+    if config.ffn in ("engram", "bigram"):
+        table_ids = torch.tensor(naive_addresses(config, table_ids, documents))  # [T, R]
     x = w["wte.weight" if config.tie_head else "wte.weight.0"][ids]
     for layer in range(config.n_layer):
         block = f"blocks.{layer}."
         kind = config.layer_kind(layer)
         if kind != "dense":
-            table = config.row_layers.index(layer)
-            rows = w[f"tables.weight.{table}"][table_ids]
+            table = 0 if kind == "bigram" else config.row_layers.index(layer)
+            rows = w[f"tables.weight.{table}"][table_ids].flatten(1)
+        if kind == "bigram":
+            x = x + w[block + "memory.weight"] * rows
+        if kind == "engram":
+            query = norm(x, w[block + "memory.query_norm.weight"])
+            key = norm(rows @ w[block + "memory.key.weight"].T, w[block + "memory.key_norm.weight"])
+            s = (query * key).sum(-1, keepdim=True) / config.n_embd**0.5
+            gate = 1 / (1 + torch.exp(-s.sign() * s.abs().sqrt()))
+            x = x + gate * (rows @ w[block + "memory.value.weight"].T)
         normed = norm(x, w.get(block + "attn_norm.weight", 1.0), config.norm_eps)
         if kind == "embformer":
             k, v, rows = rows.split((kv, kv, config.n_embd), dim=1)

@@ -17,6 +17,8 @@ KINDS = {
     "dense, slow": dict(tie_head=True, n_kv_head=1, rope_base=50.0, rope_scaling=SLOW),
     "stem": dict(stem_layers="0,2"),
     "value": dict(n_kv_head=2),
+    "engram": dict(ngram_rows=50),
+    "bigram": dict(ngram_rows=50),
 }
 
 
