@@ -35,16 +35,19 @@ def counted(run) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("kind", MAIN)
+@pytest.mark.parametrize("kind", KINDS)
 def test_flops_equal_those_that_pytorch_counts(kind):
     model = Decoder(ModelConfig(**SHAPE, **KINDS[kind]))
     costs = Costs(model.config)
     ids = torch.randint(50, (1, N))
     with torch.no_grad():
         read = counted(lambda: model.eval()(ids, last_only=True))
+    if kind == "pkm":  # the weighted sum of 16 values a head, which it does not count
+        read += N * 2 * 4 * SHAPE["n_layer"] * 16 * SHAPE["n_embd"]
     assert read == costs.flops(N, logits=1) + HIDDEN
-    trained = counted(lambda: model.train()(ids)[0].sum().backward())
-    assert trained == 3 * (costs.flops(N, logits=N) + HIDDEN)
+    if kind in MAIN:
+        trained = counted(lambda: model.train()(ids)[0].sum().backward())
+        assert trained == 3 * (costs.flops(N, logits=N) + HIDDEN)
 
 
 @pytest.mark.parametrize("kind", MAIN)
