@@ -28,6 +28,7 @@ from training.records import read_run
 torch.set_num_threads(1)  # threads only slow down tensors of this size
 
 ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
 SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
 RUN = dict(
     batch_size=4, max_iters=12, eval_interval=6, eval_tokens=1024, device="cpu", dtype="float32"
@@ -160,11 +161,14 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
+def change_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 def of_another_tokenizer(data: Path, folder: Path) -> Path:
     """A copy of a prepared folder that says so of itself."""
     shutil.copytree(data, folder)
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "tokenizer": "another"}))
+    change_json(folder / "meta.json", tokenizer="another")
     return folder
 
 
@@ -211,18 +215,29 @@ def no_loss_png(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", draw_others)
 
 
+def write_jsonl(path: Path, records: list) -> Path:
+    """What is bytes already is written as it is."""
+    with open(path, "wb") as file:
+        for record in records:
+            if not isinstance(record, bytes):
+                record = json.dumps(record, ensure_ascii=False).encode()
+            file.write(record + b"\n")
+    return path
+
+
 def write_story(path: Path, n_document: int) -> None:
     """A .jsonl file of made-up documents."""
     rng = random.Random(0)
     names = ["Anna", "Björn", "Chloë"]
     verbs = ["sees", "follows", "meets"]
-    with open(path, "w", encoding="utf-8") as file:
-        for _ in range(n_document):
-            text = " ".join(
-                f"{rng.choice(names)} {rng.choice(verbs)} {rng.choice(names)} at the river."
-                for _ in range(rng.randint(3, 9))
-            )
-            file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    documents = []
+    for _ in range(n_document):
+        sentences = []
+        for _ in range(rng.randint(3, 9)):
+            sentence = rng.choice(names), rng.choice(verbs), rng.choice(names)
+            sentences.append(" ".join(sentence) + " at the river.")
+        documents.append({"text": " ".join(sentences)})
+    write_jsonl(path, documents)
 
 
 @pytest.fixture(scope="session")

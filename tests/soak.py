@@ -10,10 +10,8 @@ less than one line, loses work, or exits with 0 and another result than an undis
 bit. Every command runs in a fork of this process, which imports PyTorch once and has one thread.
 """
 
-import hashlib
 import importlib
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -36,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import pytest
 import torch
 import torch._dynamo  # which every optimizer would import anew
-from conftest import EDIT, cut_in_step, flags, losses, write_story
+from conftest import EDIT, cut_in_step, flags, leaves, losses, write_story
 
 import common
 from config import ModelConfig
@@ -141,16 +139,15 @@ def disturbance(rng: random.Random, out: Path, like: Path) -> Callable:
 # --- what undisturbed runs come to ---
 
 
-def state(out: Path, name: str = "ckpt.pt") -> str:
+def state(out: Path, name: str = "ckpt.pt") -> dict:
     """All that training goes on from, wherever tables are, to the bit."""
-
-    def digest(tensor: torch.Tensor) -> str:
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        return hashlib.sha256(raw.numpy()).hexdigest()
-
     checkpoint = load_checkpoint(out / name)
-    parts = [checkpoint[part] for part in ("model", "optimizer", "step", "config")]
-    return json.dumps(parts, sort_keys=True, default=digest)
+    found = leaves([checkpoint[part] for part in ("model", "optimizer", "step", "config")])
+    for place, leaf in found.items():
+        if isinstance(leaf, torch.Tensor):
+            raw = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
+            found[place] = raw.numpy().tobytes()
+    return found
 
 
 def check_equal(out: Path, like: Path) -> None:

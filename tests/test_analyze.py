@@ -1,6 +1,5 @@
 """analyze.py: every question with tiny models, runs that are trained once, spikes."""
 
-import json
 import math
 import os
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, command, losses, refused
+from conftest import ROOT, change_json, command, losses, refused
 
 import analyze
 from analysis import experiment as shared
@@ -134,8 +133,7 @@ def test_other_settings_data_or_code_are_another_folder(experiment, data, tmp_pa
     copy = tmp_path / "x" / data.name
     shutil.copytree(data, copy)
     assert folder(data_dir=str(copy)) == same
-    meta = json.loads((copy / "meta.json").read_text())
-    (copy / "meta.json").write_text(json.dumps({**meta, "seed": 5}))
+    change_json(copy / "meta.json", seed=5)
     assert folder(data_dir=str(copy)) != same
     monkeypatch.setattr(shared, "code_digest", lambda: "changed")
     assert folder() != same
@@ -165,10 +163,8 @@ def test_the_digest_of_code_is_that_of_all_imports_but_the_laboratory(tmp_path, 
 
 
 def test_runs_on_the_countries_take_1000_steps_unless_told_otherwise(experiment, data):
-    meta = json.loads((data / "meta.json").read_text())
-    folder = experiment.out_dir / "countries"
-    folder.mkdir()
-    (folder / "meta.json").write_text(json.dumps({**meta, "corpus": "countries"}))
+    folder = shutil.copytree(data, experiment.out_dir / "countries")
+    change_json(folder / "meta.json", corpus="countries")
     assert experiment.all_flags({"data_dir": folder})["max_iters"] == 1000
     assert experiment.all_flags({"data_dir": folder, "max_iters": 9})["max_iters"] == 9
     assert "max_iters" not in experiment.all_flags({})

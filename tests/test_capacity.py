@@ -1,11 +1,10 @@
 """Made-up facts, and how many of them a model recalls."""
 
 import torch
+from conftest import CPU
 
 from analysis import capacity
 from analysis.capacity import RELATIONS, VALUES, VOCAB, learn, make_facts
-
-CPU = torch.device("cpu")
 
 
 def test_facts_differ_and_share_the_syllables_of_their_names():

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, command, refused
+from conftest import CPU, assert_same, command, refused
 from originals import HUGGING_FACE, named
 
 import convert
@@ -20,7 +20,6 @@ from text.huggingface import GPT2, LETTERS, LLAMA3, SMOLLM2
 from training.batches import Data
 from training.checkpoints import load_checkpoint, load_model
 
-CPU = torch.device("cpu")
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 300,

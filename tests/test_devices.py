@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import CPU
 
 import common
 from common import UserError, pick_device
@@ -79,8 +80,8 @@ def test_a_cpu_trains_in_bfloat16_if_it_multiplies_it(flags, dtype, tmp_path, mo
     file = tmp_path / "cpuinfo"
     file.write_text(f"model name : made up\nflags : {flags}\n")
     monkeypatch.setattr(common, "CPU_INFO", file)
-    assert training_dtype("auto", torch.device("cpu")) == dtype
-    assert training_dtype("float32", torch.device("cpu")) == "float32"
+    assert training_dtype("auto", CPU) == dtype
+    assert training_dtype("float32", CPU) == "float32"
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float16")])

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import CPU
 
 from analysis.harness import HarnessModel, harness
 from common import UserError
 from text.tokenizer import encode
 from training.checkpoints import load_model
 
-CPU = torch.device("cpu")
 LONG = "Anna sees Björn at the river. " * 6  # two contexts
 PAIRS = [
     ("Anna sees", " Björn"),

@@ -6,19 +6,12 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from conftest import command, contents, refused
+from conftest import command, contents, refused, write_jsonl
 
 import prepare
 from common import UserError
 from text import countries, dataset, documents, tokenizer
 from text.dataset import open_tokens, read_meta, read_tokenizer, write_dataset
-
-
-def jsonl(path, records):
-    """A file of records; what is bytes already is written as it is."""
-    lines = [r if isinstance(r, bytes) else json.dumps(r).encode() for r in records]
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
 
 
 def from_files(out, path, encoding=None, kind="text", **flags):
@@ -88,7 +81,7 @@ def test_txt_is_cut_into_documents(tmp_path, monkeypatch, text, n_document, kept
 
 def test_a_public_data_set_by_name(tmp_path, monkeypatch):
     """Prepared like a file of one's own; but bad lines stop nothing."""
-    path = jsonl(tmp_path / "all.jsonl", [*TEXTS, b"oops", b"oops"])
+    path = write_jsonl(tmp_path / "all.jsonl", [*TEXTS, b"oops", b"oops"])
     monkeypatch.setattr("text.download.fetch", lambda name, folder: [path])
     line = "prepare.py --dataset tinystories --val_fraction 0.3 --vocab_size 300"
     assert "skipped 2 of 62 documents" in command(line, cwd=tmp_path).stdout
@@ -176,7 +169,7 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, data):
     ],
 )
 def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
-    path = jsonl(tmp_path / "a.jsonl", [*TEXTS[:7], b"", line, b"  ", *TEXTS[7:]])
+    path = write_jsonl(tmp_path / "a.jsonl", [*TEXTS[:7], b"", line, b"  ", *TEXTS[7:]])
     report = documents.Report(max_bad=0.02)
     assert list(documents.read([path], report)) == [record["text"] for record in TEXTS]
     assert (report.bad, report.documents) == (1, 61)  # blank lines are neither
@@ -208,7 +201,7 @@ def test_bad_files_are_named(tmp_path, name, content, reason):
 def test_conversations_become_what_the_template_says(tmp_path, data, encoding):
     chats = [chat(i) for i in range(40)]
     keys = ["messages", "conversations"]
-    path = jsonl(tmp_path / "a.jsonl", [{keys[i % 2]: chats[i]} for i in range(40)])
+    path = write_jsonl(tmp_path / "a.jsonl", [{keys[i % 2]: chats[i]} for i in range(40)])
     line = "prepare.py --out_dir out --val_fraction 0.3 --tokenizer"
     command(line, data, "--input", path, cwd=tmp_path)
     found = stored(tmp_path / "out", "train") + stored(tmp_path / "out", "val")
@@ -239,7 +232,9 @@ def test_memory_does_not_grow_with_files(tmp_path, encoding, monkeypatch):
     monkeypatch.setattr(dataset, "BLOCK", 10)
     peaks = []
     for n in (100, 1000):
-        path = jsonl(tmp_path / f"{n}.jsonl", [{"text": f"{i} " + "ab " * 300} for i in range(n)])
+        path = write_jsonl(
+            tmp_path / f"{n}.jsonl", [{"text": f"{i} " + "ab " * 300} for i in range(n)]
+        )
         tracemalloc.start()
         from_files(tmp_path / str(n), path, encoding)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -259,7 +254,7 @@ def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding):
         write_dataset(out, interrupted(), encoding)
     assert contents(out) == before
     with pytest.raises(UserError, match="1 of 61"):
-        from_files(out, jsonl(tmp_path / "a.jsonl", [*TEXTS, b"oops"]), encoding)
+        from_files(out, write_jsonl(tmp_path / "a.jsonl", [*TEXTS, b"oops"]), encoding)
     assert contents(out) == before
     # The disk is full when tokenizer.json, the largest, is written: nothing is replaced by then.
     resource = pytest.importorskip("resource")

@@ -5,6 +5,7 @@ from statistics import mode
 
 import pytest
 import torch
+from conftest import CPU
 
 from model import Decoder, ModelConfig
 from text import countries, tokenizer
@@ -23,7 +24,7 @@ def encoding():
 
 def test_score_agrees_with_generating(trained):
     """Teacher forcing in one pass finds what greedy decoding, token by token, would write."""
-    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", torch.device("cpu"))
+    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
     texts = ["Anna", "Björn sees", "Chloë meets Anna at", "the river"]
     prompts = [encode(encoding, text) for text in texts]
     answers = []

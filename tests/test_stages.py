@@ -1,6 +1,5 @@
 """The stages after pretraining, on text and conversations of the made-up story."""
 
-import json
 import random
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
+    CPU,
     assert_same_run,
     checkpoint,
     command,
@@ -18,6 +18,7 @@ from conftest import (
     refused,
     resume,
     small_run,
+    write_jsonl,
 )
 
 from model import Decoder, ModelConfig
@@ -33,16 +34,15 @@ def chat(trained, tmp_path_factory) -> Path:
     """A prepared folder of conversations."""
     folder = tmp_path_factory.mktemp("chat")
     rng = random.Random(0)
-    path = folder / "chat.jsonl"
-    with open(path, "w", encoding="utf-8") as file:
-        for number in range(60):
-            who = f"{rng.choice(('Anna', 'Björn', 'Chloë'))} {number}"
-            turn = [
-                {"role": "user", "content": f"Who sees {who}?"},
-                {"role": "assistant", "content": f"{who}."},
-            ]
-            turns = rng.choice((1, 1, 2)) * turn
-            file.write(json.dumps({"conversations": turns}, ensure_ascii=False) + "\n")
+    chats = []
+    for number in range(60):
+        who = f"{rng.choice(('Anna', 'Björn', 'Chloë'))} {number}"
+        turn = [
+            {"role": "user", "content": f"Who sees {who}?"},
+            {"role": "assistant", "content": f"{who}."},
+        ]
+        chats.append({"conversations": rng.choice((1, 1, 2)) * turn})
+    path = write_jsonl(folder / "chat.jsonl", chats)
     line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
     command(line, trained["stem"] / "ckpt.pt")
     return folder / "data"
@@ -141,7 +141,7 @@ def test_a_step_of_conversations_weighs_tokens_equally(stage, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
-def test_validation_means_over_tokens_and_its_batches_are_full(chat, size, monkeypatch):
+def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     """Another size would be compiled anew, with sizes that are symbols."""
     data = Data(str(chat), "chat", 64, 1, 100)
     (rows,) = data.val.values()
@@ -150,18 +150,12 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size, monke
     ids, targets = rows.rows(range(7))  # of unequal lengths
     logits = model(ids)[0].flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=-1).item()
-    objective = NextToken(model, torch.device("cpu"), "float32")
-    shapes = []
-    forward = model.forward
-
-    def noted(ids, targets, **options):
-        shapes.append(ids.shape[0])
-        return forward(ids, targets, **options)
-
-    monkeypatch.setattr(model, "forward", noted)
+    objective = NextToken(model, CPU, "float32")
+    sizes = []
+    model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
     found = validate(objective, data, 7 * 64, size)
     assert found["val_loss"] == pytest.approx(expected, rel=1e-5)
-    assert shapes == [size] * -(-7 // size)
+    assert sizes == [size] * -(-7 // size)
 
 
 @pytest.mark.parametrize(

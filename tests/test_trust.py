@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    CPU,
     ROOT,
     SMALL,
     assert_same,
@@ -30,7 +31,6 @@ from training import checkpoints
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
 from training.records import archive_previous_run
 
-CPU = torch.device("cpu")
 EDIT = "--source Anna --target Björn --prompt Anna"
 
 

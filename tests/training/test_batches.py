@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import flip
+from conftest import change_json, flip
 
 from common import UserError
 from text import tokenizer
@@ -215,7 +215,7 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
     elif isinstance(damage, str):
         path.write_text(damage)
     else:
-        path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+        change_json(path, **damage)
     with pytest.raises(UserError, match=rf"{path}.*: run prepare\.py --out_dir {folder}$"):
         Data(str(folder), "text", 10, 1, 50)
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import (
+    CPU,
     SMALL,
     assert_same_run,
     checkpoint,
@@ -25,7 +26,6 @@ from text.tokenizer import encode
 from training.checkpoints import load_model, tables_folder
 
 KINDS = ("none", "cpu", "disk")
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
