@@ -70,9 +70,6 @@ def test_a_linear_layer_as_attention_step_by_step():
     x[4, 1] = 1e9
     weight = torch.randn(3, 5)
     q, k, v = linear_as_attention(x, weight)
-    assert q.shape == (7, 1, 5)
-    assert k.shape == (7, 5, 5)
-    assert v.shape == (7, 5, 3)
     # 1: |x| / sum|x| is a distribution (zeros, whose values are all zero, may spread evenly)
     weights = x.abs() / x.abs().sum(-1, keepdim=True)
     weights[3] = 1 / 5

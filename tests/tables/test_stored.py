@@ -4,6 +4,7 @@ resident ones: training/test_place.py."""
 import pytest
 import torch
 from conftest import Largest
+from naive import tokens
 
 from model import Decoder, ModelConfig
 from tables.rmsprop import RowRMSprop
@@ -22,10 +23,6 @@ def made(tmp_path):
         return StoredTables(DiskStorage.create(tmp_path / "tables", shape, torch.float32))
 
     return make
-
-
-def batch(seed: int) -> torch.Tensor:
-    return torch.randint(V, (2, 4), generator=torch.Generator().manual_seed(seed))
 
 
 def test_a_model_moves_its_tables_nowhere_and_counts_them(made):
@@ -53,11 +50,11 @@ def test_no_step_allocates_anything_of_the_size_of_the_vocabulary(made):
     tables = made(2, 50_000)
     rows = RowRMSprop(tables, state="number")
     with Largest() as mode:
-        sum(row.sin().sum() for row in tables.lookup(batch(0))).backward()
+        sum(row.sin().sum() for row in tables.lookup(tokens(2, 4))).backward()
         rows.step(lr=0.1)
         with torch.no_grad():
-            list(tables.eval().lookup(batch(1)))
-    assert 0 < mode.numbers <= 2 * batch(0).numel() * W
+            list(tables.eval().lookup(tokens(2, 4, seed=2)))
+    assert 0 < mode.numbers <= 2 * 8 * W
 
 
 def test_rows_are_asked_of_the_disk_at_once_before_they_are_read(made, monkeypatch):
@@ -74,4 +71,4 @@ def test_rows_are_asked_of_the_disk_at_once_before_they_are_read(made, monkeypat
 def test_copies_of_the_rows_go_to_a_device_that_cannot_read_them(made):
     tables = StoredTables(made().storage, "meta")  # a second device on any machine
     for mode in (tables.train(), tables.eval()):
-        assert [rows.device.type for rows in mode.lookup(batch(0))] == ["meta"] * L
+        assert [rows.device.type for rows in mode.lookup(tokens(2, 4))] == ["meta"] * L
