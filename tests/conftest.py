@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 import train
-from tables.storage import DiskStorage, RamStorage
 from training.checkpoints import load_checkpoint
 from training.records import read_run
 
@@ -281,15 +280,3 @@ class Largest(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in old:
                 self.numbers = max(self.numbers, x.numel())
         return made
-
-
-@pytest.fixture(params=["ram", "disk"])
-def storage(request, tmp_path):
-    """What makes storages of tables."""
-
-    def made(shape=(128, 4, 1024), dtype=torch.float32):
-        if request.param == "ram":
-            return RamStorage(shape, dtype)
-        return DiskStorage.create(tmp_path / str(len(list(tmp_path.iterdir()))), shape, dtype)
-
-    return made

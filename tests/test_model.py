@@ -10,6 +10,7 @@ from naive import TINY, decoder, naive_greedy, tokens
 
 from common import UserError, add_flags, make_parser
 from model import CHUNK, LAYERS, Decoder, HeadLoss, ModelConfig, sample
+from ngram import primes
 
 # --- ModelConfig ---
 
@@ -293,6 +294,14 @@ def test_active_parameters_by_hand():
     assert active(ffn="dense") == dense
     assert active(stem_layers="1") == dense - 32 * 48 + 48
     assert active(ffn="embformer") == 23 * 32 + 3 * (16 + 16 + 32)
+
+
+def test_heads_of_ngrams_have_the_sizes_of_the_published_code():
+    """Its largest table: five times the vocabulary of DeepSeek-V3."""
+    of_pairs = [646403, 646411, 646421, 646423, 646433, 646453, 646519, 646523]
+    of_triples = [646537, 646543, 646549, 646571, 646573, 646577, 646609, 646619]
+    assert primes(5 * 129280, 16) == of_pairs + of_triples
+    assert primes(1, 3) == [1, 1, 1]  # the control: one row a head
 
 
 # --- initial weights ---

@@ -18,7 +18,7 @@ from simulated_gpu import SimulatedGpu
 import offload
 from offload import OffloadedTables
 from tables.rmsprop import RowRMSprop
-from tables.storage import RamStorage
+from tables.storage import DiskStorage, RamStorage, TableStorage
 from tables.tables import ResidentTables
 
 V, L, W = 128, 3, 4  # vocabulary, tables, width
@@ -48,6 +48,13 @@ def gpu(request):
     else:
         with SimulatedGpu() as simulated:
             yield simulated
+
+
+@pytest.fixture(params=["ram", "disk"])
+def storage(request, tmp_path) -> TableStorage:
+    if request.param == "ram":
+        return RamStorage(ROWS, torch.float32)
+    return DiskStorage.create(tmp_path / "tables", ROWS, torch.float32)
 
 
 def filled(tables):
@@ -146,7 +153,7 @@ def expected() -> list[torch.Tensor]:
 @pytest.mark.parametrize("state", ["row", "number"])
 def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(gpu, storage, state):
     there = work(lambda: resident().to(gpu.device), state)
-    mine = work(lambda: offloaded(gpu, storage(ROWS), chunk_bytes=CHUNK), state)
+    mine = work(lambda: offloaded(gpu, storage, chunk_bytes=CHUNK), state)
     for a, b in zip(mine, there, strict=True):
         assert torch.equal(a, b.detach().cpu())
 

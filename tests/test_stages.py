@@ -99,15 +99,11 @@ def test_every_stage_resumes_to_the_bit(stage, tmp_path, name):
     assert_same_run(cut, whole)
 
 
-def test_a_stage_may_move_the_tables(stage, tmp_path):
-    resident = small_run(**stage("sft"), out=tmp_path / "resident")
-    on_disk = small_run(**stage("sft", offload="disk"), out=tmp_path / "disk")
-    assert losses(on_disk) == losses(resident)
-    again = {}
-    for offload, before in (("cpu", on_disk), ("none", resident)):
-        given = stage("sft", offload=offload, init_from=before / "ckpt.pt")
-        again[offload] = losses(small_run(**given, out=tmp_path / "again"))
-    assert again["cpu"] == again["none"]
+def test_a_stage_may_move_the_tables(stage, on_disk, tmp_path):
+    """Onto disk, and off it: the model that it begins with is the same."""
+    onto = small_run(**stage("sft", offload="disk"), out=tmp_path / "onto")
+    off = small_run(**stage("sft", init_from=on_disk / "ckpt.pt"), out=tmp_path / "off")
+    assert_same_run(onto, off)
 
 
 def test_midtrain_decays_linearly_and_reports_the_parts_of_a_mixture(stage, data, chat, tmp_path):
