@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from pickle import UnpicklingError
-from types import NoneType
 from typing import Any, get_args
 from zipfile import BadZipFile
 
@@ -90,31 +89,37 @@ def flag(default: Any, about: str, **more) -> Any:
 
     Args:
         about: its line in `-h`, with the default behind it, or `shown` in place of the default.
-        more: `must`, a key of RANGES; `most`, the largest value; `choices`; `only`, the stages or
-            kinds of --ffn for which it has an effect.
+        more: `must`, a key of RANGES; `most`, the largest value; `choices` and `nargs`, as of
+            argparse; `only`, the stages or kinds of --ffn for which it has an effect.
     """
     return field(default=default, metadata={"about": about, **more})
 
 
 def add_flags(parser: ArgumentParser, kind: type) -> None:
-    """Add the flags of a dataclass to a parser. What is not given stays out of its namespace."""
+    """Add the flags of a dataclass to a parser. A field without a default is given without its
+    name. What is not given stays out of the namespace."""
     for setting in fields(kind):
-        if "about" not in setting.metadata:
+        more = setting.metadata
+        if "about" not in more:
             continue
-        shown = setting.metadata.get("shown")
-        if not shown and setting.default not in (None, False, "", MISSING):
-            shown = setting.default
-        about = setting.metadata["about"] + (f" ({shown})" if shown else "")
-        types = [t for t in (get_args(setting.type) or [setting.type]) if t is not NoneType]
         name = f"--{setting.name}"
-        if types == [bool]:
-            action = BooleanOptionalAction
-            if setting.default is False and not shown:
-                action = "store_true"
-            parser.add_argument(name, default=SUPPRESS, help=about, action=action)
+        shown = more.get("shown", setting.default)
+        if setting.default is MISSING:
+            name = setting.name
+            shown = None
+        options = {"help": more["about"], "default": SUPPRESS}
+        if shown:
+            options["help"] += f" ({shown})"
+        value_type = (get_args(setting.type) or [setting.type])[0]  # int of `int | None`
+        if value_type is not bool:
+            options["type"] = value_type
+            options["choices"] = more.get("choices")
+            options["nargs"] = more.get("nargs")
+        elif shown or setting.default is None:
+            options["action"] = BooleanOptionalAction
         else:
-            choices = setting.metadata.get("choices")
-            parser.add_argument(name, default=SUPPRESS, help=about, type=types[0], choices=choices)
+            options["action"] = "store_true"
+        parser.add_argument(name, **options)
 
 
 def make_parser(description: str) -> ArgumentParser:

@@ -26,7 +26,7 @@
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +38,10 @@ from tqdm import tqdm
 
 from common import (
     UserError,
-    add_flags,
     check_ranges,
     flag,
     locked,
-    make_parser,
+    parse,
     pick_device,
     reading,
     run,
@@ -61,7 +60,7 @@ from training.settings import device_flag
 class Settings:
     """The flags of this command."""
 
-    source: Path  # without a name on the command line: `main` adds it itself
+    source: Path = flag(MISSING, "a Llama's folder, or a dense ckpt.pt")
     out: Path | None = flag(None, "the checkpoint to write, a new file", shown="required")
     export: Path | None = flag(None, "instead: write a dense ckpt.pt as a Llama, to a new folder")
     ffn: str | None = flag(None, "convert a dense checkpoint to this kind of FFN", choices=["stem"])
@@ -364,10 +363,7 @@ def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("source", type=Path, help="a Llama's folder, or a dense ckpt.pt")
-    add_flags(parser, Settings)
-    settings = Settings(**vars(parser.parse_args()))
+    settings = parse(Settings, __doc__)
     if settings.export:
         model, encoding, _ = load_model(settings.source, torch.device("cpu"))
         write_llama(settings.export, model, encoding)

@@ -17,14 +17,13 @@ are left out. Written to the output folder:
     meta.json               sizes, type and origin; written last: a folder with it is complete
 """
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tiktoken
 
-from common import UserError, add_flags, check_ranges, flag, make_parser, run
+from common import UserError, check_ranges, flag, parse, run
 from text import tokenizer
 from text.dataset import CORPORA, read_meta, read_tokenizer, write_corpus, write_dataset
 from text.documents import MAX_BAD, Document, Report, hashed, is_validation, kind_of, read
@@ -44,8 +43,10 @@ for name, files in DATASETS.items():
 class Settings:
     """The flags of this command."""
 
-    input: list[Path] | None = None  # `main` adds this flag itself, as it takes several values
-    dataset: str = flag("countries", ABOUT_DATASETS, choices=(*CORPORA, *DATASETS))
+    input: Sequence[Path] = flag((), ".txt or .jsonl files of your own", nargs="+")
+    dataset: str | None = flag(
+        None, ABOUT_DATASETS, choices=(*CORPORA, *DATASETS), shown="countries"
+    )
     out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
     tokenizer: str = flag(
         "train",
@@ -58,8 +59,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.input and self.dataset:
+            raise UserError(f"--input or --dataset {self.dataset}: leave one of them out")
         if self.input and not self.out_dir:
             raise UserError("--input needs --out_dir: say where the token files go")
+        self.dataset = self.dataset or "countries"
         self.out_dir = self.out_dir or Path("data") / self.dataset
         if self.vocab_size and self.tokenizer != "train":
             raise UserError(f"--vocab_size {self.vocab_size}: {self.tokenizer} has its own size")
@@ -126,20 +130,7 @@ def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help=".txt or .jsonl files of your own",
-    )
-    add_flags(parser, Settings)
-    given = vars(parser.parse_args())
-    settings = Settings(**given)
-    if settings.input and "dataset" in given:
-        raise UserError(f"--input or --dataset {settings.dataset}: leave one of them out")
+    settings = parse(Settings, __doc__)
 
     # 1) what kind of documents, and which tokenizer
     generated = not settings.input and settings.dataset in CORPORA
