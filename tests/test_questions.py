@@ -33,7 +33,7 @@ def test_score_agrees_with_generating(trained):
         answers.append(written[0, len(prompt) :].tolist())
     for answer in answers[1::2]:
         answer[-1] = (answer[-1] + 1) % encoding.n_vocab
-    greedy, probability, _ = questions.score_answers(model, prompts, answers)
+    greedy, probability = questions.score_answers(model, prompts, answers)
     assert greedy.tolist() == [True, False, True, False]
     for prompt, answer, p in zip(prompts, answers, probability, strict=True):
         expected = 1.0

@@ -2,7 +2,7 @@
 finished run shows beside its loss."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,20 +24,19 @@ class Scores(NamedTuple):
 
     greedy: Tensor  # [N] bool: greedy decoding continues the prompt with the whole answer
     probability: Tensor  # [N]: of sampling the whole answer
-    logits: Tensor  # [N, T, V]
 
 
 @torch.inference_mode()
 def score_answers(
     model: Decoder,
-    prompts: list[list[int]],
-    answers: list[list[int]],
-    table_prompts: list[list[int]] | None = None,
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
+    table_prompts: Sequence[list[int]] | None = None,
     temperature: float = 1.0,
     barred: int | None = None,
 ) -> Scores:
-    """Score answers to prompts, both as token ids, in one forward pass: each token of an answer is
-    predicted from the prompt and the answer's tokens before it.
+    """Score answers to prompts, both as token ids: each token of an answer is predicted from the
+    prompt and the answer's tokens before it.
 
     Args:
         table_prompts: the ids under which rows of the prompts are looked up, if others.
@@ -48,30 +47,38 @@ def score_answers(
         UserError: a prompt and its answer are longer than block_size.
     """
     ids = pad_together(prompts, answers).to(model.device)  # [N, T]
-    table_ids = pad_together(table_prompts or prompts, answers)
+    table_ids = pad_together(table_prompts or prompts, answers)  # [N, T]
     block_size = model.config.block_size
     if ids.shape[1] > block_size:
         raise UserError(f"prompt and answer have {ids.shape[1]} tokens, block_size is {block_size}")
-    # The model is causal, so no answer sees the padding.
-    logits, _ = model(ids, table_ids=table_ids)  # [N, T, V]
-    last = [len(prompt) - 1 for prompt in prompts]  # the position that predicts an answer
-    if barred is not None:
-        logits[range(len(prompts)), last, barred] = -torch.inf
-
     # -1 where no token of an answer is predicted.
-    before = [[-1] * n for n in last]
+    before = [[-1] * (len(prompt) - 1) for prompt in prompts]
     behind = [[*answer, -1] for answer in answers]
     targets = pad_together(before, behind, filler=-1).to(model.device)  # [N, T]
-    is_answer = targets >= 0
-    greedy = ((logits.argmax(-1) == targets) | ~is_answer).all(1)
-    losses = torch.zeros(targets.shape, device=model.device)
-    losses[is_answer] = F.cross_entropy(
-        logits[is_answer].float() / temperature, targets[is_answer], reduction="none"
-    )
-    return Scores(greedy, losses.sum(1).neg().exp(), logits)
+
+    size = max(1, min(256, 2**22 // model.config.vocab_size))  # so many logits take about a GB
+    parts = zip(ids.split(size), table_ids.split(size), targets.split(size), strict=True)
+    greedy = []
+    losses = []
+    for ids, table_ids, targets in parts:
+        # The model is causal, so no answer sees the padding.
+        logits, _ = model(ids, table_ids=table_ids)  # [n, T, V]
+        is_answer = targets >= 0
+        if barred is not None:
+            first = is_answer.int().argmax(1)  # the position that predicts an answer's first token
+            logits[range(len(ids)), first, barred] = -torch.inf
+        greedy.append(((logits.argmax(-1) == targets) | ~is_answer).all(1))
+        loss = torch.zeros(targets.shape, device=model.device)
+        loss[is_answer] = F.cross_entropy(
+            logits[is_answer].float() / temperature, targets[is_answer], reduction="none"
+        )
+        losses.append(loss.sum(1))
+    return Scores(torch.cat(greedy), torch.cat(losses).neg().exp())
 
 
-def pad_together(first: list[list[int]], second: list[list[int]], filler: int = 0) -> Tensor:
+def pad_together(
+    first: Sequence[list[int]], second: Sequence[list[int]], filler: int = 0
+) -> Tensor:
     """Join the rows of first and second, padded on the right: [N, T]."""
     rows = [torch.tensor([*a, *b]) for a, b in zip(first, second, strict=True)]
     return pad_sequence(rows, batch_first=True, padding_value=filler)
@@ -105,8 +112,7 @@ def quick_recall(model: Decoder, encoding: tiktoken.Encoding, n: int = 64) -> di
     `recall`, the share that greedy decoding answers in full, and `answer_nats`, the mean of -log p
     of the right answers; {} if they do not fit the model."""
     asked = random.Random(0).sample(fact_questions(encoding, "capital"), n)
-    prompts = [prompt for prompt, _ in asked]
-    answers = [answer for _, answer in asked]
+    prompts, answers = zip(*asked, strict=True)
     model.eval()
     try:
         scores = score_answers(model, prompts, answers)
@@ -122,11 +128,8 @@ def quick_recall(model: Decoder, encoding: tiktoken.Encoding, n: int = 64) -> di
 
 def fact_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
     """Share of held-out questions about a relation that greedy decoding answers in full."""
-    asked = fact_questions(encoding, relation)
-    n_right = 0
-    for prompts, answers in groups(encoding, asked):
-        n_right += int(score_answers(model, prompts, answers).greedy.sum())
-    return n_right / len(asked)
+    prompts, answers = zip(*fact_questions(encoding, relation), strict=True)
+    return mean(score_answers(model, prompts, answers).greedy)
 
 
 def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], ...]]:
@@ -154,36 +157,30 @@ def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> d
             right: of all, of brief ones, of sentences.
         sentences: probability that a sample is a sentence.
     """
-    asked = chat_questions(encoding, relation)
-    the = asked[0][2][0]  # the token " The"
-    sums = torch.zeros(6, dtype=torch.float64)
-    for prompts, briefs, sentences in groups(encoding, asked):
-        begins = score_answers(model, prompts, [[the]] * len(prompts), temperature=0.8)
-        brief = score_answers(model, prompts, briefs, temperature=0.8, barred=the)
-        begun = [[*prompt, the] for prompt in prompts]
-        rest = [sentence[1:] for sentence in sentences]
-        sentence = score_answers(model, begun, rest, temperature=0.8)
-        columns = (
-            torch.where(begins.greedy, sentence.greedy, brief.greedy),
-            brief.greedy,
-            sentence.greedy,
-            (1 - begins.probability) * brief.probability,  # a sample is brief, and right
-            begins.probability * sentence.probability,  # a sample is a sentence, and right
-            begins.probability,
-        )
-        sums += torch.stack([column.cpu().double().sum() for column in columns])
-    recall, recall_brief, recall_sentence, brief, sentence, is_sentence = (
-        sums / len(asked)
-    ).tolist()
+    prompts, briefs, sentences = zip(*chat_questions(encoding, relation), strict=True)
+    the = sentences[0][0]  # the token " The"
+    begins = score_answers(model, prompts, [[the]] * len(prompts), temperature=0.8)
+    brief = score_answers(model, prompts, briefs, temperature=0.8, barred=the)
+    begun = [[*prompt, the] for prompt in prompts]
+    rest = [sentence[1:] for sentence in sentences]
+    sentence = score_answers(model, begun, rest, temperature=0.8)
+    is_sentence = begins.probability
+    is_brief = 1 - is_sentence
+    right_brief = mean(is_brief * brief.probability)  # a sample is brief, and right
+    right_sentence = mean(is_sentence * sentence.probability)
     return {
-        "recall": recall,
-        "recall_brief": recall_brief,
-        "recall_sentence": recall_sentence,
-        "sampled": brief + sentence,
-        "sampled_brief": brief / max(1 - is_sentence, 1e-9),
-        "sampled_sentence": sentence / max(is_sentence, 1e-9),
-        "sentences": is_sentence,
+        "recall": mean(torch.where(begins.greedy, sentence.greedy, brief.greedy)),
+        "recall_brief": mean(brief.greedy),
+        "recall_sentence": mean(sentence.greedy),
+        "sampled": right_brief + right_sentence,
+        "sampled_brief": right_brief / max(mean(is_brief), 1e-9),
+        "sampled_sentence": right_sentence / max(mean(is_sentence), 1e-9),
+        "sentences": mean(is_sentence),
     }
+
+
+def mean(values: Tensor) -> float:
+    return values.double().mean().item()
 
 
 # --- at the end of a run ---
@@ -232,7 +229,7 @@ def show(model: Decoder, data: Data, ckpt: Path, seed: int) -> None:
     new = written[len(prompt) :]
     if stop in new:
         new = new[: new.index(stop)]
-    print(encoding.decode([token for token in prompt + new if token != encoding.eot_token]))
+    print(encoding.decode(prompt[1:] + new))  # without the leading <|endoftext|>
     print(f"\nnext:\n  python sample.py --ckpt {ckpt}{' --chat' if is_chat else ''}")
     if is_countries and len(model.tables.weight):
         print(f"  python edit.py --ckpt {ckpt} --source Spain --target Germany")
