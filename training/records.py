@@ -9,7 +9,6 @@ are written as null, and read as NaN.
     {"type": "recall", "step": 1000, "recall": 0.99}                    at the end, all questions
 """
 
-import itertools
 import json
 import math
 import os
@@ -53,10 +52,10 @@ class Log:
 
 
 def to_line(record: dict[str, Any]) -> str:
-    finite = {}
+    finite = dict(record)
     for name, value in record.items():
-        is_finite = not isinstance(value, float) or math.isfinite(value)
-        finite[name] = value if is_finite else None
+        if isinstance(value, float) and not math.isfinite(value):
+            finite[name] = None
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
@@ -68,14 +67,11 @@ def from_line(line: bytes) -> dict[str, Any]:
         check_fields(record["args"], ARGS)
         check_fields(record["sizes"], SIZES)
         return record
-    missing = set(FIGURES[record["type"]]) - record.keys()
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}")
     for name, value in record.items():
         if value is None:
             record[name] = math.nan
-        elif name != "type" and not isinstance(value, int | float):
-            raise ValueError(f"{name} is {value!r}")
+    numbers = {*FIGURES[record["type"]], *record} - {"type"}  # all others are numbers, too
+    check_fields(record, dict.fromkeys(numbers, int | float))
     return record
 
 
@@ -111,37 +107,41 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
 def draw_loss(metrics: Path, out: Path) -> None:
     """Draw a run's losses over its steps and, where it was asked for facts, the share it knows."""
     records = read_metrics(metrics)
-    steps = [record for record in records if record["type"] == "step"]
-    evals = [record for record in records if record["type"] == "eval"]
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    train_losses = [record["train_loss"] for record in steps]
-    look = {"alpha": 0.3, "linewidth": 0.8}
-    axes.plot([record["step"] for record in steps], train_losses, label="training", **look)
-    val_losses = [record["val_loss"] for record in evals]
-    axes.plot([record["step"] for record in evals], val_losses, marker=".", label="validation")
+    steps, losses = curve(records, "step", "train_loss")
+    axes.plot(steps, losses, label="training", alpha=0.3, linewidth=0.8)
+    steps, losses = curve(records, "eval", "val_loss")
+    axes.plot(steps, losses, marker=".", label="validation")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     # Without the loss of a random model: it would flatten all that comes after.
-    later = [loss for loss in val_losses[1:] if math.isfinite(loss)]
+    later = [loss for loss in losses[1:] if math.isfinite(loss)]
     if later:
         axes.set_ylim(0.9 * min(later), 1.05 * max(later))
-    asked = [record for record in evals if "recall" in record]
-    if asked:
+    steps, recalls = curve(records, "eval", "recall")
+    if recalls:
         right = axes.twinx()
-        percent = [100 * record["recall"] for record in asked]
-        at = [record["step"] for record in asked]
-        right.plot(at, percent, marker=".", color="C2", label="facts recalled")
+        percent = [100 * recall for recall in recalls]
+        right.plot(steps, percent, marker=".", color="C2", label="facts recalled")
         right.set(ylabel="held-out questions answered (%)", ylim=(0, 100))
     figure.legend(loc="outside upper center", ncols=3)
     with atomic(out) as temporary:
         figure.savefig(temporary, dpi=130, format="png")
 
 
+def curve(records: list[dict], kind: str, name: str) -> tuple[list, list]:
+    """Steps and values of a figure, in the records of a type that have it."""
+    found = [record for record in records if record["type"] == kind and name in record]
+    return [record["step"] for record in found], [record[name] for record in found]
+
+
 def archive_previous_run(out_dir: Path) -> Path:
     """Move the files of an earlier run into a folder run1, run2, ... beside them, ckpt.pt last: a
     folder without it is where the next call goes on if this one is killed."""
-    folders = (out_dir / f"run{number}" for number in itertools.count(1))
-    folder = next(folder for folder in folders if not (folder / "ckpt.pt").exists())
+    number = 1
+    while (out_dir / f"run{number}" / "ckpt.pt").exists():
+        number += 1
+    folder = out_dir / f"run{number}"
     folder.mkdir(exist_ok=True)
     names = ["best.pt", "metrics.jsonl", "loss.png", "edit_report.json", "ckpt.tables", "ckpt.pt"]
     for name in names:
