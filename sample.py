@@ -18,7 +18,7 @@ import torch
 from common import UserError, check_ranges, flag, parse, pick_device, run
 from model import Decoder
 from text import countries, tokenizer
-from text.tokenizer import StreamDecoder, encode
+from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 
@@ -56,18 +56,38 @@ class Sampling:
             raise UserError("--system needs --chat")
 
 
+def write(
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    ids: list[int],
+    ends: tuple[int, ...],
+    written: list[int],
+    **options,
+) -> Iterator[str]:
+    """Yield what the model writes behind `ids` as it comes, up to one of the tokens `ends`. The
+    tokens before it go to the list `written`. `options` as for `Decoder.stream`."""
+
+    def tokens() -> Iterator[int]:
+        prompt = torch.tensor([ids], device=model.device)  # [1, T]
+        for token in model.stream(prompt, **options):
+            number = token.item()
+            if number in ends:
+                return
+            written.append(number)
+            yield number
+
+    return tokenizer.stream(encoding, tokens())
+
+
 def sample_text(
     model: Decoder, encoding: tiktoken.Encoding, prompt: str, max_new_tokens: int, **options
 ) -> Iterator[str]:
-    """Yield the prompt and the model's text token by token; `options` as for `Decoder.stream`."""
-    ids = torch.tensor([encode(encoding, prompt)], device=model.device)  # [1, T]
-    decoder = StreamDecoder(encoding)
+    """Yield the prompt and the model's text as it comes; `options` as for `Decoder.stream`."""
+    options["max_new_tokens"] = max_new_tokens
     yield prompt
-    for token in model.stream(ids, max_new_tokens, stop=encoding.eot_token, **options):
-        number = token.item()  # once: on a GPU the host waits for it
-        if number != encoding.eot_token:
-            yield decoder.feed(number)
-    yield decoder.flush()
+    yield from write(
+        model, encoding, encode(encoding, prompt), (encoding.eot_token,), [], **options
+    )
 
 
 class Chat:
@@ -102,31 +122,22 @@ class Chat:
         ids += question
 
         # 2) answer
-        max_new_tokens = min(max_new_tokens, block_size - len(ids))
-        prompt = torch.tensor([ids], device=self.model.device)  # [1, T]
-        decoder = StreamDecoder(self.encoding)
+        options["max_new_tokens"] = min(max_new_tokens, block_size - len(ids))
+        ends = (self.end, self.encoding.eot_token)  # a document's end is a message's, too
         answer: list[int] = []
-        for token in self.model.stream(prompt, max_new_tokens, stop=self.end, **options):
-            number = token.item()
-            if number in (self.end, self.encoding.eot_token):
-                break  # a document's end is a message's, too
-            answer.append(number)
-            piece = decoder.feed(number)
-            # Every content begins with a space that is not shown (text/tokenizer.py).
-            yield piece.removeprefix(" ") if len(answer) == 1 else piece
-        yield decoder.flush()
+        pieces = write(self.model, self.encoding, ids, ends, answer, **options)
+        # Every content begins with a space that is not shown (text/tokenizer.py).
+        yield next(pieces, "").removeprefix(" ")
+        yield from pieces
         newline = self.encoding.encode_ordinary("\n")
         self.turns.append([*question, *answer, self.end, *newline])
 
 
-def print_pieces(pieces: Iterator[str]) -> int:
-    """Print a text as it comes. Returns the number of its pieces."""
-    n = 0
+def print_pieces(pieces: Iterator[str]) -> None:
+    """Print a text as it comes."""
     for piece in pieces:
         print(piece, end="", flush=True)
-        n += 1
     print()
-    return n
 
 
 def converse(chat: Chat, seed: int, known: list[str], **options) -> None:
@@ -181,19 +192,20 @@ def main() -> None:
         return
 
     prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
-    n_prompt = len(encode(encoding, prompt))
+    ids = encode(encoding, prompt)
     block_size = model.config.block_size
-    if n_prompt > block_size:
-        print(f"of {n_prompt} prompt tokens the model sees the last {block_size}", file=sys.stderr)
-    n_token = 0
+    if len(ids) > block_size:
+        print(f"of {len(ids)} prompt tokens the model sees the last {block_size}", file=sys.stderr)
+    written: list[int] = []  # the tokens of all samples
     start = time.perf_counter()
     for number in range(args.num_samples):
         if number:
             print("\n" + "-" * 40)
-        text = sample_text(model, encoding, prompt, seed=args.seed + number, **options)
-        n_token += print_pieces(text) - 2  # the prompt and the flush are no tokens
-    speed = n_token / (time.perf_counter() - start)
-    print(f"\n{n_token} tokens, {speed:,.0f} tok/s on {model.device.type}", file=sys.stderr)
+        print(prompt, end="")
+        options["seed"] = args.seed + number
+        print_pieces(write(model, encoding, ids, (encoding.eot_token,), written, **options))
+    speed = len(written) / (time.perf_counter() - start)
+    print(f"\n{len(written)} tokens, {speed:,.0f} tok/s on {model.device.type}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 import regex
@@ -154,27 +155,31 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[t
 
 def dumps(encoding: tiktoken.Encoding) -> str:
     """Returns any tiktoken encoding, trained here or not, as one line of JSON for `loads`."""
-    # tiktoken has no public access to these; its own guide to extending an encoding reads them too.
-    tables = encoding._special_tokens, encoding._mergeable_ranks
-    special_tokens, ranks = (sorted(ids.items(), key=lambda item: item[1]) for ids in tables)
-    data = dict(format=FORMAT, version=VERSION, name=encoding.name, pattern=encoding._pat_str)
-    data["special_tokens"] = dict(special_tokens)
-    data["ranks"] = [[base64.b64encode(token).decode(), i] for token, i in ranks]
+    # tiktoken has no public access to what begins with an underscore; its own guide to extending an
+    # encoding reads it, too. Sorted by id, equal encodings are equal texts.
+    special_tokens = sorted(encoding._special_tokens.items(), key=itemgetter(1))
+    ranks = sorted(encoding._mergeable_ranks.items(), key=itemgetter(1))
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": encoding.name,
+        "pattern": encoding._pat_str,
+        "special_tokens": dict(special_tokens),
+        "ranks": [[base64.b64encode(token).decode(), i] for token, i in ranks],
+    }
     return json.dumps(data)
 
 
 def loads(text: str) -> tiktoken.Encoding:
-    """Returns the encoding that `dumps` wrote. ValueError: the text is damaged, or no such one."""
-    try:
-        data = json.loads(text)
-        if (data["format"], data["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
-        ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
-        if len(ranks) < len(data["ranks"]):
-            raise ValueError("a token is there twice")
-        return make_encoding(data["name"], data["pattern"], ranks, data["special_tokens"])
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"not a tokenizer, or a damaged one: {error}") from None
+    """Returns the encoding that `dumps` wrote. Raises one of common.DAMAGE if the text is damaged,
+    or no such one."""
+    data = json.loads(text)
+    if (data["format"], data["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
+    ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
+    if len(ranks) < len(data["ranks"]):
+        raise ValueError("a token is there twice")
+    return make_encoding(data["name"], data["pattern"], ranks, data["special_tokens"])
 
 
 def make_encoding(
@@ -211,49 +216,45 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 
-class StreamDecoder:
-    """Turns token ids into text one by one. A character that several tokens spell comes with the
-    last of them."""
+def stream(encoding: tiktoken.Encoding, ids: Iterable[int]) -> Iterator[str]:
+    """Yields the text of token ids as they come. A character that several tokens spell comes with
+    the last of them; one that stays incomplete becomes U+FFFD at the end."""
+    spelled = map(encoding.decode_single_token_bytes, ids)
+    return codecs.iterdecode(spelled, "utf-8", errors="replace")
 
-    def __init__(self, encoding: tiktoken.Encoding) -> None:
-        self.encoding = encoding
-        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def feed(self, token_id: int) -> str:
-        """Returns the text that `token_id` completes, maybe "". KeyError if there is no such id."""
-        return self.utf8.decode(self.encoding.decode_single_token_bytes(token_id))
-
-    def flush(self) -> str:
-        """Ends the text; an incomplete character becomes U+FFFD."""
-        return self.utf8.decode(b"", final=True)
+def heading(encoding: tiktoken.Encoding, role: str) -> list[int]:
+    """Token ids of what opens a message."""
+    return [encoding.encode_single_token(START), *encoding.encode_ordinary(f"{role}\n")]
 
 
 def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
     """Token ids of a conversation, without the <|endoftext|> that precedes a document. Headings are
     encoded apart from contents, so that they are always the same tokens."""
-    encode, ids = encoding.encode_ordinary, []
-    start, end = map(encoding.encode_single_token, (START, END))
+    end = [encoding.encode_single_token(END), *encoding.encode_ordinary("\n")]
+    ids = []
     for message in messages:
-        ids += [start, *encode(f"{message['role']}\n"), *encode(f" {message['content']}")]
-        ids += [end, *encode("\n")]
+        ids += heading(encoding, message["role"])
+        ids += encoding.encode_ordinary(f" {message['content']}")
+        ids += end
     return ids
 
 
 def prompt(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
     """Token ids of messages and of the heading under which the assistant answers."""
-    heading = [encoding.encode_single_token(START), *encoding.encode_ordinary("assistant\n")]
-    return [*render(encoding, messages), *heading]
+    return render(encoding, messages) + heading(encoding, "assistant")
 
 
 def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
     """Which tokens of a conversation [T] the assistant has to produce: [T] bool. They are the
     contents of its messages, each with the <|im_end|> that ends it; the last may be cut off."""
-    start, end = map(encoding.encode_single_token, (START, END))
-    heading = np.array(prompt(encoding, []))
+    opening = heading(encoding, "assistant")
+    end = encoding.encode_single_token(END)
     answer = np.zeros(len(ids), dtype=bool)
-    for at in np.flatnonzero(ids == start):
-        content = at + len(heading)
-        if np.array_equal(ids[at:content], heading):
-            after = np.flatnonzero(ids[content:] == end)
-            answer[content : content + after[0] + 1 if len(after) else None] = True
+    for start in np.flatnonzero(ids == opening[0]):
+        content = start + len(opening)
+        if ids[start:content].tolist() == opening:
+            ends = np.flatnonzero(ids[content:] == end)
+            n = ends[0] + 1 if len(ends) else len(ids)
+            answer[content : content + n] = True
     return answer
