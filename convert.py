@@ -51,8 +51,8 @@ from config import ModelConfig
 from model import Decoder
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
-from training.batches import Data, check_tokenizer
-from training.checkpoints import load_checkpoint, load_model, save_checkpoint
+from training.batches import Data, Source, check_tokenizer
+from training.checkpoints import load_checkpoint, load_model, read_encoding, save_checkpoint
 from training.settings import device_flag
 
 
@@ -67,9 +67,7 @@ class Settings:
     stem_layers: str = flag("third", "layers to get a table: third, half, all or 0,2,5")
     data_dir: str = flag("data/countries", "text to fill rows from: a folder or a mixture")
     tokens: int = flag(10**6, "training tokens to read; 0: rows stay random", must="0 or more")
-    batch_size: int = flag(
-        8, "windows in a forward pass; fewer take less memory", must="at least 1"
-    )
+    batch_size: int = flag(8, "windows in a forward pass; fewer take less memory")
     device: str = device_flag()
 
     def __post_init__(self) -> None:
@@ -93,6 +91,7 @@ SIZES = {
     "n_embd": "hidden_size",
     "d_ff": "intermediate_size",
 }
+REQUIRED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 LLAMA3_ROPE = (
     "factor",
     "low_freq_factor",
@@ -160,10 +159,8 @@ def read_llama(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
 
 def llama_config(path: Path, record: dict) -> ModelConfig:
     """The shape that config.json describes. UserError: it is not that of our dense decoder."""
-    require(path, record, "model_type", "llama")
-    require(path, record, "hidden_act", "silu")
-    require(path, record, "attention_bias", False)
-    require(path, record, "mlp_bias", False)
+    for name, value in REQUIRED.items():
+        require(path, record, name, value)
     # Rotations are the original ones, or slowed down as Llama 3.1's are (attention.rotary).
     rope = record.get("rope_scaling") or record.get("rope_parameters") or {}
     kind = "llama3" if "low_freq_factor" in rope else "default"
@@ -286,18 +283,22 @@ def read_dense(path: Path, stem_layers: str) -> tuple[Decoder, dict[int, Tensor]
 def fill_tables(model: Decoder, up: dict[int, Tensor], data: Data, settings: Settings) -> None:
     """Fill the tables of a STEM model in place of up-projections, the lowest first, and print how
     much of the variance of `g * u` the rows of each layer explain on validation text."""
-    size = settings.batch_size
     val = next(iter(data.val.values()))  # of a mixture the first part
     n_token = min(settings.tokens, sum(meta["train"]["tokens"] for meta in data.metas))
-    n_train = max(1, n_token // (size * val.block_size))
-    n_val = max(1, min(val.n_row, VAL_TOKENS // val.block_size) // size)
-    train_batches = [data.train.batch(number, size)[0] for number in range(n_train)]  # ids [B, T]
-    val_batches = [val.batch(number, size)[0] for number in range(n_val)]
+    n_val_token = min(VAL_TOKENS, val.n_row * val.block_size)
+    train_batches = first_batches(data.train, n_token, settings.batch_size)
+    val_batches = first_batches(val, n_val_token, settings.batch_size)
     for table, (layer, w_u) in enumerate(up.items()):
         w_u = w_u.to(model.device, torch.float32)
         model.tables.weight[table].copy_(least_squares_rows(model, layer, w_u, train_batches))
         explained = explained_variance(model, layer, w_u, val_batches)
         print(f"layer {layer}: the token explains {explained:.1%} of the variance")
+
+
+def first_batches(source: Source, n_token: int, size: int) -> list[Tensor]:
+    """The ids [B, T] of about so many tokens, `size` rows at a time."""
+    n = max(1, n_token // (size * source.block_size))
+    return [source.batch(number, size)[0] for number in range(n)]
 
 
 def activations(
@@ -332,17 +333,14 @@ def least_squares_rows(model: Decoder, layer: int, w_u: Tensor, batches: list[Te
 
 def explained_variance(model: Decoder, layer: int, w_u: Tensor, batches: list[Tensor]) -> float:
     """1 - (squared error of `g * rows`) / (variance of `g * u`), both summed over channels."""
-    n = 0
-    sums = torch.zeros(model.config.d_ff, device=model.device)
-    squares = torch.zeros((), device=model.device)
-    errors = torch.zeros((), device=model.device)
+    errors = 0.0
+    products = []
     for ids in batches:
         g, u, rows = activations(model, layer, w_u, ids)
-        n += len(u)
-        sums += (g * u).sum(0)
-        squares += (g * u).square().sum()
+        products.append(g * u)
         errors += (g * (u - rows)).square().sum()
-    return float(1 - errors / (squares - sums.square().sum() / n))
+    products = torch.cat(products)  # [n, d_ff]
+    return float(1 - errors / (products - products.mean(0)).square().sum())
 
 
 @torch.no_grad()
@@ -350,14 +348,13 @@ def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]
     """The converted model, its tokenizer, and the settings of the dense one's training run."""
     torch.manual_seed(SEED)
     model, up, checkpoint = read_dense(settings.source, settings.stem_layers)
-    encoding = tokenizer.loads(checkpoint["tokenizer"])
+    encoding = read_encoding(settings.source, checkpoint)
     if settings.tokens:
         block_size = model.config.block_size
         n_row = settings.tokens // block_size + settings.batch_size
         data = Data(settings.data_dir, "text", block_size, SEED, n_row)
-        ours = data.metas[0]["tokenizer"]
-        theirs = tokenizer.fingerprint(encoding)
-        check_tokenizer(ours, settings.data_dir, theirs, settings.source)
+        wanted = tokenizer.fingerprint(encoding)
+        check_tokenizer(data.metas[0]["tokenizer"], settings.data_dir, wanted, settings.source)
         fill_tables(model.to(pick_device(settings.device)).eval(), up, data, settings)
     return model, encoding, checkpoint.get("args", {})
 
