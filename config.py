@@ -114,25 +114,21 @@ class ModelConfig:
         self.attention_kinds = [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
 
     def fill_in_defaults(self) -> None:
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
-        if self.d_ff is None:
-            self.d_ff = math.ceil(8 * self.n_embd / (3 * 64)) * 64  # rounded up to a multiple of 64
-        if self.top_k is None:
-            self.top_k = 16 if self.ffn == "pkm" else 4
-        if self.ple_width is None:
-            self.ple_width = max(1, self.n_embd // 8)
-        if self.ngram_orders is None:
-            self.ngram_orders = "2" if self.ffn == "bigram" else "2,3"
-        if self.ngram_heads is None:
-            self.ngram_heads = 1 if self.ffn == "bigram" else 4
-        if self.ngram_layers is None:
-            self.ngram_layers = "half" if self.ffn == "value" else "1"
-        if self.tie_head is None:
-            self.tie_head = self.embedding_only
-        if self.init_std is None:  # as docs/results.md measures
-            root = float(f"{self.n_embd**-0.5:.2g}")  # two digits, to be typed: 0.072 for 192
-            self.init_std = 0.02 if self.embedding_only else root
+        root = float(f"{self.n_embd**-0.5:.2g}")  # two digits, to be typed: 0.072 for 192
+        defaults = {
+            "n_kv_head": self.n_head,
+            "d_ff": math.ceil(8 * self.n_embd / (3 * 64)) * 64,  # rounded up to a multiple of 64
+            "top_k": 16 if self.ffn == "pkm" else 4,
+            "ple_width": max(1, self.n_embd // 8),
+            "ngram_orders": "2" if self.ffn == "bigram" else "2,3",
+            "ngram_heads": 1 if self.ffn == "bigram" else 4,
+            "ngram_layers": "half" if self.ffn == "value" else "1",
+            "tie_head": self.embedding_only,
+            "init_std": 0.02 if self.embedding_only else root,  # as docs/results.md measures
+        }
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
 
     @property
     def head_dim(self) -> int:

@@ -111,9 +111,7 @@ def write_tokenizer(folder: Path, encoding: tiktoken.Encoding) -> None:
 
 def word_pattern(path: Path, pre_tokenizer: Any) -> str:
     """The pattern that splits text into words as a pre_tokenizer does."""
-    steps = [pre_tokenizer]
-    if isinstance(pre_tokenizer, dict) and "pretokenizers" in pre_tokenizer:
-        steps = pre_tokenizer["pretokenizers"]
+    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
     for pattern, theirs in WORDS.items():
         if steps == theirs:
             return pattern

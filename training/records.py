@@ -67,8 +67,8 @@ def from_line(line: bytes) -> dict[str, Any]:
         check_fields(record["args"], ARGS)
         check_fields(record["sizes"], SIZES)
         return record
-    for name, value in record.items():
-        if value is None:
+    for name in record:
+        if record[name] is None:
             record[name] = math.nan
     numbers = {*FIGURES[record["type"]], *record} - {"type"}  # all others are numbers, too
     check_fields(record, dict.fromkeys(numbers, int | float))
