@@ -79,17 +79,6 @@ def write(
     return tokenizer.stream(encoding, tokens())
 
 
-def sample_text(
-    model: Decoder, encoding: tiktoken.Encoding, prompt: str, max_new_tokens: int, **options
-) -> Iterator[str]:
-    """Yield the prompt and the model's text as it comes; `options` as for `Decoder.stream`."""
-    options["max_new_tokens"] = max_new_tokens
-    yield prompt
-    yield from write(
-        model, encoding, encode(encoding, prompt), (encoding.eot_token,), [], **options
-    )
-
-
 class Chat:
     """A conversation. When a turn does not fit into the model's context, the oldest turns are
     forgotten, the `system` message at the beginning is not."""

@@ -14,7 +14,7 @@ from analysis.pictures import markdown, plt, spread
 from analysis.runs import draw_validation
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.questions import groups, score_answers
+from training.questions import score_answers
 from training.records import read_run
 
 PATTERN = "window,window,full"
@@ -53,10 +53,8 @@ def values_found(folder: Path, count: int, device: torch.device) -> float:
         key, value = last.split(".")[0].split()
         prompt = encode(encoding, f"{before} Call {key}")[-SHORT["block_size"] + 8 :]
         asked.append((prompt, encoding.encode_ordinary(f" {value}")))
-    right = 0
-    for prompts, answers in groups(encoding, asked):
-        right += score_answers(model, prompts, answers)[0].sum().item()
-    return right / count
+    prompts, answers = zip(*asked, strict=True)
+    return score_answers(model, prompts, answers).greedy.float().mean().item()
 
 
 def folder_of(experiment: Experiment, part: str) -> Path:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from common import UserError
 from model import Decoder
-from sample import sample_text
+from sample import write
 from text.tokenizer import encode
 from training.checkpoints import load_model
 
@@ -75,8 +75,10 @@ class HarnessModel(LM):
             if isinstance(until, str):
                 until = [until]
             n_token = options.get("max_gen_toks", 256)
-            pieces = sample_text(self.model, self.encoding, context, n_token, temperature=0)
-            next(pieces)  # the context
+            ids = encode(self.encoding, context)
+            ends = (self.encoding.eot_token,)
+            options = {"max_new_tokens": n_token, "temperature": 0}
+            pieces = write(self.model, self.encoding, ids, ends, [], **options)
             text = ""
             for piece in pieces:
                 text += piece

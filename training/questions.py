@@ -2,7 +2,7 @@
 finished run shows beside its loss."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,13 +82,6 @@ def pad_together(
     """Join the rows of first and second, padded on the right: [N, T]."""
     rows = [torch.tensor([*a, *b]) for a, b in zip(first, second, strict=True)]
     return pad_sequence(rows, batch_first=True, padding_value=filler)
-
-
-def groups(encoding: tiktoken.Encoding, asked: list[tuple]) -> Iterator[list[list]]:
-    """Yield `asked` as columns, in groups small enough that logits [N, T, V] take about a GB."""
-    size = max(1, min(256, 2**22 // encoding.n_vocab))
-    for start in range(0, len(asked), size):
-        yield [list(column) for column in zip(*asked[start : start + size], strict=True)]
 
 
 # --- questions about countries ---
