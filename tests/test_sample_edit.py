@@ -1,5 +1,7 @@
 """sample.py and edit.py as a user runs them."""
 
+import copy
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from conftest import command, contents, flags, refused
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import edit
+from model import Decoder, ModelConfig
 from text import tokenizer
 from text.tokenizer import encode
 from training.checkpoints import load_checkpoint, load_model, tables_folder
@@ -53,6 +56,10 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("sample.py --device warp", "--device warp"),
         ("edit.py", "--source"),
         ("edit.py --source Anna", "--target"),
+        ("edit.py --source Anna --target Emil --write x", "--write"),
+        ("edit.py --source A --prompt A --write " + "a" * 99, "block_size"),
+        ("edit.py --source Ann --prompt Anna --write x", "does not contain 'Ann'"),
+        ("edit.py --source Anna --write x --prompt Anna --ckpt {dense}/ckpt.pt", "no tables"),
         ("edit.py --undo --source Anna --target Emil", "--undo"),
         ("edit.py --undo", "holds no edit"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
@@ -171,6 +178,33 @@ def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_
     assert contents(ckpt.parent) == files
 
 
+def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits):
+    ckpt, run = edits
+    before = leaves(ckpt)
+    saved = ckpt.with_name("edited.pt")
+    shown = run("--ckpt", ckpt, *flags(source="Anna", prompt="Anna", write="at", save=saved)).stdout
+
+    encoding = load_model(ckpt, CPU)[1]
+    asked = [encode(encoding, "Anna")], [encoding.encode_ordinary(" at")]
+    found = []
+    for path, title in ((ckpt, "before"), (saved, "after")):
+        found.append(score_answers(load_model(path, CPU)[0], *asked).probability.item())
+        assert re.search(rf"of 'at'.* {title} +{100 * found[-1]:.1f}%", shown)
+    assert found[1] > 10 * found[0]
+    name = encoding.encode_ordinary("Anna")
+    assert f"rows of {[encoding.decode([token]) for token in name]}" in shown
+    for changed in differing(before, leaves(saved)):
+        moved = (before[changed] != leaves(saved)[changed]).any(-1).nonzero()[:, 0].tolist()
+        assert "tables.weight" in changed and set(moved) == set(name)
+    others = torch.tensor([encode(encoding, "Björn follows Chloë at the river.")])
+    assert not set(name) & set(others[0].tolist())
+    logits = [load_model(path, CPU)[0](others)[0] for path in (ckpt, saved)]
+    assert torch.equal(*logits)
+
+    run("--ckpt", saved, "--undo")
+    assert differing(before, leaves(saved)) == []
+
+
 def test_edits_in_place_are_undone_last_first(edits):
     ckpt, run = edits
     states = [leaves(ckpt)]
@@ -205,3 +239,21 @@ def test_edited_ids_find_the_name_with_and_without_a_space():
     table_ids = edit.edited_ids(encoding, ids, "Spain", "Germany")
     expected = encoding.encode_ordinary("Germany is here. In Germany, and in Spanish.")
     assert table_ids == expected
+
+
+def test_extra_rows_stand_in_for_a_name_alone():
+    """As a model whose tables hold them in the rows of tokens that nobody uses."""
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(20, 16, 4, 2, 32, stem_layers="all", table_std=1.0)).eval()
+    overwritten = copy.deepcopy(model)
+    ids = torch.tensor([[1, 2, 3, 4], [5, 2, 3, 1]])
+    plain = model(ids)[0]
+    model.tables = edit.ExtraRows(model.tables, [3, 4])
+    read = torch.tensor([[1, 2, 20, 21], [5, 2, 20, 1]])
+    assert torch.equal(model(ids, table_ids=read)[0], plain)  # copies, until they are trained
+    model.tables.extra += torch.randn_like(model.tables.extra)
+    for table, weight in enumerate(overwritten.tables.weight):
+        weight[18:] = model.tables.extra[:, table]
+    expected = overwritten(ids, table_ids=read.where(read < 20, read - 2))[0]
+    torch.testing.assert_close(model(ids, table_ids=read)[0], expected)
+    assert torch.equal(model(ids)[0], plain)
