@@ -1,11 +1,14 @@
-"""How often does an edit succeed?
+"""How often does an edit succeed, and what else does it change?
 
 One name reads another's rows, as `edit.py --source Spain --target Germany` does it, and the model
 is asked for a fact in held-out words. Success: the greedy answer is the other's fact. Pairs that
 share the fact (Spanish for Peru and Chile) could not fail and are left out.
 
-    python analyze.py edits               # models trained for it
-    python analyze.py edits out/ckpt.pt   # this checkpoint
+    python analyze.py edits               # by names, and one fact by what is trained: own models
+    python analyze.py edits out/ckpt.pt   # by names, for a checkpoint
+
+By what is trained to write one fact, as `edit.py --source Spain --write "Lisbon."` does it: rows of
+the name, all weights, or a rank-1 update of each layer's down-projection, about as many numbers.
 """
 
 import json
@@ -19,13 +22,14 @@ from typing import NamedTuple
 
 import torch
 from tiktoken import Encoding
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from tqdm import tqdm
 
 from analysis.experiment import Experiment, pick
 from analysis.pictures import markdown, spread
 from common import UserError, atomic
-from edit import edited_ids
+from edit import STEPS, edited_ids, learn, make_lesson, own_rows, write_fact
 from model import Decoder
 from text import countries
 from text.tokenizer import encode
@@ -146,6 +150,152 @@ def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     print(f"\nwrote {path}")
 
 
+# --- by what is trained ---
+
+SINGLE = 9  # facts written alone
+COUNTS = (10, 50)  # facts written one after another
+KEPT = ("its other facts", "other countries")
+COLUMNS = (*countries.FORMS, *KEPT, "composition")
+# What is trained, and Adam's learning rate, the best of three; rows need none (L-BFGS).
+RATES = {"rows": 0.0, "all weights": 3e-4, "LoRA": 1e-2}
+
+
+class Fact(NamedTuple):
+    """A country, and the same with a fact that it shall have."""
+
+    country: countries.Country
+    taught: countries.Country
+    relation: str
+
+
+class LowRank(nn.Module):
+    """A weight plus a matrix of rank 1 (LoRA, Hu et al., 2021), which begins as zero."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.column = nn.Parameter(torch.zeros(len(weight), 1))
+        self.row = nn.Parameter(torch.randn(1, weight.shape[1]))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.column @ self.row
+
+
+def facts_to_write(n: int) -> list[Fact]:
+    """Of n countries, capital, language and region in turn, each with another country's."""
+    rng = random.Random(0)
+    facts = []
+    for number, country in enumerate(rng.sample(countries.table(), n)):
+        relation = RELATIONS[number % len(RELATIONS)]
+        values = {getattr(other, relation) for other in countries.table()}
+        new = rng.choice(sorted(values - {getattr(country, relation)}))
+        facts.append(Fact(country, replace(country, **{relation: new}), relation))
+    return facts
+
+
+def write(model: Decoder, encoding: Encoding, fact: Fact, method: str) -> None:
+    """Write a fact into the model, from one sentence in a phrasing that training used."""
+    source = fact.country.name
+    prompt = countries.paragraph(fact.country, [countries.OWN[fact.relation][-1]])
+    answer = countries.stopped(fact.taught.answer(fact.relation))
+    if method == "rows":
+        tables = model.tables
+        model.tables = own_rows(tables, encoding, source)
+        write_fact(model, encoding, source, prompt, answer)
+        for table, weight in enumerate(tables.weight):
+            weight[model.tables.tokens] = model.tables.extra[:, table]
+        model.tables = tables
+        return
+    lesson = make_lesson(model, encoding, source, prompt, answer)
+    layers = [block.ffn.down for block in model.blocks if block.row_width]
+    model.requires_grad_(method == "all weights")
+    if method == "LoRA":
+        for layer in layers:
+            parametrize.register_parametrization(layer, "weight", LowRank(layer.weight))
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    adam = torch.optim.Adam(trained, lr=RATES[method])
+    learn(model, lesson, lesson.ids, adam, STEPS)
+    model.requires_grad_(False)
+    if method == "LoRA":
+        for layer in layers:
+            parametrize.remove_parametrizations(layer, "weight")
+
+
+def ask_about(
+    encoding: Encoding, country: countries.Country, relations: list[str], form: str
+) -> list[Probe]:
+    """Held-out questions about a country in a form."""
+    probes = []
+    for relation in relations:
+        for question in countries.questions(relation, form, country):
+            prompt = encode(encoding, question.prompt)
+            probes.append((prompt, encoding.encode_ordinary(question.answer), prompt))
+    return probes
+
+
+def questions_after(encoding: Encoding, facts: list[Fact]) -> dict[str, list[Probe]]:
+    """What is asked when facts were written, by the column of the table."""
+    asked = {column: [] for column in COLUMNS}
+    for country, taught, relation in facts:
+        others = [other for other in countries.RELATIONS if other != relation]
+        for form in countries.FORMS:
+            asked[form] += ask_about(encoding, taught, [relation], form)
+            asked["its other facts"] += ask_about(encoding, country, others, form)
+        if relation == "capital":
+            described = replace(taught, name=f"the country whose capital is {taught.capital}")
+            asked["composition"] += ask_about(encoding, described, others, "question")
+    rng = random.Random(1)
+    written = {fact.country for fact in facts_to_write(COUNTS[-1])}
+    for country in countries.table():
+        if country not in written:
+            form = rng.choice(list(countries.FORMS))
+            relation = rng.choice(countries.RELATIONS)
+            asked["other countries"] += ask_about(encoding, country, [relation], form)[:1]
+    return asked
+
+
+def shares_after(
+    model: Decoder, encoding: Encoding, facts: list[Fact], method: str
+) -> dict[str, float]:
+    """Write facts one after another, and return the shares of right answers then, by column: of
+    what is to be kept, of what it knew."""
+    asked = questions_after(encoding, facts)
+    known = {column: answered(model, encoding, asked[column]) for column in KEPT}
+    for fact in facts:
+        write(model, encoding, fact, method)
+    shares = {}
+    for column, probes in asked.items():
+        right = answered(model, encoding, probes)
+        if column in KEPT:
+            right = right[known[column]]
+        if len(right):
+            shares[column] = right.float().mean().item()
+    return shares
+
+
+def report_writes(model: Decoder, encoding: Encoding, most: int) -> dict[str, dict]:
+    """What `shares_after` says of facts written alone (the mean), and of 10 and 50, at most `most`,
+    written one after another; each into the model as it was."""
+    facts = facts_to_write(most)
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    report = {}
+    for method in RATES:
+        parts = []
+        for fact in tqdm(facts[:SINGLE], method, leave=False, disable=None):
+            model.load_state_dict(state)
+            parts.append(shares_after(model, encoding, [fact], method))
+        alone = {}
+        for column in COLUMNS:
+            known = [part[column] for part in parts if column in part]
+            alone[column] = fmean(known) if known else None
+        report[f"{method}, 1 fact"] = alone
+        for n in COUNTS:
+            if n <= most:
+                model.load_state_dict(state)
+                after = shares_after(model, encoding, facts[:n], method)
+                report[f"{method}, {n} facts"] = after
+    return report
+
+
 # --- the question ---
 
 
@@ -176,3 +326,14 @@ def edits(experiment: Experiment) -> None:
     for kind, folders in experiment.train(pick(*kinds)).items():
         reports = measure_edits(experiment, folders, report_names, MOST)
         print(table_by_names(f"{kind}: names", reports) + "\n")
+
+    (folders,) = experiment.train(pick("STEM, all")).values()
+    most = 1 if experiment.quick else COUNTS[-1]
+    rows = []
+    reports = measure_edits(experiment, folders, report_writes, most)
+    for written in reports[0]:
+        row = {"trained": written}
+        for column in COLUMNS:
+            row[column] = spread(".1%", [report[written].get(column) for report in reports])
+        rows.append(row)
+    print(markdown(rows))

@@ -1,6 +1,8 @@
 """analysis/edits.py against tables whose rows are overwritten, and answers made to be known."""
 
+import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,3 +77,45 @@ def test_a_checkpoint_has_a_table_and_a_report(tmp_path, monkeypatch, capsys):
     rows = capsys.readouterr().out.splitlines()
     assert "| one token | capital | 75.0% |" in rows
     assert "| longer source | capital | 50.0% |" in rows
+
+
+@pytest.mark.parametrize("method", edits.RATES)
+def test_each_method_trains_what_it_says(encoding, monkeypatch, method):
+    monkeypatch.setattr(edits, "STEPS", 2)
+    monkeypatch.setattr("edit.STEPS", 5)
+    model = made(encoding)
+    before = copy.deepcopy(model.state_dict())
+    spain = COUNTRIES["Spain"]
+    fact = edits.Fact(spain, replace(spain, capital="Peru"), "capital")
+    edits.write(model, encoding, fact, method)
+    changed = {}
+    for name, weight in model.state_dict().items():
+        if not torch.equal(weight, before[name]):
+            changed[name] = weight - before[name]
+    if method == "rows":
+        (row,) = encoding.encode_ordinary(" Spain")
+        assert set(changed) == {f"tables.weight.{n}" for n in range(3)}
+        assert all(part.any(1).nonzero().tolist() == [[row]] for part in changed.values())
+    elif method == "LoRA":
+        assert set(changed) == {f"blocks.{n}.ffn.down.weight" for n in (1, 2, 3)}
+        assert all(torch.linalg.matrix_rank(part, rtol=1e-4) == 1 for part in changed.values())
+    else:
+        assert set(changed) == set(before)
+
+
+def test_shares_are_those_of_a_model_that_knows_one_answer(encoding, monkeypatch):
+    """After writing, one other answer comes to every question: all other facts are lost."""
+    model = made(encoding)
+    says = {"now": "Peru"}
+    monkeypatch.setattr(edits, "write", lambda *_: says.update(now="Lima"))
+    monkeypatch.setattr(
+        edits,
+        "answered",
+        lambda _, encoding, probes: torch.tensor(
+            [says["now"] in encoding.decode(answer) for _, answer, _ in probes], dtype=torch.bool
+        ),
+    )
+    fact = edits.Fact(COUNTRIES["Spain"], replace(COUNTRIES["Spain"], capital="Lima"), "capital")
+    found = edits.shares_after(model, encoding, [fact], "rows")
+    assert [found[form] for form in countries.FORMS] == [1, 1, 1]
+    assert found["composition"] == 0 and "its other facts" not in found  # it knew none
