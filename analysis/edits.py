@@ -34,7 +34,7 @@ from model import Decoder
 from text import countries
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.questions import groups, score_answers
+from training.questions import score_answers
 
 RELATIONS = ("capital", "language", "region")
 MOST = 500  # random pairs of each sort, for each relation
@@ -72,8 +72,9 @@ Probe = tuple[list[int], list[int], list[int]]
 
 def answered(model: Decoder, encoding: Encoding, probes: list[Probe]) -> Tensor:
     """Whether the greedy answer to each prompt is this one: [N] of booleans."""
-    hits = [score_answers(model, *columns).greedy for columns in groups(encoding, probes)]
-    return torch.cat([torch.empty(0, dtype=torch.bool), *hits])
+    if not probes:
+        return torch.empty(0, dtype=torch.bool)
+    return score_answers(model, *zip(*probes, strict=True)).greedy
 
 
 # --- by names ---

@@ -69,7 +69,7 @@ def test_the_commands_take_the_flags(runs):
 RUNS = [
     dict(stem_layers="0,1"),
     dict(stem_layers="0,1", table_dtype="bfloat16", table_state="number", device_batch_size=2),
-    dict(ffn="engram", doc_mask=True),
+    dict(ffn="engram", doc_mask=True, table_dtype="bfloat16"),
     dict(ffn="bigram", table_state="number", doc_mask=True, device_batch_size=2),
     dict(ffn="value", table_dtype="bfloat16", table_rate=3.0),
 ]
