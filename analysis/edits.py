@@ -1,14 +1,17 @@
-"""How often does an edit succeed, and what else does it change?
+"""How often does an edit succeed, and which layers hold a fact?
 
 One name reads another's rows, as `edit.py --source Spain --target Germany` does it, and the model
 is asked for a fact in held-out words. Success: the greedy answer is the other's fact. Pairs that
-share the fact (Spanish for Peru and Chile) could not fail and are left out.
+share the fact (Spanish for Peru and Chile) could not fail and are left out. Where names have
+another number of tokens, `last` and `average` are ways of `edit.py --align`.
 
-    python analyze.py edits               # by names, and one fact by what is trained: own models
+    python analyze.py edits               # by layers, and by names: models trained for it
     python analyze.py edits out/ckpt.pt   # by names, for a checkpoint
 
-By what is trained to write one fact, as `edit.py --source Spain --write "Lisbon."` does it: rows of
-the name, all weights, or a rank-1 update of each layer's down-projection, about as many numbers.
+By layers: rows are swapped in one layer alone, in the first k and in the last k layers that have a
+table, for random pairs whose names are one token. Own fact kept: the answer still is the source's
+capital. Leaks: a third country's fact that was known behind a paragraph about the source, before
+the edit and not after it.
 """
 
 import json
@@ -22,14 +25,13 @@ from typing import NamedTuple
 
 import torch
 from tiktoken import Encoding
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import Tensor
 from tqdm import tqdm
 
 from analysis.experiment import Experiment, pick
 from analysis.pictures import markdown, spread
 from common import UserError, atomic
-from edit import STEPS, edited_ids, learn, make_lesson, own_rows, write_fact
+from edit import MeanRows, edited_ids
 from model import Decoder
 from text import countries
 from text.tokenizer import encode
@@ -38,6 +40,8 @@ from training.questions import score_answers
 
 RELATIONS = ("capital", "language", "region")
 MOST = 500  # random pairs of each sort, for each relation
+WAYS = ("last", "average")  # of edit.ALIGN; of names of one length all are the same
+MEASURES = ("success", "own fact kept", "leaks")
 # Names that no country has, of one to seven tokens of the countries corpus.
 INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
 INVENTED += ("Utopia", "Lilliput", "Krakozhia", "Sokovia", "Panem", "Oceania", "Eurasia")
@@ -72,8 +76,6 @@ Probe = tuple[list[int], list[int], list[int]]
 
 def answered(model: Decoder, encoding: Encoding, probes: list[Probe]) -> Tensor:
     """Whether the greedy answer to each prompt is this one: [N] of booleans."""
-    if not probes:
-        return torch.empty(0, dtype=torch.bool)
     return score_answers(model, *zip(*probes, strict=True)).greedy
 
 
@@ -105,12 +107,13 @@ def all_pairs(encoding: Encoding, relation: str) -> dict[str, list[Pair]]:
     return pairs
 
 
-def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair]) -> float:
-    """The share of pairs that answer with the target's fact after the edit."""
+def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair], align: str) -> float:
+    """The share of pairs that answer with the target's fact after the edit, of a model whose tables
+    are MeanRows."""
     probes = []
     for source, target in pairs:
         names = (source.country.name, target.country.name)
-        edited = edited_ids(encoding, source.prompt, *names)
+        edited = edited_ids(encoding, source.prompt, *names, align, model.tables)
         probes.append((source.prompt, target.answer, edited))
     return answered(model, encoding, probes).float().mean().item()
 
@@ -122,9 +125,11 @@ def report_names(model: Decoder, encoding: Encoding, most: int) -> dict:
     for relation in tqdm(RELATIONS, "editing", leave=False, disable=None):
         for sort, pairs in all_pairs(encoding, relation).items():
             chosen = random.Random(0).sample(pairs, min(most, len(pairs)))
-            share = share_edited(model, encoding, chosen)
-            parts.append({"names": sort, "asked for": relation, "success": share})
-    successes = [part["success"] for part in parts if part["names"] == "one token"]
+            part = {"names": sort, "asked for": relation}
+            for align in WAYS if sort.startswith("longer") else WAYS[:1]:
+                part[align] = share_edited(model, encoding, chosen, align)
+            parts.append(part)
+    successes = [part["last"] for part in parts if part["names"] == "one token"]
     if not successes:
         raise UserError("no country is one token: edits are measured of models of data/countries")
     return {"success": fmean(successes), "parts": parts}
@@ -135,7 +140,8 @@ def table_by_names(title: str, reports: list[dict]) -> str:
     rows = []
     for parts in zip(*[report["parts"] for report in reports], strict=True):
         row = {title: parts[0]["names"], "asked for": parts[0]["asked for"]}
-        row["success"] = spread(".1%", [part["success"] for part in parts])
+        for column in WAYS:
+            row[column] = spread(".1%", [part.get(column) for part in parts])
         rows.append(row)
     return markdown(rows)
 
@@ -151,149 +157,74 @@ def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     print(f"\nwrote {path}")
 
 
-# --- by what is trained ---
-
-SINGLE = 9  # facts written alone
-COUNTS = (10, 50)  # facts written one after another
-KEPT = ("its other facts", "other countries")
-COLUMNS = (*countries.FORMS, *KEPT, "composition")
-# What is trained, and Adam's learning rate, the best of three; rows need none (L-BFGS).
-RATES = {"rows": 0.0, "all weights": 3e-4, "LoRA": 1e-2}
+# --- by layers ---
 
 
-class Fact(NamedTuple):
-    """A country, and the same with a fact that it shall have."""
-
-    country: countries.Country
-    taught: countries.Country
-    relation: str
-
-
-class LowRank(nn.Module):
-    """A weight plus a matrix of rank 1 (LoRA, Hu et al., 2021), which begins as zero."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.column = nn.Parameter(torch.zeros(len(weight), 1))
-        self.row = nn.Parameter(torch.randn(1, weight.shape[1]))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.column @ self.row
+def layer_choices(layers: list[int]) -> dict[str, set[int]]:
+    """The numbers of the tables to swap, by the name of the choice; table n is of layers[n]."""
+    n = len(layers)
+    choices = {"none": set()}
+    for number, layer in enumerate(layers):
+        choices[f"layer {layer}"] = {number}
+    for k in range(2, n):
+        choices[f"first {k}"] = set(range(k))
+    for k in range(2, n):
+        choices[f"last {k}"] = set(range(n - k, n))
+    choices["all"] = set(range(n))
+    return choices
 
 
-def facts_to_write(n: int) -> list[Fact]:
-    """Of n countries, capital, language and region in turn, each with another country's."""
+def swapped_ids(model: Decoder, encoding: Encoding, ids: list[int], pair: Pair) -> list[int]:
+    """A text about the source with made-up tokens, one for each pair of a token and another one
+    whose rows it reads after the edit."""
+    source, target = pair
+    others = edited_ids(encoding, ids, source.country.name, target.country.name)
+    new = []
+    for own, other in zip(ids, others, strict=True):
+        new.append(own if own == other else model.tables.token([own, other]))
+    return new
+
+
+def swap_rows(tables: MeanRows, swapped: set[int]) -> None:
+    """Give made-up tokens, each of a pair of tokens, the second one's rows in the tables numbered
+    in `swapped`, and the first one's in all others."""
+    rows = tables.tables.lookup(torch.tensor(tables.names))  # of each table [n, 2, W]
+    chosen = [of_table[:, int(number in swapped)] for number, of_table in enumerate(rows)]
+    tables.means = list(torch.stack(chosen, dim=1))  # of each pair [n_table, W]
+
+
+def follow(encoding: Encoding, source: Asked, third: Asked) -> list[int]:
+    """A paragraph with the source's language, and a document that asks about the third country."""
+    pattern = countries.seen(countries.PARAGRAPH, "language")[0]
+    sentence = countries.sentence(pattern, source.country, "language")
+    return [*encode(encoding, countries.paragraph(source.country, [sentence])), *third.prompt]
+
+
+def report_layers(model: Decoder, encoding: Encoding, most: int) -> dict[str, dict]:
+    """What `most` random edits change, always the same, by the layers they are made in. Leaks of
+    what a model never knew: NaN."""
+    asked = openings(encoding, "capital", countries.table())
+    single = [one for one in asked if one.length == 1]
     rng = random.Random(0)
-    facts = []
-    for number, country in enumerate(rng.sample(countries.table(), n)):
-        relation = RELATIONS[number % len(RELATIONS)]
-        values = {getattr(other, relation) for other in countries.table()}
-        new = rng.choice(sorted(values - {getattr(country, relation)}))
-        facts.append(Fact(country, replace(country, **{relation: new}), relation))
-    return facts
-
-
-def write(model: Decoder, encoding: Encoding, fact: Fact, method: str) -> None:
-    """Write a fact into the model, from one sentence in a phrasing that training used."""
-    source = fact.country.name
-    prompt = countries.paragraph(fact.country, [countries.OWN[fact.relation][-1]])
-    answer = countries.stopped(fact.taught.answer(fact.relation))
-    if method == "rows":
-        tables = model.tables
-        model.tables = own_rows(tables, encoding, source)
-        write_fact(model, encoding, source, prompt, answer)
-        for table, weight in enumerate(tables.weight):
-            weight[model.tables.tokens] = model.tables.extra[:, table]
-        model.tables = tables
-        return
-    lesson = make_lesson(model, encoding, source, prompt, answer)
-    layers = [block.ffn.down for block in model.blocks if block.row_width]
-    model.requires_grad_(method == "all weights")
-    if method == "LoRA":
-        for layer in layers:
-            parametrize.register_parametrization(layer, "weight", LowRank(layer.weight))
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    adam = torch.optim.Adam(trained, lr=RATES[method])
-    learn(model, lesson, lesson.ids, adam, STEPS)
-    model.requires_grad_(False)
-    if method == "LoRA":
-        for layer in layers:
-            parametrize.remove_parametrizations(layer, "weight")
-
-
-def ask_about(
-    encoding: Encoding, country: countries.Country, relations: list[str], form: str
-) -> list[Probe]:
-    """Held-out questions about a country in a form."""
-    probes = []
-    for relation in relations:
-        for question in countries.questions(relation, form, country):
-            prompt = encode(encoding, question.prompt)
-            probes.append((prompt, encoding.encode_ordinary(question.answer), prompt))
-    return probes
-
-
-def questions_after(encoding: Encoding, facts: list[Fact]) -> dict[str, list[Probe]]:
-    """What is asked when facts were written, by the column of the table."""
-    asked = {column: [] for column in COLUMNS}
-    for country, taught, relation in facts:
-        others = [other for other in countries.RELATIONS if other != relation]
-        for form in countries.FORMS:
-            asked[form] += ask_about(encoding, taught, [relation], form)
-            asked["its other facts"] += ask_about(encoding, country, others, form)
-        if relation == "capital":
-            described = replace(taught, name=f"the country whose capital is {taught.capital}")
-            asked["composition"] += ask_about(encoding, described, others, "question")
-    rng = random.Random(1)
-    written = {fact.country for fact in facts_to_write(COUNTS[-1])}
-    for country in countries.table():
-        if country not in written:
-            form = rng.choice(list(countries.FORMS))
-            relation = rng.choice(countries.RELATIONS)
-            asked["other countries"] += ask_about(encoding, country, [relation], form)[:1]
-    return asked
-
-
-def shares_after(
-    model: Decoder, encoding: Encoding, facts: list[Fact], method: str
-) -> dict[str, float]:
-    """Write facts one after another, and return the shares of right answers then, by column: of
-    what is to be kept, of what it knew."""
-    asked = questions_after(encoding, facts)
-    known = {column: answered(model, encoding, asked[column]) for column in KEPT}
-    for fact in facts:
-        write(model, encoding, fact, method)
-    shares = {}
-    for column, probes in asked.items():
-        right = answered(model, encoding, probes)
-        if column in KEPT:
-            right = right[known[column]]
-        if len(right):
-            shares[column] = right.float().mean().item()
-    return shares
-
-
-def report_writes(model: Decoder, encoding: Encoding, most: int) -> dict[str, dict]:
-    """What `shares_after` says of facts written alone (the mean), and of 10 and 50, at most `most`,
-    written one after another; each into the model as it was."""
-    facts = facts_to_write(most)
-    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    probes = {measure: [] for measure in MEASURES}
+    for _ in range(most):
+        source, target, third = rng.sample(single, 3)
+        prompt = source.prompt
+        edited = swapped_ids(model, encoding, prompt, (source, target))
+        probes["success"].append((prompt, target.answer, edited))
+        probes["own fact kept"].append((prompt, source.answer, edited))
+        behind = follow(encoding, source, third)
+        edited = swapped_ids(model, encoding, behind, (source, target))
+        probes["leaks"].append((behind, third.answer, edited))
     report = {}
-    for method in RATES:
-        parts = []
-        for fact in tqdm(facts[:SINGLE], method, leave=False, disable=None):
-            model.load_state_dict(state)
-            parts.append(shares_after(model, encoding, [fact], method))
-        alone = {}
-        for column in COLUMNS:
-            known = [part[column] for part in parts if column in part]
-            alone[column] = fmean(known) if known else None
-        report[f"{method}, 1 fact"] = alone
-        for n in COUNTS:
-            if n <= most:
-                model.load_state_dict(state)
-                after = shares_after(model, encoding, facts[:n], method)
-                report[f"{method}, {n} facts"] = after
+    choices = layer_choices([n for n, block in enumerate(model.blocks) if block.row_width])
+    for name in tqdm(choices, "editing", leave=False, delay=3):
+        swap_rows(model.tables, choices[name])
+        hits = {measure: answered(model, encoding, probes[measure]) for measure in MEASURES}
+        if name == "none":
+            known = hits["leaks"]
+        hits["leaks"] = ~hits["leaks"][known]
+        report[name] = {measure: hits[measure].float().mean().item() for measure in MEASURES}
     return report
 
 
@@ -311,7 +242,7 @@ def measure_edits(
 ) -> list[dict]:
     """A report, one of the above, about each run on at most so many random pairs of each sort."""
     if experiment.quick:
-        most = min(most, 32)
+        most = 32
     name = f"{report.__name__}-{most}"
     return experiment.measure(name, report_checkpoint, folders, report, most, experiment.on)
 
@@ -319,6 +250,7 @@ def measure_edits(
 def report_checkpoint(path: Path, report: Callable, most: int, device: torch.device) -> dict:
     """A report about a checkpoint, or that of a run's folder."""
     model, encoding, _ = load_model(path / "ckpt.pt" if path.is_dir() else path, device)
+    model.tables = MeanRows(model.tables)
     return report(model, encoding, most)
 
 
@@ -328,13 +260,12 @@ def edits(experiment: Experiment) -> None:
         reports = measure_edits(experiment, folders, report_names, MOST)
         print(table_by_names(f"{kind}: names", reports) + "\n")
 
-    (folders,) = experiment.train(pick("STEM, all")).values()
-    most = 1 if experiment.quick else COUNTS[-1]
-    rows = []
-    reports = measure_edits(experiment, folders, report_writes, most)
-    for written in reports[0]:
-        row = {"trained": written}
-        for column in COLUMNS:
-            row[column] = spread(".1%", [report[written].get(column) for report in reports])
-        rows.append(row)
-    print(markdown(rows))
+    for kind, folders in experiment.train(pick("STEM, all", "Embformer")).items():
+        reports = measure_edits(experiment, folders, report_layers, 1000)
+        rows = []
+        for swap in reports[0]:
+            row = {f"{kind}: rows swapped in": swap}
+            for measure in MEASURES:
+                row[measure] = spread(".1%", [report[swap][measure] for report in reports])
+            rows.append(row)
+        print(markdown(rows) + "\n")
