@@ -24,11 +24,13 @@ the device `meta`, the only one besides the CPU for which every build knows auto
 import random
 import threading
 from collections import Counter, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import offload
 from tables import tables
 
 DEVICE = torch.device("meta")
@@ -104,12 +106,14 @@ class Memory:
         self.stream = gpu.current_stream()
 
     def __del__(self) -> None:
+        """Queues without `add`: the garbage collector may come while an operation runs, and later
+        ones must not overtake it."""
         numbers, marks = self.numbers, []
         if not self.users:
-            self.stream.add(lambda: spoil(numbers))
+            self.stream.queue.append(lambda: spoil(numbers))
         for user in self.users:
             marks.append(Mark(user))
-            user.add(marks[-1])
+            user.queue.append(marks[-1])
         self.gpu.freed[self.stream, numbers.numel(), numbers.dtype].append((numbers, marks))
 
 
@@ -174,6 +178,7 @@ class SimulatedGpu:
         self.waits = Counter()
         self.lock, self.local, self.streams = threading.RLock(), threading.local(), []
         self.pinned_memory, self.freed = {}, defaultdict(list)
+        self.pools: list[ThreadPoolExecutor] = []
 
     def __enter__(self) -> "SimulatedGpu":
         SimulatedGpu.current = self
@@ -183,6 +188,7 @@ class SimulatedGpu:
         self.patch.setattr(torch.cuda, "Event", Event)
         self.patch.setattr(torch.cuda, "current_stream", self.current_stream)
         self.patch.setattr(torch.cuda, "set_stream", self.set_stream)
+        self.patch.setattr(offload, "ThreadPoolExecutor", self.make_pool)
         self.patch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pinned_copy(tensor))
         tables.STREAMS.add(DEVICE.type)
         self.factory = Factory()
@@ -190,9 +196,15 @@ class SimulatedGpu:
         return self
 
     def __exit__(self, *error) -> None:
+        for pool in self.pools:  # what they do later would reach the next simulated GPU
+            pool.shutdown()
         self.factory.__exit__(*error)
         tables.STREAMS.discard(DEVICE.type)
         self.patch.undo()
+
+    def make_pool(self, *args, **options) -> ThreadPoolExecutor:
+        self.pools.append(ThreadPoolExecutor(*args, **options))
+        return self.pools[-1]
 
     # --- time ---
 
