@@ -228,6 +228,8 @@ def undo(edit: Edit, path: Path) -> None:
 def show_and_save(edit: Edit, path: Path | None) -> None:
     device = pick_device(edit.device)
     model, encoding, checkpoint = load_model(edit.ckpt, device, edit.offload, edit.dtype)
+    if model.ngrams is not None:
+        raise UserError(f"--ckpt {edit.ckpt} has rows of n-grams, which do not belong to one name")
     model.tables = MeanRows(model.tables)
     if checkpoint.get("args", {}).get("preset") == "countries":
         check_names(edit)
