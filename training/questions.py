@@ -224,5 +224,5 @@ def show(model: Decoder, data: Data, ckpt: Path, seed: int) -> None:
         new = new[: new.index(stop)]
     print(encoding.decode(prompt[1:] + new))  # without the leading <|endoftext|>
     print(f"\nnext:\n  python sample.py --ckpt {ckpt}{' --chat' if is_chat else ''}")
-    if is_countries and len(model.tables.weight):
+    if is_countries and len(model.tables.weight) and model.ngrams is None:
         print(f"  python edit.py --ckpt {ckpt} --source Spain --target Germany")
