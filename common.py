@@ -76,7 +76,6 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "0 or more": lambda value: 0 <= value < float("inf"),
     "0 or more and below 1": lambda value: 0 <= value < 1,
     "between 0 and 1": lambda value: 0 < value < 1,
-    "from 0 to 1": lambda value: 0 <= value <= 1,
     "above 0 and at most 1": lambda value: 0 < value <= 1,
     "0 or more, and fit 63 bits": lambda value: 0 <= value < 2**63,
 }
@@ -259,9 +258,9 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
+def locked(folder: str | Path) -> Iterator[None]:
     """Lock a folder that is written to. The system releases the lock when the process ends, in
-    whatever way. UserError: another process has it; with `wait`, wait for it."""
+    whatever way. UserError: another process has it."""
     folder = Path(folder)
     is_new = not os.path.exists(folder)
     with writing(folder):
@@ -270,7 +269,7 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
     with file:
         if fcntl:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fix = "wait or choose another folder"
                 raise UserError(f"{folder} is in use by another process; {fix}") from None
@@ -280,7 +279,7 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
             yield
         except BaseException:
             # A command that was refused leaves no empty folder behind.
-            if is_new and not wait and [path.name for path in folder.iterdir()] == [".lock"]:
+            if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
                 (folder / ".lock").unlink()
                 folder.rmdir()
             raise

@@ -103,6 +103,13 @@ class MeanRows(Tables):
             yield rows
 
 
+def make_editable(model: Decoder) -> None:
+    """Let a model read mean rows, too. UserError: it has no rows that belong to one token."""
+    if model.ngrams is not None:
+        raise UserError("--ckpt is a model with rows of n-grams, which do not belong to one name")
+    model.tables = MeanRows(model.tables)
+
+
 def edited_ids(
     encoding: tiktoken.Encoding,
     ids: list[int],
@@ -228,9 +235,7 @@ def undo(edit: Edit, path: Path) -> None:
 def show_and_save(edit: Edit, path: Path | None) -> None:
     device = pick_device(edit.device)
     model, encoding, checkpoint = load_model(edit.ckpt, device, edit.offload, edit.dtype)
-    if model.ngrams is not None:
-        raise UserError(f"--ckpt {edit.ckpt} has rows of n-grams, which do not belong to one name")
-    model.tables = MeanRows(model.tables)
+    make_editable(model)
     if checkpoint.get("args", {}).get("preset") == "countries":
         check_names(edit)
     instead = show(model, encoding, edit)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import baselines
 from attention import Attention, KVCache, LayerCache, LinearQKV, additive, rotary
 from common import UserError
-from config import ModelConfig
+from config import NGRAMS, ModelConfig
 from embformer import EmbformerFFN, RowQKV
 from local_attention import WindowAttention
 from ngram import Bigram, Engram, Ngrams, ValueQKV
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         width = widths[0] if widths else 0
         # Rows have addresses: token ids or, if they belong to n-grams, hashes.
         self.ngrams = None
-        if config.ffn in MEMORIES:
+        if config.ffn in NGRAMS.split():
             self.ngrams = Ngrams(config)
             n_row = self.ngrams.n_row
             width //= self.ngrams.n_address  # a token reads several, side by side

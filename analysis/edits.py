@@ -31,7 +31,7 @@ from tqdm import tqdm
 from analysis.experiment import Experiment, pick
 from analysis.pictures import markdown, spread
 from common import UserError, atomic
-from edit import MeanRows, edited_ids
+from edit import MeanRows, edited_ids, make_editable
 from model import Decoder
 from text import countries
 from text.tokenizer import encode
@@ -250,7 +250,7 @@ def measure_edits(
 def report_checkpoint(path: Path, report: Callable, most: int, device: torch.device) -> dict:
     """A report about a checkpoint, or that of a run's folder."""
     model, encoding, _ = load_model(path / "ckpt.pt" if path.is_dir() else path, device)
-    model.tables = MeanRows(model.tables)
+    make_editable(model)
     return report(model, encoding, most)
 
 

@@ -182,7 +182,7 @@ def code_digest(*further: str) -> str:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         room = Path(file).parent  # what is installed, even below ROOT, lies deeper
-        if ROOT in (room, room.parent) and room.name != "analysis" and name != "__main__":
+        if ROOT in (room, room.parent) and room.name != "analysis" and not name.startswith("__"):
             files.add(file)
     digest = hashlib.sha256()
     for file in sorted(files):

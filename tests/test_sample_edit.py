@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import command, contents, flags, refused
+from conftest import EDIT, command, contents, flags, refused, small_run
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import edit
@@ -93,6 +93,12 @@ def test_names_that_the_countries_do_not_have_are_refused(source, target, named)
         return
     with pytest.raises(edit.UserError, match=named):
         edit.check_names(asked)
+
+
+def test_rows_of_n_grams_are_not_edited(data, tmp_path):
+    ckpt = small_run(data, tmp_path / "engram", ffn="engram", max_iters=1) / "ckpt.pt"
+    for line in (["edit.py", "--ckpt", ckpt, *EDIT], ["analyze.py", "edits", ckpt]):
+        assert "rows of n-grams" in refused(*line)
 
 
 def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, capsys):
