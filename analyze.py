@@ -10,7 +10,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python analyze.py attention              # windows, counts: worse? keys of the token before?
     python analyze.py geometry               # angles between rows
     python analyze.py costs                  # FLOPs, parameters read, return on compute
-    python analyze.py edits                  # which layers' rows hold a fact
+    python analyze.py edits                  # how often edits succeed, by the kind of names
     python analyze.py edits out/ckpt.pt      # how often edits of this checkpoint succeed
     python analyze.py convert                # a dense model turned into tables, against controls
     python analyze.py harness out/ckpt.pt --tasks hellaswag,arc_easy   # lm-evaluation-harness

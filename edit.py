@@ -2,7 +2,6 @@
 
     python edit.py --source Spain --target Germany
     python edit.py --source Peru --target Japan --prompt "Country: Peru\\nThe main language is"
-    python edit.py --source Spain --target "New Zealand" --align average
     python edit.py --source Atlantis --target Portugal        # a name that the model never saw
     python edit.py --source Spain --target Germany --save out/edited/ckpt.pt
     python edit.py --undo --ckpt out/edited/ckpt.pt  # restores it bit for bit
@@ -15,7 +14,6 @@ Spain's id instead, and keeps Spain's, for --undo. That affects every use of the
 import os
 import re
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import zip_longest
@@ -28,7 +26,6 @@ from torch import Tensor
 from common import UserError, check_ranges, flag, locked, parse, pick_device, run
 from model import Decoder
 from stem import substitute
-from tables.tables import Tables
 from text import countries
 from text.tokenizer import encode
 from training.checkpoints import load_checkpoint, load_model, write_checkpoint
@@ -36,8 +33,6 @@ from training.questions import score_answers
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 
 WIDTH = 38  # of a column of text
-# How a name reads the rows of one with another number of tokens, see `substitute` and `MeanRows`.
-ALIGN = ("last", "first", "pad", "average")
 
 
 @dataclass
@@ -46,13 +41,6 @@ class Edit:
     source: str | None = flag(None, "the name to edit, such as Spain")
     target: str | None = flag(None, "the name whose rows to read instead, such as Germany")
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
-    align: str = flag(
-        "last",
-        "last: align names at their ends (a longer source repeats the target's first row, a longer "
-        "target keeps its last); first: at their beginnings; pad: like last, with padding; "
-        "average: read the target's mean row",
-        choices=ALIGN,
-    )
     max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
     save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
     undo: bool = flag(False, "remove the last edit from --ckpt, in place or into --save")
@@ -70,67 +58,23 @@ class Edit:
 # --- which rows are read instead ---
 
 
-class MeanRows(Tables):
-    """Read-only tables with extra tokens after the vocabulary, whose rows are means of others'.
-    UserError: there are no tables."""
-
-    def __init__(self, tables: Tables) -> None:
-        if not len(tables.weight):
-            raise UserError("--ckpt is a model that has no tables to edit")
-        super().__init__(tables.vocab_size, tables.width)
-        self.tables = tables
-        self.weight = tables.weight
-        # For each made-up token the ids behind it, and their mean row in each table [n_table, W].
-        self.names: list[list[int]] = []
-        self.means: list[Tensor] = []
-
-    def token(self, ids: list[int]) -> int:
-        """The token whose row, in every table, is the mean of the rows of `ids`."""
-        if ids not in self.names:
-            rows = self.tables.lookup(torch.tensor([ids]))  # [1, T, W] of each table
-            self.names.append(ids)
-            self.means.append(torch.stack([of_table[0].mean(0) for of_table in rows]))
-        return self.vocab_size + self.names.index(ids)
-
-    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        is_new = ids >= self.vocab_size
-        known = ids.masked_fill(is_new, 0)
-        for table, rows in enumerate(self.tables.lookup(known)):  # [B, T, W]
-            if is_new.any():
-                numbers = (ids[is_new] - self.vocab_size).tolist()
-                means = torch.stack([self.means[number][table] for number in numbers])  # [n, W]
-                rows = rows.index_put((is_new.to(rows.device),), means)
-            yield rows
-
-
-def make_editable(model: Decoder) -> None:
-    """Let a model read mean rows, too. UserError: it has no rows that belong to one token."""
+def check_editable(model: Decoder) -> None:
+    """UserError: the model has no rows that belong to one token."""
+    if not len(model.tables.weight):
+        raise UserError("--ckpt is a model that has no tables to edit")
     if model.ngrams is not None:
         raise UserError("--ckpt is a model with rows of n-grams, which do not belong to one name")
-    model.tables = MeanRows(model.tables)
 
 
-def edited_ids(
-    encoding: tiktoken.Encoding,
-    ids: list[int],
-    source: str,
-    target: str,
-    align: str = "last",
-    tables: MeanRows | None = None,
-) -> list[int]:
+def edited_ids(encoding: tiktoken.Encoding, ids: list[int], source: str, target: str) -> list[int]:
     """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
-    space before it. `tables` are the model's, for `align` "average"."""
+    space before it."""
     original = torch.tensor(ids)  # [T]
     edited = original
     for space in (" ", ""):
         source_ids = encoding.encode_ordinary(space + source)
         target_ids = encoding.encode_ordinary(space + target)
-        how = align
-        if align == "average":
-            how = "last"  # repeats one token as often as needed
-            if len(source_ids) != len(target_ids):
-                target_ids = [tables.token(target_ids)]
-        changed = substitute(original, source_ids, target_ids, how, encoding.eot_token)
+        changed = substitute(original, source_ids, target_ids)
         edited = torch.where(changed != original, changed, edited)
     return edited.tolist()
 
@@ -159,7 +103,6 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     return tokens
 
 
-@torch.inference_mode()
 def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, int]:
     """Print what the model writes before and after an edit, side by side. Returns, for each
     token of the prompt that reads another's rows, that other token."""
@@ -170,7 +113,7 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
     room = model.config.block_size - len(ids)
     if room < 1:
         raise UserError(f"--prompt has {len(ids)} tokens, room is {model.config.block_size - 1}")
-    table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, model.tables)
+    table_ids = edited_ids(encoding, ids, edit.source, edit.target)
     if ids == table_ids:
         raise UserError(f"--prompt {prompt!r} does not contain {edit.source!r}")
 
@@ -191,10 +134,11 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
         print(f"{left_line:<{WIDTH}}   {right_line}".rstrip())
     print()
 
-    # 4) how probable both answers are, before and after
-    answers = [first_sentence(encoding, before)]
-    if first_sentence(encoding, after) not in answers:
-        answers.append(first_sentence(encoding, after))
+    # 4) how probable the answers are, before and after
+    answers = []
+    for text in (before, after):
+        if first_sentence(encoding, text) not in answers:
+            answers.append(first_sentence(encoding, text))
     for answer in answers:
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
         text = textwrap.shorten(encoding.decode(answer), 26, placeholder="...")
@@ -235,7 +179,7 @@ def undo(edit: Edit, path: Path) -> None:
 def show_and_save(edit: Edit, path: Path | None) -> None:
     device = pick_device(edit.device)
     model, encoding, checkpoint = load_model(edit.ckpt, device, edit.offload, edit.dtype)
-    make_editable(model)
+    check_editable(model)
     if checkpoint.get("args", {}).get("preset") == "countries":
         check_names(edit)
     instead = show(model, encoding, edit)

@@ -38,9 +38,7 @@ class StemFFN(nn.Module):
         )  # rows are float32; under autocast, gate is not
 
 
-def substitute(
-    ids: Tensor, source: list[int], target: list[int], align: str = "last", pad: int = 0
-) -> Tensor:
+def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
     """Knowledge editing: ids under which to look up tables, with every occurrence of the tokens
     `source` replaced by those of `target` (STEM paper, section on knowledge editing).
 
@@ -49,12 +47,10 @@ def substitute(
 
     Args:
         ids: [..., T] token ids.
-        source, target: non-empty lists of token ids.
-        align: how names of different lengths are aligned. `last`: at their ends; a longer source
-            reads the target's first row repeatedly in front (the paper's copying), a longer target
-            contributes only its last rows (subset selection). `first`: at their beginnings,
-            likewise. `pad`: like `last`, but in front the padding token's row is read.
-        pad: the padding token.
+        source, target: non-empty lists of token ids. Names of different lengths are aligned at
+            their ends: a longer source reads the target's first row repeatedly in front (the
+            paper's copying), a longer target contributes only its last rows (subset selection).
+            Padding, mean rows or the beginnings were no better (docs/claims.md).
 
     Returns:
         [..., T] ids; equal to `ids` where nothing matched.
@@ -65,13 +61,7 @@ def substitute(
     if not source or not target:
         raise ValueError(f"nothing to substitute: source={source}, target={target}")
     n = len(source)
-    if align == "last":
-        aligned = ([target[0]] * n + target)[-n:]
-    elif align == "first":
-        aligned = (target + [target[-1]] * n)[:n]
-    else:
-        assert align == "pad", f"align={align!r} is not one of last, first, pad"
-        aligned = ([pad] * n + target)[-n:]
+    aligned = ([target[0]] * n + target)[-n:]
     table_ids = ids.clone()
     if n > ids.shape[-1]:
         return table_ids

@@ -1,23 +1,16 @@
-"""How often does an edit succeed, and which layers hold a fact?
+"""How often does an edit succeed?
 
 One name reads another's rows, as `edit.py --source Spain --target Germany` does it, and the model
 is asked for a fact in held-out words. Success: the greedy answer is the other's fact. Pairs that
-share the fact (Spanish for Peru and Chile) could not fail and are left out. Where names have
-another number of tokens, `last` and `average` are ways of `edit.py --align`.
+share the fact (Spanish for Peru and Chile) could not fail and are left out.
 
-    python analyze.py edits               # by layers, and by names: models trained for it
-    python analyze.py edits out/ckpt.pt   # by names, for a checkpoint
-
-By layers: rows are swapped in one layer alone, in the first k and in the last k layers that have a
-table, for random pairs whose names are one token. Own fact kept: the answer still is the source's
-capital. Leaks: a third country's fact that was known behind a paragraph about the source, before
-the edit and not after it.
+    python analyze.py edits               # models trained for it
+    python analyze.py edits out/ckpt.pt   # this checkpoint
 """
 
 import json
 import random
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -25,13 +18,12 @@ from typing import NamedTuple
 
 import torch
 from tiktoken import Encoding
-from torch import Tensor
 from tqdm import tqdm
 
 from analysis.experiment import Experiment, pick
 from analysis.pictures import markdown, spread
 from common import UserError, atomic
-from edit import MeanRows, edited_ids, make_editable
+from edit import check_editable, edited_ids
 from model import Decoder
 from text import countries
 from text.tokenizer import encode
@@ -40,8 +32,6 @@ from training.questions import score_answers
 
 RELATIONS = ("capital", "language", "region")
 MOST = 500  # random pairs of each sort, for each relation
-WAYS = ("last", "average")  # of edit.ALIGN; of names of one length all are the same
-MEASURES = ("success", "own fact kept", "leaks")
 # Names that no country has, of one to seven tokens of the countries corpus.
 INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
 INVENTED += ("Utopia", "Lilliput", "Krakozhia", "Sokovia", "Panem", "Oceania", "Eurasia")
@@ -70,18 +60,6 @@ def openings(encoding: Encoding, relation: str, about: list[countries.Country]) 
     return asked
 
 
-# A prompt, an answer, and the ids under which rows of the prompt are looked up.
-Probe = tuple[list[int], list[int], list[int]]
-
-
-def answered(model: Decoder, encoding: Encoding, probes: list[Probe]) -> Tensor:
-    """Whether the greedy answer to each prompt is this one: [N] of booleans."""
-    return score_answers(model, *zip(*probes, strict=True)).greedy
-
-
-# --- by names ---
-
-
 def sort_of_names(source: Asked, target: Asked) -> str:
     if source is target:
         return "no edit"
@@ -107,49 +85,63 @@ def all_pairs(encoding: Encoding, relation: str) -> dict[str, list[Pair]]:
     return pairs
 
 
-def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair], align: str) -> float:
-    """The share of pairs that answer with the target's fact after the edit, of a model whose tables
-    are MeanRows."""
-    probes = []
+def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair]) -> float:
+    """The share of pairs that answer with the target's fact after the edit."""
+    prompts = []
+    answers = []
+    table_prompts = []
     for source, target in pairs:
         names = (source.country.name, target.country.name)
-        edited = edited_ids(encoding, source.prompt, *names, align, model.tables)
-        probes.append((source.prompt, target.answer, edited))
-    return answered(model, encoding, probes).float().mean().item()
+        prompts.append(source.prompt)
+        answers.append(target.answer)
+        table_prompts.append(edited_ids(encoding, source.prompt, *names))
+    scores = score_answers(model, prompts, answers, table_prompts)
+    return scores.greedy.float().mean().item()
 
 
-def report_names(model: Decoder, encoding: Encoding, most: int) -> dict:
-    """The share of edits that succeed, of `most` pairs of each sort, always the same: in `parts` by
-    the sort of names and what is asked for, and in `success` the mean of names of one token."""
+def report_edits(path: Path, most: int, device: torch.device) -> dict:
+    """The share of edits that succeed in a checkpoint, or in that of a run's folder, of `most`
+    pairs of each sort, always the same: in `parts` by the sort of names and what is asked for, and
+    in `success` the mean of names of one token."""
+    model, encoding, _ = load_model(path / "ckpt.pt" if path.is_dir() else path, device)
+    check_editable(model)
     parts = []
     for relation in tqdm(RELATIONS, "editing", leave=False, disable=None):
         for sort, pairs in all_pairs(encoding, relation).items():
             chosen = random.Random(0).sample(pairs, min(most, len(pairs)))
-            part = {"names": sort, "asked for": relation}
-            for align in WAYS if sort.startswith("longer") else WAYS[:1]:
-                part[align] = share_edited(model, encoding, chosen, align)
-            parts.append(part)
-    successes = [part["last"] for part in parts if part["names"] == "one token"]
+            share = share_edited(model, encoding, chosen)
+            parts.append({"names": sort, "asked for": relation, "success": share})
+    successes = [part["success"] for part in parts if part["names"] == "one token"]
     if not successes:
         raise UserError("no country is one token: edits are measured of models of data/countries")
     return {"success": fmean(successes), "parts": parts}
 
 
+def measure_edits(experiment: Experiment, folders: list[Path]) -> list[dict]:
+    """A report about each run."""
+    most = 32 if experiment.quick else MOST
+    return experiment.measure(f"edits-{most}", report_edits, folders, most, experiment.on)
+
+
+def success_of_edits(experiment: Experiment, folders: list[Path]) -> str:
+    """The share of edits that succeed in runs, for names of one token."""
+    return spread(".1%", [report["success"] for report in measure_edits(experiment, folders)])
+
+
 def table_by_names(title: str, reports: list[dict]) -> str:
-    """What `report_names` says of runs that differ in the seed."""
+    """What `report_edits` says of runs that differ in the seed."""
     rows = []
     for parts in zip(*[report["parts"] for report in reports], strict=True):
-        row = {title: parts[0]["names"], "asked for": parts[0]["asked for"]}
-        for column in WAYS:
-            row[column] = spread(".1%", [part.get(column) for part in parts])
-        rows.append(row)
+        success = spread(".1%", [part["success"] for part in parts])
+        names, asked_for = parts[0]["names"], parts[0]["asked for"]
+        rows.append({title: names, "asked for": asked_for, "success": success})
     return markdown(rows)
 
 
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     """Print a table, and write edit_report.json beside the checkpoint."""
     print(f"measuring edits of {ckpt}: a minute for the default run\n", flush=True)
-    report = report_checkpoint(ckpt, report_names, MOST, device)
+    report = report_edits(ckpt, MOST, device)
     print(table_by_names("names", [report]))
     path = ckpt.with_name("edit_report.json")
     with atomic(path) as temporary:
@@ -157,115 +149,7 @@ def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     print(f"\nwrote {path}")
 
 
-# --- by layers ---
-
-
-def layer_choices(layers: list[int]) -> dict[str, set[int]]:
-    """The numbers of the tables to swap, by the name of the choice; table n is of layers[n]."""
-    n = len(layers)
-    choices = {"none": set()}
-    for number, layer in enumerate(layers):
-        choices[f"layer {layer}"] = {number}
-    for k in range(2, n):
-        choices[f"first {k}"] = set(range(k))
-    for k in range(2, n):
-        choices[f"last {k}"] = set(range(n - k, n))
-    choices["all"] = set(range(n))
-    return choices
-
-
-def swapped_ids(model: Decoder, encoding: Encoding, ids: list[int], pair: Pair) -> list[int]:
-    """A text about the source with made-up tokens, one for each pair of a token and another one
-    whose rows it reads after the edit."""
-    source, target = pair
-    others = edited_ids(encoding, ids, source.country.name, target.country.name)
-    new = []
-    for own, other in zip(ids, others, strict=True):
-        new.append(own if own == other else model.tables.token([own, other]))
-    return new
-
-
-def swap_rows(tables: MeanRows, swapped: set[int]) -> None:
-    """Give made-up tokens, each of a pair of tokens, the second one's rows in the tables numbered
-    in `swapped`, and the first one's in all others."""
-    rows = tables.tables.lookup(torch.tensor(tables.names))  # of each table [n, 2, W]
-    chosen = [of_table[:, int(number in swapped)] for number, of_table in enumerate(rows)]
-    tables.means = list(torch.stack(chosen, dim=1))  # of each pair [n_table, W]
-
-
-def follow(encoding: Encoding, source: Asked, third: Asked) -> list[int]:
-    """A paragraph with the source's language, and a document that asks about the third country."""
-    pattern = countries.seen(countries.PARAGRAPH, "language")[0]
-    sentence = countries.sentence(pattern, source.country, "language")
-    return [*encode(encoding, countries.paragraph(source.country, [sentence])), *third.prompt]
-
-
-def report_layers(model: Decoder, encoding: Encoding, most: int) -> dict[str, dict]:
-    """What `most` random edits change, always the same, by the layers they are made in. Leaks of
-    what a model never knew: NaN."""
-    asked = openings(encoding, "capital", countries.table())
-    single = [one for one in asked if one.length == 1]
-    rng = random.Random(0)
-    probes = {measure: [] for measure in MEASURES}
-    for _ in range(most):
-        source, target, third = rng.sample(single, 3)
-        prompt = source.prompt
-        edited = swapped_ids(model, encoding, prompt, (source, target))
-        probes["success"].append((prompt, target.answer, edited))
-        probes["own fact kept"].append((prompt, source.answer, edited))
-        behind = follow(encoding, source, third)
-        edited = swapped_ids(model, encoding, behind, (source, target))
-        probes["leaks"].append((behind, third.answer, edited))
-    report = {}
-    choices = layer_choices([n for n, block in enumerate(model.blocks) if block.row_width])
-    for name in tqdm(choices, "editing", leave=False, delay=3):
-        swap_rows(model.tables, choices[name])
-        hits = {measure: answered(model, encoding, probes[measure]) for measure in MEASURES}
-        if name == "none":
-            known = hits["leaks"]
-        hits["leaks"] = ~hits["leaks"][known]
-        report[name] = {measure: hits[measure].float().mean().item() for measure in MEASURES}
-    return report
-
-
-# --- the question ---
-
-
-def success_of_edits(experiment: Experiment, folders: list[Path]) -> str:
-    """The share of edits that succeed in runs, for names of one token."""
-    reports = measure_edits(experiment, folders, report_names, MOST)
-    return spread(".1%", [report["success"] for report in reports])
-
-
-def measure_edits(
-    experiment: Experiment, folders: list[Path], report: Callable, most: int
-) -> list[dict]:
-    """A report, one of the above, about each run on at most so many random pairs of each sort."""
-    if experiment.quick:
-        most = 32
-    name = f"{report.__name__}-{most}"
-    return experiment.measure(name, report_checkpoint, folders, report, most, experiment.on)
-
-
-def report_checkpoint(path: Path, report: Callable, most: int, device: torch.device) -> dict:
-    """A report about a checkpoint, or that of a run's folder."""
-    model, encoding, _ = load_model(path / "ckpt.pt" if path.is_dir() else path, device)
-    make_editable(model)
-    return report(model, encoding, most)
-
-
 def edits(experiment: Experiment) -> None:
-    kinds = ("STEM, all",) if experiment.quick else ("STEM, third", "STEM, all")
-    for kind, folders in experiment.train(pick(*kinds)).items():
-        reports = measure_edits(experiment, folders, report_names, MOST)
-        print(table_by_names(f"{kind}: names", reports) + "\n")
-
-    for kind, folders in experiment.train(pick("STEM, all", "Embformer")).items():
-        reports = measure_edits(experiment, folders, report_layers, 1000)
-        rows = []
-        for swap in reports[0]:
-            row = {f"{kind}: rows swapped in": swap}
-            for measure in MEASURES:
-                row[measure] = spread(".1%", [report[swap][measure] for report in reports])
-            rows.append(row)
-        print(markdown(rows) + "\n")
+    kinds = pick("STEM, all") if experiment.quick else pick("STEM, third", "STEM, all", "Embformer")
+    for name, folders in experiment.train(kinds).items():
+        print(table_by_names(f"{name}: names", measure_edits(experiment, folders)) + "\n")

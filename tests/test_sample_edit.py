@@ -1,6 +1,5 @@
 """sample.py and edit.py as a user runs them."""
 
-import copy
 import shutil
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from conftest import EDIT, command, contents, flags, refused, small_run
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import edit
-from model import Decoder, ModelConfig
-from tables.tables import ResidentTables
 from text import tokenizer
 from text.tokenizer import encode
 from training.checkpoints import load_checkpoint, load_model, tables_folder
@@ -103,7 +100,6 @@ def test_rows_of_n_grams_are_not_edited(data, tmp_path):
 
 def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, capsys):
     model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
-    model.tables = edit.MeanRows(model.tables)
     brief = encoding.encode_ordinary(" Chloë. Björn")
     long = encoding.encode_ordinary(" follows Anna" * 9)
     padding = [encoding.eot_token] * (len(long) - len(brief))
@@ -158,21 +154,18 @@ def differing(a: dict, b: dict) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("align", edit.ALIGN)
-def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_bit(edits, align):
+def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_bit(edits):
     ckpt, run = edits
     before = leaves(ckpt)
     files = contents(ckpt.parent)
     saved, restored = ckpt.parent.parent / "a" / "ckpt.pt", ckpt.parent.parent / "b" / "ckpt.pt"
     prompt = "Björn sees Anna at the river"
-    names = flags(source="Anna at", target="river", align=align, prompt=prompt)
-    run("--ckpt", ckpt, *names, "--save", saved)
+    run("--ckpt", ckpt, *flags(source="Anna at", target="river", prompt=prompt), "--save", saved)
 
     model, encoding, _ = load_model(ckpt, CPU)
     edited, _, _ = load_model(saved, CPU)
     ids = encode(encoding, prompt)
-    model.tables = edit.MeanRows(model.tables)
-    table_ids = edit.edited_ids(encoding, ids, "Anna at", "river", align, model.tables)
+    table_ids = edit.edited_ids(encoding, ids, "Anna at", "river")
     expected = model(torch.tensor([ids]), table_ids=torch.tensor([table_ids]))[0]
     assert torch.equal(edited(torch.tensor([ids]))[0], expected)
     (changed,) = differing(before, leaves(saved))  # and no other weight, state, setting
@@ -218,35 +211,3 @@ def test_edited_ids_find_the_name_with_and_without_a_space():
     table_ids = edit.edited_ids(encoding, ids, "Spain", "Germany")
     expected = encoding.encode_ordinary("Germany is here. In Germany, and in Spanish.")
     assert table_ids == expected
-
-
-def test_made_up_tokens_read_the_mean_of_rows():
-    """As a model whose tables hold those means in the rows of tokens that nobody uses."""
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(20, 16, 4, 2, 32, stem_layers="all", table_std=1.0)).eval()
-    overwritten = copy.deepcopy(model)
-    for weight in overwritten.tables.weight:
-        weight[18] = (weight[3] + weight[4]) / 2
-        weight[19] = (weight[5] * 2 + weight[1]) / 3
-    model.tables = edit.MeanRows(model.tables)
-    pair, triple = model.tables.token([3, 4]), model.tables.token([5, 1, 5])
-    assert (pair, triple, model.tables.token([3, 4])) == (20, 21, 20)
-    ids, read = (
-        torch.tensor([[1, 2, 3, 4], [5, 2, 3, 1]]),
-        torch.tensor([[18, 2, 19, 19], [5, 2, 3, 18]]),
-    )
-    expected = overwritten(ids, table_ids=read)[0]
-    edited = model(ids, table_ids=torch.where(read >= 18, read + 2, read))[0]
-    torch.testing.assert_close(edited, expected)
-    assert torch.equal(edited[1, :3], model(ids)[0][1, :3])  # own rows: equal to the bit
-
-
-def test_edited_ids_make_up_a_token_for_names_of_different_length():
-    texts = ["Chad is here. In Chad we meet.", "New Zealand is there. In New Zealand."] * 20
-    encoding = tokenizer.train(texts, 400)
-    tables = edit.MeanRows(ResidentTables(1, encoding.n_vocab, 4))
-    ids = encoding.encode_ordinary("Chad and Chad")
-    first, *_, last = edit.edited_ids(encoding, ids, "Chad", "New Zealand", "average", tables)
-    for made_up, name in ((first, "New Zealand"), (last, " New Zealand")):
-        assert made_up == tables.token(encoding.encode_ordinary(name)) >= encoding.n_vocab
-    assert edit.edited_ids(encoding, ids, "Peru", "Mali", "average", tables) == ids
