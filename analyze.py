@@ -7,7 +7,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python analyze.py stability              # loss spikes and gradients at rising learning rates
     python analyze.py capacity               # how many facts fit
     python analyze.py context                # parameters read by length, a needle in a haystack
-    python analyze.py attention              # windows, counts: worse? keys of the token before?
+    python analyze.py attention              # windows: worse? keys of the token before?
     python analyze.py geometry               # angles between rows
     python analyze.py costs                  # FLOPs, parameters read, return on compute
     python analyze.py edits                  # how often edits succeed, by the kind of names

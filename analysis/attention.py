@@ -10,12 +10,10 @@ import torch
 from analysis.context import KEYS, SHORT, VALUES, write_documents
 from analysis.experiment import Experiment
 from analysis.kinds import row_with_edits
-from analysis.pictures import markdown, plt, spread
-from analysis.runs import draw_validation
+from analysis.pictures import markdown, spread
 from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.questions import score_answers
-from training.records import read_run
 
 PATTERN = "window,window,full"
 BEFORE = "full, keys of the token before"
@@ -69,9 +67,7 @@ def folder_of(experiment: Experiment, part: str) -> Path:
 
 
 def attention(experiment: Experiment) -> None:
-    parts = ("pairs",) if experiment.quick else tuple(PARTS)
-    figure, panels = plt.subplots(1, len(parts), figsize=(4 * len(parts), 3.8), squeeze=False)
-    for axes, part in zip(panels[0], parts, strict=True):
+    for part in ("pairs",) if experiment.quick else PARTS:
         flags, names = PARTS[part]
         if experiment.quick:
             names = names[2:3]
@@ -85,9 +81,4 @@ def attention(experiment: Experiment) -> None:
                 shares = experiment.measure(part, values_found, folders, count, experiment.on)
                 row["pairs found"] = spread(".1%", shares)
             rows.append(row)
-            runs = [read_run(folder) for folder in folders]
-            draw_validation(axes, runs, label=name)
         print(f"{part}:\n\n{markdown(rows)}\n")
-        axes.set(title=part, xlabel="million tokens")
-        axes.legend(fontsize="small")
-    experiment.picture("attention", figure)

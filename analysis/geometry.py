@@ -35,29 +35,23 @@ def geometry(experiment: Experiment) -> None:
     for title, folders in experiment.train(COMPARED).items():
         runs = experiment.measure("geometry", measure_run, folders, text, experiment.on)
         for layer in runs[0]:
-            row = {"cosines of": title, "layer": layer}
-            for measure in runs[0][layer]:
-                row[measure] = spread(".3f", [run[layer][measure] for run in runs])
-            rows.append(row)
+            sizes = spread(".3f", [run[layer] for run in runs])
+            rows.append({"cosines of": title, "layer": layer, "mean size": sizes})
     print(markdown(rows))
 
 
 @torch.inference_mode()
-def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, dict[str, float]]:
-    """What a run's vectors for the tokens of a text [T] are like, by layer."""
+def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, float]:
+    """The mean size of the cosines of a run's vectors for the tokens of a text [T], by layer."""
     model, _, _ = load_model(folder / "ckpt.pt", device)
     if model.config.ffn == "dense":
         vectors = dict(enumerate(up_outputs(model, text)))
     else:
         vectors = rows_by_layer(model, text)
-    measures = {}
+    sizes = {}
     for layer, of_layer in vectors.items():
-        size = cosines(of_layer).abs()
-        measures[str(layer)] = {
-            "mean size of cosines": size.mean().item(),
-            "share above 0.5": (size > 0.5).float().mean().item(),
-        }
-    return measures
+        sizes[str(layer)] = cosines(of_layer).abs().mean().item()
+    return sizes
 
 
 def rows_by_layer(model: Decoder, text: Tensor) -> dict[int, Tensor]:

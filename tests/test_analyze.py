@@ -59,7 +59,7 @@ def test_every_question_has_a_table(tmp_path):
     parts = done.stdout.split("\n## ")[1:]
     assert [part.split()[0] for part in parts] == list(analyze.QUESTIONS)
     assert all("|---|" in part for part in parts)
-    for name in ("kinds", "stability", "attention"):
+    for name in ("kinds", "stability"):
         picture = tmp_path / f"quick/{name}.png"
         assert picture.read_bytes().startswith(PNG)
         assert f"wrote {picture}" in done.stdout

@@ -199,8 +199,6 @@ def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
         ("meta.json", {"format": 1}),
         ("meta.json", {"train": 5}),
         ("meta.json", {"val": {"documents": 1, "tokens": 1}}),
-        ("meta.json", {"dtype": "float64"}),
-        ("meta.json", {"vocab_size": "300"}),
     ],
 )
 def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
