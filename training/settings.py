@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from common import UserError, add_flags, check_ranges, flag, make_parser
-from config import KINDS, NGRAMS, POSITIVE, SHARE, SIZE, TABLES, ModelConfig
+from config import KINDS, POSITIVE, SHARE, SIZE, TABLES, ModelConfig
 from tables.storage import DTYPES
 
 # Model shapes, with settings that train them well: two for minutes on two CPU cores, MiniMind's
@@ -140,11 +140,10 @@ class Settings:
         shown="row; embformer: number",
         only=TABLES,
     )
-    table_rate: float | None = flag(
-        None,
+    table_rate: float = flag(
+        1.0,
         "learning rate of tables over that of the rest; 0: rows stay as drawn",
         must="0 or more",
-        shown="1; engram, bigram: 5",
         only=TABLES,
     )
     offload: str = offload_flag(only=TABLES)
@@ -178,8 +177,6 @@ class Settings:
         if self.table_state is None:
             # Embformer consists of rows: they need one second moment per number.
             self.table_state = "number" if self.model.ffn == "embformer" else "row"
-        if self.table_rate is None:
-            self.table_rate = 5.0 if self.model.ffn in NGRAMS.split() else 1.0
         check_ranges(self)
         if self.batch_size % self.device_batch_size:
             part = f"--device_batch_size {self.device_batch_size}"
