@@ -109,7 +109,7 @@ class Experiment:
         every = self.all_flags(flags)
         data_dir = Path(every["data_dir"])
         settings = resolve_settings(**every).flat()
-        for name in RESUMABLE_FLAGS:
+        for name in set(RESUMABLE_FLAGS) - {"dtype"}:
             settings.pop(name)  # changes no result
         distinct = json.dumps([settings, read_meta(data_dir), code_digest()], sort_keys=True)
         digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
