@@ -453,11 +453,14 @@ def evaluate(settings: Settings) -> None:
     document = encoding.eot_token if settings.doc_mask else None
     dtype = training_dtype(settings.dtype, device)
     objective = NextToken(model, device, dtype, document)
-    for part in settings.data_dir.split(","):
-        folder = part.partition("=")[0]  # weights of a mixture do not matter here
+    folders = settings.data_dir.split(",")
+    if "=" in settings.data_dir:  # a mixture, whose weights do not matter here
+        folders = list(parse_mixture(settings.data_dir))
+    ours = tokenizer.fingerprint(encoding)
+    for folder in folders:
         meta = read_meta(Path(folder))
-        check_tokenizer(meta["tokenizer"], folder, tokenizer.fingerprint(encoding), path)
-        data = Data(folder, meta["kind"], model.config.block_size, settings.seed, total=0)
+        check_tokenizer(meta["tokenizer"], folder, ours, path)
+        data = Data(str(folder), meta["kind"], model.config.block_size, settings.seed, total=0)
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
         if not math.isfinite(losses["val_loss"]):
             raise UserError(f"{path} on {folder}: the loss is {losses['val_loss']}")

@@ -128,6 +128,7 @@ def test_other_settings_data_or_code_are_another_folder(experiment, data, tmp_pa
     # Flags that say the defaults, and those that change no result, are the same run.
     assert same == folder(learning_rate=6e-3, init_std=0.02)
     assert same == folder(device_batch_size=1)
+    assert folder(dtype="float32") != folder(dtype="bfloat16")  # rounds otherwise
     others = [{"init_std": 0.088}, {"learning_rate": 3e-3}, {"seed": 2}, {"max_iters": 9}]
     assert len({same, *(folder(**other) for other in others)}) == 5
     copy = tmp_path / "x" / data.name

@@ -45,7 +45,9 @@ def read_meta(folder: Path) -> dict:
     path = folder / "meta.json"
     with reading(path, f"run prepare.py --out_dir {folder}"):
         meta = json.loads(path.read_text(encoding="utf-8"))
-        of_data(meta), of_split(meta["train"]), of_split(meta["val"])  # KeyError: one is missing
+        of_data(meta)  # KeyError: one is missing
+        of_split(meta["train"])
+        of_split(meta["val"])
         if meta.get("format") != FORMAT:
             raise ValueError(f"format {meta.get('format')}, not {FORMAT}")
     return meta
