@@ -1,6 +1,5 @@
-"""kinds: kinds of layers at equal tokens, and at equal training FLOPs, each at its best learning
-rate, with controls. settings: two initialisations, each at its best rate, and how tables are
-trained."""
+"""kinds: kinds of layers at equal tokens, each at its best learning rate, with controls.
+settings: two initialisations, each at its best rate, and how tables are trained."""
 
 from pathlib import Path
 
@@ -25,25 +24,9 @@ def kinds(experiment: Experiment) -> None:
     controls = {}
     if "engram" in at_best:
         controls = {name: {**at_best["engram"], **flags} for name, flags in CONTROLS.items()}
-    equal_tokens = experiment.train_and_read({**at_best, **controls})
-    print(f"Equal tokens:\n\n{table(equal_tokens)}\n")
-
-    # A kind whose tokens cost less gets more of them, until as much was computed.
-    cost = {}
-    for name, group in equal_tokens.items():
-        cost[name] = last_start(group[0])["sizes"]["flops_per_token"]
-    steps = last_start(equal_tokens["dense"][0])["args"]["max_iters"]
-    longer = {}
-    for name, flags in at_best.items():
-        if cost[name] < 0.97 * cost["dense"]:
-            longer[name] = {**flags, "max_iters": round(steps * cost["dense"] / cost[name])}
-    equal_flops = {"dense": equal_tokens["dense"], **experiment.train_and_read(longer)}
-    print(f"Equal training FLOPs:\n\n{table(equal_flops)}\n")
-    draw(experiment, equal_tokens)
-
-
-def table(groups: dict[str, list[Run]]) -> str:
-    return markdown([row(name, group) for name, group in groups.items()])
+    groups = experiment.train_and_read({**at_best, **controls})
+    print(markdown([row(name, group) for name, group in groups.items()]) + "\n")
+    draw(experiment, groups)
 
 
 def draw(experiment: Experiment, groups: dict[str, list[Run]]) -> None:
