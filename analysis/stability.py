@@ -36,6 +36,8 @@ def stability(experiment: Experiment) -> None:
         for run in runs:
             axes.plot(losses(run), color=f"C{NAMES.index(name)}", linewidth=0.7)
         axes.lines[-1].set_label(name)
+        axes.yaxis.set_major_formatter("{x:g}")  # 2, not 2 x 10^0
+        axes.yaxis.set_minor_formatter("{x:g}")
     print(markdown(rows))
     panels[0, 0].set_ylabel("training loss")
     panels[0, -1].legend()
