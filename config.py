@@ -108,9 +108,7 @@ class ModelConfig:
         elif self.ffn in ("engram", "value"):
             self.row_layers = chosen_layers("ngram_layers", self.ngram_layers, self.n_layer)
         kinds = self.attention.split(",")
-        if not set(kinds) <= {"full", "window"}:
-            raise UserError(f"--attention {self.attention} must be a list of full and window")
-        # The kind of each layer.
+        # The kind of each layer (model.ATTENTION).
         self.attention_kinds = [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
 
     def fill_in_defaults(self) -> None:

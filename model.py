@@ -39,7 +39,8 @@ from tables.tables import ResidentTables, Tables, send
 #   rows [B, T, row_width];
 #   have `row_width`, how many numbers of the token's row they read. With 0, rows are None or have
 #   width 0. All layers with a table must read the same total width.
-# Decoder.init_weights draws every weight of two or more dimensions, whatever the class did.
+# Decoder.init_weights draws every weight of two or more dimensions, whatever the class did: smaller
+# that of an FFN's layer called `down`, which writes to the residual stream.
 # An FFN may also have
 #   needs_ids = True   it is called as (x, rows, ids=ids), ids [B, T];
 #   auxiliary_loss     after a forward pass in training, a term that is added to the loss;
@@ -134,6 +135,9 @@ class Decoder(nn.Module):
         super().__init__()
         if config.ffn not in LAYERS:
             raise UserError(f"--ffn {config.ffn} is not one of {', '.join(LAYERS)}")
+        if not set(config.attention_kinds) <= set(ATTENTION):
+            kinds = " and ".join(ATTENTION)
+            raise UserError(f"--attention {config.attention} must be a list of {kinds}")
         self.config = config
         if config.tie_head:
             self.wte = baselines.make_embedding(config.vocab_size, config.n_embd)
@@ -160,7 +164,7 @@ class Decoder(nn.Module):
             n_table = 1
         self.tables = tables(n_table, n_row, width)
         self.compiled = None  # `layers`, see `compile_steps`
-        if not self.head_weight.is_meta:  # on meta, normal_ would import the compiler: a second
+        if not self.head_weight.is_meta:  # on meta, normal_ would import torch's compiler, for a second
             self.init_weights()
 
     @torch.no_grad()
@@ -236,6 +240,8 @@ class Decoder(nn.Module):
         before = None if cache is None or start == 0 else cache.last_ids
         addresses = self.addresses(table_ids, documents, before)
         rows = (part.flatten(2) for part in self.tables.lookup(addresses))  # [B, T, row_width] each
+        if not self.training:  # weights may be in 16 bits; in training autocast casts rows
+            rows = (part.to(self.head_weight.dtype) for part in rows)
         x = F.dropout(self.embed(ids), config.dropout, self.training)
 
         # 2) What layers share: positions and masks.
@@ -370,7 +376,7 @@ class Decoder(nn.Module):
         assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
         config = self.config
         generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
-        ids = ids.cpu()  # where tables in RAM and the caller need them: one wait a token for all
+        ids = ids.cpu()  # where tables in RAM and the caller need them: the GPU is waited for once a token
         table_ids = ids if table_ids is None else table_ids.cpu()
         ids = ids[:, -config.block_size :]
         table_ids = table_ids[:, -config.block_size :]

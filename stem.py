@@ -32,15 +32,14 @@ class StemFFN(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows U_l[t] [B, T, d_ff] -> [B, T, n_embd]."""
-        gate = F.silu(self.gate(x))
-        return self.down(
-            gate * rows.to(gate.dtype)
-        )  # rows are float32; under autocast, gate is not
+        gate = F.silu(self.gate(x))  # under autocast in 16 bits, where rows may be in 32
+        return self.down(gate * rows.to(gate.dtype))
 
 
 def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
     """Knowledge editing: ids under which to look up tables, with every occurrence of the tokens
-    `source` replaced by those of `target` (STEM paper, section on knowledge editing).
+    `source` replaced by those of `target` (STEM paper, section on knowledge editing). Occurrences must not
+    overlap; those of names do not.
 
     The result goes to the decoder as `table_ids`. Embeddings and positions stay those of `ids`, and
     where `source` does not occur nothing changes.

@@ -266,6 +266,25 @@ def test_sampling_at_its_limits():
         decoder(ffn="dense").generate(tokens(1, 0), 1)
 
 
+def test_a_layer_of_ones_own_decodes_in_16_bits(monkeypatch):
+    """The README's: it does not care for the dtype of rows."""
+
+    class ScaledFFN(LAYERS["dense"][1]):
+        row_width = 48  # d_ff
+
+        def forward(self, x, rows):
+            return self.down(F.silu(self.up(x)) * rows)
+
+    monkeypatch.setitem(LAYERS, "scaled", (LAYERS["dense"][0], ScaledFFN))
+    model = decoder(ffn="scaled").eval()
+    wanted, _ = model(tokens(2, 9))
+    for name, module in model.named_children():  # as load_model does it
+        if name != "tables":
+            module.bfloat16()
+    logits, _ = model(tokens(2, 9))
+    torch.testing.assert_close(logits.float(), wanted, atol=0.02, rtol=0.05)
+
+
 # --- sizes ---
 
 
