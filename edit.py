@@ -103,9 +103,9 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     return tokens
 
 
-def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, int]:
-    """Print what the model writes before and after an edit, side by side. Returns, for each
-    token of the prompt that reads another's rows, that other token."""
+def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> set[tuple[int, int]]:
+    """Print what the model writes before and after an edit, side by side. Returns the tokens of
+    the prompt that read another's rows, each with that other token."""
     # 1) the ids that are embedded, and those under which rows are looked up
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
@@ -115,7 +115,8 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
         raise UserError(f"--prompt has {len(ids)} tokens, room is {model.config.block_size - 1}")
     table_ids = edited_ids(encoding, ids, edit.source, edit.target)
     if ids == table_ids:
-        raise UserError(f"--prompt {prompt!r} does not contain {edit.source!r}")
+        reason = f"does not contain {edit.source!r}, or {edit.target!r} has the same rows"
+        raise UserError(f"--prompt {prompt!r} {reason}")
 
     # 2) what is written under both
     given = torch.tensor([ids, ids], device=model.device)  # [2, T]
@@ -143,7 +144,7 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> dict[int, i
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
         text = textwrap.shorten(encoding.decode(answer), 26, placeholder="...")
         print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
-    return {own: other for own, other in zip(ids, table_ids, strict=True) if own != other}
+    return {(own, other) for own, other in zip(ids, table_ids, strict=True) if own != other}
 
 
 def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[str]:
@@ -187,8 +188,9 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
         return
     # Only the spelling of the prompt is saved: without the space, "Spain" may be pieces that many
     # other words share.
-    ids = torch.tensor(list(instead))
-    others = torch.tensor(list(instead.values()))
+    ids, others = torch.tensor(sorted(instead)).unbind(1)  # [n] each
+    if len(ids.unique()) < len(ids):
+        raise UserError(f"--save: a token that {edit.source!r} has twice cannot have two rows")
     own_rows = [rows[0].cpu() for rows in model.tables.lookup(ids[None])]  # [n, W] of each table
     new_rows = [rows[0].cpu() for rows in model.tables.lookup(others[None])]
     checkpoint = load_checkpoint(edit.ckpt, verify=True)  # what is written gets new checksums

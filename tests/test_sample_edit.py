@@ -61,6 +61,7 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("edit.py --source A --target B --prompt A --save {stem}/metrics.jsonl/x", "metrics.jsonl"),
         ("edit.py --source A --target B --prompt A --save " + "x" * 300, "xxx"),
         ("edit.py --source A --target B --prompt A --save {stem}/best.pt", "best.pt exists"),
+        ("edit.py --source QQ --target AB --prompt QQ --save new.pt", "'QQ' has twice"),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it(trained, tmp_path, args, named):
