@@ -288,20 +288,21 @@ def fit(run: Run) -> None:
                     sums["train_balance"] = sums.get("train_balance", 0.0) + balance * share
                 if number == len(parts) and run.step + 1 < settings.max_iters:
                     # While a GPU still computes: build the next batch, and prefetch its rows.
+                    # (`parts` has this one.)
                     ids, targets = data.train.batch(run.step + 1, settings.batch_size)
                     run.objective.prefetch(ids)
                 run.optimizer.scaler.scale(loss * share).backward()
 
             # 4) update
-            lr = schedule(run.step, settings)  # as a fraction of the peak
-            norm = run.optimizer.step(lr)
+            fraction = schedule(run.step, settings)  # of the peak learning rate
+            norm = run.optimizer.step(fraction)
             run.step += 1
 
             # 5) record
             ranks.add_up(*sums.values())
             sums["grad_norm"] = norm
             figures = {name: value.item() for name, value in sums.items()}  # a host-device sync
-            figures["lr"] = lr * settings.learning_rate
+            figures["lr"] = fraction * settings.learning_rate
             figures["tok_per_s"] = n_token / (time.perf_counter() - started)
             check_finite(figures["train_loss"], "training", run)
             log.write(type="step", step=run.step, **figures)

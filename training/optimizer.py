@@ -117,8 +117,9 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(groups, lr=self.peak, betas=betas, fused=True)
 
     @torch.no_grad()
-    def step(self, lr: float) -> Tensor:
-        """Update at `lr`, a fraction of the peak. -> the norm of all gradients before clipping."""
+    def step(self, fraction: float) -> Tensor:
+        """Update at this fraction of the peak learning rate, as `schedule` says. -> the norm of all
+        gradients before clipping."""
         # 1) the gradients: of parameters, summed over the ranks, and of the rows that were read
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
@@ -143,11 +144,11 @@ class Optimizer:
                 factor *= (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(grads + row_grads, factor)
             for group in self.adamw.param_groups:
-                group["lr"] = lr * self.peak
+                group["lr"] = fraction * self.peak
             self.adamw.step()
             for name, rmsprop in self.rows.items():
                 rate = self.table_rate if name == "tables" else 1.0
-                rmsprop.step(lr * self.peak * rate, read[name])
+                rmsprop.step(fraction * self.peak * rate, read[name])
         self.scaler.update(finite)
         self.adamw.zero_grad()
         return norm
