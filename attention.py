@@ -182,7 +182,7 @@ class Attention(nn.Module):
             angles: of the positions of x, [2, T, 1, head_dim].
             mask: from `make_mask`.
             cache: of this layer; x continues the tokens in it.
-            slots: the positions of x in the cache.
+            slots: the positions of x in the cache: a slice or, in a compiled step, a tensor.
 
         Returns:
             [B, T, n_embd].

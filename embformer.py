@@ -1,7 +1,7 @@
 """Embformer: a transformer without linear layers (Wu, 2025, "Embformer: An Embedding-Weight-Only
 Transformer Architecture"; below: the note).
 
-    q = norm(x)                    the normed residual stream is the query; it starts as wte[t]
+    q = norm(x)                    queries are the normed residual stream, normed again by head
     k = norm(K_l[t]), v = V_l[t]   keys and values are rows of layer l's tables
     y = mix(act(x) * F_l[t])       the FFN scales channels by a row and mixes them across heads
 

@@ -18,7 +18,7 @@ Records go in chunks through a ring of a few buffers. Three things could go wron
     H2  slots are refilled while the compute stream still reads or updates them: each transfer waits
         for the event `free`, recorded on the compute stream when slots were last given back
     H3  records are fetched before their update is stored: one worker does one job after the other,
-        and a write-back ends when all is stored
+        and a write-back waits for its copies and ends when all is stored
 """
 
 import math

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tables.storage import DiskStorage, TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
-MOST_READS = 1000  # more lookups than a step has micro-batches: nobody takes the gradients
+MOST_READS = 200  # more lookups than a step has micro-batches: nobody takes the gradients
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -43,7 +43,8 @@ class Tables(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.width = width
-        # Whether rows take autocast's dtype. Not an embedding's: the residual stream is float32.
+        # Whether rows take autocast's dtype: `offload.make_tables` lets those of layers, but not
+        # those of an embedding, as the residual stream is float32.
         self.autocast = False
         # What training lookups read since the last optimizer step: the distinct ids [n], still on
         # the device they came from, and a leaf [n, W] per table, whose .grad autograd fills.
@@ -83,8 +84,8 @@ class Tables(nn.Module):
         by position [B, T]."""
         assert len(self.reads) < MOST_READS, (
             f"the gradients of {MOST_READS} lookups were not taken: AdamW(model.parameters()) does "
-            "not train tables; after each step call RowRMSprop(model.tables).step(lr), and the "
-            "same for model.wte where the head is not tied"
+            "not train tables. Make a RowRMSprop(model.tables) and call its step(lr) beside AdamW's, "
+            "and the same for model.wte where the head is not tied"
         )
         index = self.index(distinct)
         position = send(position, index.device)
@@ -140,7 +141,7 @@ class Tables(nn.Module):
                 grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
                 reads.append((ids, grads))
         self.reads = []
-        assert reads, "no rows were read and differentiated since the last step"
+        assert reads, "no rows were differentiated since the last step: does a layer use its rows?"
         if len(reads) == 1:
             return reads[0]
         read_ids = [ids for ids, _ in reads]

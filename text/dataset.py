@@ -43,7 +43,7 @@ of_split = itemgetter("documents", "tokens", "sha256")
 def read_meta(folder: Path) -> dict:
     """What `write_dataset` wrote about a folder. UserError: it is missing or damaged."""
     path = folder / "meta.json"
-    with reading(path, f"run prepare.py --out_dir {folder}"):
+    with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
         meta = json.loads(path.read_text(encoding="utf-8"))
         of_data(meta)  # KeyError: one is missing
         of_split(meta["train"])
@@ -57,7 +57,7 @@ def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
     """The tokenizer that the folder's token files were made with. UserError: it is missing,
     damaged, or another one."""
     path = folder / "tokenizer.json"
-    with reading(path, f"run prepare.py --out_dir {folder}"):
+    with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
         encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
         if tokenizer.fingerprint(encoding) != meta["tokenizer"]:
             raise ValueError("not the tokenizer of the token files")
@@ -70,7 +70,7 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     """The token ids of a split [tokens], memory-mapped. UserError: the file is missing or damaged;
     to check its sha256 takes 0.06 s for 100 MB."""
     path = folder / f"{split}.bin"
-    with reading(path, f"run prepare.py --out_dir {folder}"):
+    with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
             raise ValueError("its sha256 differs from meta.json")
