@@ -285,7 +285,7 @@ def fill_tables(model: Decoder, up: dict[int, Tensor], data: Data, settings: Set
     much of the variance of `g * u` the rows of each layer explain on validation text."""
     val = next(iter(data.val.values()))  # of a mixture the first part
     n_token = min(settings.tokens, sum(meta["train"]["tokens"] for meta in data.metas))
-    n_val_token = min(VAL_TOKENS, val.n_row * val.block_size)
+    n_val_token = min(VAL_TOKENS, val.n_sequence * val.block_size)
     train_batches = first_batches(data.train, n_token, settings.batch_size)
     val_batches = first_batches(val, n_val_token, settings.batch_size)
     for table, (layer, w_u) in enumerate(up.items()):
@@ -351,8 +351,8 @@ def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]
     encoding = read_encoding(settings.source, checkpoint)
     if settings.tokens:
         block_size = model.config.block_size
-        n_row = settings.tokens // block_size + settings.batch_size
-        data = Data(settings.data_dir, "text", block_size, SEED, n_row)
+        n_sequence = settings.tokens // block_size + settings.batch_size
+        data = Data(settings.data_dir, "text", block_size, SEED, n_sequence)
         wanted = tokenizer.fingerprint(encoding)
         check_tokenizer(data.metas[0]["tokenizer"], settings.data_dir, wanted, settings.source)
         fill_tables(model.to(pick_device(settings.device)).eval(), up, data, settings)

@@ -164,7 +164,8 @@ class Decoder(nn.Module):
             n_table = 1
         self.tables = tables(n_table, n_row, width)
         self.compiled = None  # `layers`, see `compile_steps`
-        if not self.head_weight.is_meta:  # on meta, normal_ would import torch's compiler, for a second
+        # On meta, normal_ would import torch's compiler, which takes a second.
+        if not self.head_weight.is_meta:
             self.init_weights()
 
     @torch.no_grad()
@@ -376,7 +377,8 @@ class Decoder(nn.Module):
         assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
         config = self.config
         generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
-        ids = ids.cpu()  # where tables in RAM and the caller need them: the GPU is waited for once a token
+        # On the CPU, where tables in RAM and the caller need them: one wait for the GPU a token.
+        ids = ids.cpu()
         table_ids = ids if table_ids is None else table_ids.cpu()
         ids = ids[:, -config.block_size :]
         table_ids = table_ids[:, -config.block_size :]

@@ -38,8 +38,8 @@ class StemFFN(nn.Module):
 
 def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
     """Knowledge editing: ids under which to look up tables, with every occurrence of the tokens
-    `source` replaced by those of `target` (STEM paper, section on knowledge editing). Occurrences must not
-    overlap; those of names do not.
+    `source` replaced by those of `target` (STEM paper, section on knowledge editing). Occurrences
+    must not overlap; those of names do not.
 
     The result goes to the decoder as `table_ids`. Embeddings and positions stay those of `ids`, and
     where `source` does not occur nothing changes.

@@ -131,9 +131,9 @@ def train(
     if origin is not None and checkpoint is None:
         checkpoint = load_checkpoint(origin, should_verify(settings.verify))
     block_size = settings.model.block_size
-    n_row = max(1, settings.max_iters * settings.batch_size)
+    n_sequence = max(1, settings.max_iters * settings.batch_size)
     reads = STAGES[settings.stage].reads
-    data = Data(settings.data_dir, reads, block_size, settings.seed, n_row)
+    data = Data(settings.data_dir, reads, block_size, settings.seed, n_sequence)
     settings.model.vocab_size = data.metas[0]["vocab_size"]
     if checkpoint is not None:
         check_origin(settings, data, origin, checkpoint)
@@ -269,12 +269,12 @@ def fit(run: Run) -> None:
 
             # 3) forward and backward, one micro-batch after the other
             started = time.perf_counter()
-            n_token = ids.numel()  # the padding of short rows included
+            n_token = ids.numel()  # the padding of short sequences included
             n_target = count_targets(targets)
             sums = {"train_loss": torch.zeros((), device=model.device)}
             # For dropout: no two steps, ranks or neighboring seeds draw the same.
             torch.manual_seed((settings.seed * 2**40 + run.step * 2**10 + ranks.rank) % 2**63)
-            # Micro-batch k of n is rows k, k + n, k + 2n, ...
+            # Micro-batch k of n is sequences k, k + n, k + 2n, ...
             parts = [
                 (ids[number :: run.n_part], targets[number :: run.n_part])
                 for number in range(ranks.rank, run.n_part, ranks.size)
@@ -426,7 +426,7 @@ def describe(run: Run) -> None:
 
 
 def passes(run: Run) -> float:
-    """How often the steps of a run read its text, all rows counted as full."""
+    """How often the steps of a run read its text, each sequence counted as full."""
     settings = run.settings
     tokens = settings.max_iters * settings.batch_size * settings.model.block_size
     return tokens / sum(meta["train"]["tokens"] for meta in run.data.metas)

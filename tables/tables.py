@@ -84,8 +84,8 @@ class Tables(nn.Module):
         by position [B, T]."""
         assert len(self.reads) < MOST_READS, (
             f"the gradients of {MOST_READS} lookups were not taken: AdamW(model.parameters()) does "
-            "not train tables. Make a RowRMSprop(model.tables) and call its step(lr) beside AdamW's, "
-            "and the same for model.wte where the head is not tied"
+            "not train tables. Make a RowRMSprop(model.tables) and call its step(lr) after each "
+            "step; the same for model.wte where the head is not tied"
         )
         index = self.index(distinct)
         position = send(position, index.device)

@@ -58,8 +58,8 @@ class MyLog(Log):
         {log}
 
 class MyWindows(Windows):
-    def row(self, index):
-        ids, targets = super().row(index)
+    def sequence(self, index):
+        ids, targets = super().sequence(index)
         {row}
         return ids, targets
 """

@@ -143,7 +143,7 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     (rows,) = data.val.values()
     torch.manual_seed(0)
     model = Decoder(ModelConfig(data.encoding.n_vocab, 64, 2, 2, 32, init_std=0.2)).eval()
-    ids, targets = rows.rows(range(7))  # of unequal lengths
+    ids, targets = rows.sequences(range(7))  # of unequal lengths
     logits = model(ids)[0].flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=-1).item()
     objective = NextToken(model, CPU, "float32")

@@ -1,6 +1,6 @@
 """Prepared folders (text/dataset.py) as batches: windows of text, or conversations.
 
-Which rows are in batch number n is a function of (seed, n) alone: a resumed run reads what an
+Which sequences are in batch number n is a function of (seed, n) alone: a resumed run reads what an
 uninterrupted one would have read, and the step is all that a checkpoint needs to know about data.
 """
 
@@ -20,38 +20,39 @@ from text.dataset import open_tokens, read_meta, read_tokenizer
 
 
 class Source:
-    """Rows of token ids, in the order of the file or, with a seed, shuffled anew every epoch.
+    """Sequences of token ids, in the order of the file or, with a seed, shuffled anew every epoch.
 
-    Each kind of source has a method `row(index)`: inputs [T], targets [T] (-1: not predicted)."""
+    Each kind of source has a method `sequence(index)`: inputs [T], targets [T] (-1: not predicted).
+    """
 
-    def __init__(self, n_row: int, block_size: int, seed: int | None) -> None:
-        self.n_row = n_row
+    def __init__(self, n_sequence: int, block_size: int, seed: int | None) -> None:
+        self.n_sequence = n_sequence
         self.block_size = block_size
         self.seed = seed
         self.n_offset = 1  # every epoch draws an offset below this
         self.epoch = -1
         self.offset = 0
-        self.order = np.arange(n_row)
+        self.order = np.arange(n_sequence)
 
-    def row_index(self, index: int) -> int:
-        """The row that comes as number `index`, counted over all epochs. In a new epoch, draws its
-        order and its offset."""
-        epoch, position = divmod(index, self.n_row)
+    def position_in_file(self, index: int) -> int:
+        """Which sequence of the file comes as number `index`, counted over all epochs. In a new
+        epoch, draws its order and its offset."""
+        epoch, position = divmod(index, self.n_sequence)
         if self.seed is not None and epoch != self.epoch:
             rng = np.random.default_rng((self.seed, epoch))
             self.offset = int(rng.integers(self.n_offset))
-            self.order = rng.permutation(self.n_row)
+            self.order = rng.permutation(self.n_sequence)
             self.epoch = epoch
         return int(self.order[position])
 
-    def rows(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, T] on the CPU. Rows that are short are padded on the right."""
-        rows = [self.row(index) for index in indices]
-        longest = max(len(ids) for ids, _ in rows)
-        if any(len(ids) < longest for ids, _ in rows):
+    def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [B, T] on the CPU. Those that are short are padded on the right."""
+        sequences = [self.sequence(index) for index in indices]
+        longest = max(len(ids) for ids, _ in sequences)
+        if any(len(ids) < longest for ids, _ in sequences):
             longest = min(-(-longest // 32) * 32, self.block_size)  # few shapes to compile
         inputs, targets = [], []
-        for ids, target in rows:
+        for ids, target in sequences:
             room = (0, longest - len(ids))
             # A causal model never sees the padding. It repeats the last token, so that no other
             # row of a table counts as read.
@@ -60,7 +61,7 @@ class Source:
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
     def batch(self, number: int, size: int) -> tuple[Tensor, Tensor]:
-        return self.rows(range(number * size, (number + 1) * size))
+        return self.sequences(range(number * size, (number + 1) * size))
 
 
 class Windows(Source):
@@ -69,18 +70,19 @@ class Windows(Source):
     def __init__(self, ids: np.ndarray, block_size: int, seed: int | None) -> None:
         super().__init__((len(ids) - 1) // block_size, block_size, seed)
         self.ids = ids
-        self.n_offset = len(ids) - self.n_row * block_size
+        self.n_offset = len(ids) - self.n_sequence * block_size
 
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        row_index = self.row_index(index)
-        start = row_index * self.block_size + self.offset
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        position = self.position_in_file(index)  # draws the offset, too
+        start = position * self.block_size + self.offset
         ids = self.ids[start : start + self.block_size + 1].astype(np.int64)
         return ids[:-1], ids[1:]
 
 
 class Conversations(Source):
-    """One conversation per row; its targets are the assistant's tokens (`tokenizer.answers`). One
-    that is too long (`n_cut` are) keeps its beginning or, if no answer begins there, its end."""
+    """One conversation per sequence; its targets are the assistant's tokens (`tokenizer.answers`).
+    If it is too long (`n_cut` are), its beginning is kept or, if no answer begins there, its end.
+    """
 
     def __init__(self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None):
         self.ids = ids
@@ -89,8 +91,8 @@ class Conversations(Source):
         self.n_cut = int((np.diff(self.starts) > block_size + 1).sum())
         super().__init__(len(self.starts) - 1, block_size, seed)
 
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        number = self.row_index(index)
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        number = self.position_in_file(index)
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
         answer = tokenizer.answers(self.encoding, ids)
         answer[0] = False  # nothing predicts the first token
@@ -104,24 +106,24 @@ class Conversations(Source):
 
 
 class Mixture(Source):
-    """Rows of several sources, drawn by weight: for all `total` rows of the run beforehand, so that
-    a row's source depends on its number alone."""
+    """Sequences of several sources, drawn by weight: for all `total` of the run beforehand, so that
+    the source of each depends on its number alone."""
 
     def __init__(self, sources: list[Source], weights: list[float], total: int, seed: int) -> None:
         super().__init__(total, sources[0].block_size, seed)
         self.sources = sources
         self.which = np.random.default_rng(seed).choice(len(sources), size=total, p=weights)
-        self.nth = np.empty(total, dtype=np.int64)  # number of the row within its source
+        self.nth = np.empty(total, dtype=np.int64)  # number of the sequence within its source
         for number in range(len(sources)):
             drawn = self.which == number
             self.nth[drawn] = np.arange(drawn.sum())
 
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.sources[self.which[index]].row(int(self.nth[index]))
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.sources[self.which[index]].sequence(int(self.nth[index]))
 
 
 class Data:
-    """What a run reads: `train`, a source of at least `total` rows; `val`, a source for each
+    """What a run reads: `train`, a source of at least `total` sequences; `val`, a source for each
     folder; `weights` and `metas` of the folders; their `encoding`."""
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:

@@ -44,27 +44,29 @@ class NextToken:
         return loss + balance, balance.detach()
 
 
-def n_validation_rows(source: Source, n_token: int) -> int:
-    """How many rows `validate` reads: about `n_token` tokens, rows being counted as full."""
-    return max(1, min(source.n_row, n_token // source.block_size))
+def n_validation_sequences(source: Source, n_token: int) -> int:
+    """How many `validate` reads: about `n_token` tokens, each sequence counted as full."""
+    return max(1, min(source.n_sequence, n_token // source.block_size))
 
 
 @torch.no_grad()
 def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[str, float]:
-    """Mean losses over the first `n_validation_rows` of each folder, `size` rows at a time:
+    """Mean losses over the first `n_validation_sequences` of each folder, `size` at a time:
     val_loss (nats per token) and val_loss_per_byte, of a mixture by weight, and val_loss/<folder>
     of its parts."""
     figures = {"val_loss": 0.0, "val_loss_per_byte": 0.0}
     objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
         total, n_target, n_byte = 0.0, 0, 0
-        n_row = n_validation_rows(source, n_token)
-        for start in range(0, n_row, size * ranks.size):
-            mine = range(start, min(n_row, start + size * ranks.size))[ranks.rank :: ranks.size]
+        n_sequence = n_validation_sequences(source, n_token)
+        for start in range(0, n_sequence, size * ranks.size):
+            mine = range(start, min(n_sequence, start + size * ranks.size))[
+                ranks.rank :: ranks.size
+            ]
             # Batches are always full, as another size would be compiled anew, and ranks look up
-            # together: what is missing repeats the last row and is not counted.
+            # together: what is missing repeats the last sequence and is not counted.
             missing = size - len(mine)
-            ids, targets = source.rows([*mine, *[n_row - 1] * missing])
+            ids, targets = source.sequences([*mine, *[n_sequence - 1] * missing])
             targets[len(mine) :] = -1
             loss, _ = objective(ids, targets)
             known = targets[targets >= 0]

@@ -207,7 +207,7 @@ def show(model: Decoder, data: Data, ckpt: Path, seed: int) -> None:
     source = next(iter(data.val.values()))
     is_chat = isinstance(source, Conversations)
     if is_chat:
-        ids, targets = source.row(0)
+        ids, targets = source.sequence(0)
         prompt = ids[: (targets >= 0).argmax() + 1].tolist()  # up to the first answer
         temperature = 0.0
         stop = encoding.encode_single_token(tokenizer.END)

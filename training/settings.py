@@ -43,7 +43,7 @@ PRESETS = {
 class Stage:
     """How a stage differs from pretraining; MiniMind fine-tunes at 1e-5 after 5e-4."""
 
-    reads: str = "text"  # the kind of rows, see batches.Data
+    reads: str = "text"  # the kind of sequences, see batches.Data
     rate: float = 1.0  # peak learning rate, over that of pretraining
     epochs: int | None = None  # passes over the data, in place of max_iters
     settings: dict = field(default_factory=dict)

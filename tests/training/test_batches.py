@@ -42,14 +42,16 @@ def encoding(request, ours) -> tiktoken.Encoding:
 
 def test_an_epoch_holds_every_window_once():
     source = Windows(IDS, 10, seed=3)
-    ids, targets = source.batch(0, source.n_row)
+    ids, targets = source.batch(0, source.n_sequence)
     assert torch.equal(ids[:, 1:], targets[:, :-1])
     starts = sorted(ids[:, 0].tolist())
     assert np.diff(starts).tolist() == [10] * 99  # neither gaps nor overlaps
-    assert not torch.equal(ids, source.batch(1, source.n_row)[0])
-    firsts, _ = source.rows(range(0, 20 * source.n_row, source.n_row))  # of 20 epochs
+    assert not torch.equal(ids, source.batch(1, source.n_sequence)[0])
+    firsts, _ = source.sequences(
+        range(0, 20 * source.n_sequence, source.n_sequence)
+    )  # of 20 epochs
     assert len(set((firsts[:, 0] % 10).tolist())) == 3  # 1,003 tokens leave room for three offsets
-    in_order, _ = Windows(IDS, 10, None).rows(range(3))  # without a seed
+    in_order, _ = Windows(IDS, 10, None).sequences(range(3))  # without a seed
     assert in_order.flatten().tolist() == list(range(100, 130))
 
 
@@ -67,12 +69,12 @@ def test_a_mixture_draws_by_weight_and_reads_each_source_in_its_own_order():
         return [Windows(IDS, 10, seed=1), Windows(IDS + 2000, 10, seed=1)]
 
     mixture = Mixture(parts(), [0.75, 0.25], total=4000, seed=5)
-    rows = [mixture.row(index)[0].tolist() for index in range(4000)]
+    rows = [mixture.sequence(index)[0].tolist() for index in range(4000)]
     first = [row for row in rows if row[0] < 2000]
     second = [row for row in rows if row[0] >= 2000]
     assert len(second) / len(rows) == pytest.approx(0.25, abs=0.02)
     for seen, alone in zip((first, second), parts(), strict=True):
-        assert seen == [alone.row(index)[0].tolist() for index in range(len(seen))]
+        assert seen == [alone.sequence(index)[0].tolist() for index in range(len(seen))]
 
 
 # --- conversations ---
@@ -103,8 +105,8 @@ def said(encoding, targets) -> list[str]:
 
 def test_only_what_the_assistant_says_is_a_target(encoding):
     source = Conversations(packed(encoding, *TALKS), encoding, 64, None)
-    assert source.n_row == 3
-    ids, targets = source.rows(range(3))
+    assert source.n_sequence == 3
+    ids, targets = source.sequences(range(3))
     assert ids.shape == targets.shape
     assert ids.shape[1] % 32 == 0
     assert said(encoding, targets) == [
@@ -125,7 +127,7 @@ def test_a_long_conversation_keeps_an_answer(encoding):
     late = talk("yes " * 30, "no")
     early = talk("yes", "no", "yes " * 30, "maybe")
     source = Conversations(packed(encoding, late, early), encoding, 16, None)
-    ids, targets = source.rows(range(2))
+    ids, targets = source.sequences(range(2))
     assert ids.shape == (2, 16) and source.n_cut == 2
     assert said(encoding, targets) == [" no<|im_end|>", " no<|im_end|>"]
     assert encoding.decode([targets[0, -1]]) == tokenizer.END  # the row ends with the late answer
@@ -159,7 +161,7 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
     data = Data(str(a), "text", 10, seed=1, total=50)
     assert isinstance(data.train, Windows)
     assert data.weights == [1.0]
-    assert data.val[str(a)].rows([0])[0].tolist() == [list(range(100, 110))]
+    assert data.val[str(a)].sequences([0])[0].tolist() == [list(range(100, 110))]
     text = "Yes, no – Ωmega 漢字 maybe\n"
     lengths = data.token_lengths
     assert lengths[encoding.encode_ordinary(text)].sum() == len(text.encode())
@@ -214,7 +216,7 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
         path.write_text(damage)
     else:
         change_json(path, **damage)
-    with pytest.raises(UserError, match=rf"{path}.*: run prepare\.py --out_dir {folder}$"):
+    with pytest.raises(UserError, match=rf"{path}.*: run prepare\.py --out_dir {folder}, with"):
         Data(str(folder), "text", 10, 1, 50)
 
 
