@@ -68,7 +68,7 @@ def check_editable(model: Decoder) -> None:
 
 def edited_ids(encoding: tiktoken.Encoding, ids: list[int], source: str, target: str) -> list[int]:
     """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
-    space before it."""
+    space before it, also within a longer name (Guinea in Equatorial Guinea)."""
     original = torch.tensor(ids)  # [T]
     edited = original
     for space in (" ", ""):
