@@ -14,7 +14,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python analyze.py edits out/ckpt.pt      # how often edits of this checkpoint succeed
     python analyze.py convert                # a dense model turned into tables, against controls
     python analyze.py harness out/ckpt.pt --tasks hellaswag,arc_easy   # lm-evaluation-harness
-    python analyze.py all --quick            # every question, with tiny models: does it run?
+    python analyze.py all --quick            # every question, with tiny models: a smoke test
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
 questions: start it again, and it goes on where it was stopped. After a change of the code that
@@ -55,7 +55,9 @@ def main() -> None:
     parser = make_parser(__doc__)
     names = ("runs", "harness", *QUESTIONS, "all")
     parser.add_argument("question", choices=names, metavar="QUESTION")
-    about = "for runs: folders of train.py; for harness: checkpoints; for edits: these, or none"
+    about = (
+        "for runs: folders of train.py; for harness: checkpoints; for edits: checkpoints, or none"
+    )
     parser.add_argument("paths", nargs="*", type=Path, help=about)
     about = "for runs: picture of the loss (loss.png)"
     parser.add_argument("--plot", type=Path, default=Path("loss.png"), help=about)

@@ -57,7 +57,7 @@ QUICK = {
 @dataclass
 class Bench:
     device: str = device_flag()
-    n_layer: int = flag(6, "layers, all but the first with a table", must="at least 1")
+    n_layer: int = flag(6, "number of layers", must="at least 1")
     n_head: int = flag(6, "attention heads", must="at least 1")
     n_embd: int = flag(192, "width of the residual stream", must="at least 1")
     vocab_size: int = flag(6400, "rows of a table", must="at least 1")

@@ -50,7 +50,7 @@ class ModelConfig:
         0, "key heads that use the previous token's key", must="0 or more", only="embformer"
     )
     embformer_act: str = flag(
-        "silu", "activation; identity: as in the note", choices=ACTS, only="embformer"
+        "silu", "activation; identity: as in Wu's note", choices=ACTS, only="embformer"
     )
     n_expert: int = flag(16, "experts in a layer", only="moe hash_moe", **SIZE)
     top_k: int | None = flag(

@@ -296,7 +296,7 @@ def fill_tables(model: Decoder, up: dict[int, Tensor], data: Data, settings: Set
 
 
 def first_batches(source: Source, n_token: int, size: int) -> list[Tensor]:
-    """The ids [B, T] of about so many tokens, `size` rows at a time."""
+    """The ids [B, T] of about so many tokens, `size` sequences at a time."""
     n = max(1, n_token // (size * source.block_size))
     return [source.batch(number, size)[0] for number in range(n)]
 

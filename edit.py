@@ -8,7 +8,7 @@
 
 An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
 (`stem.substitute`); everything dense still sees Spain. What --save writes has Germany's rows under
-Spain's id instead, and keeps Spain's, for --undo. That affects every use of these tokens.
+Spain's id instead, and keeps Spain's, for --undo. A saved edit affects every use of these tokens.
 """
 
 import os
@@ -41,7 +41,9 @@ class Edit:
     source: str | None = flag(None, "the name to edit, such as Spain")
     target: str | None = flag(None, "the name whose rows to read instead, such as Germany")
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
-    max_new_tokens: int = flag(40, "tokens to write before and after", must="at least 1")
+    max_new_tokens: int = flag(
+        40, "tokens to generate, without and with the edit", must="at least 1"
+    )
     save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
     undo: bool = flag(False, "remove the last edit from --ckpt, in place or into --save")
     device: str = device_flag()

@@ -5,8 +5,8 @@
     value    v + w_l V_l[t]         on the values of attention, V_l[t]: a row of the token
 
 An n-gram's row has an *address*, a hash of its n token ids. So rows are still known before the
-first layer runs, and all about tables (offloading, the optimizer, several ranks) stays as it is:
-it sees addresses where it saw ids.
+first layer runs, and everything about tables (offloading, the optimizer, several ranks) works
+unchanged, with addresses in place of ids.
 """
 
 import re

@@ -53,7 +53,10 @@ class Settings:
         "train one (for text), or a prepared folder or a ckpt.pt to take its tokenizer",
     )
     vocab_size: int | None = flag(
-        None, "most tokens to train, from 259", must="at least 1", shown="6400, for countries 4096"
+        None,
+        "maximum vocabulary size, at least 259",
+        must="at least 1",
+        shown="6400, for countries 4096",
     )
     val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
 

@@ -99,7 +99,8 @@ plt.savefig(OUT / "tour.png")
 # ## 4. Swap two rows, and read
 #
 # Spain's rows and Germany's change places, in all tables. The prompt is the same, and so are all
-# matrices; the model says Berlin. (`edit.py` swaps names of several tokens.)
+# matrices; the model says Berlin. (`edit.py` takes names of several tokens, and changes one of
+# the two.)
 
 # %%
 model, encoding, _ = load_model(OUT / "stem/ckpt.pt", torch.device("cpu"))

@@ -1,5 +1,5 @@
-"""Kinds of attention: is one that does not grow with the length worse, on prose or facts? And are
-keys that do not know what came before (Embformer's) found again by their values (pairs)?
+"""Kinds of attention: is one that does not grow with the length worse, on prose or facts? And can
+Embformer, whose keys do not know what came before, name the value of a key (pairs)?
 """
 
 import random

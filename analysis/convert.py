@@ -1,7 +1,7 @@
 """Is it worth converting a dense model to tables (convert.py), and for which layers?
 
-Dense models are converted and trained on, beside what one could do instead: train them as they are,
-begin with random rows, or train STEM from scratch for as many tokens in all.
+Dense models are converted and trained on, and compared with the alternatives: training them as they
+are, beginning with random rows, or training STEM from scratch for as many tokens in all.
 """
 
 from dataclasses import asdict

@@ -140,7 +140,7 @@ def table_by_names(title: str, reports: list[dict]) -> str:
 
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     """Print a table, and write edit_report.json beside the checkpoint."""
-    print(f"measuring edits of {ckpt}: a minute for the default run\n", flush=True)
+    print(f"measuring edits of {ckpt}: 15 seconds for the default run\n", flush=True)
     report = report_edits(ckpt, MOST, device)
     print(table_by_names("names", [report]))
     path = ckpt.with_name("edit_report.json")

@@ -64,7 +64,7 @@ class Experiment:
     data_dir: Path = flag(Path("data/countries"), "prepared folder to train on")
     seeds: str = flag("1337,1,2", "seeds of each figure that is a mean")
     jobs: int | None = flag(None, "runs at a time", must="at least 1", shown="cores; on a GPU 1")
-    quick: bool = flag(False, "tiny models and one seed: does it run?")
+    quick: bool = flag(False, "tiny models and one seed: a smoke test")
     device: str = device_flag()
 
     def __post_init__(self) -> None:

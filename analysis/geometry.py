@@ -2,7 +2,7 @@
 
 Layer by layer, the cosines of all pairs of tokens in the training text: of the rows of STEM's
 tables, and of a dense model's `W_u x`, for each token its mean over the text; of trained models and
-of those they began as.
+of untrained ones.
 """
 
 from pathlib import Path

@@ -2,8 +2,8 @@
 
 A token table is a V x W matrix owned by one layer. A forward pass reads only the rows of the tokens
 in its input, known before the first layer runs. So each row is fetched once, only these rows get a
-gradient (rmsprop.py), and slow memory is read in advance (offload.py). Wherever
-tables live, the decoder asks for their rows in the same way:
+gradient (rmsprop.py), and slow memory is read in advance (offload.py). Wherever tables live, the
+decoder asks for their rows in the same way:
 
     for rows in tables.lookup(ids): ...        # rows of table 0, 1, ... [B, T, W], in layer order
 """

@@ -96,7 +96,7 @@ class Settings:
         choices=STAGES,
     )
     init_from: Path | None = flag(None, "start from the weights of this ckpt.pt")
-    resume: bool = flag(False, "continue from ckpt.pt in --out_dir, with its flags")
+    resume: bool = flag(False, "continue from ckpt.pt in --out_dir, with the flags of that run")
     eval_only: bool = flag(False, "only report validation loss of --init_from (or --out_dir)")
     verify: bool = flag(True, "verify the checkpoint's checksums", shown="yes")
 
@@ -113,7 +113,12 @@ class Settings:
     max_iters: int = flag(
         1000, "optimizer steps", shown="the preset's; sft: 2 epochs", must="0 or more"
     )
-    learning_rate: float = flag(3e-3, "peak learning rate", shown="the preset's", **POSITIVE)
+    learning_rate: float = flag(
+        3e-3,
+        "peak learning rate",
+        shown="the preset's; midtrain, context: a tenth; sft: a fiftieth",
+        **POSITIVE,
+    )
     schedule: str = flag(
         "cosine", "shape of the decay; midtrain: linear", choices=("cosine", "linear")
     )
@@ -142,7 +147,7 @@ class Settings:
     )
     table_rate: float = flag(
         1.0,
-        "learning rate of tables over that of the rest; 0: rows stay as drawn",
+        "learning rate of tables, as a multiple of --learning_rate; 0: rows stay as drawn",
         must="0 or more",
         only=TABLES,
     )
