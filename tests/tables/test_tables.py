@@ -80,7 +80,7 @@ def test_gradients_count_only_what_was_differentiated():
         list(made.lookup(BATCH))
     assert made.reads == []
     list(made.lookup(BATCH))  # a forward pass without a backward one
-    with pytest.raises(AssertionError, match="no rows were read"):
+    with pytest.raises(AssertionError, match="no rows"):
         made.gradients()
     # Of two micro-batches the first does not use table 0, as with stochastic depth.
     list(made.lookup(BATCH))
@@ -100,7 +100,7 @@ def test_a_training_loop_that_forgets_the_tables_fails(monkeypatch):
     for _ in range(20):  # micro-batches of one step
         backward(made.lookup(BATCH))
     made.gradients()
-    with pytest.raises(AssertionError, match=r"RowRMSprop\(model.tables\).step"):
+    with pytest.raises(AssertionError, match="RowRMSprop"):
         for _ in range(21):
             backward(made.lookup(BATCH))
 
