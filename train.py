@@ -426,10 +426,8 @@ def describe(run: Run) -> None:
 
 
 def passes(run: Run) -> float:
-    """How often the steps of a run read its text, each sequence counted as full."""
-    settings = run.settings
-    tokens = settings.max_iters * settings.batch_size * settings.model.block_size
-    return tokens / sum(meta["train"]["tokens"] for meta in run.data.metas)
+    """How often the steps of a run read its windows of text, or its conversations."""
+    return run.settings.max_iters * run.settings.batch_size / run.data.n_sequence
 
 
 def format_figures(figures: dict[str, float]) -> str:

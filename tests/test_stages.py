@@ -66,9 +66,12 @@ def stage(data, chat, trained):
     return given
 
 
-def test_the_whole_chain(stage, trained, chat, tmp_path):
+def test_the_whole_chain(stage, trained, chat, tmp_path, capsys):
     settings = stage("sft", block_size=64, max_iters=60, learning_rate=3e-3)
     out = small_run(**settings, out=tmp_path / "out")
+    (start,) = read_run(out)["run"]
+    passes = 60 * start["args"]["batch_size"] / start["data"][0]["train"]["documents"]
+    assert f"{passes:.1f} passes" in capsys.readouterr().out
     first, *_, last = (record["val_loss"] for record in read_run(out)["eval"])
     assert last < 0.5 * first
     said = command("train.py --eval_only --out_dir", out).stdout

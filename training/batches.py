@@ -123,8 +123,9 @@ class Mixture(Source):
 
 
 class Data:
-    """What a run reads: `train`, a source of at least `total` sequences; `val`, a source for each
-    folder; `weights` and `metas` of the folders; their `encoding`."""
+    """What a run reads: `train`, a source of at least `total` sequences, of which `n_sequence` are
+    different; `val`, a source for each folder; `weights` and `metas` of the folders; their
+    `encoding`."""
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
         """Open a folder, or a mixture of folders, of `kind` text or chat; with `total` 0 only what
@@ -148,6 +149,7 @@ class Data:
             if total:
                 train.append(self.open(folder, "train", meta, kind, block_size, seed))
             self.val[str(folder)] = self.open(folder, "val", meta, kind, block_size, None)
+        self.n_sequence = sum(source.n_sequence for source in train)
         if len(train) > 1:
             self.train = Mixture(train, self.weights, total, seed)
         elif train:
