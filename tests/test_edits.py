@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from analysis import edits
 from analysis.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
@@ -14,6 +15,7 @@ from model import Decoder
 from text import countries, tokenizer
 from text.tokenizer import encode
 from training.checkpoints import save_checkpoint
+from training.questions import score_answers
 
 COUNTRIES = {country.name: country for country in countries.table()}
 PAIR = tuple(Asked(COUNTRIES[name], 1, [], []) for name in ("Spain", "Peru"))
@@ -76,3 +78,22 @@ def test_a_checkpoint_has_a_table_and_a_report(tmp_path, monkeypatch, capsys):
     rows = capsys.readouterr().out.splitlines()
     assert "| one token | capital | 75.0% |" in rows
     assert "| longer source | capital | 50.0% |" in rows
+
+
+def test_the_documented_script_writes_a_fact_into_the_rows_of_one_name(encoding):
+    page = (ROOT / "docs/writing.md").read_text(encoding="utf-8")
+    script = {}
+    exec(page.split("```python\n")[1].split("```")[0], script)
+    model = made(encoding)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    prompt = "Country: Spain"
+    asked = [encode(encoding, prompt)], [encoding.encode_ordinary(" Peru")]
+    was = score_answers(model, *asked).probability
+    script["write_fact"](model, encoding, "Spain", prompt, "Peru", rate=2.0, keep=0.0)
+    assert score_answers(model, *asked).probability > 10 * was
+    others = torch.arange(encoding.n_vocab) != encoding.encode_single_token(" Spain")
+    for name, weight in model.state_dict().items():
+        is_table = name.startswith("tables.")
+        rows = others if is_table else slice(None)
+        assert torch.equal(weight[rows], before[name][rows])
+        assert is_table != torch.equal(weight, before[name])
