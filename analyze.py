@@ -13,7 +13,6 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python analyze.py edits                  # how often edits succeed, by the kind of names
     python analyze.py edits out/ckpt.pt      # how often edits of this checkpoint succeed
     python analyze.py convert                # a dense model turned into tables, against controls
-    python analyze.py harness out/ckpt.pt --tasks hellaswag,arc_easy   # lm-evaluation-harness
     python analyze.py all --quick            # every question, with tiny models: a smoke test
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
@@ -31,7 +30,6 @@ from analysis.costs import costs
 from analysis.edits import edits, measure_checkpoint
 from analysis.experiment import Experiment
 from analysis.geometry import geometry
-from analysis.harness import harness
 from analysis.kinds import kinds, settings
 from analysis.runs import runs
 from analysis.stability import stability
@@ -53,37 +51,24 @@ QUESTIONS = {
 
 def main() -> None:
     parser = make_parser(__doc__)
-    names = ("runs", "harness", *QUESTIONS, "all")
-    parser.add_argument("question", choices=names, metavar="QUESTION")
-    about = (
-        "for runs: folders of train.py; for harness: checkpoints; for edits: checkpoints, or none"
-    )
+    parser.add_argument("question", choices=("runs", *QUESTIONS, "all"), metavar="QUESTION")
+    about = "for runs: folders of train.py; for edits: checkpoints, or none"
     parser.add_argument("paths", nargs="*", type=Path, help=about)
     about = "for runs: picture of the loss (loss.png)"
     parser.add_argument("--plot", type=Path, default=Path("loss.png"), help=about)
-    parser.add_argument("--tasks", default="hellaswag", help="for harness: its tasks (hellaswag)")
-    about = "for harness: where tables are, none, cpu or disk (none)"
-    parser.add_argument("--offload", choices=("none", "cpu", "disk"), default="none", help=about)
     add_flags(parser, Experiment)
     flags = vars(parser.parse_intermixed_args())  # paths before and behind flags
     question = flags.pop("question")
     paths = flags.pop("paths")
     plot = flags.pop("plot")
-    tasks = flags.pop("tasks")
-    offload = flags.pop("offload")
 
     if question == "runs" and paths:
         runs(paths, plot)
-    elif question in ("edits", "harness") and paths:
-        device = pick_device(flags.get("device", Experiment.device))
+    elif question == "edits" and paths:
         for path in paths:
-            if question == "edits":
-                measure_checkpoint(path, device)
-            else:
-                harness(path, tasks.split(","), device, offload)
-    elif question in ("runs", "harness") or paths:
-        paths_of = "runs takes folders, harness and edits checkpoints, all others no paths"
-        raise UserError(f"analyze.py: {paths_of}")
+            measure_checkpoint(path, pick_device(flags.get("device", Experiment.device)))
+    elif question == "runs" or paths:
+        raise UserError("analyze.py: runs takes folders, edits checkpoints, all others no paths")
     else:
         experiment = Experiment(**flags)
         with locked(experiment.out_dir):

@@ -1,13 +1,12 @@
-"""analysis/harness.py against log-probabilities and texts computed token by token."""
+"""The class of docs/harness.md against log-probabilities and texts computed token by token."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import CPU
+from conftest import CPU, ROOT
 
-from analysis.harness import HarnessModel, harness
-from common import UserError
 from text.tokenizer import encode
 from training.checkpoints import load_model
 
@@ -25,12 +24,27 @@ def requests(*arguments):
     return [SimpleNamespace(args=args) for args in arguments]
 
 
+@pytest.fixture(scope="module")
+def harness_model():
+    """The class, as the page has it, on a stand-in for the harness's own."""
+    page = (ROOT / "docs/harness.md").read_text(encoding="utf-8")
+    stand_in = ModuleType("lm_eval.api.model")
+    stand_in.LM = object
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+        patch.setitem(sys.modules, "lm_eval.api", ModuleType("lm_eval.api"))
+        patch.setitem(sys.modules, "lm_eval.api.model", stand_in)
+        script = {}
+        exec(page.split("```python\n")[1].split("```")[0], script)
+    return script["HarnessModel"]
+
+
 @pytest.fixture(params=["dense", "stem", "embformer", "disk"])
-def opened(request, trained, on_disk):
+def opened(request, trained, on_disk, harness_model):
     folder = on_disk if request.param == "disk" else trained[request.param]
     offload = "disk" if request.param == "disk" else "none"
     model, encoding, _ = load_model(folder / "ckpt.pt", CPU, offload)
-    return HarnessModel(model, encoding)
+    return harness_model(model, encoding)
 
 
 @torch.no_grad()
@@ -76,9 +90,3 @@ def test_generated_text_ends_before_until(opened):
     assert opened.score(ids, n_prompt)[1]
     ids[-1] -= 1
     assert not opened.score(ids, n_prompt)[1]
-
-
-def test_without_the_package_it_is_one_line(trained, monkeypatch):
-    monkeypatch.setattr("analysis.harness.LM", object)
-    with pytest.raises(UserError, match="pip install lm_eval"):
-        harness(trained["dense"] / "ckpt.pt", ["piqa"], CPU, "none")
