@@ -4,16 +4,12 @@
     python bench.py train                                # kinds of layers, eager and compiled
     python bench.py decode                               # one token at a time, eager and compiled
     python bench.py attention                            # full attention and windows, by length
-    python bench.py vocab                                # what a larger vocabulary costs
     python bench.py offload                              # where tables live: device, RAM, disk
     python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
 
 Contenders take turns, so what slows the machine for a while slows all of them. Speeds are medians
 over the turns; ratios are medians of the ratios to a baseline within a turn. Token ids are random
 with Zipf's frequencies. Default sizes are for two CPU cores: give larger ones on a GPU.
-
-`vocab` updates rows that a batch read, or whole tables by AdamW, as `nn.Embedding` would. The head,
-which costs V either way, is left out of both. Memory: weights and optimizer states.
 """
 
 import random
@@ -25,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 
@@ -100,7 +96,6 @@ class Contender:
 
     bench: Bench
     config: ModelConfig
-    table_optimizer: str = Settings.table_optimizer
     tables: Callable[..., Tables] = ResidentTables
     optimizer: Optimizer | None = None  # what trains has one
     cache: KVCache | None = None  # what decoded has that of its last tokens
@@ -170,15 +165,13 @@ def train(contender: Contender, steps: int = 1) -> float:
     bench = contender.bench
     model = contender.model.train()
     if contender.optimizer is None:
-        settings = Settings(learning_rate=1e-3, table_optimizer=contender.table_optimizer)
-        contender.optimizer = Optimizer(model, settings)
+        contender.optimizer = Optimizer(model, Settings(learning_rate=1e-3))
     shape = (bench.batch_size, bench.block_size + 1)
     start = contender.now()
     batches = [contender.batch(*shape) for _ in range(steps)]
     for number, (ids, table_ids) in enumerate(batches, 1):
-        targets = ids[:, 1:] % len(model.head_weight)  # vocab: a small head has fewer classes
         with torch.autocast(bench.on.type, bench.dtype, enabled=bench.cuda):
-            _, loss = model(ids[:, :-1], targets, table_ids=table_ids[:, :-1])
+            _, loss = model(ids[:, :-1], ids[:, 1:], table_ids=table_ids[:, :-1])
         if number < steps:
             model.tables.prefetch(batches[number][1][:, :-1])
         loss.backward()
@@ -225,16 +218,6 @@ def cache_bytes(cache: KVCache) -> int:
     return sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
 
 
-def training_bytes(contender: Contender) -> int:
-    """Bytes of weights and of optimizer states."""
-    kept = list(contender.model.parameters())
-    for state in contender.optimizer.adamw.state.values():
-        kept += state.values()
-    for rmsprop in contender.optimizer.rows.values():
-        kept += rmsprop.state
-    return sum(tensor.nbytes for tensor in kept)
-
-
 # --- what is compared ---
 
 
@@ -269,25 +252,6 @@ def bench_decode(bench: Bench) -> dict:
         "batch 8": partial(decode, batch=8, context=64, new=96),
     }
     return show("decode", compare(tasks, contenders, bench.rounds, "dense"))
-
-
-def bench_vocab(bench: Bench) -> dict:
-    config = bench.model(stem_layers="all")
-    rows = {}
-    for times in (1, 5, 20):
-        larger = replace(config, vocab_size=times * bench.vocab_size)
-        by_rows = f"rows, V = {larger.vocab_size:,}"
-        whole = f"whole tables, V = {larger.vocab_size:,}"
-        contenders = {
-            by_rows: Contender(bench, larger),
-            whole: Contender(bench, larger, table_optimizer="adamw"),
-        }
-        for contender in contenders.values():
-            contender.model.head = nn.Linear(bench.n_embd, 64, bias=False, device=bench.on)
-        rows |= compare({"tok/s": train}, contenders, bench.rounds, whole)
-        for name, contender in contenders.items():
-            rows[name]["GiB"] = training_bytes(contender) / 2**30
-    return show("vocab", rows)
 
 
 def bench_attention(bench: Bench) -> dict:
@@ -348,7 +312,6 @@ COMPARISONS = {
     "train": bench_train,
     "decode": bench_decode,
     "attention": bench_attention,
-    "vocab": bench_vocab,
     "offload": bench_offload,
 }
 

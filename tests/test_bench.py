@@ -4,12 +4,10 @@ import math
 import re
 
 import pytest
-import torch
 from conftest import command, refused
 
 import bench
-from bench import QUICK, Bench
-from model import Decoder
+from bench import Bench
 
 SIZES = {
     "n_layer": 3,
@@ -40,7 +38,7 @@ def test_all_of_it_in_a_quick_run(tmp_path):
     flags = "--quick --rounds 1 --block_size 1 --device cpu"  # the shortest context
     printed = command(f"bench.py all {flags}", cwd=tmp_path).stdout
     titles = re.findall(r"^\| (\w+) .*\n\|-", printed, re.MULTILINE)
-    assert titles == ["train", "decode", "attention", "vocab", "tables"]
+    assert titles == ["train", "decode", "attention", "tables"]
     assert not re.search("inf|nan", printed)
 
 
@@ -53,33 +51,6 @@ def test_kinds_of_attention_by_length():
         for kind, kept in (("full", n), ("window", min(n, 127))):
             assert rows[f"{kind}, T = {n}"]["KiB of cache"] * 1024 == kept * per_token
         assert rows[f"full, T = {n}"]["decode"][1] == 1
-
-
-def test_vocabularies_differ_in_nothing_but_their_size(monkeypatch):
-    """Every contender predicts as few tokens. Memory of AdamW over whole tables is weights and two
-    moments; rows have one moment each."""
-    models = {}
-    forward = Decoder.forward
-
-    def noted(model, ids, targets, *, table_ids):
-        assert torch.equal(ids, table_ids) and targets.max() < len(model.head.weight) == 64
-        models[model.tables.vocab_size] = model
-        return forward(model, ids, targets, table_ids=table_ids)
-
-    monkeypatch.setattr(Decoder, "forward", noted)
-    rows = bench.bench_vocab(Bench(device="cpu", **{**QUICK, "rounds": 1}))
-    assert list(models) == [500, 2500, 10_000]
-    for vocab_size, model in models.items():
-        sizes = model.sizes()
-        in_rows = sizes["table"] + vocab_size * 32  # the embedding, too
-        moments = vocab_size * (2 + 1)  # of two tables and the embedding
-        expected = {
-            "whole tables": 3 * sizes["total"],
-            "rows": in_rows + moments + 3 * (sizes["total"] - in_rows),
-        }
-        for way, numbers in expected.items():
-            gib = rows[f"{way}, V = {vocab_size:,}"]["GiB"]
-            assert gib == pytest.approx(4 * numbers / 2**30, rel=1e-3)
 
 
 def test_a_ratio_is_the_median_of_those_within_a_turn():
