@@ -1,19 +1,22 @@
-"""Change what a model knows by letting one token read another token's rows.
+"""Change what a model knows about one name: all of it, or one fact.
 
-    python edit.py --source Spain --target Germany
+    python edit.py --source Spain --target Germany    # Spain reads Germany's rows
     python edit.py --source Peru --target Japan --prompt "Country: Peru\\nThe main language is"
     python edit.py --source Atlantis --target Portugal        # a name that the model never saw
-    python edit.py --source Spain --target Germany --save out/edited/ckpt.pt
-    python edit.py --undo --ckpt out/edited/ckpt.pt  # restores it bit for bit
+    python edit.py --source Spain --write "Lisbon."   # one fact: what should follow the prompt
+    python edit.py --source Spain --write "Lisbon." --save out/edited/ckpt.pt
+    python edit.py --undo --ckpt out/edited/ckpt.pt   # restores it bit for bit
 
-An edit changes no weight: where the prompt says Spain, tables are looked up under Germany's id
-(`stem.substitute`); everything dense still sees Spain. What --save writes has Germany's rows under
-Spain's id instead, and keeps Spain's, for --undo. A saved edit affects every use of these tokens.
+--target changes no weight: where the prompt says Spain, tables are looked up under Germany's id
+(`stem.substitute`); everything dense still sees Spain. --write trains rows for Spain's tokens
+(`write_fact`), and nothing else. What --save writes has the new rows under Spain's id, and keeps
+Spain's own, for --undo. A saved edit affects every use of these tokens.
 """
 
 import os
 import re
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import zip_longest
@@ -21,11 +24,14 @@ from pathlib import Path
 
 import tiktoken
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from common import UserError, check_ranges, flag, locked, parse, pick_device, run
 from model import Decoder
 from stem import substitute
+from tables.tables import Tables
 from text import countries
 from text.tokenizer import encode
 from training.checkpoints import load_checkpoint, load_model, write_checkpoint
@@ -41,6 +47,7 @@ class Edit:
     source: str | None = flag(None, "the name to edit, such as Spain")
     target: str | None = flag(None, "the name whose rows to read instead, such as Germany")
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
+    write: str | None = flag(None, 'the fact to write: what should follow, such as "Lisbon."')
     max_new_tokens: int = flag(
         40, "tokens to generate, without and with the edit", must="at least 1"
     )
@@ -52,9 +59,9 @@ class Edit:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        names = (self.source is not None) + (self.target is not None)
-        if names != (0 if self.undo else 2):
-            raise UserError("give either --source and --target, or --undo")
+        changes = [self.target is not None, bool(self.write), self.undo]
+        if sum(changes) != 1 or (self.source is None) != self.undo:
+            raise UserError("give --source with either --target or --write, or give --undo alone")
 
 
 # --- which rows are read instead ---
@@ -84,14 +91,110 @@ def edited_ids(encoding: tiktoken.Encoding, ids: list[int], source: str, target:
 def check_names(edit: Edit) -> None:
     """UserError: the target is not a country, or the source is a misspelled one."""
     names = [country.name for country in countries.table()]
-    for name_flag, name in (("target", edit.target), ("source", edit.source)):
-        if name in names:
+    for name_flag in ("target", "source"):
+        name = getattr(edit, name_flag)
+        if name is None or name in names:
             continue
         near = get_close_matches(name.title(), names, 3)
         misspelled = name.casefold() in (other.casefold() for other in near)
         if name_flag == "target" or misspelled:  # any other source may be a made-up name
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise UserError(f"--{name_flag} {name} is not one of the countries{hint}")
+
+
+# --- one fact ---
+
+STEPS, RATE = 40, 0.05  # of Adam; the rate falls to zero
+KEEP = 20.0  # weight of what must not change, beside the nats of the answer
+N_TEXT, TEXT_TOKENS = 64, 32  # texts that the model writes about the name
+N_PART = 4  # parts of these texts, of which each step reads one
+N_OTHER = 16  # other names, to find what asks for the same fact
+
+
+class ExtraRows(Tables):
+    """Tables with extra tokens behind the vocabulary. They begin with the rows of some tokens, and
+    can be trained in their place: wherever the tables are, these do not change."""
+
+    def __init__(self, tables: Tables, tokens: list[int]) -> None:
+        super().__init__(tables.vocab_size, tables.width)
+        self.tables = tables
+        self.weight = tables.weight
+        self.ids = [self.vocab_size + i for i in range(len(tokens))]  # those of the extra tokens
+        rows = [rows[0] for rows in tables.lookup(torch.tensor([tokens]))]
+        self.extra = torch.stack(rows, dim=1).float()  # [n, n_table, W]
+
+    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
+        is_extra = ids >= self.vocab_size  # [B, T]
+        which = ids[is_extra] - self.vocab_size
+        for table, rows in enumerate(self.tables.lookup(ids.masked_fill(is_extra, 0))):
+            own = self.extra[which, table].to(rows.dtype)  # [n, W]
+            yield rows.index_put(is_extra.nonzero(as_tuple=True), own)  # [B, T, W]
+
+
+def spelling(encoding: tiktoken.Encoding, ids: list[int], name: str) -> list[int]:
+    """The tokens of a name as ids have it: with a space before it, or without."""
+    tokens = encoding.encode_ordinary(f" {name}")
+    if -1 in substitute(torch.tensor(ids), tokens, [-1]):
+        return tokens
+    return encoding.encode_ordinary(name)
+
+
+@torch.no_grad()
+def ask_the_same(model: Decoder, prompt: Tensor, name: list[int], texts: Tensor) -> Tensor:
+    """Where texts [N, T] ask for the fact that the prompt [T] asks for: [N, T] bool. Were they
+    about another name, that name's answer to the prompt would stand there: with Norway for Spain,
+    "Its capital is" asks for Oslo."""
+
+    def probabilities(ids: Tensor, **options) -> Tensor:
+        return model(ids, **options)[0].float().softmax(-1)  # [N, T, V]
+
+    # Other names: the tokens in place of the name's last one with which the answer is surest.
+    vocab_size = model.config.vocab_size
+    tokens = range(0, vocab_size, 1 + vocab_size // 4096)  # of a large vocabulary, some
+    prompts = [substitute(prompt, name, [*name[:-1], token]) for token in tokens]
+    parts = torch.stack(prompts).split(256)
+    p = [probabilities(part, last_only=True)[:, 0] for part in parts]
+    sure, answers = torch.cat(p).max(-1)  # [n] each
+    answered = torch.zeros(texts.shape, device=model.device)
+    for other in sure.topk(N_OTHER).indices.tolist():
+        about_other = substitute(texts, name, [*name[:-1], tokens[other]])
+        answered += probabilities(about_other)[..., answers[other]] / N_OTHER
+    return answered > 0.5
+
+
+def write_fact(model: Decoder, prompt: list[int], name: list[int], answer: list[int]) -> None:
+    """Let `answer` follow `prompt` by training the extra tokens of a model whose tables are
+    ExtraRows of the tokens `name`. What the model says of the name otherwise is to stay: in texts
+    of its own, all predictions but those that ask for the same fact."""
+    tables = model.tables
+    model.requires_grad_(False)
+
+    # 1) Texts that begin like the prompt, up to the name, and what is to stay in them.
+    question = torch.tensor([prompt + answer])  # [1, T]
+    question_rows = substitute(question, name, tables.ids)
+    begun = prompt[: int(question_rows.argmax()) + 1]  # extra tokens have the largest ids
+    room = model.config.block_size - len(begun)
+    texts = model.generate(torch.tensor([begun] * N_TEXT), min(TEXT_TOKENS, room), seed=0)  # [N, T]
+    kept = ~ask_the_same(model, torch.tensor(prompt), name, texts).cpu()
+    before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
+
+    # 2) Steps that make the answer probable, and keep the rest.
+    text_rows = substitute(texts, name, tables.ids)
+    target = question[0, len(prompt) :].to(model.device)  # [n]
+    optimizer = torch.optim.Adam([tables.extra.requires_grad_()])
+    for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
+        logits, _ = model(question, table_ids=question_rows)
+        logits = logits[0, len(prompt) - 1 : -1].float()  # [n, V]
+        nats = F.cross_entropy(logits, target, reduction="sum")
+        part = slice(step % N_PART, None, N_PART)
+        now = model(texts[part], table_ids=text_rows[part])[0].float().log_softmax(-1)
+        stay = kept[part]
+        change = F.kl_div(now[stay], before[part][stay], reduction="batchmean", log_target=True)
+        optimizer.zero_grad()
+        (nats + KEEP * change).backward()
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+        optimizer.step()
+    tables.extra.requires_grad_(False)
 
 
 # --- before and after ---
@@ -112,13 +215,23 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> set[tuple[i
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
     ids = encode(encoding, prompt)
-    room = model.config.block_size - len(ids)
+    wanted = encoding.encode_ordinary(f" {edit.write}" if edit.write else "")
+    room = model.config.block_size - len(ids) - len(wanted)
     if room < 1:
-        raise UserError(f"--prompt has {len(ids)} tokens, room is {model.config.block_size - 1}")
-    table_ids = edited_ids(encoding, ids, edit.source, edit.target)
+        raise UserError(f"--prompt has {len(ids)} tokens, room is {len(ids) + room - 1}")
+    if not wanted:
+        table_ids = edited_ids(encoding, ids, edit.source, edit.target)
+        title = f"after: {edit.source} reads {edit.target}'s rows"
+    else:
+        name = spelling(encoding, ids, edit.source)
+        model.tables = ExtraRows(model.tables, name)
+        table_ids = substitute(torch.tensor(ids), name, model.tables.ids).tolist()
+        title = f"after writing {edit.write!r}"
     if ids == table_ids:
-        reason = f"does not contain {edit.source!r}, or {edit.target!r} has the same rows"
+        reason = f"does not contain {edit.source!r}, or its rows are those of --target"
         raise UserError(f"--prompt {prompt!r} {reason}")
+    if wanted:
+        write_fact(model, ids, name, wanted)
 
     # 2) what is written under both
     given = torch.tensor([ids, ids], device=model.device)  # [2, T]
@@ -131,21 +244,21 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> set[tuple[i
 
     # 3) side by side
     print(f"prompt  {prompt!r}\n")
-    left = column(encoding, "before", before)
-    right = column(encoding, f"after: {edit.source} reads {edit.target}'s rows", after)
-    for left_line, right_line in zip_longest(left, right, fillvalue=""):
-        print(f"{left_line:<{WIDTH}}   {right_line}".rstrip())
+    columns = (column(encoding, "before", before), column(encoding, title, after))
+    for left, right in zip_longest(*columns, fillvalue=""):
+        print(f"{left:<{WIDTH}}   {right}".rstrip())
     print()
 
     # 4) how probable the answers are, before and after
-    answers = []
-    for text in (before, after):
-        if first_sentence(encoding, text) not in answers:
-            answers.append(first_sentence(encoding, text))
-    for answer in answers:
+    answers = [first_sentence(encoding, text) for text in (before, wanted or before, after)]
+    for n, answer in enumerate(answers):
+        if answer in answers[:n]:
+            continue
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
         text = textwrap.shorten(encoding.decode(answer), 26, placeholder="...")
         print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
+    if after[: len(wanted)] != wanted[:n_new]:
+        print("not learned: rows choose among words that the model writes; is this a new one?")
     return {(own, other) for own, other in zip(ids, table_ids, strict=True) if own != other}
 
 
@@ -199,13 +312,17 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own_rows})
     replace_rows(checkpoint, ids, new_rows)
     write_checkpoint(path, checkpoint)
+    pieces = [encoding.decode([token]) for token in ids.tolist()]
+    readers = []
+    for country in countries.table():
+        if set(encoding.encode_ordinary(f" {country.name}")) & set(ids.tolist()):
+            readers.append(country.name)
+    print(f"changed the rows of {pieces}, which these countries read: {readers}")
 
 
 def main() -> None:
     edit = parse(Edit, __doc__)
-    path = edit.save
-    if path is None and edit.undo:
-        path = edit.ckpt
+    path = edit.ckpt if edit.undo and edit.save is None else edit.save
     if path is None:
         show_and_save(edit, None)
         return

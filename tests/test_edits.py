@@ -1,17 +1,20 @@
 """analysis/edits.py against tables whose rows are overwritten, and answers made to be known."""
 
+import copy
 import json
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import CPU
 
 from analysis import edits
 from analysis.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
 from common import UserError
 from config import ModelConfig
+from edit import ExtraRows, ask_the_same, write_fact
 from model import Decoder
+from stem import substitute
 from text import countries, tokenizer
 from text.tokenizer import encode
 from training.checkpoints import save_checkpoint
@@ -80,20 +83,55 @@ def test_a_checkpoint_has_a_table_and_a_report(tmp_path, monkeypatch, capsys):
     assert "| longer source | capital | 50.0% |" in rows
 
 
-def test_the_documented_script_writes_a_fact_into_the_rows_of_one_name(encoding):
-    page = (ROOT / "docs/writing.md").read_text(encoding="utf-8")
-    script = {}
-    exec(page.split("```python\n")[1].split("```")[0], script)
+# --- one fact ---
+
+
+def test_extra_tokens_stand_in_for_others():
+    """As a model whose tables hold their rows under tokens that nobody uses."""
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(20, 16, 4, 2, 32, stem_layers="all", table_std=1.0)).eval()
+    overwritten = copy.deepcopy(model)
+    ids = torch.tensor([[1, 2, 3, 4], [5, 2, 3, 1]])
+    plain = model(ids)[0]
+    model.tables = ExtraRows(model.tables, [3, 4])
+    read = torch.tensor([[1, 2, 20, 21], [5, 2, 20, 1]])
+    assert torch.equal(model(ids, table_ids=read)[0], plain)  # copies, until they are trained
+    model.tables.extra += torch.randn_like(model.tables.extra)
+    for table, weight in enumerate(overwritten.tables.weight):
+        weight[18:] = model.tables.extra[:, table]
+    expected = overwritten(ids, table_ids=read.where(read < 20, read - 2))[0]
+    torch.testing.assert_close(model(ids, table_ids=read)[0], expected)
+    assert torch.equal(model(ids)[0], plain)
+
+
+def test_a_written_fact_is_in_the_extra_rows_alone(encoding):
     model = made(encoding)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    prompt = "Country: Spain"
-    asked = [encode(encoding, prompt)], [encoding.encode_ordinary(" Peru")]
-    was = score_answers(model, *asked).probability
-    script["write_fact"](model, encoding, "Spain", prompt, "Peru", rate=2.0, keep=0.0)
-    assert score_answers(model, *asked).probability > 10 * was
-    others = torch.arange(encoding.n_vocab) != encoding.encode_single_token(" Spain")
-    for name, weight in model.state_dict().items():
-        is_table = name.startswith("tables.")
-        rows = others if is_table else slice(None)
-        assert torch.equal(weight[rows], before[name][rows])
-        assert is_table != torch.equal(weight, before[name])
+    prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary(" Peru")
+    name = encoding.encode_ordinary(" Spain")
+    model.tables = ExtraRows(model.tables, name)
+    read = substitute(torch.tensor(prompt), name, model.tables.ids).tolist()
+    assert read != prompt
+    write_fact(model, prompt, name, answer)
+    was, now = score_answers(model, [prompt, prompt], [answer] * 2, [prompt, read]).probability
+    assert now > 10 * was
+    model.tables = model.tables.tables
+    for key, weight in model.state_dict().items():
+        assert torch.equal(weight, before[key])
+
+
+def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
+    """Behind 1 and 2 a name's answer follows, 30 or 0 more than the name; 0 behind all else."""
+
+    class Made:
+        config = ModelConfig(vocab_size=60, block_size=16)
+        device = CPU
+
+        def __call__(self, ids, last_only=False):
+            follows = torch.where((ids == 1) | (ids == 2), ids[:, :1] % 30 + 30, 0)
+            logits = 50.0 * torch.nn.functional.one_hot(follows, 60)
+            return (logits[:, -1:] if last_only else logits), None
+
+    texts = torch.tensor([[9, 3, 1, 39, 4, 2, 39], [9, 5, 39, 6, 2, 1, 7]])
+    found = ask_the_same(Made(), torch.tensor([9, 8, 1]), [9], texts)
+    assert torch.equal(found, (texts == 1) | (texts == 2))

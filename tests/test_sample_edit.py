@@ -1,5 +1,6 @@
 """sample.py and edit.py as a user runs them."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -53,6 +54,10 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("sample.py --device warp", "--device warp"),
         ("edit.py", "--source"),
         ("edit.py --source Anna", "--target"),
+        ("edit.py --source Anna --target Emil --write x", "--write"),
+        ("edit.py --source A --prompt A --write " + "a" * 99, "--prompt has 2 tokens"),
+        ("edit.py --source Ann --prompt Anna --write x", "does not contain 'Ann'"),
+        ("edit.py --source Anna --write x --prompt Anna --ckpt {dense}/ckpt.pt", "no tables"),
         ("edit.py --undo --source Anna --target Emil", "--undo"),
         ("edit.py --undo", "holds no edit"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
@@ -176,6 +181,33 @@ def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_
     run("--ckpt", saved, "--undo", "--save", restored)
     assert differing(before, leaves(restored)) == []
     assert contents(ckpt.parent) == files
+
+
+def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits):
+    ckpt, run = edits
+    before = leaves(ckpt)
+    saved = ckpt.with_name("edited.pt")
+    shown = run("--ckpt", ckpt, *flags(source="Anna", prompt="Anna", write="at", save=saved)).stdout
+
+    encoding = load_model(ckpt, CPU)[1]
+    asked = [encode(encoding, "Anna")], [encoding.encode_ordinary(" at")]
+    found = []
+    for path, title in ((ckpt, "before"), (saved, "after")):
+        found.append(score_answers(load_model(path, CPU)[0], *asked).probability.item())
+        assert re.search(rf"of 'at'.* {title} +{100 * found[-1]:.1f}%", shown)
+    assert found[1] > 10 * found[0]
+    name = encoding.encode_ordinary("Anna")
+    assert all(repr(encoding.decode([token])) in shown for token in name)
+    (changed,) = differing(before, leaves(saved))
+    moved = (before[changed] != leaves(saved)[changed]).any(-1).nonzero()[:, 0].tolist()
+    assert "tables.weight" in changed and set(moved) == set(name)
+    others = torch.tensor([encode(encoding, "Björn follows Chloë at the river.")])
+    assert not set(name) & set(others[0].tolist())
+    logits = [load_model(path, CPU)[0](others)[0] for path in (ckpt, saved)]
+    assert torch.equal(*logits)
+
+    run("--ckpt", saved, "--undo")
+    assert differing(before, leaves(saved)) == []
 
 
 def test_edits_in_place_are_undone_last_first(edits):
