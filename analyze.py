@@ -65,8 +65,9 @@ def main() -> None:
     if question == "runs" and paths:
         runs(paths, plot)
     elif question == "edits" and paths:
+        device = pick_device(flags.get("device", Experiment.device))
         for path in paths:
-            measure_checkpoint(path, pick_device(flags.get("device", Experiment.device)))
+            measure_checkpoint(path, device)
     elif question == "runs" or paths:
         raise UserError("analyze.py: runs takes folders, edits checkpoints, all others no paths")
     else:

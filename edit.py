@@ -228,7 +228,7 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> set[tuple[i
         table_ids = substitute(torch.tensor(ids), name, model.tables.ids).tolist()
         title = f"after writing {edit.write!r}"
     if ids == table_ids:
-        reason = f"does not contain {edit.source!r}, or its rows are those of --target"
+        reason = f"does not contain {edit.source!r}, or it has these rows already"
         raise UserError(f"--prompt {prompt!r} {reason}")
     if wanted:
         write_fact(model, ids, name, wanted)
@@ -250,10 +250,11 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> set[tuple[i
     print()
 
     # 4) how probable the answers are, before and after
-    answers = [first_sentence(encoding, text) for text in (before, wanted or before, after)]
-    for n, answer in enumerate(answers):
-        if answer in answers[:n]:
-            continue
+    answers = []
+    for text in (before, wanted or before, after):
+        if first_sentence(encoding, text) not in answers:
+            answers.append(first_sentence(encoding, text))
+    for answer in answers:
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
         text = textwrap.shorten(encoding.decode(answer), 26, placeholder="...")
         print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
@@ -312,10 +313,11 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own_rows})
     replace_rows(checkpoint, ids, new_rows)
     write_checkpoint(path, checkpoint)
-    pieces = [encoding.decode([token]) for token in ids.tolist()]
+    changed = ids.tolist()
+    pieces = [encoding.decode([token]) for token in changed]
     readers = []
     for country in countries.table():
-        if set(encoding.encode_ordinary(f" {country.name}")) & set(ids.tolist()):
+        if set(encoding.encode_ordinary(f" {country.name}")) & set(changed):
             readers.append(country.name)
     print(f"changed the rows of {pieces}, which these countries read: {readers}")
 

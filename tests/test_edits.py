@@ -120,6 +120,25 @@ def test_a_written_fact_is_in_the_extra_rows_alone(encoding):
         assert torch.equal(weight, before[key])
 
 
+def test_what_else_the_model_says_of_the_name_is_held(encoding, monkeypatch):
+    """Its predictions behind the name change less with the second term of the loss than without."""
+    prompt, answer = encode(encoding, "Country: Spain Fiji"), encoding.encode_ordinary(" Peru")
+    name = encoding.encode_ordinary(" Spain")
+    changes = []
+    for keep in (0.0, 100.0):
+        monkeypatch.setattr("edit.KEEP", keep)
+        model = made(encoding)
+        begun = torch.tensor([prompt[:-1]] * 64)
+        texts = model.generate(begun, 16, seed=1)  # others than those that were held
+        before = model(texts)[0].log_softmax(-1)
+        model.tables = ExtraRows(model.tables, name)
+        write_fact(model, prompt, name, answer)
+        read = substitute(texts, name, model.tables.ids)
+        now = model(texts, table_ids=read)[0].log_softmax(-1)
+        changes.append((now - before).abs().mean().item())
+    assert changes[1] < changes[0] / 2
+
+
 def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
     """Behind 1 and 2 a name's answer follows, 30 or 0 more than the name; 0 behind all else."""
 
