@@ -12,7 +12,7 @@ from analysis import edits
 from analysis.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
 from common import UserError
 from config import ModelConfig
-from edit import ExtraRows, ask_the_same, write_fact
+from edit import Edit, ExtraRows, ask_the_same, show_and_save, write_fact
 from model import Decoder
 from stem import substitute
 from text import countries, tokenizer
@@ -137,6 +137,18 @@ def test_what_else_the_model_says_of_the_name_is_held(encoding, monkeypatch):
         now = model(texts, table_ids=read)[0].log_softmax(-1)
         changes.append((now - before).abs().mean().item())
     assert changes[1] < changes[0] / 2
+
+
+@pytest.mark.parametrize("fact, is_learned", [("S", True), ("Peru", False)])
+def test_saving_says_what_changes_and_whether_the_fact_is_learned(
+    encoding, tmp_path, capsys, fact, is_learned
+):
+    ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
+    save_checkpoint(ckpt, made(encoding), encoding)
+    show_and_save(Edit(ckpt, "Spain", prompt="Country: Spain", write=fact, device="cpu"), saved)
+    shown = capsys.readouterr().out
+    assert "rows of [' Spain'], which these countries read: ['Spain']\n" in shown
+    assert ("not learned" not in shown) == is_learned
 
 
 def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
