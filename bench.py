@@ -210,14 +210,6 @@ def decode(contender: Contender, batch: int, context: int, new: int) -> float:
     return batch * new / (contender.now() - start)
 
 
-# --- memory ---
-
-
-def cache_bytes(cache: KVCache) -> int:
-    """Bytes of keys and values."""
-    return sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
-
-
 # --- what is compared ---
 
 
@@ -271,7 +263,8 @@ def bench_attention(bench: Bench) -> dict:
         }
         rows |= compare(tasks, contenders, bench.rounds, f"full, T = {length:,}")
         for name, contender in contenders.items():
-            rows[name]["KiB of cache"] = cache_bytes(contender.cache) / 1024
+            layers = contender.cache.layers
+            rows[name]["KiB of cache"] = sum(kv.k.nbytes + kv.v.nbytes for kv in layers) / 1024
     return show("attention", rows)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import tiktoken
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from common import UserError, check_ranges, flag, locked, parse, pick_device, run
@@ -105,7 +105,7 @@ def check_names(edit: Edit) -> None:
 # --- one fact ---
 
 STEPS, RATE = 40, 0.05  # of Adam; the rate falls to zero
-KEEP = 20.0  # weight of what must not change, beside the nats of the answer
+KEEP = 60.0  # weight of what must not change, beside the nats of the answer
 N_TEXT, TEXT_TOKENS = 64, 32  # texts that the model writes about the name
 N_PART = 4  # parts of these texts, of which each step reads one
 N_OTHER = 16  # other names, to find what asks for the same fact
@@ -121,7 +121,7 @@ class ExtraRows(Tables):
         self.weight = tables.weight
         self.ids = [self.vocab_size + i for i in range(len(tokens))]  # those of the extra tokens
         rows = [rows[0] for rows in tables.lookup(torch.tensor([tokens]))]
-        self.extra = torch.stack(rows, dim=1).float()  # [n, n_table, W]
+        self.extra = nn.Parameter(torch.stack(rows, dim=1).float())  # [n, n_table, W]
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         is_extra = ids >= self.vocab_size  # [B, T]
@@ -129,14 +129,6 @@ class ExtraRows(Tables):
         for table, rows in enumerate(self.tables.lookup(ids.masked_fill(is_extra, 0))):
             own = self.extra[which, table].to(rows.dtype)  # [n, W]
             yield rows.index_put(is_extra.nonzero(as_tuple=True), own)  # [B, T, W]
-
-
-def spelling(encoding: tiktoken.Encoding, ids: list[int], name: str) -> list[int]:
-    """The tokens of a name as ids have it: with a space before it, or without."""
-    tokens = encoding.encode_ordinary(f" {name}")
-    if -1 in substitute(torch.tensor(ids), tokens, [-1]):
-        return tokens
-    return encoding.encode_ordinary(name)
 
 
 @torch.no_grad()
@@ -150,51 +142,54 @@ def ask_the_same(model: Decoder, prompt: Tensor, name: list[int], texts: Tensor)
 
     # Other names: the tokens in place of the name's last one with which the answer is surest.
     vocab_size = model.config.vocab_size
-    tokens = range(0, vocab_size, 1 + vocab_size // 4096)  # of a large vocabulary, some
-    prompts = [substitute(prompt, name, [*name[:-1], token]) for token in tokens]
-    parts = torch.stack(prompts).split(256)
-    p = [probabilities(part, last_only=True)[:, 0] for part in parts]
-    sure, answers = torch.cat(p).max(-1)  # [n] each
+    tokens = range(0, vocab_size, 1 + vocab_size // 2048)  # of a large vocabulary, some
+    prompts = torch.stack([substitute(prompt, name, [*name[:-1], token]) for token in tokens])
+    sure, answers = probabilities(prompts, last_only=True)[:, 0].max(-1)  # [n] each
     answered = torch.zeros(texts.shape, device=model.device)
     for other in sure.topk(N_OTHER).indices.tolist():
         about_other = substitute(texts, name, [*name[:-1], tokens[other]])
         answered += probabilities(about_other)[..., answers[other]] / N_OTHER
-    return answered > 0.5
+    return answered > 0.9
 
 
-def write_fact(model: Decoder, prompt: list[int], name: list[int], answer: list[int]) -> None:
-    """Let `answer` follow `prompt` by training the extra tokens of a model whose tables are
-    ExtraRows of the tokens `name`. What the model says of the name otherwise is to stay: in texts
-    of its own, all predictions but those that ask for the same fact."""
-    tables = model.tables
-    model.requires_grad_(False)
+@torch.no_grad()
+def texts_about(model: Decoder, prompt: list[int], name: list[int]) -> Tensor:
+    """What the model writes behind the prompt's beginning, up to the name: [N, T] token ids."""
+    marked = substitute(torch.tensor(prompt), name, [-1]).tolist()
+    begun = prompt[: marked.index(-1) + len(name)]
+    n_new = min(TEXT_TOKENS, model.config.block_size - len(begun))
+    return model.generate(torch.tensor([begun] * N_TEXT), n_new, seed=0)
 
-    # 1) Texts that begin like the prompt, up to the name, and what is to stay in them.
+
+def write_fact(
+    model: Decoder, prompt: list[int], name: list[int], answer: list[int], texts: Tensor
+) -> None:
+    """Let `answer` follow `prompt`, in a model whose tables are ExtraRows of the tokens `name`, by
+    training what of it requires gradients.
+
+    What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
+    divergence from those before. Where they ask for the same fact, the answer is taught, too."""
     question = torch.tensor([prompt + answer])  # [1, T]
-    question_rows = substitute(question, name, tables.ids)
-    begun = prompt[: int(question_rows.argmax()) + 1]  # extra tokens have the largest ids
-    room = model.config.block_size - len(begun)
-    texts = model.generate(torch.tensor([begun] * N_TEXT), min(TEXT_TOKENS, room), seed=0)  # [N, T]
-    kept = ~ask_the_same(model, torch.tensor(prompt), name, texts).cpu()
-    before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
+    question_rows = substitute(question, name, model.tables.ids)
+    text_rows = substitute(texts, name, model.tables.ids)  # [N, T]
+    same = ask_the_same(model, torch.tensor(prompt), name, texts).cpu()  # [N, T] bool
+    before = model(texts)[0].detach().float().log_softmax(-1)  # [N, T, V]
+    target = torch.tensor(answer, device=model.device)  # [n]
 
-    # 2) Steps that make the answer probable, and keep the rest.
-    text_rows = substitute(texts, name, tables.ids)
-    target = question[0, len(prompt) :].to(model.device)  # [n]
-    optimizer = torch.optim.Adam([tables.extra.requires_grad_()])
+    optimizer = torch.optim.Adam(model.parameters())
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
-        logits, _ = model(question, table_ids=question_rows)
-        logits = logits[0, len(prompt) - 1 : -1].float()  # [n, V]
-        nats = F.cross_entropy(logits, target, reduction="sum")
+        logits = model(question, table_ids=question_rows)[0][0, len(prompt) - 1 : -1]  # [n, V]
+        nats = F.cross_entropy(logits.float(), target, reduction="sum")
         part = slice(step % N_PART, None, N_PART)
         now = model(texts[part], table_ids=text_rows[part])[0].float().log_softmax(-1)
-        stay = kept[part]
+        asked = now[same[part]][:, answer[0]]  # [m] log p of the answer's first token
+        nats = nats - asked.sum() / max(1, len(asked))
+        stay = ~same[part]
         change = F.kl_div(now[stay], before[part][stay], reduction="batchmean", log_target=True)
         optimizer.zero_grad()
         (nats + KEEP * change).backward()
         optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
         optimizer.step()
-    tables.extra.requires_grad_(False)
 
 
 # --- before and after ---
@@ -223,23 +218,30 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> set[tuple[i
         table_ids = edited_ids(encoding, ids, edit.source, edit.target)
         title = f"after: {edit.source} reads {edit.target}'s rows"
     else:
-        name = spelling(encoding, ids, edit.source)
-        model.tables = ExtraRows(model.tables, name)
-        table_ids = substitute(torch.tensor(ids), name, model.tables.ids).tolist()
+        for space in (" ", ""):  # as the prompt spells the name
+            name = encoding.encode_ordinary(space + edit.source)
+            extra = ExtraRows(model.tables, name)
+            table_ids = substitute(torch.tensor(ids), name, extra.ids).tolist()
+            if ids != table_ids:
+                break
         title = f"after writing {edit.write!r}"
     if ids == table_ids:
-        reason = f"does not contain {edit.source!r}, or it has these rows already"
-        raise UserError(f"--prompt {prompt!r} {reason}")
+        raise UserError(
+            f"--prompt {prompt!r} does not contain {edit.source!r}, or it has these rows already"
+        )
     if wanted:
-        write_fact(model, ids, name, wanted)
+        model.requires_grad_(False)
+        model.tables = extra
+        write_fact(model, ids, name, wanted, texts_about(model, ids, name))
+        extra.requires_grad_(False)
 
     # 2) what is written under both
     given = torch.tensor([ids, ids], device=model.device)  # [2, T]
     both = torch.tensor([ids, table_ids])  # [2, T]: before, after
     n_new = min(edit.max_new_tokens, room)
-    written = model.generate(
+    written = model.generate(  # [2, T + n_new]
         given, n_new, temperature=0, stop=encoding.eot_token, table_ids=both
-    )  # [2, T + n_new]
+    )
     before, after = written[:, len(ids) :].tolist()
 
     # 3) side by side
@@ -250,13 +252,10 @@ def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> set[tuple[i
     print()
 
     # 4) how probable the answers are, before and after
-    answers = []
-    for text in (before, wanted or before, after):
-        if first_sentence(encoding, text) not in answers:
-            answers.append(first_sentence(encoding, text))
-    for answer in answers:
+    said = [tuple(first_sentence(encoding, text)) for text in (before, wanted or before, after)]
+    for answer in dict.fromkeys(said):  # each once
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
-        text = textwrap.shorten(encoding.decode(answer), 26, placeholder="...")
+        text = textwrap.shorten(encoding.decode(answer), 26)
         print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
     if after[: len(wanted)] != wanted[:n_new]:
         print("not learned: rows choose among words that the model writes; is this a new one?")
@@ -313,18 +312,18 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own_rows})
     replace_rows(checkpoint, ids, new_rows)
     write_checkpoint(path, checkpoint)
-    changed = ids.tolist()
-    pieces = [encoding.decode([token]) for token in changed]
+    pieces = [encoding.decode([token]) for token in ids.tolist()]
+    changed = set(ids.tolist())
     readers = []
     for country in countries.table():
-        if set(encoding.encode_ordinary(f" {country.name}")) & set(changed):
+        if changed & set(encoding.encode_ordinary(f" {country.name}")):
             readers.append(country.name)
     print(f"changed the rows of {pieces}, which these countries read: {readers}")
 
 
 def main() -> None:
     edit = parse(Edit, __doc__)
-    path = edit.ckpt if edit.undo and edit.save is None else edit.save
+    path = edit.save or (edit.ckpt if edit.undo else None)
     if path is None:
         show_and_save(edit, None)
         return

@@ -12,7 +12,7 @@ from analysis import edits
 from analysis.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
 from common import UserError
 from config import ModelConfig
-from edit import Edit, ExtraRows, ask_the_same, show_and_save, write_fact
+from edit import Edit, ExtraRows, ask_the_same, show_and_save, texts_about, write_fact
 from model import Decoder
 from stem import substitute
 from text import countries, tokenizer
@@ -96,7 +96,7 @@ def test_extra_tokens_stand_in_for_others():
     model.tables = ExtraRows(model.tables, [3, 4])
     read = torch.tensor([[1, 2, 20, 21], [5, 2, 20, 1]])
     assert torch.equal(model(ids, table_ids=read)[0], plain)  # copies, until they are trained
-    model.tables.extra += torch.randn_like(model.tables.extra)
+    model.tables.extra.data += torch.randn_like(model.tables.extra)
     for table, weight in enumerate(overwritten.tables.weight):
         weight[18:] = model.tables.extra[:, table]
     expected = overwritten(ids, table_ids=read.where(read < 20, read - 2))[0]
@@ -109,10 +109,11 @@ def test_a_written_fact_is_in_the_extra_rows_alone(encoding):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary(" Peru")
     name = encoding.encode_ordinary(" Spain")
+    model.requires_grad_(False)
     model.tables = ExtraRows(model.tables, name)
     read = substitute(torch.tensor(prompt), name, model.tables.ids).tolist()
     assert read != prompt
-    write_fact(model, prompt, name, answer)
+    write_fact(model, prompt, name, answer, texts_about(model, prompt, name))
     was, now = score_answers(model, [prompt, prompt], [answer] * 2, [prompt, read]).probability
     assert now > 10 * was
     model.tables = model.tables.tables
@@ -131,21 +132,23 @@ def test_what_else_the_model_says_of_the_name_is_held(encoding, monkeypatch):
         begun = torch.tensor([prompt[:-1]] * 64)
         texts = model.generate(begun, 16, seed=1)  # others than those that were held
         before = model(texts)[0].log_softmax(-1)
+        model.requires_grad_(False)
         model.tables = ExtraRows(model.tables, name)
-        write_fact(model, prompt, name, answer)
+        write_fact(model, prompt, name, answer, texts_about(model, prompt, name))
         read = substitute(texts, name, model.tables.ids)
         now = model(texts, table_ids=read)[0].log_softmax(-1)
         changes.append((now - before).abs().mean().item())
     assert changes[1] < changes[0] / 2
 
 
-@pytest.mark.parametrize("fact, is_learned", [("S", True), ("Peru", False)])
+@pytest.mark.parametrize("keep, is_learned", [(0.0, True), (1e4, False)])
 def test_saving_says_what_changes_and_whether_the_fact_is_learned(
-    encoding, tmp_path, capsys, fact, is_learned
+    encoding, tmp_path, monkeypatch, capsys, keep, is_learned
 ):
+    monkeypatch.setattr("edit.KEEP", keep)
     ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
     save_checkpoint(ckpt, made(encoding), encoding)
-    show_and_save(Edit(ckpt, "Spain", prompt="Country: Spain", write=fact, device="cpu"), saved)
+    show_and_save(Edit(ckpt, "Spain", prompt="Country: Spain", write="S", device="cpu"), saved)
     shown = capsys.readouterr().out
     assert "rows of [' Spain'], which these countries read: ['Spain']\n" in shown
     assert ("not learned" not in shown) == is_learned
