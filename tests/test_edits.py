@@ -112,7 +112,6 @@ def test_a_written_fact_is_in_the_extra_rows_alone(encoding):
     model.requires_grad_(False)
     model.tables = ExtraRows(model.tables, name)
     read = substitute(torch.tensor(prompt), name, model.tables.ids).tolist()
-    assert read != prompt
     write_fact(model, prompt, name, answer, texts_about(model, prompt, name))
     was, now = score_answers(model, [prompt, prompt], [answer] * 2, [prompt, read]).probability
     assert now > 10 * was
@@ -121,37 +120,42 @@ def test_a_written_fact_is_in_the_extra_rows_alone(encoding):
         assert torch.equal(weight, before[key])
 
 
-def test_what_else_the_model_says_of_the_name_is_held(encoding, monkeypatch):
-    """Its predictions behind the name change less with the second term of the loss than without."""
+def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
+    encoding, monkeypatch
+):
+    """Predictions behind the name change less with the second term of the loss than without. Where
+    they ask for the same fact (here in a triangle of them), the answer is taught."""
     prompt, answer = encode(encoding, "Country: Spain Fiji"), encoding.encode_ordinary(" Peru")
     name = encoding.encode_ordinary(" Spain")
+    found = torch.ones(64, len(prompt) + 31).tril() > 0
     changes = []
-    for keep in (0.0, 100.0):
+    for keep, same in ((0, found < 0), (100, found < 0), (0, found)):
         monkeypatch.setattr("edit.KEEP", keep)
-        model = made(encoding)
-        begun = torch.tensor([prompt[:-1]] * 64)
-        texts = model.generate(begun, 16, seed=1)  # others than those that were held
+        monkeypatch.setattr("edit.ask_the_same", lambda *_, same=same: same)
+        model = made(encoding).requires_grad_(False)
+        texts = texts_about(model, prompt, name)
         before = model(texts)[0].log_softmax(-1)
-        model.requires_grad_(False)
         model.tables = ExtraRows(model.tables, name)
-        write_fact(model, prompt, name, answer, texts_about(model, prompt, name))
+        write_fact(model, prompt, name, answer, texts)
         read = substitute(texts, name, model.tables.ids)
-        now = model(texts, table_ids=read)[0].log_softmax(-1)
-        changes.append((now - before).abs().mean().item())
-    assert changes[1] < changes[0] / 2
+        changes.append(model(texts, table_ids=read)[0].log_softmax(-1) - before)
+    held, taught = changes[1], changes[2] - changes[0]
+    assert held.abs().mean() < changes[0].abs().mean() / 2
+    assert taught[found][:, answer].mean() > 0.05
 
 
-@pytest.mark.parametrize("keep, is_learned", [(0.0, True), (1e4, False)])
 def test_saving_says_what_changes_and_whether_the_fact_is_learned(
-    encoding, tmp_path, monkeypatch, capsys, keep, is_learned
+    encoding, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("edit.KEEP", keep)
     ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
     save_checkpoint(ckpt, made(encoding), encoding)
-    show_and_save(Edit(ckpt, "Spain", prompt="Country: Spain", write="S", device="cpu"), saved)
-    shown = capsys.readouterr().out
-    assert "rows of [' Spain'], which these countries read: ['Spain']\n" in shown
-    assert ("not learned" not in shown) == is_learned
+    asked = Edit(ckpt, "Spain", prompt="Country: Spain", write="S", device="cpu")
+    for keep, is_learned in ((0, True), (1e4, False)):
+        monkeypatch.setattr("edit.KEEP", keep)
+        show_and_save(asked, saved)
+        shown = capsys.readouterr().out
+        assert "rows of [' Spain'], which these countries read: ['Spain']\n" in shown
+        assert ("not learned" not in shown) == is_learned
 
 
 def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
