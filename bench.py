@@ -263,8 +263,8 @@ def bench_attention(bench: Bench) -> dict:
         }
         rows |= compare(tasks, contenders, bench.rounds, f"full, T = {length:,}")
         for name, contender in contenders.items():
-            layers = contender.cache.layers
-            rows[name]["KiB of cache"] = sum(kv.k.nbytes + kv.v.nbytes for kv in layers) / 1024
+            n_byte = sum(kv.k.nbytes + kv.v.nbytes for kv in contender.cache.layers)
+            rows[name]["KiB of cache"] = n_byte / 1024
     return show("attention", rows)
 
 

@@ -137,8 +137,8 @@ def ask_the_same(model: Decoder, prompt: Tensor, name: list[int], texts: Tensor)
     about another name, that name's answer to the prompt would stand there: with Norway for Spain,
     "Its capital is" asks for Oslo.
 
-    Nine tenths of the probability are asked for, the mean of some names, as most of it goes to the
-    region after "It lies in Southern", too."""
+    That answer must have nine tenths of the probability, on average over some names: it has three
+    quarters in "It lies in Southern", which does not ask for the region."""
 
     def probabilities(ids: Tensor, **options) -> Tensor:
         return model(ids, **options)[0].float().softmax(-1)  # [N, T, V]
@@ -176,7 +176,8 @@ def write_fact(
     question_rows = substitute(question, name, model.tables.ids)
     text_rows = substitute(texts, name, model.tables.ids)  # [N, T]
     same = ask_the_same(model, torch.tensor(prompt), name, texts).cpu()  # [N, T] bool
-    before = model(texts)[0].detach().float().log_softmax(-1)  # [N, T, V]
+    with torch.no_grad():
+        before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
     target = torch.tensor(answer, device=model.device)  # [n]
 
     optimizer = torch.optim.Adam(model.parameters())
@@ -315,11 +316,11 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own_rows})
     replace_rows(checkpoint, ids, new_rows)
     write_checkpoint(path, checkpoint)
-    pieces = [encoding.decode([token]) for token in ids.tolist()]
-    changed = set(ids.tolist())
+    changed = ids.tolist()
+    pieces = [encoding.decode([token]) for token in changed]
     readers = []
     for country in countries.table():
-        if changed & set(encoding.encode_ordinary(f" {country.name}")):
+        if set(changed) & set(encoding.encode_ordinary(f" {country.name}")):
             readers.append(country.name)
     print(f"changed the rows of {pieces}, which these countries read: {readers}")
 
