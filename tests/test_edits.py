@@ -105,11 +105,10 @@ def test_extra_tokens_stand_in_for_others():
 
 
 def test_a_written_fact_is_in_the_extra_rows_alone(encoding):
-    model = made(encoding)
+    model = made(encoding).requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary(" Peru")
     name = encoding.encode_ordinary(" Spain")
-    model.requires_grad_(False)
     model.tables = ExtraRows(model.tables, name)
     read = substitute(torch.tensor(prompt), name, model.tables.ids).tolist()
     write_fact(model, prompt, name, answer, texts_about(model, prompt, name))
@@ -139,9 +138,8 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
         write_fact(model, prompt, name, answer, texts)
         read = substitute(texts, name, model.tables.ids)
         changes.append(model(texts, table_ids=read)[0].log_softmax(-1) - before)
-    held, taught = changes[1], changes[2] - changes[0]
-    assert held.abs().mean() < changes[0].abs().mean() / 2
-    assert taught[found][:, answer].mean() > 0.05
+    assert changes[1].abs().mean() < changes[0].abs().mean() / 2
+    assert (changes[2] - changes[0])[found][:, answer].mean() > 0.05
 
 
 def test_saving_says_what_changes_and_whether_the_fact_is_learned(

@@ -56,9 +56,12 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("edit.py --source Anna", "--target"),
         ("edit.py --source Anna --target Emil --write x", "--write"),
         ("edit.py --source A --prompt A --write " + "a" * 99, "--prompt has 2 tokens"),
+        ("edit.py --source Ann --prompt Anna --write x", "does not contain 'Ann'"),
+        ("edit.py --source Anna --write x --prompt Anna --ckpt {dense}/ckpt.pt", "no tables"),
         ("edit.py --undo --source Anna --target Emil", "--undo"),
         ("edit.py --undo", "holds no edit"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
+        ("edit.py --source a --target b --prompt " + "a" * 99, "--prompt has 100 tokens"),
         ("edit.py --source Anna --target Emil --prompt Anna --ckpt {dense}/ckpt.pt", "no tables"),
         ("edit.py --source A --target B --prompt A --save {stem}/metrics.jsonl/x", "metrics.jsonl"),
         ("edit.py --source A --target B --prompt A --save " + "x" * 300, "xxx"),
@@ -157,6 +160,12 @@ def differing(a: dict, b: dict) -> list[str]:
     return found
 
 
+def changed_rows(before: dict, after: dict) -> tuple[str, set[int]]:
+    """The one tensor that differs in two checkpoints, and which of its rows."""
+    (name,) = differing(before, after)
+    return name, set((before[name] != after[name]).any(-1).nonzero()[:, 0].tolist())
+
+
 def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_bit(edits):
     ckpt, run = edits
     before = leaves(ckpt)
@@ -171,9 +180,8 @@ def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_
     table_ids = edit.edited_ids(encoding, ids, "Anna at", "river")
     expected = model(torch.tensor([ids]), table_ids=torch.tensor([table_ids]))[0]
     assert torch.equal(edited(torch.tensor([ids]))[0], expected)
-    (changed,) = differing(before, leaves(saved))  # and no other weight, state, setting
-    moved = (before[changed] != leaves(saved)[changed]).any(-1).nonzero()[:, 0].tolist()
-    assert moved == sorted({a for a, b in zip(ids, table_ids, strict=True) if a != b})
+    _, rows = changed_rows(before, leaves(saved))  # and no other weight, state, setting
+    assert rows == {a for a, b in zip(ids, table_ids, strict=True) if a != b}
 
     run("--ckpt", saved, "--undo", "--save", restored)
     assert differing(before, leaves(restored)) == []
@@ -195,9 +203,8 @@ def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits
     assert found[1] > 10 * found[0]
     name = encoding.encode_ordinary("Anna")
     assert all(repr(encoding.decode([token])) in shown for token in name)
-    (changed,) = differing(before, leaves(saved))
-    moved = (before[changed] != leaves(saved)[changed]).any(-1).nonzero()[:, 0].tolist()
-    assert "tables.weight" in changed and set(moved) == set(name)
+    changed, rows = changed_rows(before, leaves(saved))
+    assert "tables.weight" in changed and rows == set(name)
     others = torch.tensor([encode(encoding, "Björn follows Chloë at the river.")])
     assert not set(name) & set(others[0].tolist())
     logits = [load_model(path, CPU)[0](others)[0] for path in (ckpt, saved)]
@@ -226,9 +233,8 @@ def test_decoding_in_bfloat16_keeps_the_rows(edits):
     run("--ckpt", ckpt, "--dtype", "bfloat16", *NAMES, "--save", ckpt.with_name("edited.pt"))
     command("sample.py", *flags(ckpt=ckpt, dtype="bfloat16", max_new_tokens=3))
     before, after = (leaves(path) for path in (ckpt, ckpt.with_name("edited.pt")))
-    (name,) = differing(before, after)
-    changed = before[name].ne(after[name]).any(-1)
-    assert torch.isin(after[name][changed], before[name]).all()  # none is rounded
+    name, rows = changed_rows(before, after)
+    assert torch.isin(after[name][list(rows)], before[name]).all()  # none is rounded
 
 
 # --- which rows are read ---
