@@ -1,10 +1,10 @@
 # %% [markdown]
-# # Token tables in six steps
+# # Token tables in five steps
 #
-# From a dense FFN to one that looks up part of its weights by token id: trained, edited, moved to
-# disk, and replaced by one of your own. Some minutes on two CPU cores as `python tour.py`; with
-# `--quick`, seconds, of models that learn nothing; or cell by cell, in an editor that knows `# %%`
-# or as `tour.ipynb`, from the folder of the repository. Not run on a T4 yet.
+# From a dense FFN to one that looks up part of its weights by token id: trained, edited, and moved
+# to disk. Some minutes on two CPU cores as `python tour.py`; with `--quick`, seconds, of models
+# that learn nothing; or cell by cell, in an editor that knows `# %%` or as `tour.ipynb`, from the
+# folder of the repository. Not run on a T4 yet.
 
 # %%
 import sys
@@ -13,10 +13,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from attention import LinearQKV
-from model import LAYERS
 from text.dataset import write_corpus
 from text.tokenizer import encode
 from train import resolve_settings, train
@@ -132,23 +129,4 @@ for offload in ("none", "cpu", "disk"):
 print(losses)
 
 # %% [markdown]
-# ## 6. A layer of your own
-#
-# An FFN declares how wide its row is, and is a function of `x` and the row. This one has no gate:
-# the row scales the hidden units. One line makes it known.
-
-
-# %%
-class ScaledFFN(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.row_width = config.d_ff
-        self.up = nn.Linear(config.n_embd, config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, config.n_embd, bias=False)
-
-    def forward(self, x, rows):  # [B, T, n_embd], [B, T, d_ff]
-        return self.down(F.silu(self.up(x)) * rows)
-
-
-LAYERS["scaled"] = (LinearQKV, ScaledFFN)  # where q, k, v come from; the FFN
-run("scaled", ffn="scaled")
+# Next: a layer, or tables, of your own, in README.md under "How to change things".
