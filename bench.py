@@ -3,7 +3,6 @@
     python bench.py all --quick                          # everything small, in a minute or two
     python bench.py train                                # kinds of layers, eager and compiled
     python bench.py decode                               # one token at a time, eager and compiled
-    python bench.py attention                            # full attention and windows, by length
     python bench.py offload                              # where tables live: device, RAM, disk
     python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
 
@@ -15,7 +14,7 @@ with Zipf's frequencies. Default sizes are for two CPU cores: give larger ones o
 import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from tqdm import tqdm
 
 from analysis.experiment import pick
 from analysis.pictures import markdown
-from attention import KVCache
 from common import UserError, add_flags, check_ranges, flag, make_parser, pick_device, run
 from config import ModelConfig
 from model import Decoder
@@ -98,7 +96,6 @@ class Contender:
     config: ModelConfig
     tables: Callable[..., Tables] = ResidentTables
     optimizer: Optimizer | None = None  # what trains has one
-    cache: KVCache | None = None  # what decoded has that of its last tokens
     batches: int = 0  # drawn so far
 
     def __post_init__(self) -> None:
@@ -199,7 +196,7 @@ def decode(contender: Contender, batch: int, context: int, new: int) -> float:
     new = min(new, bench.block_size)
     context = min(context, bench.block_size - new)
     ids, table_ids = contender.batch(batch, context + new)
-    cache = contender.cache = model.make_cache(batch)
+    cache = model.make_cache(batch)
     if context:
         model(ids[:, :context], table_ids=table_ids[:, :context], cache=cache, last_only=True)
     start = contender.now()
@@ -219,10 +216,9 @@ def bench_train(bench: Bench) -> dict:
         config = bench.model(**flags)
         contenders[kind] = Contender(bench, config)
         if not bench.quick:
-            compiled = Contender(bench, config)
+            compiled = contenders[f"{kind}, compiled"] = Contender(bench, config)
             for block in compiled.model.blocks:
                 block.compile()
-            contenders[f"{kind}, compiled"] = compiled
     return show("train", compare({"tok/s": train}, contenders, bench.rounds, "dense"))
 
 
@@ -244,28 +240,6 @@ def bench_decode(bench: Bench) -> dict:
         "batch 8": partial(decode, batch=8, context=64, new=96),
     }
     return show("decode", compare(tasks, contenders, bench.rounds, "dense"))
-
-
-def bench_attention(bench: Bench) -> dict:
-    rows = {}
-    for times in (1, 4) if bench.quick else (1, 4, 16):
-        length = times * bench.block_size
-        batch_size = max(1, bench.batch_size // times)
-        sized = replace(bench, block_size=length, batch_size=batch_size)
-        contenders = {}
-        for kind in ("full", "window", "window,window,full"):
-            config = sized.model(ffn="embformer", attention=kind)
-            contenders[f"{kind}, T = {length:,}"] = Contender(sized, config)
-        tasks = {
-            "train": train,
-            "prefill": prefill,
-            "decode": partial(decode, batch=1, context=length, new=16),
-        }
-        rows |= compare(tasks, contenders, bench.rounds, f"full, T = {length:,}")
-        for name, contender in contenders.items():
-            n_byte = sum(kv.k.nbytes + kv.v.nbytes for kv in contender.cache.layers)
-            rows[name]["KiB of cache"] = n_byte / 1024
-    return show("attention", rows)
 
 
 def bench_offload(bench: Bench) -> dict:
@@ -304,7 +278,6 @@ def sparse_tables(bench: Bench, folder: Path, n_table: int, _: int, width: int) 
 COMPARISONS = {
     "train": bench_train,
     "decode": bench_decode,
-    "attention": bench_attention,
     "offload": bench_offload,
 }
 

@@ -38,19 +38,8 @@ def test_all_of_it_in_a_quick_run(tmp_path):
     flags = "--quick --rounds 1 --block_size 1 --device cpu"  # the shortest context
     printed = command(f"bench.py all {flags}", cwd=tmp_path).stdout
     titles = re.findall(r"^\| (\w+) .*\n\|-", printed, re.MULTILINE)
-    assert titles == ["train", "decode", "attention", "tables"]
+    assert titles == ["train", "decode", "tables"]
     assert not re.search("inf|nan", printed)
-
-
-def test_kinds_of_attention_by_length():
-    """Only full attention's cache grows beyond a window of 128 tokens."""
-    rows = bench.bench_attention(Bench(device="cpu", **{**SIZES, "block_size": 50, "quick": True}))
-    assert len(rows) == 2 * 3
-    per_token = 3 * 2 * 24 * 4  # layers, keys and values, channels, bytes
-    for n in (50, 200):
-        for kind, kept in (("full", n), ("window", min(n, 127))):
-            assert rows[f"{kind}, T = {n}"]["KiB of cache"] * 1024 == kept * per_token
-        assert rows[f"full, T = {n}"]["decode"][1] == 1
 
 
 def test_a_ratio_is_the_median_of_those_within_a_turn():
