@@ -13,7 +13,7 @@ from analysis.kinds import row_with_edits
 from analysis.pictures import markdown, spread
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.questions import score_answers
+from training.questions import mean, score_answers
 
 PATTERN = "window,window,full"
 BEFORE = "full, keys of the token before"
@@ -52,7 +52,7 @@ def values_found(folder: Path, count: int, device: torch.device) -> float:
         prompt = encode(encoding, f"{before} Call {key}")[-SHORT["block_size"] + 8 :]
         asked.append((prompt, encoding.encode_ordinary(f" {value}")))
     prompts, answers = zip(*asked, strict=True)
-    return score_answers(model, prompts, answers).greedy.float().mean().item()
+    return mean(score_answers(model, prompts, answers).greedy)
 
 
 def folder_of(experiment: Experiment, part: str) -> Path:

@@ -8,7 +8,6 @@ share the fact (Spanish for Peru and Chile) could not fail and are left out.
     python analyze.py edits out/ckpt.pt   # this checkpoint
 """
 
-import json
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -18,20 +17,23 @@ from typing import NamedTuple
 
 import torch
 from tiktoken import Encoding
+from torch import Tensor
 from tqdm import tqdm
 
 from analysis.experiment import Experiment, pick
 from analysis.pictures import markdown, spread
-from common import UserError, atomic
-from edit import check_editable, edited_ids
+from common import UserError
+from edit import ExtraRows, check_editable, edited_ids, texts_about, write_fact
 from model import Decoder
+from stem import substitute
 from text import countries
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.questions import score_answers
+from training.questions import fact_questions, mean, score_answers
 
 RELATIONS = ("capital", "language", "region")
 MOST = 500  # random pairs of each sort, for each relation
+WRITTEN = 40  # facts, for each relation
 # Names that no country has, of one to seven tokens of the countries corpus.
 INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
 INVENTED += ("Utopia", "Lilliput", "Krakozhia", "Sokovia", "Panem", "Oceania", "Eurasia")
@@ -95,8 +97,7 @@ def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair]) -> float
         prompts.append(source.prompt)
         answers.append(target.answer)
         table_prompts.append(edited_ids(encoding, source.prompt, *names))
-    scores = score_answers(model, prompts, answers, table_prompts)
-    return scores.greedy.float().mean().item()
+    return mean(score_answers(model, prompts, answers, table_prompts).greedy)
 
 
 def report_edits(path: Path, most: int, device: torch.device) -> dict:
@@ -117,6 +118,51 @@ def report_edits(path: Path, most: int, device: torch.device) -> dict:
     return {"success": fmean(successes), "parts": parts}
 
 
+def answered_after_writing(
+    model: Decoder, encoding: Encoding, source: Asked, target: Asked, relation: str
+) -> Tensor:
+    """Write the target's fact about the source, as `edit.py --write` does it, behind words that
+    training uses. Which held-out questions about the source are answered rightly then, with the new
+    fact and its other ones: [relation, form, phrasing] bool."""
+    changed = replace(source.country, **{relation: getattr(target.country, relation)})
+    opening = countries.opening(countries.OWN[relation][1], changed, relation)
+    prompt = encode(encoding, countries.paragraph(changed, [opening]))
+    name = encoding.encode_ordinary(f" {changed.name}")
+    tables = model.tables
+    model.tables = ExtraRows(tables, name)
+    write_fact(model, prompt, name, target.answer, texts_about(model, prompt, name))
+
+    questions = fact_questions(encoding, [changed], countries.RELATIONS)
+    prompts, answers = zip(*questions, strict=True)
+    read = [substitute(torch.tensor(ids), name, model.tables.ids) for ids in prompts]
+    greedy = score_answers(model, prompts, answers, read).greedy
+    model.tables = tables
+    return greedy.view(len(countries.RELATIONS), len(countries.FORMS), -1)
+
+
+def report_writing(folder: Path, most: int, device: torch.device) -> list[dict]:
+    """What a run's model knows of a country once a false fact about it is written. For each
+    relation, on average over `most` countries: the share of questions that are answered with the
+    new fact, by their form, and with the country's other facts."""
+    model, encoding, _ = load_model(folder / "ckpt.pt", device)
+    model.requires_grad_(False)
+    parts = []
+    for relation in RELATIONS:
+        asked = openings(encoding, relation, countries.table())
+        rng = random.Random(0)
+        answered = []
+        for source in tqdm(rng.sample(asked, most), f"writing, {relation}"):
+            target = rng.choice([other for other in asked if other.answer != source.answer])
+            answered.append(answered_after_writing(model, encoding, source, target, relation))
+        shares = torch.stack(answered).float().mean((0, 3)).tolist()  # [relation][form]
+        known = dict(zip(countries.RELATIONS, shares, strict=True))
+        part = {"fact written": relation}
+        part |= zip(countries.FORMS, known.pop(relation), strict=True)
+        others = [fmean(by_form) for by_form in known.values()]
+        parts.append(part | {"others of the name": fmean(others), "worst of them": min(others)})
+    return parts
+
+
 def measure_edits(experiment: Experiment, folders: list[Path]) -> list[dict]:
     """A report about each run."""
     most = 32 if experiment.quick else MOST
@@ -128,28 +174,31 @@ def success_of_edits(experiment: Experiment, folders: list[Path]) -> str:
     return spread(".1%", [report["success"] for report in measure_edits(experiment, folders)])
 
 
-def table_by_names(title: str, reports: list[dict]) -> str:
-    """What `report_edits` says of runs that differ in the seed."""
+def table(reports: list[list[dict]]) -> str:
+    """A table of the parts that runs, which differ in the seed, have in common."""
     rows = []
-    for parts in zip(*[report["parts"] for report in reports], strict=True):
-        success = spread(".1%", [part["success"] for part in parts])
-        names, asked_for = parts[0]["names"], parts[0]["asked for"]
-        rows.append({title: names, "asked for": asked_for, "success": success})
+    for parts in zip(*reports, strict=True):
+        row = parts[0].copy()
+        for title, value in row.items():
+            if not isinstance(value, str):
+                row[title] = spread(".1%", [part[title] for part in parts])
+        rows.append(row)
     return markdown(rows)
 
 
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
-    """Print a table, and write edit_report.json beside the checkpoint."""
     print(f"measuring edits of {ckpt}: 15 seconds for the default run\n", flush=True)
-    report = report_edits(ckpt, MOST, device)
-    print(table_by_names("names", [report]))
-    path = ckpt.with_name("edit_report.json")
-    with atomic(path) as temporary:
-        temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwrote {path}")
+    print(table([report_edits(ckpt, MOST, device)["parts"]]))
 
 
 def edits(experiment: Experiment) -> None:
     kinds = pick("STEM, all") if experiment.quick else pick("STEM, third", "STEM, all", "Embformer")
-    for name, folders in experiment.train(kinds).items():
-        print(table_by_names(f"{name}: names", measure_edits(experiment, folders)) + "\n")
+    groups = experiment.train(kinds)
+    for name, folders in groups.items():
+        reports = measure_edits(experiment, folders)
+        print(f"{name}:\n\n{table([report['parts'] for report in reports])}\n")
+    most = 1 if experiment.quick else WRITTEN
+    reports = experiment.measure(
+        "writing", report_writing, groups["STEM, all"], most, experiment.on
+    )
+    print(f"STEM, all, one fact written:\n\n{table(reports)}")

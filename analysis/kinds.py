@@ -21,12 +21,11 @@ INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
 def kinds(experiment: Experiment) -> None:
     wanted = pick("dense", "STEM, all", "Embformer") if experiment.quick else KINDS
     at_best = best_learning_rates(experiment, wanted)
-    controls = {}
     if "engram" in at_best:
-        controls = {name: {**at_best["engram"], **flags} for name, flags in CONTROLS.items()}
-    groups = experiment.train_and_read({**at_best, **controls})
-    print(markdown([row(name, group) for name, group in groups.items()]) + "\n")
-    draw(experiment, groups)
+        for name, flags in CONTROLS.items():
+            at_best[name] = {**at_best["engram"], **flags}
+    print(table_with_edits(experiment, at_best) + "\n")
+    draw(experiment, experiment.train_and_read(at_best))
 
 
 def draw(experiment: Experiment, groups: dict[str, list[Run]]) -> None:
@@ -73,6 +72,7 @@ def table_with_edits(experiment: Experiment, kinds: dict[str, Flags]) -> str:
 def row_with_edits(experiment: Experiment, name: str, folders: list[Path]) -> dict[str, str]:
     group = [read_run(folder) for folder in folders]
     cells = row(name, group)
-    if cells["capitals recalled"] and last_start(group[0])["args"]["ffn"] != "dense":
-        cells["edits that succeed"] = success_of_edits(experiment, folders)
-    return cells
+    edits = ""
+    if cells["capitals recalled"] and last_start(group[0])["args"]["ffn"] in ("stem", "embformer"):
+        edits = success_of_edits(experiment, folders)
+    return {**cells, "edits that succeed": edits}

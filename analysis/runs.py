@@ -60,7 +60,6 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
     sizes = start["sizes"]
     last = [run["eval"][-1] for run in group]
     recalls = [run["recall"][-1]["recall"] for run in group if run["recall"]]
-    edits = [report["success"] for run in group for report in run["edits"]]
     speeds = []
     for run in group:
         if run["step"]:
@@ -78,7 +77,6 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
         "val loss": spread(".3f", [record["val_loss"] for record in last]),
         "per byte": spread(".3f", [record.get("val_loss_per_byte") for record in last]),
         "capitals recalled": spread(".1%", recalls),
-        "edits that succeed": spread(".1%", edits),
         "spikes in 1,000 steps": spread(".1f", [spike_rate(run) for run in group]),
         "parameters": f"{sizes['total'] / 1e6:.2f} M",
         "active": f"{sizes['active'] / 1e6:.2f} M",

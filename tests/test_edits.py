@@ -1,7 +1,6 @@
 """analysis/edits.py against tables whose rows are overwritten, and answers made to be known."""
 
 import copy
-import json
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from stem import substitute
 from text import countries, tokenizer
 from text.tokenizer import encode
 from training.checkpoints import save_checkpoint
-from training.questions import score_answers
+from training.questions import Scores, score_answers
 
 COUNTRIES = {country.name: country for country in countries.table()}
 PAIR = tuple(Asked(COUNTRIES[name], 1, [], []) for name in ("Spain", "Peru"))
@@ -69,18 +68,32 @@ def test_a_model_of_other_text_is_refused(tmp_path):
         report_edits(tmp_path / "ckpt.pt", 1, torch.device("cpu"))
 
 
-def test_a_checkpoint_has_a_table_and_a_report(tmp_path, monkeypatch, capsys):
-    parts = [
-        {"names": "one token", "asked for": "capital", "success": 0.75},
-        {"names": "longer source", "asked for": "capital", "success": 0.5},
-    ]
-    report = {"success": 0.75, "parts": parts}
-    monkeypatch.setattr(edits, "report_edits", lambda *_: report)
-    edits.measure_checkpoint(tmp_path / "ckpt.pt", torch.device("cpu"))
-    assert json.loads((tmp_path / "edit_report.json").read_text()) == report
-    rows = capsys.readouterr().out.splitlines()
-    assert "| one token | capital | 75.0% |" in rows
-    assert "| longer source | capital | 50.0% |" in rows
+def test_a_table_has_the_spread_of_what_runs_have_in_common():
+    reports = [[{"names": "one token", "success": share}] for share in (0.5, 1.0)]
+    assert edits.table(reports).splitlines()[2:] == ["| one token | 75.0% ± 35.4% |"]
+
+
+def test_a_report_of_writing_has_the_new_fact_by_form_and_all_others(
+    encoding, tmp_path, monkeypatch
+):
+    """Of a model that learns to answer questions, but no prose, and knows one other fact."""
+    save_checkpoint(tmp_path / "ckpt.pt", made(encoding), encoding)
+    taught = []
+    monkeypatch.setattr(edits, "write_fact", lambda *arguments: taught.append(arguments[2:4]))
+
+    def score(model, prompts, answers, table_prompts):
+        name, answer = taught[-1]
+        greedy = []
+        for ids, given, read in zip(prompts, answers, table_prompts, strict=True):
+            assert (read != torch.tensor(ids)).sum() == len(name)
+            asked = encoding.decode(ids)
+            greedy.append((given == answer and "Question" in asked) or "currency" in asked)
+        return Scores(torch.tensor(greedy), None)
+
+    monkeypatch.setattr(edits, "score_answers", score)
+    rows = edits.report_writing(tmp_path, 3, CPU)
+    for row, relation in zip(rows, ("capital", "language", "region"), strict=True):
+        assert list(row.values()) == [relation, 0, 1, 0, pytest.approx(1 / 5), 0]
 
 
 # --- one fact ---

@@ -45,7 +45,7 @@ def test_score_agrees_with_generating(trained):
 
 def test_every_country_is_asked_in_all_forms_and_in_words_it_never_saw(encoding):
     n_country = len(countries.table())
-    asked = questions.fact_questions(encoding, "capital")
+    asked = questions.fact_questions(encoding, countries.table(), ["capital"])
     texts = {encoding.decode(prompt + answer) for prompt, answer in asked}
     assert len(texts) == len(asked) == n_country * 3 * 2
     assert any("Country: Peru\nIts capital is Lima" in text for text in texts)

@@ -3,6 +3,7 @@ finished run shows beside its loss."""
 
 import random
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,12 +88,14 @@ def pad_together(
 # --- questions about countries ---
 
 
-def fact_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], list[int]]]:
-    """Held-out questions about a relation of every country, two phrasings in each of three forms:
+def fact_questions(
+    encoding: tiktoken.Encoding, about: list[countries.Country], relations: Sequence[str]
+) -> list[tuple[list[int], list[int]]]:
+    """Held-out questions about relations of countries, two phrasings in each of three forms:
     prompts and answers as token ids."""
     asked = []
-    for country in countries.table():
-        for form in countries.FORMS:
+    for country in about:
+        for relation, form in product(relations, countries.FORMS):
             for question in countries.questions(relation, form, country):
                 prompt = encode(encoding, question.prompt)
                 asked.append((prompt, encoding.encode_ordinary(question.answer)))
@@ -104,7 +107,7 @@ def quick_recall(model: Decoder, encoding: tiktoken.Encoding, n: int = 64) -> di
     """On the way, of a model in training: of n held-out questions for capitals, always the same,
     `recall`, the share that greedy decoding answers in full, and `answer_nats`, the mean of -log p
     of the right answers; {} if they do not fit the model."""
-    asked = random.Random(0).sample(fact_questions(encoding, "capital"), n)
+    asked = random.Random(0).sample(fact_questions(encoding, countries.table(), ["capital"]), n)
     prompts, answers = zip(*asked, strict=True)
     model.eval()
     try:
@@ -114,14 +117,14 @@ def quick_recall(model: Decoder, encoding: tiktoken.Encoding, n: int = 64) -> di
     finally:
         model.train()
     return {
-        "recall": scores.greedy.float().mean().item(),
-        "answer_nats": -scores.probability.clamp_min(1e-30).log().mean().item(),
+        "recall": mean(scores.greedy),
+        "answer_nats": -mean(scores.probability.clamp_min(1e-30).log()),
     }
 
 
 def fact_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
     """Share of held-out questions about a relation that greedy decoding answers in full."""
-    prompts, answers = zip(*fact_questions(encoding, relation), strict=True)
+    prompts, answers = zip(*fact_questions(encoding, countries.table(), [relation]), strict=True)
     return mean(score_answers(model, prompts, answers).greedy)
 
 

@@ -78,16 +78,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_run(folder: Path) -> dict[str, list[dict]]:
-    """The records of a run by type, `edits` being its edit_report.json if there is one. UserError:
-    a line is damaged, or nothing was trained."""
-    run: dict[str, list[dict]] = {"run": [], "step": [], "eval": [], "recall": [], "edits": []}
+    """The records of a run by type. UserError: a line is damaged, or nothing was trained."""
+    run: dict[str, list[dict]] = {name: [] for name in FIELDS}
     for record in read_metrics(folder / "metrics.jsonl"):
         run[record["type"]].append(record)
-    report = folder / "edit_report.json"
-    if report.exists():
-        with reading(report, "delete it"):
-            edits = json.loads(report.read_bytes())
-            run["edits"].append({"success": edits["success"]})
     if not run["run"] or not run["eval"]:
         raise UserError(f"{folder}/metrics.jsonl has no evaluation in it")
     return run
@@ -132,8 +126,7 @@ def archive_previous_run(out_dir: Path) -> Path:
         number += 1
     folder = out_dir / f"run{number}"
     folder.mkdir(exist_ok=True)
-    names = ["best.pt", "metrics.jsonl", "loss.png", "edit_report.json", "ckpt.tables", "ckpt.pt"]
-    for name in names:
+    for name in ("best.pt", "metrics.jsonl", "loss.png", "ckpt.tables", "ckpt.pt"):
         if (out_dir / name).exists():
             os.replace(out_dir / name, folder / name)
     return folder
