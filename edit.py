@@ -182,8 +182,9 @@ def write_fact(
 
     optimizer = torch.optim.Adam(model.parameters())
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
-        logits = model(question, table_ids=question_rows)[0][0, len(prompt) - 1 : -1]  # [n, V]
-        nats = F.cross_entropy(logits.float(), target, reduction="sum")
+        logits, _ = model(question, table_ids=question_rows)  # [1, T, V]
+        predicted = logits[0, len(prompt) - 1 : -1].float()  # [n, V]
+        nats = F.cross_entropy(predicted, target, reduction="sum")
         part = slice(step % N_PART, None, N_PART)
         now = model(texts[part], table_ids=text_rows[part])[0].float().log_softmax(-1)
         asked = now[same[part]][:, answer[0]]  # [m] log p of the answer's first token
