@@ -30,7 +30,6 @@ class RowQKV(nn.Module):
         """x [B, T, n_embd], rows K_l[t] | V_l[t] [B, T, 2 * n_kv_head * head_dim] ->
         q [B, T, n_head, head_dim], k and v [B, T, n_kv_head, head_dim]."""
         q = x.unflatten(-1, (-1, self.head_dim))  # [B, T, n_head, head_dim]
-        rows = rows.to(x.dtype)
         heads = rows.unflatten(-1, (2, -1, self.head_dim))
         k, v = heads.unbind(-3)  # [B, T, n_kv_head, head_dim] each
         q = F.rms_norm(q, (self.head_dim,), eps=self.norm_eps)
@@ -63,5 +62,4 @@ class EmbformerFFN(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows F_l[t] [B, T, n_embd] -> [B, T, n_embd]."""
-        scaled = self.act(x) * rows.to(x.dtype)
-        return scaled[..., self.mix]
+        return (self.act(x) * rows)[..., self.mix]

@@ -36,11 +36,11 @@ from tables.tables import ResidentTables, Tables, send
 # For each --ffn where a layer's queries, keys and values come from, and its FFN. A layer of your
 # own is a line here. Both classes
 #   are built as Class(config), also on the meta device, and called as (x, rows), x [B, T, n_embd],
-#   rows [B, T, row_width];
+#   rows [B, T, row_width], of one dtype;
 #   have `row_width`, how many numbers of the token's row they read. With 0, rows are None or have
 #   width 0. All layers with a table must read the same total width.
-# Decoder.init_weights draws every weight of two or more dimensions, whatever the class did: smaller
-# that of an FFN's layer called `down`, which writes to the residual stream.
+# Decoder.init_weights draws every weight of two or more dimensions, whatever the class did, with a
+# smaller std for a layer `down` of an FFN, which writes to the residual stream.
 # An FFN may also have
 #   needs_ids = True   it is called as (x, rows, ids=ids), ids [B, T];
 #   auxiliary_loss     after a forward pass in training, a term that is added to the loss;
@@ -130,8 +130,8 @@ class Decoder(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
-        """tables: called as (n_table, vocab_size, width), makes the tables. UserError: unknown
-        `ffn`, or sizes that do not fit together."""
+        """tables: called as (n_table, n_row, width), makes the tables; n_row is the vocabulary size
+        or, of n-grams, more. UserError: unknown `ffn`, or sizes that do not fit together."""
         super().__init__()
         if config.ffn not in LAYERS:
             raise UserError(f"--ffn {config.ffn} is not one of {', '.join(LAYERS)}")
@@ -225,8 +225,8 @@ class Decoder(nn.Module):
         Args:
             ids: [B, T], in training on the CPU (see `Tables.lookup`).
             table_ids: [B, T], under which tables are looked up instead: knowledge editing.
-            documents: [B, T], the number of each token's document, in which attention stays. Rotary
-                positions are relative, so they need not begin again.
+            documents: [B, T], the number of each token's document, in which attention stays (but
+                see `use_previous_keys`). Rotary positions are relative: they need not begin again.
             cache: of earlier tokens, which ids continue; they are added to it. Without documents.
         """
         config = self.config
@@ -238,11 +238,11 @@ class Decoder(nn.Module):
             table_ids = ids
 
         # 1) Look up rows.
-        before = None if cache is None or start == 0 else cache.last_ids
+        before = None
+        if start > 0:
+            before = cache.last_ids
         addresses = self.addresses(table_ids, documents, before)
-        rows = (part.flatten(2) for part in self.tables.lookup(addresses))  # [B, T, row_width] each
-        if not self.training:  # weights may be in 16 bits; in training autocast casts rows
-            rows = (part.to(self.head_weight.dtype) for part in rows)
+        rows = self.tables.lookup(addresses)  # one table after the other, as layers ask for them
         x = F.dropout(self.embed(ids), config.dropout, self.training)
 
         # 2) What layers share: positions and masks.
@@ -307,7 +307,10 @@ class Decoder(nn.Module):
         if self.shares_rows:
             rows = itertools.repeat(next(rows))
         for number, block in enumerate(self.blocks):
-            block_rows = next(rows) if block.row_width else None
+            block_rows = None
+            if block.row_width:
+                # [B, T, row_width]; of n-grams from [B, T, R, W]
+                block_rows = next(rows).flatten(2).to(x.dtype)
             layer_cache = None if cache is None else cache.layers[number]
             mask = masks[block.attention_kind]
             x = block(x, block_rows, ids, angles, mask, layer_cache, slots)
@@ -340,6 +343,8 @@ class Decoder(nn.Module):
             raise UserError(
                 f"--compile: caches of --attention {kind} change their size; leave it out"
             )
+        if self.config.ffn in ("moe", "hash_moe"):
+            raise UserError(f"--compile does not work with --ffn {self.config.ffn}: leave it out")
         mode = "reduce-overhead" if self.device.type == "cuda" else None
         self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
 
@@ -348,7 +353,9 @@ class Decoder(nn.Module):
         """Store weights with more outputs than inputs column by column: on a CPU, multiplying a
         single row by them is twice as fast."""
         for name, weight in self.named_parameters():
-            if weight.dim() == 2 and weight.shape[0] > weight.shape[1] and "tables." not in name:
+            if name.startswith(("tables.", "wte.weight.")):  # rows, which are only looked up
+                continue
+            if weight.dim() == 2 and weight.shape[0] > weight.shape[1]:
                 weight.data = weight.T.contiguous().T
         return self
 
@@ -389,7 +396,7 @@ class Decoder(nn.Module):
         done = torch.zeros(len(ids), dtype=torch.bool)
         n_new = ids.shape[1]  # how many tokens the model has not read: first, the whole prompt
         for _ in range(max_new_tokens):
-            if cache.length == cache.room:
+            if cache.length == cache.room:  # full: read the last half again
                 cache.length = 0
                 n_new = max(1, cache.room // 2)
             new_ids, new_table_ids = ids[:, -n_new:], table_ids[:, -n_new:]
@@ -511,6 +518,7 @@ class HeadLoss(torch.autograd.Function):
             loss -= (log_p.gather(1, target)[:, 0] * known[chunk]).sum()
             if not differentiate:
                 continue
+            # The gradient of the logits: softmax(logits) - onehot(target), 0 where unknown.
             grad = log_p.exp_()
             grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
             grad = grad.mul_(known[chunk, None]).to(x.dtype)

@@ -123,7 +123,6 @@ class Engram(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows e [B, T, n_embd] -> [B, T, n_embd]."""
-        rows = rows.to(x.dtype)
         key = self.key_norm(self.key(rows))  # [B, T, n_embd]
         score = (self.query_norm(x) * key).sum(-1, keepdim=True)  # [B, T, 1]
         score = score / x.shape[-1] ** 0.5
@@ -142,7 +141,7 @@ class Bigram(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x, rows [B, T, n_embd] -> [B, T, n_embd]."""
-        return self.weight * rows.to(x.dtype)
+        return self.weight * rows
 
 
 class ValueQKV(LinearQKV):

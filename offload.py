@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -293,14 +294,22 @@ class ShardedOffloaded(ShardedTables, OffloadedTables):
     """This rank's columns of offloaded tables."""
 
 
-def make_tables(offload: str, device, dtype, *, live=None, saved=None, fresh=False) -> Callable:
+def make_tables(
+    offload: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    live: Path | None = None,
+    saved: DiskStorage | None = None,
+    fresh: bool = False,
+) -> Callable[[int, int, int], Tables]:
     """Returns a function of (n_table, vocab_size, width) that makes the tables of a `Decoder`, used
     on `device`, stored where `offload` says; with several ranks, this rank's columns. It raises
     UserError if there is no room.
 
     Args:
         live: None except in training: then the folder for tables on disk, a new one.
-        saved: the DiskStorage of a checkpoint; without training it is read in place.
+        saved: of a checkpoint. In training that of the run that goes on, else it is read in place.
         fresh: whether rows are yet to be drawn, not loaded.
     """
     training = live is not None
@@ -311,26 +320,27 @@ def make_tables(offload: str, device, dtype, *, live=None, saved=None, fresh=Fal
     def make(n_table: int, vocab_size: int, width: int) -> Tables:
         width = columns_per_rank(width)
         shape = (vocab_size, n_table, width)
+
+        # 1) in the memory of the device
         if n_table == 0 or not (on_disk or far):
             if device.type == "cpu" and offload != "disk":
                 check_room(math.prod(shape) * dtype.itemsize)
             kind = ShardedResident if sharded else ResidentTables
-            tables = kind(n_table, vocab_size, width, dtype)
+            return kind(n_table, vocab_size, width, dtype)
+
+        # 2) in files or in RAM
+        if on_disk and training:
+            # Room for the live tables, a snapshot (a resumed run has it), and the next one.
+            storage = DiskStorage.create(live, shape, dtype, copies=2 if saved else 3)
+        elif on_disk:
+            storage = saved
         else:
-            if on_disk and training:
-                # Room for the live tables, a snapshot (a resumed run has it), and the next one.
-                storage = DiskStorage.create(live, shape, dtype, copies=2 if saved else 3)
-            elif on_disk:
-                storage = saved
-            else:
-                storage = RamStorage(shape, dtype)
-            storage.fresh = fresh
-            if far:
-                kind = ShardedOffloaded if sharded else OffloadedTables
-            else:
-                kind = ShardedStored if sharded else StoredTables
-            tables = kind(storage, device)
-        tables.autocast = True
-        return tables
+            storage = RamStorage(shape, dtype)
+        storage.fresh = fresh
+        if far:  # a GPU reads them through the ring, others in place
+            kind = ShardedOffloaded if sharded else OffloadedTables
+        else:
+            kind = ShardedStored if sharded else StoredTables
+        return kind(storage, device)
 
     return make

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tables.storage import DiskStorage, TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
-MOST_READS = 200  # more lookups than a step has micro-batches: nobody takes the gradients
+MOST_READS = 1024  # more lookups than a step has micro-batches: nobody takes the gradients
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -43,9 +43,6 @@ class Tables(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.width = width
-        # Whether rows take autocast's dtype: `offload.make_tables` lets those of layers, but not
-        # those of an embedding, as the residual stream is float32.
-        self.autocast = False
         # What training lookups read since the last optimizer step: the distinct ids [n], still on
         # the device they came from, and a leaf [n, W] per table, whose .grad autograd fills.
         self.reads: list[tuple[Tensor, list[Tensor]]] = []
@@ -66,8 +63,9 @@ class Tables(nn.Module):
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table in turn, [B, T, W] on the compute device; in training they
-        are remembered for `gradients`. `ids` [B, T] should be on the CPU: to find the distinct
-        ones on a GPU makes the host wait. An id out of range is an IndexError."""
+        are remembered for `gradients`. `ids` [B, T] (or [B, T, R]: rows are [B, T, R, W]) should
+        be on the CPU: to find the distinct ones on a GPU makes the host wait. An id out of range
+        is an IndexError."""
         if not len(self.weight):
             return
         # Ordinary parameters (--table_optimizer adamw), or nothing to differentiate.
@@ -94,12 +92,9 @@ class Tables(nn.Module):
         for table in range(len(self.weight)):
             leaf = self.rows(table).detach().index_select(0, index).float().requires_grad_()
             leaves.append(leaf)  # [n, W]
-            rows = leaf
-            # A CPU would sum the gradients of equal tokens in 16 bits, a GPU sums in 32.
-            if self.autocast and leaf.is_cuda and torch.is_autocast_enabled("cuda"):
-                rows = leaf.to(torch.get_autocast_dtype("cuda"))
-            # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back.
-            yield F.embedding(position, rows)
+            # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back, in
+            # float32: whoever computes in 16 bits casts behind it.
+            yield F.embedding(position, leaf)
 
     # --- for the optimizer ---
 
@@ -136,10 +131,14 @@ class Tables(nn.Module):
         ids [n], and for each table their summed gradient [n, W] on the compute device."""
         reads = []
         for ids, leaves in self.reads:
-            if any(leaf.grad is not None for leaf in leaves):  # else it was not differentiated
-                # A layer may leave its rows out, as with stochastic depth: their gradient is zero.
-                grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-                reads.append((ids, grads))
+            if all(leaf.grad is None for leaf in leaves):
+                continue  # this lookup was not differentiated
+            grads = []
+            for leaf in leaves:
+                if leaf.grad is None:  # a layer left its rows out, as with stochastic depth
+                    leaf.grad = torch.zeros_like(leaf)
+                grads.append(leaf.grad)
+            reads.append((ids, grads))
         self.reads = []
         assert reads, "no rows were differentiated since the last step: does a layer use its rows?"
         if len(reads) == 1:

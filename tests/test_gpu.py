@@ -40,8 +40,10 @@ def train(model: Decoder, device: str, steps: int = 3) -> tuple[list[float], Dec
     """A few steps of plain SGD on the backbone and RMSprop on the tables."""
     model = copy.deepcopy(model).to(device)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    # eps: a gradient that is zero but for rounding must not become a step.
-    rows = RowRMSprop(model.tables, eps=1e-4)
+    rows = None
+    if len(model.tables.weight):
+        # eps: a gradient that is zero but for rounding must not become a step.
+        rows = RowRMSprop(model.tables, eps=1e-4)
     losses = []
     for number in range(steps):
         ids = batch(number, (4, 32)) % 60
@@ -50,7 +52,7 @@ def train(model: Decoder, device: str, steps: int = 3) -> tuple[list[float], Dec
         losses.append(loss.item())
         sgd.step()
         sgd.zero_grad()
-        if len(model.tables.weight):
+        if rows is not None:
             rows.step(lr=0.01)
     return losses, model
 
@@ -88,17 +90,19 @@ def test_reading_rows_by_ids_on_the_cpu_does_not_wait_for_the_gpu(training):
     assert torch.equal(rows[0].detach().cpu(), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_expanded_in_the_precision_of_their_layers(dtype):
+def test_gradients_of_equal_tokens_are_summed_in_float32():
+    """Of 2,048 equal tokens, where layers compute in 16 bits."""
     tables = decoder("stem").cuda().tables.train()
-    tables.autocast = dtype == torch.bfloat16
+    grad = torch.randn(1, 2048, tables.width, device="cuda").bfloat16()
     with torch.autocast("cuda", torch.bfloat16):
-        rows = list(tables.lookup(torch.tensor([[1, 2, 1, 3]])))
-    assert {row.dtype for row in rows} == {dtype}
-    sum(row.float().sum() for row in rows).backward()
+        rows = list(tables.lookup(torch.full((1, 2048), 7)))
+    for row in rows:
+        row.bfloat16().backward(grad)
     _, grads = tables.gradients()
-    for grad in grads:
-        assert grad[:, 0].tolist() == [2.0, 1.0, 1.0]
+    for summed in grads:
+        torch.testing.assert_close(
+            summed[0], grad.double().sum((0, 1)).float(), rtol=1e-4, atol=1e-3
+        )
 
 
 # --- offloaded tables (and see test_offload.py) ---
@@ -129,22 +133,28 @@ def test_training_and_decoding_with_offloaded_tables_equal_resident():
 
 
 def test_copies_overlap_compute(tmp_path):
-    """In a profile, most of the time that rows are on their way, a kernel is running."""
+    """In a profile, most of the time that rows are on their way, a kernel is running: those of the
+    next batch come during this one."""
     storage = DiskStorage.create(tmp_path / "tables", (2048, 8, 4096), torch.float32)
-    tables = OffloadedTables(storage, "cuda").eval()  # 16 MB of rows for each table
-    ids, square = torch.arange(1024)[None], torch.randn(4096, 4096, device="cuda")
+    tables = OffloadedTables(storage, "cuda").eval()  # 16 MB of rows for each table and batch
+    square = torch.randn(4096, 4096, device="cuda")
+    even, odd = torch.arange(2048)[None].chunk(2, dim=1)
 
-    def layers() -> None:
-        for rows in tables.lookup(ids):
+    def layers(ids: torch.Tensor, later: torch.Tensor) -> None:
+        found = list(tables.lookup(ids))
+        tables.prefetch(later)
+        for rows in found:
             for _ in range(20):  # as long as it takes to gather the next rows
                 rows = rows @ square
+        tables.ring.last.result()
         torch.cuda.synchronize()
 
     with torch.no_grad():
-        layers()
+        layers(even, odd)  # slots grow here, which makes transfers wait
+        layers(odd, even)
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
-            layers()
+            layers(even, odd)
     on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     copies = [e.time_range for e in on_gpu if "HtoD" in e.name]
     kernels = [e.time_range for e in on_gpu if not e.name.startswith("Mem")]
