@@ -59,8 +59,14 @@ class Edit:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        changes = [self.target is not None, bool(self.write), self.undo]
-        if sum(changes) != 1 or (self.source is None) != self.undo:
+        has_source = self.source is not None
+        has_target = self.target is not None
+        has_fact = bool(self.write)
+        if self.undo:
+            fits = not (has_source or has_target or has_fact)
+        else:
+            fits = has_source and has_target != has_fact
+        if not fits:
             raise UserError("give --source with either --target or --write, or give --undo alone")
 
 
@@ -86,6 +92,16 @@ def edited_ids(encoding: tiktoken.Encoding, ids: list[int], source: str, target:
         changed = substitute(original, source_ids, target_ids)
         edited = torch.where(changed != original, changed, edited)
     return edited.tolist()
+
+
+def spelled(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> list[int]:
+    """The tokens of a name as `ids` have it, with or without a space before it; none if they do
+    not have it."""
+    for space in (" ", ""):
+        tokens = encoding.encode_ordinary(space + name)
+        if substitute(torch.tensor(ids), tokens, [-1]).tolist() != ids:
+            return tokens
+    return []
 
 
 def check_names(edit: Edit) -> None:
@@ -197,6 +213,16 @@ def write_fact(
         optimizer.step()
 
 
+def train_rows(model: Decoder, prompt: list[int], name: list[int], answer: list[int]) -> list[int]:
+    """Give the model extra rows for a name, and write a fact into them. Returns the ids under which
+    to look up the prompt's rows."""
+    model.requires_grad_(False)
+    model.tables = ExtraRows(model.tables, name)
+    write_fact(model, prompt, name, answer, texts_about(model, prompt, name))
+    model.requires_grad_(False)
+    return substitute(torch.tensor(prompt), name, model.tables.ids).tolist()
+
+
 # --- before and after ---
 
 
@@ -208,63 +234,79 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     return tokens
 
 
-def show(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> set[tuple[int, int]]:
-    """Print what the model writes before and after an edit, side by side. Returns the tokens of
-    the prompt that read another's rows, each with that other token."""
-    # 1) the ids that are embedded, and those under which rows are looked up
+def apply(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> tuple[list[int], list[int]]:
+    """Make an edit. Returns the ids of the prompt, and those under which its rows are looked up
+    after the edit. UserError: the prompt is too long, or nothing would change."""
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
     ids = encode(encoding, prompt)
-    wanted = encoding.encode_ordinary(f" {edit.write}" if edit.write else "")
-    room = model.config.block_size - len(ids) - len(wanted)
-    if room < 1:
-        raise UserError(f"--prompt has {len(ids)} tokens, room is {len(ids) + room - 1}")
-    if not wanted:
+    wanted = wanted_tokens(encoding, edit)
+    room = model.config.block_size - len(wanted) - 1
+    if len(ids) > room:
+        raise UserError(f"--prompt has {len(ids)} tokens, room is {room}")
+    name = spelled(encoding, edit.source, ids)
+    table_ids = ids
+    if name and wanted:
+        table_ids = train_rows(model, ids, name, wanted)
+    elif name:
         table_ids = edited_ids(encoding, ids, edit.source, edit.target)
-        title = f"after: {edit.source} reads {edit.target}'s rows"
-    else:
-        for space in (" ", ""):  # as the prompt spells the name
-            name = encoding.encode_ordinary(space + edit.source)
-            extra = ExtraRows(model.tables, name)
-            table_ids = substitute(torch.tensor(ids), name, extra.ids).tolist()
-            if ids != table_ids:
-                break
-        title = f"after writing {edit.write!r}"
     if ids == table_ids:
         raise UserError(
             f"--prompt {prompt!r} does not contain {edit.source!r}, or it has these rows already"
         )
-    if wanted:
-        model.requires_grad_(False)
-        model.tables = extra
-        write_fact(model, ids, name, wanted, texts_about(model, ids, name))
-        extra.requires_grad_(False)
+    return ids, table_ids
 
-    # 2) what is written under both
-    given = torch.tensor([ids, ids], device=model.device)  # [2, T]
-    both = torch.tensor([ids, table_ids])  # [2, T]: before, after
-    n_new = min(edit.max_new_tokens, room)
+
+def wanted_tokens(encoding: tiktoken.Encoding, edit: Edit) -> list[int]:
+    """What --write writes; nothing with --target."""
+    return encoding.encode_ordinary(f" {edit.write}") if edit.write else []
+
+
+def show(
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    edit: Edit,
+    ids: list[int],
+    table_ids: list[int],
+) -> None:
+    """Print what the model writes before and after an edit, side by side, and how probable the
+    answers are."""
+    # 1) what is written before and after
+    wanted = wanted_tokens(encoding, edit)
+    prompts = torch.tensor([ids, ids], device=model.device)  # [2, T]
+    n_new = min(edit.max_new_tokens, model.config.block_size - len(ids) - len(wanted))
     written = model.generate(  # [2, T + n_new]
-        given, n_new, temperature=0, stop=encoding.eot_token, table_ids=both
+        prompts,
+        n_new,
+        temperature=0,
+        stop=encoding.eot_token,
+        table_ids=torch.tensor([ids, table_ids]),
     )
     before, after = written[:, len(ids) :].tolist()
 
-    # 3) side by side
-    print(f"prompt  {prompt!r}\n")
+    # 2) side by side
+    if edit.write:
+        title = f"after writing {edit.write!r}"
+    else:
+        title = f"after: {edit.source} reads {edit.target}'s rows"
+    print(f"prompt  {encoding.decode(ids[1:])!r}\n")  # without the leading <|endoftext|>
     columns = (column(encoding, "before", before), column(encoding, title, after))
     for left, right in zip_longest(*columns, fillvalue=""):
         print(f"{left:<{WIDTH}}   {right}".rstrip())
     print()
 
-    # 4) how probable the answers are, before and after
-    said = [tuple(first_sentence(encoding, text)) for text in (before, wanted or before, after)]
-    for answer in dict.fromkeys(said):  # each once
+    # 3) how probable the answers are, before and after
+    answers = []
+    for text in (before, wanted or before, after):
+        answer = first_sentence(encoding, text)
+        if answer not in answers:
+            answers.append(answer)
+    for answer in answers:
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
         text = textwrap.shorten(encoding.decode(answer), 26)
         print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
     if after[: len(wanted)] != wanted[:n_new]:
         print("not learned: rows choose among words that the model writes; is this a new one?")
-    return {(own, other) for own, other in zip(ids, table_ids, strict=True) if own != other}
 
 
 def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[str]:
@@ -303,12 +345,14 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     check_editable(model)
     if checkpoint.get("args", {}).get("preset") == "countries":
         check_names(edit)
-    instead = show(model, encoding, edit)
+    prompt, table_prompt = apply(model, encoding, edit)
+    show(model, encoding, edit, prompt, table_prompt)
     if path is None:
         return
     # Only the spelling of the prompt is saved: without the space, "Spain" may be pieces that many
     # other words share.
-    ids, others = torch.tensor(sorted(instead)).unbind(1)  # [n] each
+    pairs = {(own, other) for own, other in zip(prompt, table_prompt, strict=True) if own != other}
+    ids, others = torch.tensor(sorted(pairs)).unbind(1)  # [n] each
     if len(ids.unique()) < len(ids):
         raise UserError(f"--save: a token that {edit.source!r} has twice cannot have two rows")
     own_rows = [rows[0].cpu() for rows in model.tables.lookup(ids[None])]  # [n, W] of each table

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from analysis.experiment import Experiment, pick
 from analysis.pictures import markdown, spread
 from common import UserError
-from edit import ExtraRows, check_editable, edited_ids, texts_about, write_fact
+from edit import check_editable, edited_ids, train_rows
 from model import Decoder
 from stem import substitute
 from text import countries
@@ -129,8 +129,7 @@ def answered_after_writing(
     prompt = encode(encoding, countries.paragraph(changed, [opening]))
     name = encoding.encode_ordinary(f" {changed.name}")
     tables = model.tables
-    model.tables = ExtraRows(tables, name)
-    write_fact(model, prompt, name, target.answer, texts_about(model, prompt, name))
+    train_rows(model, prompt, name, target.answer)
 
     questions = fact_questions(encoding, [changed], countries.RELATIONS)
     prompts, answers = zip(*questions, strict=True)
@@ -145,7 +144,6 @@ def report_writing(folder: Path, most: int, device: torch.device) -> list[dict]:
     relation, on average over `most` countries: the share of questions that are answered with the
     new fact, by their form, and with the country's other facts."""
     model, encoding, _ = load_model(folder / "ckpt.pt", device)
-    model.requires_grad_(False)
     parts = []
     for relation in RELATIONS:
         asked = openings(encoding, relation, countries.table())

@@ -79,7 +79,7 @@ def test_a_report_of_writing_has_the_new_fact_by_form_and_all_others(
     """Of a model that learns to answer questions, but no prose, and knows one other fact."""
     save_checkpoint(tmp_path / "ckpt.pt", made(encoding), encoding)
     taught = []
-    monkeypatch.setattr(edits, "write_fact", lambda *arguments: taught.append(arguments[2:4]))
+    monkeypatch.setattr("edit.write_fact", lambda *arguments: taught.append(arguments[2:4]))
 
     def score(model, prompts, answers, table_prompts):
         name, answer = taught[-1]

@@ -112,12 +112,13 @@ def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, c
     written = torch.tensor([brief + padding, long])
     monkeypatch.setattr(model, "generate", lambda ids, *_, **__: torch.cat((ids, written), 1))
     asked = edit.Edit(source="Anna", target="Björn", prompt="Anna", max_new_tokens=len(long))
-    edit.show(model, encoding, asked)
+    ids, edited = encode(encoding, "Anna"), encode(encoding, "Björn")
+    assert edit.apply(model, encoding, asked) == (ids, edited)
+    edit.show(model, encoding, asked, ids, edited)
 
     said = capsys.readouterr().out.splitlines()
     shown = [line for line in said if line.startswith("probability of")]
     answers = [encoding.encode_ordinary(" Chloë"), long]  # until the sentence ends
-    ids, edited = encode(encoding, "Anna"), encode(encoding, "Björn")
     for line, answer in zip(shown, answers, strict=True):
         for rows, title in ((ids, "before"), (edited, "after")):
             p = score_answers(model, [ids], [answer], [rows]).probability.item()
