@@ -1,4 +1,4 @@
-"""Train a decoder with dense, STEM or Embformer layers on one device or several.
+"""Train a decoder with STEM, Embformer, dense or other layers on one device or several.
 
     python train.py                                         # STEM on the countries corpus, minutes
     python train.py --ffn dense --out_dir out/dense         # the same with another FFN
@@ -56,32 +56,22 @@ from training.settings import (
 # --- from flags to settings ---
 
 
-def open_run(given: dict) -> tuple[Settings, dict | None]:
-    """The settings of a run from the flags that are given, and the checkpoint that it starts from
-    or continues. UserError: a file cannot be read, or flags do not fit together."""
+def resolve_settings(**given) -> Settings:
+    """The settings of a run from the flags that are given, by name. UserError: a file cannot be
+    read, or flags do not fit together."""
     out_dir = Path(given.get("out_dir", Settings.out_dir))
     if given.get("resume"):
-        checkpoint = load_checkpoint(out_dir / "ckpt.pt", should_verify(given.get("verify", True)))
-        return resumed_settings({**given, "out_dir": out_dir}, checkpoint["args"]), checkpoint
+        checkpoint = load_checkpoint(out_dir / "ckpt.pt")
+        return resumed_settings({**given, "out_dir": out_dir}, checkpoint["args"])
     if given.get("eval_only"):
         path = given.get("init_from", out_dir / "ckpt.pt")
         checkpoint = load_checkpoint(path, verify=True)
-        return eval_settings({**given, "init_from": path}, checkpoint["args"]), checkpoint
+        return eval_settings({**given, "init_from": path}, checkpoint["args"])
     checkpoint = None
     if given.get("init_from"):
-        checkpoint = load_checkpoint(given["init_from"], should_verify(given.get("verify", True)))
+        checkpoint = load_checkpoint(given["init_from"])
     first_folder = next(iter(parse_mixture(given.get("data_dir", Settings.data_dir))))
-    return new_settings(given, read_meta(first_folder), checkpoint), checkpoint
-
-
-def should_verify(verify: bool) -> bool:
-    return verify and ranks.rank == 0  # once is enough
-
-
-def resolve_settings(**given) -> Settings:
-    """The settings of a run from the flags that are given, by name."""
-    settings, _ = open_run({"verify": False, **given})
-    return settings
+    return new_settings(given, read_meta(first_folder), checkpoint)
 
 
 # --- a run ---
@@ -116,20 +106,17 @@ class Run:
         )
 
 
-def train(
-    settings: Settings, checkpoint: dict | None = None, tables: Callable | None = None
-) -> None:
+def train(settings: Settings, tables: Callable | None = None) -> None:
     """A whole training run: what `python train.py` does once its flags have become settings.
 
-    Args:
-        checkpoint: of --init_from or --resume, if it is loaded already.
-        tables: called as (n_table, vocab_size, width), makes tables of your own kind; --offload and
-            --table_dtype then have no effect.
-    """
+    tables: called as (n_table, vocab_size, width), makes tables of your own kind; --offload and
+    --table_dtype then have no effect."""
     out_dir = settings.out_dir
     origin = out_dir / "ckpt.pt" if settings.resume else settings.init_from
-    if origin is not None and checkpoint is None:
-        checkpoint = load_checkpoint(origin, should_verify(settings.verify))
+    checkpoint = None
+    if origin is not None:
+        verify = settings.verify and ranks.rank == 0  # once is enough
+        checkpoint = load_checkpoint(origin, verify)
     block_size = settings.model.block_size
     n_sequence = max(1, settings.max_iters * settings.batch_size)
     reads = STAGES[settings.stage].reads
@@ -199,14 +186,14 @@ def start(
             device,
             DTYPES[settings.table_dtype],
             live=live / str(ranks.rank),
-            saved=None if checkpoint is None else checkpoint["storage"],
+            saved=checkpoint["storage"] if settings.resume else None,
             fresh=checkpoint is None,
         )
     model = ranks.make_model(settings.model, tables).to(device)
 
     # 3) what trains it
-    document = data.encoding.eot_token if settings.doc_mask else None
-    objective = NextToken(model, device, dtype, document)
+    boundary = data.encoding.eot_token if settings.doc_mask else None
+    objective = NextToken(model, device, dtype, boundary)
     optimizer = Optimizer(model, settings, dtype)
     run = Run(settings, data, model, whole.sizes(), objective, optimizer, n_part)
 
@@ -240,12 +227,13 @@ def fit(run: Run) -> None:
     out_dir = settings.out_dir
     describe(run)
     if (out_dir / "ckpt.pt").exists() and not settings.resume and ranks.rank == 0:
-        print(f"the previous run in {out_dir} was moved to {archive_previous_run(out_dir)}")
+        archive = archive_previous_run(out_dir)
+        print(f"the previous run in {out_dir} was moved to {archive}")
     log = Log(out_dir / "metrics.jsonl", run.step) if ranks.rank == 0 else SilentLog()
     log.write(type="run", args=settings.flat(), sizes=run.sizes, data=data.metas)
 
     figures = {}  # metrics of the last step
-    evaluated = False
+    first_step = run.step
     if run.step < settings.max_iters:
         ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
@@ -253,11 +241,11 @@ def fit(run: Run) -> None:
     with bar, StopSignals(bar) as signals:
         while True:
             # 1) evaluate and save: at the beginning, the end, and every eval_interval steps
+            is_first = run.step == first_step
             is_last = run.step == settings.max_iters
-            if not evaluated or is_last or run.step % settings.eval_interval == 0:
+            if is_first or is_last or run.step % settings.eval_interval == 0:
                 losses = evaluate_and_save(run, log)
                 bar.write(f"step {run.step}: {format_figures({**losses, **figures})}")
-                evaluated = True
 
             # 2) finished, or asked to stop?
             if is_last:
@@ -449,9 +437,9 @@ def evaluate(settings: Settings) -> None:
     path = settings.init_from
     device = pick_device(settings.device)
     model, encoding, _ = load_model(path, device, settings.offload)
-    document = encoding.eot_token if settings.doc_mask else None
+    boundary = encoding.eot_token if settings.doc_mask else None
     dtype = training_dtype(settings.dtype, device)
-    objective = NextToken(model, device, dtype, document)
+    objective = NextToken(model, device, dtype, boundary)
     folders = settings.data_dir.split(",")
     if "=" in settings.data_dir:  # a mixture, whose weights do not matter here
         folders = list(parse_mixture(settings.data_dir))
@@ -477,13 +465,13 @@ def main() -> None:
         print(f"no data in {folder} yet: generating the default corpus")
         write_corpus("countries", Path(folder))
     ranks.wait()
-    settings, checkpoint = open_run(given)
+    settings = resolve_settings(**given)
     if settings.eval_only and ranks.size > 1:
         raise UserError("--eval_only runs in one process: start it without torchrun")
     if settings.eval_only:
         evaluate(settings)
     else:
-        train(settings, checkpoint)
+        train(settings)
 
 
 if __name__ == "__main__":

@@ -276,7 +276,7 @@ def test_loss_with_document_mask_is_that_of_the_documents_alone():
     torch.manual_seed(0)
     model = Decoder(ModelConfig(20, 16, 2, 2, 16)).eval()
     first, second = torch.tensor([[0, 5, 6, 7]]), torch.tensor([[0, 8, 9, 5, 6, 3]])
-    masked = NextToken(model, CPU, "float32", document=0)
+    masked = NextToken(model, CPU, "float32", boundary=0)
     plain = NextToken(model, CPU, "float32")
     both = torch.cat([first, second], dim=1)
     quiet = torch.full_like(first, -1)  # no targets in the first document

@@ -14,16 +14,16 @@ from training.batches import Data, Source
 class NextToken:
     """The loss of a model on a device, in float32 or, by autocast, in 16 bits.
 
-    `document` is the token that begins documents, if attention is not to cross them."""
+    `boundary` is the token that begins documents, if attention is not to cross them."""
 
     model: Decoder
     device: torch.device
     dtype: str
-    document: int | None = None
+    boundary: int | None = None
 
     def documents(self, ids: Tensor) -> Tensor | None:
         """The number of each token's document [B, T], if attention is not to cross them."""
-        return None if self.document is None else (ids == self.document).cumsum(1)
+        return None if self.boundary is None else (ids == self.boundary).cumsum(1)
 
     def prefetch(self, ids: Tensor) -> None:
         """Begin to fetch the rows of the next batch [B, T]."""
@@ -60,13 +60,12 @@ def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[
         total, n_target, n_byte = 0.0, 0, 0
         n_sequence = n_validation_sequences(source, n_token)
         for start in range(0, n_sequence, size * ranks.size):
-            mine = range(start, min(n_sequence, start + size * ranks.size))[
-                ranks.rank :: ranks.size
-            ]
+            stop = min(n_sequence, start + size * ranks.size)
+            mine = range(start + ranks.rank, stop, ranks.size)
             # Batches are always full, as another size would be compiled anew, and ranks look up
             # together: what is missing repeats the last sequence and is not counted.
-            missing = size - len(mine)
-            ids, targets = source.sequences([*mine, *[n_sequence - 1] * missing])
+            padding = [n_sequence - 1] * (size - len(mine))
+            ids, targets = source.sequences([*mine, *padding])
             targets[len(mine) :] = -1
             loss, _ = objective(ids, targets)
             known = targets[targets >= 0]

@@ -139,10 +139,10 @@ class Optimizer:
 
         # 3) clip and update
         if finite:
-            factor = torch.full_like(norm, 1 / self.scaler.factor)
+            shrink = torch.full_like(norm, 1 / self.scaler.factor)
             if self.grad_clip:  # on the device: the host does not wait
-                factor *= (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(grads + row_grads, factor)
+                shrink *= (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(grads + row_grads, shrink)
             for group in self.adamw.param_groups:
                 group["lr"] = fraction * self.peak
             self.adamw.step()
@@ -161,7 +161,7 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        self.scaler.load_state_dict(state.get("scaler", {}))
+        self.scaler.load_state_dict(state["scaler"])
         self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
         for name, rmsprop in self.rows.items():
             rmsprop.load_state_dict(state["rows"][name])

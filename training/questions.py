@@ -52,10 +52,10 @@ def score_answers(
     block_size = model.config.block_size
     if ids.shape[1] > block_size:
         raise UserError(f"prompt and answer have {ids.shape[1]} tokens, block_size is {block_size}")
-    # -1 where no token of an answer is predicted.
-    before = [[-1] * (len(prompt) - 1) for prompt in prompts]
-    behind = [[*answer, -1] for answer in answers]
-    targets = pad_together(before, behind, filler=-1).to(model.device)  # [N, T]
+    # Position t predicts token t + 1: a token of the answer, or nothing (-1).
+    nothing = [[-1] * (len(prompt) - 1) for prompt in prompts]
+    targets = pad_together(nothing, answers, filler=-1).to(model.device)  # [N, T - 1]
+    targets = F.pad(targets, (0, 1), value=-1)  # [N, T]
 
     size = max(1, min(256, 2**22 // model.config.vocab_size))  # so many logits take about a GB
     parts = zip(ids.split(size), table_ids.split(size), targets.split(size), strict=True)

@@ -59,7 +59,7 @@ STAGES = {
 FINE_TUNING = {
     "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75)
 }
-# Flags allowed with --resume, as they do not change the result, or with --eval_only.
+# Flags allowed with --resume, as they change how a run computes, not what, or with --eval_only.
 MACHINE_FLAGS = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile", "verify")
 EVAL_FLAGS = (*MACHINE_FLAGS, "eval_only", "init_from", "out_dir", "eval_tokens")
@@ -253,8 +253,9 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
         values.update(inherited_shape(given, base["config"]))
     values.update(given)
     check_effect(given, values)
-    part = values.get("device_batch_size")  # the preset's may not divide another --batch_size
-    if part is not None and "device_batch_size" not in given and values["batch_size"] % part:
+    # The preset's --device_batch_size may not divide another --batch_size.
+    is_preset = "device_batch_size" in values and "device_batch_size" not in given
+    if is_preset and values["batch_size"] % values["device_batch_size"]:
         del values["device_batch_size"]
     if "max_iters" not in values:
         steps_per_epoch = meta["train"]["documents"] // max(1, values["batch_size"])
@@ -269,12 +270,17 @@ def check_effect(given: dict, values: dict) -> None:
         only = setting.metadata.get("only", "").split()
         if not only or setting.name not in given:
             continue
-        by, known = ("stage", STAGES) if only[0] in STAGES else ("ffn", KINDS.split())
-        chosen = values[by]
+        if only[0] in STAGES:
+            chooser = "stage"
+        else:
+            chooser = "ffn"
+        chosen = values[chooser]
         # A layer of your own may use any flag but --stem_layers: it is in all layers.
-        may_use = chosen not in known and setting.name != "stem_layers"
-        if chosen not in only and not may_use:
-            raise UserError(f"--{setting.name} has no effect with --{by} {chosen}")
+        is_own = chooser == "ffn" and chosen not in KINDS.split()
+        if is_own and setting.name != "stem_layers":
+            continue
+        if chosen not in only:
+            raise UserError(f"--{setting.name} has no effect with --{chooser} {chosen}")
 
 
 def inherited_shape(given: dict, config: dict) -> dict:
