@@ -3,8 +3,6 @@
 A token attends to itself and to all tokens before it. Windows are in local_attention.py.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -124,7 +122,8 @@ def use_previous_keys(
     k: Tensor, n_head: int, cache: LayerCache | None, slots: slice | Tensor | None
 ) -> Tensor:
     """The keys k [B, T, n_kv_head, head_dim] of new tokens, in whose first n_head heads each token
-    has the key of the token before it (--previous_heads). A text's first token keeps its own."""
+    has the key of the token before it (--previous_heads), also across documents. A text's first
+    token keeps its own."""
     moving = k[:, :, :n_head]
     before = moving[:, :1]
     if cache is not None and (isinstance(slots, Tensor) or slots.start > 0):
@@ -150,8 +149,8 @@ class Attention(nn.Module):
         self.qkv = qkv
         self.out = nn.Identity() if config.embedding_only else nn.Linear(width, width, bias=False)
 
-    def make_cache(self, batch: int, room: int, like: Tensor):
-        """What this layer keeps while decoding, or None; see `LayerCache`."""
+    def make_cache(self, batch: int, room: int, like: Tensor) -> LayerCache:
+        """What this layer keeps while decoding."""
         return LayerCache(self.config, batch, room, like)
 
     def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor | None:
@@ -219,16 +218,14 @@ class Attention(nn.Module):
         if groups > 1 and not has_grouped_kernel(q.device, dtype, mask is not None):
             k = k.repeat_interleave(groups, dim=1)
             v = v.repeat_interleave(groups, dim=1)
-        kernel = partial(
-            F.scaled_dot_product_attention,
-            attn_mask=mask,
-            dropout_p=self.config.dropout if self.training else 0.0,
-            is_causal=mask is None and q.shape[2] > 1,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        if q.is_cpu and torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):  # which would cast to 16 bits again
-                y = kernel(q, k, v)
-        else:
-            y = kernel(q, k, v)
+        with torch.autocast("cpu", enabled=False):  # which would cast to 16 bits again
+            y = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=self.config.dropout if self.training else 0.0,
+                is_causal=mask is None and q.shape[2] > 1,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
         return y.transpose(1, 2)

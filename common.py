@@ -209,10 +209,8 @@ def reading(path: str | Path, fix: str) -> Iterator[str | Path]:
     unreadable or damaged."""
     try:
         yield path
-    except FileNotFoundError as error:
-        named = str(error.filename)
-        missing = path if named in str(path) else f"{named}, which {path} needs"
-        raise UserError(f"no {missing}: {fix}") from None
+    except FileNotFoundError:
+        raise UserError(f"no {path}: {fix}") from None
     except OSError as error:
         if error.errno is None:  # raised by a program, not by the system
             raise

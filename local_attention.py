@@ -42,16 +42,17 @@ class WindowAttention(Attention):
         n = x.shape[1]
         past = min(start, w - 1)  # keys in front of x's
         if documents is None:
-            if past + n <= w and (n == 1 or past == 0):
+            # One token sees all that is kept, and up to w tokens from the beginning are one window.
+            if n == 1 or (past == 0 and n <= w):
                 return None
-            documents = x.new_zeros(len(x), past + n)
+            documents = x.new_zeros(len(x), past + n)  # all in one
         # The documents of each block's keys, -1 where there is no key.
         padded = F.pad(documents, (w - past, -n % w), value=-1)
         keys = padded.unfold(1, 2 * w, w)  # [B, blocks, 2w]
         queries = keys[..., w:]  # the second half of them
-        j = torch.arange(2 * w, device=x.device)
-        i = j[w:, None]
-        in_window = (i - w < j) & (j <= i)  # [w, 2w]
+        key_place = torch.arange(2 * w, device=x.device)  # in the block before and its own
+        query_place = key_place[w:, None]
+        in_window = (query_place - w < key_place) & (key_place <= query_place)  # [w, 2w]
         same = queries[..., :, None] == keys[..., None, :]  # [B, blocks, w, 2w]
         seen = (in_window & same).flatten(0, 1)
         return additive(seen[:, None], x)

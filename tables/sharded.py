@@ -47,7 +47,7 @@ class ShardedTables(Tables):
         self.n_rank = dist.get_world_size()
         if self.on_disk:
             self.storage.n_rank = self.n_rank
-            self.storage.parts = parts
+            self.storage.gather_columns = gather_columns
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         distinct, position = torch.unique(ids.cpu(), return_inverse=True)  # [n], [B, T]
@@ -99,9 +99,9 @@ def my_columns(whole: Tensor) -> Tensor:
     return whole.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()]
 
 
-def parts(columns: Tensor) -> Iterator[Tensor]:
-    """On rank 0, yield columns [V, .., W/P] of all ranks as parts of the whole [k, .., W]. All
-    ranks call it."""
+def gather_columns(columns: Tensor) -> Iterator[Tensor]:
+    """Each rank has columns [V, .., W/P] of its own. Rank 0 yields whole rows, some at a time
+    [k, .., W]; the others yield nothing. All ranks call it."""
     part_size = max(1, (1 << 26) // columns[0].nbytes)
     for part in columns.split(part_size):
         every = gather(part.contiguous())

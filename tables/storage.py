@@ -78,7 +78,7 @@ class DiskStorage(TableStorage):
         self.maps: dict[str, mmap.mmap] = {}
         # How `copy` writes an array of which ranks have columns each (sharded.py).
         self.n_rank = 1
-        self.parts: Callable[[Tensor], Iterable[Tensor]] = lambda array: [array]
+        self.gather_columns: Callable[[Tensor], Iterable[Tensor]] = lambda array: [array]
         for name in names:
             self.map(name, dtype if name == "rows" else torch.float32)
 
@@ -137,15 +137,19 @@ class DiskStorage(TableStorage):
 
     def read_ahead(self, ids: Tensor, names: Iterable[str] = ("rows",)) -> None:
         """Page faults would ask the disk for one page after the other: ten times as long."""
-        ids = torch.unique(ids)  # neighbours are asked for as one: their id minus index is the same
-        _, sizes = torch.unique_consecutive(ids - torch.arange(len(ids)), return_counts=True)
-        runs = list(zip(ids[sizes.cumsum(0) - sizes].tolist(), sizes.tolist(), strict=True))
-        for name in names if hasattr(mmap, "MADV_WILLNEED") else ():
+        if not hasattr(mmap, "MADV_WILLNEED"):  # Windows
+            return
+        runs: list[list[int]] = []  # [first, end] of neighbours, which are asked for as one
+        for token in torch.unique(ids).tolist():
+            if runs and runs[-1][1] == token:
+                runs[-1][1] += 1
+            else:
+                runs.append([token, token + 1])
+        for name in names:
             n_byte = self.arrays[name][0].nbytes  # of a token
-            for first, size in runs:
+            for first, end in runs:
                 start = first * n_byte // mmap.PAGESIZE * mmap.PAGESIZE
-                end = (first + size) * n_byte
-                self.maps[name].madvise(mmap.MADV_WILLNEED, start, end - start)
+                self.maps[name].madvise(mmap.MADV_WILLNEED, start, end * n_byte - start)
 
     def copy(self, folder: Path) -> dict:
         """Write what the arrays hold now to a new folder. Returns what opens and verifies it."""
@@ -153,7 +157,7 @@ class DiskStorage(TableStorage):
             folder.mkdir(parents=True)
             for name, array in self.arrays.items():
                 with open(folder / name, "wb") as file:
-                    for part in self.parts(array):
+                    for part in self.gather_columns(array):
                         # numpy's tofile would hide why it failed.
                         file.write(part.view(torch.uint8).numpy())
                     os.fsync(file.fileno())

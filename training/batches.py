@@ -54,8 +54,8 @@ class Source:
         inputs, targets = [], []
         for ids, target in sequences:
             room = (0, longest - len(ids))
-            # A causal model never sees the padding. It repeats the last token, so that no other
-            # row of a table counts as read.
+            # A causal model never sees the padding. It repeats the last token, so that no row of
+            # another token is read for it.
             inputs.append(np.pad(ids, room, mode="edge"))
             targets.append(np.pad(target, room, constant_values=-1))
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))

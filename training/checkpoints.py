@@ -91,7 +91,7 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
         write_checkpoint(Path(path), checkpoint)
     elif storage is not None:
         for array in storage.arrays.values():
-            list(storage.parts(array))  # all ranks take part while rank 0 copies
+            list(storage.gather_columns(array))  # all ranks take part while rank 0 copies
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> None:

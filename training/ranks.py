@@ -4,6 +4,7 @@ writes."""
 
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from common import UserError
 from config import ModelConfig
 from model import Decoder
-from tables.sharded import my_columns, parts, shard
+from tables.sharded import gather_columns, my_columns, shard
 from tables.tables import Tables
 
 rank = 0  # of this process
@@ -49,8 +50,10 @@ def joined() -> Iterator[None]:
         sys.stderr = sys.__stderr__
         if store.add("failed", 1) > 1:
             raise SystemExit(1) from None
-        if "onnection closed by peer" in str(error) or "onnection reset by peer" in str(error):
-            text = str(error).splitlines()[0]
+        text = str(error)
+        # gloo writes "Connection" or "connection".
+        if re.search("connection (closed|reset) by peer", text, re.IGNORECASE):
+            text = text.splitlines()[0]
             raise UserError(
                 f"another process of this run died: continue with --resume ({text})"
             ) from None
@@ -98,7 +101,7 @@ def change_columns(checkpoint: dict, name: str, whole: bool) -> None:
     def changed(tensor: Tensor) -> Tensor:
         if not whole:
             return my_columns(tensor)
-        received = list(parts(tensor))
+        received = list(gather_columns(tensor))
         return torch.cat(received) if received else tensor  # rank 0 receives
 
     for key in checkpoint["model"]:
