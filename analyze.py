@@ -10,14 +10,14 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python analyze.py attention              # windows: worse? keys of the token before?
     python analyze.py geometry               # angles between rows
     python analyze.py costs                  # FLOPs, parameters read, return on compute
-    python analyze.py edits                  # how often edits succeed, by the kind of names
-    python analyze.py edits out/ckpt.pt      # how often edits of this checkpoint succeed
+    python analyze.py edits                  # how often swapped rows, and written facts, succeed
+    python analyze.py edits out/ckpt.pt      # swapped rows of this checkpoint
     python analyze.py convert                # a dense model turned into tables, against controls
     python analyze.py all --quick            # every question, with tiny models: a smoke test
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
-questions: start it again, and it goes on where it was stopped. After a change of the code that
-trains, runs are trained anew. One analysis at a time works in a folder.
+questions: run the command again to go on where it stopped. After a change of the code that trains,
+runs are trained anew. One analysis at a time works in a folder.
 """
 
 from pathlib import Path
