@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import sys
 import traceback
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
@@ -40,25 +39,17 @@ def run(main: Callable[[], None]) -> None:
         print(f"\ninterrupted in {frame.filename}, line {frame.lineno}", file=sys.stderr)
         sys.exit(130)  # as a shell reports Ctrl-C
     except BrokenPipeError:
-        if not reader_has_gone():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        try:
+            print(flush=True)
+        except BrokenPipeError:  # nobody reads our output any more, as behind `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        raise  # another pipe is broken: a bug
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         flags = "--device_batch_size, --batch_size or the model's sizes, or try --offload"
         sys.exit(f"error: out of memory: lower {flags}")
-
-
-def reader_has_gone() -> bool:
-    """Whether standard output or error is a pipe that nobody reads any more: `| head`."""
-    if not hasattr(select, "poll"):  # Windows
-        return True
-    poll = select.poll()
-    poll.register(1, 0)
-    poll.register(2, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -109,6 +100,8 @@ def add_flags(parser: ArgumentParser, kind: type) -> None:
         options = {"help": more["about"], "default": SUPPRESS}
         if shown:
             options["help"] += f" ({shown})"
+        if "only" in more:
+            options["help"] += f"; for {more['only']}"
         value_type = (get_args(setting.type) or [setting.type])[0]  # int of `int | None`
         if value_type is not bool:
             options["type"] = value_type

@@ -21,8 +21,8 @@
        U_l[t] = E[g^2 u | t] / E[g^2 | t]
 
    This is the least-squares fit to what `W_d` reads, over all places of the training text where t
-   stands. The lowest layer comes first: the statistics of the next one are those of a model in
-   which it is converted. All other weights are copied.
+   stands. Layers are converted from the bottom up, each with the statistics of a model whose lower
+   layers are converted. All other weights are copied.
 """
 
 import json
@@ -61,7 +61,7 @@ class Settings:
     """The flags of this command."""
 
     source: Path = flag(MISSING, "a Llama's folder, or a dense ckpt.pt")
-    out: Path | None = flag(None, "the checkpoint to write, a new file", shown="required")
+    out: Path | None = flag(None, "the checkpoint to write, a new file", shown="or --export")
     export: Path | None = flag(None, "instead: write a dense ckpt.pt as a Llama, to a new folder")
     ffn: str | None = flag(None, "convert a dense checkpoint to this kind of FFN", choices=["stem"])
     stem_layers: str = flag("third", "layers to get a table: third, half, all or 0,2,5")

@@ -47,9 +47,9 @@ class Edit:
     source: str | None = flag(None, "the name to edit, such as Spain")
     target: str | None = flag(None, "the name whose rows to read instead, such as Germany")
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
-    write: str | None = flag(None, 'the fact to write: what should follow, such as "Lisbon."')
+    write: str | None = flag(None, 'the text that should follow the prompt, such as "Lisbon."')
     max_new_tokens: int = flag(
-        40, "tokens to generate, without and with the edit", must="at least 1"
+        40, "tokens to generate, before and after the edit", must="at least 1"
     )
     save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
     undo: bool = flag(False, "remove the last edit from --ckpt, in place or into --save")
@@ -59,13 +59,10 @@ class Edit:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        has_source = self.source is not None
-        has_target = self.target is not None
-        has_fact = bool(self.write)
         if self.undo:
-            fits = not (has_source or has_target or has_fact)
+            fits = not (self.source or self.target or self.write)
         else:
-            fits = has_source and has_target != has_fact
+            fits = self.source and bool(self.target) != bool(self.write)
         if not fits:
             raise UserError("give --source with either --target or --write, or give --undo alone")
 

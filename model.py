@@ -338,18 +338,18 @@ class Decoder(nn.Module):
 
     def compile_steps(self) -> None:
         """Compile the decoding step of a token; on a GPU it becomes one CUDA graph."""
-        kind = self.config.attention
-        if kind != "full":
+        config = self.config
+        if config.attention != "full":
             raise UserError(
-                f"--compile: caches of --attention {kind} change their size; leave it out"
+                f"--compile does not work with --attention {config.attention}: leave it out"
             )
-        if self.config.ffn in ("moe", "hash_moe"):
-            raise UserError(f"--compile does not work with --ffn {self.config.ffn}: leave it out")
+        if config.ffn in ("moe", "hash_moe"):
+            raise UserError(f"--compile does not work with --ffn {config.ffn}: leave it out")
         mode = "reduce-overhead" if self.device.type == "cuda" else None
         self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
-    def use_column_major_weights(self) -> "Decoder":
+    def use_column_major_weights(self) -> None:
         """Store weights with more outputs than inputs column by column: on a CPU, multiplying a
         single row by them is twice as fast."""
         for name, weight in self.named_parameters():
@@ -357,7 +357,6 @@ class Decoder(nn.Module):
                 continue
             if weight.dim() == 2 and weight.shape[0] > weight.shape[1]:
                 weight.data = weight.T.contiguous().T
-        return self
 
     @torch.inference_mode()
     def stream(

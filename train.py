@@ -9,8 +9,9 @@
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
-Written to --out_dir: ckpt.pt (self-contained: to sample, edit or resume), metrics.jsonl, loss.png,
-best.pt (lowest validation loss; cannot be resumed; not with --offload disk).
+Written to --out_dir: ckpt.pt (all that is needed to sample, edit or resume; with --offload disk,
+together with ckpt.tables), metrics.jsonl, loss.png, best.pt (lowest validation loss; cannot be
+resumed; not with --offload disk).
 """
 
 import math

@@ -87,7 +87,10 @@ class Settings:
     data_dir: str = flag("data/countries", "from prepare.py, or a mixture by weight: a=0.65,b=0.35")
     out_dir: Path = flag(Path("out"), "output folder")
     preset: str = flag(
-        "countries", "model shape and training settings", choices=PRESETS, shown="by data"
+        "countries",
+        "model shape and training settings",
+        choices=PRESETS,
+        shown="--init_from's; else countries for that corpus, prose for other text",
     )
     stage: str = flag(
         "pretrain",
