@@ -155,9 +155,12 @@ def report_writing(folder: Path, most: int, device: torch.device) -> list[dict]:
         shares = torch.stack(answered).float().mean((0, 3)).tolist()  # [relation][form]
         known = dict(zip(countries.RELATIONS, shares, strict=True))
         part = {"fact written": relation}
-        part |= zip(countries.FORMS, known.pop(relation), strict=True)
+        for form, share in zip(countries.FORMS, known.pop(relation), strict=True):
+            part[form] = share
         others = [fmean(by_form) for by_form in known.values()]
-        parts.append(part | {"others of the name": fmean(others), "worst of them": min(others)})
+        part["others of the name"] = fmean(others)
+        part["worst of them"] = min(others)
+        parts.append(part)
     return parts
 
 

@@ -123,11 +123,13 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[t
     new_id = FIRST_MERGE
     while heap and new_id < FIRST_MERGE + limit:
         negative, pair = heapq.heappop(heap)
-        if (count := pair_counts[pair]) != -negative:
+        count = pair_counts[pair]
+        if count != -negative:  # the entry is out of date
             if count >= min_count:
                 heapq.heappush(heap, (-count, pair))
             continue
-        (first, second), new = pair, chr(new_id)
+        first, second = pair
+        new = chr(new_id)
         new_words: defaultdict[str, array] = defaultdict(lambda: array("I"))
         for i in pair_words.pop(pair):
             between = words[i].split(pair)

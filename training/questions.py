@@ -61,17 +61,17 @@ def score_answers(
     parts = zip(ids.split(size), table_ids.split(size), targets.split(size), strict=True)
     greedy = []
     losses = []
-    for ids, table_ids, targets in parts:
+    for part_ids, part_table_ids, part_targets in parts:
         # The model is causal, so no answer sees the padding.
-        logits, _ = model(ids, table_ids=table_ids)  # [n, T, V]
-        is_answer = targets >= 0
+        logits, _ = model(part_ids, table_ids=part_table_ids)  # [n, T, V]
+        is_answer = part_targets >= 0
         if barred is not None:
             first = is_answer.int().argmax(1)  # the position that predicts an answer's first token
-            logits[range(len(ids)), first, barred] = -torch.inf
-        greedy.append(((logits.argmax(-1) == targets) | ~is_answer).all(1))
-        loss = torch.zeros(targets.shape, device=model.device)
+            logits[range(len(part_ids)), first, barred] = -torch.inf
+        greedy.append(((logits.argmax(-1) == part_targets) | ~is_answer).all(1))
+        loss = torch.zeros(part_targets.shape, device=model.device)
         loss[is_answer] = F.cross_entropy(
-            logits[is_answer].float() / temperature, targets[is_answer], reduction="none"
+            logits[is_answer].float() / temperature, part_targets[is_answer], reduction="none"
         )
         losses.append(loss.sum(1))
     return Scores(torch.cat(greedy), torch.cat(losses).neg().exp())
