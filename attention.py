@@ -3,6 +3,8 @@
 A token attends to itself and to all tokens before it. Windows are in local_attention.py.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -218,7 +220,10 @@ class Attention(nn.Module):
         if groups > 1 and not has_grouped_kernel(q.device, dtype, mask is not None):
             k = k.repeat_interleave(groups, dim=1)
             v = v.repeat_interleave(groups, dim=1)
-        with torch.autocast("cpu", enabled=False):  # which would cast to 16 bits again
+        context = nullcontext()
+        if torch.is_autocast_enabled("cpu"):
+            context = torch.autocast("cpu", enabled=False)  # it would cast to 16 bits again
+        with context:
             y = F.scaled_dot_product_attention(
                 q,
                 k,

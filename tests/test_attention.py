@@ -129,6 +129,8 @@ def test_repeated_keys_give_what_grouped_ones_give(masked, monkeypatch):
     torch.testing.assert_close(repeated, grouped)
 
 
-def test_only_full_attention_can_be_compiled():
-    with pytest.raises(UserError, match="--compile: caches of --attention window change"):
-        decoder(attention="window").compile_steps()
+@pytest.mark.parametrize("flags", [{"attention": "window"}, {"ffn": "moe"}, {"ffn": "hash_moe"}])
+def test_what_changes_its_shapes_cannot_be_compiled(flags):
+    (pair,) = flags.items()
+    with pytest.raises(UserError, match="--compile .* --{} {}".format(*pair)):
+        decoder(**flags).compile_steps()
