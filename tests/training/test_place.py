@@ -96,11 +96,25 @@ def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
     assert "another --out_dir" in refused(*args, "disk")
 
 
-def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(tmp_path):
-    saved = DiskStorage.create(tmp_path / "tables-0", (10, 2, 4), torch.float32)
-    for name, start, copies in (("new", None, 3), ("resumed", saved, 2)):
-        make = make_tables("disk", CPU, torch.float32, live=tmp_path / name, saved=start)
-        assert make(2, 10, 4).storage.copies == copies
+def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(
+    data, tmp_path, monkeypatch
+):
+    """A run that only starts from a checkpoint has no copy yet."""
+    wanted = []
+    create = DiskStorage.create
+
+    def spied(*args, copies: int):
+        wanted.append(copies)
+        return create(*args, copies=copies)
+
+    monkeypatch.setattr(DiskStorage, "create", spied)
+    out = small_run(data, tmp_path / "out", offload="disk", max_iters=1)
+    resume(out, max_iters=2)
+    shape = dict(n_layer=None, n_head=None, n_embd=None)
+    small_run(
+        data, tmp_path / "new", offload="disk", init_from=out / "ckpt.pt", max_iters=1, **shape
+    )
+    assert wanted == [3, 2, 3]
 
 
 @pytest.mark.parametrize(("offload", "kind"), [("cpu", RamStorage), ("disk", DiskStorage)])
