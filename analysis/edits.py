@@ -188,7 +188,6 @@ def table(reports: list[list[dict]]) -> str:
 
 
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
-    print(f"measuring edits of {ckpt}: 15 seconds for the default run\n", flush=True)
     print(table([report_edits(ckpt, MOST, device)["parts"]]))
 
 

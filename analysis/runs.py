@@ -2,7 +2,6 @@
 picture of their validation losses."""
 
 import json
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -59,11 +58,10 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
     args = start["args"]
     sizes = start["sizes"]
     last = [run["eval"][-1] for run in group]
-    recalls = [run["recall"][-1]["recall"] for run in group if run["recall"]]
-    speeds = []
-    for run in group:
-        if run["step"]:
-            speeds.append(statistics.median(step["tok_per_s"] for step in run["step"]))
+    steps = sorted({record["step"] for record in last})  # runs may have been stopped
+    recalls = []
+    if all(run["recall"] for run in group):
+        recalls = [run["recall"][-1]["recall"] for run in group]
     kind = args["ffn"]
     if kind == "stem":
         kind = f"stem, {args['stem_layers']}"
@@ -72,7 +70,7 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
         "runs": str(len(group)) if len(group) > 1 else "",
         "FFN": kind,
         "learning rate": f"{args['learning_rate']:g}",
-        "steps": f"{args['max_iters']:,}",
+        "steps": " and ".join(f"{step:,}" for step in steps),
         "MFLOP a token": f"{sizes['flops_per_token'] / 1e6:.2f}",
         "val loss": spread(".3f", [record["val_loss"] for record in last]),
         "per byte": spread(".3f", [record.get("val_loss_per_byte") for record in last]),
@@ -80,7 +78,6 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
         "spikes in 1,000 steps": spread(".1f", [spike_rate(run) for run in group]),
         "parameters": f"{sizes['total'] / 1e6:.2f} M",
         "active": f"{sizes['active'] / 1e6:.2f} M",
-        "tok/s": spread(",.0f", speeds),
     }
 
 

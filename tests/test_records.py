@@ -109,5 +109,14 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
     assert cells["| run"] == "| stem-0" and cells["runs"] == "3"
     assert cells["val loss"] == "7.500 ± 1.803"  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
     assert cells["capitals recalled"] == ""
-    assert dense.startswith("| other |  | dense | 0.006 | 2,000 | 2.50 | 6.500 | 1.500 | 25.0%")
+    assert dense.startswith("| other |  | dense | 0.006 | 2 | 2.50 | 6.500 | 1.500 | 25.0%")
     draw(grouped([*folders, other]), tmp_path / "x.png")
+
+
+def test_runs_that_were_stopped_show_their_steps_and_no_recall(tmp_path):
+    whole = made(tmp_path / "whole")
+    stopped = made(tmp_path / "stopped", [RUN, STEP, {**EVAL, "step": 1}])
+    head, _, both = table([whole, stopped]).splitlines()
+    cells = dict(zip(head.split(" | "), both.split(" | "), strict=True))
+    assert cells["steps"] == "1 and 2"
+    assert not any("recalled" in title for title in cells)
