@@ -6,7 +6,6 @@ python sample.py --ckpt out/book/ckpt.pt --prompt "It was" --temperature 0.8 --t
 python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.py --stage sft)
 """
 
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 
 from common import UserError, check_ranges, flag, parse, pick_device, run
 from model import Decoder
-from text import countries, tokenizer
+from text import tokenizer
 from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
@@ -129,9 +128,9 @@ def print_pieces(pieces: Iterator[str]) -> None:
     print()
 
 
-def converse(chat: Chat, seed: int, known: list[str], **options) -> None:
+def converse(chat: Chat, seed: int, **options) -> None:
     """Hold a conversation: each line of standard input is a message, until the input ends. /new
-    forgets what was said, Ctrl-C ends an answer; a hint says how `known` names are spelled."""
+    forgets what was said, Ctrl-C ends an answer."""
     if sys.stdin is None:
         raise UserError("--chat reads standard input, which is closed")
     sys.stdin.reconfigure(errors="replace")
@@ -144,9 +143,6 @@ def converse(chat: Chat, seed: int, known: list[str], **options) -> None:
             chat.turns = []
             print("(a new conversation)", file=sys.stderr)
         elif text:
-            for name in known:
-                if name not in text and re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE):
-                    print(f"(names are case-sensitive: try {name!r})", file=sys.stderr)
             try:
                 print_pieces(chat.reply(text, seed=seed, **options))
             except KeyboardInterrupt:
@@ -168,16 +164,12 @@ def main() -> None:
         "top_k": args.top_k,
         "top_p": args.top_p,
     }
-    trained = checkpoint.get("args", {})  # the settings of its training
     if args.chat:
         if tokenizer.START not in encoding.special_tokens_set:
             raise UserError(f"--chat: {args.ckpt} has no token {tokenizer.START}")
-        if trained.get("stage") != "sft":
+        if checkpoint.get("args", {}).get("stage") != "sft":
             print(f"{args.ckpt} was not trained to chat (train.py --stage sft)", file=sys.stderr)
-        known = []
-        if trained.get("preset") == "countries":
-            known = [country.name for country in countries.table()]
-        converse(Chat(model, encoding, args.system), args.seed, known, **options)
+        converse(Chat(model, encoding, args.system), args.seed, **options)
         return
 
     prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on

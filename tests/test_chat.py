@@ -122,21 +122,21 @@ class Echo:
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_lines_are_messages_until_the_input_ends(monkeypatch, capsys, asks):
-    text = b"Hi \xff\n\nlong\nstop\nA\n/new\nIn france"
+    text = b"Hi \xff\n\nlong\nstop\nA\n/new\nIn France"
     stdin = io.TextIOWrapper(io.BytesIO(text), encoding="utf-8")
     stdin.isatty = lambda: asks
     chat = Echo()
     monkeypatch.setattr("sys.stdin", stdin)
-    converse(chat, seed=5, known=["France", "Oman"])
+    converse(chat, seed=5)
     out, err = capsys.readouterr()
-    assert out.replace("> ", "").splitlines() == ["5:Hi \ufffd", "", "9:A", "11:In france"]
+    assert out.replace("> ", "").splitlines() == ["5:Hi \ufffd", "", "9:A", "11:In France"]
     assert out.count("> ") == (8 if asks else 0)  # seven lines and the end
-    fewer, new, hint = err.splitlines()
-    assert "fewer" in fewer and "new" in new and "France" in hint
-    assert chat.turns == ["In france"]
+    fewer, new = err.splitlines()
+    assert "fewer" in fewer and "new" in new
+    assert chat.turns == ["In France"]
 
 
 def test_a_chat_without_standard_input_says_so(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UserError, match="standard input"):
-        converse(Echo(), seed=5, known=[])
+        converse(Echo(), seed=5)
