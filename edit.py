@@ -231,16 +231,19 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     return tokens
 
 
-def apply(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> tuple[list[int], list[int]]:
-    """Make an edit. Returns the ids of the prompt, and those under which its rows are looked up
-    after the edit. UserError: the prompt is too long, or nothing would change."""
+def apply(
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, wanted: list[int]
+) -> tuple[list[int], list[int]]:
+    """Make an edit; `wanted` is what --write writes. Returns the ids of the prompt, and those under
+    which its rows are looked up after the edit. UserError: there is no room, or nothing would
+    change."""
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
     ids = encode(encoding, prompt)
-    wanted = wanted_tokens(encoding, edit)
-    room = model.config.block_size - len(wanted) - 1
-    if len(ids) > room:
-        raise UserError(f"--prompt has {len(ids)} tokens, room is {room}")
+    n = len(ids) + len(wanted)
+    if n >= model.config.block_size:
+        room = model.config.block_size - 1
+        raise UserError(f"--prompt has {n} tokens with --write, but room is {room}")
     name = spelled(encoding, edit.source, ids)
     table_ids = ids
     if name and wanted:
@@ -254,22 +257,17 @@ def apply(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> tuple[list
     return ids, table_ids
 
 
-def wanted_tokens(encoding: tiktoken.Encoding, edit: Edit) -> list[int]:
-    """What --write writes; nothing with --target."""
-    return encoding.encode_ordinary(f" {edit.write}") if edit.write else []
-
-
 def show(
     model: Decoder,
     encoding: tiktoken.Encoding,
     edit: Edit,
+    wanted: list[int],
     ids: list[int],
     table_ids: list[int],
 ) -> None:
     """Print what the model writes before and after an edit, side by side, and how probable the
-    answers are."""
+    answers are. The arguments are those of `apply`, and what it returned."""
     # 1) what is written before and after
-    wanted = wanted_tokens(encoding, edit)
     prompts = torch.tensor([ids, ids], device=model.device)  # [2, T]
     n_new = min(edit.max_new_tokens, model.config.block_size - len(ids) - len(wanted))
     written = model.generate(  # [2, T + n_new]
@@ -340,10 +338,12 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     device = pick_device(edit.device)
     model, encoding, checkpoint = load_model(edit.ckpt, device, edit.offload, edit.dtype)
     check_editable(model)
-    if checkpoint.get("args", {}).get("preset") == "countries":
+    corpora = [meta["corpus"] for meta in checkpoint.get("data", [])]
+    if "countries" in corpora or "countries-sft" in corpora:
         check_names(edit)
-    prompt, table_prompt = apply(model, encoding, edit)
-    show(model, encoding, edit, prompt, table_prompt)
+    wanted = encoding.encode_ordinary(f" {edit.write}") if edit.write else []
+    prompt, table_prompt = apply(model, encoding, edit, wanted)
+    show(model, encoding, edit, wanted, prompt, table_prompt)
     if path is None:
         return
     # Only the spelling of the prompt is saved: without the space, "Spain" may be pieces that many
@@ -364,7 +364,9 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     for country in countries.table():
         if set(changed) & set(encoding.encode_ordinary(f" {country.name}")):
             readers.append(country.name)
-    print(f"changed the rows of {pieces}, which these countries read: {readers}")
+    print(f"changed the rows of {pieces}")
+    if readers:
+        print(f"which these countries read: {readers}")
 
 
 def main() -> None:

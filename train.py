@@ -18,6 +18,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,17 +127,13 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
     if checkpoint is not None:
         check_origin(settings, data, origin, checkpoint)
 
-    if ranks.rank:
-        ranks.wait()  # until rank 0 has cleared the folder
-        fit(start(settings, data, checkpoint, tables))
-        return
-    with locked(out_dir):
-        remove_leftovers(out_dir)
-        ranks.wait()
-        try:
-            fit(start(settings, data, checkpoint, tables))
-        finally:
+    with ExitStack() as at_the_end:
+        if ranks.rank == 0:
+            at_the_end.enter_context(locked(out_dir))
+            at_the_end.callback(remove_leftovers, out_dir)
             remove_leftovers(out_dir)
+        ranks.wait()  # until the folder is cleared
+        fit(start(settings, data, checkpoint, tables))
 
 
 def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
@@ -361,7 +358,14 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
         if is_best and not run.model.tables.on_disk:
             run.best = (losses["val_loss"], run.step)
             path = settings.out_dir / "best.pt"
-            save_checkpoint(path, run.model, data.encoding, step=run.step, args=settings.flat())
+            save_checkpoint(
+                path,
+                run.model,
+                data.encoding,
+                step=run.step,
+                args=settings.flat(),
+                data=data.metas,
+            )
     return losses
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 import edit
 from text import tokenizer
 from text.tokenizer import encode
-from training.checkpoints import load_checkpoint, load_model, tables_folder
+from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
 from training.questions import score_answers
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("edit.py", "--source"),
         ("edit.py --source Anna", "--target"),
         ("edit.py --source Anna --target Emil --write x", "--write"),
-        ("edit.py --source A --prompt A --write " + "a" * 99, "--prompt has 2 tokens"),
+        ("edit.py --source A --prompt A --write " + "a" * 99, "101 tokens with --write"),
         ("edit.py --source Ann --prompt Anna --write x", "does not contain 'Ann'"),
         ("edit.py --source Anna --write x --prompt Anna --ckpt {dense}/ckpt.pt", "no tables"),
         ("edit.py --undo --source Anna --target Emil", "--undo"),
@@ -77,6 +77,17 @@ def test_a_wrong_flag_is_one_line_that_names_it(trained, tmp_path, args, named):
 
 
 # --- what an edit shows ---
+
+
+def test_names_are_those_of_countries_where_the_text_is_about_them(data, tmp_path):
+    """Not where only the preset is."""
+    ckpt = small_run(data, tmp_path, preset="countries", max_iters=1) / "best.pt"
+    line = ["edit.py", "--ckpt", ckpt, *EDIT]
+    assert "after: Anna reads Björn's rows" in command(*line).stdout
+    saved = load_checkpoint(ckpt)
+    saved["data"][0]["corpus"] = "countries"
+    write_checkpoint(ckpt, saved)
+    assert "--target Björn" in refused(*line)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +124,8 @@ def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, c
     monkeypatch.setattr(model, "generate", lambda ids, *_, **__: torch.cat((ids, written), 1))
     asked = edit.Edit(source="Anna", target="Björn", prompt="Anna", max_new_tokens=len(long))
     ids, edited = encode(encoding, "Anna"), encode(encoding, "Björn")
-    assert edit.apply(model, encoding, asked) == (ids, edited)
-    edit.show(model, encoding, asked, ids, edited)
+    assert edit.apply(model, encoding, asked, []) == (ids, edited)
+    edit.show(model, encoding, asked, [], ids, edited)
 
     said = capsys.readouterr().out.splitlines()
     shown = [line for line in said if line.startswith("probability of")]
