@@ -156,5 +156,5 @@ def chosen_layers(name: str, spec: str, n_layer: int) -> list[int]:
             layers = []
     if not layers or layers[0] < 0 or layers[-1] >= n_layer:
         allowed = f"third, half, all or numbers of layers from 0 to {n_layer - 1}"
-        raise UserError(f"--{name} {spec} must be {allowed}")
+        raise UserError(f"--{name} {spec} must be {allowed} (words leave out the first layer)")
     return layers

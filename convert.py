@@ -67,7 +67,9 @@ class Settings:
     stem_layers: str = flag("third", "layers to get a table: third, half, all or 0,2,5")
     data_dir: str = flag("data/countries", "text to fill rows from: a folder or a mixture")
     tokens: int = flag(10**6, "training tokens to read; 0: rows stay random", must="0 or more")
-    batch_size: int = flag(8, "windows in a forward pass; fewer take less memory")
+    batch_size: int = flag(
+        8, "windows in a forward pass; fewer take less memory", must="at least 1"
+    )
     device: str = device_flag()
 
     def __post_init__(self) -> None:
@@ -137,7 +139,7 @@ def read_llama(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     file is missing or damaged, or asks for what this decoder does not do."""
     path = folder / "config.json"
     with reading(path, "name a Llama's folder, or give --ffn stem with a dense ckpt.pt"):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = dict(json.loads(path.read_text(encoding="utf-8")))
         config = llama_config(path, record)
     weights = {}
     for path in sorted(folder.glob("model*.safetensors")) or [folder / "model.safetensors"]:

@@ -353,9 +353,7 @@ class Decoder(nn.Module):
         """Store weights with more outputs than inputs column by column: on a CPU, multiplying a
         single row by them is twice as fast."""
         for name, weight in self.named_parameters():
-            if name.startswith(("tables.", "wte.weight.")):  # rows, which are only looked up
-                continue
-            if weight.dim() == 2 and weight.shape[0] > weight.shape[1]:
+            if weight.dim() == 2 and weight.shape[0] > weight.shape[1] and "tables." not in name:
                 weight.data = weight.T.contiguous().T
 
     @torch.inference_mode()

@@ -123,7 +123,7 @@ class Engram(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows e [B, T, n_embd] -> [B, T, n_embd]."""
-        key = self.key_norm(self.key(rows))  # [B, T, n_embd]
+        key = self.key_norm(self.key(rows).to(x.dtype))  # [B, T, n_embd]
         score = (self.query_norm(x) * key).sum(-1, keepdim=True)  # [B, T, 1]
         score = score / x.shape[-1] ** 0.5
         score = score.sign() * score.abs().clamp_min(1e-6).sqrt()

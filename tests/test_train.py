@@ -305,6 +305,7 @@ def test_loss_with_document_mask_is_that_of_the_documents_alone():
         ("--out_dir /dev/null/x", "/dev/null/x"),
         ("--ffn moe --compile", "--compile"),
         ("--offload disk --table_optimizer adamw", "--table_optimizer adamw"),
+        ("--table_rate 0 --table_optimizer adamw", "--table_rate 1"),
         ("--ffn dense --stem_layers all", "--stem_layers has no effect with --ffn dense"),
         ("--ffn dense --offload disk", "--offload has no effect with --ffn dense"),
         ("--embformer_act silu", "--embformer_act has no effect with --ffn stem"),
@@ -349,7 +350,7 @@ def test_training_from_python_needs_no_command_line(data, tmp_path):
 
 def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, data, tmp_path):
     other = shutil.copytree(data, tmp_path / "other")
-    for ffn, more in (("dense", ""), ("embformer", " --offload disk")):
+    for ffn, more in (("dense", " --device_batch_size 3"), ("embformer", " --offload disk")):
         out = trained[ffn]
         before = contents(out)
         line = f"train.py --eval_only --out_dir {out} --data_dir {data},{other}/{more}"

@@ -181,7 +181,7 @@ def loads(text: str) -> tiktoken.Encoding:
     ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
     if len(ranks) < len(data["ranks"]):
         raise ValueError("a token is there twice")
-    return make_encoding(data["name"], data["pattern"], ranks, data["special_tokens"])
+    return make_encoding(data["name"], data["pattern"], ranks, {**data["special_tokens"]})
 
 
 def make_encoding(

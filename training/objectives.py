@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from model import Decoder
 from training import ranks
@@ -59,7 +60,8 @@ def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
         total, n_target, n_byte = 0.0, 0, 0
         n_sequence = n_validation_sequences(source, n_token)
-        for start in range(0, n_sequence, size * ranks.size):
+        starts = range(0, n_sequence, size * ranks.size)
+        for start in tqdm(starts, "evaluating", leave=False, delay=3, disable=None):
             stop = min(n_sequence, start + size * ranks.size)
             mine = range(start + ranks.rank, stop, ranks.size)
             # Batches are always full, as another size would be compiled anew, and ranks look up

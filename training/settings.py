@@ -192,8 +192,9 @@ class Settings:
         if self.compile and self.model.ffn in ("moe", "hash_moe"):
             raise UserError(f"--compile does not work with --ffn {self.model.ffn}: leave it out")
         is_plain = self.offload == "none" and self.table_dtype == "float32"
-        if self.table_optimizer == "adamw" and not is_plain:
-            raise UserError("--table_optimizer adamw needs --offload none, --table_dtype float32")
+        if self.table_optimizer == "adamw" and not (is_plain and self.table_rate == 1):
+            needs = "--offload none, --table_dtype float32, --table_rate 1"
+            raise UserError(f"--table_optimizer adamw needs {needs}")
 
     def flat(self) -> dict:
         """All settings by name, as checkpoints and records keep them."""
@@ -314,7 +315,9 @@ def resumed_settings(given: dict, args: dict) -> Settings:
 def eval_settings(given: dict, args: dict) -> Settings:
     """The settings `args` of the checkpoint to evaluate, and the flags that may change."""
     check_allowed(given, EVAL_FLAGS)
-    return Settings.from_flat({**args, "offload": "none", "device": "auto", **given})
+    size = given.get("device_batch_size", args["batch_size"])  # nothing is trained
+    settings = {**args, "offload": "none", "device": "auto", "batch_size": size}
+    return Settings.from_flat({**settings, **given})
 
 
 def check_allowed(given: dict, allowed: tuple[str, ...]) -> None:
