@@ -366,7 +366,7 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
             readers.append(country.name)
     print(f"changed the rows of {pieces}")
     if readers:
-        print(f"which these countries read: {readers}")
+        print(f"these countries read them: {', '.join(readers)}")
 
 
 def main() -> None:

@@ -165,7 +165,7 @@ def test_saving_says_what_changes_and_whether_the_fact_is_learned(
         monkeypatch.setattr("edit.KEEP", keep)
         show_and_save(asked, saved)
         shown = capsys.readouterr().out
-        assert "rows of [' Spain']\nwhich these countries read: ['Spain']\n" in shown
+        assert "rows of [' Spain']\nthese countries read them: Spain\n" in shown
         assert ("not learned" not in shown) == is_learned
 
 
