@@ -303,6 +303,8 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"{dense} {stem} --export llama", "--out is required"),
         (f"{trained['stem']}/ckpt.pt --export no", "no form for --ffn stem"),
         (f"{dense} --export llama", "llama exists"),
+        (f"{dense} --export no --ffn stem", "leave out --ffn stem"),
+        (f"{dense} {stem} --batch_size 0", "--batch_size 0"),
         (f"{dense} {stem} --data_dir other", "a different tokenizer"),
     ):
         assert says in refused(f"convert.py {line}", cwd=tmp_path)
