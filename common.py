@@ -41,7 +41,7 @@ def run(main: Callable[[], None]) -> None:
     except BrokenPipeError:
         try:
             print(flush=True)
-        except BrokenPipeError:  # nobody reads our output any more, as behind `| head`
+        except BrokenPipeError:  # nobody reads our standard output any more, as behind `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         raise  # another pipe is broken: a bug
@@ -100,7 +100,7 @@ def add_flags(parser: ArgumentParser, kind: type) -> None:
         if shown:
             options["help"] += f" ({shown})"
         if "only" in more:
-            options["help"] += f"; for {more['only']}"
+            options["help"] += f"; only for {more['only']}"
         value_type = (get_args(setting.type) or [setting.type])[0]  # int of `int | None`
         if value_type is not bool:
             options["type"] = value_type

@@ -74,10 +74,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if (self.out is None) == (self.export is None):
-            raise UserError("--out is required, the checkpoint to write, or --export, the folder")
-        if self.export and self.ffn:
-            raise UserError(f"--export writes a model as it is: leave out --ffn {self.ffn}")
+        if (self.out is None) == (self.export is None) or (self.export and self.ffn):
+            raise UserError("--out is required, the checkpoint to write, or --export without --ffn")
         written = self.out or self.export
         if written.exists():
             raise UserError(f"{written} exists: choose another name")

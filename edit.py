@@ -240,10 +240,11 @@ def apply(
     prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
     ids = encode(encoding, prompt)
-    n = len(ids) + len(wanted)
-    if n >= model.config.block_size:
-        room = model.config.block_size - 1
-        raise UserError(f"--prompt has {n} tokens with --write, but room is {room}")
+    room = model.config.block_size - 1
+    if len(ids) + len(wanted) > room:
+        raise UserError(
+            f"--prompt has {len(ids)} tokens, and --write {len(wanted)}, but room is {room}"
+        )
     name = spelled(encoding, edit.source, ids)
     table_ids = ids
     if name and wanted:
@@ -338,8 +339,9 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     device = pick_device(edit.device)
     model, encoding, checkpoint = load_model(edit.ckpt, device, edit.offload, edit.dtype)
     check_editable(model)
-    corpora = [meta["corpus"] for meta in checkpoint.get("data", [])]
-    if "countries" in corpora or "countries-sft" in corpora:
+    # Text of one's own may have other names, also with the preset of a model that it continues.
+    corpora = {meta["corpus"] for meta in checkpoint.get("data", [])}
+    if checkpoint.get("args", {}).get("preset") == "countries" and "files" not in corpora:
         check_names(edit)
     wanted = encoding.encode_ordinary(f" {edit.write}") if edit.write else []
     prompt, table_prompt = apply(model, encoding, edit, wanted)

@@ -303,7 +303,7 @@ def make_tables(
     saved: DiskStorage | None = None,
     fresh: bool = False,
 ) -> Callable[[int, int, int], Tables]:
-    """Returns a function of (n_table, vocab_size, width) that makes the tables of a `Decoder`, used
+    """Returns a function of (n_table, n_row, width) that makes the tables of a `Decoder`, used
     on `device`, stored where `offload` says; with several ranks, this rank's columns. It raises
     UserError if there is no room.
 

@@ -18,7 +18,6 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +37,7 @@ from training.checkpoints import (
     live_folder,
     load_checkpoint,
     load_model,
+    read_checkpoint,
     read_encoding,
     remove_leftovers,
     save_checkpoint,
@@ -62,8 +62,9 @@ def resolve_settings(**given) -> Settings:
     """The settings of a run from the flags that are given, by name. UserError: a file cannot be
     read, or flags do not fit together."""
     out_dir = Path(given.get("out_dir", Settings.out_dir))
+    verify = given.get("verify", True) and ranks.rank == 0  # once is enough
     if given.get("resume"):
-        checkpoint = load_checkpoint(out_dir / "ckpt.pt")
+        checkpoint = read_checkpoint(out_dir / "ckpt.pt", verify)
         return resumed_settings({**given, "out_dir": out_dir}, checkpoint["args"])
     if given.get("eval_only"):
         path = given.get("init_from", out_dir / "ckpt.pt")
@@ -71,7 +72,7 @@ def resolve_settings(**given) -> Settings:
         return eval_settings({**given, "init_from": path}, checkpoint["args"])
     checkpoint = None
     if given.get("init_from"):
-        checkpoint = load_checkpoint(given["init_from"])
+        checkpoint = read_checkpoint(given["init_from"], verify)
     first_folder = next(iter(parse_mixture(given.get("data_dir", Settings.data_dir))))
     return new_settings(given, read_meta(first_folder), checkpoint)
 
@@ -111,14 +112,13 @@ class Run:
 def train(settings: Settings, tables: Callable | None = None) -> None:
     """A whole training run: what `python train.py` does once its flags have become settings.
 
-    tables: called as (n_table, vocab_size, width), makes tables of your own kind; --offload and
+    tables: called as (n_table, n_row, width), makes tables of your own kind; --offload and
     --table_dtype then have no effect."""
     out_dir = settings.out_dir
     origin = out_dir / "ckpt.pt" if settings.resume else settings.init_from
     checkpoint = None
     if origin is not None:
-        verify = settings.verify and ranks.rank == 0  # once is enough
-        checkpoint = load_checkpoint(origin, verify)
+        checkpoint = load_checkpoint(origin, settings.verify and ranks.rank == 0)
     block_size = settings.model.block_size
     n_sequence = max(1, settings.max_iters * settings.batch_size)
     reads = STAGES[settings.stage].reads
@@ -127,13 +127,17 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
     if checkpoint is not None:
         check_origin(settings, data, origin, checkpoint)
 
-    with ExitStack() as at_the_end:
-        if ranks.rank == 0:
-            at_the_end.enter_context(locked(out_dir))
-            at_the_end.callback(remove_leftovers, out_dir)
-            remove_leftovers(out_dir)
-        ranks.wait()  # until the folder is cleared
+    if ranks.rank:
+        ranks.wait()  # until rank 0 has cleared the folder
         fit(start(settings, data, checkpoint, tables))
+        return
+    with locked(out_dir):
+        remove_leftovers(out_dir)
+        ranks.wait()
+        try:
+            fit(start(settings, data, checkpoint, tables))
+        finally:
+            remove_leftovers(out_dir)
 
 
 def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:

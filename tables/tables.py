@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tables.storage import DiskStorage, TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
-MOST_READS = 1024  # more lookups than a step has micro-batches: nobody takes the gradients
+MOST_READS = 512  # more lookups than a step has micro-batches: nobody takes the gradients
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -133,12 +133,10 @@ class Tables(nn.Module):
         for ids, leaves in self.reads:
             if all(leaf.grad is None for leaf in leaves):
                 continue  # this lookup was not differentiated
-            grads = []
             for leaf in leaves:
                 if leaf.grad is None:  # a layer left its rows out, as with stochastic depth
                     leaf.grad = torch.zeros_like(leaf)
-                grads.append(leaf.grad)
-            reads.append((ids, grads))
+            reads.append((ids, [leaf.grad for leaf in leaves]))
         self.reads = []
         assert reads, "no rows were differentiated since the last step: does a layer use its rows?"
         if len(reads) == 1:

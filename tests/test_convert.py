@@ -185,6 +185,18 @@ def test_damaged_files_are_one_line(tmp_path, name):
             convert.read_llama(tmp_path)
 
 
+@pytest.mark.parametrize("value", [None, 1, "x", [], [1]])
+@pytest.mark.parametrize("name", ["model", "pre_tokenizer", "added_tokens"])
+def test_a_tokenizer_with_other_things_in_it_is_one_line(tmp_path, name, value):
+    save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    record = json.loads(path.read_text())
+    for changed in ({name: value}, {"model": {**record["model"], "vocab": value}}):
+        path.write_text(json.dumps({**record, **changed}))
+        with pytest.raises(UserError, match=r"tokenizer\.json"):
+            convert.read_llama(tmp_path)
+
+
 def test_commands_go_on_with_a_converted_llama(tmp_path, story):
     save(tmp_path / "llama")
 
@@ -196,6 +208,7 @@ def test_commands_go_on_with_a_converted_llama(tmp_path, story):
     run("prepare.py --out_dir data --val_fraction 0.1 --tokenizer smol/ckpt.pt --input", story)
     train = "train.py --data_dir data --batch_size 2 --device cpu --eval_tokens 600 --max_iters 2"
     run(f"{train} --init_from smol/ckpt.pt --out_dir tuned --eval_interval 2")
+    run("train.py --eval_only --init_from smol/ckpt.pt --data_dir data --device cpu")
     saved = load_checkpoint(tmp_path / "tuned/ckpt.pt")
     assert saved["args"]["ffn"] == "dense" and saved["config"]["rope_base"] == 5e4
 
@@ -303,7 +316,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"{dense} {stem} --export llama", "--out is required"),
         (f"{trained['stem']}/ckpt.pt --export no", "no form for --ffn stem"),
         (f"{dense} --export llama", "llama exists"),
-        (f"{dense} --export no --ffn stem", "leave out --ffn stem"),
+        (f"{dense} --export no --ffn stem", "--export without --ffn"),
         (f"{dense} {stem} --batch_size 0", "--batch_size 0"),
         (f"{dense} {stem} --data_dir other", "a different tokenizer"),
     ):

@@ -55,7 +55,7 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("edit.py", "--source"),
         ("edit.py --source Anna", "--target"),
         ("edit.py --source Anna --target Emil --write x", "--write"),
-        ("edit.py --source A --prompt A --write " + "a" * 99, "101 tokens with --write"),
+        ("edit.py --source A --prompt A --write " + "a" * 99, "and --write 99"),
         ("edit.py --source Ann --prompt Anna --write x", "does not contain 'Ann'"),
         ("edit.py --source Anna --write x --prompt Anna --ckpt {dense}/ckpt.pt", "no tables"),
         ("edit.py --undo --source Anna --target Emil", "--undo"),
@@ -88,6 +88,10 @@ def test_names_are_those_of_countries_where_the_text_is_about_them(data, tmp_pat
     saved["data"][0]["corpus"] = "countries"
     write_checkpoint(ckpt, saved)
     assert "--target Björn" in refused(*line)
+    saved["data"] *= 2
+    saved["data"][1] = {**saved["data"][0], "corpus": "files"}  # a mixture
+    write_checkpoint(ckpt, saved)
+    command(*line)
 
 
 @pytest.mark.parametrize(

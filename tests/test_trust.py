@@ -252,6 +252,10 @@ def test_one_other_bit_is_noticed_by_who_goes_on(on_disk, data, tmp_path):
     for line in readers:
         assert f"{tables} is damaged" in refused(line)
     flip(tables / "rows", -1)
+    flip(ckpt, ckpt.read_bytes().index(b"learning_rate"))  # a name among the settings
+    for line in readers:
+        assert f"{ckpt} is damaged" in refused(line)
+    flip(ckpt, ckpt.read_bytes().index(b"earning_rate") - 1)
     flip_a_weight(ckpt)
     for line in readers:
         assert f"{ckpt} is damaged" in refused(line)

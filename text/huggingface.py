@@ -39,7 +39,7 @@ def read_tokenizer(path: Path, vocab_size: int, bos_id: int | None) -> tiktoken.
     begins a text, whatever its name. UserError: the file is damaged, or ids would differ."""
     with reading(path, "download it again"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        bpe = record["model"]
+        bpe = dict(record["model"])
         require(path, record, "normalizer", None)
         require(path, bpe, "type", "BPE")
         require(path, bpe, "dropout", 0)
@@ -49,7 +49,7 @@ def read_tokenizer(path: Path, vocab_size: int, bos_id: int | None) -> tiktoken.
         special_tokens = {token["content"]: token["id"] for token in record["added_tokens"]}
         byte_of = {letter: byte for byte, letter in byte_letters().items()}
         ranks = {}
-        for token, i in bpe["vocab"].items():
+        for token, i in dict(bpe["vocab"]).items():
             if token not in special_tokens:
                 ranks[bytes(byte_of[letter] for letter in token)] = i
         check_order(path, bpe, ranks)
@@ -111,7 +111,7 @@ def write_tokenizer(folder: Path, encoding: tiktoken.Encoding) -> None:
 
 def word_pattern(path: Path, pre_tokenizer: Any) -> str:
     """The pattern that splits text into words as a pre_tokenizer does."""
-    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
+    steps = dict(pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
     for pattern, theirs in WORDS.items():
         if steps == theirs:
             return pattern

@@ -274,10 +274,7 @@ def check_effect(given: dict, values: dict) -> None:
         only = setting.metadata.get("only", "").split()
         if not only or setting.name not in given:
             continue
-        if only[0] in STAGES:
-            chooser = "stage"
-        else:
-            chooser = "ffn"
+        chooser = "stage" if only[0] in STAGES else "ffn"
         chosen = values[chooser]
         # A layer of your own may use any flag but --stem_layers: it is in all layers.
         is_own = chooser == "ffn" and chosen not in KINDS.split()
@@ -315,9 +312,10 @@ def resumed_settings(given: dict, args: dict) -> Settings:
 def eval_settings(given: dict, args: dict) -> Settings:
     """The settings `args` of the checkpoint to evaluate, and the flags that may change."""
     check_allowed(given, EVAL_FLAGS)
-    size = given.get("device_batch_size", args["batch_size"])  # nothing is trained
-    settings = {**args, "offload": "none", "device": "auto", "batch_size": size}
-    return Settings.from_flat({**settings, **given})
+    settings = {**args, "offload": "none", "device": "auto", **given}
+    if "device_batch_size" in given:  # it need not divide the run's
+        settings["batch_size"] = given["device_batch_size"]
+    return Settings.from_flat(settings)
 
 
 def check_allowed(given: dict, allowed: tuple[str, ...]) -> None:
