@@ -62,9 +62,8 @@ def resolve_settings(**given) -> Settings:
     """The settings of a run from the flags that are given, by name. UserError: a file cannot be
     read, or flags do not fit together."""
     out_dir = Path(given.get("out_dir", Settings.out_dir))
-    verify = given.get("verify", True) and ranks.rank == 0  # once is enough
     if given.get("resume"):
-        checkpoint = read_checkpoint(out_dir / "ckpt.pt", verify)
+        checkpoint = read_checkpoint(out_dir / "ckpt.pt")
         return resumed_settings({**given, "out_dir": out_dir}, checkpoint["args"])
     if given.get("eval_only"):
         path = given.get("init_from", out_dir / "ckpt.pt")
@@ -72,7 +71,7 @@ def resolve_settings(**given) -> Settings:
         return eval_settings({**given, "init_from": path}, checkpoint["args"])
     checkpoint = None
     if given.get("init_from"):
-        checkpoint = read_checkpoint(given["init_from"], verify)
+        checkpoint = read_checkpoint(given["init_from"])
     first_folder = next(iter(parse_mixture(given.get("data_dir", Settings.data_dir))))
     return new_settings(given, read_meta(first_folder), checkpoint)
 
@@ -243,9 +242,8 @@ def fit(run: Run) -> None:
     with bar, StopSignals(bar) as signals:
         while True:
             # 1) evaluate and save: at the beginning, the end, and every eval_interval steps
-            is_first = run.step == first_step
             is_last = run.step == settings.max_iters
-            if is_first or is_last or run.step % settings.eval_interval == 0:
+            if run.step == first_step or is_last or run.step % settings.eval_interval == 0:
                 losses = evaluate_and_save(run, log)
                 bar.write(f"step {run.step}: {format_figures({**losses, **figures})}")
 

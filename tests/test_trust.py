@@ -253,7 +253,7 @@ def test_one_other_bit_is_noticed_by_who_goes_on(on_disk, data, tmp_path):
         assert f"{tables} is damaged" in refused(line)
     flip(tables / "rows", -1)
     flip(ckpt, ckpt.read_bytes().index(b"learning_rate"))  # a name among the settings
-    for line in readers:
+    for line in (*readers, f"{readers[0]} --no-verify", f"sample.py --ckpt {ckpt}"):
         assert f"{ckpt} is damaged" in refused(line)
     flip(ckpt, ckpt.read_bytes().index(b"earning_rate") - 1)
     flip_a_weight(ckpt)
