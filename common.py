@@ -66,6 +66,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "a positive number": lambda value: 0 < value < float("inf"),
     "0 or more": lambda value: 0 <= value < float("inf"),
     "0 or more and below 1": lambda value: 0 <= value < 1,
+    "between 0 and 1": lambda value: 0 < value < 1,
     "above 0 and at most 1": lambda value: 0 < value <= 1,
     "0 or more, and fit 63 bits": lambda value: 0 <= value < 2**63,
 }

@@ -281,10 +281,9 @@ def show(
     before, after = written[:, len(ids) :].tolist()
 
     # 2) side by side
+    title = f"after: {edit.source} reads {edit.target}'s rows"
     if edit.write:
         title = f"after writing {edit.write!r}"
-    else:
-        title = f"after: {edit.source} reads {edit.target}'s rows"
     print(f"prompt  {encoding.decode(ids[1:])!r}\n")  # without the leading <|endoftext|>
     columns = (column(encoding, "before", before), column(encoding, title, after))
     for left, right in zip_longest(*columns, fillvalue=""):

@@ -58,9 +58,7 @@ class Settings:
         must="at least 1",
         shown="6400, for countries 4096",
     )
-    val_fraction: float = flag(
-        0.02, "share of documents in files held out", must="above 0 and at most 1"
-    )
+    val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -53,9 +53,8 @@ def joined() -> Iterator[None]:
         text = str(error)
         # gloo writes "Connection" or "connection".
         if re.search("connection (closed|reset) by peer", text, re.IGNORECASE):
-            text = text.splitlines()[0]
             raise UserError(
-                f"another process of this run died: continue with --resume ({text})"
+                f"another process of this run died: continue with --resume ({text.splitlines()[0]})"
             ) from None
         raise
 
