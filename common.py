@@ -62,16 +62,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # What the value of a flag must be, in words and as a test, which NaN never passes.
 RANGES: dict[str, Callable[[Any], bool]] = {
-    "at least 1": lambda value: value >= 1,
-    "a positive number": lambda value: 0 < value < float("inf"),
-    "0 or more": lambda value: 0 <= value < float("inf"),
+    "at least 1": lambda value: 1 <= value < 2**31,
+    "a positive number": lambda value: 0 < value < 1e9,
+    "0 or more": lambda value: 0 <= value < 1e9,
     "0 or more and below 1": lambda value: 0 <= value < 1,
     "between 0 and 1": lambda value: 0 < value < 1,
     "above 0 and at most 1": lambda value: 0 < value <= 1,
     "0 or more, and fit 63 bits": lambda value: 0 <= value < 2**63,
 }
-# The largest value, unless the flag names its own: absurd, but products still fit float32.
-LARGEST = {"at least 1": 2**28, "a positive number": 1e9, "0 or more": 1e9}
 
 
 def flag(default: Any, about: str, **more) -> Any:
@@ -79,18 +77,19 @@ def flag(default: Any, about: str, **more) -> Any:
 
     Args:
         about: its line in `-h`, with the default behind it, or `shown` in place of the default.
-        more: `must`, a key of RANGES; `most`, the largest value; `choices` and `nargs`, as of
-            argparse; `only`, the stages or kinds of --ffn for which it has an effect.
+        more: `must`, a key of RANGES; `choices` and `nargs`, as of argparse; `of`, a test whether
+            a kind of --ffn has this flag.
     """
     return field(default=default, metadata={"about": about, **more})
 
 
-def add_flags(parser: ArgumentParser, kind: type) -> None:
-    """Add the flags of a dataclass to a parser. A field without a default is given without its
-    name. What is not given stays out of the namespace."""
+def add_flags(parser: ArgumentParser, kind: type, ffn: str = "") -> None:
+    """Add the flags of a dataclass to a parser, without those that this --ffn does not have. A
+    field without a default is given without its name. What is not given stays out of the
+    namespace."""
     for setting in fields(kind):
         more = setting.metadata
-        if "about" not in more:
+        if "about" not in more or ("of" in more and not more["of"](ffn)):
             continue
         name = f"--{setting.name}"
         shown = more.get("shown", setting.default)
@@ -100,8 +99,6 @@ def add_flags(parser: ArgumentParser, kind: type) -> None:
         options = {"help": more["about"], "default": SUPPRESS}
         if shown:
             options["help"] += f" ({shown})"
-        if "only" in more:
-            options["help"] += f"; only for {more['only']}"
         value_type = (get_args(setting.type) or [setting.type])[0]  # int of `int | None`
         if value_type is not bool:
             options["type"] = value_type
@@ -115,7 +112,12 @@ def add_flags(parser: ArgumentParser, kind: type) -> None:
 
 
 def make_parser(description: str) -> ArgumentParser:
-    return ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    """A parser that takes no abbreviations: `--max_iter 10` would silently mean --max_iters."""
+    return ArgumentParser(
+        description=description,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def parse(kind: type, description: str) -> Any:
@@ -130,13 +132,8 @@ def check_ranges(settings: Any) -> None:
     for setting in fields(settings):
         must = setting.metadata.get("must")
         value = getattr(settings, setting.name)
-        if must is None or value is None:
-            continue
-        if not RANGES[must](value):
+        if must is not None and value is not None and not RANGES[must](value):
             raise UserError(f"--{setting.name} {value} must be {must}")
-        most = setting.metadata.get("most", LARGEST.get(must))
-        if most is not None and value > most:
-            raise UserError(f"--{setting.name} {value} must be at most {most:,.0f}")
 
 
 # --- devices ---

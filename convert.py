@@ -47,8 +47,7 @@ from common import (
     run,
     writing,
 )
-from config import ModelConfig
-from model import Decoder
+from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
 from training.batches import Data, Source, check_tokenizer
@@ -163,7 +162,7 @@ def llama_config(path: Path, record: dict) -> ModelConfig:
     """The shape that config.json describes. UserError: it is not that of our dense decoder."""
     for name, value in REQUIRED.items():
         require(path, record, name, value)
-    # Rotations are the original ones, or slowed down as Llama 3.1's are (attention.rotary).
+    # Rotations are the original ones, or slowed down as Llama 3.1's are (model.rotary).
     rope = record.get("rope_scaling") or record.get("rope_parameters") or {}
     kind = "llama3" if "low_freq_factor" in rope else "default"
     require(path, rope, "rope_type", kind)
@@ -266,9 +265,10 @@ def read_dense(path: Path, stem_layers: str) -> tuple[Decoder, dict[int, Tensor]
     [d_ff, n_embd] that the rows will replace, by layer, and the checkpoint. UserError: the
     checkpoint is not that of a dense model."""
     checkpoint = load_checkpoint(path, verify=True)
+    ffn = checkpoint["config"]["ffn"]
+    if ffn != "dense":
+        raise UserError(f"{path} is a model with --ffn {ffn}: only dense can be converted")
     config = ModelConfig(**checkpoint["config"])
-    if config.ffn != "dense":
-        raise UserError(f"{path} is a model with --ffn {config.ffn}: only dense can be converted")
     weights = dict(checkpoint["model"])
     model = Decoder(replace(config, ffn="stem", stem_layers=stem_layers))
     up = {}

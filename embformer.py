@@ -14,17 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import ModelConfig
-
 
 class RowQKV(nn.Module):
     """Queries from the residual stream, keys and values from the row (note, section 2.2)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, n_kv_head: int, head_dim: int, norm_eps: float) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.norm_eps = config.norm_eps
-        self.row_width = 2 * config.n_kv_head * config.head_dim
+        self.head_dim = head_dim
+        self.norm_eps = norm_eps
+        self.row_width = 2 * n_kv_head * head_dim
 
     def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, n_embd], rows K_l[t] | V_l[t] [B, T, 2 * n_kv_head * head_dim] ->
@@ -53,12 +51,11 @@ class EmbformerFFN(nn.Module):
     The note writes it without activation (`identity`); the authors' code, our default, uses SiLU.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, n_head: int, head_dim: int, act: str = "silu") -> None:
         super().__init__()
-        self.register_buffer("mix", mix(config.n_head, config.head_dim), persistent=False)
-        acts = {"silu": F.silu, "identity": nn.Identity()}
-        self.act = acts[config.embformer_act]
-        self.row_width = config.n_embd
+        self.register_buffer("mix", mix(n_head, head_dim), persistent=False)
+        self.act = {"silu": F.silu, "identity": nn.Identity()}[act]
+        self.row_width = n_head * head_dim
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows F_l[t] [B, T, n_embd] -> [B, T, n_embd]."""

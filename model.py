@@ -14,62 +14,354 @@ A layer never indexes a table: it is given rows, no matter where they are stored
 
 `AdamW(model.parameters())` trains neither the tables nor an untied embedding: use
 training.optimizer.Optimizer, or beside your own optimizer the one in tables/ for their rows.
+
+A layer, an attention or a whole decoder of your own is a file in relatives/ (see its README).
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-import baselines
-from attention import Attention, KVCache, LayerCache, LinearQKV, additive, rotary
-from common import UserError
-from config import NGRAMS, ModelConfig
+from common import UserError, check_ranges, flag
 from embformer import EmbformerFFN, RowQKV
-from local_attention import WindowAttention
-from ngram import Bigram, Engram, Ngrams, ValueQKV
 from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
 
-# For each --ffn where a layer's queries, keys and values come from, and its FFN. A layer of your
-# own is a line here. Both classes
-#   are built as Class(config), also on the meta device, and called as (x, rows), x [B, T, n_embd],
-#   rows [B, T, row_width], of one dtype;
-#   have `row_width`, how many numbers of the token's row they read. With 0, rows are None or have
-#   width 0. All layers with a table must read the same total width.
-# Decoder.init_weights draws every weight of two or more dimensions, whatever the class did, with a
-# smaller std for a layer `down` of an FFN, which writes to the residual stream.
-# An FFN may also have
-#   needs_ids = True   it is called as (x, rows, ids=ids), ids [B, T];
-#   auxiliary_loss     after a forward pass in training, a term that is added to the loss;
-#   idle               the number of its parameters that one token does not use.
-LAYERS = {
-    "dense": (LinearQKV, baselines.SwiGLU),
-    "stem": (LinearQKV, StemFFN),
-    "embformer": (RowQKV, EmbformerFFN),
-    "moe": (LinearQKV, baselines.MoEFFN),
-    "hash_moe": (LinearQKV, baselines.HashMoEFFN),
-    "pkm": (LinearQKV, baselines.ProductKeyMemory),
-    "deepembed": (LinearQKV, baselines.DeepEmbedFFN),
-    "ple": (LinearQKV, baselines.PerLayerEmbeddingFFN),
-    "engram": (LinearQKV, baselines.SwiGLU),
-    "bigram": (LinearQKV, baselines.SwiGLU),
-    "value": (ValueQKV, baselines.SwiGLU),
-}
+# --- what a model is ---
 
-# What some kinds add to the residual stream before attention; built and called as above.
-MEMORIES = {
-    "engram": Engram,
-    "bigram": Bigram,
-}
 
-# Kinds of --attention.
-ATTENTION = {
-    "full": Attention,
-    "window": WindowAttention,
-}
+@dataclass
+class ModelConfig:
+    """Shape of a decoder. Fields left at None get the default named beside them. UserError: names
+    a field as a flag, its value and what would be valid."""
+
+    vocab_size: int = field(default=6400, metadata=dict(must="at least 1"))
+    block_size: int = flag(128, "context length in tokens", must="at least 1")
+    n_layer: int = flag(6, "number of layers", must="at least 1")
+    n_head: int = flag(4, "number of attention heads", must="at least 1")
+    n_embd: int = flag(128, "width of the residual stream", must="at least 1")
+    n_kv_head: int | None = flag(
+        None, "key-value heads; fewer: grouped queries", shown="n_head", must="at least 1"
+    )
+    d_ff: int | None = flag(
+        None, "hidden units of an FFN", shown="8/3 n_embd, rounded up to 64s", must="at least 1"
+    )
+    ffn: str = flag("stem", "kind of layers: dense, stem, embformer")  # train.py adds relatives
+    stem_layers: str = flag(
+        "all",
+        "layers with a table: third, half, all (never the first), or numbers, 0,2,5",
+        of=lambda ffn: ffn not in ("dense", "embformer"),
+    )
+    embformer_act: str = flag(
+        "silu",
+        "activation; identity: as in Wu's note",
+        choices=("silu", "identity"),
+        of=lambda ffn: ffn == "embformer",
+    )
+    attention: str = flag("full", "full, window:64, or by layer, repeated: window:64,full")
+    tie_head: bool | None = flag(None, "head = input embedding", shown="only for embformer")
+    dropout: float = flag(0.0, "dropout probability", shown="0", must="0 or more and below 1")
+    rope_base: float = field(default=10000.0, metadata=dict(must="a positive number"))
+    rope_scaling: list[float] | None = None  # see `rotary`
+    norm_eps: float = field(default=1e-6, metadata=dict(must="a positive number"))
+    # See Decoder.init_weights for both.
+    init_std: float | None = flag(
+        None,
+        "std of new dense weights",
+        shown="1 / sqrt(n_embd), embformer 0.02",
+        must="a positive number",
+    )
+    table_std: float = flag(0.02, "std of new table rows", must="a positive number")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
+        if self.d_ff is None:
+            self.d_ff = math.ceil(8 * self.n_embd / (3 * 64)) * 64
+        if self.tie_head is None:
+            self.tie_head = self.embedding_only
+        if self.init_std is None:  # docs/claims.md measures both
+            root = float(f"{self.n_embd**-0.5:.2g}")  # two digits, to be typed: 0.088 for 128
+            self.init_std = 0.02 if self.embedding_only else root
+        n_embd, n_head, n_kv_head = self.n_embd, self.n_head, self.n_kv_head
+        if n_embd % (2 * n_head) != 0:  # heads share channels, positions rotate pairs of them
+            raise UserError(f"--n_embd {n_embd} must be a multiple of 2 * n_head, {2 * n_head}")
+        if n_head % n_kv_head != 0:
+            raise UserError(f"--n_head {n_head} must be a multiple of --n_kv_head {n_kv_head}")
+        if self.embedding_only and not self.tie_head:
+            raise UserError("--no-tie_head: Embformer has no linear layers, such as a head")
+        kinds = self.attention.split(",")
+        self.attention_kinds = [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def embedding_only(self) -> bool:
+        """Every parameter sits in an embedding: no output projection, no learned norm scale."""
+        return self.ffn == "embformer"
+
+    @property
+    def row_layers(self) -> list[int]:
+        """The layers that --stem_layers selects: `third` (1, 4, 7, ...), `half` (1, 3, 5, ...),
+        `all` (but the first, as in the code of STEM's authors), or numbers. UserError: the text is
+        none of these, or selects no layer or one that does not exist."""
+        steps = {"third": 3, "half": 2, "all": 1}
+        if self.stem_layers in steps:
+            layers = list(range(1, self.n_layer, steps[self.stem_layers]))
+        else:
+            try:
+                layers = sorted({int(number) for number in self.stem_layers.split(",")})
+            except ValueError:
+                layers = []
+        if not layers or layers[0] < 0 or layers[-1] >= self.n_layer:
+            allowed = f"third, half, all or numbers of layers from 0 to {self.n_layer - 1}"
+            wrong = f"--stem_layers {self.stem_layers}"
+            raise UserError(f"{wrong} must be {allowed} (words leave out the first layer)")
+        return layers
+
+
+RELATIVES = Path(__file__).parent / "relatives"
+
+
+def relatives(kind: str) -> list[str]:
+    """The files in relatives/ that have a class of this name, `Decoder` or `Attention`."""
+    files = RELATIVES.glob("*.py")
+    return sorted(f.stem for f in files if f"class {kind}(" in f.read_text(encoding="utf-8"))
+
+
+def relative(kind: str, name: str, flag: str) -> type:
+    """The class `kind` of relatives/NAME.py. UserError: there is none, in the words of a flag."""
+    known = relatives(kind)
+    if name not in known:
+        raise UserError(f"{flag} is not one of {', '.join(known)} in relatives/")
+    return getattr(importlib.import_module(f"relatives.{name}"), kind)
+
+
+def decoder_class(ffn: str) -> type["Decoder"]:
+    """The decoder of a kind of --ffn. Its `config_class` is that of its settings."""
+    if ffn in ("dense", "stem", "embformer"):
+        return Decoder
+    return relative("Decoder", ffn, f"--ffn {ffn} is not dense, stem or embformer, and")
+
+
+# --- attention ---
+
+
+def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Tensor:
+    """Cosines and sines for `rotate` at positions 0 to n - 1, [2, n, 1, head_dim] (RoPE: Su et al.,
+    2021, section 3.2)."""
+    pair = torch.arange(0, config.head_dim, 2, device=device)
+    frequency = config.rope_base ** -(pair / config.head_dim)  # radians per token, [head_dim / 2]
+    if config.rope_scaling is not None:
+        # Llama 3.1 keeps frequencies that make at least `high` turns within its original context,
+        # divides those below `low` turns by `factor`, and interpolates in between.
+        factor, low, high, context = config.rope_scaling
+        turns = context * frequency / (2 * torch.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / factor)
+    position = torch.arange(n, device=device)[:, None, None]
+    angle = position * frequency  # [n, 1, head_dim / 2]
+    cos = angle.cos()
+    sin = angle.sin()
+    cos = torch.cat((cos, cos), dim=-1)
+    sin = torch.cat((-sin, sin), dim=-1)
+    return torch.stack((cos, sin))
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, T, heads, head_dim] by an angle:
+    (a cos - b sin, b cos + a sin). angles [2, T, 1, head_dim] are from `rotary`."""
+    cos, sin = angles
+    wide = x.float()
+    swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+    return (wide * cos + swapped * sin).to(x.dtype)
+
+
+def additive(seen: Tensor, x: Tensor) -> Tensor:
+    """A boolean mask as one of 0 and -inf, in the dtype of x: SDPA would convert a boolean mask in
+    every layer, and keep it."""
+    return torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, -torch.inf)
+
+
+class LinearQKV(nn.Module):
+    """Queries, keys and values by one linear layer."""
+
+    row_width = 0
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = (config.n_head, config.n_kv_head, config.n_kv_head)
+        self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=False)
+
+    def forward(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, n_embd] -> q [B, T, n_head, head_dim], k and v [B, T, n_kv_head, head_dim]."""
+        heads = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, heads, head_dim]
+        q, k, v = heads.split(self.heads, dim=-2)
+        return q, k, v
+
+
+class LayerCache:
+    """Keys and values of the tokens so far, in one layer."""
+
+    def __init__(self, config: ModelConfig, batch: int, room: int, like: Tensor) -> None:
+        """Of the dtype and on the device of `like`, for `batch` times `room` tokens."""
+        self.k = like.new_empty(batch, config.n_kv_head, room, config.head_dim)
+        self.v = torch.empty_like(self.k)
+
+    def update(self, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v [B, n_kv_head, T, head_dim] of tokens from `start` on. Returns those of all
+        tokens that new ones may see, [B, n_kv_head, S, head_dim]."""
+        end = start + k.shape[2]
+        self.k[:, :, start:end] = k
+        self.v[:, :, start:end] = v
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+
+class Cache:
+    """What decoding keeps of the tokens so far. `Decoder.make_cache` makes it."""
+
+    def __init__(self, layers: list[LayerCache], angles: Tensor) -> None:
+        """layers: the cache of each layer; angles: of all tokens it has room for."""
+        self.layers = layers
+        self.angles = angles  # [2, room, 1, head_dim]
+        self.room = angles.shape[1]
+        self.length = 0  # tokens so far; set it to 0 to start over
+        self.ids: Tensor | None = None  # [B, length], under which rows were looked up
+
+
+class Attention(nn.Module):
+    """Attention to all tokens so far.
+
+    Other kinds are subclasses in relatives/, built as (config, qkv, argument), the argument being
+    64 of --attention window:64. `make_mask` is called once per forward pass for all layers of a
+    kind, `make_cache` once per layer.
+    """
+
+    def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str = "") -> None:
+        """qkv: makes queries, keys and values of (x, rows), as `LinearQKV`."""
+        super().__init__()
+        width = config.n_embd
+        self.config = config
+        self.span = config.block_size  # how many keys a token can see; on average half of them
+        self.qkv = qkv
+        self.out = nn.Identity() if config.embedding_only else nn.Linear(width, width, bias=False)
+
+    def make_cache(self, batch: int, room: int, like: Tensor) -> LayerCache:
+        """What this layer keeps while decoding."""
+        return LayerCache(self.config, batch, room, like)
+
+    def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor | None:
+        """The mask for `attend` of tokens x [B, T, n_embd] behind `start` tokens in the cache.
+        documents: their numbers [B, T], in which attention stays."""
+        n = x.shape[1]
+        if documents is not None:
+            same = documents[:, None, :, None] == documents[:, None, None, :]
+            return additive(same.tril_(), x)  # [B, 1, T, T]
+        if start == 0 or n == 1:
+            return None
+        seen = torch.ones(n, start + n, dtype=torch.bool, device=x.device)
+        return additive(seen.tril_(start), x)  # [T, start + T]
+
+    def forward(
+        self,
+        x: Tensor,
+        rows: Tensor | None,
+        angles: Tensor,
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+        start: int = 0,
+    ) -> Tensor:
+        """
+        Args:
+            x: [B, T, n_embd].
+            rows: what `qkv` reads, [B, T, row_width].
+            angles: of the positions of x, [2, T, 1, head_dim].
+            mask: from `make_mask`.
+            cache: of this layer; x continues the `start` tokens in it.
+
+        Returns:
+            [B, T, n_embd].
+        """
+        q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, T, n_kv_head, head_dim] twice
+        q = rotate(q, angles).transpose(1, 2)  # [B, n_head, T, head_dim]
+        k = rotate(k, angles).transpose(1, 2)
+        v = v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(start, k, v)  # [B, n_kv_head, S, head_dim]
+        y = self.attend(q, k, v, mask)  # [B, T, n_head, head_dim]
+        return self.out(y.flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Weigh v by softmax(q k^T / sqrt(head_dim) + mask).
+
+        Args:
+            q: [B, n_head, T, head_dim].
+            k, v: [B, n_kv_head, S, head_dim].
+            mask: what is added to the logits, [.., T, S]; -inf hides a key. None hides the keys of
+                later tokens, where T is S, and nothing where T is 1.
+
+        Returns:
+            [B, T, n_head, head_dim].
+        """
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:  # not enable_gqa: on a GPU, most kernels do not have it
+            k = k.repeat_interleave(groups, dim=1)
+            v = v.repeat_interleave(groups, dim=1)
+        options = {
+            "attn_mask": mask,
+            "dropout_p": self.config.dropout if self.training else 0.0,
+            "is_causal": mask is None and q.shape[2] > 1,
+        }
+        if torch.is_autocast_enabled("cpu"):  # in 16 bits its backward takes 4 times as long
+            with torch.autocast("cpu", enabled=False):
+                q, k, v = q.float(), k.float(), v.float()
+                y = F.scaled_dot_product_attention(q, k, v, **options)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, **options)
+        return y.transpose(1, 2)
+
+
+def make_attention(config: ModelConfig, layer: int, qkv: nn.Module) -> Attention:
+    """The attention of a layer, as --attention says. UserError: an unknown kind."""
+    kind = config.attention_kinds[layer]
+    if kind == "full":
+        return Attention(config, qkv)
+    name, _, argument = kind.partition(":")
+    wrong = f"--attention {config.attention}: {name!r} is not full, and"
+    return relative("Attention", name, wrong)(config, qkv, argument)
+
+
+# --- layers ---
+
+
+class SwiGLU(nn.Module):
+    """The dense FFN, `W_d (SiLU(W_g x) * (W_u x))` (Shazeer, 2020)."""
+
+    row_width = 0
+
+    def __init__(self, n_embd: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(n_embd, d_ff, bias=False)
+        self.up = nn.Linear(n_embd, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, n_embd, bias=False)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """x [B, T, n_embd] -> [B, T, d_ff]."""
+        return F.silu(self.gate(x)) * self.up(x)
+
+    def forward(self, x: Tensor, rows: None) -> Tensor:
+        """x [B, T, n_embd] -> [B, T, n_embd]."""
+        return self.down(self.hidden(x))
 
 
 def make_norm(config: ModelConfig) -> nn.RMSNorm:
@@ -78,95 +370,79 @@ def make_norm(config: ModelConfig) -> nn.RMSNorm:
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + memory(x), if the layer has one, then x + attention(norm(x)),
-    then x + ffn(norm(x))."""
+    """Pre-norm residual block: x + attention(norm(x)), then x + ffn(norm(x)).
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    `qkv` and `ffn` are called as (x, rows), x [B, T, n_embd], rows [B, T, row_width], of one dtype;
+    their `row_width` is how many numbers of the token's row they read. With 0, rows are None or
+    have width 0. All layers with a table must read the same total width.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module, ffn: nn.Module) -> None:
         super().__init__()
-        kind = config.layer_kind(layer)
-        qkv_class, ffn_class = LAYERS[kind]
-        self.memory = MEMORIES[kind](config) if kind in MEMORIES else None
-        self.attention_kind = config.attention_kinds[layer]
         self.attn_norm = make_norm(config)
-        self.attn = ATTENTION[self.attention_kind](config, qkv_class(config))
+        self.attn = make_attention(config, layer, qkv)
         self.ffn_norm = make_norm(config)
-        self.ffn = ffn_class(config)
-        memory_width = 0 if self.memory is None else self.memory.row_width
-        self.row_split = [memory_width, self.attn.qkv.row_width, self.ffn.row_width]
+        self.ffn = ffn
+        self.row_split = [qkv.row_width, ffn.row_width]
         self.row_width = sum(self.row_split)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self,
-        x: Tensor,
-        rows: Tensor | None,
-        ids: Tensor,
-        angles: Tensor,
-        mask: Tensor | None,
-        cache: LayerCache | None,
-        slots: slice | Tensor | None,
-    ) -> Tensor:
-        """x [B, T, n_embd], rows of ids [B, T], [B, T, row_width] (None without a table) ->
-        [B, T, n_embd]. All else is for `Attention.forward`."""
+    def forward(self, x: Tensor, rows: Tensor | None, *context) -> Tensor:
+        """x [B, T, n_embd], rows [B, T, row_width] (None without a table) -> [B, T, n_embd].
+        context: angles, mask, cache and start for `Attention.forward`."""
         attn_rows, ffn_rows = None, None
         if rows is not None:
-            memory_rows, attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
-        if self.memory is not None:
-            x = x + self.dropout(self.memory(x, memory_rows))
-        attended = self.attn(self.attn_norm(x), attn_rows, angles, mask, cache, slots)
-        x = x + self.dropout(attended)
-        normed = self.ffn_norm(x)
-        if getattr(self.ffn, "needs_ids", False):
-            y = self.ffn(normed, ffn_rows, ids=ids)
-        else:
-            y = self.ffn(normed, ffn_rows)
-        return x + self.dropout(y)
+            attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
+        x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
+        return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
+
+
+# --- the decoder ---
+
+CHUNK = {"cuda": 1 << 26}  # logits at a time; a CPU, with fewer, keeps more of them in its caches
 
 
 class Decoder(nn.Module):
-    """The whole model: embedding, blocks, norm, head, and the tables the blocks read.
+    """The whole model: embedding, blocks, norm, head, and the tables the blocks read."""
 
-    Built under `torch.device("meta")` it has shapes but no values, which is enough for `sizes`.
-    """
+    config_class: type[ModelConfig] = ModelConfig
+    n_address = 1  # rows of a table that a token reads, side by side
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
-        """tables: called as (n_table, n_row, width), makes the tables; n_row is the vocabulary size
-        or, of n-grams, more. UserError: unknown `ffn`, or sizes that do not fit together."""
+        """tables: called as (n_table, n_row, width), makes the tables. UserError: sizes do not fit
+        together."""
         super().__init__()
-        if config.ffn not in LAYERS:
-            raise UserError(f"--ffn {config.ffn} is not one of {', '.join(LAYERS)}")
-        if not set(config.attention_kinds) <= set(ATTENTION):
-            kinds = " and ".join(ATTENTION)
-            raise UserError(f"--attention {config.attention} must be a list of {kinds}")
         self.config = config
         if config.tie_head:
-            self.wte = baselines.make_embedding(config.vocab_size, config.n_embd)
+            self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         else:  # an embedding that is only looked up is a token table, too
             self.wte = ResidentTables(1, config.vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(self.make_block(layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
         self.head = None
         if not config.tie_head:
             self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         widths = [block.row_width for block in self.blocks if block.row_width]
         assert len(set(widths)) < 2, f"layers with a table must read rows of one width: {widths}"
-        n_table = len(widths)
-        n_row = config.vocab_size
-        width = widths[0] if widths else 0
-        # Rows have addresses: token ids or, if they belong to n-grams, hashes.
-        self.ngrams = None
-        if config.ffn in NGRAMS.split():
-            self.ngrams = Ngrams(config)
-            n_row = self.ngrams.n_row
-            width //= self.ngrams.n_address  # a token reads several, side by side
-        self.shares_rows = config.ffn == "bigram"  # all layers read one table
-        if self.shares_rows:
-            n_table = 1
-        self.tables = tables(n_table, n_row, width)
-        self.compiled = None  # `layers`, see `compile_steps`
-        # On meta, normal_ would import torch's compiler, which takes a second.
-        if not self.head_weight.is_meta:
-            self.init_weights()
+        self.tables = self.make_tables(tables, widths)
+        self.init_weights()
+
+    def make_block(self, layer: int) -> Block:
+        """Layer number `layer`."""
+        config = self.config
+        if config.ffn == "embformer":
+            qkv = RowQKV(config.n_kv_head, config.head_dim, config.norm_eps)
+            ffn = EmbformerFFN(config.n_head, config.head_dim, config.embformer_act)
+            return Block(config, layer, qkv, ffn)
+        if config.ffn == "stem" and layer in config.row_layers:
+            ffn = StemFFN(config.n_embd, config.d_ff)
+        else:
+            ffn = SwiGLU(config.n_embd, config.d_ff)
+        return Block(config, layer, LinearQKV(config), ffn)
+
+    def make_tables(self, tables: Callable[..., Tables], widths: list[int]) -> Tables:
+        """The tables of the layers that have one; `widths` are those of their rows."""
+        return tables(len(widths), self.config.vocab_size, widths[0] if widths else 0)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -178,7 +454,7 @@ class Decoder(nn.Module):
             all others, the embedding included                 Normal(0, init_std)
 
         The third is GPT-2's (Radford et al., 2019, section 2.3). Rows start small because facts
-        settle in small rows (docs/results.md)."""
+        settle in small rows (docs/claims.md)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or name.startswith("tables."):
                 continue
@@ -198,19 +474,17 @@ class Decoder(nn.Module):
         last_only: bool = False,
         table_ids: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Without targets: logits [B, T, V], of the last token alone [B, 1, V] if `last_only`, and
         None. With targets [B, T] (-1: nothing to predict): None and the mean cross-entropy in nats.
         For all else see `hidden`."""
         x = self.hidden(ids, table_ids=table_ids, documents=documents, cache=cache)
-        if targets is None:
-            if last_only:
-                x = x[:, -1:]
-            return F.linear(x, self.head_weight), None
-        targets = send(targets, x.device).flatten()
-        differentiate = torch.is_grad_enabled()
-        return None, HeadLoss.apply(x.flatten(0, 1), self.head_weight, targets, differentiate)
+        if targets is not None:
+            return None, self.loss(x.flatten(0, 1), send(targets, x.device).flatten())
+        if last_only:
+            x = x[:, -1:]
+        return F.linear(x, self.head_weight), None
 
     def hidden(
         self,
@@ -218,15 +492,15 @@ class Decoder(nn.Module):
         *,
         table_ids: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """What the head reads, [B, T, n_embd].
 
         Args:
             ids: [B, T], in training on the CPU (see `Tables.lookup`).
             table_ids: [B, T], under which tables are looked up instead: knowledge editing.
-            documents: [B, T], the number of each token's document, in which attention stays (but
-                see `use_previous_keys`). Rotary positions are relative: they need not begin again.
+            documents: [B, T], the number of each token's document, in which attention stays.
+                Rotary positions are relative: they need not begin again.
             cache: of earlier tokens, which ids continue; they are added to it. Without documents.
         """
         config = self.config
@@ -234,87 +508,51 @@ class Decoder(nn.Module):
         start = 0 if cache is None else cache.length
         room = config.block_size if cache is None else cache.room
         assert start + n <= room, f"{start + n} tokens do not fit into block_size={room}"
-        if table_ids is None:
-            table_ids = ids
 
         # 1) Look up rows.
-        before = None
+        text = ids if table_ids is None else table_ids
         if start > 0:
-            before = cache.last_ids
-        addresses = self.addresses(table_ids, documents, before)
-        rows = self.tables.lookup(addresses)  # one table after the other, as layers ask for them
+            text = torch.cat((cache.ids, text), dim=1)
+        rows = self.rows(self.addresses(text, n, documents))
         x = F.dropout(self.embed(ids), config.dropout, self.training)
 
         # 2) What layers share: positions and masks.
         if documents is not None:
             documents = send(documents, x.device)
         if cache is None:
-            slots = None
             angles = rotary(n, config, x.device)
         else:
-            slots = slice(start, start + n)
-            angles = cache.angles[:, slots]
-        layers = self.layers
+            angles = cache.angles[:, start : start + n]
         masks = {}
-        if self.compiled is not None and start > 0 and n == 1:
-            # One graph for all steps: the slot is a tensor, and a mask hides the slots after it.
-            layers = self.compiled
-            rows = list(rows)
-            slots = torch.arange(start, start + 1, device=x.device)
-            seen = torch.arange(cache.room, device=x.device) <= start
-            masks["full"] = additive(seen[None], x)  # [1, room]
-        else:
-            for block in self.blocks:
-                if block.attention_kind not in masks:
-                    masks[block.attention_kind] = block.attn.make_mask(x, start, documents)
+        for kind, block in zip(config.attention_kinds, self.blocks, strict=True):
+            if kind not in masks:
+                masks[kind] = block.attn.make_mask(x, start, documents)
 
         # 3) The layers, which put keys and values into the cache.
-        x = layers(x, rows, table_ids, angles, masks, cache, slots)
+        for layer, block in enumerate(self.blocks):
+            block_rows = next(rows).to(x.dtype) if block.row_width else None  # [B, T, row_width]
+            mask = masks[config.attention_kinds[layer]]
+            layer_cache = None if cache is None else cache.layers[layer]
+            x = block(x, block_rows, angles, mask, layer_cache, start)
         if cache is not None:
             cache.length = start + n
-            if self.ngrams is not None:
-                cache.last_ids = self.ngrams.last(table_ids, before)
-        return x
+            cache.ids = text
+        return self.norm(x)
 
-    def addresses(
-        self, ids: Tensor, documents: Tensor | None = None, before: Tensor | None = None
-    ) -> Tensor:
-        """Where the rows of ids [B, T] are in the tables: the ids themselves or, of n-grams,
-        [B, T, R]. documents and before: see `Ngrams.addresses`."""
-        if self.ngrams is None:
-            return ids
-        return self.ngrams.addresses(ids, before, documents)
+    def addresses(self, ids: Tensor, n: int, documents: Tensor | None = None) -> Tensor:
+        """Where the rows of the last n tokens of a text so far, ids [B, S], are in the tables:
+        [B, n]. documents: see `hidden`."""
+        return ids[:, -n:]
+
+    def rows(self, addresses: Tensor) -> Iterator[Tensor]:
+        """The rows [B, T, row_width] at addresses [B, T] for each layer with a table in turn."""
+        return self.tables.lookup(addresses)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, n_embd]."""
         if self.head is None:
             return self.wte(send(ids, self.device))
         return next(self.wte.lookup(ids))
-
-    def layers(
-        self,
-        x: Tensor,
-        rows: Iterable[Tensor],
-        ids: Tensor,
-        angles: Tensor,
-        masks: dict[str, Tensor | None],
-        cache: KVCache | None,
-        slots: slice | Tensor | None,
-    ) -> Tensor:
-        """From the embedding [B, T, n_embd] and the rows of each table to what the head reads.
-        masks: by kind of attention; all else as for `Block.forward`."""
-        rows = iter(rows)
-        if self.shares_rows:
-            rows = itertools.repeat(next(rows))
-        for number, block in enumerate(self.blocks):
-            block_rows = None
-            if block.row_width:
-                # [B, T, row_width]; of n-grams from [B, T, R, W]
-                block_rows = next(rows).flatten(2).to(x.dtype)
-            layer_cache = None if cache is None else cache.layers[number]
-            mask = masks[block.attention_kind]
-            x = block(x, block_rows, ids, angles, mask, layer_cache, slots)
-        return self.norm(x)
 
     @property
     def head_weight(self) -> Tensor:  # [V, n_embd]
@@ -324,37 +562,39 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.head_weight.device
 
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy of x [N, n_embd] in nats []. targets [N], -1: nothing to predict;
+        NaN if that is all there is."""
+        size = max(1, CHUNK.get(x.device.type, 1 << 22) // self.config.vocab_size)  # tokens
+        total = torch.zeros((), device=x.device)
+        for part in zip(x.split(size), targets.split(size), strict=True):
+            if len(x) <= size:
+                total = total + self.summed_loss(*part)
+            else:  # logits are computed again in the backward pass, not kept
+                total = total + checkpoint(
+                    self.summed_loss, *part, use_reentrant=False, preserve_rng_state=False
+                )
+        return total / (targets >= 0).sum()
+
+    def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(x, self.head_weight).float()  # [N, V]
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+
     # --- decoding ---
 
-    def make_cache(self, batch: int, room: int | None = None) -> KVCache:
+    def make_cache(self, batch: int, room: int | None = None) -> Cache:
         """A cache for `batch` sequences of up to `room` tokens (block_size)."""
         room = min(room or self.config.block_size, self.config.block_size)
         layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]
-        if self.compiled is not None:  # CUDA graphs need not copy what stays where it is
-            for layer in layers:
-                for tensor in (layer.k, layer.v, layer.last_key):
-                    torch._dynamo.mark_static_address(tensor, guard=False)
-        return KVCache(layers, rotary(room, self.config, self.device))
-
-    def compile_steps(self) -> None:
-        """Compile the decoding step of a token; on a GPU it becomes one CUDA graph."""
-        config = self.config
-        if config.attention != "full":
-            raise UserError(
-                f"--compile does not work with --attention {config.attention}: leave it out"
-            )
-        if config.ffn in ("moe", "hash_moe"):
-            raise UserError(f"--compile does not work with --ffn {config.ffn}: leave it out")
-        mode = "reduce-overhead" if self.device.type == "cuda" else None
-        self.compiled = torch.compile(self.layers, mode=mode, fullgraph=True, dynamic=False)
+        return Cache(layers, rotary(room, self.config, self.device))
 
     @torch.no_grad()
     def use_column_major_weights(self) -> None:
-        """Store weights with more outputs than inputs column by column: on a CPU, multiplying a
-        single row by them is twice as fast."""
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2 and weight.shape[0] > weight.shape[1] and "tables." not in name:
-                weight.data = weight.T.contiguous().T
+        """Store linear layers with more outputs than inputs column by column: on a CPU, multiplying
+        a single row by them is twice as fast."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module.out_features > module.in_features:
+                module.weight.data = module.weight.T.contiguous().T
 
     @torch.inference_mode()
     def stream(
@@ -379,23 +619,18 @@ class Decoder(nn.Module):
             temperature, top_k, top_p: see `sample`.
         """
         assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
-        config = self.config
+        block_size = self.config.block_size
         generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
         # On the CPU, where tables in RAM and the caller need them: one wait for the GPU a token.
-        ids = ids.cpu()
-        table_ids = ids if table_ids is None else table_ids.cpu()
-        ids = ids[:, -config.block_size :]
-        table_ids = table_ids[:, -config.block_size :]
-        room = 128  # doubled, so that there are few sizes: each of them would be compiled anew
-        while room < ids.shape[1] + max_new_tokens:
-            room *= 2
-        cache = self.make_cache(len(ids), room)
+        ids = ids.cpu()[:, -block_size:]
+        table_ids = ids if table_ids is None else table_ids.cpu()[:, -block_size:]
+        cache = self.make_cache(len(ids), ids.shape[1] + max_new_tokens)
         done = torch.zeros(len(ids), dtype=torch.bool)
         n_new = ids.shape[1]  # how many tokens the model has not read: first, the whole prompt
         for _ in range(max_new_tokens):
-            if cache.length == cache.room:  # full: read the last half again
+            if cache.length == block_size:  # full: read the last half again
                 cache.length = 0
-                n_new = max(1, cache.room // 2)
+                n_new = max(1, block_size // 2)
             new_ids, new_table_ids = ids[:, -n_new:], table_ids[:, -n_new:]
             logits, _ = self(new_ids, table_ids=new_table_ids, cache=cache, last_only=True)
             token = sample(logits[:, -1], temperature, top_k, top_p, generator).cpu()  # [B]
@@ -422,33 +657,28 @@ class Decoder(nn.Module):
         total, table, backbone   in all, in tables, elsewhere
         active                   that one token touches: of each table, and of an embedding that
                                  is not the head, one row, and not what is `idle` in FFNs
-        flops_per_token          2 per multiplied weight, and attention to block_size / 2 tokens
-                                 (the mean under a causal mask) or to a window
+        flops_per_token          2 per multiplied weight, and attention to half of `Attention.span`
+                                 (the mean under a causal mask)
         flops_per_key            of these, attention to one token, in all layers
         """
         config = self.config
-        table = sum(weight.numel() for weight in self.tables.weight)
-        dense = [p for name, p in self.named_parameters() if not name.startswith("tables.")]
-        backbone = sum(p.numel() for p in dense)
+        table = self.tables.n_rank * sum(weight.numel() for weight in self.tables.weight)
+        row = 0 if config.tie_head else config.n_embd  # of an embedding that is only looked up
+        embedding = config.vocab_size * row
+        others = {*self.tables.parameters(), *(self.wte.parameters() if row else ())}
+        dense = [p for p in self.parameters() if p not in others]
+        backbone = sum(p.numel() for p in dense) + embedding
         matrices = sum(p.numel() for p in dense if p.dim() == 2)
         idle = sum(getattr(block.ffn, "idle", 0) for block in self.blocks)
-        row_width = self.tables.width * (1 if self.ngrams is None else self.ngrams.n_address)
-        row = 0 if config.tie_head else config.n_embd  # of an embedding that is only looked up
-        multiplied = matrices - config.vocab_size * row - idle
-        touched = backbone - (config.vocab_size - 1) * row - idle
+        rows = len(self.tables.weight) * self.tables.width * self.tables.n_rank * self.n_address
         per_key = 4 * config.n_embd  # q k, and its weight times v
-        attention = 0
-        for kind in config.attention_kinds:
-            seen = config.block_size
-            if kind == "window":
-                seen = min(seen, 2 * config.window)
-            attention += per_key * seen
+        attention = sum(per_key * block.attn.span for block in self.blocks)
         return {
             "total": backbone + table,
             "table": table,
             "backbone": backbone,
-            "active": touched + len(self.tables.weight) * row_width,
-            "flops_per_token": 2 * multiplied + attention // 2,
+            "active": backbone - embedding + row - idle + rows,
+            "flops_per_token": 2 * (matrices - idle) + attention // 2,
             "flops_per_key": per_key * config.n_layer,
         }
 
@@ -461,12 +691,13 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Draw a token from logits [B, V] -> [B]: the most probable one at temperature 0, else from the
-    top_k most probable ones, and from the most probable ones that together reach top_p."""
+    top_k most probable ones (None or 0: all), and from the most probable ones that together reach
+    top_p. RuntimeError: a probability is NaN."""
     if temperature < 1e-30:  # in float32, what is much less is zero
         return logits.argmax(-1)
     # Subtract the largest logit, so that no temperature, however low, overflows.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
+    if top_k and top_k < logits.shape[-1]:
         best, token = logits.topk(top_k)  # [B, k]
         logits = torch.full_like(logits, -torch.inf).scatter_(-1, token, best)
     probability = logits.softmax(-1)
@@ -475,62 +706,4 @@ def sample(
         before = ordered.cumsum(-1) - ordered  # what the more probable tokens sum up to
         kept = ordered.masked_fill(before >= max(top_p, 1e-30), 0.0)
         probability.scatter_(-1, token, kept)
-    # An exponential race: of exponential variables with rates p, the i-th is the smallest with
-    # probability p_i. The draws of torch.multinomial, in a quarter of its kernels.
-    noise = torch.empty_like(probability).exponential_(generator=generator)
-    return (probability / noise).argmax(-1)
-
-
-# Logits computed at a time: 8 MB fit a CPU's caches; a GPU needs more to be busy.
-CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
-
-
-class HeadLoss(torch.autograd.Function):
-    """`F.cross_entropy(x @ weight.T, targets, ignore_index=-1)` without holding all logits at once.
-
-    `forward` takes the tokens in chunks and computes their gradients at once: that of a token's
-    logits is `softmax(logits) - onehot(target)`. Only the gradients of x and weight are kept, as
-    sums over tokens. `backward` divides them by the number of tokens; dividing earlier would
-    underflow in float16."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiate: bool) -> Tensor:
-        """x [N, n_embd], weight [V, n_embd], targets [N] -> the mean in nats [], NaN of none."""
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-        known = (targets >= 0).float()  # [N]
-        size = max(1, CHUNK.get(kind, 1 << 24) // len(weight))  # tokens in a chunk
-        loss = torch.zeros((), device=x.device)
-        x_grad = torch.empty_like(x)
-        weight_grad = None
-        if differentiate:
-            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
-        for start in range(0, len(x), size):
-            chunk = slice(start, start + size)
-            part = x[chunk]  # [k, n_embd]
-            target = targets[chunk].clamp(min=0)[:, None]  # [k, 1]
-            log_p = F.log_softmax((part @ weight.T).float(), dim=-1)  # [k, V]
-            loss -= (log_p.gather(1, target)[:, 0] * known[chunk]).sum()
-            if not differentiate:
-                continue
-            # The gradient of the logits: softmax(logits) - onehot(target), 0 where unknown.
-            grad = log_p.exp_()
-            grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
-            grad = grad.mul_(known[chunk, None]).to(x.dtype)
-            torch.mm(grad, weight, out=x_grad[chunk])
-            if weight.dtype == torch.float32:
-                weight_grad.addmm_(grad.T, part)
-            else:
-                weight_grad += grad.T @ part
-        n = known.sum()
-        ctx.save_for_backward(x_grad, weight_grad, n)
-        return loss / n
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x_grad, weight_grad, n = ctx.saved_tensors
-        grad = grad / n
-        # In float32: a sum over tokens may be too large for float16.
-        return x_grad * grad, weight_grad * grad, None, None
+    return torch.multinomial(probability, 1, generator=generator)[:, 0]

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tables.sharded import ShardedResident, ShardedStored, ShardedTables, columns_per_rank
+from tables.sharded import columns_per_rank, sharded
 from tables.storage import DiskStorage, RamStorage, TableStorage, check_room
 from tables.tables import STREAMS, ResidentTables, StoredTables, Tables, send
 
@@ -174,7 +174,7 @@ class OffloadedTables(StoredTables):
             return self.decode(ids)
         distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
         # Evaluation keeps one batch. Rows that training read stay until they are updated.
-        if not training and not self.reads:
+        if not training and not self.n_read:
             self.evict_except(distinct)
         self.fetch_missing(distinct)
         if training:
@@ -290,10 +290,6 @@ class OffloadedTables(StoredTables):
         self.ring.last.result()
 
 
-class ShardedOffloaded(ShardedTables, OffloadedTables):
-    """This rank's columns of offloaded tables."""
-
-
 def make_tables(
     offload: str,
     device: torch.device,
@@ -315,7 +311,6 @@ def make_tables(
     training = live is not None
     far = offload != "none" and device.type in STREAMS
     on_disk = offload == "disk" and (training or saved is not None)
-    sharded = torch.distributed.is_initialized()
 
     def make(n_table: int, vocab_size: int, width: int) -> Tables:
         width = columns_per_rank(width)
@@ -325,8 +320,7 @@ def make_tables(
         if n_table == 0 or not (on_disk or far):
             if device.type == "cpu" and offload != "disk":
                 check_room(math.prod(shape) * dtype.itemsize)
-            kind = ShardedResident if sharded else ResidentTables
-            return kind(n_table, vocab_size, width, dtype)
+            return sharded(ResidentTables)(n_table, vocab_size, width, dtype)
 
         # 2) in files or in RAM
         if on_disk and training:
@@ -337,10 +331,7 @@ def make_tables(
         else:
             storage = RamStorage(shape, dtype)
         storage.fresh = fresh
-        if far:  # a GPU reads them through the ring, others in place
-            kind = ShardedOffloaded if sharded else OffloadedTables
-        else:
-            kind = ShardedStored if sharded else StoredTables
-        return kind(storage, device)
+        # A GPU reads them through the ring, others in place.
+        return sharded(OffloadedTables if far else StoredTables)(storage, device)
 
     return make

@@ -30,16 +30,13 @@ class Sampling:
     system: str | None = flag(None, "system message for --chat")
     max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
     temperature: float = flag(0.8, "0: always the most probable token", must="0 or more")
-    top_k: int | None = flag(None, "sample from the k most probable tokens", must="at least 1")
+    top_k: int = flag(0, "sample from the k most probable tokens; 0: all", must="0 or more")
     top_p: float | None = flag(
         None,
         "sample from the fewest tokens whose probabilities sum to p",
         must="above 0 and at most 1",
     )
     num_samples: int = flag(1, "number of samples", must="at least 1")
-    compile: bool = flag(
-        False, "torch.compile a step of decoding: slow start, faster tokens; not measured on a GPU"
-    )
     seed: int = flag(
         1337, "of the first sample; each further one adds 1", must="0 or more, and fit 63 bits"
     )
@@ -156,8 +153,6 @@ def main() -> None:
     args = parse(Sampling, __doc__)
     device = pick_device(args.device)
     model, encoding, checkpoint = load_model(args.ckpt, device, args.offload, args.dtype)
-    if args.compile:
-        model.compile_steps()
     options = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import ModelConfig
-
 
 class StemFFN(nn.Module):
     """Gated FFN whose up-projection is looked up (STEM paper, section 3).
@@ -24,11 +22,11 @@ class StemFFN(nn.Module):
     `row_width` tells the decoder how many numbers of the token's row this module reads.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, n_embd: int, d_ff: int) -> None:
         super().__init__()
-        self.row_width = config.d_ff
-        self.gate = nn.Linear(config.n_embd, config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, config.n_embd, bias=False)
+        self.row_width = d_ff
+        self.gate = nn.Linear(n_embd, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, n_embd, bias=False)
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows U_l[t] [B, T, d_ff] -> [B, T, n_embd]."""

@@ -10,7 +10,7 @@
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
 Written to --out_dir: ckpt.pt (all that is needed to sample, edit or resume; with --offload disk,
-together with ckpt.tables), metrics.jsonl, loss.png, best.pt (lowest validation loss; cannot be
+together with ckpt.pt.tables), metrics.jsonl, loss.png, best.pt (lowest validation loss; cannot be
 resumed; not with --offload disk).
 """
 
@@ -24,28 +24,27 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import UserError, has_bfloat16, locked, pick_device, run
+from common import UserError, has_bfloat16, pick_device, run
 from model import Decoder
 from offload import make_tables
 from tables.storage import DTYPES
-from tables.tables import ResidentTables
 from text import tokenizer
 from text.dataset import read_meta, write_corpus
-from training import ranks
-from training.batches import Data, check_tokenizer, parse_mixture
+from training import countries, ranks
+from training.batches import Conversations, Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
     live_folder,
     load_checkpoint,
     load_model,
     read_checkpoint,
     read_encoding,
-    remove_leftovers,
+    remove_run,
+    run_folder,
     save_checkpoint,
 )
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
-from training.questions import ask, quick_recall, show
-from training.records import Log, archive_previous_run, draw_loss
+from training.records import Log, draw_loss
 from training.settings import (
     STAGES,
     Settings,
@@ -55,7 +54,7 @@ from training.settings import (
     resumed_settings,
 )
 
-# --- from flags to settings ---
+# --- from flags to a run ---
 
 
 def resolve_settings(**given) -> Settings:
@@ -76,9 +75,6 @@ def resolve_settings(**given) -> Settings:
     return new_settings(given, read_meta(first_folder), checkpoint)
 
 
-# --- a run ---
-
-
 @dataclass
 class Run:
     """State of one run: settings, data, model, objective, optimizer, step."""
@@ -86,7 +82,6 @@ class Run:
     settings: Settings
     data: Data
     model: Decoder
-    sizes: dict[str, int]  # of the whole model, see Decoder.sizes
     objective: NextToken
     optimizer: Optimizer
     n_part: int  # micro-batches in a step, of all ranks together
@@ -113,34 +108,36 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
 
     tables: called as (n_table, n_row, width), makes tables of your own kind; --offload and
     --table_dtype then have no effect."""
-    out_dir = settings.out_dir
-    origin = out_dir / "ckpt.pt" if settings.resume else settings.init_from
+    # 1) data, and the checkpoint to continue or to start from
+    origin = settings.out_dir / "ckpt.pt" if settings.resume else settings.init_from
     checkpoint = None
     if origin is not None:
-        checkpoint = load_checkpoint(origin, settings.verify and ranks.rank == 0)
-    block_size = settings.model.block_size
+        checkpoint = load_checkpoint(origin, verify=ranks.rank == 0)
     n_sequence = max(1, settings.max_iters * settings.batch_size)
-    reads = STAGES[settings.stage].reads
-    data = Data(settings.data_dir, reads, block_size, settings.seed, n_sequence)
+    data = Data(
+        settings.data_dir,
+        STAGES[settings.stage].reads,
+        settings.model.block_size,
+        settings.seed,
+        n_sequence,
+    )
     settings.model.vocab_size = data.metas[0]["vocab_size"]
+    check_start(settings, data, origin, checkpoint)
+
+    # 2) train
+    with run_folder(settings.out_dir):
+        run = start(settings, data, checkpoint, tables)
+        describe(run)
+        fit(run)
+
+
+def check_start(settings: Settings, data: Data, origin: Path, checkpoint: dict | None) -> None:
+    """Raises UserError if the run would replace another one, or cannot start from, or continue, the
+    checkpoint at `origin`."""
+    out_dir = settings.out_dir
     if checkpoint is not None:
-        check_origin(settings, data, origin, checkpoint)
-
-    if ranks.rank:
-        ranks.wait()  # until rank 0 has cleared the folder
-        fit(start(settings, data, checkpoint, tables))
-        return
-    with locked(out_dir):
-        remove_leftovers(out_dir)
-        ranks.wait()
-        try:
-            fit(start(settings, data, checkpoint, tables))
-        finally:
-            remove_leftovers(out_dir)
-
-
-def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict) -> None:
-    """Raises UserError if the run cannot start from, or continue, the checkpoint at `origin`."""
+        theirs = tokenizer.fingerprint(read_encoding(origin, checkpoint))
+        check_tokenizer(data.metas[0]["tokenizer"], settings.data_dir, theirs, origin)
     if settings.resume:
         if "optimizer" not in checkpoint:
             raise UserError(
@@ -153,18 +150,18 @@ def check_origin(settings: Settings, data: Data, origin: Path, checkpoint: dict)
         if checkpoint["step"] > settings.max_iters:
             step = checkpoint["step"]
             raise UserError(f"{origin} is already at step {step}; raise --max_iters")
-    elif Path(origin).resolve().parent == settings.out_dir.resolve():
+    elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
-    theirs = tokenizer.fingerprint(read_encoding(origin, checkpoint))
-    check_tokenizer(data.metas[0]["tokenizer"], settings.data_dir, theirs, origin)
+    elif (out_dir / "ckpt.pt").exists() and not settings.overwrite:
+        ways = "--resume goes on with it, --overwrite replaces it, or choose another --out_dir"
+        raise UserError(f"{out_dir} has the run of an earlier command: {ways}")
 
 
 def start(
     settings: Settings, data: Data, checkpoint: dict | None, tables: Callable | None = None
 ) -> Run:
     """A run at its first step or, if it resumes, at the step of its checkpoint."""
-    # 1) how a step is divided among ranks and micro-batches
-    # As many for each rank, none larger than --device_batch_size.
+    # 1) how a step is divided: as many micro-batches for each rank, none above --device_batch_size
     n_part = math.lcm(settings.batch_size // settings.device_batch_size, ranks.size)
     if settings.batch_size % n_part:
         raise UserError(f"with {ranks.size} processes, --batch_size must be a multiple of {n_part}")
@@ -176,8 +173,6 @@ def start(
     dtype = training_dtype(settings.dtype, device)
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
-    with torch.device("meta"):  # the whole model, not only this rank's columns: for its sizes
-        whole = Decoder(settings.model, tables or ResidentTables)
     if tables is None:
         live = live_folder(settings.out_dir)
         if settings.offload == "disk":
@@ -196,17 +191,19 @@ def start(
     boundary = data.encoding.eot_token if settings.doc_mask else None
     objective = NextToken(model, device, dtype, boundary)
     optimizer = Optimizer(model, settings, dtype)
-    run = Run(settings, data, model, whole.sizes(), objective, optimizer, n_part)
+    run = Run(settings, data, model, objective, optimizer, n_part)
 
     # 4) what was trained before
     if checkpoint is not None:
         ranks.change_columns(checkpoint, "wte", whole=False)
         ranks.change_columns(checkpoint, "tables", whole=False)
         model.load_state_dict(checkpoint["model"])
-        if settings.resume:
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            run.step = checkpoint["step"]
-            run.best = checkpoint["best"]
+    if settings.resume:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        run.step = checkpoint["step"]
+        run.best = checkpoint["best"]
+    elif ranks.rank == 0:
+        remove_run(settings.out_dir)
     if settings.compile:
         for block in model.blocks:  # not the model: lookups and offloading stay outside
             block.compile()
@@ -222,16 +219,14 @@ def training_dtype(dtype: str, device: torch.device) -> str:
     return "float16" if device.type == "cuda" else "float32"
 
 
+# --- a run ---
+
+
 def fit(run: Run) -> None:
     """Train from `run.step` to the last step, and report what was learned."""
     settings, model, data = run.settings, run.model, run.data
-    out_dir = settings.out_dir
-    describe(run)
-    if (out_dir / "ckpt.pt").exists() and not settings.resume and ranks.rank == 0:
-        archive = archive_previous_run(out_dir)
-        print(f"the previous run in {out_dir} was moved to {archive}")
-    log = Log(out_dir / "metrics.jsonl", run.step) if ranks.rank == 0 else SilentLog()
-    log.write(type="run", args=settings.flat(), sizes=run.sizes, data=data.metas)
+    log = Log(settings.out_dir / "metrics.jsonl", run.step) if ranks.rank == 0 else SilentLog()
+    log.write(type="run", args=settings.flat(), sizes=model.sizes(), data=data.metas)
 
     figures = {}  # metrics of the last step
     first_step = run.step
@@ -252,34 +247,26 @@ def fit(run: Run) -> None:
                 break
             if ranks.wait(signals.number):  # some rank was asked to stop
                 run.save()
-                bar.write(f"continue with: python train.py --resume --out_dir {out_dir}")
+                bar.write(f"continue with: python train.py --resume --out_dir {settings.out_dir}")
                 raise SystemExit(128 + signals.number)  # as a shell reports it
 
             # 3) forward and backward, one micro-batch after the other
             started = time.perf_counter()
-            n_token = ids.numel()  # the padding of short sequences included
-            n_target = count_targets(targets)
-            sums = {"train_loss": torch.zeros((), device=model.device)}
+            n_token, n_target = ids.numel(), count_targets(targets)  # with padding, without
+            train_loss = torch.zeros((), device=model.device)
             # For dropout: no two steps, ranks or neighboring seeds draw the same.
             torch.manual_seed((settings.seed * 2**40 + run.step * 2**10 + ranks.rank) % 2**63)
-            # Micro-batch k of n is sequences k, k + n, k + 2n, ...
-            parts = [
-                (ids[number :: run.n_part], targets[number :: run.n_part])
-                for number in range(ranks.rank, run.n_part, ranks.size)
-            ]
+            parts = ranks.micro_batches(ids, targets, run.n_part)
             for number, (part_ids, part_targets) in enumerate(parts, 1):
-                loss, balance = run.objective(part_ids, part_targets)
                 # A mean of means would weigh tokens unequally.
-                share = count_targets(part_targets) / n_target
-                sums["train_loss"] += loss.detach() * share
-                if balance is not None:
-                    sums["train_balance"] = sums.get("train_balance", 0.0) + balance * share
+                loss = run.objective(part_ids, part_targets)
+                loss = loss * (count_targets(part_targets) / n_target)
+                train_loss += loss.detach()
                 if number == len(parts) and run.step + 1 < settings.max_iters:
                     # While a GPU still computes: build the next batch, and prefetch its rows.
-                    # (`parts` has this one.)
                     ids, targets = data.train.batch(run.step + 1, settings.batch_size)
                     run.objective.prefetch(ids)
-                run.optimizer.scaler.scale(loss * share).backward()
+                run.optimizer.scaler.scale(loss).backward()
 
             # 4) update
             fraction = schedule(run.step, settings)  # of the peak learning rate
@@ -287,9 +274,8 @@ def fit(run: Run) -> None:
             run.step += 1
 
             # 5) record
-            ranks.add_up(*sums.values())
-            sums["grad_norm"] = norm
-            figures = {name: value.item() for name, value in sums.items()}  # a host-device sync
+            ranks.add_up(train_loss)
+            figures = {"train_loss": train_loss.item(), "grad_norm": norm.item()}  # the host waits
             figures["lr"] = fraction * settings.learning_rate
             figures["tok_per_s"] = n_token / (time.perf_counter() - started)
             check_finite(figures["train_loss"], "training", run)
@@ -349,8 +335,8 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     settings, data = run.settings, run.data
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(losses["val_loss"], "validation", run)
-    if data.metas[0]["corpus"] == "countries":
-        losses.update(quick_recall(run.model, data.encoding))
+    corpus = data.metas[0]["corpus"]
+    losses.update(countries.ask(run.model, data.encoding, corpus, briefly=True))
     log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
         run.save()
@@ -385,6 +371,7 @@ def report(run: Run, log: Log) -> None:
     settings, out_dir = run.settings, run.settings.out_dir
     if settings.compile:
         torch.compiler.set_stance("force_eager")  # each prompt has another shape
+    run.model.eval()
     shares = ask(run.model, run.data)
     if shares:
         log.write(type="recall", step=run.step, **shares)
@@ -393,22 +380,60 @@ def report(run: Run, log: Log) -> None:
     best_loss, best_step = run.best
     best = f"best.pt (val loss {best_loss:.4f}, step {best_step}), " if best_step else ""
     print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
-    show(run.model, run.data, out_dir / "ckpt.pt", settings.seed)
+    show(run)
     if settings.compile:
         torch.compiler.set_stance("default")
-    longer = f"--resume --out_dir {out_dir} --max_iters {2 * settings.max_iters}"
+
+
+def ask(model: Decoder, data: Data) -> dict[str, float]:
+    """Ask for what the corpus teaches. Prints and returns the shares that are right."""
+    shares = countries.ask(model, data.encoding, data.metas[0]["corpus"])
+    if shares:
+        text = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
+        print(f"recall of capitals, held-out phrasings: {text}")
+    return shares
+
+
+def show(run: Run) -> None:
+    """Print what the model adds to a prompt of the corpus, or to a question from the validation
+    conversations, and what to try next."""
+    encoding, out_dir = run.data.encoding, run.settings.out_dir
+    source = next(iter(run.data.val.values()))
+    if isinstance(source, Conversations):
+        ids, targets = source.sequence(0)
+        prompt = ids[: (targets >= 0).argmax() + 1].tolist()  # up to the first answer
+        temperature = 0.0
+        stop = encoding.encode_single_token(tokenizer.END)
+        commands = [f"sample.py --chat --ckpt {out_dir / 'ckpt.pt'}"]
+    else:
+        text, commands = countries.demo(run.model, run.data.metas[0]["corpus"])
+        prompt = tokenizer.encode(encoding, text)
+        temperature = 0.8
+        stop = encoding.eot_token
+        commands = [f"{command} --ckpt {out_dir / 'ckpt.pt'}" for command in commands]
+    # Without `stop`, as ranks that do not end together would wait for each other forever.
+    ids = torch.tensor([prompt], device=run.model.device)  # [1, T]
+    new = run.model.generate(ids, 60, temperature=temperature, seed=run.settings.seed)
+    new = new[0, len(prompt) :].tolist()
+    if stop in new:
+        new = new[: new.index(stop)]
+    print(encoding.decode(prompt[1:] + new))  # without the leading <|endoftext|>
+    print("\nnext:")
+    for command in commands:
+        print(f"  python {command}")
+    longer = f"--resume --out_dir {out_dir} --max_iters {2 * run.settings.max_iters}"
     print(f"  python train.py {longer}  # longer: this run made {passes(run):.1f} passes")
 
 
 def describe(run: Run) -> None:
     """Say what is trained, and on how much of what."""
-    settings, config = run.settings, run.model.config
-    millions = {name: f"{size / 1e6:.2f} M" for name, size in run.sizes.items()}
+    settings, config, sizes = run.settings, run.model.config, run.model.sizes()
+    millions = {name: f"{size / 1e6:.2f} M" for name, size in sizes.items()}
     print(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "
         f"{config.vocab_size:,}: {millions['total']} parameters, {millions['table']} of them in "
         f"tables; {millions['active']} active parameters and "
-        f"{run.sizes['flops_per_token'] / 1e6:.2f} MFLOP per token (forward)"
+        f"{sizes['flops_per_token'] / 1e6:.2f} MFLOP per token (forward)"
     )
     tokens_per_step = settings.batch_size * config.block_size
     print(

@@ -66,10 +66,9 @@ class RowRMSprop:
             self.state = tables.add_state()  # [V, W] of each table
 
     @torch.no_grad()
-    def step(self, lr: float, read: tuple[Tensor, list[Tensor]] | None = None) -> None:
-        """Update the rows read since the last step. read: what `Tables.gradients` returned, if the
-        caller took it already (to clip): ids [n], and a gradient [n, W] per table."""
-        ids, grads = read or self.tables.gradients()
+    def step(self, lr: float) -> None:
+        """Update the rows read since the last step, by `Tables.gradients`, which are then gone."""
+        ids, grads = self.tables.gradients()
         ids = ids.cpu()
         self.steps += 1
         gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]
@@ -80,6 +79,7 @@ class RowRMSprop:
         keep = send(self.beta2**gap, slots.device)
         for table, grad in enumerate(grads):
             self.update(table, tokens, slots, keep, grad.to(slots.device), lr)
+        self.tables.zero_grad()
         self.tables.mark_dirty(ids)
 
     def update(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import UserError
-from tables.tables import ResidentTables, StoredTables, Tables, send
+from tables.tables import ResidentTables, Tables, send
 
 
 def gather(mine: Tensor) -> list[Tensor]:
@@ -65,12 +65,11 @@ class ShardedTables(Tables):
         return mean / self.n_rank
 
 
-class ShardedResident(ShardedTables, ResidentTables):
-    pass
-
-
-class ShardedStored(ShardedTables, StoredTables):
-    pass
+def sharded(kind: type[Tables]) -> type[Tables]:
+    """A kind of tables that has columns of this rank; in a single process the kind itself."""
+    if not dist.is_initialized():
+        return kind
+    return type(f"Sharded{kind.__name__}", (ShardedTables, kind), {})
 
 
 def columns_per_rank(width: int) -> int:
@@ -89,7 +88,7 @@ def shard(tables: Tables) -> Tables:
     assert type(tables) is ResidentTables, f"{type(tables).__name__} cannot be split over processes"
     width = columns_per_rank(tables.width)
     dtype = tables.weight[0].dtype if len(tables.weight) else torch.float32
-    mine = ShardedResident(len(tables.weight), tables.vocab_size, width, dtype)
+    mine = sharded(ResidentTables)(len(tables.weight), tables.vocab_size, width, dtype)
     for columns, whole in zip(mine.weight, tables.weight, strict=True):
         columns.data = my_columns(whole.data).clone()
     return mine

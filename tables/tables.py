@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tables.storage import DiskStorage, TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
-MOST_READS = 512  # more lookups than a step has micro-batches: nobody takes the gradients
+MOST_READS = 4096  # more lookups than a step has micro-batches: nobody takes the gradients
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -43,9 +43,12 @@ class Tables(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.width = width
-        # What training lookups read since the last optimizer step: the distinct ids [n], still on
+        # What training lookups read and is not differentiated yet: the distinct ids [n], still on
         # the device they came from, and a leaf [n, W] per table, whose .grad autograd fills.
         self.reads: list[tuple[Tensor, list[Tensor]]] = []
+        # The merged gradients of those that are: distinct sorted ids [n], [n, W] per table.
+        self.merged: tuple[Tensor, list[Tensor]] | None = None
+        self.n_read = 0  # lookups since the last optimizer step
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
@@ -80,11 +83,14 @@ class Tables(nn.Module):
     def read_once(self, distinct: Tensor, position: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table [B, T, W]: of distinct tokens [n], each read once, expanded
         by position [B, T]."""
-        assert len(self.reads) < MOST_READS, (
+        assert self.n_read < MOST_READS, (
             f"the gradients of {MOST_READS} lookups were not taken: AdamW(model.parameters()) does "
             "not train tables. Make a RowRMSprop(model.tables) and call its step(lr) after each "
-            "step; the same for model.wte where the head is not tied"
+            "step; the same for model.wte where the head is not tied. (A step of so many "
+            "micro-batches on purpose: raise tables.tables.MOST_READS.)"
         )
+        self.merge()  # so that a step holds the rows of one micro-batch, not of all
+        self.n_read += 1
         index = self.index(distinct)
         position = send(position, index.device)
         leaves: list[Tensor] = []
@@ -126,29 +132,43 @@ class Tables(nn.Module):
     def mark_dirty(self, ids: Tensor) -> None:
         """The optimizer has changed tokens `ids` [n] in `rows` and `states`."""
 
-    def gradients(self) -> tuple[Tensor, list[Tensor]]:
-        """The gradients of all rows read since the last call, micro-batches merged: distinct sorted
-        ids [n], and for each table their summed gradient [n, W] on the compute device."""
-        reads = []
+    def merge(self) -> None:
+        """Add what backward passes left at the leaves to the merged gradients."""
+        waiting = []
         for ids, leaves in self.reads:
             if all(leaf.grad is None for leaf in leaves):
-                continue  # this lookup was not differentiated
-            for leaf in leaves:
-                if leaf.grad is None:  # a layer left its rows out, as with stochastic depth
-                    leaf.grad = torch.zeros_like(leaf)
-            reads.append((ids, [leaf.grad for leaf in leaves]))
+                waiting.append((ids, leaves))  # not differentiated, or not yet
+                continue
+            # A layer may leave its rows out, as with stochastic depth.
+            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            if self.merged is None:
+                self.merged = (ids, grads)
+                continue
+            earlier_ids, earlier = self.merged
+            distinct, position = torch.unique(torch.cat((earlier_ids, ids)), return_inverse=True)
+            places = send(position, grads[0].device).split((len(earlier_ids), len(ids)))
+            sums = []
+            for grad in grads:
+                total = grad.new_zeros(len(distinct), self.width)
+                # Each row once: the order of sums is fixed.
+                total.index_add_(0, places[0], earlier.pop(0)).index_add_(0, places[1], grad)
+                sums.append(total)
+            self.merged = (distinct, sums)
+        self.reads = waiting
+
+    def gradients(self) -> tuple[Tensor, list[Tensor]]:
+        """The gradients of all rows read since the last `zero_grad`, micro-batches merged: distinct
+        sorted ids [n], and for each table their gradient [n, W] on the compute device."""
+        self.merge()
+        assert self.merged, "no rows were differentiated since the last step: are they used?"
+        return self.merged
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, and lookups that were not differentiated."""
+        super().zero_grad(set_to_none)
         self.reads = []
-        assert reads, "no rows were differentiated since the last step: does a layer use its rows?"
-        if len(reads) == 1:
-            return reads[0]
-        read_ids = [ids for ids, _ in reads]
-        distinct, position = torch.unique(torch.cat(read_ids), return_inverse=True)
-        merged = [grad.new_zeros(len(distinct), self.width) for grad in reads[0][1]]
-        places = send(position, merged[0].device).split([len(ids) for ids in read_ids])
-        for place, (_, grads) in zip(places, reads, strict=True):
-            for total, grad in zip(merged, grads, strict=True):
-                total.index_add_(0, place, grad)  # each row once: the order of sums is fixed
-        return distinct, merged
+        self.merged = None
+        self.n_read = 0
 
     def flush(self) -> None:
         """Write changed rows back to where they are stored, and forget any copies."""

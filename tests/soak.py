@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import pytest
 import torch
 import torch._dynamo  # which every optimizer would import anew
+from config import ModelConfig
 from conftest import EDIT, cut_in_step, flags, leaves, losses, write_story
 
 import common
-from config import ModelConfig
 from training.checkpoints import load_checkpoint, tables_folder
 from training.records import archive_previous_run
 

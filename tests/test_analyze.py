@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-from conftest import ROOT, change_json, command, losses, refused
-
 import analyze
-from analysis import experiment as shared
+import pytest
 from analysis.experiment import Experiment, best_learning_rates, code_digest
 from analysis.stability import REACH, spike_rate, spikes
+from conftest import ROOT, change_json, command, losses, refused
+
+from analysis import experiment as shared
 from common import UserError, locked
 from training.records import read_run
 

@@ -3,11 +3,10 @@
 import math
 import re
 
-import pytest
-from conftest import command, refused
-
 import bench
+import pytest
 from bench import Bench
+from conftest import command, refused
 
 SIZES = {
     "n_layer": 3,

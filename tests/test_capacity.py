@@ -1,10 +1,10 @@
 """Made-up facts, and how many of them a model recalls."""
 
 import torch
+from analysis.capacity import RELATIONS, VALUES, VOCAB, learn, make_facts
 from conftest import CPU
 
 from analysis import capacity
-from analysis.capacity import RELATIONS, VALUES, VOCAB, learn, make_facts
 
 
 def test_facts_differ_and_share_the_syllables_of_their_names():

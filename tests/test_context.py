@@ -4,8 +4,8 @@ import random
 import re
 
 import numpy as np
-
 from analysis.context import KEYS, VALUES, distinct_tokens, document, haystack, prose
+
 from text import tokenizer
 
 NEEDLE = r" Call (\w+) (\w+)\."

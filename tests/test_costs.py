@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-
 from analysis.costs import Costs, expected_distinct
 from analysis.experiment import KINDS, MAIN
 from config import ModelConfig
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
 from model import Decoder
 from tables.tables import Tables
 

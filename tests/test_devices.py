@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from config import ModelConfig
 from conftest import CPU
 
 import common
 from common import UserError, pick_device
-from config import ModelConfig
 from model import Decoder
 from train import training_dtype
 from training.settings import PRESETS, Settings

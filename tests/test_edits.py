@@ -5,12 +5,12 @@ import copy
 import numpy as np
 import pytest
 import torch
+from analysis.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
+from config import ModelConfig
 from conftest import CPU
 
 from analysis import edits
-from analysis.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
 from common import UserError
-from config import ModelConfig
 from edit import Edit, ExtraRows, ask_the_same, show_and_save, texts_about, write_fact
 from model import Decoder
 from stem import substitute

@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-
 from analysis.geometry import cosines, rows_by_layer, up_outputs
 from attention import rotary
 from config import ModelConfig
+
 from model import Decoder
 
 SHAPE = {"vocab_size": 20, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}

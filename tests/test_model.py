@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_same
 from naive import TINY, decoder, naive_greedy, tokens
+from ngram import primes
 
 from common import UserError, add_flags, make_parser
 from model import CHUNK, LAYERS, Decoder, HeadLoss, ModelConfig, sample
-from ngram import primes
 
 # --- ModelConfig ---
 

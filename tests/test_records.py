@@ -4,9 +4,9 @@ import json
 import math
 
 import pytest
+from analysis.runs import draw, grouped, row
 
 from analysis import pictures
-from analysis.runs import draw, grouped, row
 from common import UserError
 from training import records
 

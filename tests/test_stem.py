@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from naive import decoder, naive_greedy
-
 from baselines import SwiGLU
 from config import chosen_layers
+from naive import decoder, naive_greedy
+
 from stem import StemFFN, substitute
 
 PARIS = 7

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
-
 from baselines import SwiGLU
 from config import ModelConfig
+
 from stem import StemFFN
 from text import countries
 

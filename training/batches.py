@@ -34,30 +34,31 @@ class Source:
         self.offset = 0
         self.order = np.arange(n_sequence)
 
-    def position_in_file(self, index: int) -> int:
-        """Which sequence of the file comes as number `index`, counted over all epochs. In a new
-        epoch, draws its order and its offset."""
-        epoch, position = divmod(index, self.n_sequence)
-        if self.seed is not None and epoch != self.epoch:
+    def begin_epoch(self, epoch: int) -> None:
+        """Draw the order of an epoch and its offset: functions of the seed and the epoch alone."""
+        self.epoch = epoch
+        if self.seed is not None:
             rng = np.random.default_rng((self.seed, epoch))
             self.offset = int(rng.integers(self.n_offset))
             self.order = rng.permutation(self.n_sequence)
-            self.epoch = epoch
+
+    def position_in_file(self, index: int) -> int:
+        """Which sequence of the file comes as number `index`, counted over all epochs."""
+        epoch, position = divmod(index, self.n_sequence)
+        if epoch != self.epoch:
+            self.begin_epoch(epoch)
         return int(self.order[position])
 
     def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, T] on the CPU. Those that are short are padded on the right."""
-        sequences = [self.sequence(index) for index in indices]
-        longest = max(len(ids) for ids, _ in sequences)
-        if any(len(ids) < longest for ids, _ in sequences):
-            longest = min(-(-longest // 32) * 32, self.block_size)  # few shapes to compile
-        inputs, targets = [], []
-        for ids, target in sequences:
-            room = (0, longest - len(ids))
+        inputs, targets = zip(*(self.sequence(index) for index in indices), strict=True)
+        lengths = {len(ids) for ids in inputs}
+        if len(lengths) > 1:
+            longest = min(-(-max(lengths) // 32) * 32, self.block_size)  # few shapes to compile
             # A causal model never sees the padding. It repeats the last token, so that no row of
             # another token is read for it.
-            inputs.append(np.pad(ids, room, mode="edge"))
-            targets.append(np.pad(target, room, constant_values=-1))
+            inputs = [np.pad(ids, (0, longest - len(ids)), mode="edge") for ids in inputs]
+            targets = [np.pad(t, (0, longest - len(t)), constant_values=-1) for t in targets]
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
     def batch(self, number: int, size: int) -> tuple[Tensor, Tensor]:
@@ -73,8 +74,8 @@ class Windows(Source):
         self.n_offset = len(ids) - self.n_sequence * block_size
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        position = self.position_in_file(index)  # draws the offset, too
-        start = position * self.block_size + self.offset
+        start = self.position_in_file(index) * self.block_size
+        start += self.offset  # of this epoch
         ids = self.ids[start : start + self.block_size + 1].astype(np.int64)
         return ids[:-1], ids[1:]
 

@@ -1,9 +1,9 @@
 """Checkpoints: a ckpt.pt that is enough to sample, edit or resume.
 
 Tables on disk change while they train, in `ckpt.live`. So saving copies them to a snapshot,
-`ckpt.tables/ID`, then replaces ckpt.pt by one that names this ID, and only then deletes the earlier
-snapshot. No matter when a crash comes, ckpt.pt finds its own tables. X.pt has its tables in
-X.tables, which holds nothing else.
+`ckpt.pt.tables/ID`, then replaces ckpt.pt by one that names this ID, and only then deletes the
+earlier snapshot. No matter when a crash comes, ckpt.pt finds its own tables. A checkpoint X has its
+tables in the folder X.tables, which holds nothing else.
 """
 
 import os
@@ -11,7 +11,8 @@ import re
 import secrets
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,26 +20,26 @@ from pickle import UnpicklingError
 import tiktoken
 import torch
 
-from common import UserError, atomic, has_bfloat16, reading
-from model import Decoder, ModelConfig
+from common import UserError, atomic, has_bfloat16, locked, reading
+from model import Decoder, decoder_class
 from offload import make_tables
 from tables.storage import DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
 
-FORMAT = 3
+FORMAT = 4
 FIX = "name a ckpt.pt, or train one with `python train.py`"
 
 
 def tables_folder(path: str | Path) -> Path:
-    """Where the checkpoint X.pt has its tables, if they are on disk: X.tables."""
-    return Path(path).resolve().with_suffix(".tables")
+    """Where the checkpoint X has its tables, if they are on disk: X.tables."""
+    path = Path(path).resolve()
+    return path.with_name(f"{path.name}.tables")
 
 
 def live_folder(out_dir: Path) -> Path:
-    """Where the tables of all ranks are while they train on disk. Not in ckpt.tables: when that is
-    moved away with an earlier run, the new one has its tables already."""
+    """Where the tables of all ranks are while they train on disk."""
     return out_dir / "ckpt.live"
 
 
@@ -68,6 +69,29 @@ def remove_leftovers(out_dir: Path) -> None:
     folder = tables_folder(out_dir / "ckpt.pt")
     if folder.exists() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+@contextmanager
+def run_folder(out_dir: Path) -> Iterator[None]:
+    """Rank 0 locks the folder of a run, and clears it before and after; the others wait for it."""
+    if ranks.rank:
+        ranks.wait()
+        yield
+        return
+    with locked(out_dir):
+        remove_leftovers(out_dir)
+        ranks.wait()
+        try:
+            yield
+        finally:
+            remove_leftovers(out_dir)
+
+
+def remove_run(out_dir: Path) -> None:
+    """Delete the files of an earlier run, for --overwrite."""
+    for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
+        (out_dir / name).unlink(missing_ok=True)
+    remove_leftovers(out_dir)
 
 
 # --- writing ---
@@ -202,7 +226,8 @@ def load_model(
     if tables is None:
         rows = weights.get("tables.weight.0", torch.empty(0))
         tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
-    model = Decoder(ModelConfig(**checkpoint["config"]), tables=tables)
+    kind = decoder_class(checkpoint["config"]["ffn"])
+    model = kind(kind.config_class(**checkpoint["config"]), tables=tables)
     if offload != "disk" and device.type == "cpu":  # else they are copied, or used in place
         weights = {name: weight.clone() for name, weight in weights.items()}
     model.load_state_dict(weights, assign=True)

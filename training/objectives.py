@@ -28,21 +28,17 @@ class NextToken:
 
     def prefetch(self, ids: Tensor) -> None:
         """Begin to fetch the rows of the next batch [B, T]."""
-        self.model.tables.prefetch(self.model.addresses(ids, self.documents(ids)))
+        addresses = self.model.addresses(ids, ids.shape[1], self.documents(ids))
+        self.model.tables.prefetch(addresses)
 
-    def __call__(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """ids, targets [B, T] on the CPU -> the mean loss in nats per token, on the device; and
-        what the routers of moe added to it, or None (baselines.py)."""
+    def __call__(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """ids, targets [B, T] on the CPU -> the mean loss in nats per token, on the device."""
         autocast = torch.autocast(
             self.device.type, getattr(torch, self.dtype), enabled=self.dtype != "float32"
         )
         with autocast:
             _, loss = self.model(ids, targets, documents=self.documents(ids))
-        layers = [block.ffn for block in self.model.blocks if hasattr(block.ffn, "auxiliary_loss")]
-        if not layers or not self.model.training:
-            return loss, None
-        balance = torch.stack([layer.auxiliary_loss for layer in layers]).sum()
-        return loss + balance, balance.detach()
+        return loss
 
 
 def n_validation_sequences(source: Source, n_token: int) -> int:
@@ -69,7 +65,7 @@ def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[
             padding = [n_sequence - 1] * (size - len(mine))
             ids, targets = source.sequences([*mine, *padding])
             targets[len(mine) :] = -1
-            loss, _ = objective(ids, targets)
+            loss = objective(ids, targets)
             known = targets[targets >= 0]
             if len(known):
                 total += loss.item() * len(known)  # a host-device sync

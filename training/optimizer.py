@@ -124,8 +124,9 @@ class Optimizer:
         params = [p for group in self.adamw.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
         ranks.add_up(*grads)
-        read = {name: rmsprop.tables.gradients() for name, rmsprop in self.rows.items()}
-        row_grads = [grad for _, of_tables in read.values() for grad in of_tables]
+        row_grads = []
+        for rmsprop in self.rows.values():
+            row_grads += rmsprop.tables.gradients()[1]
 
         # 2) their norm, still scaled; it is the same on all ranks, so all skip a step or none
         if ranks.size == 1:
@@ -148,9 +149,11 @@ class Optimizer:
             self.adamw.step()
             for name, rmsprop in self.rows.items():
                 rate = self.table_rate if name == "tables" else 1.0
-                rmsprop.step(fraction * self.peak * rate, read[name])
+                rmsprop.step(fraction * self.peak * rate)
         self.scaler.update(finite)
         self.adamw.zero_grad()
+        for rmsprop in self.rows.values():
+            rmsprop.tables.zero_grad()  # of a step that was skipped
         return norm
 
     def state_dict(self) -> dict:

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import UserError
-from config import ModelConfig
-from model import Decoder
+from model import Decoder, ModelConfig, decoder_class
 from tables.sharded import gather_columns, my_columns, shard
 from tables.tables import Tables
 
@@ -79,13 +78,19 @@ def wait(number: int = 0) -> int:
     return int(total)
 
 
+def micro_batches(ids: Tensor, targets: Tensor, n_part: int) -> list[tuple[Tensor, Tensor]]:
+    """This rank's parts of a batch [B, T]: part k of n is sequences k, k + n, k + 2n, ..."""
+    numbers = range(rank, n_part, size)
+    return [(ids[number::n_part], targets[number::n_part]) for number in numbers]
+
+
 def make_model(config: ModelConfig, tables: Callable) -> Decoder:
     """A decoder of which this rank has columns of what `tables` makes, from (n_table, V, W)."""
 
     def make_columns(n_table: int, vocab_size: int, width: int) -> Tables:
         return shard(tables(n_table, vocab_size, width))
 
-    model = Decoder(config, make_columns)
+    model = decoder_class(config.ffn)(config, make_columns)
     if isinstance(model.wte, Tables):
         model.wte = shard(model.wte)
     return model

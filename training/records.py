@@ -1,4 +1,4 @@
-"""What a run leaves in its folder beside the checkpoint: metrics, a picture, earlier runs.
+"""What a run leaves in its folder beside the checkpoint: metrics and a picture.
 
 metrics.jsonl holds one JSON object a line. JSON cannot express numbers that are not finite: they
 are written as null, and read as NaN.
@@ -11,7 +11,6 @@ are written as null, and read as NaN.
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +115,3 @@ def curve(records: list[dict], kind: str, name: str) -> tuple[list, list]:
     """Steps and values of a figure, in the records of a type that have it."""
     found = [record for record in records if record["type"] == kind and name in record]
     return [record["step"] for record in found], [record[name] for record in found]
-
-
-def archive_previous_run(out_dir: Path) -> Path:
-    """Move the files of an earlier run into a folder run1, run2, ... beside them, ckpt.pt last: a
-    folder without it is where the next call goes on if this one is killed."""
-    number = 1
-    while (out_dir / f"run{number}" / "ckpt.pt").exists():
-        number += 1
-    folder = out_dir / f"run{number}"
-    folder.mkdir(exist_ok=True)
-    for name in ("best.pt", "metrics.jsonl", "loss.png", "ckpt.tables", "ckpt.pt"):
-        if (out_dir / name).exists():
-            os.replace(out_dir / name, folder / name)
-    return folder

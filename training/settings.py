@@ -1,15 +1,15 @@
 """What can be set when training: presets, stages, and the way from flags to settings."""
 
+from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from common import UserError, add_flags, check_ranges, flag, make_parser
-from config import KINDS, POSITIVE, SHARE, SIZE, TABLES, ModelConfig
+from model import ModelConfig, decoder_class, relatives
 from tables.storage import DTYPES
 
 # Model shapes, with settings that train them well: two for minutes on two CPU cores, MiniMind's
 # models (26M, 64M, 104M parameters when dense, head tied, 6,400 ids), Embformer's published shape.
-SMALL = dict(n_layer=6, n_head=4, n_embd=128, batch_size=8)
 MINIMIND = dict(
     n_head=8,
     block_size=512,
@@ -23,15 +23,8 @@ MINIMIND = dict(
 # Activations of 16 layers take 379 MiB a sequence.
 MINIMIND_DEEP = dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, device_batch_size=16)
 PRESETS = {
-    "countries": dict(
-        SMALL,
-        block_size=128,
-        stem_layers="all",
-        max_iters=700,  # reads 68 % of the text once
-        learning_rate=3e-3,
-        eval_interval=140,
-    ),
-    "prose": dict(SMALL, block_size=256, max_iters=250, learning_rate=6e-3, eval_interval=50),
+    "countries": {},  # the defaults of Settings and of ModelConfig
+    "prose": dict(block_size=256, max_iters=250, learning_rate=6e-3, eval_interval=50),
     "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
     "minimind-64m": dict(MINIMIND, n_layer=8, n_embd=768, n_kv_head=4, d_ff=2432),
     "minimind-104m": dict(MINIMIND_DEEP, d_ff=2048),
@@ -56,23 +49,20 @@ STAGES = {
     "sft": Stage(reads="chat", rate=0.02, epochs=2),
 }
 # Settings for fine-tuning preset P in stage S, if the corpus is called P-S.
-FINE_TUNING = {
-    "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300, eval_interval=75)
-}
+FINE_TUNING = {"countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300)}
 # Flags allowed with --resume, as they change how a run computes, not what, or with --eval_only.
 MACHINE_FLAGS = ("data_dir", "offload", "device", "dtype", "device_batch_size")
-RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile", "verify")
+RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile")
 EVAL_FLAGS = (*MACHINE_FLAGS, "eval_only", "init_from", "out_dir", "eval_tokens")
-TEXT = "pretrain midtrain context"  # stages that read text
 
 
 def device_flag() -> str:
     return flag("auto", "auto (cuda if available, else cpu), cuda, cuda:1, cpu, mps")
 
 
-def offload_flag(**more) -> str:
+def offload_flag() -> str:
     about = "where to keep tables: none: on the device, cpu: in RAM, disk: in files"
-    return flag("none", about, choices=("none", "cpu", "disk"), **more)
+    return flag("none", about, choices=("none", "cpu", "disk"))
 
 
 def decoding_dtype_flag() -> str:
@@ -100,69 +90,53 @@ class Settings:
     )
     init_from: Path | None = flag(None, "start from the weights of this ckpt.pt")
     resume: bool = flag(False, "continue from ckpt.pt in --out_dir, with the flags of that run")
+    overwrite: bool = flag(False, "replace the run in --out_dir")
     eval_only: bool = flag(False, "only report validation loss of --init_from (or --out_dir)")
-    verify: bool = flag(True, "verify the checkpoint's checksums", shown="yes")
 
-    doc_mask: bool = flag(
-        False, "no attention across documents", shown="on in stage context", only=TEXT
-    )
-    batch_size: int = flag(8, "sequences per step", shown="the preset's", **SIZE)
+    doc_mask: bool = flag(False, "no attention across documents; stage context has it")
+    batch_size: int = flag(8, "sequences per step", must="at least 1")
     device_batch_size: int | None = flag(
         None,
         "sequences per forward pass; must divide --batch_size; reduce if out of memory",
-        shown="the preset's, or all",
-        **SIZE,
+        shown="all",
+        must="at least 1",
     )
-    max_iters: int = flag(
-        1000, "optimizer steps", shown="the preset's; sft: 2 epochs", must="0 or more"
-    )
+    max_iters: int = flag(700, "optimizer steps; sft: 2 epochs", must="0 or more")
     learning_rate: float = flag(
-        3e-3,
-        "peak learning rate",
-        shown="the preset's; midtrain, context: a tenth; sft: a fiftieth",
-        **POSITIVE,
+        3e-3, "peak; midtrain, context: a tenth; sft: a fiftieth", must="a positive number"
     )
-    schedule: str = flag(
-        "cosine", "shape of the decay; midtrain: linear", choices=("cosine", "linear")
-    )
+    schedule: str = "cosine"  # or linear, the shape of the decay
     warmup: float = flag(
-        0.1, "length of the warm-up, as a fraction of the steps", shown="0.1; midtrain: 0", **SHARE
+        0.1, "warm-up, as a fraction of the steps; midtrain: 0", must="0 or more and below 1"
     )
-    min_lr: float = flag(
-        0.1, "final learning rate, as a fraction of the peak", shown="0.1; midtrain: 0", **SHARE
-    )
+    min_lr: float = 0.1  # final learning rate, as a fraction of the peak
     weight_decay: float = flag(0.1, "weight decay of linear layers", must="0 or more")
-    beta1: float = flag(0.9, "decay of AdamW's first moment", **SHARE)
-    beta2: float = flag(0.95, "decay of second moments", **SHARE)
+    beta1: float = 0.9  # decay of AdamW's first moment
+    beta2: float = 0.95  # decay of second moments, of RMSprop, too
     grad_clip: float = flag(1.0, "largest gradient norm; 0: off", must="0 or more")
     table_optimizer: str = flag(
         "rmsprop",
-        "rmsprop: only rows that were read; adamw: all rows, every step",
+        "of tables and of an embedding that is not the head; rmsprop: only rows that were read; "
+        "adamw: all rows, every step",
         choices=("rmsprop", "adamw"),
-        only=TABLES,
     )
     table_state: str | None = flag(
         None,
         "rmsprop's second moments: one per row or one per number",
         choices=("row", "number"),
         shown="row; embformer: number",
-        only=TABLES,
     )
     table_rate: float = flag(
         1.0,
         "learning rate of tables, as a multiple of --learning_rate; 0: rows stay as drawn",
         must="0 or more",
-        only=TABLES,
     )
-    offload: str = offload_flag(only=TABLES)
+    offload: str = offload_flag()
     table_dtype: str = flag(
-        "float32", "dtype of table rows; bfloat16 halves their size", choices=DTYPES, only=TABLES
+        "float32", "dtype of table rows; bfloat16 halves their size", choices=DTYPES
     )
     eval_interval: int = flag(
-        250,
-        "steps between evaluations, each with a checkpoint",
-        shown="the preset's",
-        must="at least 1",
+        140, "steps between evaluations, each with a checkpoint", must="at least 1"
     )
     eval_tokens: int = flag(65536, "validation tokens per evaluation", must="at least 1")
     device: str = device_flag()
@@ -189,8 +163,6 @@ class Settings:
         if self.batch_size % self.device_batch_size:
             part = f"--device_batch_size {self.device_batch_size}"
             raise UserError(f"{part} must divide --batch_size {self.batch_size}")
-        if self.compile and self.model.ffn in ("moe", "hash_moe"):
-            raise UserError(f"--compile does not work with --ffn {self.model.ffn}: leave it out")
         is_plain = self.offload == "none" and self.table_dtype == "float32"
         if self.table_optimizer == "adamw" and not (is_plain and self.table_rate == 1):
             needs = "--offload none, --table_dtype float32, --table_rate 1"
@@ -208,18 +180,27 @@ class Settings:
     @classmethod
     def from_flat(cls, flat: dict) -> "Settings":
         """The inverse of `flat`; what is missing has its default. UserError: a value is wrong."""
-        shape = {f.name: flat[f.name] for f in fields(ModelConfig) if f.name in flat}
+        config_class = decoder_class(flat.get("ffn", ModelConfig.ffn)).config_class
+        shape = {f.name: flat[f.name] for f in fields(config_class) if f.name in flat}
         of_run = {name: value for name, value in flat.items() if name not in shape}
-        return cls(**of_run, model=ModelConfig(**shape))
+        return cls(**of_run, model=config_class(**shape))
 
 
 def parse_args(description: str) -> dict:
-    """The flags that the command line gives."""
+    """The flags that the command line gives, by name. --ffn decides which there are."""
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--ffn")
+    first.add_argument("--preset")
+    chosen, _ = first.parse_known_args()
+    ffn = chosen.ffn or PRESETS.get(chosen.preset, {}).get("ffn", ModelConfig.ffn)
     parser = make_parser(description)
-    add_flags(parser, Settings)
-    add_flags(
-        parser.add_argument_group("model (defaults: --init_from's or the preset's)"), ModelConfig
+    add_flags(parser, Settings, ffn)
+    others = ", ".join(relatives("Decoder"))
+    group = parser.add_argument_group(
+        f"model, --ffn {ffn} (defaults: --init_from's or the preset's; further kinds, with flags "
+        f"of their own, in relatives/: {others})"
     )
+    add_flags(group, decoder_class(ffn).config_class, ffn)
     return vars(parser.parse_args())
 
 
@@ -242,13 +223,15 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     if base is not None:
         preset = base["args"]["preset"]
     preset = given.get("preset", preset)
-    values = {"ffn": ModelConfig.ffn, **PRESETS[preset], "preset": preset, "stage": name}
+    values = {"preset": preset, "stage": name, **PRESETS[preset]}
 
     # 2) the stage
-    values["learning_rate"] *= stage.rate
-    if stage.epochs is not None:
-        del values["max_iters"], values["eval_interval"]
+    values["learning_rate"] = stage.rate * values.get("learning_rate", Settings.learning_rate)
     values.update(stage.settings)
+    if stage.epochs is not None:
+        batch_size = {"batch_size": Settings.batch_size, **values, **given}["batch_size"]
+        steps_per_epoch = meta["train"]["documents"] // max(1, batch_size)
+        values["max_iters"] = max(1, stage.epochs * steps_per_epoch)
     if meta["corpus"] == f"{preset}-{name}":
         values.update(FINE_TUNING[meta["corpus"]])
 
@@ -256,40 +239,21 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     if base is not None:
         values.update(inherited_shape(given, base["config"]))
     values.update(given)
-    check_effect(given, values)
+    if stage.epochs is not None and "eval_interval" not in given:
+        values["eval_interval"] = max(1, values["max_iters"] // 4)
     # The preset's --device_batch_size may not divide another --batch_size.
-    is_preset = "device_batch_size" in values and "device_batch_size" not in given
-    if is_preset and values["batch_size"] % values["device_batch_size"]:
+    size = values.get("batch_size", Settings.batch_size)
+    if "device_batch_size" not in given and size % values.get("device_batch_size", size):
         del values["device_batch_size"]
-    if "max_iters" not in values:
-        steps_per_epoch = meta["train"]["documents"] // max(1, values["batch_size"])
-        values["max_iters"] = max(1, stage.epochs * steps_per_epoch)
-    values.setdefault("eval_interval", max(1, values["max_iters"] // 4))
     return Settings.from_flat(values)
-
-
-def check_effect(given: dict, values: dict) -> None:
-    """UserError: a flag is given that has no effect with this --ffn or --stage."""
-    for setting in (*fields(Settings), *fields(ModelConfig)):
-        only = setting.metadata.get("only", "").split()
-        if not only or setting.name not in given:
-            continue
-        chooser = "stage" if only[0] in STAGES else "ffn"
-        chosen = values[chooser]
-        # A layer of your own may use any flag but --stem_layers: it is in all layers.
-        is_own = chooser == "ffn" and chosen not in KINDS.split()
-        if is_own and setting.name != "stem_layers":
-            continue
-        if chosen not in only:
-            raise UserError(f"--{setting.name} has no effect with --{chooser} {chosen}")
 
 
 def inherited_shape(given: dict, config: dict) -> dict:
     """The shape of the model in --init_from. Only what no weight depends on may change, such as the
     context length, as positions are rotary."""
-    shape = asdict(ModelConfig(**config))
+    shape = dict(config)
     for name in given:
-        if name in shape and name not in ("block_size", "rope_base", "dropout"):
+        if name in shape and name not in ("block_size", "dropout"):
             raise UserError(f"--{name} is set by the model in --init_from: leave it out")
     if given.get("stage") == "context":
         before = shape["block_size"]
@@ -306,7 +270,7 @@ def inherited_shape(given: dict, config: dict) -> dict:
 def resumed_settings(given: dict, args: dict) -> Settings:
     """The settings `args` of the checkpoint to resume, and the flags that may change."""
     check_allowed(given, (*RESUMABLE_FLAGS, "max_iters"))
-    return Settings.from_flat({**args, "verify": True, **given})
+    return Settings.from_flat({**args, "overwrite": False, **given})
 
 
 def eval_settings(given: dict, args: dict) -> Settings:

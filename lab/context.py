@@ -17,10 +17,10 @@ import numpy as np
 import tiktoken
 import torch
 
-from analysis.costs import SMALL, Costs
-from analysis.experiment import MAIN, Experiment, Kinds, best_learning_rates, pick
-from analysis.pictures import markdown, spread
-from config import ModelConfig
+from lab.costs import SMALL, Costs
+from lab.experiment import MAIN, Experiment, Kinds, best_learning_rates, pick
+from lab.pictures import markdown, spread
+from model import ModelConfig
 from text import tokenizer
 from text.dataset import open_tokens, read_meta, read_tokenizer, write_dataset
 from text.download import MOBY_DICK

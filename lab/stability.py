@@ -9,8 +9,8 @@ import statistics
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from analysis.experiment import KINDS, Experiment, Run
-from analysis.pictures import markdown, plt, spread
+from lab.experiment import KINDS, Experiment, Run
+from lab.pictures import markdown, plt, spread
 
 REACH = 10  # steps before and behind that a spike stands out of
 NAMES = ("dense", "STEM, all", "moe")
@@ -64,8 +64,8 @@ def measures(runs: list[Run]) -> dict[str, str]:
 
 
 def losses(run: Run) -> list[float]:
-    """The training loss of each step, without what moe's router adds to it."""
-    return [step["train_loss"] - step.get("train_balance", 0.0) for step in run["step"]]
+    """The training loss of each step."""
+    return [step["train_loss"] for step in run["step"]]
 
 
 def spike_rate(run: Run) -> float | None:

@@ -9,17 +9,15 @@ text, or by Zipf's law for the published shape.
 import numpy as np
 import torch
 
-from analysis.experiment import MAIN, Experiment, best_learning_rates, pick
-from analysis.pictures import markdown, spread
-from analysis.runs import last_start
-from config import ModelConfig
-from model import Decoder
+from lab.experiment import MAIN, Experiment, best_learning_rates, pick
+from lab.pictures import markdown, spread
+from lab.runs import last_start
+from model import Decoder, ModelConfig
 from text.dataset import open_tokens, read_meta
-from training.settings import PRESETS
 
 LENGTHS = (128, 8192, 131_072)
 BATCHES = (1, 32, 512)
-SMALL = {name: PRESETS["countries"][name] for name in ("n_layer", "n_head", "n_embd")}
+SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 128}
 # Llama 3.2 1B's (Meta, 2024), and its vocabulary.
 PUBLISHED = {
     "n_layer": 16,

@@ -1,25 +1,26 @@
-"""Attention to the last w tokens, whose cost does not grow with the square of the length
-(docs/attention.md)."""
+"""--attention window:64: attention to the last 64 tokens, the token itself included, whose cost
+does not grow with the square of the length. By layer, and repeated: window:64,window:64,full."""
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from attention import Attention, LayerCache, additive
-from config import ModelConfig
+import model
+from common import UserError
+from model import LayerCache, ModelConfig, additive
 
 
 class WindowCache(LayerCache):
     """Keys and values of the last window - 1 tokens: what the next token sees besides itself."""
 
-    def __init__(self, config: ModelConfig, batch: int, like: Tensor) -> None:
+    def __init__(self, config: ModelConfig, batch: int, window: int, like: Tensor) -> None:
         super().__init__(config, batch, 0, like)
-        self.window = config.window
+        self.window = window
 
-    def update(self, slots: slice, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add k and v [B, n_kv_head, T, head_dim] of new tokens. Returns those of all tokens that
         one of the new tokens sees, [B, n_kv_head, S, head_dim]."""
-        if slots.start > 0:
+        if start > 0:
             k = torch.cat((self.k, k), dim=2)
             v = torch.cat((self.v, v), dim=2)
         first = max(0, k.shape[2] - (self.window - 1))
@@ -29,16 +30,24 @@ class WindowCache(LayerCache):
         return k, v
 
 
-class WindowAttention(Attention):
+class Attention(model.Attention):
     """Attention to the last w tokens. Tokens are cut into blocks of w, and queries of a block see
     their block and the one before it, through a mask [w, 2w]."""
 
+    def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str) -> None:
+        super().__init__(config, qkv)
+        if not argument.isdecimal() or int(argument) < 1:
+            wrong = f"--attention {config.attention}: window:{argument}"
+            raise UserError(f"{wrong} needs a number of tokens, as window:64")
+        self.window = int(argument)
+        self.span = min(config.block_size, 2 * self.window)
+
     def make_cache(self, batch: int, room: int, like: Tensor) -> WindowCache:
-        return WindowCache(self.config, batch, like)
+        return WindowCache(self.config, batch, self.window, like)
 
     def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor | None:
         """[B * blocks, 1, w, 2w], or None where one window has all that is seen."""
-        w = self.config.window
+        w = self.window
         n = x.shape[1]
         past = min(start, w - 1)  # keys in front of x's
         if documents is None:
@@ -60,7 +69,7 @@ class WindowAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             return super().attend(q, k, v, mask)
-        w = self.config.window
+        w = self.window
         batch, _, n, _ = q.shape
         q = F.pad(q, (0, 0, 0, -n % w))
         q = q.unflatten(2, (-1, w))  # [B, n_head, blocks, w, head_dim]

@@ -2,7 +2,7 @@
 # # Token tables in five steps
 #
 # From a dense FFN to one that looks up part of its weights by token id: trained, edited, and moved
-# to disk. Some minutes on two CPU cores as `python tour.py`; with `--quick`, seconds, of models
+# to disk. Some minutes on two CPU cores as `python lab/tour.py`; with `--quick`, seconds, of models
 # that learn nothing; or cell by cell, in an editor that knows `# %%` or as `tour.ipynb`, from the
 # folder of the repository. Not run on a T4 yet.
 
@@ -13,6 +13,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+
+sys.path.insert(0, ".." if Path.cwd().name == "lab" else ".")
 
 from text.dataset import write_corpus
 from text.tokenizer import encode

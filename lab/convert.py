@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from analysis.experiment import KINDS, Experiment, Flags, code_digest
-from analysis.kinds import row_with_edits
-from analysis.pictures import markdown
 from convert import Settings, dense_to_stem
+from lab.experiment import KINDS, Experiment, Flags
+from lab.kinds import row_with_edits
+from lab.pictures import markdown
 from train import resolve_settings
 from training.checkpoints import save_checkpoint
 
@@ -85,7 +85,7 @@ def converted(experiment: Experiment, dense: Path, data_dir: Path, model: Model)
     """A dense checkpoint with some layers converted to tables, as by convert.py, unless it is
     there."""
     tokens = 4096 if experiment.quick else model.tokens
-    name = f"{dense.parent.name}-{model.stem_layers}-{tokens}-{code_digest()}"
+    name = f"{dense.parent.name}-{model.stem_layers}-{tokens}"
     out = experiment.out_dir / "converted" / name / "ckpt.pt"
     if not out.exists():
         settings = Settings(

@@ -1,10 +1,10 @@
 """Speed and memory, always two things side by side in one run.
 
-    python bench.py all --quick                          # everything small, in a minute or two
-    python bench.py train                                # kinds of layers, eager and compiled
-    python bench.py decode                               # one token at a time, eager and compiled
-    python bench.py offload                              # where tables live: device, RAM, disk
-    python bench.py offload --table_gib 32 --dir /big    # larger than memory, in a sparse file
+    python lab/bench.py all --quick          # everything small, in a minute or two
+    python lab/bench.py train                # kinds of layers, eager and compiled
+    python lab/bench.py decode               # one token at a time
+    python lab/bench.py offload              # where tables live: device, RAM, disk
+    python lab/bench.py offload --table_gib 32 --dir /big    # larger than memory, sparse
 
 Contenders take turns, so what slows the machine for a while slows all of them. Speeds are medians
 over the turns; ratios are medians of the ratios to a baseline within a turn. Token ids are random
@@ -12,6 +12,7 @@ with Zipf's frequencies. Default sizes are for two CPU cores: give larger ones o
 """
 
 import random
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ from torch import Tensor
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 
-from analysis.experiment import pick
-from analysis.pictures import markdown
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from common import UserError, add_flags, check_ranges, flag, make_parser, pick_device, run
-from config import ModelConfig
-from model import Decoder
+from lab.experiment import pick
+from lab.pictures import markdown
+from model import Decoder, ModelConfig
 from offload import OffloadedTables, make_tables
 from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
@@ -225,16 +227,12 @@ def bench_train(bench: Bench) -> dict:
 def bench_decode(bench: Bench) -> dict:
     contenders = {}
     for kind, flags in KINDS.items():
-        for way in ("",) if bench.quick else ("", ", compiled"):
-            contender = Contender(bench, bench.model(**flags))
-            # As sample.py has them: on a CPU weights by columns, on a GPU in fewer bits.
-            if bench.cuda:
-                contender.model.to(bench.dtype)
-            else:
-                contender.model.use_column_major_weights()
-            if way:
-                contender.model.compile_steps()
-            contenders[kind + way] = contender
+        contender = contenders[kind] = Contender(bench, bench.model(**flags))
+        # As sample.py has them: on a CPU weights by columns, on a GPU in fewer bits.
+        if bench.cuda:
+            contender.model.to(bench.dtype)
+        else:
+            contender.model.use_column_major_weights()
     tasks = {
         "batch 1": partial(decode, batch=1, context=64, new=96),
         "batch 8": partial(decode, batch=8, context=64, new=96),

@@ -4,8 +4,8 @@ One name reads another's rows, as `edit.py --source Spain --target Germany` does
 is asked for a fact in held-out words. Success: the greedy answer is the other's fact. Pairs that
 share the fact (Spanish for Peru and Chile) could not fail and are left out.
 
-    python analyze.py edits               # models trained for it
-    python analyze.py edits out/ckpt.pt   # this checkpoint
+    python lab/analyze.py edits               # models trained for it
+    python lab/analyze.py edits out/ckpt.pt   # this checkpoint
 """
 
 import random
@@ -20,16 +20,18 @@ from tiktoken import Encoding
 from torch import Tensor
 from tqdm import tqdm
 
-from analysis.experiment import Experiment, pick
-from analysis.pictures import markdown, spread
 from common import UserError
-from edit import check_editable, edited_ids, train_rows
+from edit import check_editable, edited_ids
+from lab.experiment import Experiment, pick
+from lab.pictures import markdown, spread
 from model import Decoder
 from stem import substitute
 from text import countries
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.questions import fact_questions, mean, score_answers
+from training.countries import fact_questions
+from training.questions import mean, score_answers
+from training.writing import train_rows
 
 RELATIONS = ("capital", "language", "region")
 MOST = 500  # random pairs of each sort, for each relation

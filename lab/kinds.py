@@ -3,10 +3,10 @@ settings: two initialisations, each at its best rate, and how tables are trained
 
 from pathlib import Path
 
-from analysis.edits import success_of_edits
-from analysis.experiment import KINDS, MAIN, Experiment, Flags, Run, best_learning_rates, pick
-from analysis.pictures import markdown, plt
-from analysis.runs import draw_validation, last_start, row
+from lab.edits import success_of_edits
+from lab.experiment import KINDS, MAIN, Experiment, Flags, Run, best_learning_rates, pick
+from lab.pictures import markdown, plt
+from lab.runs import draw_validation, last_start, row
 from text.dataset import read_meta
 from training.records import read_run
 

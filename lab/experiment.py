@@ -1,21 +1,21 @@
 """What all questions share: runs are trained once, figures measured once, and both kept. A question
 is a function of an `Experiment`, which prints tables and may draw <out_dir>/<question>.png.
 
-A run is found again by the digest of its settings, its data and the code that trains it, a figure
-by that of this code and of the file that measures it, so nothing old is shown after a change.
+A run is found again by its settings and its data, a figure by its run. After a change of the code,
+--fresh begins anew.
 """
 
 import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from analysis.pictures import markdown, plt, save_figure
 from common import UserError, atomic, check_ranges, flag, pick_device
+from lab.pictures import markdown, plt, save_figure
 from text.dataset import read_meta, write_corpus
 from text.download import MOBY_DICK
 from train import resolve_settings, train
@@ -36,6 +36,7 @@ Kinds = dict[Hashable, Flags]
 Run = dict[str, list[dict]]  # the records of a run by type
 
 ROOT = Path(__file__).parent.parent
+children: list[subprocess.Popen] = []  # of train.py
 KINDS = {
     "dense": {"ffn": "dense"},
     "STEM, third": {"ffn": "stem", "stem_layers": "third"},
@@ -60,11 +61,12 @@ def pick(*names: str) -> dict[str, Flags]:
 
 @dataclass
 class Experiment:
-    out_dir: Path = flag(Path("out/analysis"), "runs, figures and pictures; kept for the next time")
+    out_dir: Path = flag(Path("out/analysis"), "runs, figures, pictures: kept")
     data_dir: Path = flag(Path("data/countries"), "prepared folder to train on")
     seeds: str = flag("1337,1,2", "seeds of each figure that is a mean")
     jobs: int | None = flag(None, "runs at a time", must="at least 1", shown="cores; on a GPU 1")
     quick: bool = flag(False, "tiny models and one seed: a smoke test")
+    fresh: bool = flag(False, "delete the runs and figures in --out_dir first")
     device: str = device_flag()
 
     def __post_init__(self) -> None:
@@ -80,6 +82,11 @@ class Experiment:
             self.out_dir = self.out_dir / "quick"
             self.numbers = self.numbers[:1]
         self.ensure_prepared(self.data_dir)
+
+    def clear(self) -> None:
+        """Delete what was kept, for --fresh."""
+        for name in ("runs", "converted", "figures"):
+            shutil.rmtree(self.out_dir / name, ignore_errors=True)
 
     def ensure_prepared(self, folder: Path) -> None:
         """Prepare the corpus that a folder is named after, if it is missing and is one of ours."""
@@ -111,7 +118,7 @@ class Experiment:
         settings = resolve_settings(**every).flat()
         for name in set(RESUMABLE_FLAGS) - {"dtype"}:
             settings.pop(name)  # changes no result
-        distinct = json.dumps([settings, read_meta(data_dir), code_digest()], sort_keys=True)
+        distinct = json.dumps([settings, read_meta(data_dir)], sort_keys=True)
         digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
         shown = [str(flags[name]) for name in flags if name not in ("data_dir", "init_from")]
         name = "-".join([data_dir.name, *shown])
@@ -155,12 +162,11 @@ class Experiment:
         self, name: str, function: Callable, subjects: Iterable[Path | tuple], *arguments
     ) -> list:
         """What `function(subject, *arguments)` returns about each subject: the folder of a run, or
-        a tuple. It is kept in a file of <out_dir>/<name>, for the next time."""
-        code = code_digest(sys.modules[function.__module__].__file__)
+        a tuple. It is kept in a file of <out_dir>/figures/<name>, for the next time."""
         figures = []
         for subject in tqdm(subjects, name):
             key = subject.name if isinstance(subject, Path) else ", ".join(map(str, subject))
-            path = self.out_dir / name / f"{key}, {code}.json"
+            path = self.out_dir / "figures" / name / f"{key}.json"
             if not path.exists():
                 figure = function(subject, *arguments)
                 with atomic(path) as temporary:
@@ -172,22 +178,6 @@ class Experiment:
         path = self.out_dir / f"{name}.png"
         save_figure(figure, path)
         print(f"\nwrote {path}")
-
-
-@cache
-def code_digest(*further: str) -> str:
-    """The digest of all of this project that is imported, but for the laboratory, which is the code
-    that trains; and of further files."""
-    files = set(further)
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        room = Path(file).parent  # what is installed, even below ROOT, lies deeper
-        if ROOT in (room, room.parent) and room.name != "analysis" and not name.startswith("__"):
-            files.add(file)
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(Path(file).read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def diverged(folder: Path) -> bool:
@@ -212,14 +202,16 @@ def train_apart(folder: Path, flags: Flags, threads: int) -> None:
         if value is not True:  # {"doc_mask": True, "seed": 1} -> --doc_mask --seed 1
             command.append(str(value))
     with open(folder / "log.txt", "a", encoding="utf-8") as log:
-        done = subprocess.run(
+        child = subprocess.Popen(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
-    if done.returncode and not diverged(folder):
-        raise UserError(f"{folder}: exit code {done.returncode}, see its log.txt")
+        children.append(child)
+        code = child.wait()
+    if code and not diverged(folder):
+        raise UserError(f"{folder}: exit code {code}, see its log.txt")
 
 
 def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
@@ -234,6 +226,10 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
             run.result()
     except KeyboardInterrupt:
         print("stopping: runs save, and the same command goes on with them", file=sys.stderr)
+        raise
+    except SystemExit:  # SIGTERM, of this process alone
+        for child in children:
+            child.terminate()
         raise
     finally:
         pool.shutdown(cancel_futures=True)

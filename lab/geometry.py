@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis.experiment import KINDS, Experiment
-from analysis.pictures import markdown, spread
+from lab.experiment import KINDS, Experiment
+from lab.pictures import markdown, spread
 from model import Decoder
 from text.dataset import open_tokens, read_meta
 from training.checkpoints import load_model

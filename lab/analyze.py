@@ -1,39 +1,43 @@
 """Do the claims about token-indexed models hold? Each question is a subcommand, which prints
 tables; some draw a picture, too. What came out, claim by claim, is in docs/claims.md.
 
-    python analyze.py runs out/dense-* out/stem-* --plot loss.png   # compares runs; seeds averaged
-    python analyze.py kinds                  # STEM, Embformer and other layers, each at its best
-    python analyze.py settings               # which initialisation and learning rate suit a kind
-    python analyze.py stability              # loss spikes and gradients at rising learning rates
-    python analyze.py capacity               # how many facts fit
-    python analyze.py context                # parameters read by length, a needle in a haystack
-    python analyze.py attention              # windows: worse? keys of the token before?
-    python analyze.py geometry               # angles between rows
-    python analyze.py costs                  # FLOPs, parameters read, return on compute
-    python analyze.py edits                  # how often swapped rows, and written facts, succeed
-    python analyze.py edits out/ckpt.pt      # swapped rows of this checkpoint
-    python analyze.py convert                # a dense model turned into tables, against controls
-    python analyze.py all --quick            # every question, with tiny models: a smoke test
+    python lab/analyze.py runs out/dense-* out/stem-* --plot loss.png   # compares; seeds averaged
+    python lab/analyze.py kinds            # STEM, Embformer and other layers, each at its best
+    python lab/analyze.py settings         # which initialisation and learning rate suit a kind
+    python lab/analyze.py stability        # loss spikes and gradients at rising learning rates
+    python lab/analyze.py capacity         # how many facts fit
+    python lab/analyze.py context          # parameters read by length, a needle in a haystack
+    python lab/analyze.py attention        # windows: worse? keys of the token before?
+    python lab/analyze.py geometry         # angles between rows
+    python lab/analyze.py costs            # FLOPs, parameters read, return on compute
+    python lab/analyze.py edits            # how often swapped rows, and written facts, succeed
+    python lab/analyze.py edits out/ckpt.pt    # swapped rows of this checkpoint
+    python lab/analyze.py convert          # a dense model turned into tables, against controls
+    python lab/analyze.py all --quick      # every question, with tiny models: a smoke test
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
-questions: run the command again to go on where it stopped. After a change of the code that trains,
-runs are trained anew. One analysis at a time works in a folder.
+questions: run the command again to go on where it stopped. After a change of the code, --fresh
+trains anew. One analysis at a time works in a folder.
 """
 
+import signal
+import sys
 from pathlib import Path
 
-from analysis.attention import attention
-from analysis.capacity import capacity
-from analysis.context import context
-from analysis.convert import convert
-from analysis.costs import costs
-from analysis.edits import edits, measure_checkpoint
-from analysis.experiment import Experiment
-from analysis.geometry import geometry
-from analysis.kinds import kinds, settings
-from analysis.runs import runs
-from analysis.stability import stability
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from common import UserError, add_flags, locked, make_parser, pick_device, run
+from lab.attention import attention
+from lab.capacity import capacity
+from lab.context import context
+from lab.convert import convert
+from lab.costs import costs
+from lab.edits import edits, measure_checkpoint
+from lab.experiment import Experiment
+from lab.geometry import geometry
+from lab.kinds import kinds, settings
+from lab.runs import runs
+from lab.stability import stability
 
 QUESTIONS = {
     "kinds": kinds,
@@ -72,7 +76,10 @@ def main() -> None:
         raise UserError("analyze.py: runs takes folders, edits checkpoints, all others no paths")
     else:
         experiment = Experiment(**flags)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         with locked(experiment.out_dir):
+            if experiment.fresh:
+                experiment.clear()
             for name in QUESTIONS if question == "all" else [question]:
                 print(f"\n## {name}\n")
                 QUESTIONS[name](experiment)

@@ -7,32 +7,23 @@ from pathlib import Path
 
 import torch
 
-from analysis.context import KEYS, SHORT, VALUES, write_documents
-from analysis.experiment import Experiment
-from analysis.kinds import row_with_edits
-from analysis.pictures import markdown, spread
+from lab.context import KEYS, SHORT, VALUES, write_documents
+from lab.experiment import Experiment
+from lab.kinds import row_with_edits
+from lab.pictures import markdown, spread
 from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.questions import mean, score_answers
 
-PATTERN = "window,window,full"
-BEFORE = "full, keys of the token before"
-KINDS = {
-    "full": {"ffn": "embformer", "attention": "full"},
-    "window": {"ffn": "embformer", "attention": "window"},
-    PATTERN: {"ffn": "embformer", "attention": PATTERN},
-    BEFORE: {"ffn": "embformer", "attention": "full", "previous_heads": 2},
-    "dense": {"ffn": "dense"},
-}
-# The flags and kinds of each part.
-PROSE = {"learning_rate": 0.012, "window": 64}
+# The flags and kinds of attention of each part.
+PROSE = {"learning_rate": 0.012}
 LONG_PROSE = {**PROSE, "block_size": 1024, "batch_size": 2}
-INDUCTION = {**SHORT, "window": 32}
+BEFORE = "previous:2"
 PARTS = {
-    "prose, 256 tokens": (PROSE, ("full", "window", PATTERN, BEFORE)),
-    "prose, 1,024 tokens": (LONG_PROSE, ("full", "window", PATTERN)),
-    "facts": ({"window": 32}, ("full", "window", PATTERN, BEFORE)),
-    "pairs": (INDUCTION, ("dense", "full", PATTERN, BEFORE)),
+    "prose, 256 tokens": (PROSE, ("full", "window:64", "window:64,window:64,full", BEFORE)),
+    "prose, 1,024 tokens": (LONG_PROSE, ("full", "window:64", "window:64,window:64,full")),
+    "facts": ({}, ("full", "window:32", "window:32,window:32,full", BEFORE)),
+    "pairs": (SHORT, ("dense", "full", "window:32,window:32,full", BEFORE)),
 }
 
 
@@ -72,7 +63,12 @@ def attention(experiment: Experiment) -> None:
         if experiment.quick:
             names = names[2:3]
         data_dir = str(folder_of(experiment, part))
-        kinds = {name: {**flags, "data_dir": data_dir, **KINDS[name]} for name in names}
+        kinds = {}
+        for name in names:
+            kind = {"ffn": "embformer", "attention": name}
+            if name == "dense":
+                kind = {"ffn": "dense"}
+            kinds[name] = {**flags, "data_dir": data_dir, **kind}
         rows = []
         for name, folders in experiment.train(kinds).items():
             row = row_with_edits(experiment, name, folders)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.experiment import Run
-from analysis.pictures import markdown, plt, save_figure, spread
-from analysis.stability import spike_rate
 from common import UserError
+from lab.experiment import Run
+from lab.pictures import markdown, plt, save_figure, spread
+from lab.stability import spike_rate
 from training.records import read_run
 
 # Settings that may differ among the runs of a row.
-NOT_COMPARED = ("seed", "out_dir", "resume", "verify")
+NOT_COMPARED = ("seed", "out_dir", "resume", "overwrite")
 
 
 def last_start(run: Run) -> dict:

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis.experiment import KINDS, Experiment, Flags
-from analysis.pictures import markdown, spread
-from config import ModelConfig
-from model import Decoder
+from lab.experiment import KINDS, Experiment, Flags
+from lab.pictures import markdown, spread
+from model import Decoder, decoder_class
 from training.optimizer import Optimizer, schedule
 from training.settings import Settings
 
@@ -63,7 +62,8 @@ def make_model(kind: Flags) -> Decoder:
     flags = {**SHAPE, **kind}
     if kind["ffn"] != "embformer":  # whose rows are n_embd wide
         flags["d_ff"] = D_FF
-    return Decoder(ModelConfig(vocab_size=VOCAB, block_size=3, **flags))
+    decoder = decoder_class(kind["ffn"])
+    return decoder(decoder.config_class(vocab_size=VOCAB, block_size=3, **flags))
 
 
 def logits(model: Decoder, prompts: Tensor) -> Tensor:

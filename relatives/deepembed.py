@@ -1,0 +1,38 @@
+"""deepembed: the dense FFN, its hidden units scaled by the token's row (DeepEmbed, of RWKV-8: B.
+Peng, repository RWKV-LM, 2025). A token costs the FLOPs of the dense FFN.
+
+    y = W_d (SiLU(W_g x) * (W_u x) * (1 + E_l[t]))
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import model
+
+
+@dataclass
+class Config(model.ModelConfig):
+    stem_layers: str = "all"  # not a flag: every layer has a table, the first one, too
+
+
+class DeepEmbedFFN(model.SwiGLU):
+    """Differs: SwiGLU for RWKV's squared ReLU and its token shift; rows are stored minus one, so
+    that they begin small as all tables do."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.n_embd, config.d_ff)
+        self.row_width = config.d_ff
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x [B, T, n_embd], rows E_l[t] [B, T, d_ff] -> [B, T, n_embd]."""
+        hidden = self.hidden(x)
+        return self.down(hidden * (1 + rows).to(hidden.dtype))
+
+
+class Decoder(model.Decoder):
+    config_class = Config
+
+    def make_block(self, layer: int) -> model.Block:
+        ffn = DeepEmbedFFN(self.config)
+        return model.Block(self.config, layer, model.LinearQKV(self.config), ffn)

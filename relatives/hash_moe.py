@@ -1,0 +1,60 @@
+"""hash_moe: experts chosen by the token id, by a fixed random table (Hash Layers, Roller et al.,
+2021): the sparse baseline of the STEM paper. A token costs the FLOPs of the dense FFN."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import model
+from common import flag
+from relatives.moe import Experts
+from tables.tables import Tables, send
+
+
+@dataclass
+class Config(model.ModelConfig):
+    stem_layers: str = "all"  # not a flag: every layer has experts
+    n_expert: int = flag(16, "experts in a layer", must="at least 1")
+    top_k: int = flag(4, "experts per token", must="at least 1")
+
+
+class HashMoEFFN(Experts):
+    """A "random hash" of the token id (section 3.1). With top_k above 1 the hidden units come in
+    top_k segments, each by a hash of its own out of n_expert / top_k (section 3.2, "MultiHash").
+
+    Differs: SwiGLU for the ReLU FFN; every expert has equally many ids."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        size = self.n_expert // self.top_k  # experts for a segment
+        hashes = []
+        for segment in range(self.top_k):
+            expert = torch.randperm(config.vocab_size) % size  # equally many ids for each
+            hashes.append(segment * size + expert)
+        self.register_buffer("hashes", torch.stack(hashes, dim=-1))  # [V, top_k]
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """x [B, T, n_embd], numbers of experts [B, T, top_k] -> [B, T, n_embd]."""
+        return self.experts(x, chosen.long()).sum(-2)
+
+
+class Decoder(model.Decoder):
+    """Its rows are the numbers of a token's experts, which nobody trains: there are no tables."""
+
+    config_class = Config
+
+    def make_block(self, layer: int) -> model.Block:
+        qkv = model.LinearQKV(self.config)
+        block = model.Block(self.config, layer, qkv, HashMoEFFN(self.config))
+        block.row_split = [0, self.config.top_k]
+        block.row_width = self.config.top_k
+        return block
+
+    def make_tables(self, tables, widths: list[int]) -> Tables:
+        return super().make_tables(tables, [])
+
+    def rows(self, addresses: Tensor) -> Iterator[Tensor]:
+        for block in self.blocks:
+            yield block.ffn.hashes[send(addresses, self.device)]  # [B, T, top_k]

@@ -1,0 +1,57 @@
+"""--attention previous:2: in the first two key heads, each token has the key of the one before it.
+
+Keys of Embformer are rows of their own tokens, which do not know what came before: it cannot find
+`B` behind an earlier `A` from `A` alone. With a key of the token before, a query for `A` finds `B`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+import model
+from common import UserError
+from model import LayerCache, ModelConfig, rotate
+
+
+class PreviousCache(LayerCache):
+    """Keeps the keys of the last token, not rotated, too."""
+
+    last_key: Tensor  # [B, 1, n, head_dim]
+
+
+class Attention(model.Attention):
+    """Full attention. A text's first token keeps its own key; with documents, the first token of
+    each has a key of the document before it."""
+
+    def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str) -> None:
+        super().__init__(config, qkv)
+        if not argument.isdecimal() or not 1 <= int(argument) <= config.n_kv_head:
+            wrong = f"--attention {config.attention}: previous:{argument}"
+            raise UserError(f"{wrong} needs a number of heads from 1 to {config.n_kv_head}")
+        self.n = int(argument)
+
+    def make_cache(self, batch: int, room: int, like: Tensor) -> PreviousCache:
+        return PreviousCache(self.config, batch, room, like)
+
+    def forward(
+        self,
+        x: Tensor,
+        rows: Tensor | None,
+        angles: Tensor,
+        mask: Tensor | None = None,
+        cache: PreviousCache | None = None,
+        start: int = 0,
+    ) -> Tensor:
+        q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, T, n_kv_head, head_dim] twice
+        own = k[:, :, : self.n]
+        before = cache.last_key if start > 0 else own[:, :1]
+        moved = torch.cat((before, own[:, :-1]), dim=1)
+        k = torch.cat((moved, k[:, :, self.n :]), dim=2)
+        if cache is not None:
+            cache.last_key = own[:, -1:].clone()
+        q = rotate(q, angles).transpose(1, 2)  # [B, n_head, T, head_dim]
+        k = rotate(k, angles).transpose(1, 2)
+        v = v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(start, k, v)  # [B, n_kv_head, S, head_dim]
+        y = self.attend(q, k, v, mask)  # [B, T, n_head, head_dim]
+        return self.out(y.flatten(2))

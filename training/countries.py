@@ -1,0 +1,152 @@
+"""What a run asks a model about the countries (text/countries.py), on its way and at its end."""
+
+import random
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import product
+
+import tiktoken
+import torch
+
+from common import UserError
+from model import Decoder
+from text import countries, tokenizer
+from text.tokenizer import encode
+from training.questions import mean, score_answers
+
+
+def ask(
+    model: Decoder, encoding: tiktoken.Encoding, corpus: str, *, briefly: bool = False
+) -> dict[str, float]:
+    """What a model knows of a corpus, as shares that are right, with `recall`: {} if this is not
+    about its countries, or questions do not fit the model.
+
+    Args:
+        corpus: countries or countries-sft, from meta.json.
+        briefly: few questions, on the way of a run.
+    """
+    training = model.training
+    model.eval()
+    try:
+        if corpus == "countries" and briefly:
+            return quick_recall(model, encoding)
+        if corpus == "countries":
+            return {"recall": fact_recall(model, encoding, "capital")}
+        if corpus == "countries-sft" and not briefly:
+            return chat_recall(model, encoding, "capital")
+        return {}
+    except UserError as error:  # --block_size is less than a question needs
+        if not briefly:
+            print(f"skipped the questions about capitals: {error}")
+        return {}
+    finally:
+        model.train(training)
+
+
+def fact_questions(
+    encoding: tiktoken.Encoding, about: list[countries.Country], relations: Sequence[str]
+) -> list[tuple[list[int], list[int]]]:
+    """Held-out questions about relations of countries, two phrasings in each of three forms:
+    prompts and answers as token ids."""
+    asked = []
+    for country in about:
+        for relation, form in product(relations, countries.FORMS):
+            for question in countries.questions(relation, form, country):
+                prompt = encode(encoding, question.prompt)
+                asked.append((prompt, encoding.encode_ordinary(question.answer)))
+    return asked
+
+
+def quick_recall(model: Decoder, encoding: tiktoken.Encoding, n: int = 64) -> dict[str, float]:
+    """Of n held-out questions for capitals, always the same, `recall`, the share that greedy
+    decoding answers in full, and `answer_nats`, the mean of -log p of the right answers."""
+    asked = random.Random(0).sample(fact_questions(encoding, countries.table(), ["capital"]), n)
+    prompts, answers = zip(*asked, strict=True)
+    scores = score_answers(model, prompts, answers)
+    return {
+        "recall": mean(scores.greedy),
+        "answer_nats": -mean(scores.probability.clamp_min(1e-30).log()),
+    }
+
+
+def fact_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> float:
+    """Share of held-out questions about a relation that greedy decoding answers in full."""
+    prompts, answers = zip(*fact_questions(encoding, countries.table(), [relation]), strict=True)
+    return mean(score_answers(model, prompts, answers).greedy)
+
+
+def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[list[int], ...]]:
+    """Held-out questions of a conversation: prompt, brief answer and sentence as token ids."""
+    asked = []
+    for country in countries.table():
+        for pattern in countries.held_out(countries.QUESTION, relation):
+            brief = countries.exchange(pattern, country, relation, brief=True)
+            sentence = countries.exchange(pattern, country, relation, brief=False)
+            prompt = tokenizer.prompt(encoding, brief[:1])
+            # What follows the prompt, without the line break at the end.
+            brief_answer = tokenizer.render(encoding, brief)[len(prompt) : -1]
+            sentence_answer = tokenizer.render(encoding, sentence)[len(prompt) : -1]
+            asked.append(([encoding.eot_token, *prompt], brief_answer, sentence_answer))
+    return asked
+
+
+def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> dict[str, float]:
+    """Ask in a conversation for a fact of every country, in held-out words, and judge each style
+    of answer by itself: brief ("Lima.", never with " The") and a sentence ("The answer is Lima."):
+
+        recall, recall_brief, recall_sentence: share of the questions that greedy decoding answers
+            rightly: left to itself, kept from beginning with " The", made to begin with it.
+        sampled, sampled_brief, sampled_sentence: probability that a sample at temperature 0.8 is
+            right: of all, of brief ones, of sentences.
+        sentences: probability that a sample is a sentence.
+    """
+    prompts, briefs, sentences = zip(*chat_questions(encoding, relation), strict=True)
+    the = sentences[0][0]  # the token " The"
+    begins = score_answers(model, prompts, [[the]] * len(prompts), temperature=0.8)
+    brief = score_answers(model, prompts, briefs, temperature=0.8, barred=the)
+    begun = [[*prompt, the] for prompt in prompts]
+    rest = [sentence[1:] for sentence in sentences]
+    sentence = score_answers(model, begun, rest, temperature=0.8)
+    is_sentence = begins.probability
+    is_brief = 1 - is_sentence
+    right_brief = mean(is_brief * brief.probability)  # a sample is brief, and right
+    right_sentence = mean(is_sentence * sentence.probability)
+    return {
+        "recall": mean(torch.where(begins.greedy, sentence.greedy, brief.greedy)),
+        "recall_brief": mean(brief.greedy),
+        "recall_sentence": mean(sentence.greedy),
+        "sampled": right_brief + right_sentence,
+        "sampled_brief": right_brief / max(mean(is_brief), 1e-9),
+        "sampled_sentence": right_sentence / max(mean(is_sentence), 1e-9),
+        "sentences": mean(is_sentence),
+    }
+
+
+def demo(model: Decoder, corpus: str) -> tuple[str, list[str]]:
+    """A text to continue at the end of a run on a corpus, and commands to try."""
+    if corpus != "countries":
+        return "", ["sample.py"]
+    commands = ["sample.py"]
+    if len(model.tables.weight) and model.n_address == 1:
+        commands.append("edit.py --source Spain --target Germany")
+    return "Country: Spain\nThe capital city is called", commands
+
+
+def check_names(**names: str | None) -> None:
+    """Names by flag, `source` and `target`. UserError: the target is not a country, or the source
+    is a misspelled one."""
+    known = [country.name for country in countries.table()]
+    for flag, name in names.items():
+        if name is None or name in known:
+            continue
+        near = get_close_matches(name.title(), known, 3)
+        misspelled = name.casefold() in (other.casefold() for other in near)
+        if flag == "target" or misspelled:  # any other source may be a made-up name
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise UserError(f"--{flag} {name} is not one of the countries{hint}")
+
+
+def readers(encoding: tiktoken.Encoding, ids: list[int]) -> list[str]:
+    """The countries whose names have one of the tokens ids."""
+    tokens = {c.name: encoding.encode_ordinary(f" {c.name}") for c in countries.table()}
+    return [name for name in tokens if set(ids) & set(tokens[name])]
