@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
@@ -13,6 +14,7 @@ from typing import Any, get_args
 from zipfile import BadZipFile
 
 import torch
+from tqdm import tqdm
 
 try:
     import fcntl
@@ -134,6 +136,42 @@ def check_ranges(settings: Any) -> None:
         value = getattr(settings, setting.name)
         if must is not None and value is not None and not RANGES[must](value):
             raise UserError(f"--{setting.name} {value} must be {must}")
+
+
+# --- signals ---
+
+
+class StopSignals:
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request: the step ends and is saved.
+    `number` is the signal's, 0 before. A second one raises KeyboardInterrupt."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self.bar = bar
+        self.number = 0
+        self.previous = {}
+
+    def __enter__(self) -> "StopSignals":
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            # nohup ignores SIGHUP, and so do we then.
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                self.previous[number] = signal.signal(number, self.handle)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def handle(self, number: int, frame: object) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+        if number == signal.SIGINT:
+            self.bar.write(
+                "stopping after this step (press Ctrl-C again to stop at once, without saving)"
+            )
+        else:
+            self.bar.disable = True  # the terminal may be gone
 
 
 # --- devices ---

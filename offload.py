@@ -25,7 +25,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import TypeAlias
@@ -42,34 +41,18 @@ from tables.tables import STREAMS, ResidentTables, StoredTables, Tables, send
 Arrays: TypeAlias = list[tuple[Tensor, Tensor]]
 
 
-@dataclass
-class Chunk:
-    """n records on their way, and the memory that they pass through."""
-
-    stored: Tensor  # [V, n_table, W]
-    ids: Tensor  # [n], of tokens
-    on_device: Tensor  # [n_slot, n_table, W]
-    slots: Tensor  # [n], on the device
-    staging: Tensor  # [n, n_table, W], pinned
-    copied: torch.cuda.Event  # after the last copy from or to this memory
-
-    def store(self) -> None:
-        """Put records that were copied to staging where they are stored."""
-        self.copied.synchronize()  # H3
-        self.stored.index_copy_(0, self.ids, self.staging)
-
-
 class TransferRing:
     """A thread with a stream of its own that moves records through a few buffers in turn."""
 
     def __init__(self, device: torch.device, n_buffer: int, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.stream = torch.cuda.Stream(device)
-        self.buffers = []
+        self.n_buffer = n_buffer
+        buffers = []
         for _ in range(n_buffer):
-            staging = torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True)
-            self.buffers.append((staging, torch.cuda.Event(blocking=True)))
-        self.next_buffer = cycle(self.buffers)
+            memory = torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True)
+            buffers.append((memory, torch.cuda.Event(blocking=True)))
+        self.next_buffer = cycle(buffers)
         # All that the worker does on the GPU, it does on this stream.
         self.worker = ThreadPoolExecutor(
             1, initializer=torch.cuda.set_stream, initargs=(self.stream,)
@@ -78,56 +61,72 @@ class TransferRing:
         self.last.set_result(None)
 
     def run(self, job: Callable, *args) -> Future:
-        """Have the worker do a job after those before it, unless one of them failed."""
-        self.last = self.worker.submit(self.do_next, self.last, job, *args)
+        """Have the worker do a job after those before it. What ended an earlier one is raised
+        again, as records may now belong to different steps."""
+        previous = self.last
+
+        def do() -> object:
+            previous.result()
+            return job(*args)
+
+        self.last = self.worker.submit(do)
         return self.last
 
-    def do_next(self, previous: Future, job: Callable, *args) -> object:
-        """Worker: do a job. What ended an earlier one is raised again, as records may now belong to
-        different steps."""
-        previous.result()
-        return job(*args)
-
-    def fetch(self, chunks: Iterator[Chunk]) -> torch.cuda.Event:
-        """Job: bring records to the device. Returns the event of their arrival."""
-        for chunk in chunks:
-            chunk.copied.synchronize()  # H1
-            torch.index_select(chunk.stored, 0, chunk.ids, out=chunk.staging)
-            records = chunk.staging.to(self.stream.device, non_blocking=True)
-            chunk.on_device.index_copy_(0, chunk.slots, records)
-            chunk.copied.record()
+    def fetch(
+        self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        """Job: bring the records of tokens `ids` [n] to their slots [n] on the device, once the
+        event `free` has come. Returns the event of their arrival."""
+        self.stream.wait_event(free)  # H2
+        slots = send(slots, self.stream.device)
+        for stored, on_device in arrays:
+            n = self.records_per_chunk(stored)
+            for part, part_slots in zip(ids.split(n), slots.split(n), strict=True):
+                staging, copied = self.next_staging(stored, len(part))
+                copied.synchronize()  # H1
+                torch.index_select(stored, 0, part, out=staging)
+                records = staging.to(self.stream.device, non_blocking=True)
+                on_device.index_copy_(0, part_slots, records)
+                copied.record()
         arrived = torch.cuda.Event()
         arrived.record()
         return arrived
 
-    def write_back(self, chunks: Iterator[Chunk]) -> None:
-        """Job: store records of the device."""
-        leaving: deque[Chunk] = deque()
-        for chunk in chunks:
-            if len(leaving) == len(self.buffers):
-                leaving.popleft().store()  # it is in the memory of this chunk
-            records = chunk.on_device.index_select(0, chunk.slots)
-            chunk.staging.copy_(records, non_blocking=True)
-            chunk.copied.record()
-            leaving.append(chunk)
-        for chunk in leaving:
-            chunk.store()  # before anything more is fetched (H3)
-
-    def chunks(
+    def write_back(
         self, ids: Tensor, slots: Tensor, arrays: Arrays, free: torch.cuda.Event
-    ) -> Iterator[Chunk]:
-        """Yield records of tokens `ids` [n], whose slots are `slots` [n], once the event `free` has
-        come: as many at a time as a buffer has room for. To be iterated by the worker."""
+    ) -> None:
+        """Job: store the records of tokens `ids` [n] that are in slots [n] of the device."""
         self.stream.wait_event(free)  # H2
         slots = send(slots, self.stream.device)
+        leaving: deque[tuple] = deque()  # what is being copied, at most a buffer each
         for stored, on_device in arrays:
-            record_bytes = stored[0].nbytes
-            n_token = self.chunk_bytes // record_bytes
-            for part, part_slots in zip(ids.split(n_token), slots.split(n_token), strict=True):
-                memory, copied = next(self.next_buffer)
-                records = memory[: len(part) * record_bytes].view(stored.dtype)
-                staging = records.view(len(part), *stored.shape[1:])  # [n, n_table, W]
-                yield Chunk(stored, part, on_device, part_slots, staging, copied)
+            n = self.records_per_chunk(stored)
+            for part, part_slots in zip(ids.split(n), slots.split(n), strict=True):
+                if len(leaving) == self.n_buffer:
+                    store(*leaving.popleft())  # it is in the memory of this chunk
+                staging, copied = self.next_staging(stored, len(part))
+                records = on_device.index_select(0, part_slots)
+                staging.copy_(records, non_blocking=True)
+                copied.record()
+                leaving.append((stored, part, staging, copied))
+        for chunk in leaving:
+            store(*chunk)  # before anything more is fetched (H3)
+
+    def records_per_chunk(self, stored: Tensor) -> int:
+        return self.chunk_bytes // stored[0].nbytes
+
+    def next_staging(self, stored: Tensor, n: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Pinned memory for n records [n, n_table, W] of an array, and the event of the last copy
+        from or to it."""
+        memory, copied = next(self.next_buffer)
+        numbers = memory[: n * stored[0].nbytes].view(stored.dtype)
+        return numbers.view(n, *stored.shape[1:]), copied
+
+
+def store(stored: Tensor, ids: Tensor, staging: Tensor, copied: torch.cuda.Event) -> None:
+    """Put the records of tokens `ids`, once they are copied to staging, where they are stored."""
+    copied.synchronize()  # H3
+    stored.index_copy_(0, ids, staging)
 
 
 class OffloadedTables(StoredTables):
@@ -240,7 +239,7 @@ class OffloadedTables(StoredTables):
     def transfer(self, job: Callable, ids: Tensor) -> Future:
         """Have the ring fetch or write back tokens `ids` [n]."""
         arrays = [(self.storage.arrays[name], part) for name, part in self.working_set.items()]
-        return self.ring.run(job, self.ring.chunks(ids, self.slot_of[ids], arrays, self.free))
+        return self.ring.run(job, ids, self.slot_of[ids], arrays, self.free)
 
     def wait_for_arrival(self) -> None:
         """Let the compute stream wait for all that was fetched, and the host for the worker."""

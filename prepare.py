@@ -24,8 +24,9 @@ from pathlib import Path
 import tiktoken
 
 from common import UserError, check_ranges, flag, parse, run
-from text import tokenizer
-from text.dataset import CORPORA, read_meta, read_tokenizer, write_corpus, write_dataset
+from text import bpe, tokenizer
+from text.countries import CORPORA, write_corpus
+from text.dataset import read_meta, read_tokenizer, write_dataset
 from text.documents import MAX_BAD, Document, Report, hashed, is_validation, kind_of, read
 from text.download import DATASETS, fetch
 from training.checkpoints import read_checkpoint, read_encoding
@@ -99,7 +100,7 @@ def prepare_files(
     if encoding is None:
         size = sum(path.stat().st_size for path in paths)
         documents = labelled(paths, Report(max_bad, kind), settings.val_fraction, "counting words")
-        encoding = tokenizer.train(sample(documents, SAMPLE / size), settings.vocab_size or 6400)
+        encoding = bpe.train(sample(documents, SAMPLE / size), settings.vocab_size or 6400)
     report = Report(max_bad, kind)
     meta = write_dataset(
         settings.out_dir,

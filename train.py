@@ -15,7 +15,6 @@ resumed; not with --offload disk).
 """
 
 import math
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,14 +23,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import UserError, has_bfloat16, pick_device, run
+from common import StopSignals, UserError, has_bfloat16, pick_device, run
 from model import Decoder
 from offload import make_tables
 from tables.storage import DTYPES
 from text import tokenizer
-from text.dataset import read_meta, write_corpus
+from text.countries import write_corpus
+from text.dataset import read_meta
 from training import countries, ranks
-from training.batches import Conversations, Data, check_tokenizer, parse_mixture
+from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
     live_folder,
     load_checkpoint,
@@ -44,7 +44,8 @@ from training.checkpoints import (
 )
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
-from training.records import Log, draw_loss
+from training.records import Log
+from training.report import ask, describe, format_figures, report
 from training.settings import (
     STAGES,
     Settings,
@@ -127,7 +128,7 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
     # 2) train
     with run_folder(settings.out_dir):
         run = start(settings, data, checkpoint, tables)
-        describe(run)
+        describe(settings, data, run.objective)
         fit(run)
 
 
@@ -225,7 +226,7 @@ def training_dtype(dtype: str, device: torch.device) -> str:
 def fit(run: Run) -> None:
     """Train from `run.step` to the last step, and report what was learned."""
     settings, model, data = run.settings, run.model, run.data
-    log = Log(settings.out_dir / "metrics.jsonl", run.step) if ranks.rank == 0 else SilentLog()
+    log = Log(settings.out_dir / "metrics.jsonl", run.step, silent=ranks.rank > 0)
     log.write(type="run", args=settings.flat(), sizes=model.sizes(), data=data.metas)
 
     figures = {}  # metrics of the last step
@@ -282,51 +283,17 @@ def fit(run: Run) -> None:
             log.write(type="step", step=run.step, **figures)
             bar.update()
             bar.set_postfix_str(format_figures(figures))
-    report(run, log)
+    if settings.compile:
+        torch.compiler.set_stance("force_eager")  # each prompt has another shape
+    shares = report(settings, data, model.eval(), run.best)
+    if settings.compile:
+        torch.compiler.set_stance("default")
+    if shares:
+        log.write(type="recall", step=run.step, **shares)
 
 
 def count_targets(targets: torch.Tensor) -> int:
     return int((targets >= 0).sum())
-
-
-class SilentLog:
-    """Of ranks that write nothing."""
-
-    def write(self, **record) -> None:
-        pass
-
-
-class StopSignals:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into a request: the step ends and is saved.
-    `number` is the signal's, 0 before. A second one raises KeyboardInterrupt."""
-
-    def __init__(self, bar: tqdm) -> None:
-        self.bar = bar
-        self.number = 0
-        self.previous = {}
-
-    def __enter__(self) -> "StopSignals":
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            # nohup ignores SIGHUP, and so do we then.
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                self.previous[number] = signal.signal(number, self.handle)
-        return self
-
-    def __exit__(self, *exception) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def handle(self, number: int, frame: object) -> None:
-        if self.number:
-            raise KeyboardInterrupt
-        self.number = number
-        if number == signal.SIGINT:
-            self.bar.write(
-                "stopping after this step (press Ctrl-C again to stop at once, without saving)"
-            )
-        else:
-            self.bar.disable = True  # the terminal may be gone
 
 
 def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
@@ -364,101 +331,6 @@ def check_finite(loss: float, kind: str, run: Run) -> None:
         if run.step == 0:
             advice = "are the weights of --init_from finite, --init_std and --table_std small?"
         raise UserError(f"the {kind} loss became {loss} at step {run.step}: {advice}")
-
-
-def report(run: Run, log: Log) -> None:
-    """What a finished run has learned and written, and what to try next."""
-    settings, out_dir = run.settings, run.settings.out_dir
-    if settings.compile:
-        torch.compiler.set_stance("force_eager")  # each prompt has another shape
-    run.model.eval()
-    shares = ask(run.model, run.data)
-    if shares:
-        log.write(type="recall", step=run.step, **shares)
-    if ranks.rank == 0:
-        draw_loss(out_dir / "metrics.jsonl", out_dir / "loss.png")
-    best_loss, best_step = run.best
-    best = f"best.pt (val loss {best_loss:.4f}, step {best_step}), " if best_step else ""
-    print(f"wrote {out_dir / 'ckpt.pt'}, {best}metrics.jsonl, loss.png\n")
-    show(run)
-    if settings.compile:
-        torch.compiler.set_stance("default")
-
-
-def ask(model: Decoder, data: Data) -> dict[str, float]:
-    """Ask for what the corpus teaches. Prints and returns the shares that are right."""
-    shares = countries.ask(model, data.encoding, data.metas[0]["corpus"])
-    if shares:
-        text = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
-        print(f"recall of capitals, held-out phrasings: {text}")
-    return shares
-
-
-def show(run: Run) -> None:
-    """Print what the model adds to a prompt of the corpus, or to a question from the validation
-    conversations, and what to try next."""
-    encoding, out_dir = run.data.encoding, run.settings.out_dir
-    source = next(iter(run.data.val.values()))
-    if isinstance(source, Conversations):
-        ids, targets = source.sequence(0)
-        prompt = ids[: (targets >= 0).argmax() + 1].tolist()  # up to the first answer
-        temperature = 0.0
-        stop = encoding.encode_single_token(tokenizer.END)
-        commands = [f"sample.py --chat --ckpt {out_dir / 'ckpt.pt'}"]
-    else:
-        text, commands = countries.demo(run.model, run.data.metas[0]["corpus"])
-        prompt = tokenizer.encode(encoding, text)
-        temperature = 0.8
-        stop = encoding.eot_token
-        commands = [f"{command} --ckpt {out_dir / 'ckpt.pt'}" for command in commands]
-    # Without `stop`, as ranks that do not end together would wait for each other forever.
-    ids = torch.tensor([prompt], device=run.model.device)  # [1, T]
-    new = run.model.generate(ids, 60, temperature=temperature, seed=run.settings.seed)
-    new = new[0, len(prompt) :].tolist()
-    if stop in new:
-        new = new[: new.index(stop)]
-    print(encoding.decode(prompt[1:] + new))  # without the leading <|endoftext|>
-    print("\nnext:")
-    for command in commands:
-        print(f"  python {command}")
-    longer = f"--resume --out_dir {out_dir} --max_iters {2 * run.settings.max_iters}"
-    print(f"  python train.py {longer}  # longer: this run made {passes(run):.1f} passes")
-
-
-def describe(run: Run) -> None:
-    """Say what is trained, and on how much of what."""
-    settings, config, sizes = run.settings, run.model.config, run.model.sizes()
-    millions = {name: f"{size / 1e6:.2f} M" for name, size in sizes.items()}
-    print(
-        f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "
-        f"{config.vocab_size:,}: {millions['total']} parameters, {millions['table']} of them in "
-        f"tables; {millions['active']} active parameters and "
-        f"{sizes['flops_per_token'] / 1e6:.2f} MFLOP per token (forward)"
-    )
-    tokens_per_step = settings.batch_size * config.block_size
-    print(
-        f"{settings.max_iters} steps of {tokens_per_step:,} tokens on {run.objective.device.type} "
-        f"in {run.objective.dtype}: {passes(run):.1f} passes over {settings.data_dir}"
-    )
-    n_cut = getattr(run.data.train, "n_cut", 0)
-    if n_cut:
-        print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
-
-
-def passes(run: Run) -> float:
-    """How often the steps of a run read its windows of text, or its conversations."""
-    return run.settings.max_iters * run.settings.batch_size / run.data.n_sequence
-
-
-def format_figures(figures: dict[str, float]) -> str:
-    """Figures for people: val loss 1.2923, tok per s 6,800."""
-    shown = []
-    for name, value in figures.items():
-        number = f"{value:,.0f}" if value >= 1000 else f"{value:.5g}"
-        if name == "recall":
-            number = f"{value:.0%}"
-        shown.append(f"{name.replace('_', ' ')} {number}")
-    return ", ".join(shown)
 
 
 # --- without training ---

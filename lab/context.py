@@ -21,7 +21,7 @@ from lab.costs import SMALL, Costs
 from lab.experiment import MAIN, Experiment, Kinds, best_learning_rates, pick
 from lab.pictures import markdown, spread
 from model import ModelConfig
-from text import tokenizer
+from text import bpe
 from text.dataset import open_tokens, read_meta, read_tokenizer, write_dataset
 from text.download import MOBY_DICK
 from training.checkpoints import load_model
@@ -144,7 +144,7 @@ def write_documents(
     if tokenizer_of:
         encoding = read_tokenizer(tokenizer_of, read_meta(tokenizer_of))
     else:
-        encoding = tokenizer.train(texts, vocab_size=1024)
+        encoding = bpe.train(texts, vocab_size=1024)
     n_val = n_document // 20
     documents = [("val", text) for text in texts[:n_val]]
     documents += [("train", text) for text in texts[n_val:]]

@@ -25,7 +25,8 @@ from tqdm import tqdm
 import prepare
 from common import UserError, atomic, check_ranges, flag, pick_device
 from lab.pictures import markdown, plt, save_figure
-from text.dataset import read_meta, write_corpus
+from text.countries import write_corpus
+from text.dataset import read_meta
 from text.download import MOBY_DICK
 from train import resolve_settings, train
 from training.records import read_run

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, ".." if Path.cwd().name == "lab" else ".")
 
-from text.dataset import write_corpus
+from text.countries import write_corpus
 from text.tokenizer import encode
 from train import resolve_settings, train
 from training.checkpoints import load_model

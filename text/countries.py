@@ -17,8 +17,14 @@ a fact in words that never stood before it, so the fact must be learned, not the
 
 import csv
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import tiktoken
+
+from text import bpe
+from text.dataset import write_dataset
 
 TABLE = Path(__file__).with_name("countries.csv")
 
@@ -233,3 +239,34 @@ def conversations(seed: int = 0) -> tuple[list[list[dict]], list[list[dict]]]:
     rng.shuffle(train)
     rng.shuffle(val)
     return train, val
+
+
+# --- token folders ---
+
+# Corpora that are generated here: the kind of their documents, and a function of the seed that
+# gives documents to train and to validate with.
+CORPORA: dict[str, tuple[str, Callable]] = {
+    "countries": ("text", documents),
+    "countries-sft": ("chat", conversations),
+}
+
+
+def write_corpus(
+    name: str,
+    out_dir: Path,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    encoding: tiktoken.Encoding | None = None,
+) -> dict:
+    """Generate a corpus (a key of CORPORA) and write its token folder. Without an `encoding` one is
+    trained on it, of at most `vocab_size` tokens (4096). Returns meta.json."""
+    kind, generate = CORPORA[name]
+    train, val = generate(seed)
+    if encoding is None:
+        assert kind == "text", "conversations continue a model: give the encoding of its text"
+        # A pair must occur 48 times to become a token, so the vocabulary is what fits: common
+        # names of countries are one token, rare ones several.
+        encoding = bpe.train(train, vocab_size or 4096, min_count=48)
+    documents = [("train", document) for document in train]
+    documents += [("val", document) for document in val]
+    return write_dataset(out_dir, documents, encoding, kind, corpus=name, seed=seed)

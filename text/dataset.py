@@ -9,10 +9,9 @@ meta.json is written last: a folder that has one is complete.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,21 +19,14 @@ import numpy as np
 import tiktoken
 
 from common import UserError, atomic, locked, reading
-from text import countries, tokenizer
+from text import tokenizer
 
 FORMAT = 2
 BLOCK = 256  # documents that are encoded at a time, on several cores
 
-# Corpora that are generated here: the kind of their documents, and a function of the seed that
-# gives documents to train and to validate with.
-CORPORA: dict[str, tuple[str, Callable]] = {
-    "countries": ("text", countries.documents),
-    "countries-sft": ("chat", countries.conversations),
-}
-
 # What readers rely on in meta.json, and in what it says of each split.
-of_data = itemgetter("corpus", "kind", "vocab_size", "dtype", "tokenizer")
-of_split = itemgetter("documents", "tokens", "sha256")
+OF_DATA = ("corpus", "kind", "vocab_size", "dtype", "tokenizer", "train", "val")
+OF_SPLIT = ("documents", "tokens", "sha256")
 
 
 # --- reading ---
@@ -45,11 +37,13 @@ def read_meta(folder: Path) -> dict:
     path = folder / "meta.json"
     with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
         meta = json.loads(path.read_text(encoding="utf-8"))
-        of_data(meta)  # KeyError: one is missing
-        of_split(meta["train"])
-        of_split(meta["val"])
         if meta.get("format") != FORMAT:
             raise ValueError(f"format {meta.get('format')}, not {FORMAT}")
+        missing = [name for name in OF_DATA if name not in meta]
+        for split in ("train", "val"):
+            missing += [name for name in OF_SPLIT if name not in meta[split]]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
     return meta
 
 
@@ -169,24 +163,3 @@ def encode(encoding: tiktoken.Encoding, kind: str, documents: list) -> list[list
     if kind == "text":
         return encoding.encode_ordinary_batch(documents)
     return [tokenizer.render(encoding, messages) for messages in documents]
-
-
-def write_corpus(
-    name: str,
-    out_dir: Path,
-    seed: int = 0,
-    vocab_size: int | None = None,
-    encoding: tiktoken.Encoding | None = None,
-) -> dict:
-    """Generate a corpus (a key of CORPORA) and write its token folder. Without an `encoding` one is
-    trained on it, of at most `vocab_size` tokens (4096). Returns meta.json."""
-    kind, generate = CORPORA[name]
-    train, val = generate(seed)
-    if encoding is None:
-        assert kind == "text", "conversations continue a model: give the encoding of its text"
-        # A pair must occur 48 times to become a token, so the vocabulary is what fits: common
-        # names of countries are one token, rare ones several.
-        encoding = tokenizer.train(train, vocab_size or 4096, min_count=48)
-    documents = [("train", document) for document in train]
-    documents += [("val", document) for document in val]
-    return write_dataset(out_dir, documents, encoding, kind, corpus=name, seed=seed)

@@ -1,9 +1,8 @@
-"""Byte-level BPE, trained here, saved as JSON text and run by tiktoken; and the chat template.
+"""Tokenizers, saved as JSON text and run by tiktoken; and the chat template.
 
-Training is plain Python and happens once per data set; its merges go into a `tiktoken.Encoding`,
-whose merge loop is compiled. As one line of JSON (`dumps`, `loads`) it is stored with the data and
-inside the checkpoint, so neither can be read with the wrong tokenizer; `fingerprint` is the short
-form that is compared.
+A tokenizer is a `tiktoken.Encoding`, trained by bpe.py or by another program. As one line of JSON
+(`dumps`, `loads`) it is stored with the data and inside the checkpoint, so neither can be read with
+the wrong tokenizer; `fingerprint` is the short form that is compared.
 
 A conversation is a list of messages, {"role": ..., "content": ...}, and as tokens
 
@@ -19,20 +18,12 @@ with the token ` Lima`.
 import base64
 import codecs
 import hashlib
-import heapq
 import json
-from array import array
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
-import regex
 import tiktoken
-from tqdm import tqdm
-
-from common import UserError
 
 # Ids 0..2 are special, 3..258 are the 256 single bytes, and from 259 on every id is a merge.
 START, END = "<|im_start|>", "<|im_end|>"
@@ -56,103 +47,7 @@ NO_TOKEN = bytes.fromhex("04 06 13 14 16 1D C0 C1 F1 F2") + bytes(range(0xF5, 0x
 SMOLLM2 = PRETRAINED["gpt2"].replace(r" ?\p{N}++", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
 SMOLLM2 = SMOLLM2.replace("N}]++", r"N}\x04\x06\x13\x14\x16\x1D\x{40000}-\x{BFFFF}]++")
 
-# Training cuts words into pieces of so many characters: a merge rewrites every word that has the
-# pair, so words without an end (base64, a book without spaces) would cost their length squared.
-PIECE = 256
-
 FORMAT, VERSION = "byte-bpe", 1
-
-
-def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
-    """Trains a byte-level BPE vocabulary: each step merges the most frequent pair of neighbouring
-    tokens into a new token; among equals, that of the smallest first id, then second id. It ends
-    with `vocab_size` ids, or when no pair is left that occurs `min_count` times."""
-    if vocab_size < FIRST_MERGE:
-        raise UserError(f"--vocab_size {vocab_size} must be at least {FIRST_MERGE}")
-    word_counts: Counter[str] = Counter()
-    split = regex.compile(PATTERN)
-    for text in texts:
-        word_counts.update(split.findall(text))
-
-    table = [bytes([b]) for b in range(256)]  # table[i] is the token with id FIRST_BYTE + i
-    merges = vocab_size - FIRST_MERGE
-    with tqdm(total=merges, desc="merging pairs", unit=" merges", disable=None) as bar:
-        for first, second in _merges(word_counts, merges, min_count):
-            # tiktoken merges neighbours by their joined bytes, whichever pair these were learned
-            # from. That is the same: equal bytes are always merged from the same pair.
-            table.append(table[first - FIRST_BYTE] + table[second - FIRST_BYTE])
-            bar.update()
-
-    return tiktoken.Encoding(
-        name=FORMAT,
-        pat_str=PATTERN,
-        mergeable_ranks={token: FIRST_BYTE + i for i, token in enumerate(table)},
-        special_tokens=SPECIALS,
-        explicit_n_vocab=FIRST_BYTE + len(table),  # tiktoken checks that no token is there twice
-    )
-
-
-def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[tuple[int, int]]:
-    """Yields up to `limit` pairs in the order of merging; the i-th makes the id FIRST_MERGE + i.
-    Words are strings whose characters stand for ids, `chr(id)`, so merging is `split` and `join`.
-    """
-    piece_counts: Counter[str] = Counter()
-    for word, count in word_counts.items():
-        for start in range(0, len(word), PIECE):
-            piece_counts[word[start : start + PIECE]] += count
-    words = ["".join(chr(FIRST_BYTE + b) for b in piece.encode()) for piece in piece_counts]
-    counts = list(piece_counts.values())
-
-    pair_counts: Counter[str] = Counter()
-    for word, count in zip(words, counts, strict=True):
-        for first, second in pairwise(word):
-            pair_counts[first + second] += count
-    # Numbers of the words that have a pair, or had it. An array takes a tenth of a set's memory,
-    # which is what grows where words hardly repeat, as in Chinese.
-    pair_words: defaultdict[str, array] = defaultdict(lambda: array("I"))
-    for i, word in enumerate(words):
-        for pair in {first + second for first, second in pairwise(word)}:
-            if pair_counts[pair] >= min_count:
-                pair_words[pair].append(i)
-
-    # One entry per pair. Once its newer token exists, a pair's count can only fall, so it is enough
-    # to correct an entry when it is at the top.
-    heap = [(-count, pair) for pair, count in pair_counts.items() if count >= min_count]
-    heapq.heapify(heap)
-
-    new_id = FIRST_MERGE
-    while heap and new_id < FIRST_MERGE + limit:
-        negative, pair = heapq.heappop(heap)
-        count = pair_counts[pair]
-        if count != -negative:  # the entry is out of date
-            if count >= min_count:
-                heapq.heappush(heap, (-count, pair))
-            continue
-        first, second = pair
-        new = chr(new_id)
-        new_words: defaultdict[str, array] = defaultdict(lambda: array("I"))
-        for i in pair_words.pop(pair):
-            between = words[i].split(pair)
-            for k, (before, after) in enumerate(pairwise(between)):
-                changes = []
-                if before:
-                    changes.append((before[-1] + first, before[-1] + new))
-                elif k:  # the pair twice in a row
-                    changes.append((second + first, new + new))
-                if after:
-                    changes.append((second + after[0], new + after[0]))
-                for old_pair, new_pair in changes:
-                    pair_counts[old_pair] -= counts[i]
-                    pair_counts[new_pair] += counts[i]
-                    new_words[new_pair].append(i)
-            words[i] = new.join(between)
-        del pair_counts[pair]
-        for pair, numbers in new_words.items():
-            if pair_counts[pair] >= min_count:
-                heapq.heappush(heap, (-pair_counts[pair], pair))
-                pair_words[pair] = numbers
-        yield ord(first), ord(second)
-        new_id += 1
 
 
 def dumps(encoding: tiktoken.Encoding) -> str:

@@ -28,10 +28,14 @@ FIELDS = {
 
 
 class Log:
-    """Writes metrics.jsonl. A run that resumes keeps the lines up to its step, and goes on."""
+    """Writes metrics.jsonl, unless it is `silent`. A run that resumes keeps the lines up to its
+    step, and goes on."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
+    def __init__(self, path: Path, resume_step: int, *, silent: bool = False) -> None:
         self.path = path
+        self.silent = silent
+        if silent:
+            return
         kept = []
         if resume_step and path.exists():
             for record in read_metrics(path):
@@ -43,8 +47,9 @@ class Log:
             temporary.write_text("".join(kept), encoding="utf-8")
 
     def write(self, **record) -> None:
-        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write(to_line(record))
+        if not self.silent:
+            with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+                file.write(to_line(record))
 
 
 def to_line(record: dict[str, Any]) -> str:

@@ -1,0 +1,101 @@
+"""What a run tells people: what is trained at its start, what was learned at its end."""
+
+import torch
+
+from model import Decoder
+from text import tokenizer
+from training import countries, ranks
+from training.batches import Conversations, Data
+from training.objectives import NextToken
+from training.records import draw_loss
+from training.settings import Settings
+
+
+def describe(settings: Settings, data: Data, objective: NextToken) -> None:
+    """Say what is trained, and on how much of what."""
+    config, sizes = objective.model.config, objective.model.sizes()
+    millions = {name: f"{size / 1e6:.2f} M" for name, size in sizes.items()}
+    print(
+        f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "
+        f"{config.vocab_size:,}: {millions['total']} parameters, {millions['table']} of them in "
+        f"tables; {millions['active']} active parameters and "
+        f"{sizes['flops_per_token'] / 1e6:.2f} MFLOP per token (forward)"
+    )
+    tokens_per_step = settings.batch_size * config.block_size
+    print(
+        f"{settings.max_iters} steps of {tokens_per_step:,} tokens on {objective.device.type} "
+        f"in {objective.dtype}: {passes(settings, data):.1f} passes over {settings.data_dir}"
+    )
+    n_cut = getattr(data.train, "n_cut", 0)
+    if n_cut:
+        print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
+
+
+def passes(settings: Settings, data: Data) -> float:
+    """How often the steps of a run read its windows of text, or its conversations."""
+    return settings.max_iters * settings.batch_size / data.n_sequence
+
+
+def format_figures(figures: dict[str, float]) -> str:
+    """Figures for people: val loss 1.2923, tok per s 6,800."""
+    shown = []
+    for name, value in figures.items():
+        number = f"{value:,.0f}" if value >= 1000 else f"{value:.5g}"
+        if name == "recall":
+            number = f"{value:.0%}"
+        shown.append(f"{name.replace('_', ' ')} {number}")
+    return ", ".join(shown)
+
+
+def report(
+    settings: Settings, data: Data, model: Decoder, best: tuple[float, int]
+) -> dict[str, float]:
+    """What a finished run has learned, which is returned, and written; and what to try next."""
+    out_dir = settings.out_dir
+    shares = ask(model, data)
+    if ranks.rank == 0:
+        draw_loss(out_dir / "metrics.jsonl", out_dir / "loss.png")
+    loss, step = best
+    best_file = f"best.pt (val loss {loss:.4f}, step {step}), " if step else ""
+    print(f"wrote {out_dir / 'ckpt.pt'}, {best_file}metrics.jsonl, loss.png\n")
+    commands = show(model, data, settings.seed)
+    print("\nnext:")
+    for command in commands:
+        print(f"  python {command} --ckpt {out_dir / 'ckpt.pt'}")
+    longer = f"--resume --out_dir {out_dir} --max_iters {2 * settings.max_iters}"
+    print(f"  python train.py {longer}  # longer: {passes(settings, data):.1f} passes so far")
+    return shares
+
+
+def ask(model: Decoder, data: Data) -> dict[str, float]:
+    """Ask for what the corpus teaches. Prints and returns the shares that are right."""
+    shares = countries.ask(model, data.encoding, data.metas[0]["corpus"])
+    if shares:
+        text = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
+        print(f"recall of capitals, held-out phrasings: {text}")
+    return shares
+
+
+def show(model: Decoder, data: Data, seed: int) -> list[str]:
+    """Print what the model adds to a prompt of the corpus, or to a question from the validation
+    conversations. Returns commands to try."""
+    encoding = data.encoding
+    source = next(iter(data.val.values()))
+    if isinstance(source, Conversations):
+        commands = ["sample.py --chat"]
+        ids, targets = source.sequence(0)
+        prompt = ids[: (targets >= 0).argmax() + 1].tolist()  # up to the first answer
+        temperature = 0.0
+        stop = encoding.encode_single_token(tokenizer.END)
+    else:
+        text, commands = countries.demo(model, data.metas[0]["corpus"])
+        prompt = tokenizer.encode(encoding, text)
+        temperature = 0.8
+        stop = encoding.eot_token
+    # Without `stop`, as ranks that do not end together would wait for each other forever.
+    ids = torch.tensor([prompt], device=model.device)  # [1, T]
+    new = model.generate(ids, 60, temperature=temperature, seed=seed)[0, len(prompt) :].tolist()
+    if stop in new:
+        new = new[: new.index(stop)]
+    print(encoding.decode(prompt[1:] + new))  # without the leading <|endoftext|>
+    return commands
