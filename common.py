@@ -8,10 +8,9 @@ import traceback
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields
+from json import JSONDecodeError
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, get_args
-from zipfile import BadZipFile
 
 import torch
 from tqdm import tqdm
@@ -48,6 +47,8 @@ def run(main: Callable[[], None]) -> None:
             sys.exit(1)
         raise  # another pipe is broken: a bug
     except (MemoryError, RuntimeError) as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # within torch.save
+            sys.exit(130)
         if not is_out_of_memory(error):
             raise
         flags = "--device_batch_size, --batch_size or the model's sizes, or try --offload"
@@ -218,22 +219,16 @@ def has_bfloat16(device: torch.device) -> bool:
 
 # --- files ---
 
-# What parsing a damaged file raises: PyTorch, zip files, JSON, and lookups in it.
-DAMAGE = (
-    BadZipFile,
-    EOFError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    UnpicklingError,
-    ValueError,
-)
+
+class Damage(Exception):
+    """Raised within `reading`: why a file cannot be what it should be."""
 
 
 @contextlib.contextmanager
 def reading(path: str | Path, fix: str) -> Iterator[str | Path]:
-    """Wrap the reading and parsing of one file. UserError, ending with `fix`: it is missing,
-    unreadable or damaged."""
+    """Wrap the reading of one file. UserError, ending with `fix`: it is missing or unreadable, not
+    JSON, or damaged as a `Damage` says. Whatever else is raised is a bug, and keeps its traceback:
+    who looks into data checks for what may be missing."""
     try:
         yield path
     except FileNotFoundError:
@@ -242,10 +237,17 @@ def reading(path: str | Path, fix: str) -> Iterator[str | Path]:
         if error.errno is None:  # raised by a program, not by the system
             raise
         raise UserError(f"cannot read {path}: {error.strerror}: {fix}") from None
-    except DAMAGE as error:
-        if is_out_of_memory(error):
-            raise
+    except (Damage, JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error!s:.200}): {fix}") from None
+
+
+def require_fields(record: Any, *names: str) -> None:
+    """Raises Damage unless a record is a dict that has these names."""
+    if not isinstance(record, dict):
+        raise Damage(f"{record!r:.40} where a record should be")
+    missing = [name for name in names if name not in record]
+    if missing:
+        raise Damage(f"it lacks {', '.join(missing)}")
 
 
 @contextlib.contextmanager

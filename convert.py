@@ -26,6 +26,9 @@
 """
 
 import json
+import math
+import os
+import shutil
 from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,6 +40,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import (
+    Damage,
     UserError,
     check_ranges,
     flag,
@@ -44,6 +48,7 @@ from common import (
     parse,
     pick_device,
     reading,
+    require_fields,
     run,
     writing,
 )
@@ -75,9 +80,12 @@ class Settings:
         check_ranges(self)
         if (self.out is None) == (self.export is None) or (self.export and self.ffn):
             raise UserError("--out is required, the checkpoint to write, or --export without --ffn")
-        written = self.out or self.export
-        if written.exists():
-            raise UserError(f"{written} exists: choose another name")
+
+
+def check_new(path: Path) -> None:
+    """UserError: something has this name."""
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists: choose another name")
 
 
 # --- 1. a Llama of Hugging Face ---
@@ -92,6 +100,8 @@ SIZES = {
     "n_embd": "hidden_size",
     "d_ff": "intermediate_size",
 }
+# Settings of config.json that may be missing, as transformers reads it.
+OPTIONAL = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 REQUIRED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 LLAMA3_ROPE = (
     "factor",
@@ -138,8 +148,12 @@ def read_llama(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     file is missing or damaged, or asks for what this decoder does not do."""
     path = folder / "config.json"
     with reading(path, "name a Llama's folder, or give --ffn stem with a dense ckpt.pt"):
-        record = dict(json.loads(path.read_text(encoding="utf-8")))
-        config = llama_config(path, record)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        require_fields(record)
+        record = {**OPTIONAL, **record}
+        record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
+        require_fields(record, *SIZES.values())
+    config = llama_config(path, record)
     weights = {}
     for path in sorted(folder.glob("model*.safetensors")) or [folder / "model.safetensors"]:
         for name, tensor in read_safetensors(path).items():
@@ -162,19 +176,27 @@ def llama_config(path: Path, record: dict) -> ModelConfig:
     """The shape that config.json describes. UserError: it is not that of our dense decoder."""
     for name, value in REQUIRED.items():
         require(path, record, name, value)
+    for name in (*SIZES.values(), "rms_norm_eps"):
+        if not isinstance(record[name], (int, float)):
+            raise UserError(f"{path}: {name} {record[name]!r:.40} is not a number")
     # Rotations are the original ones, or slowed down as Llama 3.1's are (model.rotary).
     rope = record.get("rope_scaling") or record.get("rope_parameters") or {}
     kind = "llama3" if "low_freq_factor" in rope else "default"
+    with reading(path, "download it again"):
+        require_fields(rope, *(LLAMA3_ROPE if kind == "llama3" else ()))
     require(path, rope, "rope_type", kind)
     require(path, rope, "type", kind)
-    config = ModelConfig(
-        **{ours: record[theirs] for ours, theirs in SIZES.items()},
-        ffn="dense",
-        tie_head=record.get("tie_word_embeddings", False),
-        norm_eps=record["rms_norm_eps"],
-        rope_base=record["rope_theta"] if "rope_theta" in record else rope["rope_theta"],
-        rope_scaling=[rope[name] for name in LLAMA3_ROPE] if kind == "llama3" else None,
-    )
+    try:
+        config = ModelConfig(
+            **{ours: record[theirs] for ours, theirs in SIZES.items()},
+            ffn="dense",
+            tie_head=record["tie_word_embeddings"],
+            norm_eps=record["rms_norm_eps"],
+            rope_base=record.get("rope_theta", rope.get("rope_theta", 10000.0)),
+            rope_scaling=[rope[name] for name in LLAMA3_ROPE] if kind == "llama3" else None,
+        )
+    except UserError as error:  # it speaks of flags
+        raise UserError(f"{path}: {error}") from None
     require(path, record, "head_dim", config.head_dim)
     return config
 
@@ -184,16 +206,22 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     the header is JSON, with dtype, shape and place of each tensor; then come all numbers."""
     tensors = {}
     with reading(path, "download it again"):
+        if path.stat().st_size < 8:
+            raise Damage("it is too short")
         file = np.memmap(path, mode="c")  # copy on write: PyTorch wants arrays it may write to
         start = 8 + int(file[:8].view("<u8")[0])
         header = json.loads(file[8:start].tobytes())
+        require_fields(header)
         header.pop("__metadata__", None)
         for name, about in header.items():
+            require_fields(about, "dtype", "shape", "data_offsets")
             if about["dtype"] not in DTYPES:
                 raise UserError(f"{path}: dtype {about['dtype']} of {name} is not supported")
-            begin, end = about["data_offsets"]
-            numbers = torch.from_numpy(file[start + begin : start + end])
-            tensors[name] = numbers.view(DTYPES[about["dtype"]]).view(about["shape"])
+            dtype, (begin, end) = DTYPES[about["dtype"]], about["data_offsets"]
+            numbers = file[start + begin : start + end]
+            if len(numbers) != math.prod(about["shape"]) * dtype.itemsize:
+                raise Damage(f"{name} has {len(numbers):,} bytes for the shape {about['shape']}")
+            tensors[name] = torch.from_numpy(numbers).view(dtype).view(about["shape"])
     return tensors
 
 
@@ -219,11 +247,14 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
     if config.rope_scaling is not None:
         scaling = dict(zip(LLAMA3_ROPE, config.rope_scaling, strict=True))
         record["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a call that was killed
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(folder, encoding)
-        write_safetensors(folder / "model.safetensors", llama_weights(model))
-        (folder / "config.json").write_text(json.dumps(record))
+        unfinished.mkdir(parents=True)
+        write_tokenizer(unfinished, encoding)
+        write_safetensors(unfinished / "model.safetensors", llama_weights(model))
+        (unfinished / "config.json").write_text(json.dumps(record))
+        unfinished.rename(folder)
 
 
 def write_safetensors(path: Path, weights: dict[str, Tensor]) -> None:
@@ -364,17 +395,19 @@ def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]
 def main() -> None:
     settings = parse(Settings, __doc__)
     if settings.export:
-        model, encoding, _ = load_model(settings.source, torch.device("cpu"))
+        check_new(settings.export)
+        model, encoding, _ = load_model(settings.source, torch.device("cpu"), verify=True)
         write_llama(settings.export, model, encoding)
         print(f"wrote {settings.export}: AutoModelForCausalLM.from_pretrained reads it")
         return
-    if settings.ffn is None:
-        model, encoding = read_llama(settings.source)
-        args = {"preset": "minimind-104m"}  # the nearest in size
-    else:
-        model, encoding, args = dense_to_stem(settings)
-    args = {**args, **asdict(model.config)}  # as train.py has it: all its settings
-    with locked(settings.out.parent):
+    check_new(settings.out)
+    with locked(settings.out.resolve().parent):  # before minutes of work, so that no run begins
+        if settings.ffn is None:
+            model, encoding = read_llama(settings.source)
+            args = {"preset": "minimind-104m"}  # the nearest in size
+        else:
+            model, encoding, args = dense_to_stem(settings)
+        args = {**args, **asdict(model.config)}  # as train.py has it: all its settings
         save_checkpoint(settings.out, model, encoding, args=args)
     config = model.config
     print(

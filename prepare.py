@@ -17,6 +17,7 @@ are left out. Written to the output folder:
     meta.json               sizes, type and origin; written last: a folder with it is complete
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +81,9 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
             return None
         raise UserError("--tokenizer: chat data needs the base model's tokenizer: pass its ckpt.pt")
     path = Path(name)
-    if (path / "config.json").exists():
+    if os.path.exists(path / "config.json"):
         raise UserError(f"--tokenizer {path}: convert this model first: python convert.py {path}")
-    if path.is_dir():
+    if os.path.isdir(path):
         encoding = read_tokenizer(path, read_meta(path))
     else:
         encoding = read_encoding(path, read_checkpoint(path))

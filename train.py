@@ -15,6 +15,7 @@ resumed; not with --offload disk).
 """
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import StopSignals, UserError, has_bfloat16, pick_device, run
+from common import StopSignals, UserError, has_bfloat16, pick_device, run, writing
 from model import Decoder
 from offload import make_tables
+from tables.rmsprop import mixed
 from tables.storage import DTYPES
 from text import tokenizer
 from text.countries import write_corpus
@@ -153,7 +155,7 @@ def check_start(settings: Settings, data: Data, origin: Path, checkpoint: dict |
             raise UserError(f"{origin} is already at step {step}; raise --max_iters")
     elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
-    elif (out_dir / "ckpt.pt").exists() and not settings.overwrite:
+    elif os.path.exists(out_dir / "ckpt.pt") and not settings.overwrite:
         ways = "--resume goes on with it, --overwrite replaces it, or choose another --out_dir"
         raise UserError(f"{out_dir} has the run of an earlier command: {ways}")
 
@@ -177,7 +179,8 @@ def start(
     if tables is None:
         live = live_folder(settings.out_dir)
         if settings.offload == "disk":
-            live.mkdir(exist_ok=True)
+            with writing(live):
+                live.mkdir(exist_ok=True)
         tables = make_tables(
             settings.offload,
             device,
@@ -255,8 +258,8 @@ def fit(run: Run) -> None:
             started = time.perf_counter()
             n_token, n_target = ids.numel(), count_targets(targets)  # with padding, without
             train_loss = torch.zeros((), device=model.device)
-            # For dropout: no two steps, ranks or neighboring seeds draw the same.
-            torch.manual_seed((settings.seed * 2**40 + run.step * 2**10 + ranks.rank) % 2**63)
+            # For dropout: no two steps, ranks or seeds draw the same.
+            torch.manual_seed(mixed(settings.seed, run.step, ranks.rank))
             parts = ranks.micro_batches(ids, targets, run.n_part)
             for number, (part_ids, part_targets) in enumerate(parts, 1):
                 # A mean of means would weigh tokens unequally.
@@ -365,7 +368,7 @@ def main() -> None:
     folder = given.get("data_dir", Settings.data_dir)
     is_new = not given.get("eval_only") and not given.get("resume")
     may_generate = is_new and folder == Settings.data_dir and ranks.rank == 0
-    if may_generate and not (Path(folder) / "meta.json").exists():
+    if may_generate and not os.path.exists(f"{folder}/meta.json"):
         print(f"no data in {folder} yet: generating the default corpus")
         write_corpus("countries", Path(folder))
     ranks.wait()

@@ -11,12 +11,19 @@ a row is read again, v decays by beta2^gap at once, where gap is the number of s
 last read. This is exact.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tables.tables import Tables, send
 
 PART = 1 << 17  # numbers that a CPU updates at a time, so that all operands fit its caches
+
+
+def mixed(*numbers: int) -> int:
+    """A seed of 32 bits that depends on every bit of the numbers: on CPUs, PyTorch's generators
+    look at no more."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
@@ -98,8 +105,7 @@ class RowRMSprop:
         generator = None
         if rows.dtype == torch.bfloat16:
             generator = torch.Generator(rows.device)
-            # No run has 2^28 steps and no model 2^12 tables, so no seed comes twice.
-            generator.manual_seed((self.seed * 2**40 + self.steps * 2**12 + table) % 2**63)
+            generator.manual_seed(mixed(self.seed, self.steps, table))
 
         scale = 1 / (1 - self.beta2**self.steps)  # bias correction: v began at zero
         # On a CPU, in parts that fit its caches: whole batches are several times slower.

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import UserError, reading, writing
+from common import Damage, UserError, reading, writing
 
 Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows
@@ -98,7 +98,7 @@ class DiskStorage(TableStorage):
         ):
             found = os.fstat(file.fileno()).st_size
             if found != expected:
-                raise ValueError(f"{found:,} bytes, not {expected:,}")
+                raise Damage(f"{found:,} bytes, not {expected:,}")
             self.maps[name] = mmap.mmap(file.fileno(), 0, **access)
         self.arrays[name] = torch.frombuffer(self.maps[name], dtype=dtype).view(self.shape)
 

@@ -18,14 +18,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import tiktoken
 
-from common import UserError, atomic, locked, reading
+from common import Damage, UserError, atomic, locked, reading, require_fields
 from text import tokenizer
 
 FORMAT = 2
 BLOCK = 256  # documents that are encoded at a time, on several cores
 
 # What readers rely on in meta.json, and in what it says of each split.
-OF_DATA = ("corpus", "kind", "vocab_size", "dtype", "tokenizer", "train", "val")
+OF_DATA = ("format", "corpus", "kind", "vocab_size", "dtype", "tokenizer", "train", "val")
 OF_SPLIT = ("documents", "tokens", "sha256")
 
 
@@ -37,13 +37,11 @@ def read_meta(folder: Path) -> dict:
     path = folder / "meta.json"
     with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
         meta = json.loads(path.read_text(encoding="utf-8"))
-        if meta.get("format") != FORMAT:
-            raise ValueError(f"format {meta.get('format')}, not {FORMAT}")
-        missing = [name for name in OF_DATA if name not in meta]
-        for split in ("train", "val"):
-            missing += [name for name in OF_SPLIT if name not in meta[split]]
-        if missing:
-            raise ValueError(f"it lacks {', '.join(missing)}")
+        require_fields(meta, *OF_DATA)
+        require_fields(meta["train"], *OF_SPLIT)
+        require_fields(meta["val"], *OF_SPLIT)
+        if meta["format"] != FORMAT:
+            raise Damage(f"format {meta['format']}, not {FORMAT}")
     return meta
 
 
@@ -54,9 +52,9 @@ def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
     with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
         encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
         if tokenizer.fingerprint(encoding) != meta["tokenizer"]:
-            raise ValueError("not the tokenizer of the token files")
+            raise Damage("not the tokenizer of the token files")
         if encoding.n_vocab != meta["vocab_size"]:
-            raise ValueError(f"{encoding.n_vocab} tokens, not {meta['vocab_size']}")
+            raise Damage(f"{encoding.n_vocab} tokens, not {meta['vocab_size']}")
     return encoding
 
 
@@ -65,9 +63,12 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     to check its sha256 takes 0.06 s for 100 MB."""
     path = folder / f"{split}.bin"
     with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
+        expected = meta[split]["tokens"] * np.dtype(meta["dtype"]).itemsize
+        if path.stat().st_size != expected:
+            raise Damage(f"{path.stat().st_size:,} bytes, not {expected:,}")
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
-            raise ValueError("its sha256 differs from meta.json")
+            raise Damage("its sha256 differs from meta.json")
     return ids
 
 

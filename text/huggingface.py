@@ -10,7 +10,7 @@ from typing import Any
 
 import tiktoken
 
-from common import UserError, reading
+from common import UserError, reading, require_fields
 from text import tokenizer
 
 # How the three split text into words, and we do; by the pattern that does the same here.
@@ -39,32 +39,39 @@ def read_tokenizer(path: Path, vocab_size: int, bos_id: int | None) -> tiktoken.
     begins a text, whatever its name. UserError: the file is damaged, or ids would differ."""
     with reading(path, "download it again"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        bpe = dict(record["model"])
-        require(path, record, "normalizer", None)
-        require(path, bpe, "type", "BPE")
-        require(path, bpe, "dropout", 0)
-        require(path, bpe, "byte_fallback", False)
-        pattern = word_pattern(path, record.get("pre_tokenizer"))
+        require_fields(record, "model", "added_tokens")
+        bpe = record["model"]
+        require_fields(bpe, "vocab", "merges")
+        require_fields(bpe["vocab"])
+    require(path, record, "normalizer", None)
+    require(path, bpe, "type", "BPE")
+    require(path, bpe, "dropout", 0)
+    require(path, bpe, "byte_fallback", False)
+    pattern = word_pattern(path, record.get("pre_tokenizer"))
 
-        special_tokens = {token["content"]: token["id"] for token in record["added_tokens"]}
-        byte_of = {letter: byte for byte, letter in byte_letters().items()}
-        ranks = {}
-        for token, i in dict(bpe["vocab"]).items():
-            if token not in special_tokens:
-                ranks[bytes(byte_of[letter] for letter in token)] = i
-        check_order(path, bpe, ranks)
+    special_tokens = {token["content"]: token["id"] for token in record["added_tokens"]}
+    byte_of = {letter: byte for byte, letter in byte_letters().items()}
+    ranks = {}
+    for token, i in dict(bpe["vocab"]).items():
+        if token in special_tokens:
+            continue
+        if not set(token) <= set(byte_of):
+            raise UserError(f"{path}: the token {token!r:.40} is not spelled in GPT-2's bytes")
+        ranks[bytes(byte_of[letter] for letter in token)] = i
+    check_order(path, bpe, ranks)
 
-        if "<|endoftext|>" not in special_tokens:
-            names = {i: name for name, i in special_tokens.items()}
-            if bos_id not in names:
-                raise UserError(f"{path}: no <|endoftext|> and no token with bos_token_id {bos_id}")
-            del special_tokens[names[bos_id]]
-            special_tokens["<|endoftext|>"] = bos_id
-        # Ids without a token get one, so that whatever a model samples can be shown.
-        used = {*ranks.values(), *special_tokens.values()}
-        for i in range(vocab_size):
-            if i not in used:
-                special_tokens[f"<|unused_{i}|>"] = i
+    if "<|endoftext|>" not in special_tokens:
+        names = {i: name for name, i in special_tokens.items()}
+        if bos_id not in names:
+            raise UserError(f"{path}: no <|endoftext|> and no token with bos_token_id {bos_id}")
+        del special_tokens[names[bos_id]]
+        special_tokens["<|endoftext|>"] = bos_id
+    # Ids without a token get one, so that whatever a model samples can be shown.
+    used = {*ranks.values(), *special_tokens.values()}
+    for i in range(vocab_size):
+        if i not in used:
+            special_tokens[f"<|unused_{i}|>"] = i
+    with reading(path, "download it again"):
         encoding = tokenizer.make_encoding("huggingface", pattern, ranks, special_tokens)
     if encoding.n_vocab != vocab_size:
         raise UserError(f"{path} has {encoding.n_vocab} ids, its model {vocab_size}")
@@ -111,7 +118,9 @@ def write_tokenizer(folder: Path, encoding: tiktoken.Encoding) -> None:
 
 def word_pattern(path: Path, pre_tokenizer: Any) -> str:
     """The pattern that splits text into words as a pre_tokenizer does."""
-    steps = dict(pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
+    steps = [pre_tokenizer]
+    if isinstance(pre_tokenizer, dict):
+        steps = pre_tokenizer.get("pretokenizers", steps)
     for pattern, theirs in WORDS.items():
         if steps == theirs:
             return pattern

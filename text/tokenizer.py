@@ -25,6 +25,8 @@ from operator import itemgetter
 import numpy as np
 import tiktoken
 
+from common import Damage, require_fields
+
 # Ids 0..2 are special, 3..258 are the 256 single bytes, and from 259 on every id is a merge.
 START, END = "<|im_start|>", "<|im_end|>"
 SPECIALS = {"<|endoftext|>": 0, START: 1, END: 2}
@@ -68,33 +70,38 @@ def dumps(encoding: tiktoken.Encoding) -> str:
 
 
 def loads(text: str) -> tiktoken.Encoding:
-    """Returns the encoding that `dumps` wrote. Raises one of common.DAMAGE if the text is damaged,
-    or no such one."""
+    """Returns the encoding that `dumps` wrote. Raises Damage or JSONDecodeError if the text is
+    damaged, or no such one."""
     data = json.loads(text)
+    require_fields(data, "format", "version", "name", "pattern", "ranks", "special_tokens")
+    require_fields(data["special_tokens"])
     if (data["format"], data["version"]) != (FORMAT, VERSION):
-        raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
-    ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
+        raise Damage(f"its format is not {FORMAT}, version {VERSION}")
+    try:
+        ranks = {base64.b64decode(token, validate=True): i for token, i in data["ranks"]}
+    except (TypeError, ValueError) as error:  # of Base64, or not pairs
+        raise Damage(f"its ranks: {error}") from None
     if len(ranks) < len(data["ranks"]):
-        raise ValueError("a token is there twice")
-    return make_encoding(data["name"], data["pattern"], ranks, {**data["special_tokens"]})
+        raise Damage("a token is there twice")
+    return make_encoding(data["name"], data["pattern"], ranks, data["special_tokens"])
 
 
 def make_encoding(
     name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
 ) -> tiktoken.Encoding:
     """Returns an encoding of what a file says. Its pattern must be a known one: with some, like
-    `(a*)*\\1b|.`, a short text takes forever. ValueError: it cannot be."""
+    `(a*)*\\1b|.`, a short text takes forever. Damage: it cannot be."""
     if pattern not in (PATTERN, SMOLLM2, *PRETRAINED.values()):
-        raise ValueError(f"it splits text by the unknown pattern {pattern!r:.60}")
+        raise Damage(f"it splits text by the unknown pattern {pattern!r:.60}")
     # What follows would end the program inside of tiktoken.
     ids = [*ranks.values(), *special_tokens.values()]
     if not all(isinstance(i, int) and 0 <= i < 2**32 for i in ids):
-        raise ValueError("an id is not an integer from 0 to 2^32 - 1")
+        raise Damage("an id is not an integer from 0 to 2^32 - 1")
     if len(set(ids)) < len(ids):
-        raise ValueError("an id is there twice")
+        raise Damage("an id is there twice")
     lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
     if lacking != (NO_TOKEN if pattern == SMOLLM2 else b""):
-        raise ValueError("some of the 256 single bytes are missing, or should be")
+        raise Damage("some of the 256 single bytes are missing, or should be")
     return tiktoken.Encoding(
         name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
     )

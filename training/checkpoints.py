@@ -13,14 +13,24 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from pickle import UnpicklingError
+from zipfile import BadZipFile
 
 import tiktoken
 import torch
 
-from common import UserError, atomic, has_bfloat16, locked, reading
+from common import (
+    Damage,
+    UserError,
+    atomic,
+    has_bfloat16,
+    is_out_of_memory,
+    locked,
+    reading,
+    require_fields,
+)
 from model import Decoder, decoder_class
 from offload import make_tables
 from tables.storage import DiskStorage
@@ -28,7 +38,9 @@ from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
 
-FORMAT = 4
+FORMAT = 4  # to be raised when an older checkpoint would fail
+# What the readers of zip files and of PyTorch raise.
+NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
 FIX = "name a ckpt.pt, or train one with `python train.py`"
 
 
@@ -49,7 +61,7 @@ def remove_unused_tables(path: Path) -> None:
     if not os.path.isdir(folder):
         return
     used = None
-    if path.exists():
+    if os.path.exists(path):  # Path.exists fails on long names
         try:
             tables = read_checkpoint(path)["tables"]
         except UserError:
@@ -67,7 +79,7 @@ def remove_leftovers(out_dir: Path) -> None:
     shutil.rmtree(live_folder(out_dir), ignore_errors=True)
     remove_unused_tables(out_dir / "ckpt.pt")
     folder = tables_folder(out_dir / "ckpt.pt")
-    if folder.exists() and not any(folder.iterdir()):
+    if os.path.isdir(folder) and not any(folder.iterdir()):
         folder.rmdir()
 
 
@@ -125,6 +137,7 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
     checkpoint = dict(checkpoint)
     storage = checkpoint.pop("storage")
     checkpoint["tables"] = None
+    remove_unused_tables(path)  # of a call that was killed
     try:
         if storage is not None:
             name = secrets.token_hex(4)
@@ -150,20 +163,28 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
     not read, except to `verify` checksums; settings and names are always verified. UserError: it is
     missing, damaged or something else."""
     with reading(path, FIX):
-        file = zipfile.ZipFile(path)
-        for name in file.namelist():
-            if name.endswith("data.pkl"):  # all but the numbers of tensors
-                file.read(name)
-        if verify:
-            damaged = file.testzip()
-            if damaged:
-                raise ValueError(f"checksum of {damaged}")
         try:
+            file = zipfile.ZipFile(path)
+            for name in file.namelist():
+                if name.endswith("data.pkl"):  # all but the numbers of tensors
+                    file.read(name)
+            damaged = file.testzip() if verify else None
             checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
         except UnpicklingError:  # its text suggests to load it anyway
-            raise ValueError("it holds more than tensors, possibly code: do not trust it") from None
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        raise UserError(f"{path} is not a checkpoint of this program, format {FORMAT}: {FIX}")
+            raise Damage("it holds more than tensors, possibly code: do not trust it") from None
+        except NOT_A_CHECKPOINT as error:
+            if is_out_of_memory(error):
+                raise
+            raise Damage(error) from None
+        if damaged:
+            raise Damage(f"checksum of {damaged}")
+        require_fields(checkpoint, "format")
+        if checkpoint["format"] != FORMAT:
+            raise Damage(f"format {checkpoint['format']}, not {FORMAT}")
+    config_class = decoder_class(checkpoint["config"]["ffn"]).config_class
+    unknown = set(checkpoint["config"]) - {field.name for field in fields(config_class)}
+    if unknown:
+        raise UserError(f"{path} has settings that are unknown here: {', '.join(sorted(unknown))}")
     return checkpoint
 
 
@@ -204,17 +225,19 @@ def load_model(
     offload: str = "none",
     dtype: str = "float32",
     tables: Callable | None = None,
+    verify: bool = False,
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint in evaluation mode, its tokenizer, and the checkpoint.
 
     Args:
         device: where the backbone goes; tables go where `offload` says, or are made by `tables`.
         dtype: of the backbone; auto is bfloat16 on GPUs that multiply it.
+        verify: all checksums, which reads all of the file.
 
     Raises:
         UserError: as `load_checkpoint`.
     """
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path, verify)
     encoding = read_encoding(path, checkpoint)
     weights = checkpoint["model"]
     for name, weight in weights.items():

@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from common import UserError, atomic, reading, writing
+from common import Damage, UserError, atomic, reading, require_fields, writing
 
 # What readers need of a record, by its type.
 FIELDS = {
@@ -61,12 +61,13 @@ def to_line(record: dict[str, Any]) -> str:
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    """Parse a line. Raises one of common.DAMAGE if it is not a record of ours."""
+    """Parse a line. Raises Damage or JSONDecodeError if it is not a record of ours."""
     record = json.loads(line)
-    for name in (*FIELDS[record["type"]], *record):
-        if record[name] is None:  # or a KeyError
-            record[name] = math.nan
-    return record
+    require_fields(record, "type")
+    if record["type"] not in FIELDS:
+        raise Damage(f"unknown type {record['type']!r:.40}")
+    require_fields(record, *FIELDS[record["type"]])
+    return {name: math.nan if value is None else value for name, value in record.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
