@@ -28,7 +28,7 @@
 import json
 import math
 import os
-import shutil
+import tempfile
 from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 
@@ -176,9 +176,9 @@ def llama_config(path: Path, record: dict) -> ModelConfig:
     """The shape that config.json describes. UserError: it is not that of our dense decoder."""
     for name, value in REQUIRED.items():
         require(path, record, name, value)
-    for name in (*SIZES.values(), "rms_norm_eps"):
-        if not isinstance(record[name], (int, float)):
-            raise UserError(f"{path}: {name} {record[name]!r:.40} is not a number")
+    for name in SIZES.values():
+        if not isinstance(record[name], int):
+            raise UserError(f"{path}: {name} {record[name]!r:.40} is not a whole number")
     # Rotations are the original ones, or slowed down as Llama 3.1's are (model.rotary).
     rope = record.get("rope_scaling") or record.get("rope_parameters") or {}
     kind = "llama3" if "low_freq_factor" in rope else "default"
@@ -217,8 +217,11 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             require_fields(about, "dtype", "shape", "data_offsets")
             if about["dtype"] not in DTYPES:
                 raise UserError(f"{path}: dtype {about['dtype']} of {name} is not supported")
-            dtype, (begin, end) = DTYPES[about["dtype"]], about["data_offsets"]
-            numbers = file[start + begin : start + end]
+            dtype = DTYPES[about["dtype"]]
+            place = about["data_offsets"]
+            if not isinstance(place, list) or [type(number) for number in place] != [int, int]:
+                raise Damage(f"data_offsets {place!r:.40} of {name}")
+            numbers = file[start + place[0] : start + place[1]]
             if len(numbers) != math.prod(about["shape"]) * dtype.itemsize:
                 raise Damage(f"{name} has {len(numbers):,} bytes for the shape {about['shape']}")
             tensors[name] = torch.from_numpy(numbers).view(dtype).view(about["shape"])
@@ -247,10 +250,11 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
     if config.rope_scaling is not None:
         scaling = dict(zip(LLAMA3_ROPE, config.rope_scaling, strict=True))
         record["rope_scaling"] = {"rope_type": "llama3", **scaling}
-    unfinished = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a call that was killed
     with writing(folder):
-        unfinished.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Beside it, and renamed when it is whole: a kill leaves this folder, never half a model.
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        unfinished.chmod(0o755)
         write_tokenizer(unfinished, encoding)
         write_safetensors(unfinished / "model.safetensors", llama_weights(model))
         (unfinished / "config.json").write_text(json.dumps(record))

@@ -42,6 +42,8 @@ def read_meta(folder: Path) -> dict:
         require_fields(meta["val"], *OF_SPLIT)
         if meta["format"] != FORMAT:
             raise Damage(f"format {meta['format']}, not {FORMAT}")
+        if meta["dtype"] not in ("uint16", "uint32"):
+            raise Damage(f"dtype {meta['dtype']!r:.40}")
     return meta
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import tiktoken
 
-from common import UserError, reading, require_fields
+from common import Damage, UserError, reading, require_fields
 from text import tokenizer
 
 # How the three split text into words, and we do; by the pattern that does the same here.
@@ -43,6 +43,11 @@ def read_tokenizer(path: Path, vocab_size: int, bos_id: int | None) -> tiktoken.
         bpe = record["model"]
         require_fields(bpe, "vocab", "merges")
         require_fields(bpe["vocab"])
+        for name, records in (("added_tokens", record["added_tokens"]), ("merges", bpe["merges"])):
+            if not isinstance(records, list):
+                raise Damage(f"{name} is no list")
+        for token in record["added_tokens"]:
+            require_fields(token, "content", "id")
     require(path, record, "normalizer", None)
     require(path, bpe, "type", "BPE")
     require(path, bpe, "dropout", 0)
@@ -149,7 +154,10 @@ def check_order(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
     merged = []  # the id of what each merge makes
     for merge in bpe["merges"]:
         pair = merge.split(" ") if isinstance(merge, str) else merge  # "a b" or ["a", "b"]
-        merged.append(bpe["vocab"]["".join(pair)])
+        token = "".join(pair)
+        if token not in bpe["vocab"]:
+            raise UserError(f"{path}: a merge makes {token!r:.40}, which has no id")
+        merged.append(bpe["vocab"][token])
     if bpe.get("ignore_merges"):  # whole words are looked up first, as tiktoken does
         wanted = sorted(merged)
     else:
