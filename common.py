@@ -237,7 +237,7 @@ def reading(path: str | Path, fix: str) -> Iterator[str | Path]:
         if error.errno is None:  # raised by a program, not by the system
             raise
         raise UserError(f"cannot read {path}: {error.strerror}: {fix}") from None
-    except (Damage, JSONDecodeError, UnicodeDecodeError) as error:
+    except (Damage, JSONDecodeError, RecursionError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error!s:.200}): {fix}") from None
 
 

@@ -103,7 +103,7 @@ def remove_run(out_dir: Path) -> None:
     """Delete the files of an earlier run, for --overwrite."""
     for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
         (out_dir / name).unlink(missing_ok=True)
-    remove_leftovers(out_dir)
+    remove_unused_tables(out_dir / "ckpt.pt")
 
 
 # --- writing ---

@@ -64,7 +64,7 @@ def from_line(line: bytes) -> dict[str, Any]:
     """Parse a line. Raises Damage or JSONDecodeError if it is not a record of ours."""
     record = json.loads(line)
     require_fields(record, "type")
-    if record["type"] not in FIELDS:
+    if record["type"] not in list(FIELDS):  # a list, too, can be asked for
         raise Damage(f"unknown type {record['type']!r:.40}")
     require_fields(record, *FIELDS[record["type"]])
     return {name: math.nan if value is None else value for name, value in record.items()}
