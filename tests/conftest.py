@@ -2,10 +2,12 @@
 them, and ways to compare what runs leave."""
 
 import contextlib
+import importlib
 import io
 import json
 import os
 import random
+import re
 import runpy
 import shutil
 import subprocess
@@ -20,6 +22,8 @@ from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+import model
+import relatives
 import train
 from training.checkpoints import load_checkpoint
 from training.records import read_run
@@ -46,8 +50,8 @@ def command(
     *args, cwd: Path = ROOT, fails: bool = False, stdin: str = ""
 ) -> subprocess.CompletedProcess:
     """Run `python args...` in a folder, but in this process, where all is imported already: an
-    exception is one here. A failure must be one line without a traceback. The first argument may
-    be a line of several words."""
+    exception is one here. A failure must be one line without a traceback, ours or, behind the
+    usage, that of argparse. The first argument may be a line of several words."""
     words = [*str(args[0]).split(), *map(str, args[1:])]
     words[0] = str(ROOT / words[0])
     code = 0
@@ -69,14 +73,18 @@ def command(
                 print(code, file=err)
     done = subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
     assert bool(code) == fails, done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == fails, done.stderr
+    assert len(errors_of(done)) == fails, done.stderr
     return done
+
+
+def errors_of(done: subprocess.CompletedProcess) -> list[str]:
+    lines = done.stderr.splitlines()
+    return [line for line in lines if re.match(r"(\w+\.py: )?error: ", line)]
 
 
 def refused(*args, cwd: Path = ROOT) -> str:
     """The one line in which a command refuses."""
-    return command(*args, cwd=cwd, fails=True).stderr
+    return errors_of(command(*args, cwd=cwd, fails=True))[0]
 
 
 def start_process(*args, cwd: Path) -> subprocess.Popen:
@@ -98,6 +106,17 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def add_relative(patch: pytest.MonkeyPatch, folder: Path, name: str, source: str) -> Path:
+    """Have a file relatives/NAME.py, which is written to a folder."""
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    patch.setattr(model, "RELATIVES", folder)
+    patch.setattr(relatives, "__path__", [str(folder)])
+    sys.modules.pop(f"relatives.{name}", None)
+    importlib.invalidate_caches()
+    return path
 
 
 def small_run(data: Path | str, out: Path, tables: Callable | None = None, **more) -> Path:

@@ -6,15 +6,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from model import Decoder, ModelConfig
+from model import Decoder, decoder_class, relatives
 
+LAYERS = ("dense", "stem", "embformer", *relatives("Decoder"))
 TINY = dict(vocab_size=23, block_size=32, n_layer=3, n_head=4, n_embd=32, d_ff=48)
 
 
-def decoder(**options) -> Decoder:
-    """A tiny decoder with weights so large, norm scales included, that each of them matters."""
+def decoder(kind: type[Decoder] | None = None, **options) -> Decoder:
+    """A tiny decoder, of a class or of a kind of --ffn, with weights so large, norm scales
+    included, that each of them matters."""
     torch.manual_seed(0)
-    model = Decoder(ModelConfig(**{**TINY, **options}))
+    kind = kind or decoder_class(options.get("ffn", "stem"))
+    model = kind(kind.config_class(**{**TINY, **options}))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.eval()
@@ -92,9 +95,6 @@ def naive_logits(config, w, ids, table_ids, documents):
     double precision. Kinds: dense, stem, embformer, value, engram, bigram."""
     width = config.head_dim
     kv = config.n_kv_head * width
-    base = config.rope_base
-    scaling = config.rope_scaling
-    n_previous = config.previous_heads
     i = torch.arange(len(ids))[:, None]
     j = torch.arange(len(ids))
     before = (j - 1).clamp(min=0)
@@ -103,15 +103,18 @@ def naive_logits(config, w, ids, table_ids, documents):
     patterns = config.attention.split(",")
     if config.ffn in ("engram", "bigram"):
         table_ids = torch.tensor(naive_addresses(config, table_ids, documents))  # [T, R]
+    table = 0
     x = w["wte.weight" if config.tie_head else "wte.weight.0"][ids]
     for layer in range(config.n_layer):
         block = f"blocks.{layer}."
-        kind = config.layer_kind(layer)
+        kind = config.ffn
+        if kind in ("stem", "value", "engram") and layer not in config.row_layers:
+            kind = "dense"
         if kind != "dense":
-            table = 0 if kind == "bigram" else config.row_layers.index(layer)
             rows = w[f"tables.weight.{table}"][table_ids].flatten(1)
+            table += kind != "bigram"
         if kind == "bigram":
-            x = x + w[block + "memory.weight"] * rows
+            x = x + w[block + "weight"] * rows
         if kind == "engram":
             query = norm(x, w[block + "memory.query_norm.weight"])
             key = norm(rows @ w[block + "memory.key.weight"].T, w[block + "memory.key_norm.weight"])
@@ -131,15 +134,18 @@ def naive_logits(config, w, ids, table_ids, documents):
         k = k.unflatten(1, (-1, width))
         v = v.unflatten(1, (-1, width))
         if kind == "embformer":
-            q = norm(q)
-            k = norm(k)
-        k = torch.cat((k[before][:, :n_previous], k[:, n_previous:]), dim=1)
-        q = rotate(q, base, scaling)
-        k = rotate(k, base, scaling)
+            q = norm(q, eps=config.norm_eps)
+            k = norm(k, eps=config.norm_eps)
+        name, _, argument = patterns[layer % len(patterns)].partition(":")
+        if name == "previous":
+            n = int(argument)
+            k = torch.cat((k[before][:, :n], k[:, n:]), dim=1)
+        q = rotate(q, config.rope_base, config.rope_scaling)
+        k = rotate(k, config.rope_base, config.rope_scaling)
         scores = torch.einsum("ihd,jhd->hij", q, k[:, key_head]) / width**0.5
         seen = causal
-        if patterns[layer % len(patterns)] == "window":
-            seen = causal & (i - j < config.window)
+        if name == "window":
+            seen = causal & (i - j < int(argument))
         weight = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         y = torch.einsum("hij,jhd->ihd", weight, v[:, key_head]).flatten(1)
         if kind != "embformer":

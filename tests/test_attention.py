@@ -1,30 +1,24 @@
 """Whole decoders, of all kinds of attention, against one that weighs all T x T pairs of tokens."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import Largest
-from naive import TINY, decoder, naive_logits, tokens
+from naive import decoder, naive_logits, tokens
 
-from common import UserError
-from model import Decoder, ModelConfig
-
-PATTERNS = ("window", "window,full", "window,window,full", "full")
+PATTERNS = ("full", "window:5", "window:3,full", "previous:1,window:5,window:3")
 SLOW = [8.0, 1.0, 4.0, 32]
 KINDS = {
     "embformer": dict(),
-    "embformer, the note's": dict(embformer_act="identity", n_kv_head=2, previous_heads=1),
+    "embformer, the note's": dict(embformer_act="identity", n_kv_head=2, norm_eps=1e-3),
     "dense": dict(tie_head=False, n_kv_head=2, norm_eps=1e-3),
     "dense, slow": dict(tie_head=True, n_kv_head=1, rope_base=50.0, rope_scaling=SLOW),
     "stem": dict(stem_layers="0,2"),
     "value": dict(n_kv_head=2),
-    "engram": dict(ngram_rows=50),
+    "engram": dict(ngram_rows=50, stem_layers="0,2"),
     "bigram": dict(ngram_rows=50),
 }
-
-
-def of_kind(name: str, attention: str) -> Decoder:
-    ffn = name.split(",")[0]
-    return decoder(ffn=ffn, attention=attention, window=5, **KINDS[name])
 
 
 def documents_of(ids: torch.Tensor) -> torch.Tensor:
@@ -32,12 +26,13 @@ def documents_of(ids: torch.Tensor) -> torch.Tensor:
     return (ids < 3).cumsum(1)
 
 
-@pytest.mark.parametrize("attention", PATTERNS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "attention"), [*itertools.product(KINDS, PATTERNS), ("embformer", "previous:2")]
+)
 @pytest.mark.parametrize("n", [3, 20, 29])
 @pytest.mark.parametrize("masked", [False, True])
-def test_logits_and_gradients_equal_those_of_a_naive_decoder(attention, kind, n, masked):
-    model = of_kind(kind, attention).double()
+def test_logits_and_gradients_equal_those_of_a_naive_decoder(kind, attention, n, masked):
+    model = decoder(ffn=kind.split(",")[0], attention=attention, **KINDS[kind]).double()
     model.requires_grad_()  # rows, too: ordinary parameters, not rounded to float32
     weights = {}
     for name, weight in model.state_dict().items():
@@ -65,10 +60,7 @@ def test_logits_and_gradients_equal_those_of_a_naive_decoder(attention, kind, n,
 @pytest.mark.parametrize("ffn", ["embformer", "engram", "bigram"])
 @pytest.mark.parametrize("chunks", [[1] * 29, [5, 1, 9, 14], [29]], ids=str)
 def test_cached_logits_equal_those_without_a_cache(ffn, attention, chunks):
-    options = dict(n_kv_head=2, ngram_rows=50)
-    if ffn == "embformer":
-        options["previous_heads"] = 2
-    model = decoder(ffn=ffn, attention=attention, window=4, **options)
+    model = decoder(ffn=ffn, attention=attention, n_kv_head=2)
     ids = tokens(2, 29)
     table_ids = tokens(2, 29, seed=4)
     whole, _ = model(ids, table_ids=table_ids)
@@ -82,11 +74,11 @@ def test_cached_logits_equal_those_without_a_cache(ffn, attention, chunks):
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("attention", ["window", "full"])
-def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention):
+@pytest.mark.parametrize(("attention", "growth"), [("window:4", 2), ("full", 4)])
+def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention, growth):
     """Of full attention inside documents some do, so that the test can see them."""
     shape = dict(block_size=256, n_layer=1, n_embd=8)  # heads of one pair of channels
-    model = decoder(ffn="embformer", attention=attention, window=4, **shape)
+    model = decoder(ffn="embformer", attention=attention, **shape)
     most = []
     for n in (64, 128, 256):
         ids = tokens(1, n)
@@ -94,13 +86,12 @@ def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention):
             _, loss = model(ids, ids, documents=documents_of(ids))
             loss.backward()
         most.append(largest.numbers)
-    growth = 2 if attention == "window" else 4
     assert most[1] / most[0] == pytest.approx(growth, rel=0.1)
     assert most[2] / most[1] == pytest.approx(growth, rel=0.1)
 
 
 def test_a_window_layer_caches_one_window():
-    model = decoder(attention="window,full", window=4, block_size=64)
+    model = decoder(attention="window:4,full", block_size=64)
     cache = model.make_cache(2)
     model(tokens(2, 59), cache=cache)
     assert [layer.k.shape[-2:] for layer in cache.layers] == [(3, 8), (64, 8), (3, 8)]
@@ -111,26 +102,8 @@ def test_no_pass_waits_for_the_device(attention):
     """Ids and documents are on the CPU, all else on the meta device, whose numbers nobody can ask
     for."""
     with torch.device("meta"):
-        model = Decoder(ModelConfig(**TINY, ffn="embformer", attention=attention, window=4))
+        model = decoder(ffn="embformer", attention=attention).train()
     ids = tokens(2, 24)
     logits, _ = model(ids, documents=documents_of(ids))
     assert logits.is_meta and logits.shape == (2, 24, 23)
     logits.sum().backward()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_repeated_keys_give_what_grouped_ones_give(masked, monkeypatch):
-    model = decoder(attention="window,full", window=4, n_kv_head=2)
-    ids = tokens(2, 29)
-    documents = documents_of(ids) if masked else None
-    grouped, _ = model(ids, documents=documents)
-    monkeypatch.setattr("attention.has_grouped_kernel", lambda *_: False)
-    repeated, _ = model(ids, documents=documents)
-    torch.testing.assert_close(repeated, grouped)
-
-
-@pytest.mark.parametrize("flags", [{"attention": "window"}, {"ffn": "moe"}, {"ffn": "hash_moe"}])
-def test_what_changes_its_shapes_cannot_be_compiled(flags):
-    (pair,) = flags.items()
-    with pytest.raises(UserError, match="--compile .* --{} {}".format(*pair)):
-        decoder(**flags).compile_steps()

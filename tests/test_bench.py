@@ -1,12 +1,13 @@
-"""bench.py measures what it says, on a model small enough to take seconds."""
+"""lab/bench.py measures what it says, on a model small enough to take seconds."""
 
 import math
 import re
 
-import bench
 import pytest
-from bench import Bench
 from conftest import command, refused
+
+from lab import bench
+from lab.bench import Bench
 
 SIZES = {
     "n_layer": 3,
@@ -35,7 +36,7 @@ def test_tables_in_all_places(tmp_path, gib, capsys):
 
 def test_all_of_it_in_a_quick_run(tmp_path):
     flags = "--quick --rounds 1 --block_size 1 --device cpu"  # the shortest context
-    printed = command(f"bench.py all {flags}", cwd=tmp_path).stdout
+    printed = command(f"lab/bench.py all {flags}", cwd=tmp_path).stdout
     titles = re.findall(r"^\| (\w+) .*\n\|-", printed, re.MULTILINE)
     assert titles == ["train", "decode", "tables"]
     assert not re.search("inf|nan", printed)
@@ -60,4 +61,4 @@ def test_ids_follow_zipf():
 
 @pytest.mark.parametrize("flag", ["--rounds 0", "--n_head 5", "--dir gone"])
 def test_bad_flags_are_one_clear_line(tmp_path, flag):
-    assert flag.split()[0][2:] in refused(f"bench.py offload --device cpu {flag}", cwd=tmp_path)
+    assert flag.split()[0][2:] in refused(f"lab/bench.py offload --device cpu {flag}", cwd=tmp_path)

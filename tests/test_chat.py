@@ -11,7 +11,7 @@ import torch
 from common import UserError
 from model import Decoder, ModelConfig
 from sample import Chat, converse
-from text import tokenizer
+from text import bpe, tokenizer
 
 TALK = [
     {"role": "system", "content": "Be kind."},
@@ -25,7 +25,7 @@ TALK = [
 @pytest.fixture(scope="module")
 def encoding() -> tiktoken.Encoding:
     texts = ["Hello assistant, be kind to the user. Bye, bye. system user assistant\n"] * 9
-    return tokenizer.train(texts, 300)
+    return bpe.train(texts, 300)
 
 
 def test_the_template_and_which_of_its_tokens_are_the_assistants(encoding):

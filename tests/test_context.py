@@ -4,9 +4,9 @@ import random
 import re
 
 import numpy as np
-from analysis.context import KEYS, VALUES, distinct_tokens, document, haystack, prose
 
-from text import tokenizer
+from lab.context import KEYS, VALUES, distinct_tokens, document, haystack, prose
+from text import bpe
 
 NEEDLE = r" Call (\w+) (\w+)\."
 
@@ -32,7 +32,7 @@ def test_a_document_repeats_its_needle():
 
 
 def test_a_haystack_has_its_length_and_the_needle_at_its_depth():
-    encoding = tokenizer.train(prose(held_out=False)[:1600], 300)
+    encoding = bpe.train(prose(held_out=False)[:1600], 300)
     ids = encoding.encode_ordinary(" ".join(prose(held_out=True)[:16_000]))
     for seed in range(20):
         rng = random.Random(seed)

@@ -1,6 +1,7 @@
 """convert.py: folders of Hugging Face, written by hand, by transformers and by itself, and rows of
 tables against the formula written out."""
 
+import contextlib
 import json
 import random
 import re
@@ -9,11 +10,11 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, assert_same, command, refused
+from conftest import CPU, assert_same, command, flip, refused
 from originals import HUGGING_FACE, named
 
 import convert
-from common import UserError
+from common import UserError, locked
 from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import GPT2, LETTERS, LLAMA3, SMOLLM2
@@ -99,7 +100,7 @@ def write_safetensors(path, dtype, weights, names) -> None:
             "shape": list(weight.shape),
             "data_offsets": [start, len(numbers)],
         }
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + numbers)
 
 
@@ -150,7 +151,7 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
         ({"model_type": "qwen3"}, {}, "model_type qwen3 is not supported, only llama"),
         ({"head_dim": 16}, {}, "head_dim 16 is not supported, only 8"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "rope_type yarn"),
-        ({"hidden_size": "32"}, {}, "config.json is damaged"),
+        ({"hidden_size": "32"}, {}, "hidden_size '32' is not a whole number"),
         ({"vocab_size": 10**7}, {}, "embed_tokens.weight has shape [300, 32], not [10000000, 32]"),
         ({"num_hidden_layers": 3}, {}, "lacks the weight model.layers.2."),
         ({}, {"pre_tokenizer": None}, "pre_tokenizer None is not GPT-2's"),
@@ -183,6 +184,22 @@ def test_damaged_files_are_one_line(tmp_path, name):
         (tmp_path / name).write_bytes(damaged)
         with pytest.raises(UserError, match=f"{name} is damaged"):
             convert.read_llama(tmp_path)
+    for at in range(0, min(len(raw), 4000), 19):  # one bit; weights have no checksums
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << at % 8
+        (tmp_path / name).write_bytes(flipped)
+        with contextlib.suppress(UserError):
+            convert.read_llama(tmp_path)
+
+
+def test_settings_that_are_not_in_a_config_are_those_of_transformers(tmp_path):
+    save(tmp_path)
+    gone = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
+    lacking = {name: value for name, value in CONFIG.items() if name not in gone}
+    (tmp_path / "config.json").write_text(json.dumps(lacking))
+    config = convert.read_llama(tmp_path)[0].config
+    assert (config.block_size, config.norm_eps, config.rope_base) == (2048, 1e-6, 10000)
+    assert not config.tie_head
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], [1]])
@@ -303,6 +320,8 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     save(tmp_path / "llama")
     dense = trained["dense"] / "ckpt.pt"
     command("prepare.py --dataset moby-dick --vocab_size 300 --out_dir other", cwd=tmp_path)
+    shutil.copy(dense, tmp_path / "damaged.pt")
+    flip(tmp_path / "damaged.pt", dense.stat().st_size // 2)
     stem = f"--ffn stem --data_dir {data} --out new.pt"
     for line, says in (
         (f"{dense} --ffn stem", "--out is required"),
@@ -317,8 +336,12 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"{trained['stem']}/ckpt.pt --export no", "no form for --ffn stem"),
         (f"{dense} --export llama", "llama exists"),
         (f"{dense} --export no --ffn stem", "--export without --ffn"),
+        (f"damaged.pt {stem}", "checksum"),
+        ("damaged.pt --export no", "checksum"),
         (f"{dense} {stem} --batch_size 0", "--batch_size 0"),
         (f"{dense} {stem} --data_dir other", "a different tokenizer"),
     ):
         assert says in refused(f"convert.py {line}", cwd=tmp_path)
+    with locked(tmp_path):
+        assert "in use" in refused(f"convert.py {dense} {stem}", cwd=tmp_path)
     assert not (tmp_path / "new.pt").exists() and not (tmp_path / "no").exists()

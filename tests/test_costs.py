@@ -1,31 +1,21 @@
-"""analysis/costs.py against PyTorch's FLOP counter, gradients, and sums over all cases."""
+"""Decoder.sizes and lab/costs.py against PyTorch's FLOP counter, gradients, sums over all cases."""
 
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from analysis.costs import Costs, expected_distinct
-from analysis.experiment import KINDS, MAIN
-from config import ModelConfig
+from naive import TINY, decoder, tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import Decoder
+from lab.costs import Costs, expected_distinct
+from lab.experiment import KINDS, MAIN
 from tables.tables import Tables
 
 N = 12  # tokens
-SHAPE = {
-    "vocab_size": 50,
-    "block_size": 32,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_kv_head": 2,
-    "n_embd": 32,
-    "d_ff": 48,
-}
-# Plain products take every pair of tokens, those behind the mask, too, which we leave out.
-HIDDEN = 2 * 2 * SHAPE["n_layer"] * SHAPE["n_embd"] * sum(range(N))
+SHAPE = dict(n_layer=4, n_kv_head=2)
+PER_KEY = 4 * 4 * TINY["n_embd"]
 
 
 def counted(run) -> int:
@@ -37,23 +27,30 @@ def counted(run) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flops_equal_those_that_pytorch_counts(kind):
-    model = Decoder(ModelConfig(**SHAPE, **KINDS[kind]))
-    costs = Costs(model.config)
-    ids = torch.randint(50, (1, N))
+    model = decoder(**SHAPE, **KINDS[kind])
+    ids = tokens(1, N)
+    sizes = model.sizes()
+    assert sizes["flops_per_key"] == PER_KEY
     with torch.no_grad():
-        read = counted(lambda: model.eval()(ids, last_only=True))
+        read = counted(lambda: model(ids))
+        last = counted(lambda: model(ids, last_only=True))
     if kind == "pkm":  # the weighted sum of 16 values a head, which it does not count
-        read += N * 2 * 4 * SHAPE["n_layer"] * 16 * SHAPE["n_embd"]
-    assert read == costs.flops(N, logits=1) + HIDDEN
+        read += 2 * N * 4 * 4 * 16 * TINY["n_embd"]
+    # Plain products take every pair of tokens. By `sizes` a token sees half a context.
+    of_a_token = sizes["flops_per_token"] - PER_KEY * TINY["block_size"] // 2
+    assert read == N * of_a_token + N * N * PER_KEY
     if kind in MAIN:
+        costs = Costs(model.config)
+        hidden = PER_KEY * sum(range(N))  # pairs behind the mask
+        assert last == costs.flops(N, logits=1) + hidden
         trained = counted(lambda: model.train()(ids)[0].sum().backward())
-        assert trained == 3 * (costs.flops(N, logits=N) + HIDDEN)
+        assert trained == 3 * (costs.flops(N, logits=N) + hidden)
 
 
 @pytest.mark.parametrize("kind", MAIN)
 def test_parameters_read_are_those_that_have_a_gradient(kind):
-    model = Decoder(ModelConfig(**SHAPE, **KINDS[kind]))
-    ids = torch.randint(9, (3, N))  # which repeat
+    model = decoder(**SHAPE, **KINDS[kind]).train()
+    ids = tokens(3, N) % 9  # which repeat
     model(ids)[0].square().sum().backward()
     read = sum(p.numel() for p in model.parameters() if p.grad is not None)
     for tables in (model.tables, model.wte):

@@ -1,39 +1,39 @@
-"""analysis/edits.py against tables whose rows are overwritten, and answers made to be known."""
+"""lab/edits.py and training/writing.py, with answers made to be known."""
 
 import copy
 
 import numpy as np
 import pytest
 import torch
-from analysis.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
-from config import ModelConfig
 from conftest import CPU
 
-from analysis import edits
 from common import UserError
-from edit import Edit, ExtraRows, ask_the_same, show_and_save, texts_about, write_fact
-from model import Decoder
+from edit import Edit, show_and_save
+from lab import edits
+from lab.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
+from model import Decoder, ModelConfig
 from stem import substitute
-from text import countries, tokenizer
+from text import bpe, countries
 from text.tokenizer import encode
+from training import writing
 from training.checkpoints import save_checkpoint
-from training.questions import Scores, score_answers
+from training.questions import Scores
+from training.writing import ExtraRows, ask_the_same, texts_about, write_fact
 
-COUNTRIES = {country.name: country for country in countries.table()}
-PAIR = tuple(Asked(COUNTRIES[name], 1, [], []) for name in ("Spain", "Peru"))
+COUNTRIES = countries.table()
 
 
 @pytest.fixture(scope="module")
 def encoding():
     """The tokenizer of some paragraphs, in which names of countries are tokens."""
     names = ("Spain", "Peru", "Japan", "Fiji", "Cuba", "Oman")
-    return tokenizer.train([f" {name}" for name in names] * 20, 300)
+    return bpe.train([f" {name}" for name in names] * 20, 300)
 
 
 def made(encoding) -> Decoder:
     torch.manual_seed(0)
-    shape = dict(vocab_size=encoding.n_vocab, block_size=128, n_layer=4, n_head=2, n_embd=16)
-    return Decoder(ModelConfig(**shape, stem_layers="all", table_std=3.0, init_std=0.5)).eval()
+    config = ModelConfig(encoding.n_vocab, 128, 4, 2, 16, table_std=3.0, init_std=0.5)
+    return Decoder(config).eval()
 
 
 def test_pairs_are_sorted_by_their_names_and_differ_in_their_fact(encoding):
@@ -55,17 +55,17 @@ def test_a_report_counts_the_answers_that_an_edit_changes(encoding):
         weight.copy_(weight[:1].expand_as(weight))
     prompt = encode(encoding, "Country: Spain")
     answer = model(torch.tensor([prompt]))[0][0, -1:].argmax(-1).tolist()
-    right, wrong = (PAIR[0]._replace(prompt=prompt, answer=found) for found in (answer, [0, 0]))
+    right, wrong = (Asked(COUNTRIES[0], 1, prompt, found) for found in (answer, [0, 0]))
     for targets, share in (([right], 1), ([wrong], 0), ([right, wrong, wrong, wrong], 0.25)):
         pairs = [(right, target) for target in targets]
         assert share_edited(model, encoding, pairs) == share
 
 
 def test_a_model_of_other_text_is_refused(tmp_path):
-    other = tokenizer.train([" Call me Ishmael."] * 20, 300)
+    other = bpe.train([" Call me Ishmael."] * 20, 300)
     save_checkpoint(tmp_path / "ckpt.pt", made(other), other)
     with pytest.raises(UserError, match="no country is one token"):
-        report_edits(tmp_path / "ckpt.pt", 1, torch.device("cpu"))
+        report_edits(tmp_path / "ckpt.pt", 1, CPU)
 
 
 def test_a_table_has_the_spread_of_what_runs_have_in_common():
@@ -79,7 +79,7 @@ def test_a_report_of_writing_has_the_new_fact_by_form_and_all_others(
     """Of a model that learns to answer questions, but no prose, and knows one other fact."""
     save_checkpoint(tmp_path / "ckpt.pt", made(encoding), encoding)
     taught = []
-    monkeypatch.setattr("edit.write_fact", lambda *arguments: taught.append(arguments[2:4]))
+    monkeypatch.setattr(writing, "write_fact", lambda *arguments: taught.append(arguments[2:4]))
 
     def score(model, prompts, answers, table_prompts):
         name, answer = taught[-1]
@@ -102,7 +102,7 @@ def test_a_report_of_writing_has_the_new_fact_by_form_and_all_others(
 def test_extra_tokens_stand_in_for_others():
     """As a model whose tables hold their rows under tokens that nobody uses."""
     torch.manual_seed(0)
-    model = Decoder(ModelConfig(20, 16, 4, 2, 32, stem_layers="all", table_std=1.0)).eval()
+    model = Decoder(ModelConfig(20, 16, 4, 2, 32, table_std=1.0)).eval()
     overwritten = copy.deepcopy(model)
     ids = torch.tensor([[1, 2, 3, 4], [5, 2, 3, 1]])
     plain = model(ids)[0]
@@ -117,21 +117,6 @@ def test_extra_tokens_stand_in_for_others():
     assert torch.equal(model(ids)[0], plain)
 
 
-def test_a_written_fact_is_in_the_extra_rows_alone(encoding):
-    model = made(encoding).requires_grad_(False)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary(" Peru")
-    name = encoding.encode_ordinary(" Spain")
-    model.tables = ExtraRows(model.tables, name)
-    read = substitute(torch.tensor(prompt), name, model.tables.ids).tolist()
-    write_fact(model, prompt, name, answer, texts_about(model, prompt, name))
-    was, now = score_answers(model, [prompt, prompt], [answer] * 2, [prompt, read]).probability
-    assert now > 10 * was
-    model.tables = model.tables.tables
-    for key, weight in model.state_dict().items():
-        assert torch.equal(weight, before[key])
-
-
 def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
     encoding, monkeypatch
 ):
@@ -142,8 +127,8 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
     found = torch.ones(64, len(prompt) + 31).tril() > 0
     changes = []
     for keep, same in ((0, found < 0), (100, found < 0), (0, found)):
-        monkeypatch.setattr("edit.KEEP", keep)
-        monkeypatch.setattr("edit.ask_the_same", lambda *_, same=same: same)
+        monkeypatch.setattr(writing, "KEEP", keep)
+        monkeypatch.setattr(writing, "ask_the_same", lambda *_, same=same: same)
         model = made(encoding).requires_grad_(False)
         texts = texts_about(model, prompt, name)
         before = model(texts)[0].log_softmax(-1)
@@ -162,7 +147,7 @@ def test_saving_says_what_changes_and_whether_the_fact_is_learned(
     save_checkpoint(ckpt, made(encoding), encoding)
     asked = Edit(ckpt, "Spain", prompt="Country: Spain", write="S", device="cpu")
     for keep, is_learned in ((0, True), (1e4, False)):
-        monkeypatch.setattr("edit.KEEP", keep)
+        monkeypatch.setattr(writing, "KEEP", keep)
         show_and_save(asked, saved)
         shown = capsys.readouterr().out
         assert "rows of [' Spain']\nthese countries read them: Spain\n" in shown

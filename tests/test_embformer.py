@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from naive import TINY
+from naive import decoder
 from naive import mix as naive_mix
 
 from embformer import mix
-from model import Decoder, ModelConfig
 
 
 @pytest.mark.parametrize(("n_head", "head_dim"), [(4, 8), (3, 2), (2, 7), (6, 6), (1, 9)])
@@ -19,48 +18,19 @@ def test_mix_equals_the_double_loop_and_is_a_permutation(n_head, head_dim):
 
 
 def test_every_parameter_is_the_input_embedding_or_a_table():
-    model = Decoder(ModelConfig(**TINY, ffn="embformer"))
+    model = decoder(ffn="embformer")
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     assert shapes.pop("wte.weight") == (23, 32)
     assert sorted(shapes) == ["tables.weight.0", "tables.weight.1", "tables.weight.2"]
     assert set(shapes.values()) == {(23, 3 * 32)}  # K | V | F
 
 
-# --- a linear layer as attention, in the note's steps ---
-
-
-def linear_as_attention(x, weight):
+def test_a_linear_layer_as_attention_step_by_step():
     """The note's argument for dropping linear layers (section 2.1): `x W^T` is an attention output.
 
     The sequence runs over the input features. |x| / sum|x| is a probability distribution, so it can
     be the attention weights; sign and magnitude go into the values; and keys chosen at will give
-    queries that produce these weights after a softmax.
-
-    Args:
-        x: [B, n_in]. Exact zeros have weight 0, which no finite logit gives: they get the smallest
-            positive number instead, and their value is zero anyway.
-        weight: [n_out, n_in], as in `nn.Linear`.
-
-    Returns:
-        q [B, 1, n_in], k [B, n_in, n_in], v [B, n_in, n_out] such that
-        `F.scaled_dot_product_attention(q, k, v)[:, 0]` equals `x @ weight.T`.
-    """
-    n_in = x.shape[-1]
-    tiny = torch.finfo(x.dtype).tiny
-    size = x.abs()
-    total = size.sum(-1, keepdim=True).clamp_min(tiny)  # [B, 1]
-    attention = (size / total).clamp_min(tiny)  # sums to one
-    attention = attention[:, None]  # [B, 1, n_in]
-    signed = total * x.sign()
-    v = weight.T * signed[..., None]  # [B, n_in, n_out]
-    # softmax(q k^T / sqrt(n_in)) = attention  <=  q = sqrt(n_in) log(attention) k^-T. Any
-    # invertible k will do; the identity is the one whose inverse loses no digits.
-    k = torch.eye(n_in).expand(len(x), n_in, n_in)
-    q = attention.log() * n_in**0.5  # [B, 1, n_in]
-    return q, k, v
-
-
-def test_a_linear_layer_as_attention_step_by_step():
+    queries that produce these weights after a softmax."""
     torch.manual_seed(0)
     x = torch.randn(7, 5)  # of both signs, of one, and zeros, even none but zeros
     x[0] = x[0].abs()
@@ -68,16 +38,23 @@ def test_a_linear_layer_as_attention_step_by_step():
     x[2, ::2] = 0
     x[3] = 0
     x[4, 1] = 1e9
-    weight = torch.randn(3, 5)
-    q, k, v = linear_as_attention(x, weight)
-    # 1: |x| / sum|x| is a distribution (zeros, whose values are all zero, may spread evenly)
-    weights = x.abs() / x.abs().sum(-1, keepdim=True)
-    weights[3] = 1 / 5
-    # 2: the softmax of the scores is that
+    weight = torch.randn(3, 5)  # [n_out, n_in]
+    # Exact zeros have weight 0, which no finite logit gives: they get the smallest positive number
+    # instead, and their value is zero anyway.
+    tiny = torch.finfo(x.dtype).tiny
+    total = x.abs().sum(-1, keepdim=True).clamp_min(tiny)  # [B, 1]
+    attention = (x.abs() / total).clamp_min(tiny)
+    # softmax(q k^T / sqrt(n_in)) = attention  <=  q = sqrt(n_in) log(attention) k^-T. Any
+    # invertible k will do; the identity is the one whose inverse loses no digits.
+    q = attention.log()[:, None] * 5**0.5  # [B, 1, n_in]
+    k = torch.eye(5).expand(7, 5, 5)
+    v = weight.T * (total * x.sign())[..., None]  # [B, n_in, n_out]
+    # The softmax of the scores is that distribution (zeros alone may spread evenly) ...
+    shares = x.abs() / x.abs().sum(-1, keepdim=True)
+    shares[3] = 1 / 5
     scores = q @ k.transpose(1, 2) / 5**0.5
-    found = scores.softmax(-1)[:, 0]
-    torch.testing.assert_close(found, weights)
-    # 3: which makes attention equal the linear layer
+    torch.testing.assert_close(scores.softmax(-1)[:, 0], shares)
+    # ... which makes attention equal the linear layer.
     y = F.scaled_dot_product_attention(q, k, v)
     for row, expected in zip(y[:, 0], x @ weight.T, strict=True):
         size = expected.abs().max().item()

@@ -1,31 +1,26 @@
-"""analysis/geometry.py against loops over pairs, and a model that is run by hand."""
+"""lab/geometry.py against loops over pairs, and a model that is run by hand."""
+
+import itertools
 
 import torch
 import torch.nn.functional as F
-from analysis.geometry import cosines, rows_by_layer, up_outputs
-from attention import rotary
-from config import ModelConfig
+from naive import decoder, tokens
 
-from model import Decoder
-
-SHAPE = {"vocab_size": 20, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
+from lab.geometry import cosines, rows_by_layer, up_outputs
+from model import rotary
 
 
 def test_cosines_are_those_of_every_pair():
     torch.manual_seed(0)
     rows = torch.randn(7, 5)
-    pairs = []
-    for i in range(7):
-        for j in range(i + 1, 7):
-            pairs.append(F.cosine_similarity(rows[i], rows[j], 0))
-    torch.testing.assert_close(cosines(rows), torch.stack(pairs))
+    i, j = zip(*itertools.combinations(range(7), 2), strict=True)
+    torch.testing.assert_close(cosines(rows), F.cosine_similarity(rows[[*i]], rows[[*j]]))
 
 
 @torch.no_grad()
 def test_outputs_of_up_projections_by_token():
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(**SHAPE, ffn="dense")).eval()
-    windows = torch.randint(9, (40, 8))
+    model = decoder(ffn="dense", block_size=8)
+    windows = tokens(40, 8) % 9
     windows[0, 0] = 15  # occurs once
     found = up_outputs(model, windows.flatten())
     angles = rotary(8, model.config, "cpu")
@@ -33,14 +28,14 @@ def test_outputs_of_up_projections_by_token():
     for layer, block in enumerate(model.blocks):
         x = x + block.attn(block.attn_norm(x), None, angles)
         y = block.ffn_norm(x) @ block.ffn.up.weight.T
-        x = x + block.ffn(block.ffn_norm(x), windows)
+        x = x + block.ffn(block.ffn_norm(x), None)
         for number, token in enumerate(windows.unique()):
             mean = y[windows == token].mean(0)  # [d_ff]
             torch.testing.assert_close(found[layer][number], mean, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_are_shown_by_the_layer_that_reads_them():
-    stem = Decoder(ModelConfig(**SHAPE, ffn="stem", stem_layers="1")).eval()
+    stem = decoder(stem_layers="1")
     found = rows_by_layer(stem, torch.tensor([7, 3, 7]))
     assert list(found) == [1]
     assert torch.equal(found[1], stem.tables.weight[0][[3, 7]])

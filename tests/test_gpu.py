@@ -6,10 +6,11 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from naive import LAYERS
 from test_offload import RealGpu, batch
 from test_offload import train as train_rows
 
-from model import LAYERS, Decoder, ModelConfig
+from model import Decoder, ModelConfig, decoder_class
 from offload import OffloadedTables
 from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage, RamStorage
@@ -33,7 +34,8 @@ def exact():
 
 def decoder(ffn: str) -> Decoder:
     torch.manual_seed(0)
-    return Decoder(ModelConfig(60, 32, 3, 4, 64, n_kv_head=2, ffn=ffn, table_std=0.5))
+    kind = decoder_class(ffn)
+    return kind(kind.config_class(60, 32, 3, 4, 64, n_kv_head=2, ffn=ffn, table_std=0.5))
 
 
 def train(model: Decoder, device: str, steps: int = 3) -> tuple[list[float], Decoder]:
@@ -113,7 +115,7 @@ def test_training_and_decoding_with_offloaded_tables_equal_resident():
         storage = RamStorage((vocab_size, n_table, width), torch.float32)
         return OffloadedTables(storage, "cuda", chunk_bytes=1 << 14)
 
-    config = ModelConfig(60, 32, 5, 4, 64, stem_layers="all", table_std=0.5)
+    config = ModelConfig(60, 32, 5, 4, 64, table_std=0.5)
     runs = []
     for tables in (ResidentTables, offloaded):
         torch.manual_seed(0)

@@ -1,11 +1,12 @@
-"""The class of docs/harness.md against log-probabilities and texts computed token by token."""
+"""lab/harness.py against log-probabilities and texts computed token by token."""
 
+import importlib
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CPU, ROOT
+from conftest import CPU, command
 
 from text.tokenizer import encode
 from training.checkpoints import load_model
@@ -15,6 +16,10 @@ PAIRS = [
     ("Anna sees", " Björn"),
     ("", "Chloë follows Anna."),
     ("Björn ", "meets"),  # the space belongs to the next word
+    ("Anna s", "ees Björn"),  # and so do letters
+    ("", "A"),
+    ("A", "nna"),  # a text of one token, not that of its context
+    ("Anna sees", ""),  # the last token is scored
     (LONG, "Chloë"),
     ("Anna", f" {LONG}"),
 ]
@@ -25,26 +30,28 @@ def requests(*arguments):
 
 
 @pytest.fixture(scope="module")
-def harness_model():
-    """The class, as the page has it, on a stand-in for the harness's own."""
-    page = (ROOT / "docs/harness.md").read_text(encoding="utf-8")
-    stand_in = ModuleType("lm_eval.api.model")
-    stand_in.LM = object
+def harness():
+    """lab/harness.py, on a stand-in for lm_eval."""
+    stand_in = SimpleNamespace(
+        LM=object,
+        simple_evaluate=lambda model, tasks: [type(model).__name__, *tasks],
+        make_table=" ".join,
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
-        patch.setitem(sys.modules, "lm_eval.api", ModuleType("lm_eval.api"))
-        patch.setitem(sys.modules, "lm_eval.api.model", stand_in)
-        script = {}
-        exec(page.split("```python\n")[1].split("```")[0], script)
-    return script["HarnessModel"]
+        for name in ("lm_eval", "lm_eval.api.model", "lm_eval.utils"):
+            patch.setitem(sys.modules, name, stand_in)
+        yield importlib.import_module("lab.harness")
 
 
-@pytest.fixture(params=["dense", "stem", "embformer", "disk"])
-def opened(request, trained, on_disk, harness_model):
-    folder = on_disk if request.param == "disk" else trained[request.param]
-    offload = "disk" if request.param == "disk" else "none"
-    model, encoding, _ = load_model(folder / "ckpt.pt", CPU, offload)
-    return harness_model(model, encoding)
+@pytest.fixture
+def opened(trained, harness):
+    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+    return harness.HarnessModel(model, encoding)
+
+
+def test_the_command_passes_a_model_and_tasks_on(harness, trained):
+    done = command("lab/harness.py", trained["stem"] / "ckpt.pt", "hellaswag,arc_easy")
+    assert done.stdout == "HarnessModel hellaswag arc_easy\n"
 
 
 @torch.no_grad()
@@ -70,7 +77,9 @@ def test_scores_are_sums_over_tokens(opened):
     found = opened.loglikelihood(requests(*PAIRS))
     for (context, continuation), (log_p, greedy) in zip(PAIRS, found, strict=True):
         ids = encode(opened.encoding, context + continuation)
-        first = len(encode(opened.encoding, context.rstrip()))
+        alone = encode(opened.encoding, context)
+        differs = [end for end in range(len(ids)) if alone[: end + 1] != ids[: end + 1]]
+        first = min([*differs, len(ids) - 1])
         expected, is_greedy = naive(opened, ids, first)
         assert (log_p, greedy) == (pytest.approx(expected, rel=1e-4), is_greedy)
         (whole,) = opened.loglikelihood_rolling(requests((context + continuation,)))

@@ -1,21 +1,32 @@
-"""The house: which file may import which, read from the imports themselves."""
+"""The house: which file may import which, what each says of others, and a layer of one's own."""
 
 import ast
+import re
+import tokenize
 
-from conftest import ROOT, command
+from conftest import EDIT, ROOT, SMALL, add_relative, assert_same_run, command, losses
 
-COMMANDS = ("train", "sample", "prepare", "edit", "convert", "bench", "analyze")
-LAYERS = ("attention", "local_attention", "ngram", "stem", "embformer", "baselines", "config")
+COMMANDS = ("train", "sample", "prepare", "edit", "convert")
 # From the top down: a file imports what stands below it, or beside it, but never in a circle.
 FLOORS = [
-    (*COMMANDS, "analysis", "tour"),
+    (*COMMANDS, "lab"),
     ("training",),
+    ("relatives",),
     ("model",),
-    (*LAYERS, "offload"),
+    ("stem", "embformer", "offload"),
     ("tables", "text"),
     ("common",),
 ]
-FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+ALONE = {"lab", "relatives"}  # nobody else imports them
+NEEDS = {  # of these rooms nothing but
+    "relatives": {"model", "tables", "common"},
+    "stem": set(),
+    "embformer": set(),
+    "tables": {"common"},
+    "text": {"common"},
+}
+PATH = ("stem", "embformer", "model", "tables/tables", "tables/rmsprop", "offload", "train")
 
 
 def imports() -> dict[str, set[str]]:
@@ -44,11 +55,11 @@ def test_imports_lead_down_and_rooms_keep_to_themselves():
     for name, others in imports().items():
         room = room_of(name)
         for other in others:
-            assert FLOOR[room_of(other)] >= FLOOR[room], f"{name} imports {other}"
-            if room_of(other) == "analysis" and room != "analysis":
-                assert name in ("analyze", "bench")
-            if room in ("tables", "text"):
-                assert room_of(other) in (room, "common"), f"{name} imports {other}"
+            there = room_of(other)
+            assert FLOOR[there] >= FLOOR[room], f"{name} imports {other}"
+            if there != room:
+                assert there not in ALONE, f"{name} imports {other}"
+                assert there in NEEDS.get(room, FLOOR), f"{name} imports {other}"
 
 
 def test_no_imports_lead_in_a_circle():
@@ -60,11 +71,6 @@ def test_no_imports_lead_in_a_circle():
             del left[name]
 
 
-def test_every_command_has_help():
-    for name in COMMANDS:
-        assert f"{name}.py" in command(f"{name}.py -h").stdout
-
-
 def test_training_imports_only_what_it_needs():
     found = imports()
     needed = set()
@@ -74,4 +80,46 @@ def test_training_imports_only_what_it_needs():
         new = set().union(*(found[name] for name in new)) - needed
     assert {"model", "text.tokenizer"} <= needed
     assert not needed & {"text.download", "text.documents", "convert", "prepare"}
-    assert "analysis" not in {room_of(name) for name in needed}
+
+
+def test_the_path_knows_no_relative_and_no_corpus():
+    """But for help, and for train.py, which asks about the corpus that it writes."""
+    files = {path.stem for path in ROOT.glob("relatives/*.py")}
+    foreign = files - {"value", "previous"} | {"ngram", "expert", "country", "countries"}
+    for name in PATH:
+        with open(ROOT / f"{name}.py", "rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                words = {token.string.strip("\"'")}  # a string that is nothing else
+                if token.type == tokenize.NAME:
+                    words.update(word.lower() for word in re.findall("[A-Z]?[a-z]+", token.string))
+                known = {"countries"} if name == "train" else set()
+                assert not words & (foreign - known), f"{name}.py, {token.start}: {token.line}"
+
+
+def test_every_command_has_help_and_train_few_flags():
+    for name in (*COMMANDS, "lab/analyze", "lab/bench"):
+        said = command(f"{name}.py -h").stdout
+        assert f"python {name}.py" in said
+        if name == "train":
+            assert len(re.findall("^  --", said, re.MULTILINE)) <= 40
+
+
+def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(# relatives/(\w+)\.py\n.*?)```", text, re.DOTALL)
+    source, name = block.groups()
+    add_relative(monkeypatch, tmp_path, name, source)
+    assert f"in relatives/: {name})" in " ".join(command("train.py -h").stdout.split())
+    written = set()
+    for place in ("none", "disk"):
+        out = tmp_path / place
+        ckpt = out / "ckpt.pt"
+        more = f"--ffn {name} --stem_layers 1 --offload {place}".split()
+        command("train.py", *SMALL, *more, "--data_dir", data, "--out_dir", out)
+        command("train.py --resume --max_iters 14 --out_dir", out)
+        assert losses(out)[-1] < 0.5 * losses(out)[0]
+        sampled = command("sample.py --max_new_tokens 20 --ckpt", ckpt, "--offload", place)
+        edited = command("edit.py", *EDIT, "--ckpt", ckpt, "--save", tmp_path / f"{place}.pt")
+        written.add((sampled.stdout, edited.stdout.replace(place, "")))
+    assert len(written) == 1
+    assert_same_run(tmp_path / "none", tmp_path / "disk")

@@ -1,16 +1,17 @@
 """The decoder: settings, loss, decoding, sampling, sizes. Its forward pass: test_attention.py."""
 
+import sys
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same
-from naive import TINY, decoder, naive_greedy, tokens
-from ngram import primes
+from naive import LAYERS, decoder, naive_greedy, tokens
 
-from common import UserError, add_flags, make_parser
-from model import CHUNK, LAYERS, Decoder, HeadLoss, ModelConfig, sample
+from common import UserError
+from model import CHUNK, Block, Decoder, LinearQKV, ModelConfig, SwiGLU, sample
+from relatives.ngrams import primes
+from training.settings import parse_args
 
 # --- ModelConfig ---
 
@@ -22,18 +23,21 @@ from model import CHUNK, LAYERS, Decoder, HeadLoss, ModelConfig, sample
         ("--n_embd 60", "--n_embd 60 must be a multiple of 2 * n_head, 8"),  # odd heads
         ("--n_head 8 --n_kv_head 3", "--n_head 8 must be a multiple of --n_kv_head 3"),
         ("--ffn embformer --no-tie_head", "--no-tie_head"),
-        ("--ffn lstm", "--ffn lstm is not one of dense, stem, embformer"),
+        ("--ffn lstm", "--ffn lstm is not dense, stem or embformer, and is not one of bigram, "),
         ("--dropout 1.0", "--dropout 1.0 must be 0 or more and below 1"),
         ("--table_std nan", "--table_std nan"),
         ("--stem_layers most", "--stem_layers most must be third, half, all or numbers"),
         ("--stem_layers 0,3", "layers from 0 to 2"),
         ("--stem_layers=-1", "layers from 0 to 2"),
         ("--stem_layers all --n_layer 1", "layers from 0 to 0"),
-        ("--attention windows", "--attention windows must be a list of full and window"),
-        ("--attention window,,full", "must be a list of full"),
-        ("--previous_heads -1", "--previous_heads -1 must be 0 or more"),
-        ("--ffn embformer --previous_heads 1000000", "is more than the model's 4 key heads"),
-        ("--window 0", "--window 0 must be at least 1"),
+        ("--ffn engram --stem_layers 7", "--stem_layers 7 must be"),
+        ("--attention windows", "'windows' is not full, and is not one of previous, window in"),
+        ("--attention full,,full", "--attention full,,full: '' is not full"),
+        ("--attention window,full", "window: needs a number of tokens, as window:64"),
+        ("--attention window:0", "window:0 needs a number"),
+        ("--attention window:-1", "window:-1 needs a number"),
+        ("--attention previous:0", "previous:0 needs a number of heads from 1 to 4"),
+        ("--n_kv_head 2 --attention full,previous:3", "previous:3 needs a number of heads from 1"),
         ("--ffn moe --top_k 5 --n_expert 10", "--top_k 5 must divide --d_ff 48"),
         ("--ffn hash_moe --top_k 3 --n_expert 7", "--top_k 3 must divide --d_ff 48 and --n_exp"),
         ("--ffn pkm --top_k 6 --n_key 5", "--top_k 6 is more than --n_key 5"),
@@ -43,16 +47,30 @@ from model import CHUNK, LAYERS, Decoder, HeadLoss, ModelConfig, sample
         ("--ffn engram --ngram_orders 1,2", "--ngram_orders 1,2 must be numbers from 2 to 9"),
         ("--ffn engram --ngram_orders two", "--ngram_orders two must"),
         ("--ffn engram --ngram_heads 3", "--n_embd 32 must be a multiple of 2 orders x 3"),
-        ("--ffn engram --ngram_layers 7", "--ngram_layers 7 must be"),
     ],
 )
-def test_settings_that_do_not_fit_are_named_with_their_values(line, message):
-    parser = make_parser("")
-    add_flags(parser, ModelConfig)
-    given = vars(parser.parse_args(line.split()))
+def test_settings_that_do_not_fit_are_named_with_their_values(line, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
     with pytest.raises(UserError) as error:
-        Decoder(ModelConfig(**{**TINY, **given}))
+        decoder(**parse_args(""))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ffn", "flag"),
+    [
+        ("dense", "--stem_layers all"),
+        ("bigram", "--stem_layers all"),
+        ("embformer", "--stem_layers all"),
+        ("stem", "--embformer_act silu"),
+        ("moe", "--ngram_heads 2"),
+    ],
+)
+def test_a_flag_of_another_kind_of_layers_is_unknown(ffn, flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--ffn", ffn, *flag.split()])
+    with pytest.raises(SystemExit):
+        parse_args("")
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("n_embd", [24, 26, 192, 768])
@@ -109,51 +127,38 @@ def test_more_tokens_than_block_size_are_refused():
 # --- the loss ---
 
 
-def plain_loss(x, weight, targets):
-    return F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=-1)
-
-
-def test_with_targets_the_model_gives_the_mean_cross_entropy_and_no_logits():
-    model = decoder(ffn="dense")
-    ids = tokens(2, 6)
-    targets = tokens(2, 6, seed=2)
-    targets[:, :3] = -1
-    nothing, loss = model(ids, targets)
-    logits, no_loss = model(ids)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    torch.testing.assert_close(loss, expected)
-    assert nothing is None and no_loss is None
-
-
-@pytest.mark.parametrize("chunk", [1, 31 * 4, 31 * 100])  # tokens at a time: 1, 4, all
-def test_loss_in_chunks_and_its_gradients_equal_cross_entropy(monkeypatch, chunk):
+@pytest.mark.parametrize("chunk", [1, 23 * 4, 23 * 100])  # tokens at a time: 1, 4, all
+def test_loss_in_chunks_and_its_gradients_equal_cross_entropy_of_logits(monkeypatch, chunk):
     monkeypatch.setitem(CHUNK, "cpu", chunk)
-    torch.manual_seed(0)
-    x = torch.randn(23, 8, requires_grad=True)
-    weight = torch.randn(31, 8, requires_grad=True)
-    targets = torch.randint(31, (23,))
-    targets[::5] = -1
-    ours = HeadLoss.apply(x, weight, targets, True)
-    plain = plain_loss(x, weight, targets)
-    torch.testing.assert_close(ours, plain)
-    grads = torch.autograd.grad(3 * ours, (x, weight))
-    wanted = torch.autograd.grad(3 * plain, (x, weight))
+    model = decoder(ffn="dense")
+    ids, targets = tokens(2, 2, 15)
+    targets[:, ::5] = -1
+    logits, no_loss = model(ids)
+    nothing, loss = model(ids, targets)
+    assert nothing is None and no_loss is None
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    torch.testing.assert_close(loss, plain)
+    learned = [weight for weight in model.parameters() if weight.requires_grad]
+    grads = torch.autograd.grad(3 * loss, learned)
+    wanted = torch.autograd.grad(3 * plain, learned)
     torch.testing.assert_close(grads, wanted, rtol=1e-5, atol=1e-6)
-    assert HeadLoss.apply(x, weight, targets, False) == ours
-    assert HeadLoss.apply(x, weight, targets.fill_(-1), True).isnan()
+    with torch.no_grad():
+        assert model(ids, targets)[1] == loss
+        assert model(ids, targets.fill_(-1))[1].isnan()
 
 
 def test_a_sum_of_gradients_that_float16_cannot_hold_is_no_infinity(monkeypatch):
     """4,096 tokens have the same target: their sum, over chunks, is beyond 65,504, their mean is
     19.4."""
-    monkeypatch.setitem(CHUNK, "cpu", 31 * 1024)
-    x = torch.full((4096, 8), 20.0, requires_grad=True)
-    weight = torch.zeros(31, 8, requires_grad=True)
+    monkeypatch.setitem(CHUNK, "cpu", 23 * 1024)
+    model = decoder(ffn="dense")
+    weight = torch.nn.init.zeros_(model.head.weight)
+    x = torch.full((4096, 32), 20.0)
     targets = torch.zeros(4096, dtype=torch.int64)
     with torch.autocast("cpu", torch.float16):
-        loss = HeadLoss.apply(x, weight, targets, True)
+        loss = model.loss(x, targets)
     grad = torch.autograd.grad(loss, weight)[0]
-    expected = torch.autograd.grad(plain_loss(x, weight, targets), weight)[0]
+    expected = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets), weight)[0]
     torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -185,45 +190,6 @@ def test_stop_token_ends_the_batch_and_pads_rows_that_finished_earlier():
     assert model.generate(ids, 120, stop=stop, **options)[:, 4:].tolist() == expected
 
 
-@pytest.fixture
-def graphs(monkeypatch) -> list:
-    """What PyTorch compiles, without the time it takes to make code of it."""
-    made = []
-    real = torch.compile
-
-    def backend(graph, _):
-        made.append(graph)
-        return graph.forward
-
-    torch.compiler.set_stance("default")  # a finished training run forces eager
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda f, mode, **how: real(f, backend=backend, **how))
-    return made
-
-
-@pytest.mark.parametrize("ffn", ["dense", "stem", "embformer"])
-def test_steps_are_compiled_once_for_all_caches_of_a_size(ffn, graphs):
-    """A step attends to the whole buffer, so that all have one shape."""
-    model = decoder(ffn=ffn, n_kv_head=2, block_size=64)
-    ids = tokens(2, 5)
-    plain = model.generate(ids, 70, temperature=0)
-    model.compile_steps()
-    assert torch.equal(model.generate(ids, 70, temperature=0), plain)
-    for seed in range(10):
-        model.generate(ids[:, : 3 + seed % 3], 12, seed=seed, top_k=1 + seed)
-    assert len(graphs) == 1
-
-
-def test_a_chat_that_grows_is_compiled_for_few_sizes(graphs):
-    model = decoder(ffn="dense", block_size=4096, n_layer=1)
-    model.compile_steps()
-    for length in range(5, 4096, 100):
-        answer = model.stream(tokens(1, length), 20)
-        for _ in range(3):
-            next(answer)
-    assert len(graphs) == 6  # 128, 256, 512, 1,024, 2,048, 4,096
-
-
 PROBABILITIES = [[0.05, 0.4, 0.3, 0.15, 0.1], [0.6, 0.02, 0.08, 0.1, 0.2]]
 
 
@@ -232,7 +198,7 @@ def naive_support(probabilities, top_k, top_p):
     kept = []
     total = 0.0
     for token in sorted(range(len(probabilities)), key=lambda t: -probabilities[t]):
-        if len(kept) == top_k or (top_p and total >= top_p):
+        if (top_k and len(kept) == top_k) or (top_p and total >= top_p):
             break
         kept.append(token)
         total += probabilities[token]
@@ -241,7 +207,16 @@ def naive_support(probabilities, top_k, top_p):
 
 @pytest.mark.parametrize(
     ("top_k", "top_p"),
-    [(None, None), (1, None), (2, None), (9, None), (None, 0.1), (None, 0.65), (None, 0.95)],
+    [
+        (None, None),
+        (0, None),
+        (1, None),
+        (2, None),
+        (9, None),
+        (None, 0.1),
+        (None, 0.65),
+        (None, 0.95),
+    ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_sample_draws_from_the_renormalized_support(top_k, top_p, temperature):
@@ -262,21 +237,28 @@ def test_sample_draws_from_the_renormalized_support(top_k, top_p, temperature):
 
 def test_sampling_at_its_limits():
     assert sample(torch.tensor(PROBABILITIES).log(), temperature=0).tolist() == [1, 0]
+    for wrong in (torch.nan, torch.inf):
+        for limits in (dict(), dict(top_k=2), dict(top_p=0.5)):
+            with pytest.raises(RuntimeError, match="nan"):
+                sample(torch.tensor([[0.0, 1.0, wrong]]), **limits)
     with pytest.raises(AssertionError, match="prompt is empty"):
         decoder(ffn="dense").generate(tokens(1, 0), 1)
 
 
-def test_a_layer_of_ones_own_decodes_in_16_bits(monkeypatch):
-    """The README's: it does not care for the dtype of rows."""
+def test_a_layer_of_ones_own_decodes_in_16_bits():
+    """It does not care for the dtype of rows."""
 
-    class ScaledFFN(LAYERS["dense"][1]):
+    class ScaledFFN(SwiGLU):
         row_width = 48  # d_ff
 
         def forward(self, x, rows):
             return self.down(F.silu(self.up(x)) * rows)
 
-    monkeypatch.setitem(LAYERS, "scaled", (LAYERS["dense"][0], ScaledFFN))
-    model = decoder(ffn="scaled").eval()
+    class Scaled(Decoder):
+        def make_block(self, layer):
+            return Block(self.config, layer, LinearQKV(self.config), ScaledFFN(32, 48))
+
+    model = decoder(Scaled)
     wanted, _ = model(tokens(2, 9))
     for name, module in model.named_children():  # as load_model does it
         if name != "tables":
@@ -292,27 +274,11 @@ def test_a_layer_of_ones_own_decodes_in_16_bits(monkeypatch):
 def test_a_model_on_the_meta_device_has_the_same_sizes_and_no_numbers(ffn):
     model = decoder(ffn=ffn, n_kv_head=2)
     with torch.device("meta"):
-        shapes = Decoder(model.config)
+        shapes = type(model)(model.config)
     sizes = model.sizes()
     assert sizes["total"] == sum(p.numel() for p in model.parameters())
     assert sizes["table"] == sum(p.numel() for p in model.tables.parameters())
     assert shapes.sizes() == sizes and all(p.is_meta for p in shapes.parameters())
-
-
-def test_active_parameters_by_hand():
-    """vocab_size 23, n_embd 32, 4 heads of which 2 have keys, d_ff 48, 3 layers. FLOPs: see
-    test_baselines.py."""
-
-    def active(**options) -> int:
-        return Decoder(ModelConfig(**TINY, n_kv_head=2, **options)).sizes()["active"]
-
-    attention = 32 * (32 + 16 + 16) + 32 * 32
-    ffn = 3 * 32 * 48
-    norms = (2 * 3 + 1) * 32
-    dense = 3 * (attention + ffn) + norms + 23 * 32 + 32  # the head, a row of the embedding
-    assert active(ffn="dense") == dense
-    assert active(stem_layers="1") == dense - 32 * 48 + 48
-    assert active(ffn="embformer") == 23 * 32 + 3 * (16 + 16 + 32)
 
 
 def test_heads_of_ngrams_have_the_sizes_of_the_published_code():
@@ -345,8 +311,6 @@ def test_weights_by_columns_are_the_same_weights():
     model = decoder(ffn="stem")
     ids = tokens(2, 9)
     before = model(ids)[0]
-    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     model.use_column_major_weights()
     torch.testing.assert_close(model(ids)[0], before)
-    assert_same(dict(model.state_dict()), weights)
     assert model.blocks[0].ffn.gate.weight.stride() == (1, 48)

@@ -3,11 +3,11 @@
 What needs a GPU runs on a simulated one (simulated_gpu.py), and on a real one if there is one.
 """
 
+import contextlib
 import inspect
 import random
 import threading
 import types
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -118,7 +118,7 @@ def work(make, state: str = "number") -> list[torch.Tensor]:
         if number in (2, 4):  # lookups that are left: half-way, and after all was read
             rows = tables.lookup(ids(11))
             seen += [row.detach() * 2 for row in (rows if number == 4 else [next(rows)])]
-            tables.reads.clear()
+            tables.zero_grad()
         parts = ids(number).chunk(1 + number % 2)
         for part in parts:
             rows = tables.lookup(part)
@@ -181,10 +181,7 @@ def differs(number: int, expected: list[torch.Tensor], module=offload) -> bool:
         sizes = [array.shape for array in early.working_set.values()]
         del early, rows
         ones = [torch.full(size, 1.0, device=gpu.device) for size in sizes * 3]
-        try:
-            got = work(make)
-        except (RuntimeError, IndexError, AssertionError):
-            return True
+        got = work(make)
         gpu.synchronize()
         if any((one.cpu() != 1).any() for one in ones):
             return True
@@ -197,8 +194,8 @@ def test_no_schedule_changes_results(number, expected):
 
 
 LINES = inspect.getsource(offload).splitlines()
-GUARDS = (".synchronize()", ".wait_event(", ".record(", ".record_stream(", ".settle()")
-GUARDS += (".record_free()", ".wait_for_arrival()", "self.flush()", ".store()", ".last.result()")
+GUARDS = (".synchronize()", ".wait_event(", ".record(", ".record_stream(")
+GUARDS += (".record_free()", ".wait_for_arrival()", "self.flush()", "store(*", ".last.result()")
 GUARDED = [n for n, line in enumerate(LINES) if any(g in line.split("#")[0] for g in GUARDS)]
 
 
@@ -211,7 +208,10 @@ def test_every_guard_is_needed(number, expected):
     lines[number] = f"{indent}pass"
     without = types.ModuleType("offload_without_a_guard")
     exec("\n".join(lines), without.__dict__)
-    assert growing_harms(without) or any(differs(n, expected, without) for n in range(12))
+    harmed = True  # as errors are harm, too
+    with contextlib.suppress(RuntimeError, IndexError, AssertionError):
+        harmed = growing_harms(without) or any(differs(n, expected, without) for n in range(12))
+    assert harmed
 
 
 def growing_harms(module) -> bool:
@@ -233,41 +233,38 @@ def test_growing_loses_no_record_on_its_way():
 # --- what it costs ---
 
 
-def test_the_host_waits_in_no_training_step():
+def test_the_host_waits_in_no_step_of_training_and_of_decoding(monkeypatch):
     with SimulatedGpu(pace=0.0) as gpu:
         tables = offloaded(gpu)
         optimizer = RowRMSprop(tables)
+
+        def waits() -> int:
+            return gpu.waits[threading.main_thread()]
+
         for number in (1, 1, 2):
             train(tables, optimizer, batch(number, (2, 30)))
-        before = gpu.waits[threading.main_thread()]
+        before = waits()
         for number in (3, 4):
             train(tables, optimizer, batch(number, (2, 20)), batch(number + 1, (2, 20)))
-        assert gpu.waits[threading.main_thread()] == before
-
-
-def test_decoding_takes_no_transfer_and_no_wait_but_for_the_ids(monkeypatch):
-    with SimulatedGpu() as gpu:
-        tables = offloaded(gpu)
-        optimizer = RowRMSprop(tables)
-        train(tables, optimizer, batch(0))
+        assert waits() == before
         assert all_equal(gpu, tables, torch.tensor([[9], [3], [9]]))  # stores what training left
         monkeypatch.setattr(tables.ring, "run", lambda *job: pytest.fail("a transfer"))
-        before = gpu.waits[threading.main_thread()]
+        before = waits()
         with torch.no_grad():
             list(tables.eval().lookup(torch.tensor([[5], [5]])))
-        assert gpu.waits[threading.main_thread()] == before
+        assert waits() == before
 
 
 def test_what_crosses_the_bus_is_what_comes_and_what_leaves(monkeypatch):
     crossed = []
+    next_staging = offload.TransferRing.next_staging
 
-    @dataclass
-    class Counted(offload.Chunk):
-        def __post_init__(self) -> None:
-            assert 0 < self.staging.nbytes <= CHUNK
-            crossed.append(len(self.ids))
+    def counted(ring, stored: torch.Tensor, n: int):
+        crossed.append(n)
+        assert 0 < n * stored[0].nbytes <= CHUNK
+        return next_staging(ring, stored, n)
 
-    monkeypatch.setattr(offload, "Chunk", Counted)
+    monkeypatch.setattr(offload.TransferRing, "next_staging", counted)
     with SimulatedGpu() as gpu:
         tables = offloaded(gpu, chunk_bytes=CHUNK)
         optimizer = RowRMSprop(tables)
@@ -338,7 +335,7 @@ def test_records_half_way_between_steps_are_never_read_or_saved(error, monkeypat
     with SimulatedGpu() as gpu:
         tables = offloaded(gpu)
         optimizer = RowRMSprop(tables)
-        monkeypatch.setattr(offload.Chunk, "store", fails)
+        monkeypatch.setattr(offload, "store", fails)
         train(tables, optimizer, batch(0))
         for use in (
             lambda: train(tables, optimizer, batch(1)),

@@ -1,12 +1,14 @@
 """prepare.py and the folders it writes: from text to tokens, and what can be wrong with a file."""
 
+import contextlib
 import json
 import os
+import shutil
 import tracemalloc
 
 import numpy as np
 import pytest
-from conftest import command, contents, refused, write_jsonl
+from conftest import command, contents, flip, refused, write_jsonl
 
 import prepare
 from common import UserError
@@ -80,13 +82,16 @@ def test_txt_is_cut_into_documents(tmp_path, monkeypatch, text, n_document, kept
 
 
 def test_a_public_data_set_by_name(tmp_path, monkeypatch):
-    """Prepared like a file of one's own; but bad lines stop nothing."""
+    """Prepared like a file of one's own; but bad lines stop nothing. Special tokens that a text
+    spells stay text."""
     path = write_jsonl(tmp_path / "all.jsonl", [*TEXTS, b"oops", b"oops"])
     monkeypatch.setattr("text.download.fetch", lambda name, folder: [path])
     line = "prepare.py --dataset tinystories --val_fraction 0.3 --vocab_size 300"
     assert "skipped 2 of 62 documents" in command(line, cwd=tmp_path).stdout
-    meta = read_meta(tmp_path / "data/tinystories")
-    assert meta["train"]["documents"] + meta["val"]["documents"] == 60
+    found = [
+        ids for split in ("train", "val") for ids in stored(tmp_path / "data/tinystories", split)
+    ]
+    assert len(found) == 60 and all(min(ids[1:]) > 2 for ids in found)
 
 
 def test_the_default_corpora_by_command(tmp_path, monkeypatch):
@@ -105,14 +110,6 @@ def test_the_default_corpora_by_command(tmp_path, monkeypatch):
         assert ids == [[0, *tokenizer.render(encoding, chat)] for chat in chats[number]]
 
 
-def test_literal_special_tokens_in_text_stay_text(tmp_path, encoding):
-    labelled = [("train", "<|endoftext|>"), ("val", "<|im_start|> is written out")]
-    write_dataset(tmp_path, labelled, encoding, corpus="mine")
-    for split, text in labelled:
-        ((eot, *ids),) = stored(tmp_path, split)
-        assert eot == 0 and encoding.decode(ids) == text and min(ids) > 2
-
-
 # --- what can be wrong with flags and files ---
 
 
@@ -124,7 +121,7 @@ def chat(i):
     return [says("user", f"What is {i}? <|im_end|>"), says("assistant", f"A number: {i}. 日本")]
 
 
-TEXTS = [{"text": f"Document number {i} says hello."} for i in range(60)]
+TEXTS = [{"text": f"Document <|im_end|> {i} <|endoftext|> says hello."} for i in range(60)]
 TALK = chat(0)
 
 
@@ -220,6 +217,18 @@ def test_conversations_need_markers(tmp_path):
         prepare.ready_tokenizer(str(tmp_path), "chat")
 
 
+def test_a_bit_that_flips_is_noticed_or_changes_nothing(data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "data")
+    expected = stored(folder, "val")
+    for name in ("meta.json", "tokenizer.json", "val.bin"):
+        raw = (folder / name).read_bytes()
+        for at in range(0, len(raw), 1 + len(raw) // 500):
+            flip(folder / name, at)
+            with contextlib.suppress(UserError):
+                assert stored(folder, "val") == expected
+            (folder / name).write_bytes(raw)
+
+
 # --- sizes, and writing in one piece ---
 
 
@@ -252,9 +261,6 @@ def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding):
     before = contents(out)
     with pytest.raises(KeyboardInterrupt):
         write_dataset(out, interrupted(), encoding)
-    assert contents(out) == before
-    with pytest.raises(UserError, match="1 of 61"):
-        from_files(out, write_jsonl(tmp_path / "a.jsonl", [*TEXTS, b"oops"]), encoding)
     assert contents(out) == before
     # The disk is full when tokenizer.json, the largest, is written: nothing is replaced by then.
     resource = pytest.importorskip("resource")

@@ -30,7 +30,7 @@ from test_stages import chat  # noqa: F401
 
 import train
 from common import UserError
-from training import ranks
+from training import ranks, report
 from training.batches import Data
 from training.checkpoints import load_checkpoint
 from training.records import read_run
@@ -91,7 +91,7 @@ def fork(n: int, jobs: str, folder: str) -> None:
     """Be torchrun, but import everything once: `work` in n processes."""
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # imports much
-    train.draw_loss = lambda *_: None
+    report.draw_loss = lambda *_: None
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -152,6 +152,7 @@ def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F8
         dict(whole[3], out_dir="two-one", signal=4),
         dict(out_dir="one-two", resume=True),
         dict(out_dir="two-two", resume=True),
+        dict(whole[1], overwrite=True),
     ]
     process = in_ranks(2, [*whole, *cut], two)
     train_all(whole, one)
@@ -182,27 +183,6 @@ def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, m
     settings = train.resolve_settings(**given)
     with pytest.raises(UserError, match="process"):
         train.start(settings, Data(str(data), "text", 32, 1, 99), None)
-
-
-@pytest.mark.parametrize(
-    ("error", "failed_before", "kind", "shown"),
-    [
-        ("[gloo] Connection closed by peer [::1]:295\nmore", 0, UserError, "--resume .*gloo.*295"),
-        ("NCCL error: connection reset by peer", 0, UserError, "--resume .*NCCL error"),
-        ("NCCL error: invalid argument", 0, RuntimeError, "^NCCL error: invalid argument$"),
-        ("NCCL error: invalid argument", 1, SystemExit, "1"),  # another rank shows it
-    ],
-)
-def test_the_text_of_a_failed_exchange_is_shown(error, failed_before, kind, shown, monkeypatch):
-    store = dist.HashStore()
-    store.add("failed", failed_before)
-    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(store, 0, 1)]))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    with pytest.raises(kind, match=shown), ranks.joined():
-        raise RuntimeError(error)
-    dist.destroy_process_group()
 
 
 def test_a_rank_that_dies_ends_all_with_one_line(data, tmp_path):

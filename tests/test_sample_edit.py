@@ -1,21 +1,30 @@
 """sample.py and edit.py as a user runs them."""
 
+import copy
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import EDIT, command, contents, flags, refused, small_run
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from conftest import (
+    CPU,
+    EDIT,
+    assert_same,
+    command,
+    contents,
+    flags,
+    leaves,
+    refused,
+    small_run,
+)
 
 import edit
-from text import tokenizer
+from text import bpe
 from text.tokenizer import encode
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
 from training.questions import score_answers
 
-CPU = torch.device("cpu")
 NAMES = flags(source="Anna", target="Björn", prompt="Then Anna")
 
 
@@ -38,7 +47,8 @@ def test_samples_depend_on_the_seed_alone(trained):
     one = text("--seed 5 --top_k 50 --top_p 0.95")
     assert text("--seed 5 --top_k 50 --top_p 0.95") == one
     assert text("--seed 6 --top_k 50 --top_p 0.95") != one
-    assert text("--temperature 0") == text("--temperature 0 --seed 9")
+    assert text("--temperature 0") == text("--temperature 0 --seed 9") == text("--top_k 1")
+    assert text("--top_k 0") == text("")
     assert text("--num_samples 2").count("-" * 40) == 1
 
 
@@ -47,6 +57,7 @@ def test_samples_depend_on_the_seed_alone(trained):
     [
         ("sample.py --temperature -1", "--temperature -1"),
         ("sample.py --top_p 1.5", "--top_p 1.5"),
+        ("sample.py --top_k -1", "--top_k -1"),
         ("sample.py --max_new_tokens 0", "--max_new_tokens 0"),
         ("sample.py --seed 9223372036854775808", "--seed"),
         ("sample.py --system Hi", "--system"),
@@ -57,7 +68,6 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("edit.py --source Anna --target Emil --write x", "--write"),
         ("edit.py --source A --prompt A --write " + "a" * 99, "and --write 99"),
         ("edit.py --source Ann --prompt Anna --write x", "does not contain 'Ann'"),
-        ("edit.py --source Anna --write x --prompt Anna --ckpt {dense}/ckpt.pt", "no tables"),
         ("edit.py --undo --source Anna --target Emil", "--undo"),
         ("edit.py --undo", "holds no edit"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
@@ -94,28 +104,10 @@ def test_names_are_those_of_countries_where_the_text_is_about_them(data, tmp_pat
     command(*line)
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "named"),
-    [
-        ("spain", "Germany", "Spain"),
-        ("Spain", "Germny", "Germany"),
-        ("Spain", "Xqzw", "Xqzw"),
-        ("Spain", "Germany", None),
-        ("Atlantis", "Germany", None),  # a made-up name may read a country's rows
-    ],
-)
-def test_names_that_the_countries_do_not_have_are_refused(source, target, named):
-    asked = edit.Edit(source=source, target=target)
-    if named is None:
-        edit.check_names(asked)
-        return
-    with pytest.raises(edit.UserError, match=named):
-        edit.check_names(asked)
-
-
-def test_rows_of_n_grams_are_not_edited(data, tmp_path):
-    ckpt = small_run(data, tmp_path / "engram", ffn="engram", max_iters=1) / "ckpt.pt"
-    for line in (["edit.py", "--ckpt", ckpt, *EDIT], ["analyze.py", "edits", ckpt]):
+@pytest.mark.parametrize("ffn", ["engram", "bigram"])
+def test_rows_of_n_grams_are_not_edited(data, tmp_path, ffn):
+    ckpt = small_run(data, tmp_path / ffn, ffn=ffn, max_iters=1) / "ckpt.pt"
+    for line in (["edit.py", "--ckpt", ckpt, *EDIT], ["lab/analyze.py", "edits", ckpt]):
         assert "rows of n-grams" in refused(*line)
 
 
@@ -128,7 +120,6 @@ def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, c
     monkeypatch.setattr(model, "generate", lambda ids, *_, **__: torch.cat((ids, written), 1))
     asked = edit.Edit(source="Anna", target="Björn", prompt="Anna", max_new_tokens=len(long))
     ids, edited = encode(encoding, "Anna"), encode(encoding, "Björn")
-    assert edit.apply(model, encoding, asked, []) == (ids, edited)
     edit.show(model, encoding, asked, [], ids, edited)
 
     said = capsys.readouterr().out.splitlines()
@@ -154,37 +145,25 @@ def edits(request, trained, on_disk, tmp_path):
     return tmp_path / "run" / "ckpt.pt", run
 
 
-def leaves(path: Path) -> dict:
+def read(path: Path) -> dict:
     """Every tensor and number of a checkpoint, tables in files included."""
     saved = load_checkpoint(path, verify=True)
     for name in ("edits", "tables", "storage"):  # a record, and where tables are
         saved.pop(name, None)
-    found = {}
-    for key, leaf in tree_flatten_with_path(saved)[0]:
-        found[keystr(key)] = leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-    return found
-
-
-def differing(a: dict, b: dict) -> list[str]:
-    """The names of what differs in two checkpoints, to the bit."""
-    assert a.keys() == b.keys()
-    found = []
-    for key in a:
-        is_tensor = isinstance(a[key], torch.Tensor)
-        if not (torch.equal(a[key], b[key]) if is_tensor else a[key] == b[key]):
-            found.append(key)
-    return found
+    return copy.deepcopy(leaves(saved))  # what is mapped would change with its file
 
 
 def changed_rows(before: dict, after: dict) -> tuple[str, set[int]]:
     """The one tensor that differs in two checkpoints, and which of its rows."""
-    (name,) = differing(before, after)
+    is_tensor = {name for name, leaf in before.items() if isinstance(leaf, torch.Tensor)}
+    (name,) = (name for name in is_tensor if not torch.equal(before[name], after[name]))
+    assert_same({**before, name: 0}, {**after, name: 0})
     return name, set((before[name] != after[name]).any(-1).nonzero()[:, 0].tolist())
 
 
 def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_bit(edits):
     ckpt, run = edits
-    before = leaves(ckpt)
+    before = read(ckpt)
     files = contents(ckpt.parent)
     saved, restored = ckpt.parent.parent / "a" / "ckpt.pt", ckpt.parent.parent / "b" / "ckpt.pt"
     prompt = "Björn sees Anna at the river"
@@ -196,17 +175,17 @@ def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_
     table_ids = edit.edited_ids(encoding, ids, "Anna at", "river")
     expected = model(torch.tensor([ids]), table_ids=torch.tensor([table_ids]))[0]
     assert torch.equal(edited(torch.tensor([ids]))[0], expected)
-    _, rows = changed_rows(before, leaves(saved))  # and no other weight, state, setting
+    _, rows = changed_rows(before, read(saved))  # and no other weight, state, setting
     assert rows == {a for a, b in zip(ids, table_ids, strict=True) if a != b}
 
     run("--ckpt", saved, "--undo", "--save", restored)
-    assert differing(before, leaves(restored)) == []
+    assert_same(before, read(restored))
     assert contents(ckpt.parent) == files
 
 
 def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits):
     ckpt, run = edits
-    before = leaves(ckpt)
+    before = read(ckpt)
     saved = ckpt.with_name("edited.pt")
     shown = run("--ckpt", ckpt, *flags(source="Anna", prompt="Anna", write="at", save=saved)).stdout
 
@@ -219,7 +198,7 @@ def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits
     assert found[1] > 10 * found[0]
     name = encoding.encode_ordinary("Anna")
     assert all(repr(encoding.decode([token])) in shown for token in name)
-    changed, rows = changed_rows(before, leaves(saved))
+    changed, rows = changed_rows(before, read(saved))
     assert "tables.weight" in changed and rows == set(name)
     others = torch.tensor([encode(encoding, "Björn follows Chloë at the river.")])
     assert not set(name) & set(others[0].tolist())
@@ -227,28 +206,53 @@ def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits
     assert torch.equal(*logits)
 
     run("--ckpt", saved, "--undo")
-    assert differing(before, leaves(saved)) == []
+    assert_same(before, read(saved))
 
 
 def test_edits_in_place_are_undone_last_first(edits):
     ckpt, run = edits
-    states = [leaves(ckpt)]
+    states = [read(ckpt)]
     for name in ("Chloë", "Björn"):
         run("--ckpt", ckpt, *NAMES, "--target", name, "--save", ckpt)
-        states.append(leaves(ckpt))
-    assert len(differing(*states[:2])) == len(differing(*states[1:])) == 1
+        states.append(read(ckpt))
+    assert changed_rows(*states[:2])[0] == changed_rows(*states[1:])[0]
     for state in (states[1], states[0]):
         run("--ckpt", ckpt, "--undo")
-        assert differing(state, leaves(ckpt)) == []
+        assert_same(state, read(ckpt))
     assert len(list(tables_folder(ckpt).glob("*"))) <= 1
     assert "holds no edit" in refused("edit.py", "--ckpt", ckpt, "--undo")
+
+
+def test_neighbours_of_a_checkpoint_stay_whole_whatever_they_are_called(trained, on_disk, tmp_path):
+    """All of them have tables on disk."""
+    names = ("ckpt", "ckpt.pt", "ckpt.pth", "ckpt.bak", "ckpt.old", "ckpt.pt.old")
+    full, edited, folder = tmp_path / "full", tmp_path / "edited.pt", tmp_path / "run"
+    swap = ("edit.py --device cpu --ckpt", on_disk / "ckpt.pt", *NAMES, "--target", "Chloë")
+    command(*swap, "--save", edited)
+    for name in names:
+        write_checkpoint(full / name, load_checkpoint(edited))
+    for line in (
+        (*swap, "--save"),
+        ("edit.py --undo --ckpt", edited, "--save"),
+        ("convert.py --ffn stem --tokens 0", trained["dense"] / "ckpt.pt", "--out"),
+    ):
+        for name in names:
+            absent = shutil.ignore_patterns(name, f"{name}.tables")
+            shutil.copytree(full, folder, ignore=absent)
+            neighbours = contents(folder)
+            command(*line, folder / name)
+            written = contents(folder)
+            assert neighbours == {path: written[path] for path in neighbours}
+            for each in names:
+                load_checkpoint(folder / each, verify=True)
+            shutil.rmtree(folder)
 
 
 def test_decoding_in_bfloat16_keeps_the_rows(edits):
     ckpt, run = edits
     run("--ckpt", ckpt, "--dtype", "bfloat16", *NAMES, "--save", ckpt.with_name("edited.pt"))
     command("sample.py", *flags(ckpt=ckpt, dtype="bfloat16", max_new_tokens=3))
-    before, after = (leaves(path) for path in (ckpt, ckpt.with_name("edited.pt")))
+    before, after = (read(path) for path in (ckpt, ckpt.with_name("edited.pt")))
     name, rows = changed_rows(before, after)
     assert torch.isin(after[name][list(rows)], before[name]).all()  # none is rounded
 
@@ -258,7 +262,7 @@ def test_decoding_in_bfloat16_keeps_the_rows(edits):
 
 def test_edited_ids_find_the_name_with_and_without_a_space():
     texts = ["Spain is here. In Spain, and in Spanish.", "Germany is there. In Germany."] * 20
-    encoding = tokenizer.train(texts, 400)
+    encoding = bpe.train(texts, 400)
     ids = encoding.encode_ordinary("Spain is here. In Spain, and in Spanish.")
     table_ids = edit.edited_ids(encoding, ids, "Spain", "Germany")
     expected = encoding.encode_ordinary("Germany is here. In Germany, and in Spanish.")

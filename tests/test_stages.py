@@ -102,13 +102,6 @@ def test_every_stage_resumes_to_the_bit(stage, tmp_path, name):
     assert_same_run(cut, whole)
 
 
-def test_a_stage_may_move_the_tables(stage, on_disk, tmp_path):
-    """Onto disk, and off it: the model that it begins with is the same."""
-    onto = small_run(**stage("sft", offload="disk"), out=tmp_path / "onto")
-    off = small_run(**stage("sft", init_from=on_disk / "ckpt.pt"), out=tmp_path / "off")
-    assert_same_run(onto, off)
-
-
 def test_midtrain_decays_linearly_and_reports_the_parts_of_a_mixture(stage, data, chat, tmp_path):
     out = small_run(**stage("midtrain"), out=tmp_path)
     records = read_run(out)
@@ -149,11 +142,14 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     ids, targets = rows.sequences(range(7))  # of unequal lengths
     logits = model(ids)[0].flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=-1).item()
+    said = targets[targets >= 0].tolist()
+    text = re.sub(r"<\|im_end\|>", "", data.encoding.decode(said)).encode()
     objective = NextToken(model, CPU, "float32")
     sizes = []
     model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
     found = validate(objective, data, 7 * 64, size)
     assert found["val_loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["val_loss_per_byte"] == pytest.approx(expected * len(said) / len(text), rel=1e-5)
     assert sizes == [size] * -(-7 // size)
 
 
@@ -162,7 +158,6 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     [
         ("--stage sft --data_dir {text}", "{text}"),
         ("--stage sft --data_dir {chat}=1,{text}=1", "--data_dir {chat}=1,{text}=1"),
-        ("--stage sft --data_dir {chat} --doc_mask", "--doc_mask has no effect with --stage sft"),
         ("--stage midtrain --data_dir {text} --n_embd 64", "--n_embd"),
         ("--stage midtrain --data_dir {other}", "{other}"),
         ("--stage context --data_dir {text} --block_size 32", "--block_size"),

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from baselines import SwiGLU
-from config import chosen_layers
 from naive import decoder, naive_greedy
 
-from stem import StemFFN, substitute
+from model import ModelConfig
+from stem import substitute
 
 PARIS = 7
 ROME = 9
@@ -24,14 +23,15 @@ ROME = 9
     ],
 )
 def test_stem_layers_reads_names_and_numbers(spec, n_layer, layers):
-    assert chosen_layers("stem_layers", spec, n_layer) == [int(layer) for layer in layers]
+    config = ModelConfig(stem_layers=spec, n_layer=n_layer)
+    assert config.row_layers == [int(layer) for layer in layers]
 
 
-def test_only_the_chosen_layers_have_a_table():
-    model = decoder(stem_layers="0,2")
-    kinds = [type(block.ffn) for block in model.blocks]
-    assert kinds == [StemFFN, SwiGLU, StemFFN]
-    assert [tuple(weight.shape) for weight in model.tables.weight] == [(23, 48)] * 2
+@pytest.mark.parametrize(("ffn", "width"), [("stem", 48), ("value", 32), ("engram", 32)])
+def test_only_the_chosen_layers_have_a_table(ffn, width):
+    model = decoder(ffn=ffn, stem_layers="0,2")
+    assert [block.row_width for block in model.blocks] == [width, 0, width]
+    assert len(model.tables.weight) == 2
 
 
 # --- substitution of ids ---

@@ -1,4 +1,4 @@
-"""tour.py runs, computes what the layers do, and is the notebook beside it. To write that anew:
+"""lab/tour.py runs, computes what the layers do, and is the notebook beside it. To write that anew:
 
 python tests/test_tour.py
 """
@@ -9,19 +9,21 @@ import sys
 from pathlib import Path
 
 import torch
-from baselines import SwiGLU
-from config import ModelConfig
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from model import SwiGLU
 from stem import StemFFN
 from text import countries
 
-ROOT = Path(__file__).parent.parent
+TOUR = Path(__file__).parent.parent / "lab/tour.py"
+NOTEBOOK = TOUR.with_suffix(".ipynb")
 
 
 def notebook() -> str:
     """tour.py as a notebook: `# %%` begins a cell."""
     cells = []
-    for number, part in enumerate((ROOT / "tour.py").read_text().split("# %%")[1:]):
+    for number, part in enumerate(TOUR.read_text().split("# %%")[1:]):
         kind, _, text = part.partition("\n")
         cell = {"cell_type": "code", "id": str(number), "metadata": {}}
         if kind:
@@ -35,7 +37,7 @@ def notebook() -> str:
 
 
 def test_the_notebook_is_the_tour():
-    assert (ROOT / "tour.ipynb").read_text() == notebook()
+    assert NOTEBOOK.read_text() == notebook()
 
 
 def test_the_tour_runs(tmp_path, monkeypatch):
@@ -46,11 +48,11 @@ def test_the_tour_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(countries, "table", lambda: some)
     monkeypatch.setattr(sys, "argv", ["tour.py", "--quick"])
     monkeypatch.chdir(tmp_path)
-    tour = runpy.run_path(str(ROOT / "tour.py"))
-    config = ModelConfig(n_head=2, n_embd=tour["n_embd"], d_ff=tour["d_ff"])
+    tour = runpy.run_path(str(TOUR))
+    sizes = tour["n_embd"], tour["d_ff"]
     weights = {f"{name}.weight": tour[f"w_{name}"] for name in ("gate", "up", "down")}
     x, rows = tour["x"], tour["table"][tour["ids"]]
-    dense, stem = SwiGLU(config), StemFFN(config)
+    dense, stem = SwiGLU(*sizes), StemFFN(*sizes)
     dense.load_state_dict(weights)
     torch.testing.assert_close(dense(x, None), tour["dense"](x))
     del weights["up.weight"]
@@ -64,4 +66,4 @@ def test_the_tour_runs(tmp_path, monkeypatch):
 
 
 if __name__ == "__main__":
-    (ROOT / "tour.ipynb").write_text(notebook())
+    NOTEBOOK.write_text(notebook())

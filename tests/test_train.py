@@ -1,21 +1,21 @@
 """train.py and its settings, inside the process and as a user runs them."""
 
 import copy
-import json
 import math
 import re
 import shutil
 import signal
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from conftest import (
     CPU,
+    SMALL,
     PowerCut,
     assert_same,
     assert_same_run,
+    change_json,
     checkpoint,
     command,
     contents,
@@ -33,32 +33,23 @@ import train
 from common import UserError
 from model import Decoder, ModelConfig
 from tables.tables import ResidentTables
-from text.dataset import read_tokenizer
 from training.checkpoints import load_model
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
 from training.records import read_run
 from training.settings import PRESETS, Settings
 
+FILES = {"ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"}
+
 
 def test_a_run_leaves_what_it_promises(trained):
     for ffn, folder in trained.items():
+        assert {str(path) for path in contents(folder)} == FILES
         records = read_run(folder)
         assert [record["step"] for record in records["step"]] == list(range(1, 13))
         assert [record["step"] for record in records["eval"]] == [0, 6, 12]
         assert records["eval"][-1]["val_loss"] < records["eval"][0]["val_loss"]
         assert checkpoint(folder)["config"]["ffn"] == ffn
-
-
-def test_validation_loss_per_byte_is_the_total_over_the_bytes(data, tmp_path):
-    last = read_run(small_run(data, tmp_path, max_iters=1, eval_tokens=10**6))["eval"][-1]
-    meta = json.loads((data / "meta.json").read_text())
-    encoding = read_tokenizer(data, meta)
-    ids = np.fromfile(data / "val.bin", meta["dtype"])
-    predicted = ids[1 : 1 + (len(ids) - 1) // 32 * 32].tolist()  # whole windows of block_size 32
-    text = b"".join(encoding.decode_tokens_bytes([i for i in predicted if i != 0]))
-    ratio = last["val_loss_per_byte"] / last["val_loss"]
-    assert ratio == pytest.approx(len(predicted) / len(text))
 
 
 # --- going on ---
@@ -113,15 +104,24 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     assert checkpoint(tmp_path)["best"] == (6.0, 6)
 
 
-def test_a_new_run_keeps_the_earlier_ones(data, tmp_path):
-    out = tmp_path / "out"
-    earlier = []
-    for offload in ("disk", "none", "none"):
-        small_run(data, out, max_iters=2, offload=offload)
-        assert (out / "best.pt").exists() == (offload == "none")
-        earlier.append({path: raw for path, raw in contents(out).items() if "run" not in str(path)})
-    assert contents(out / "run1") == earlier[0]
-    assert contents(out / "run2") == earlier[1]
+def test_an_earlier_run_is_replaced_on_demand_alone(trained, on_disk, data, tmp_path):
+    out = shutil.copytree(on_disk, tmp_path / "out")
+    before = contents(out)
+    line = f"train.py --out_dir {out} --data_dir {data} "
+    for more, named in (
+        ("", "--resume goes on with it, --overwrite replaces it"),
+        (f"--init_from {trained['stem']}/ckpt.pt", "--overwrite"),
+        (f"--init_from {out}/ckpt.pt --overwrite", "--out_dir"),
+        ("--overwrite --block_size 100000", "--block_size 100000"),
+        ("--overwrite --data_dir gone", "gone"),
+    ):
+        assert named in refused(line + more)
+        assert contents(out) == before
+    command(line + "--overwrite", *SMALL)
+    assert_same_run(out, trained["stem"])
+    assert {str(path) for path in contents(out)} == FILES
+    resume(out, max_iters=13)  # which replaces nothing
+    assert losses(out)[:12] == losses(trained["stem"])
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
@@ -142,22 +142,14 @@ def test_a_signal_saves_a_whole_step_and_the_run_goes_on(
     assert_same_run(tmp_path, trained["stem"])
 
 
-def test_a_finished_run_goes_on_by_the_schedule_of_more_steps(trained, data, tmp_path):
-    out = small_run(data, tmp_path, max_iters=6)
-    resume(out, max_iters=12)
-    longer, whole = (read_run(folder)["step"] for folder in (out, trained["stem"]))
-    assert [step["lr"] for step in longer[6:]] == [step["lr"] for step in whole[6:]]
-    assert longer[5]["lr"] < longer[6]["lr"]  # a cosine that had ended rises again
-
-
 # --- numbers ---
 
 
 def test_seeds_reproduce_and_accumulation_equals_the_whole_batch(trained, data, tmp_path):
     expected = losses(trained["stem"])
-    assert losses(small_run(data, tmp_path)) == expected
-    assert losses(small_run(data, tmp_path, seed=1, max_iters=2)) != expected[:2]
-    parts = losses(small_run(data, tmp_path, device_batch_size=1))
+    assert losses(small_run(data, tmp_path / "same")) == expected
+    assert losses(small_run(data, tmp_path / "other", seed=1, max_iters=2)) != expected[:2]
+    parts = losses(small_run(data, tmp_path / "parts", device_batch_size=1))
     assert parts == pytest.approx(expected, rel=2e-3)
 
 
@@ -176,7 +168,7 @@ def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
     objective = NextToken(model, CPU, "float16")
 
     def step(overflow=False) -> dict:
-        loss, _ = objective(*torch.randint(40, (2, 2, 24)))
+        loss = objective(*torch.randint(40, (2, 2, 24)))
         optimizer.scaler.scale(loss).backward()
         if overflow:
             model.blocks[0].ffn.down.weight.grad[0, 0] = torch.inf
@@ -232,41 +224,52 @@ def test_weights_that_are_not_numbers_never_reach_a_checkpoint(data, tmp_path, m
     assert all(weight.isfinite().all() for weight in saved["model"].values())
 
 
-@pytest.mark.parametrize("table_rate", [0.3, 0.0])  # 0: rows stay as they were drawn
-def test_steps_equal_those_of_pytorchs_optimizers(table_rate):
-    """AdamW for the backbone and RMSprop for rows, those of tables at a rate of their own, clipped
-    together; linear layers alone decay."""
+@pytest.mark.parametrize(
+    ("ffn", "more"),
+    [
+        ("stem", dict(table_rate=0.3)),
+        ("stem", dict(table_rate=0.0)),  # rows stay as they were drawn
+        ("stem", dict(table_optimizer="adamw")),
+        ("dense", dict(table_optimizer="adamw")),  # of the embedding alone
+    ],
+)
+def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
+    """AdamW for the backbone and RMSprop for rows, those of tables at a rate of their own, or AdamW
+    for all, clipped together; linear layers alone decay."""
     torch.manual_seed(0)
-    model = Decoder(ModelConfig(20, 8, 2, 2, 16))
+    model = Decoder(ModelConfig(20, 8, 2, 2, 16, ffn=ffn))
     theirs = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    rows = [p for name, p in theirs.items() if name.startswith("tables.")]
-    norms = [p for p in theirs.values() if p.dim() == 1]
-    linear = [p for name, p in theirs.items() if "blocks" in name and p.dim() == 2]
-    linear.append(theirs["head.weight"])
-    groups = [{"params": linear}, {"params": norms, "weight_decay": 0.0}]
+    rows = {name: p for name, p in theirs.items() if name.startswith(("tables.", "wte."))}
+    linear = [p for name, p in theirs.items() if p.dim() == 2 and name not in rows]
+    other = [p for p in theirs.values() if p.dim() == 1]
+    options = dict(table_state="number", weight_decay=0.2, grad_clip=0.5, **more)
+    settings = Settings(learning_rate=0.1, **options)
+    by_rows = settings.table_optimizer == "rmsprop"
+    if not by_rows:
+        other += rows.values()
+    groups = [{"params": linear}, {"params": other, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.2)
-    embedding = {"params": [theirs["wte.weight.0"]]}
-    rmsprop = torch.optim.RMSprop([embedding, {"params": rows}], alpha=0.95)
-    more = dict(table_state="number", table_rate=table_rate)
-    settings = Settings(learning_rate=0.1, weight_decay=0.2, grad_clip=0.5, **more)
+    rmsprop = torch.optim.RMSprop([{"params": [p]} for p in rows.values()], alpha=0.95)
+    rates = [1.0 if name.startswith("wte") else settings.table_rate for name in rows]
     optimizer = Optimizer(model, settings)
     for step, lr in enumerate((1.0, 0.5, 0.1), 1):
         ids = torch.randint(20, (2, 8))
         model(ids, ids)[1].backward()
-        for name, grad in gradients(model).items():
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        if by_rows:
+            grads = gradients(model)
+        for name, grad in grads.items():
             theirs[name].grad = grad.clone()
-        for p in model.parameters():
-            p.grad = None
-        model(ids, ids)[1].backward()  # once more: gradients of rows were taken
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
         for group in adamw.param_groups:
             group["lr"] = 0.1 * lr
         # PyTorch's RMSprop does not correct for the beginning.
         correction = (1 - 0.95**step) ** 0.5
-        for group, rate in zip(rmsprop.param_groups, (1.0, table_rate), strict=True):
+        for group, rate in zip(rmsprop.param_groups, rates, strict=True):
             group.update(lr=0.1 * lr * rate * correction, eps=1e-8 * correction)
         adamw.step()
-        rmsprop.step()
+        if by_rows:
+            rmsprop.step()
         torch.testing.assert_close(optimizer.step(lr), norm)
         mine = dict(model.named_parameters())
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
@@ -281,9 +284,9 @@ def test_loss_with_document_mask_is_that_of_the_documents_alone():
     both = torch.cat([first, second], dim=1)
     quiet = torch.full_like(first, -1)  # no targets in the first document
     targets = torch.cat([quiet, second], dim=1)
-    expected = plain(second, second)[0]
-    torch.testing.assert_close(masked(both, targets)[0], expected)
-    assert not torch.isclose(plain(both, targets)[0], expected, atol=1e-4)
+    expected = plain(second, second)
+    torch.testing.assert_close(masked(both, targets), expected)
+    assert not torch.isclose(plain(both, targets), expected, atol=1e-4)
 
 
 # --- flags and Python ---
@@ -303,12 +306,14 @@ def test_loss_with_document_mask_is_that_of_the_documents_alone():
         ("--data_dir " + "x" * 300, "xxx"),
         ("--out_dir " + "x" * 300, "xxx"),
         ("--out_dir /dev/null/x", "/dev/null/x"),
-        ("--ffn moe --compile", "--compile"),
         ("--offload disk --table_optimizer adamw", "--table_optimizer adamw"),
         ("--table_rate 0 --table_optimizer adamw", "--table_rate 1"),
-        ("--ffn dense --stem_layers all", "--stem_layers has no effect with --ffn dense"),
-        ("--ffn dense --offload disk", "--offload has no effect with --ffn dense"),
-        ("--embformer_act silu", "--embformer_act has no effect with --ffn stem"),
+        ("--ffn sparse", "--ffn sparse"),
+        ("--attention full,local:3", "--attention full,local:3: 'local'"),
+        ("--ffn dense --stem_layers all", "unrecognized arguments: --stem_layers"),
+        ("--embformer_act silu", "unrecognized arguments: --embformer_act"),
+        ("--preset embformer-104m --stem_layers all", "unrecognized arguments: --stem_layers"),
+        ("--max_iter 3", "unrecognized arguments: --max_iter"),  # an abbreviation
         ("--device warp", "--device warp"),
         ("--resume --out_dir new", "new/ckpt.pt"),
         ("--resume --n_layer 4 --out_dir {stem}", "--n_layer"),
@@ -336,6 +341,12 @@ def test_a_wrong_flag_is_one_line_that_names_it(trained, data, tmp_path, given, 
     assert named.format(**folders) in refused(line, cwd=cwd)
     assert not list(cwd.iterdir())  # nor a folder for nothing
     assert contents(trained["stem"]) == before
+
+
+def test_settings_without_arguments_are_those_of_the_command(data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "countries")
+    change_json(folder / "meta.json", corpus="countries")
+    assert train.resolve_settings(data_dir=str(folder)) == Settings(str(folder))
 
 
 def test_training_from_python_needs_no_command_line(data, tmp_path):

@@ -1,9 +1,10 @@
-"""What docs/promises.md promises, shortened: tests/soak.py tries it at length."""
+"""What docs/data-and-stages.md promises, shortened: tests/soak.py tries it at length."""
 
 import contextlib
 import os
 import shutil
 import signal
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from conftest import (
     CPU,
     ROOT,
     SMALL,
+    PowerCut,
     assert_same,
     assert_same_run,
     checkpoint,
@@ -19,7 +21,6 @@ from conftest import (
     contents,
     cut_in_step,
     flip,
-    losses,
     refused,
     resume,
     small_run,
@@ -29,7 +30,6 @@ from conftest import (
 from common import UserError, locked
 from training import checkpoints
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
-from training.records import archive_previous_run
 
 EDIT = "--source Anna --target Björn --prompt Anna"
 
@@ -65,7 +65,7 @@ def test_whoever_comes_second_is_refused(on_disk, data, story, tmp_path):
     with locked(on_disk), locked(tmp_path):
         for line in (
             f"train.py --resume --out_dir {on_disk}",
-            f"train.py --data_dir {data} --out_dir {on_disk}",
+            f"train.py --data_dir {data} --out_dir {on_disk} --overwrite",
             f"edit.py --ckpt {ckpt} {EDIT} --save {ckpt}",
             f"edit.py --ckpt {ckpt} {EDIT} --save {on_disk}/new.pt",
         ):
@@ -82,10 +82,10 @@ def test_whoever_comes_second_is_refused(on_disk, data, story, tmp_path):
 def own(on_disk, tmp_path) -> Path:
     """A finished run with its tables on disk, and files of somebody's own beside it."""
     out = shutil.copytree(on_disk, tmp_path / "out")
-    for name in ("tables-backup", "live-tables-of-mine", "tables-12345678", "ckpt.tables.old"):
+    for name in ("tables-backup", "ckpt.live.old", "0123abcd", "ckpt.tables", "ckpt.pt.tables-1"):
         shutil.copytree(snapshots(on_disk)[0], out / name)
     torch.save({"mine": 1}, out / "mine.pt")
-    for name in ("mine.pt.tmp", "notes.tmp", "tables", "live", "run0"):
+    for name in ("mine.pt.tmp", "notes.tmp", "tables", "live", "ckpt.pt.old"):
         (out / name).write_text("mine")
     return out
 
@@ -93,7 +93,8 @@ def own(on_disk, tmp_path) -> Path:
 def test_no_command_touches_what_is_ones_own(own, on_disk, data):
     command(f"edit.py --ckpt ckpt.pt {EDIT} --save edited.pt", cwd=own)
     mine = {path: raw for path, raw in contents(own).items() if path not in contents(on_disk)}
-    assert len(mine) >= 10
+    assert len(mine) >= 12
+    new = f"train.py --data_dir {data} --out_dir . --overwrite --n_layer 2 --max_iters 1"
     for line, works in (
         ("sample.py --ckpt ckpt.pt --max_new_tokens 2", True),
         ("train.py --eval_only --out_dir .", True),
@@ -102,59 +103,51 @@ def test_no_command_touches_what_is_ones_own(own, on_disk, data):
         ("edit.py --ckpt ckpt.pt --undo", True),
         (f"edit.py --ckpt ckpt.pt {EDIT} --save mine.pt", False),
         ("train.py --resume --out_dir . --max_iters 13", True),
-        (f"train.py --data_dir {data} --out_dir . --block_size 1000000", False),
-        (f"train.py --data_dir {data} --out_dir . --offload disk --n_layer 2 --max_iters 1", True),
+        (f"{new} --block_size 1000000", False),
+        (f"{new} --offload disk", True),
         ("train.py --resume --out_dir . --max_iters 2", True),
-        ("train.py --resume --out_dir run1 --max_iters 14", True),
-        (f"edit.py --ckpt ckpt.pt {EDIT} --save ckpt.pt", True),
+        (new, True),
         ("prepare.py --input gone --out_dir .", False),
     ):
         command(line, cwd=own, fails=not works)
         now = contents(own)
         assert {path: now.get(path) for path in mine} == mine, line
-    assert losses(own / "run1")[:12] == losses(on_disk)
+        assert len(list(tables_folder(own / "ckpt.pt").glob("*"))) <= 1
     load_checkpoint(own / "edited.pt", verify=True)
-
-
-def test_many_saves_leave_one_snapshot_whatever_else_is_there(own, data):
-    small_run(data, own, offload="disk", eval_interval=1)
-    assert len(snapshots(own)) == len(snapshots(own / "run1")) == 1
-    load_checkpoint(own / "ckpt.pt", verify=True)
-    small_run(data, own)  # its tables are no files
-    assert not tables_folder(own / "ckpt.pt").exists()
 
 
 # --- kills ---
 
 
-def test_a_run_that_is_replaced_is_whole_when_the_next_start_has_come(
-    on_disk, tmp_path, monkeypatch
+def test_a_run_is_whole_until_its_replacement_begins_which_may_be_cut_off(
+    on_disk, trained, data, tmp_path, monkeypatch
 ):
-    """Cut before each operation on files, then begun anew."""
-    want = losses(on_disk)
+    """Before each deletion; then the next run starts."""
     cut = 0
     done = False
     while not done:
         out = shutil.copytree(on_disk, tmp_path / str(cut))
         left = cut
 
-        def move(*args, real=os.replace):
+        def until_cut(*args, remove, **options):
             nonlocal left
             left -= 1
             if left < 0:
-                raise KeyboardInterrupt
-            real(*args)
+                raise PowerCut
+            remove(*args, **options)
 
-        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            patch.setattr(os, "replace", move)
-            archive_previous_run(out)
+        with monkeypatch.context() as patch, contextlib.suppress(PowerCut):
+            patch.setattr(Path, "unlink", partialmethod(until_cut, remove=Path.unlink))
+            patch.setattr(shutil, "rmtree", partial(until_cut, remove=shutil.rmtree))
+            checkpoints.remove_run(out)
             done = True
+        if (out / "ckpt.pt").exists():
+            assert contents(out) == contents(on_disk)
+        else:
+            small_run(data, out)
+            assert_same_run(out, trained["stem"])
+            assert contents(out).keys() == contents(trained["stem"]).keys()
         cut += 1
-        checkpoints.remove_leftovers(out)
-        if not done:
-            archive_previous_run(out)
-        load_checkpoint(out / "run1" / "ckpt.pt", verify=True)
-        assert losses(out / "run1") == want and not (out / "ckpt.pt").exists()
     assert cut > 4
 
 
@@ -233,14 +226,13 @@ def flip_a_weight(path: Path) -> None:
 
 def test_one_other_bit_is_noticed_by_who_goes_on(on_disk, data, tmp_path):
     out = shutil.copytree(on_disk, tmp_path / "out")
-    ckpt, new = out / "ckpt.pt", tmp_path / "new"
-    start = f"train.py --init_from {ckpt} --data_dir {data} --out_dir {new} --max_iters 1"
+    ckpt = out / "ckpt.pt"
     readers = [
         f"train.py --resume --out_dir {out}",
         f"train.py --eval_only --out_dir {out}",
         f"edit.py --ckpt {ckpt} {EDIT} --save {ckpt}",
         f"edit.py --ckpt {ckpt} --undo",
-        f"{start} --stage midtrain",
+        f"train.py --stage midtrain --init_from {ckpt} --data_dir {data} --out_dir {tmp_path}/new",
     ]
     (tables,) = snapshots(out)
     for array in tables.iterdir():
@@ -253,16 +245,13 @@ def test_one_other_bit_is_noticed_by_who_goes_on(on_disk, data, tmp_path):
         assert f"{tables} is damaged" in refused(line)
     flip(tables / "rows", -1)
     flip(ckpt, ckpt.read_bytes().index(b"learning_rate"))  # a name among the settings
-    for line in (*readers, f"{readers[0]} --no-verify", f"sample.py --ckpt {ckpt}"):
+    for line in (*readers, f"sample.py --ckpt {ckpt}"):
         assert f"{ckpt} is damaged" in refused(line)
     flip(ckpt, ckpt.read_bytes().index(b"earning_rate") - 1)
     flip_a_weight(ckpt)
     for line in readers:
         assert f"{ckpt} is damaged" in refused(line)
     load_model(ckpt, CPU)  # who samples reads it as it is
-    command(f"{start} --stage midtrain --no-verify")
-    flip_a_weight(new / "ckpt.pt")  # the flag is not one that a run keeps
-    assert "is damaged" in refused("train.py --resume --out_dir", new)
 
 
 class Malicious:

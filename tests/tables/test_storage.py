@@ -55,6 +55,7 @@ def test_who_only_reads_changes_no_file_but_copies_what_it_changed(tmp_path):
 
 def test_a_copy_is_a_moment_of_tables_that_go_on(tmp_path):
     storage = made(tmp_path)
+    storage.gather_columns = lambda array: array.split(2)  # in parts, as of several ranks
     described = storage.copy(tmp_path / "copy")
     crc32 = described.pop("crc32")
     assert crc32 == storage.checksums()

@@ -57,19 +57,25 @@ def test_rows_equal_those_of_an_embedding_in_table_order(training, requires_grad
         assert torch.equal(row, F.embedding(BATCH, weight))
 
 
-@pytest.mark.parametrize("n_part", [1, 2])
+@pytest.mark.parametrize("n_part", [1, 2, 4, 8])
 def test_gradients_equal_the_touched_rows_of_a_dense_gradient(n_part):
+    """Of micro-batches, of whose rows no more than one's are held at a time."""
     made = tables()
     embeddings = ordinary()
-    for seed, part in enumerate(BATCH.chunk(n_part)):  # 1, 3 and 7 are in both
+    for seed, part in enumerate(BATCH.view(-1, 1).chunk(n_part)):  # 3 is in several
         backward(made.lookup(part), seed)
         backward([embedding(part) for embedding in embeddings], seed)  # autograd accumulates
-    ids, grads = made.gradients()
-    assert ids.tolist() == [0, 1, 3, 7]  # distinct and sorted
-    for grad, embedding in zip(grads, embeddings, strict=True):
-        dense = torch.zeros(V, W).index_copy(0, ids, grad)
-        torch.testing.assert_close(dense, embedding.weight.grad)
+        assert len(made.reads) == 1
+    for _ in range(2):  # to look at them changes nothing
+        ids, grads = made.gradients()
+        assert ids.tolist() == [0, 1, 3, 7]  # distinct and sorted
+        for grad, embedding in zip(grads, embeddings, strict=True):
+            dense = torch.zeros(V, W).index_copy(0, ids, grad)
+            torch.testing.assert_close(dense, embedding.weight.grad)
     assert all(weight.grad is None for weight in made.weight)  # nothing V x W was allocated
+    made.zero_grad()
+    with pytest.raises(AssertionError, match="no rows"):
+        made.gradients()
 
 
 def test_gradients_count_only_what_was_differentiated():
@@ -83,7 +89,6 @@ def test_gradients_count_only_what_was_differentiated():
     with pytest.raises(AssertionError, match="no rows"):
         made.gradients()
     # Of two micro-batches the first does not use table 0, as with stochastic depth.
-    list(made.lookup(BATCH))
     for used, ids in (([1], [[1, 2]]), ([0, 1], [[2, 3]])):
         rows = list(made.lookup(torch.tensor(ids)))
         sum(rows[table].sum() for table in used).backward()
@@ -91,15 +96,29 @@ def test_gradients_count_only_what_was_differentiated():
     assert ids.tolist() == [1, 2, 3]
     assert first[:, 0].tolist() == [0, 1, 1]
     assert second[:, 0].tolist() == [1, 2, 1]
-    assert made.reads == []  # what was returned is forgotten
+    made.zero_grad()
+    assert made.reads == []
+
+
+def test_passes_may_all_go_forward_before_the_first_goes_back():
+    made = tables()
+    embeddings = ordinary()
+    passes = [list(made.lookup(part)) for part in BATCH]
+    for seed, (rows, part) in enumerate(zip(passes, BATCH, strict=True)):
+        backward(rows, seed)
+        backward([embedding(part) for embedding in embeddings], seed)
+    ids, grads = made.gradients()
+    for grad, embedding in zip(grads, embeddings, strict=True):
+        torch.testing.assert_close(grad, embedding.weight.grad[ids])
 
 
 def test_a_training_loop_that_forgets_the_tables_fails(monkeypatch):
     monkeypatch.setattr(tables_module, "MOST_READS", 20)
     made = tables()
-    for _ in range(20):  # micro-batches of one step
-        backward(made.lookup(BATCH))
-    made.gradients()
+    for _ in range(2):
+        for _ in range(20):  # micro-batches of one step
+            backward(made.lookup(BATCH))
+        made.zero_grad()
     with pytest.raises(AssertionError, match="RowRMSprop"):
         for _ in range(21):
             backward(made.lookup(BATCH))
@@ -115,6 +134,11 @@ def batches(n_step: int):
     for _ in range(n_step):
         ids = (torch.rand(V, generator=generator) < chance).nonzero()[:, 0]
         yield ids, [torch.randn(len(ids), W, generator=generator) for _ in range(2)]
+
+
+def read(made: ResidentTables, ids: torch.Tensor, grads: list) -> None:
+    """Give the rows of distinct ids these gradients."""
+    sum((row * grad).sum() for row, grad in zip(made.lookup(ids), grads, strict=True)).backward()
 
 
 def naive(weights: list, states: list, state: str, beta2: float, rates: list[float]) -> None:
@@ -140,8 +164,9 @@ def test_a_step_on_the_rows_that_were_read_is_the_step_on_whole_tables(state, be
     states = [torch.zeros_like(v) for v in rows.state]
     rates = [0.1 * (1 + n % 3) for n in range(40)]  # a schedule
     naive(weights, states, state, beta2, rates)
-    for rate, read in zip(rates, batches(40), strict=True):
-        rows.step(rate, read)
+    for rate, (ids, grads) in zip(rates, batches(40), strict=True):
+        read(made, ids, grads)
+        rows.step(rate)
     since = rows.steps - rows.last
     decay = beta2 ** since[:, None].float()
     decayed = [v * decay for v in rows.state]
@@ -176,7 +201,7 @@ def test_rounding_differs_between_steps_and_tables():
     for _ in range(2):
         for weight in made.weight:
             weight.fill_(1.0)
-        grads = [torch.ones(1, 1000)] * 2
-        rows.step(1e-3, (torch.tensor([0]), grads))  # a quarter of the spacing
+        read(made, torch.tensor([0]), [torch.ones(1, 1000)] * 2)
+        rows.step(1e-3)  # a quarter of the spacing
         rounded += [weight.clone() for weight in made.weight]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(rounded, 2))

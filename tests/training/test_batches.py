@@ -11,7 +11,7 @@ import torch
 from conftest import change_json, flip
 
 from common import UserError
-from text import tokenizer
+from text import bpe, tokenizer
 from training.batches import Conversations, Data, Mixture, Windows, parse_mixture
 
 IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
@@ -19,7 +19,7 @@ IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
 
 @pytest.fixture(scope="module")
 def ours() -> tiktoken.Encoding:
-    return tokenizer.train(["user assistant yes no maybe perhaps\n"] * 9, 290)
+    return bpe.train(["user assistant yes no maybe perhaps\n"] * 9, 290)
 
 
 @pytest.fixture(scope="module", params=["ours", "moved"])
@@ -196,6 +196,7 @@ def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
         ("tokenizer.json", "gone"),
         ("meta.json", ""),
         ("meta.json", "[]"),
+        ("meta.json", "deep"),
         ("meta.json", "cut"),
         ("meta.json", "gone"),
         ("meta.json", {"format": 1}),
@@ -212,6 +213,8 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
         path.write_bytes(path.read_bytes()[:-2])
     elif damage == "gone":
         path.unlink()
+    elif damage == "deep":
+        path.write_text("[" * 100_000)
     elif isinstance(damage, str):
         path.write_text(damage)
     else:
@@ -221,7 +224,7 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
-    other = tokenizer.train(["quite different words"] * 9, 270)
+    other = bpe.train(["quite different words"] * 9, 270)
     a, b = write_folder(tmp_path / "a", ours), write_folder(tmp_path / "b", other)
     chat = write_folder(tmp_path / "chat", ours, "chat", packed(ours, *TALKS))
     wrong = write_folder(tmp_path / "wrong", ours, vocab_size=ours.n_vocab + 1)

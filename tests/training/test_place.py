@@ -10,7 +10,7 @@ from conftest import (
     SMALL,
     assert_same_run,
     checkpoint,
-    command,
+    contents,
     losses,
     refused,
     resume,
@@ -59,19 +59,13 @@ def test_any_place_opens_any_checkpoint(runs, saved_as):
     assert len(written) == 1
 
 
-def test_the_commands_take_the_flags(runs):
-    edit = "edit.py --source Anna --target Chloë --prompt Anna"
-    for line in ("sample.py", edit):
-        line += f" --max_new_tokens 20 --ckpt {runs['disk']}/ckpt.pt --offload "
-        assert len({command(line + kind).stdout for kind in KINDS}) == 1
-
-
 RUNS = [
     dict(stem_layers="0,1"),
     dict(stem_layers="0,1", table_dtype="bfloat16", table_state="number", device_batch_size=2),
     dict(ffn="engram", doc_mask=True, table_dtype="bfloat16"),
     dict(ffn="bigram", table_state="number", doc_mask=True, device_batch_size=2),
     dict(ffn="value", table_dtype="bfloat16", table_rate=3.0),
+    dict(ffn="dense"),  # which has no tables
 ]
 
 
@@ -86,35 +80,17 @@ def test_a_run_resumes_to_the_bit_in_another_place(data, tmp_path, more):
     assert_same_run(cut, whole)
 
 
-def test_room_is_checked_before_training_starts(data, tmp_path, monkeypatch):
-    args = ("train.py", "--data_dir", data, "--out_dir", tmp_path / "out", *SMALL, "--offload")
+def test_room_is_checked_before_training_replaces_a_run(on_disk, data, tmp_path, monkeypatch):
+    out = shutil.copytree(on_disk, tmp_path / "out")
+    before = contents(out)
+    args = ("train.py", "--data_dir", data, "--out_dir", out, *SMALL, "--overwrite", "--offload")
     monkeypatch.setattr(storages, "free_ram", lambda: 100)
     for kind in ("none", "cpu"):
         assert "--offload disk" in refused(*args, kind)
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(storages.shutil, "disk_usage", lambda path: usage)
     assert "another --out_dir" in refused(*args, "disk")
-
-
-def test_room_on_disk_is_for_three_copies_one_of_which_a_resumed_run_has(
-    data, tmp_path, monkeypatch
-):
-    """A run that only starts from a checkpoint has no copy yet."""
-    wanted = []
-    create = DiskStorage.create
-
-    def spied(*args, copies: int):
-        wanted.append(copies)
-        return create(*args, copies=copies)
-
-    monkeypatch.setattr(DiskStorage, "create", spied)
-    out = small_run(data, tmp_path / "out", offload="disk", max_iters=1)
-    resume(out, max_iters=2)
-    shape = dict(n_layer=None, n_head=None, n_embd=None)
-    small_run(
-        data, tmp_path / "new", offload="disk", init_from=out / "ckpt.pt", max_iters=1, **shape
-    )
-    assert wanted == [3, 2, 3]
+    assert contents(out) == before
 
 
 @pytest.mark.parametrize(("offload", "kind"), [("cpu", RamStorage), ("disk", DiskStorage)])

@@ -1,32 +1,31 @@
-"""Each baseline against a loop over its formula, gradients included. FLOPs: test_costs.py."""
+"""Layers of relatives/ against loops over their formulas, gradients included. FLOPs: test_costs.py.
+Those whose rows reach attention or the residual stream, and kinds of attention: test_attention.py.
+"""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import CPU
-from naive import norm, silu
+from naive import decoder, norm, silu
 from torch import nn
 
-from model import LAYERS, Decoder, ModelConfig
+from model import Decoder
 from training.objectives import NextToken
 from training.optimizer import Optimizer
 from training.settings import Settings
 
-TINY = dict(
-    vocab_size=23,
-    block_size=16,
-    n_layer=2,
-    n_head=2,
-    n_embd=16,
-    d_ff=24,
-    n_expert=6,
-    top_k=3,
-    n_key=5,
-    ple_width=6,
-)
+SHAPE = dict(block_size=16, n_layer=2, n_head=2, n_embd=16, d_ff=24)  # and 23 tokens
+SIZES = {
+    "moe": dict(n_expert=6, top_k=3),
+    "hash_moe": dict(n_expert=6, top_k=3),
+    "pkm": dict(n_key=5, top_k=3),
+    "deepembed": dict(),
+    "ple": dict(ple_width=6),
+}
 
 
-def config(ffn: str, **options) -> ModelConfig:
-    return ModelConfig(**{**TINY, **options}, ffn=ffn)
+def tiny(ffn: str, **options) -> Decoder:
+    return decoder(ffn=ffn, **{**SHAPE, **SIZES[ffn], **options})
 
 
 # --- each layer, token by token: its weights w, x [16], the token's row and id -> [16] ---
@@ -88,19 +87,13 @@ def naive_ple(w, x, row, token):
     return swiglu(w, x) + w["row_out.weight"] @ (gelu * row)
 
 
-NAIVE = {
-    "moe": naive_moe,
-    "hash_moe": naive_hash_moe,
-    "pkm": naive_pkm,
-    "deepembed": naive_deepembed,
-    "ple": naive_ple,
-}
-
-
-@pytest.mark.parametrize("kind", NAIVE)
-def test_layer_and_its_gradients_equal_a_loop_over_the_formula(kind):
-    torch.manual_seed(0)
-    ffn = LAYERS[kind][1](config(kind)).eval()
+@pytest.mark.parametrize(
+    "naive", [naive_moe, naive_hash_moe, naive_pkm, naive_deepembed, naive_ple]
+)
+def test_layer_and_its_gradients_equal_a_loop_over_the_formula(naive):
+    kind = naive.__name__.removeprefix("naive_")
+    model = tiny(kind)
+    ffn = model.blocks[1].ffn
     for parameter in ffn.parameters():
         nn.init.normal_(parameter, std=0.5)
     weights = {**dict(ffn.named_parameters()), **dict(ffn.named_buffers())}
@@ -114,9 +107,9 @@ def test_layer_and_its_gradients_equal_a_loop_over_the_formula(kind):
     if ffn.row_width:
         learned.append(table)
 
-    y = ffn(x, rows, ids=ids) if kind == "hash_moe" else ffn(x, rows)
+    y = ffn(x, list(model.rows(ids))[1] if kind == "hash_moe" else rows)
     tokens = zip(x.flatten(0, 1), rows.flatten(0, 1), ids.flatten(), strict=True)
-    expected = [NAIVE[kind](weights, *token) for token in tokens]
+    expected = [naive(weights, *token) for token in tokens]
     expected = torch.stack(expected).view_as(y)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     probe = torch.randn(2, 7, 16)
@@ -126,7 +119,7 @@ def test_layer_and_its_gradients_equal_a_loop_over_the_formula(kind):
 
 
 def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
-    ffn = LAYERS["hash_moe"][1](config("hash_moe", vocab_size=100, n_expert=12))
+    ffn = tiny("hash_moe", vocab_size=100, n_expert=12).blocks[0].ffn
     assert "hashes" in ffn.state_dict()  # a checkpoint brings them back
     assert torch.equal(ffn.hashes // 4, torch.arange(3).expand(100, 3))
     assert ffn.hashes.flatten().bincount().tolist() == [25] * 12
@@ -137,52 +130,45 @@ def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
 
 
 def test_balance_is_its_formula_and_reaches_the_loss_in_training_only():
-    torch.manual_seed(0)
-    model = Decoder(config("moe", balance=0.1, init_std=0.5)).train()
+    model = tiny("moe", balance=0.1)
     ids, targets = torch.randint(23, (2, 2, 9))
     inputs = []
     for block in model.blocks:
         block.ffn.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    objective = NextToken(model, CPU, "float32")
-    loss, balance = objective(ids, targets)
-    expected = 0.0
+    objective = NextToken(model.train(), CPU, "float32")
+    loss = objective(ids, targets)
+    balance = 0.0
     for block, x in zip(model.blocks, inputs, strict=True):
         p = torch.softmax(x.flatten(0, 1) @ block.ffn.router.weight.T, -1)  # [18, 6]
         chosen = p.topk(3).indices.flatten().tolist()
         for number in range(6):
             share = chosen.count(number) / len(chosen)
-            expected += 0.1 * 6 * share * p[:, number].mean()
-    torch.testing.assert_close(balance, expected.detach())
-    _, plain = model(ids, targets)
-    torch.testing.assert_close(loss, plain + expected)
+            balance += 0.1 * 6 * share * p[:, number].mean()
+    logits, _ = model.eval()(ids)
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(objective(ids, targets), plain)
+    torch.testing.assert_close(loss, plain + balance)
     weight = model.blocks[1].ffn.router.weight
-    grads = torch.autograd.grad(loss, weight)
-    wanted = torch.autograd.grad(plain + expected, weight)
-    torch.testing.assert_close(grads, wanted)
-    model.eval()
-    loss, balance = objective(ids, targets)
-    assert balance is None
-    torch.testing.assert_close(loss, model(ids, targets)[1])
+    grad = torch.autograd.grad(loss, weight, retain_graph=True)
+    torch.testing.assert_close(grad, torch.autograd.grad(plain + balance, weight))
 
 
 # --- costs ---
 
 
-@pytest.mark.parametrize("n_embd", [96, 512])
-@pytest.mark.parametrize("kind", NAIVE)
+@pytest.mark.parametrize("n_embd", [96, 768])
+@pytest.mark.parametrize("kind", SIZES)
 def test_by_default_a_token_costs_what_the_dense_model_costs(kind, n_embd):
     flops = {}
     for ffn in ("dense", kind):
-        shape = ModelConfig(500, 128, n_layer=2, n_head=8, n_embd=n_embd, ffn=ffn)
-        model = Decoder(shape)
+        model = decoder(ffn=ffn, n_head=8, n_embd=n_embd, d_ff=None)
         flops[ffn] = model.sizes()["flops_per_token"]
-    exact = kind in ("hash_moe", "deepembed")  # no router, nothing to round
+    exact = kind in ("hash_moe", "deepembed", "ple")  # no router, nothing to round
     assert flops[kind] == pytest.approx(flops["dense"], rel=0 if exact else 0.02)
 
 
 def test_values_of_product_keys_that_nobody_chose_do_not_decay():
-    torch.manual_seed(0)
-    model = Decoder(config("pkm")).train()
+    model = tiny("pkm").train()
     values = [block.ffn.values.weight for block in model.blocks]
     before = [weight.detach().clone() for weight in values]
     optimizer = Optimizer(model, Settings(weight_decay=0.5))
