@@ -12,6 +12,11 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, get_args
 
+# Before torch is loaded: for how long OpenMP's threads wait for each other by spinning. With its
+# own limit, every small product waits beside one busy process until that is off its core.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
+    os.environ["GOMP_SPINCOUNT"] = "1000"
+
 import torch
 from tqdm import tqdm
 
@@ -201,6 +206,13 @@ def pick_device(name: str) -> torch.device:
     if device.type == "mps":
         print("note: untested on MPS", file=sys.stderr)
     return device
+
+
+def decode_in_one_thread(device: torch.device) -> None:
+    """For commands that decode a token or two at a time: on a CPU, more threads are no faster, and
+    slower beside other programs (docs/claims.md). OMP_NUM_THREADS says otherwise."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 CPU_INFO = Path("/proc/cpuinfo")

@@ -32,13 +32,7 @@ import tempfile
 from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import tiktoken
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
-
+# Before torch, whose threads it tells how to wait.
 from common import (
     Damage,
     UserError,
@@ -52,6 +46,15 @@ from common import (
     run,
     writing,
 )
+
+# isort: split
+import numpy as np
+import tiktoken
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
 from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer

@@ -20,11 +20,23 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+# Before torch, whose threads it tells how to wait.
+from common import (
+    UserError,
+    check_ranges,
+    decode_in_one_thread,
+    flag,
+    locked,
+    parse,
+    pick_device,
+    run,
+)
+
+# isort: split
 import tiktoken
 import torch
 from torch import Tensor
 
-from common import UserError, check_ranges, flag, locked, parse, pick_device, run
 from model import Decoder
 from stem import substitute
 from text.tokenizer import encode
@@ -213,6 +225,7 @@ def undo(edit: Edit, path: Path) -> None:
 
 def show_and_save(edit: Edit, path: Path | None) -> None:
     device = pick_device(edit.device)
+    decode_in_one_thread(device)
     model, encoding, checkpoint = load_model(edit.ckpt, device, edit.offload, edit.dtype)
     check_editable(model)
     # Text of one's own may have other names, also with the preset of a model that it continues.

@@ -8,7 +8,7 @@
     token ids [B, T]
        +--> tables.lookup(ids) ------ rows of table 0 | table 1 | ... -----+
        |                                                                   |
-       +--> wte --> block 0 (x, rows) --> block 1 (x, rows) --> ... --> norm --> head --> logits
+       +--> wte --> block 0 (x) --> block 1 (x, rows) --> ... --> norm --> head --> logits
 
 A layer never indexes a table: it is given rows, no matter where they are stored (tables/tables.py).
 
@@ -139,11 +139,12 @@ def relatives(kind: str) -> list[str]:
     return sorted(f.stem for f in files if f"class {kind}(" in f.read_text(encoding="utf-8"))
 
 
-def relative(kind: str, name: str, flag: str) -> type:
-    """The class `kind` of relatives/NAME.py. UserError: there is none, in the words of a flag."""
+def relative(kind: str, name: str, given: str) -> type:
+    """The class `kind` of relatives/NAME.py. UserError: there is no such file; `given` is the flag
+    that asked for it."""
     known = relatives(kind)
     if name not in known:
-        raise UserError(f"{flag} is not one of {', '.join(known)} in relatives/")
+        raise UserError(f"{given}: in relatives/ there is no {name!r}, but {', '.join(known)}")
     return getattr(importlib.import_module(f"relatives.{name}"), kind)
 
 
@@ -151,7 +152,7 @@ def decoder_class(ffn: str) -> type["Decoder"]:
     """The decoder of a kind of --ffn. Its `config_class` is that of its settings."""
     if ffn in ("dense", "stem", "embformer"):
         return Decoder
-    return relative("Decoder", ffn, f"--ffn {ffn} is not dense, stem or embformer, and")
+    return relative("Decoder", ffn, f"--ffn {ffn} is not one of dense, stem, embformer")
 
 
 # --- attention ---
@@ -337,8 +338,8 @@ def make_attention(config: ModelConfig, layer: int, qkv: nn.Module) -> Attention
     if kind == "full":
         return Attention(config, qkv)
     name, _, argument = kind.partition(":")
-    wrong = f"--attention {config.attention}: {name!r} is not full, and"
-    return relative("Attention", name, wrong)(config, qkv, argument)
+    attention = relative("Attention", name, f"--attention {config.attention} is not full")
+    return attention(config, qkv, argument)
 
 
 # --- layers ---
@@ -399,7 +400,7 @@ class Block(nn.Module):
 
 # --- the decoder ---
 
-CHUNK = {"cuda": 1 << 26}  # logits at a time; a CPU, with fewer, keeps more of them in its caches
+CHUNK = {"cuda": 1 << 26}  # logits at a time; on a CPU fewer, 1 << 22, to stay in its caches
 
 
 class Decoder(nn.Module):
@@ -510,10 +511,10 @@ class Decoder(nn.Module):
         assert start + n <= room, f"{start + n} tokens do not fit into block_size={room}"
 
         # 1) Look up rows.
-        text = ids if table_ids is None else table_ids
+        lookup_ids = ids if table_ids is None else table_ids
         if start > 0:
-            text = torch.cat((cache.ids, text), dim=1)
-        rows = self.rows(self.addresses(text, n, documents))
+            lookup_ids = torch.cat((cache.ids, lookup_ids), dim=1)  # the text so far
+        layer_rows = self.layer_rows(self.addresses(lookup_ids, n, documents))
         x = F.dropout(self.embed(ids), config.dropout, self.training)
 
         # 2) What layers share: positions and masks.
@@ -530,13 +531,17 @@ class Decoder(nn.Module):
 
         # 3) The layers, which put keys and values into the cache.
         for layer, block in enumerate(self.blocks):
-            block_rows = next(rows).to(x.dtype) if block.row_width else None  # [B, T, row_width]
+            rows = None
+            if block.row_width:
+                rows = next(layer_rows)  # [B, T, row_width]
+                if rows.is_floating_point():
+                    rows = rows.to(x.dtype)
             mask = masks[config.attention_kinds[layer]]
             layer_cache = None if cache is None else cache.layers[layer]
-            x = block(x, block_rows, angles, mask, layer_cache, start)
+            x = block(x, rows, angles, mask, layer_cache, start)
         if cache is not None:
             cache.length = start + n
-            cache.ids = text
+            cache.ids = lookup_ids
         return self.norm(x)
 
     def addresses(self, ids: Tensor, n: int, documents: Tensor | None = None) -> Tensor:
@@ -544,7 +549,7 @@ class Decoder(nn.Module):
         [B, n]. documents: see `hidden`."""
         return ids[:, -n:]
 
-    def rows(self, addresses: Tensor) -> Iterator[Tensor]:
+    def layer_rows(self, addresses: Tensor) -> Iterator[Tensor]:
         """The rows [B, T, row_width] at addresses [B, T] for each layer with a table in turn."""
         return self.tables.lookup(addresses)
 

@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+# Before torch, whose threads it tells how to wait.
+from common import UserError, check_ranges, decode_in_one_thread, flag, parse, pick_device, run
+
+# isort: split
 import tiktoken
 import torch
 
-from common import UserError, check_ranges, flag, parse, pick_device, run
 from model import Decoder
 from text import tokenizer
 from text.tokenizer import encode
@@ -152,6 +155,7 @@ def converse(chat: Chat, seed: int, **options) -> None:
 def main() -> None:
     args = parse(Sampling, __doc__)
     device = pick_device(args.device)
+    decode_in_one_thread(device)
     model, encoding, checkpoint = load_model(args.ckpt, device, args.offload, args.dtype)
     options = {
         "max_new_tokens": args.max_new_tokens,

@@ -4,7 +4,7 @@
     python train.py --ffn dense --out_dir out/dense         # the same with another FFN
     python train.py --data_dir data/book --out_dir out/book # text of your own (prepare.py)
     python train.py --preset minimind-26m --data_dir data/big --device_batch_size 8
-    torchrun --standalone --nproc_per_node=4 train.py ...   # several GPUs (docs/several-gpus.md)
+    torchrun --standalone --nproc_per_node=4 train.py ...   # several GPUs (docs/offloading.md)
     python train.py --resume                                # continue where out/ckpt.pt stopped
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
@@ -21,10 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+# Before torch, whose threads it tells how to wait.
+from common import StopSignals, UserError, has_bfloat16, pick_device, run, writing
+
+# isort: split
 import torch
 from tqdm import tqdm
 
-from common import StopSignals, UserError, has_bfloat16, pick_device, run, writing
 from model import Decoder
 from offload import make_tables
 from tables.rmsprop import mixed
@@ -116,13 +119,13 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
     checkpoint = None
     if origin is not None:
         checkpoint = load_checkpoint(origin, verify=ranks.rank == 0)
-    n_sequence = max(1, settings.max_iters * settings.batch_size)
+    total = max(1, settings.max_iters * settings.batch_size)  # sequences that the run reads
     data = Data(
         settings.data_dir,
         STAGES[settings.stage].reads,
         settings.model.block_size,
         settings.seed,
-        n_sequence,
+        total,
     )
     settings.model.vocab_size = data.metas[0]["vocab_size"]
     check_start(settings, data, origin, checkpoint)
@@ -300,8 +303,8 @@ def count_targets(targets: torch.Tensor) -> int:
 
 
 def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
-    """Returns validation losses and, on the countries, the share of facts that are known. From
-    step 1 on it also writes ckpt.pt, and best.pt if the loss is the lowest so far."""
+    """Returns validation losses and, on the countries, the share of facts that are known. Unless
+    nothing is trained yet, it also writes ckpt.pt, and best.pt if the loss is the lowest so far."""
     settings, data = run.settings, run.data
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(losses["val_loss"], "validation", run)
@@ -310,7 +313,8 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
         run.save()
-        # After ckpt.pt, which does not know of it: after a crash here, resuming evaluates again.
+        # After ckpt.pt, which still has the previous best: after a crash here, resuming evaluates
+        # again.
         # With tables on disk, best.pt would need one more copy of them.
         is_best = losses["val_loss"] < run.best[0]
         if is_best and not run.model.tables.on_disk:

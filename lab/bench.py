@@ -19,15 +19,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from common import UserError, add_flags, check_ranges, flag, make_parser, pick_device, run
+
+# isort: split
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from common import UserError, add_flags, check_ranges, flag, make_parser, pick_device, run
 from lab.experiment import pick
 from lab.pictures import markdown
 from model import Decoder, ModelConfig

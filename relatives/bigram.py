@@ -20,7 +20,7 @@ from tables.tables import Tables
 
 @dataclass
 class Config(ngrams.Config):
-    stem_layers: str = "0"  # not a flag: every layer adds the row
+    stem_layers: str = "0"  # hides the flag: all layers add the row; ngrams.py seeds hashes by it
     ngram_orders: str = "2"
     ngram_heads: int = 1
 
@@ -50,5 +50,5 @@ class Decoder(ngrams.NgramDecoder):
     def make_tables(self, tables: Callable[..., Tables], widths: list[int]) -> Tables:
         return super().make_tables(tables, widths[:1])
 
-    def rows(self, addresses: Tensor) -> Iterator[Tensor]:
-        return repeat(next(super().rows(addresses)))
+    def layer_rows(self, addresses: Tensor) -> Iterator[Tensor]:
+        return repeat(next(super().layer_rows(addresses)))

@@ -13,7 +13,7 @@ import model
 
 @dataclass
 class Config(model.ModelConfig):
-    stem_layers: str = "all"  # not a flag: every layer has a table, the first one, too
+    stem_layers: str = "all"  # hides the flag: every layer has a table, also the first
 
 
 class DeepEmbedFFN(model.SwiGLU):

@@ -15,7 +15,7 @@ from tables.tables import Tables, send
 
 @dataclass
 class Config(model.ModelConfig):
-    stem_layers: str = "all"  # not a flag: every layer has experts
+    stem_layers: str = "all"  # hides the flag: every layer has experts
     n_expert: int = flag(16, "experts in a layer", must="at least 1")
     top_k: int = flag(4, "experts per token", must="at least 1")
 
@@ -37,7 +37,7 @@ class HashMoEFFN(Experts):
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         """x [B, T, n_embd], numbers of experts [B, T, top_k] -> [B, T, n_embd]."""
-        return self.experts(x, chosen.long()).sum(-2)
+        return self.experts(x, chosen).sum(-2)
 
 
 class Decoder(model.Decoder):
@@ -55,6 +55,6 @@ class Decoder(model.Decoder):
     def make_tables(self, tables, widths: list[int]) -> Tables:
         return super().make_tables(tables, [])
 
-    def rows(self, addresses: Tensor) -> Iterator[Tensor]:
+    def layer_rows(self, addresses: Tensor) -> Iterator[Tensor]:
         for block in self.blocks:
             yield block.ffn.hashes[send(addresses, self.device)]  # [B, T, top_k]

@@ -86,9 +86,9 @@ class NgramDecoder(model.Decoder):
                 offset += n_row
         return torch.stack(parts, dim=-1)
 
-    def rows(self, addresses: Tensor) -> Iterator[Tensor]:
+    def layer_rows(self, addresses: Tensor) -> Iterator[Tensor]:
         """A token's rows side by side: [B, T, n_address, W] -> [B, T, row_width]."""
-        return (rows.flatten(2) for rows in super().rows(addresses))
+        return (rows.flatten(2) for rows in super().layer_rows(addresses))
 
 
 def primes(least: int, n: int) -> list[int]:

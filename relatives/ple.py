@@ -17,7 +17,7 @@ from common import UserError, flag
 
 @dataclass
 class Config(model.ModelConfig):
-    stem_layers: str = "all"  # not a flag: every layer has a table, the first one, too
+    stem_layers: str = "all"  # hides the flag: every layer has a table, also the first
     ple_width: int | None = flag(None, "width of rows", shown="n_embd / 8", must="at least 1")
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ class Tables(nn.Module):
     """Base class: looks up rows and collects their gradients.
 
     A kind of tables sets `weight` and may override lookup, rows, states, index, mark_dirty,
-    prefetch, add_state and flush."""
+    prefetch, add_state, init_rows, mean_square and flush."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
     state: list[Tensor]  # likewise what the optimizer keeps for each number, see `add_state`
@@ -68,7 +68,7 @@ class Tables(nn.Module):
         """Yield the rows of each table in turn, [B, T, W] on the compute device; in training they
         are remembered for `gradients`. `ids` [B, T] (or [B, T, R]: rows are [B, T, R, W]) should
         be on the CPU: to find the distinct ones on a GPU makes the host wait. An id out of range
-        is an IndexError."""
+        is an IndexError (on a GPU that reads resident tables, CUDA's assertion)."""
         if not len(self.weight):
             return
         # Ordinary parameters (--table_optimizer adamw), or nothing to differentiate.
@@ -82,7 +82,8 @@ class Tables(nn.Module):
 
     def read_once(self, distinct: Tensor, position: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table [B, T, W]: of distinct tokens [n], each read once, expanded
-        by position [B, T]."""
+        by position [B, T]. Each row is one leaf of autograd, which sums the gradients of all places
+        of its token; `merge` collects them."""
         assert self.n_read < MOST_READS, (
             f"the gradients of {MOST_READS} lookups were not taken: AdamW(model.parameters()) does "
             "not train tables. Make a RowRMSprop(model.tables) and call its step(lr) after each "

@@ -23,7 +23,10 @@ from training.settings import parse_args
         ("--n_embd 60", "--n_embd 60 must be a multiple of 2 * n_head, 8"),  # odd heads
         ("--n_head 8 --n_kv_head 3", "--n_head 8 must be a multiple of --n_kv_head 3"),
         ("--ffn embformer --no-tie_head", "--no-tie_head"),
-        ("--ffn lstm", "--ffn lstm is not dense, stem or embformer, and is not one of bigram, "),
+        (
+            "--ffn lstm",
+            "--ffn lstm is not one of dense, stem, embformer: in relatives/ there is no 'lstm', but bigram, ",
+        ),
         ("--dropout 1.0", "--dropout 1.0 must be 0 or more and below 1"),
         ("--table_std nan", "--table_std nan"),
         ("--stem_layers most", "--stem_layers most must be third, half, all or numbers"),
@@ -31,8 +34,14 @@ from training.settings import parse_args
         ("--stem_layers=-1", "layers from 0 to 2"),
         ("--stem_layers all --n_layer 1", "layers from 0 to 0"),
         ("--ffn engram --stem_layers 7", "--stem_layers 7 must be"),
-        ("--attention windows", "'windows' is not full, and is not one of previous, window in"),
-        ("--attention full,,full", "--attention full,,full: '' is not full"),
+        (
+            "--attention windows",
+            "--attention windows is not full: in relatives/ there is no 'windows', but previous, window",
+        ),
+        (
+            "--attention full,,full",
+            "--attention full,,full is not full: in relatives/ there is no ''",
+        ),
         ("--attention window,full", "window: needs a number of tokens, as window:64"),
         ("--attention window:0", "window:0 needs a number"),
         ("--attention window:-1", "window:-1 needs a number"),

@@ -124,9 +124,8 @@ class Mixture(Source):
 
 
 class Data:
-    """What a run reads: `train`, a source of at least `total` sequences, of which `n_sequence` are
-    different; `val`, a source for each folder; `weights` and `metas` of the folders; their
-    `encoding`."""
+    """What a run reads: `train`, a source of sequences, of which `n_sequence` are different;
+    `val`, a source for each folder; `weights` and `metas` of the folders; their `encoding`."""
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
         """Open a folder, or a mixture of folders, of `kind` text or chat; with `total` 0 only what

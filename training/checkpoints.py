@@ -251,7 +251,8 @@ def load_model(
         tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
     kind = decoder_class(checkpoint["config"]["ffn"])
     model = kind(kind.config_class(**checkpoint["config"]), tables=tables)
-    if offload != "disk" and device.type == "cpu":  # else they are copied, or used in place
+    # A GPU copies them, tables on disk are used where they are mapped; a CPU would keep the file.
+    if offload != "disk" and device.type == "cpu":
         weights = {name: weight.clone() for name, weight in weights.items()}
     model.load_state_dict(weights, assign=True)
     model = model.to(device).eval()

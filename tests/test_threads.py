@@ -1,0 +1,78 @@
+"""Threads and random streams: what they may change, and what not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, losses, small_run
+
+from tables.rmsprop import round_stochastically
+from training.checkpoints import load_model
+
+
+@pytest.mark.parametrize(
+    ("given", "spin"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "None")],
+)
+@pytest.mark.parametrize("command", ["train", "sample", "edit", "convert", "lab.bench"])
+def test_spinning_is_limited_before_torch_is_loaded(given, spin, command):
+    """A module that stands in for torch notes what it finds when it is loaded."""
+    code = f"""
+import importlib.abc, os, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+import {command}
+"""
+    clean = {n: v for n, v in os.environ.items() if n not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**clean, **given},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip().splitlines()[-1:] == [spin], done.stderr
+
+
+def test_threads_change_no_digit(data, tmp_path):
+    runs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            runs.append(small_run(data, tmp_path / str(threads), n_embd=64, batch_size=16))
+        finally:
+            torch.set_num_threads(1)
+    assert losses(runs[0]) == losses(runs[1])
+    models = [load_model(run / "ckpt.pt", torch.device("cpu"))[0] for run in runs]
+    for one, other in zip(*(model.state_dict().values() for model in models), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("what", [{"dropout": 0.3}, {"table_dtype": "bfloat16"}])
+def test_two_seeds_draw_different_noise(data, tmp_path, monkeypatch, what):
+    """PyTorch's generators on a CPU look at 32 bits of a seed."""
+    drawn = []
+    real = torch.nn.functional.dropout
+
+    def dropout(x, p, training=False, inplace=False):
+        out = real(x, p, training, inplace)
+        if training and p:
+            drawn[-1].append((out != 0).flatten()[:64].tolist())
+        return out
+
+    def rounded(rows, generator):
+        drawn[-1].append(generator.initial_seed() % 2**32)
+        return round_stochastically(rows, generator)
+
+    monkeypatch.setattr("torch.nn.functional.dropout", dropout)
+    monkeypatch.setattr("tables.rmsprop.round_stochastically", rounded)
+    for seed in (0, 1, 2):
+        drawn.append([])
+        small_run(data, tmp_path / str(seed), seed=seed, max_iters=2, eval_tokens=64, **what)
+    assert all(drawn) and drawn[0] != drawn[1] != drawn[2] != drawn[0]
