@@ -17,6 +17,7 @@ from typing import Any, get_args
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -206,6 +207,12 @@ def pick_device(name: str) -> torch.device:
     if device.type == "mps":
         print("note: untested on MPS", file=sys.stderr)
     return device
+
+
+def mixed(*numbers: int) -> int:
+    """A seed of 32 bits that depends on every bit of the numbers: on CPUs, PyTorch's generators
+    look at no more."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def decode_in_one_thread(device: torch.device) -> None:

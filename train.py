@@ -22,15 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Before torch, whose threads it tells how to wait.
-from common import StopSignals, UserError, has_bfloat16, pick_device, run, writing
+from common import StopSignals, UserError, has_bfloat16, mixed, pick_device, run, writing
 
 # isort: split
 import torch
 from tqdm import tqdm
 
 from model import Decoder
-from offload import make_tables
-from tables.rmsprop import mixed
 from tables.storage import DTYPES
 from text import tokenizer
 from text.countries import write_corpus
@@ -49,6 +47,7 @@ from training.checkpoints import (
 )
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
+from training.placement import make_tables
 from training.records import Log
 from training.report import ask, describe, format_figures, report
 from training.settings import (

@@ -11,6 +11,7 @@ over the turns; ratios are medians of the ratios to a baseline within a turn. To
 with Zipf's frequencies. Default sizes are for two CPU cores: give larger ones on a GPU.
 """
 
+import math
 import random
 import sys
 import tempfile
@@ -33,11 +34,12 @@ from tqdm import tqdm
 from lab.experiment import pick
 from lab.pictures import markdown
 from model import Decoder, ModelConfig
-from offload import OffloadedTables, make_tables
+from offload import OffloadedTables
 from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
 from train import training_dtype
 from training.optimizer import Optimizer
+from training.placement import make_tables
 from training.settings import Settings, device_flag
 
 KINDS = pick("dense", "STEM, third", "STEM, all", "Embformer")
@@ -271,7 +273,10 @@ def sparse_tables(bench: Bench, folder: Path, n_table: int, _: int, width: int) 
     """Tables of --table_gib, whatever the vocabulary, in files that take no room."""
     n_row = int(bench.table_gib * 2**30) // (n_table * width * 4)
     shape = (n_row, n_table, width)
-    storage = DiskStorage.create(folder, shape, torch.float32, sparse=True)
+    folder.mkdir()
+    with open(folder / "rows", "wb") as file:
+        file.truncate(4 * math.prod(shape))
+    storage = DiskStorage(folder, shape, torch.float32, writable=True)
     return OffloadedTables(storage, bench.on) if bench.cuda else StoredTables(storage, bench.on)
 
 

@@ -11,19 +11,13 @@ a row is read again, v decays by beta2^gap at once, where gap is the number of s
 last read. This is exact.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from common import mixed
 from tables.tables import Tables, send
 
 PART = 1 << 17  # numbers that a CPU updates at a time, so that all operands fit its caches
-
-
-def mixed(*numbers: int) -> int:
-    """A seed of 32 bits that depends on every bit of the numbers: on CPUs, PyTorch's generators
-    look at no more."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:

@@ -72,7 +72,6 @@ class DiskStorage(TableStorage):
         self.shape = shape
         self.writable = writable
         self.fresh = False
-        self.sparse = False
         self.copies = 1  # that there must be room for
         self.arrays = {}
         self.maps: dict[str, mmap.mmap] = {}
@@ -104,33 +103,25 @@ class DiskStorage(TableStorage):
 
     @classmethod
     def create(
-        cls,
-        folder: Path,
-        shape: Shape,
-        dtype: torch.dtype,
-        *,
-        sparse: bool = False,
-        copies: int = 1,
+        cls, folder: Path, shape: Shape, dtype: torch.dtype, *, copies: int = 1
     ) -> "DiskStorage":
-        """Writable tables of zeros in a new folder. They take all of their room at once unless
-        `sparse`: a disk that fills up under a map would kill the process. UserError: there is no
-        room for so many copies."""
+        """Writable tables of zeros in a new folder. They take all of their room at once: a disk
+        that fills up under a map would kill the process. UserError: there is no room for so many
+        copies."""
         with writing(folder):
             folder.mkdir(parents=True)
         storage = cls(folder, shape, dtype, names=(), writable=True)
-        storage.sparse = sparse
         storage.copies = copies
         storage.add("rows", dtype)
-        storage.fresh = not sparse  # to draw rows would fill the files
+        storage.fresh = True
         return storage
 
     def add(self, name: str, dtype: torch.dtype) -> Tensor:
         n_byte = math.prod(self.shape) * dtype.itemsize
-        if not self.sparse:
-            check_room(self.copies * n_byte, self.folder)
+        check_room(self.copies * n_byte, self.folder)
         with writing(self.folder), open(self.folder / name, "wb") as file:
             file.truncate(n_byte)
-            if not self.sparse and hasattr(os, "posix_fallocate"):
+            if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, n_byte)
         self.map(name, dtype)
         return self.arrays[name]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CPU
-from naive import decoder, norm, silu
+from naive import decoder, norm, silu, tokens
 from torch import nn
 
 from model import Decoder
@@ -178,3 +178,15 @@ def test_values_of_product_keys_that_nobody_chose_do_not_decay():
     for weight, old, was_chosen in zip(values, before, chosen, strict=True):
         assert 0 < was_chosen.sum() < len(weight)
         assert torch.equal((weight != old).any(1), was_chosen)
+
+
+def test_numbers_of_experts_are_not_rounded_in_16_bits():
+    """bfloat16 has no 257."""
+    model = decoder(ffn="hash_moe", n_expert=512, top_k=2, d_ff=64)
+    ids = tokens(2, 9)
+    wanted, _ = model(ids)
+    for name, module in model.named_children():  # as load_model does it
+        if name != "tables":
+            module.bfloat16()
+    logits, _ = model(ids)
+    torch.testing.assert_close(logits.float(), wanted, atol=0.05, rtol=0.05)

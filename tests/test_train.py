@@ -309,7 +309,10 @@ def test_loss_with_document_mask_is_that_of_the_documents_alone():
         ("--offload disk --table_optimizer adamw", "--table_optimizer adamw"),
         ("--table_rate 0 --table_optimizer adamw", "--table_rate 1"),
         ("--ffn sparse", "--ffn sparse"),
-        ("--attention full,local:3", "--attention full,local:3: 'local'"),
+        (
+            "--attention full,local:3",
+            "--attention full,local:3 is not full: in relatives/ there is no 'local'",
+        ),
         ("--ffn dense --stem_layers all", "unrecognized arguments: --stem_layers"),
         ("--embformer_act silu", "unrecognized arguments: --embformer_act"),
         ("--preset embformer-104m --stem_layers all", "unrecognized arguments: --stem_layers"),

@@ -32,11 +32,11 @@ from common import (
     require_fields,
 )
 from model import Decoder, decoder_class
-from offload import make_tables
 from tables.storage import DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
+from training.placement import make_tables
 
 FORMAT = 4  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise.

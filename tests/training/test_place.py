@@ -18,12 +18,13 @@ from conftest import (
 )
 from simulated_gpu import SimulatedGpu
 
-from offload import OffloadedTables, make_tables
+from offload import OffloadedTables
 from tables import storage as storages
 from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables, StoredTables
 from text.tokenizer import encode
 from training.checkpoints import load_model, tables_folder
+from training.placement import make_tables
 
 KINDS = ("none", "cpu", "disk")
 

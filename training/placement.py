@@ -1,0 +1,59 @@
+"""Where the tables of a run or a command are: --offload, on a device, in one process or several."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from offload import OffloadedTables
+from tables.sharded import columns_per_rank, sharded
+from tables.storage import DiskStorage, RamStorage, check_room
+from tables.tables import STREAMS, ResidentTables, StoredTables, Tables
+
+
+def make_tables(
+    offload: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    live: Path | None = None,
+    saved: DiskStorage | None = None,
+    fresh: bool = False,
+) -> Callable[[int, int, int], Tables]:
+    """Returns a function of (n_table, n_row, width) that makes the tables of a `Decoder`, used
+    on `device`, stored where `offload` says; with several ranks, this rank's columns. It raises
+    UserError if there is no room.
+
+    Args:
+        live: None except in training: then the folder for tables on disk, a new one.
+        saved: of a checkpoint. In training that of the run that goes on, else it is read in place.
+        fresh: whether rows are yet to be drawn, not loaded.
+    """
+    training = live is not None
+    far = offload != "none" and device.type in STREAMS
+    on_disk = offload == "disk" and (training or saved is not None)
+
+    def make(n_table: int, vocab_size: int, width: int) -> Tables:
+        width = columns_per_rank(width)
+        shape = (vocab_size, n_table, width)
+
+        # 1) in the memory of the device
+        if n_table == 0 or not (on_disk or far):
+            if device.type == "cpu" and offload != "disk":
+                check_room(math.prod(shape) * dtype.itemsize)
+            return sharded(ResidentTables)(n_table, vocab_size, width, dtype)
+
+        # 2) in files or in RAM
+        if on_disk and training:
+            # Room for the live tables, a snapshot (a resumed run has it), and the next one.
+            storage = DiskStorage.create(live, shape, dtype, copies=2 if saved else 3)
+        elif on_disk:
+            storage = saved
+        else:
+            storage = RamStorage(shape, dtype)
+        storage.fresh = fresh
+        # A GPU reads them through the ring, others in place.
+        return sharded(OffloadedTables if far else StoredTables)(storage, device)
+
+    return make
