@@ -8,7 +8,8 @@
     python prepare.py --dataset minimind-sft --tokenizer data/minimind-pretrain
 
 `.jsonl` files hold one document per line: {"text": "..."}, or a conversation, {"conversations":
-[{"role": "user", "content": "..."}, ...]} (or "messages"). `.txt` files are cut into documents at
+[{"role": "user", "content": "..."}, ...]} (or "messages"), or two that differ in the last answer,
+{"chosen": [...], "rejected": [...]}. `.txt` files are cut into documents at
 <|endoftext|> lines, and at blank lines after 2,000 bytes; Project Gutenberg's header and license
 are left out. Written to the output folder:
 
@@ -87,7 +88,7 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
         encoding = read_tokenizer(path, read_meta(path))
     else:
         encoding = read_encoding(path, read_checkpoint(path))
-    if kind == "chat" and tokenizer.START not in encoding.special_tokens_set:
+    if kind != "text" and tokenizer.START not in encoding.special_tokens_set:
         raise UserError(f"--tokenizer {name} lacks {tokenizer.START}, which conversations need")
     return encoding
 
@@ -164,7 +165,8 @@ def main() -> None:
             f"{sizes['tokens']:,} tokens, {sizes['bytes'] / sizes['tokens']:.2f} bytes per token"
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
-    stage = " --stage sft --init_from CKPT --out_dir out/sft" if kind == "chat" else ""
+    name = {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
+    stage = "" if kind == "text" else f" --stage {name} --init_from CKPT --out_dir out/{name}"
     print(f"next: python train.py --data_dir {settings.out_dir}{stage}")
 
 

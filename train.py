@@ -7,6 +7,7 @@
     torchrun --standalone --nproc_per_node=4 train.py ...   # several GPUs (docs/offloading.md)
     python train.py --resume                                # continue where out/ckpt.pt stopped
     python train.py --stage sft --init_from out/ckpt.pt --data_dir data/chats --out_dir out/sft
+    python train.py --stage dpo --init_from out/sft/ckpt.pt --data_dir data/liked --out_dir out/dpo
     python train.py --eval_only --out_dir out/sft --data_dir data/chats,data/countries
 
 Written to --out_dir: ckpt.pt (all that is needed to sample, edit or resume; with --offload disk,
@@ -102,6 +103,7 @@ class Run:
             step=self.step,
             best=self.best,
             optimizer=self.optimizer.state_dict(),
+            objective=self.objective.state_dict(),
             args=self.settings.flat(),
             data=self.data.metas,
             weights=self.data.weights,
@@ -195,7 +197,7 @@ def start(
 
     # 3) what trains it
     boundary = data.encoding.eot_token if settings.doc_mask else None
-    objective = NextToken(model, device, dtype, boundary)
+    objective = STAGES[settings.stage].objective(model, device, dtype, boundary)
     optimizer = Optimizer(model, settings, dtype)
     run = Run(settings, data, model, objective, optimizer, n_part)
 
@@ -210,6 +212,7 @@ def start(
         run.best = checkpoint["best"]
     elif ranks.rank == 0:
         remove_run(settings.out_dir)
+    objective.begin(data, checkpoint["objective"] if settings.resume else None)
     if settings.compile:
         for block in model.blocks:  # not the model: lookups and offloading stay outside
             block.compile()
@@ -258,7 +261,8 @@ def fit(run: Run) -> None:
 
             # 3) forward and backward, one micro-batch after the other
             started = time.perf_counter()
-            n_token, n_target = ids.numel(), count_targets(targets)  # with padding, without
+            n_token = ids.numel()  # with padding
+            n_target = run.objective.count(targets)
             train_loss = torch.zeros((), device=model.device)
             # For dropout: no two steps, ranks or seeds draw the same.
             torch.manual_seed(mixed(settings.seed, run.step, ranks.rank))
@@ -266,7 +270,7 @@ def fit(run: Run) -> None:
             for number, (part_ids, part_targets) in enumerate(parts, 1):
                 # A mean of means would weigh tokens unequally.
                 loss = run.objective(part_ids, part_targets)
-                loss = loss * (count_targets(part_targets) / n_target)
+                loss = loss * (run.objective.count(part_targets) / n_target)
                 train_loss += loss.detach()
                 if number == len(parts) and run.step + 1 < settings.max_iters:
                     # While a GPU still computes: build the next batch, and prefetch its rows.
@@ -295,10 +299,6 @@ def fit(run: Run) -> None:
         torch.compiler.set_stance("default")
     if shares:
         log.write(type="recall", step=run.step, **shares)
-
-
-def count_targets(targets: torch.Tensor) -> int:
-    return int((targets >= 0).sum())
 
 
 def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
@@ -357,6 +357,8 @@ def evaluate(settings: Settings) -> None:
     for folder in folders:
         meta = read_meta(Path(folder))
         check_tokenizer(meta["tokenizer"], folder, ours, path)
+        if meta["kind"] == "preference":
+            raise UserError(f"--data_dir {folder} holds pairs: only --stage dpo can evaluate them")
         data = Data(str(folder), meta["kind"], model.config.block_size, settings.seed, total=0)
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
         if not math.isfinite(losses["val_loss"]):

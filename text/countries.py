@@ -241,6 +241,25 @@ def conversations(seed: int = 0) -> tuple[list[list[dict]], list[list[dict]]]:
     return train, val
 
 
+def preferences(seed: int = 0) -> tuple[list, list]:
+    """Pairs of conversations with one question, of which the brief answer is preferred to the
+    sentence: for training 16 of a country, for validation every fact in a held-out phrasing."""
+    rng = random.Random(seed)
+
+    def pair(pattern: str, country: Country, relation: str) -> tuple[list[dict], list[dict]]:
+        return tuple(exchange(pattern, country, relation, brief) for brief in (True, False))
+
+    train, val = [], []
+    for country in table():
+        for _ in range(16):
+            relation = rng.choice(RELATIONS)
+            train.append(pair(rng.choice(seen(QUESTION, relation)), country, relation))
+        for relation in RELATIONS:
+            val.append(pair(rng.choice(held_out(QUESTION, relation)), country, relation))
+    rng.shuffle(train)
+    return train, val
+
+
 # --- token folders ---
 
 # Corpora that are generated here: the kind of their documents, and a function of the seed that
@@ -248,6 +267,7 @@ def conversations(seed: int = 0) -> tuple[list[list[dict]], list[list[dict]]]:
 CORPORA: dict[str, tuple[str, Callable]] = {
     "countries": ("text", documents),
     "countries-sft": ("chat", conversations),
+    "countries-dpo": ("preference", preferences),
 }
 
 

@@ -116,7 +116,8 @@ def write_dataset(
     """Write a token folder. It replaces what was there once all of it is complete.
 
     Args:
-        documents: splits ("train" or "val") and documents: str or, for kind "chat", messages.
+        documents: splits ("train" or "val") and documents: str, messages (chat) or two of them
+            (preference).
         origin: further entries of meta.json; `corpus` is needed to train on the folder.
 
     Returns:
@@ -165,4 +166,8 @@ def encode(encoding: tiktoken.Encoding, kind: str, documents: list) -> list[list
     """Token ids of each document, without the <|endoftext|> that precedes it."""
     if kind == "text":
         return encoding.encode_ordinary_batch(documents)
-    return [tokenizer.render(encoding, messages) for messages in documents]
+    if kind == "chat":
+        return [tokenizer.render(encoding, messages) for messages in documents]
+    # Two conversations, each preceded by <|endoftext|>.
+    pairs = [[tokenizer.render(encoding, talk) for talk in pair] for pair in documents]
+    return [[*chosen, encoding.eot_token, *rejected] for chosen, rejected in pairs]

@@ -1,9 +1,10 @@
 """Documents in files: reading them, counting those that cannot be used, choosing their split.
 
-Two kinds of documents, recognized by the keys of a JSONL line:
+Three kinds of documents, recognized by the keys of a JSONL line:
 
     text    str                 {"text": "..."}, and what a .txt file holds
     chat    list of messages    {"conversations": [{"role", "content"}, ...]} or "messages"
+    preference    two of them   {"chosen": [...], "rejected": [...]}: they differ in the last answer
 """
 
 import json
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from common import UserError
 
 Messages = list[dict[str, str]]
-Document = str | Messages
+Document = str | Messages | tuple[Messages, Messages]  # chosen and rejected
 
 # A document of a .txt file ends at the first blank line after so many bytes, or at the first line
 # break of any kind after so many: text without blank lines must not fill the memory.
@@ -135,6 +136,11 @@ def parse_json(raw: bytes) -> tuple[str, Document]:
             if not any(message["role"] == "assistant" for message in messages):
                 raise ValueError("no assistant message")
             return "chat", messages
+        case {"chosen": list(chosen), "rejected": list(rejected)}:
+            chosen, rejected = conversation(chosen), conversation(rejected)
+            if not chosen or chosen[-1]["role"] != "assistant" or chosen[:-1] != rejected[:-1]:
+                raise ValueError("chosen and rejected must differ in their last answer alone")
+            return "preference", (chosen, rejected)
         case {"text": str(text)} if text.strip():
             return "text", text
     raise ValueError('no "text" and no "conversations"')

@@ -82,10 +82,19 @@ class Windows(Source):
 
 class Conversations(Source):
     """One conversation per sequence; its targets are the assistant's tokens (`tokenizer.answers`).
-    If it is too long (`n_cut` are), its beginning is kept or, if no answer begins there, its end.
-    """
+    If it is too long (`n_cut` are), its beginning is kept or, if no answer begins there or
+    `keep_end`, its end."""
 
-    def __init__(self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None):
+    def __init__(
+        self,
+        ids: np.ndarray,
+        encoding: Encoding,
+        block_size: int,
+        seed: int | None,
+        *,
+        keep_end: bool = False,
+    ) -> None:
+        self.keep_end = keep_end
         self.ids = ids
         self.encoding = encoding
         self.starts = np.append(np.flatnonzero(ids == encoding.eot_token), len(ids))
@@ -98,12 +107,30 @@ class Conversations(Source):
         answer = tokenizer.answers(self.encoding, ids)
         answer[0] = False  # nothing predicts the first token
         end = self.block_size + 1
-        if answer.any() and not answer[:end].any():
+        if answer.any() and (self.keep_end or not answer[:end].any()):
             end = np.flatnonzero(answer)[-1] + 1
         start = max(0, end - self.block_size - 1)
         ids = ids[start:end]
         targets = np.where(answer[start:end], ids, -1)
         return ids[:-1], targets[1:]
+
+
+class Pairs(Source):
+    """Pairs of conversations, chosen and rejected, which lie in the file one behind the other."""
+
+    def __init__(self, conversations: Conversations, seed: int | None) -> None:
+        n_pair = conversations.n_sequence // 2
+        super().__init__(n_pair, conversations.block_size, seed)
+        self.conversations = conversations
+
+    def pairs(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [B, 2, T] of pairs by their numbers in the file."""
+        both = [2 * number + k for number in numbers for k in (0, 1)]
+        inputs, targets = self.conversations.sequences(both)  # [2 B, T]
+        return inputs.unflatten(0, (-1, 2)), targets.unflatten(0, (-1, 2))
+
+    def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
+        return self.pairs([self.position_in_file(index) for index in indices])
 
 
 class Mixture(Source):
@@ -128,18 +155,18 @@ class Data:
     `val`, a source for each folder; `weights` and `metas` of the folders; their `encoding`."""
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
-        """Open a folder, or a mixture of folders, of `kind` text or chat; with `total` 0 only what
-        validation reads. UserError: a file is missing, damaged or too small, or tokenizers differ.
-        """
+        """Open a folder, or a mixture of folders, of `kind` text, chat or preference; with `total`
+        0 only what validation reads. UserError: a file is missing, damaged or too small, or
+        tokenizers differ."""
         mixture = parse_mixture(data_dir)
         folders = list(mixture)
         self.weights = list(mixture.values())
         self.metas = [read_meta(folder) for folder in folders]
-        if kind == "chat" and len(folders) > 1:
+        if kind != "text" and len(folders) > 1:
             raise UserError(f"--data_dir {data_dir}: name one folder, conversations are not mixed")
         for folder, meta in zip(folders, self.metas, strict=True):
-            if kind == "chat" and meta["kind"] != "chat":
-                raise UserError(f"{folder} holds {meta['kind']}, this stage reads conversations")
+            if kind not in ("text", meta["kind"]):
+                raise UserError(f"{folder} holds {meta['kind']}, this stage reads {kind}")
             check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0])
         self.encoding = read_tokenizer(folders[0], self.metas[0])
 
@@ -161,6 +188,9 @@ class Data:
         ids = open_tokens(folder, split, meta)
         if kind == "chat":
             return Conversations(ids, self.encoding, block_size, seed)
+        if kind == "preference":
+            talks = Conversations(ids, self.encoding, block_size, None, keep_end=True)
+            return Pairs(talks, seed)
         if len(ids) <= block_size:
             fix = f"lower --block_size {block_size}"
             raise UserError(f"{folder}/{split}.bin has only {len(ids)} tokens: {fix}")

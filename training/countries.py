@@ -22,7 +22,7 @@ def ask(
     about its countries, or questions do not fit the model.
 
     Args:
-        corpus: countries or countries-sft, from meta.json.
+        corpus: countries, countries-sft or countries-dpo, from meta.json.
         briefly: few questions, on the way of a run.
     """
     training = model.training
@@ -32,7 +32,7 @@ def ask(
             return quick_recall(model, encoding)
         if corpus == "countries":
             return {"recall": fact_recall(model, encoding, "capital")}
-        if corpus == "countries-sft" and not briefly:
+        if corpus in ("countries-sft", "countries-dpo") and not briefly:
             return chat_recall(model, encoding, "capital")
         return {}
     except UserError as error:  # --block_size is less than a question needs

@@ -21,6 +21,25 @@ class NextToken:
     device: torch.device
     dtype: str
     boundary: int | None = None
+    per_byte = True  # whether the loss of a byte means something
+
+    def begin(self, data: Data, saved: dict | None) -> None:
+        """Prepare for a run, whose checkpoint has `saved` of `state_dict` if it resumes."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def figures(self) -> dict[str, float]:
+        """What evaluation has found beside the loss."""
+        return {}
+
+    def count(self, targets: Tensor) -> int:
+        """Of how many tokens the loss is the mean."""
+        return int((targets >= 0).sum())
+
+    def autocast(self) -> torch.autocast:
+        dtype = getattr(torch, self.dtype)
+        return torch.autocast(self.device.type, dtype, enabled=self.dtype != "float32")
 
     def documents(self, ids: Tensor) -> Tensor | None:
         """The number of each token's document [B, T], if attention is not to cross them."""
@@ -33,10 +52,7 @@ class NextToken:
 
     def __call__(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets [B, T] on the CPU -> the mean loss in nats per token, on the device."""
-        autocast = torch.autocast(
-            self.device.type, getattr(torch, self.dtype), enabled=self.dtype != "float32"
-        )
-        with autocast:
+        with self.autocast():
             _, loss = self.model(ids, targets, documents=self.documents(ids))
         return loss
 
@@ -51,7 +67,9 @@ def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[
     """Mean losses over the first `n_validation_sequences` of each folder, `size` at a time:
     val_loss (nats per token) and val_loss_per_byte, of a mixture by weight, and val_loss/<folder>
     of its parts."""
-    figures = {"val_loss": 0.0, "val_loss_per_byte": 0.0}
+    figures = {"val_loss": 0.0}
+    if objective.per_byte:
+        figures["val_loss_per_byte"] = 0.0
     objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
         total, n_target, n_byte = 0.0, 0, 0
@@ -66,17 +84,18 @@ def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[
             ids, targets = source.sequences([*mine, *padding])
             targets[len(mine) :] = -1
             loss = objective(ids, targets)
-            known = targets[targets >= 0]
-            if len(known):
-                total += loss.item() * len(known)  # a host-device sync
-                n_target += len(known)
-                n_byte += int(data.token_lengths[known].sum())
+            n = objective.count(targets)
+            if n:
+                total += loss.item() * n  # a host-device sync
+                n_target += n
+                n_byte += int(data.token_lengths[targets[targets >= 0]].sum())
         sums = torch.tensor([total, n_target, n_byte], dtype=torch.float64)
         ranks.add_up(sums)
         total, n_target, n_byte = sums.tolist()
         figures["val_loss"] += weight * (total / n_target)
-        figures["val_loss_per_byte"] += weight * (total / max(1, n_byte))
+        if objective.per_byte:
+            figures["val_loss_per_byte"] += weight * (total / max(1, n_byte))
         if len(data.val) > 1:
             figures[f"val_loss/{name}"] = total / n_target
     objective.model.train()
-    return figures
+    return {**figures, **objective.figures()}

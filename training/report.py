@@ -81,6 +81,7 @@ def show(model: Decoder, data: Data, seed: int) -> list[str]:
     conversations. Returns commands to try."""
     encoding = data.encoding
     source = next(iter(data.val.values()))
+    source = getattr(source, "conversations", source)  # those of pairs
     if isinstance(source, Conversations):
         commands = ["sample.py --chat"]
         ids, targets = source.sequence(0)

@@ -7,6 +7,8 @@ from pathlib import Path
 from common import UserError, add_flags, check_ranges, flag, make_parser
 from model import ModelConfig, decoder_class, relatives
 from tables.storage import DTYPES
+from training.objectives import NextToken
+from training.preference import Preference
 
 # Model shapes, with settings that train them well: two for minutes on two CPU cores, MiniMind's
 # models (26M, 64M, 104M parameters when dense, head tied, 6,400 ids), Embformer's published shape.
@@ -39,6 +41,7 @@ class Stage:
     reads: str = "text"  # the kind of sequences, see batches.Data
     rate: float = 1.0  # peak learning rate, over that of pretraining
     epochs: int | None = None  # passes over the data, in place of max_iters
+    objective: type[NextToken] = NextToken
     settings: dict = field(default_factory=dict)
 
 
@@ -47,9 +50,13 @@ STAGES = {
     "midtrain": Stage(rate=0.1, settings=dict(schedule="linear", warmup=0.0, min_lr=0.0)),
     "context": Stage(rate=0.1, settings=dict(doc_mask=True)),
     "sft": Stage(reads="chat", rate=0.02, epochs=2),
+    "dpo": Stage(reads="preference", rate=8e-5, epochs=1, objective=Preference),
 }
 # Settings for fine-tuning preset P in stage S, if the corpus is called P-S.
-FINE_TUNING = {"countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300)}
+FINE_TUNING = {
+    "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300),
+    "countries-dpo": dict(learning_rate=3e-5, batch_size=32, max_iters=100),
+}
 # Flags allowed with --resume, as they change how a run computes, not what, or with --eval_only.
 MACHINE_FLAGS = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile")
@@ -85,7 +92,7 @@ class Settings:
     stage: str = flag(
         "pretrain",
         "pretrain; others need --init_from: midtrain (linear decay), context (longer "
-        "--block_size), sft (conversations)",
+        "--block_size), sft (conversations), dpo (preferred answers)",
         choices=STAGES,
     )
     init_from: Path | None = flag(None, "start from the weights of this ckpt.pt")
@@ -101,7 +108,7 @@ class Settings:
         shown="all",
         must="at least 1",
     )
-    max_iters: int = flag(700, "optimizer steps; sft: 2 epochs", must="0 or more")
+    max_iters: int = flag(700, "optimizer steps; sft: 2 epochs, dpo: 1", must="0 or more")
     learning_rate: float = flag(
         3e-3, "peak; midtrain, context: a tenth; sft: a fiftieth", must="a positive number"
     )

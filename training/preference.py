@@ -1,0 +1,99 @@
+"""Learn which of two answers people prefer: direct preference optimization (DPO; Rafailov et al.,
+2023, equation 7), the stage behind fine-tuning in MiniMind and in Embformer's note.
+
+    loss = -log sigmoid(beta * margin)
+    margin = (log p(chosen) - log q(chosen)) - (log p(rejected) - log q(rejected))
+
+p is the model, q the model of --init_from, and log p of an answer sums over its tokens. The log q
+are computed once, before the first step, and kept in checkpoints: who resumes has another p.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from model import Decoder
+from tables.tables import send
+from training.batches import Data, Pairs
+from training.objectives import NextToken
+
+BETA = 0.15  # MiniMind's
+
+
+class Preference(NextToken):
+    """The loss of pairs of conversations, ids and targets [B, 2, T], chosen and rejected."""
+
+    per_byte = False
+
+    def __init__(self, model: Decoder, *args, **options) -> None:
+        super().__init__(model, *args, **options)
+        self.reference: dict[bytes, float] = {}  # log q by the tokens of a conversation
+        self.margins: list[Tensor] = []  # of pairs that were evaluated
+
+    def begin(self, data: Data, saved: dict | None) -> None:
+        """Compute log q of all pairs by the model as it is, or take them from `saved`."""
+        if saved is not None:
+            self.reference = dict(zip(saved["keys"], saved["log_q"].tolist(), strict=True))
+            return
+        self.model.eval()
+        for source in (data.train, *data.val.values()):
+            self.add_reference(source, size=32)
+        self.model.train()
+
+    @torch.no_grad()
+    def add_reference(self, source: Pairs, size: int) -> None:
+        starts = range(0, source.n_sequence, size)
+        for start in tqdm(starts, "reference", leave=False, disable=None):
+            ids, targets = source.pairs(range(start, min(start + size, source.n_sequence)))
+            log_q = self.log_p(ids.flatten(0, 1), targets.flatten(0, 1))
+            keys = keys_of(ids.flatten(0, 1), targets.flatten(0, 1))
+            self.reference.update(zip(keys, log_q.tolist(), strict=True))
+
+    def state_dict(self) -> dict:
+        return {"keys": list(self.reference), "log_q": torch.tensor(list(self.reference.values()))}
+
+    def prefetch(self, ids: Tensor) -> None:
+        super().prefetch(ids.flatten(0, 1))
+
+    def count(self, targets: Tensor) -> int:
+        """Of how many pairs the loss is the mean: those with an answer."""
+        return int((targets >= 0).flatten(1).any(1).sum())
+
+    def __call__(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """ids, targets [B, 2, T] on the CPU -> the mean loss of the pairs, on the device."""
+        ids, targets = ids.flatten(0, 1), targets.flatten(0, 1)  # [2 B, T]
+        log_q = torch.tensor([self.reference.get(key, 0.0) for key in keys_of(ids, targets)])
+        log_p = self.log_p(ids, targets)
+        chosen, rejected = (log_p - send(log_q, log_p.device)).unflatten(0, (-1, 2)).unbind(1)
+        known = (targets >= 0).any(1)[::2].nonzero()[:, 0]  # what fills a batch has no answer
+        margin = (chosen - rejected)[send(known, log_p.device)]
+        if not self.model.training:
+            self.margins.append(margin.detach())
+        return -F.logsigmoid(BETA * margin).mean()
+
+    def log_p(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The log-probability of the targets of each row, [N, T] -> [N]."""
+        row, column = (targets >= 0).nonzero(as_tuple=True)
+        row_there = send(row, self.device)
+        with self.autocast():
+            x = self.model.hidden(ids)[row_there, send(column, self.device)]  # [n, n_embd]
+            logits = F.linear(x, self.model.head_weight)
+        wanted = send(targets[row, column], self.device)
+        nats = F.cross_entropy(logits.float(), wanted, reduction="none")  # [n]
+        return torch.zeros(len(ids), device=self.device).index_add(0, row_there, -nats)
+
+    def figures(self) -> dict[str, float]:
+        """Of the pairs since the last call: the mean margin, and the share of positive ones."""
+        margins = torch.cat(self.margins)
+        self.margins = []
+        return {"margin": margins.mean().item(), "accuracy": (margins > 0).float().mean().item()}
+
+
+def keys_of(ids: Tensor, targets: Tensor) -> Iterable[bytes]:
+    """What tells conversations [N, T] apart: their tokens up to the last target, not the padding."""
+    for row, target in zip(ids, targets, strict=True):
+        n = int((target >= 0).nonzero().max()) + 1 if (target >= 0).any() else 0
+        yield row[:n].numpy().tobytes() + target[:n].numpy().tobytes()
