@@ -142,7 +142,7 @@ def test_micro_batches_keep_pairs_together(pairs, trained, tmp_path):
     [
         ({"chosen": [], "rejected": []}, "must differ in their last answer"),
         ({"chosen": [says("a")], "rejected": [says("x"), says("b")]}, "must differ in their last"),
-        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "must differ"),
+        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "must end with an answer"),
         ({"chosen": [says("a")]}, 'no "text"'),
     ],
 )

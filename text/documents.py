@@ -138,8 +138,11 @@ def parse_json(raw: bytes) -> tuple[str, Document]:
             return "chat", messages
         case {"chosen": list(chosen), "rejected": list(rejected)}:
             chosen, rejected = conversation(chosen), conversation(rejected)
-            if not chosen or chosen[-1]["role"] != "assistant" or chosen[:-1] != rejected[:-1]:
+            answers = [talk[-1:] for talk in (chosen, rejected)]
+            if chosen[:-1] != rejected[:-1] or answers[0] == answers[1]:
                 raise ValueError("chosen and rejected must differ in their last answer alone")
+            if any(talk[0]["role"] != "assistant" for talk in answers if talk) or [] in answers:
+                raise ValueError("chosen and rejected must end with an answer")
             return "preference", (chosen, rejected)
         case {"text": str(text)} if text.strip():
             return "text", text

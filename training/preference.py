@@ -93,7 +93,7 @@ class Preference(NextToken):
 
 
 def keys_of(ids: Tensor, targets: Tensor) -> Iterable[bytes]:
-    """What tells conversations [N, T] apart: their tokens up to the last target, not the padding."""
+    """What tells conversations [N, T] apart: tokens up to the last target, without padding."""
     for row, target in zip(ids, targets, strict=True):
         n = int((target >= 0).nonzero().max()) + 1 if (target >= 0).any() else 0
         yield row[:n].numpy().tobytes() + target[:n].numpy().tobytes()
