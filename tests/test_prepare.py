@@ -156,7 +156,7 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, data):
         (b"[" * 100_000, "not JSON in UTF-8"),
         (b'{"text": "\\ud800"}', "not JSON in UTF-8"),
         ({"text": " \n"}, 'no "text"'),
-        ({"chosen": TALK, "rejected": TALK}, "must differ in their last answer"),
+        ({"chosen": TALK, "rejected": TALK}, "chosen and rejected must differ in their last"),
         ({"messages": TALK}, "chat, while the first document is text"),
         ({"messages": TALK[:1]}, "no assistant message"),
         ({"messages": "Hi"}, 'no "text" and no "conversations"'),
