@@ -38,13 +38,13 @@ import torch
 from torch import Tensor
 
 from model import Decoder
-from stem import substitute
+from stem import align, substitute
 from text.tokenizer import encode
 from training import countries
 from training.checkpoints import load_checkpoint, load_model, write_checkpoint
 from training.questions import score_answers
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
-from training.writing import train_rows
+from training.writing import ExtraRows, rows_of, train_rows
 
 WIDTH = 38  # of a column of text
 
@@ -54,6 +54,12 @@ class Edit:
     ckpt: Path = flag(Path("out/ckpt.pt"), "checkpoint of train.py")
     source: str | None = flag(None, "the name to edit, such as Spain")
     target: str | None = flag(None, "the name whose rows to read instead, such as Germany")
+    align: str = flag(
+        "copy",
+        "where the names differ in length: copy the target's first row, pad with <|endoftext|>'s, "
+        "a subset of rows, or their average for each token",
+        choices=("copy", "pad", "subset", "average"),
+    )
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
     write: str | None = flag(None, 'the text that should follow the prompt, such as "Lisbon."')
     max_new_tokens: int = flag(
@@ -86,15 +92,19 @@ def check_editable(model: Decoder) -> None:
         raise UserError("--ckpt is a model with rows of n-grams, which do not belong to one name")
 
 
-def edited_ids(encoding: tiktoken.Encoding, ids: list[int], source: str, target: str) -> list[int]:
-    """The ids to look up tables under: `target`'s wherever `ids` say `source`, with or without a
-    space before it, also within a longer name (Guinea in Equatorial Guinea)."""
+def edited_ids(
+    encoding: tiktoken.Encoding, ids: list[int], source: str, target: str, how: str = "copy"
+) -> list[int]:
+    """The ids to look up tables under: `target`'s, aligned as by `stem.align`, wherever `ids` say
+    `source`, with or without a space before it, also within a longer name (Guinea in Equatorial
+    Guinea)."""
     original = torch.tensor(ids)  # [T]
     edited = original
     for space in (" ", ""):
         source_ids = encoding.encode_ordinary(space + source)
         target_ids = encoding.encode_ordinary(space + target)
-        changed = substitute(original, source_ids, target_ids)
+        aligned = align(target_ids, len(source_ids), how, encoding.eot_token)
+        changed = substitute(original, source_ids, aligned)
         edited = torch.where(changed != original, changed, edited)
     return edited.tolist()
 
@@ -139,7 +149,17 @@ def apply(
     if name and wanted:
         table_ids = train_rows(model, ids, name, wanted)
     elif name:
-        table_ids = edited_ids(encoding, ids, edit.source, edit.target)
+        as_written = encoding.decode(name).replace(edit.source, edit.target)  # with the space
+        target = encoding.encode_ordinary(as_written)
+        if edit.align == "average":  # an extra token has the mean row; all of the source read it
+            mean = rows_of(model.tables, target).mean(0, keepdim=True)
+            model.tables = ExtraRows(model.tables, mean).requires_grad_(False)
+            table_ids = substitute(torch.tensor(ids), name, model.tables.ids).tolist()
+        else:
+            table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align)
+            if len(target) > len(name):
+                read = f"{len(name)} of the {len(target)} tokens of {edit.target}"
+                print(f"note: {edit.source} reads rows of {read}; see --align, --write\n")
     if ids == table_ids:
         raise UserError(
             f"--prompt {prompt!r} does not contain {edit.source!r}, or it has these rows already"
@@ -272,6 +292,8 @@ def main() -> None:
         else:
             show_and_save(edit, path)
     print(f"wrote {path}")
+    if edit.save and not edit.undo:
+        print(f"python edit.py --undo --ckpt {path}  # restores every bit")
 
 
 if __name__ == "__main__":

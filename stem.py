@@ -34,6 +34,20 @@ class StemFFN(nn.Module):
         return self.down(gate * rows.to(gate.dtype))
 
 
+def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[int]:
+    """The tokens whose rows the n tokens of a source name read in place of their own, where the
+    target's name has another number of tokens (STEM paper, section on knowledge editing):
+
+        copy     the last rows of a longer target; of a shorter one the first row again in front
+        pad      the last rows of a longer target; in front of a shorter one the row of `pad`
+        subset   rows evenly spaced from the target's first to its last, some of them repeatedly
+    """
+    if how == "subset":
+        return [target[round(i * (len(target) - 1) / max(1, n - 1))] for i in range(n)]
+    front = {"copy": target[0], "pad": pad}[how]
+    return ([front] * n + target)[-n:]
+
+
 def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
     """Knowledge editing: ids under which to look up tables, with every occurrence of the tokens
     `source` replaced by those of `target` (STEM paper, section on knowledge editing). Occurrences
@@ -44,10 +58,8 @@ def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
 
     Args:
         ids: [..., T] token ids.
-        source, target: non-empty lists of token ids. Names of different lengths are aligned at
-            their ends: a longer source reads the target's first row repeatedly in front (the
-            paper's copying), a longer target contributes only its last rows (subset selection).
-            Padding, mean rows or the beginnings were no better (docs/claims.md).
+        source, target: non-empty lists of token ids. Of different lengths, the target is aligned
+            as by `align`, by copying.
 
     Returns:
         [..., T] ids; equal to `ids` where nothing matched.
@@ -58,7 +70,7 @@ def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
     if not source or not target:
         raise ValueError(f"nothing to substitute: source={source}, target={target}")
     n = len(source)
-    aligned = ([target[0]] * n + target)[-n:]
+    aligned = align(target, n)
     table_ids = ids.clone()
     if n > ids.shape[-1]:
         return table_ids

@@ -31,11 +31,12 @@ from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.countries import fact_questions
 from training.questions import mean, score_answers
-from training.writing import train_rows
+from training.writing import ExtraRows, rows_of, train_rows
 
 RELATIONS = ("capital", "language", "region")
 MOST = 500  # random pairs of each sort, for each relation
 WRITTEN = 40  # facts, for each relation
+ALIGNMENTS = ("copy", "pad", "subset", "average")  # edit.py --align
 # Names that no country has, of one to seven tokens of the countries corpus.
 INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
 INVENTED += ("Utopia", "Lilliput", "Krakozhia", "Sokovia", "Panem", "Oceania", "Eurasia")
@@ -89,17 +90,28 @@ def all_pairs(encoding: Encoding, relation: str) -> dict[str, list[Pair]]:
     return pairs
 
 
-def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair]) -> float:
-    """The share of pairs that answer with the target's fact after the edit."""
-    prompts = []
-    answers = []
-    table_prompts = []
-    for source, target in pairs:
-        names = (source.country.name, target.country.name)
-        prompts.append(source.prompt)
-        answers.append(target.answer)
-        table_prompts.append(edited_ids(encoding, source.prompt, *names))
-    return mean(score_answers(model, prompts, answers, table_prompts).greedy)
+def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair], how: str = "copy") -> float:
+    """The share of pairs that answer with the target's fact after the edit, names aligned in one
+    of ALIGNMENTS."""
+    prompts = [source.prompt for source, _ in pairs]
+    answers = [target.answer for _, target in pairs]
+    names = [(source.country.name, target.country.name) for source, target in pairs]
+    if how != "average":
+        edits = zip(prompts, names, strict=True)
+        edited = [edited_ids(encoding, prompt, *pair, how) for prompt, pair in edits]
+        return mean(score_answers(model, prompts, answers, edited).greedy)
+    # An extra token for each pair has the mean of the target's rows.
+    tables = model.tables
+    means, edited = [], []
+    for number, (prompt, (source, target)) in enumerate(zip(prompts, names, strict=True)):
+        means.append(rows_of(tables, encoding.encode_ordinary(f" {target}")).mean(0))
+        tokens = encoding.encode_ordinary(f" {source}")
+        extra = [tables.vocab_size + number]
+        edited.append(substitute(torch.tensor(prompt), tokens, extra).tolist())
+    model.tables = ExtraRows(tables, torch.stack(means)).requires_grad_(False)
+    share = mean(score_answers(model, prompts, answers, edited).greedy)
+    model.tables = tables
+    return share
 
 
 def report_edits(path: Path, most: int, device: torch.device) -> dict:
@@ -114,6 +126,9 @@ def report_edits(path: Path, most: int, device: torch.device) -> dict:
             chosen = random.Random(0).sample(pairs, min(most, len(pairs)))
             share = share_edited(model, encoding, chosen)
             parts.append({"names": sort, "asked for": relation, "success": share})
+            if sort.startswith("longer"):
+                for how in ALIGNMENTS:
+                    parts[-1][how] = share_edited(model, encoding, chosen, how)
     successes = [part["success"] for part in parts if part["names"] == "one token"]
     if not successes:
         raise UserError("no country is one token: edits are measured of models of data/countries")
@@ -189,8 +204,19 @@ def table(reports: list[list[dict]]) -> str:
     return markdown(rows)
 
 
+def tables(reports: list[list[dict]]) -> str:
+    """A table of all sorts of names, and one of --align for names of unequal length."""
+    columns = ("names", "asked for", "success")
+    everything = [[{name: part[name] for name in columns} for part in parts] for parts in reports]
+    aligned = [[part for part in parts if "pad" in part] for parts in reports]
+    for parts in aligned:
+        for part in parts:
+            part.pop("success")
+    return f"{table(everything)}\n\n{table(aligned)}" if aligned[0] else table(everything)
+
+
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
-    print(table([report_edits(ckpt, MOST, device)["parts"]]))
+    print(tables([report_edits(ckpt, MOST, device)["parts"]]))
 
 
 def edits(experiment: Experiment) -> None:
@@ -198,7 +224,7 @@ def edits(experiment: Experiment) -> None:
     groups = experiment.train(kinds)
     for name, folders in groups.items():
         reports = measure_edits(experiment, folders)
-        print(f"{name}:\n\n{table([report['parts'] for report in reports])}\n")
+        print(f"{name}:\n\n{tables([report['parts'] for report in reports])}\n")
     most = 1 if experiment.quick else WRITTEN
     reports = experiment.measure(
         "writing", report_writing, groups["STEM, all"], most, experiment.on

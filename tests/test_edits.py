@@ -18,7 +18,7 @@ from text.tokenizer import encode
 from training import writing
 from training.checkpoints import save_checkpoint
 from training.questions import Scores
-from training.writing import ExtraRows, ask_the_same, texts_about, write_fact
+from training.writing import ExtraRows, ask_the_same, rows_of, texts_about, write_fact
 
 COUNTRIES = countries.table()
 
@@ -106,7 +106,7 @@ def test_extra_tokens_stand_in_for_others():
     overwritten = copy.deepcopy(model)
     ids = torch.tensor([[1, 2, 3, 4], [5, 2, 3, 1]])
     plain = model(ids)[0]
-    model.tables = ExtraRows(model.tables, [3, 4])
+    model.tables = ExtraRows(model.tables, rows_of(model.tables, [3, 4]))
     read = torch.tensor([[1, 2, 20, 21], [5, 2, 20, 1]])
     assert torch.equal(model(ids, table_ids=read)[0], plain)  # copies, until they are trained
     model.tables.extra.data += torch.randn_like(model.tables.extra)
@@ -132,7 +132,7 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
         model = made(encoding).requires_grad_(False)
         texts = texts_about(model, prompt, name)
         before = model(texts)[0].log_softmax(-1)
-        model.tables = ExtraRows(model.tables, name)
+        model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
         write_fact(model, prompt, name, answer, texts)
         read = substitute(texts, name, model.tables.ids)
         changes.append(model(texts, table_ids=read)[0].log_softmax(-1) - before)

@@ -23,16 +23,16 @@ N_OTHER = 16  # other names, to find what asks for the same fact
 
 
 class ExtraRows(Tables):
-    """Tables with extra tokens behind the vocabulary. They begin with the rows of some tokens, and
-    can be trained in their place: wherever the tables are, these do not change."""
+    """Tables with extra tokens behind the vocabulary, `ids`, whose rows can be trained: wherever
+    the tables are, these do not change."""
 
-    def __init__(self, tables: Tables, tokens: list[int]) -> None:
+    def __init__(self, tables: Tables, rows: Tensor) -> None:
+        """rows: those of the extra tokens, [n, n_table, W]."""
         super().__init__(tables.vocab_size, tables.width)
         self.tables = tables
         self.weight = tables.weight
-        self.ids = [self.vocab_size + i for i in range(len(tokens))]  # those of the extra tokens
-        rows = [rows[0] for rows in tables.lookup(torch.tensor([tokens]))]
-        self.extra = nn.Parameter(torch.stack(rows, dim=1).float())  # [n, n_table, W]
+        self.ids = [self.vocab_size + i for i in range(len(rows))]
+        self.extra = nn.Parameter(rows.float())
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         is_extra = ids >= self.vocab_size  # [B, T]
@@ -40,6 +40,12 @@ class ExtraRows(Tables):
         for table, rows in enumerate(self.tables.lookup(ids.masked_fill(is_extra, 0))):
             own = self.extra[which, table].to(rows.dtype)  # [n, W]
             yield rows.index_put(is_extra.nonzero(as_tuple=True), own)  # [B, T, W]
+
+
+@torch.no_grad()
+def rows_of(tables: Tables, tokens: list[int]) -> Tensor:
+    """A copy of the rows of tokens, [n, n_table, W]."""
+    return torch.stack([rows[0] for rows in tables.lookup(torch.tensor([tokens]))], dim=1)
 
 
 @torch.no_grad()
@@ -112,7 +118,7 @@ def train_rows(model: Decoder, prompt: list[int], name: list[int], answer: list[
     """Give the model extra rows for a name, and write a fact into them. Returns the ids under which
     to look up the prompt's rows."""
     model.requires_grad_(False)
-    model.tables = ExtraRows(model.tables, name)
+    model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
     write_fact(model, prompt, name, answer, texts_about(model, prompt, name))
     model.requires_grad_(False)
     return substitute(torch.tensor(prompt), name, model.tables.ids).tolist()
