@@ -99,7 +99,10 @@ def test_pages_are_asked_for_ahead_neighbours_as_one(tmp_path):
 
 def test_sparse_tables_take_no_room_and_may_be_larger_than_memory(tmp_path):
     shape = (1 << 22, 2, 4096)  # 128 GiB of rows
-    storage = DiskStorage.create(tmp_path / "big", shape, torch.float32, sparse=True)
+    (tmp_path / "big").mkdir()
+    with open(tmp_path / "big/rows", "wb") as file:
+        file.truncate(shape[0] * shape[1] * shape[2] * 4)
+    storage = DiskStorage(tmp_path / "big", shape, torch.float32, writable=True)
     storage.arrays["rows"][4_000_000, 1] = 2.0
     reader = DiskStorage(storage.folder, shape, torch.float32)
     assert reader.arrays["rows"][4_000_000].sum() == 2 * 4096 and not storage.fresh
