@@ -81,7 +81,7 @@ def run(name, **flags):
     """The evaluations of a run with these flags of train.py."""
     if QUICK:
         flags.update(n_layer=2, n_embd=32, max_iters=2, eval_interval=2, eval_tokens=1024)
-    train(resolve_settings(out_dir=OUT / name, **flags))
+    train(resolve_settings(out_dir=OUT / name, overwrite=True, **flags))
     return read_run(OUT / name)["eval"]
 
 
