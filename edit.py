@@ -286,7 +286,9 @@ def main() -> None:
     exist = os.path.exists(path) and os.path.exists(edit.ckpt)  # Path.exists fails on long names
     if exist and not path.samefile(edit.ckpt):
         raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
-    with locked(path.parent):  # before it is read: two edits at once would lose one
+    with locked(
+        path.resolve().parent
+    ):  # of a link where it leads; before it is read: two edits at once would lose one
         if edit.undo:
             undo(edit, path)
         else:
