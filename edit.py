@@ -286,9 +286,8 @@ def main() -> None:
     exist = os.path.exists(path) and os.path.exists(edit.ckpt)  # Path.exists fails on long names
     if exist and not path.samefile(edit.ckpt):
         raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
-    with locked(
-        path.resolve().parent
-    ):  # of a link where it leads; before it is read: two edits at once would lose one
+    # Before it is read: two edits at once would lose one. Of a link, the folder where it leads.
+    with locked(path.resolve().parent):
         if edit.undo:
             undo(edit, path)
         else:

@@ -37,7 +37,7 @@ from training.checkpoints import read_checkpoint, read_encoding
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
 
-ABOUT_DATASETS = "countries, countries-sft: facts about the world's states, generated here"
+ABOUT_DATASETS = "countries, -sft, -dpo: facts about the world's states, generated here"
 for name, files in DATASETS.items():
     ABOUT_DATASETS += f"; {name}: {files[0].about}, {files[0].licence}"
 

@@ -212,7 +212,7 @@ def start(
         run.best = checkpoint["best"]
     elif ranks.rank == 0:
         remove_run(settings.out_dir)
-    objective.begin(data, checkpoint["objective"] if settings.resume else None)
+    objective.begin(data, checkpoint.get("objective", {}) if settings.resume else None)
     if settings.compile:
         for block in model.blocks:  # not the model: lookups and offloading stay outside
             block.compile()

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    CPU,
+    RUN,
     assert_same_run,
+    checkpoint,
     command,
     flags,
     interrupted,
@@ -18,15 +21,16 @@ from conftest import (
     small_run,
     write_jsonl,
 )
+from test_ranks import assert_ended, in_ranks
 
 from text import countries
+from training import countries as questions
 from training.batches import Data
 from training.checkpoints import load_model
 from training.objectives import validate
 from training.preference import BETA, Preference
 from training.records import read_run
-
-CPU = torch.device("cpu")
+from training.settings import STAGES, new_settings
 
 
 def pair(rng: random.Random) -> dict:
@@ -167,3 +171,93 @@ def test_the_countries_prefer_brief_answers():
         assert chosen[1]["content"] == brief[0].upper() + brief[1:]
     asked = {json.dumps(chosen[0]) for chosen, _ in train}
     assert not asked & {json.dumps(chosen[0]) for chosen, _ in val}
+
+
+# --- what else a run promises ---
+
+
+def evaluated(folder: Path) -> list[dict]:
+    return read_run(folder)["eval"]
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_it_does_not_matter_where_tables_are(pairs, trained, tmp_path, offload):
+    resident = dpo(pairs, trained, tmp_path / "resident")
+    far = dpo(pairs, trained, tmp_path / "far", offload=offload)
+    assert_same_run(far, resident)
+    assert evaluated(far) == evaluated(resident)
+
+
+def test_figures_are_of_all_ranks(pairs, trained, tmp_path):
+    """An odd number of pairs, as one rank has more of them."""
+    one = dpo(pairs, trained, tmp_path / "one", eval_tokens=13 * 32)
+    args = checkpoint(one)["args"]
+    given = {name: args[name] for name in ("stage", "init_from", "learning_rate", *RUN)}
+    assert_ended(in_ranks(2, [dict(given, data_dir=str(pairs), out_dir="two")], tmp_path))
+    for ours, others in zip(evaluated(one), evaluated(tmp_path / "two"), strict=True):
+        for name in ("val_loss", "margin", "accuracy"):
+            assert ours[name] == pytest.approx(others[name], rel=1e-4, abs=1e-5), name
+
+
+def test_evaluation_is_of_what_it_read_alone(pairs, trained):
+    """Neither of pairs that were trained on, nor of an evaluation before."""
+    model, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+    data = Data(str(pairs), "preference", block_size=32, seed=3, total=100)
+    objective = Preference(model, CPU, "float32")
+    objective.begin(data, None)
+    model.blocks[0].attn_norm.weight.data *= 2
+    first = validate(objective, data, 1 << 16, size=4)
+    objective(*data.train.batch(0, 4))
+    assert validate(objective, data, 1 << 16, size=4) == first
+
+
+def test_the_reference_is_without_dropout_and_knows_no_padding(pairs, trained):
+    model, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+    data = Data(str(pairs), "preference", block_size=64, seed=3, total=100)
+    model.config.block_size = 64
+    model.config.dropout = 0.5
+    objective = Preference(model.train(), CPU, "float32")
+    objective.begin(data, None)
+    assert model.training
+    model.eval()
+    lengths = set()
+    for number in range(8):  # padded to other lengths than in the reference
+        batch = data.train.batch(number, 1)
+        lengths.add(batch[0].shape[-1])
+        objective(*batch)
+    assert len(lengths) > 1
+    assert objective.figures()["margin"] == pytest.approx(0, abs=1e-4)
+    ids, targets = data.train.batch(0, 1)
+    ids[0, 0, 0] += 1  # a conversation of which there is no reference
+    with pytest.raises(KeyError):
+        objective(ids, targets)
+    assert all(len(key) == 16 for key in objective.state_dict()["keys"])
+
+
+def test_a_checkpoint_from_before_there_were_pairs_goes_on(data, tmp_path):
+    whole = small_run(data, tmp_path / "whole", max_iters=14)
+    older = small_run(data, tmp_path / "older")
+    saved = checkpoint(older)
+    del saved["objective"]
+    torch.save(saved, older / "ckpt.pt")
+    assert resume(older, max_iters=14) and len(losses(older)) == len(losses(whole))
+
+
+def test_settings_of_the_stage(trained):
+    base = checkpoint(trained["stem"])
+    base["args"]["preset"] = "countries"
+    meta = {"corpus": "files", "train": {"documents": 320}}
+    given = {"stage": "dpo", "init_from": "x"}
+    assert STAGES["dpo"].rate == pytest.approx(4e-8 / 5e-4) and BETA == 0.15
+    of_files = new_settings(given, meta, base)
+    assert of_files.learning_rate == pytest.approx(3e-3 * 8e-5)
+    assert of_files.max_iters == 320 // of_files.batch_size
+    ours = new_settings(given, {**meta, "corpus": "countries-dpo"}, base)
+    assert (ours.learning_rate, ours.batch_size, ours.max_iters) == (3e-5, 32, 100)
+
+
+def test_its_corpus_asks_for_recall_and_sentences(monkeypatch, trained):
+    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+    monkeypatch.setattr(questions, "chat_recall", lambda *_: {"recall": 0.5, "sentences": 0.1})
+    assert questions.ask(model, encoding, "countries-dpo") == {"recall": 0.5, "sentences": 0.1}
+    assert questions.ask(model, encoding, "countries-dpo", briefly=True) == {}

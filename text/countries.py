@@ -257,6 +257,7 @@ def preferences(seed: int = 0) -> tuple[list, list]:
         for relation in RELATIONS:
             val.append(pair(rng.choice(held_out(QUESTION, relation)), country, relation))
     rng.shuffle(train)
+    rng.shuffle(val)
     return train, val
 
 

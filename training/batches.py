@@ -82,8 +82,8 @@ class Windows(Source):
 
 class Conversations(Source):
     """One conversation per sequence; its targets are the assistant's tokens (`tokenizer.answers`).
-    If it is too long (`n_cut` are), its beginning is kept or, if no answer begins there or
-    `keep_end`, its end."""
+    If it is too long (`n_cut` are), its beginning is kept or, if no answer begins there, its end.
+    With `only_last`, its targets are the last answer, and its end is kept."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class Conversations(Source):
         block_size: int,
         seed: int | None,
         *,
-        keep_end: bool = False,
+        only_last: bool = False,
     ) -> None:
-        self.keep_end = keep_end
+        self.only_last = only_last
         self.ids = ids
         self.encoding = encoding
         self.starts = np.append(np.flatnonzero(ids == encoding.eot_token), len(ids))
@@ -107,8 +107,10 @@ class Conversations(Source):
         answer = tokenizer.answers(self.encoding, ids)
         answer[0] = False  # nothing predicts the first token
         end = self.block_size + 1
-        if answer.any() and (self.keep_end or not answer[:end].any()):
+        if answer.any() and (self.only_last or not answer[:end].any()):
             end = np.flatnonzero(answer)[-1] + 1
+        if self.only_last:
+            answer[: np.flatnonzero(~answer[:end])[-1]] = False
         start = max(0, end - self.block_size - 1)
         ids = ids[start:end]
         targets = np.where(answer[start:end], ids, -1)
@@ -122,6 +124,7 @@ class Pairs(Source):
         n_pair = conversations.n_sequence // 2
         super().__init__(n_pair, conversations.block_size, seed)
         self.conversations = conversations
+        self.n_cut = conversations.n_cut
 
     def pairs(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, 2, T] of pairs by their numbers in the file."""
@@ -189,7 +192,7 @@ class Data:
         if kind == "chat":
             return Conversations(ids, self.encoding, block_size, seed)
         if kind == "preference":
-            talks = Conversations(ids, self.encoding, block_size, None, keep_end=True)
+            talks = Conversations(ids, self.encoding, block_size, None, only_last=True)
             return Pairs(talks, seed)
         if len(ids) <= block_size:
             fix = f"lower --block_size {block_size}"

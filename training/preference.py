@@ -9,6 +9,7 @@ are computed once, before the first step, and kept in checkpoints: who resumes h
 """
 
 from collections.abc import Iterable
+from hashlib import blake2b
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from model import Decoder
 from tables.tables import send
+from training import ranks
 from training.batches import Data, Pairs
 from training.objectives import NextToken
 
@@ -65,11 +67,12 @@ class Preference(NextToken):
     def __call__(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets [B, 2, T] on the CPU -> the mean loss of the pairs, on the device."""
         ids, targets = ids.flatten(0, 1), targets.flatten(0, 1)  # [2 B, T]
-        log_q = torch.tensor([self.reference.get(key, 0.0) for key in keys_of(ids, targets)])
+        known = (targets >= 0).any(1).nonzero()[:, 0]  # what fills a batch has no answer
+        keys = keys_of(ids[known], targets[known])
+        log_q = torch.tensor([self.reference[key] for key in keys])
         log_p = self.log_p(ids, targets)
-        chosen, rejected = (log_p - send(log_q, log_p.device)).unflatten(0, (-1, 2)).unbind(1)
-        known = (targets >= 0).any(1)[::2].nonzero()[:, 0]  # what fills a batch has no answer
-        margin = (chosen - rejected)[send(known, log_p.device)]
+        gain = log_p[send(known, log_p.device)] - send(log_q, log_p.device)
+        margin = gain[::2] - gain[1::2]
         if not self.model.training:
             self.margins.append(margin.detach())
         return -F.logsigmoid(BETA * margin).mean()
@@ -86,14 +89,21 @@ class Preference(NextToken):
         return torch.zeros(len(ids), device=self.device).index_add(0, row_there, -nats)
 
     def figures(self) -> dict[str, float]:
-        """Of the pairs since the last call: the mean margin, and the share of positive ones."""
-        margins = torch.cat(self.margins)
+        """Of the pairs of all ranks since the last call: the mean margin, and the share of positive
+        ones."""
+        margins = torch.cat(self.margins).double().cpu()
         self.margins = []
-        return {"margin": margins.mean().item(), "accuracy": (margins > 0).float().mean().item()}
+        sums = torch.stack((margins.sum(), (margins > 0).double().sum()))
+        count = torch.tensor(float(len(margins)), dtype=torch.float64)
+        ranks.add_up(sums, count)
+        margin, accuracy = (sums / count).tolist()
+        return {"margin": margin, "accuracy": accuracy}
 
 
 def keys_of(ids: Tensor, targets: Tensor) -> Iterable[bytes]:
-    """What tells conversations [N, T] apart: tokens up to the last target, without padding."""
+    """What tells conversations [N, T] apart: a hash of the tokens up to the last target, without
+    padding."""
     for row, target in zip(ids, targets, strict=True):
-        n = int((target >= 0).nonzero().max()) + 1 if (target >= 0).any() else 0
-        yield row[:n].numpy().tobytes() + target[:n].numpy().tobytes()
+        n = int((target >= 0).nonzero().max()) + 1
+        both = torch.stack((row[:n], target[:n])).numpy().tobytes()
+        yield blake2b(both, digest_size=16).digest()
