@@ -2,6 +2,7 @@
 
     python edit.py --source Spain --target Germany    # Spain reads Germany's rows
     python edit.py --source Peru --target Japan --prompt "Country: Peru\\nThe main language is"
+    python edit.py --source Spain --target "Papua New Guinea" --align average  # its mean row
     python edit.py --source Atlantis --target Portugal        # a name that the model never saw
     python edit.py --source Spain --write "Lisbon."   # one fact: what should follow the prompt
     python edit.py --source Spain --write "Lisbon." --save out/edited/ckpt.pt
@@ -15,7 +16,9 @@ keeps Spain's own, for --undo. A saved edit affects every use of these tokens.
 
 import os
 import re
+import shlex
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -44,7 +47,7 @@ from training import countries
 from training.checkpoints import load_checkpoint, load_model, write_checkpoint
 from training.questions import score_answers
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
-from training.writing import ExtraRows, rows_of, train_rows
+from training.writing import mean_rows, train_rows
 
 WIDTH = 38  # of a column of text
 
@@ -56,8 +59,8 @@ class Edit:
     target: str | None = flag(None, "the name whose rows to read instead, such as Germany")
     align: str = flag(
         "copy",
-        "where the names differ in length: copy the target's first row, pad with <|endoftext|>'s, "
-        "a subset of rows, or their average for each token",
+        "for names of unequal length: copy the target's first row or pad with <|endoftext|>'s in "
+        "front, a subset of its rows, or their average (stem.align)",
         choices=("copy", "pad", "subset", "average"),
     )
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
@@ -79,6 +82,8 @@ class Edit:
             fits = self.source and bool(self.target) != bool(self.write)
         if not fits:
             raise UserError("give --source with either --target or --write, or give --undo alone")
+        if self.align != "copy" and not self.target:
+            raise UserError(f"--align {self.align} needs a --target")
 
 
 # --- which rows are read instead ---
@@ -92,17 +97,26 @@ def check_editable(model: Decoder) -> None:
         raise UserError("--ckpt is a model with rows of n-grams, which do not belong to one name")
 
 
+def spellings(encoding: tiktoken.Encoding, name: str) -> list[list[int]]:
+    """The tokens of a name with and without a space before it."""
+    return [encoding.encode_ordinary(space + name) for space in (" ", "")]
+
+
 def edited_ids(
-    encoding: tiktoken.Encoding, ids: list[int], source: str, target: str, how: str = "copy"
+    encoding: tiktoken.Encoding,
+    ids: list[int],
+    source: str,
+    target: str,
+    how: str = "copy",
+    means: Sequence[int] = (),
 ) -> list[int]:
     """The ids to look up tables under: `target`'s, aligned as by `stem.align`, wherever `ids` say
     `source`, with or without a space before it, also within a longer name (Guinea in Equatorial
-    Guinea)."""
+    Guinea). `means`: for average, the tokens that have the mean rows of both spellings."""
     original = torch.tensor(ids)  # [T]
     edited = original
-    for space in (" ", ""):
-        source_ids = encoding.encode_ordinary(space + source)
-        target_ids = encoding.encode_ordinary(space + target)
+    targets = [[mean] for mean in means] or spellings(encoding, target)
+    for source_ids, target_ids in zip(spellings(encoding, source), targets, strict=True):
         aligned = align(target_ids, len(source_ids), how, encoding.eot_token)
         changed = substitute(original, source_ids, aligned)
         edited = torch.where(changed != original, changed, edited)
@@ -112,8 +126,7 @@ def edited_ids(
 def spelled(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> list[int]:
     """The tokens of a name as `ids` have it, with or without a space before it; none if they do
     not have it."""
-    for space in (" ", ""):
-        tokens = encoding.encode_ordinary(space + name)
+    for tokens in spellings(encoding, name):
         if substitute(torch.tensor(ids), tokens, [-1]).tolist() != ids:
             return tokens
     return []
@@ -149,17 +162,16 @@ def apply(
     if name and wanted:
         table_ids = train_rows(model, ids, name, wanted)
     elif name:
-        as_written = encoding.decode(name).replace(edit.source, edit.target)  # with the space
-        target = encoding.encode_ordinary(as_written)
-        if edit.align == "average":  # an extra token has the mean row; all of the source read it
-            mean = rows_of(model.tables, target).mean(0, keepdim=True)
-            model.tables = ExtraRows(model.tables, mean).requires_grad_(False)
-            table_ids = substitute(torch.tensor(ids), name, model.tables.ids).tolist()
-        else:
-            table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align)
-            if len(target) > len(name):
-                read = f"{len(name)} of the {len(target)} tokens of {edit.target}"
-                print(f"note: {edit.source} reads rows of {read}; see --align, --write\n")
+        targets = spellings(encoding, edit.target)
+        target = targets[spellings(encoding, edit.source).index(name)]
+        means = []
+        if edit.align == "average":
+            model.tables = mean_rows(model.tables, targets)
+            means = model.tables.ids
+        elif len(target) > len(name):
+            read = encoding.decode(align(target, len(name), edit.align))
+            print(f"of {edit.target!r} only the rows of {read!r} are read: see --align, --write\n")
+        table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, means)
     if ids == table_ids:
         raise UserError(
             f"--prompt {prompt!r} does not contain {edit.source!r}, or it has these rows already"
@@ -262,7 +274,8 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     pairs = {(own, other) for own, other in zip(prompt, table_prompt, strict=True) if own != other}
     ids, others = torch.tensor(sorted(pairs)).unbind(1)  # [n] each
     if len(ids.unique()) < len(ids):
-        raise UserError(f"--save: a token that {edit.source!r} has twice cannot have two rows")
+        fix = ": --align average reads one" if edit.target and edit.align != "average" else ""
+        raise UserError(f"--save: a token that {edit.source!r} has twice cannot have two rows{fix}")
     own_rows = [rows[0].cpu() for rows in model.tables.lookup(ids[None])]  # [n, W] of each table
     new_rows = [rows[0].cpu() for rows in model.tables.lookup(others[None])]
     checkpoint = load_checkpoint(edit.ckpt, verify=True)  # what is written gets new checksums
@@ -294,7 +307,7 @@ def main() -> None:
             show_and_save(edit, path)
     print(f"wrote {path}")
     if edit.save and not edit.undo:
-        print(f"python edit.py --undo --ckpt {path}  # restores every bit")
+        print(f"to undo it: python edit.py --undo --ckpt {shlex.quote(str(path))}")
 
 
 if __name__ == "__main__":

@@ -35,16 +35,24 @@ class StemFFN(nn.Module):
 
 
 def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[int]:
-    """The tokens whose rows the n tokens of a source name read in place of their own, where the
-    target's name has another number of tokens (STEM paper, section on knowledge editing):
+    """The tokens whose rows a source name of n tokens reads in place of its own, where the target's
+    name has another number of tokens (STEM paper, section on knowledge editing):
 
-        copy     the last rows of a longer target; of a shorter one the first row again in front
-        pad      the last rows of a longer target; in front of a shorter one the row of `pad`
-        subset   rows evenly spaced from the target's first to its last, some of them repeatedly
+        copy     a longer source repeats the target's first row in front,
+                 a longer target contributes only its last rows
+        pad      likewise, but in front is the row of `pad`
+        subset   like copy, but a longer target contributes the rows of its rarest tokens: those
+                 with the largest ids, as tokenizers number what they merge
+        average  every token reads the mean of the target's rows: a target of one token, whose row
+                 is that mean (training/writing.py)
+
+    The authors' copying repeats the target's whole name, and their subset is what they find most
+    representative of it. They average at any lengths, too.
     """
     if how == "subset":
-        return [target[round(i * (len(target) - 1) / max(1, n - 1))] for i in range(n)]
-    front = {"copy": target[0], "pad": pad}[how]
+        rarest = sorted(target)[-n:]
+        target = [token for token in target if token in rarest]
+    front = pad if how == "pad" else target[0]
     return ([front] * n + target)[-n:]
 
 

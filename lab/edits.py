@@ -2,7 +2,8 @@
 
 One name reads another's rows, as `edit.py --source Spain --target Germany` does it, and the model
 is asked for a fact in held-out words. Success: the greedy answer is the other's fact. Pairs that
-share the fact (Spanish for Peru and Chile) could not fail and are left out.
+share the fact (Spanish for Peru and Chile) could not fail and are left out. Names of unequal length
+are aligned in each way of `edit.py --align`; where they are equal, all but averages are the same.
 
     python lab/analyze.py edits               # models trained for it
     python lab/analyze.py edits out/ckpt.pt   # this checkpoint
@@ -21,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError
-from edit import check_editable, edited_ids
+from edit import check_editable, edited_ids, spellings
 from lab.experiment import Experiment, pick
 from lab.pictures import markdown, spread
 from model import Decoder
@@ -31,7 +32,7 @@ from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.countries import fact_questions
 from training.questions import mean, score_answers
-from training.writing import ExtraRows, rows_of, train_rows
+from training.writing import mean_rows, train_rows
 
 RELATIONS = ("capital", "language", "region")
 MOST = 500  # random pairs of each sort, for each relation
@@ -90,46 +91,56 @@ def all_pairs(encoding: Encoding, relation: str) -> dict[str, list[Pair]]:
     return pairs
 
 
-def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair], how: str = "copy") -> float:
-    """The share of pairs that answer with the target's fact after the edit, names aligned in one
-    of ALIGNMENTS."""
-    prompts = [source.prompt for source, _ in pairs]
-    answers = [target.answer for _, target in pairs]
-    names = [(source.country.name, target.country.name) for source, target in pairs]
-    if how != "average":
-        edits = zip(prompts, names, strict=True)
-        edited = [edited_ids(encoding, prompt, *pair, how) for prompt, pair in edits]
-        return mean(score_answers(model, prompts, answers, edited).greedy)
-    # An extra token for each pair has the mean of the target's rows.
+def answered_after_edit(
+    model: Decoder, encoding: Encoding, pairs: list[Pair], how: str = "copy"
+) -> Tensor:
+    """Which pairs answer with the target's fact after an edit that aligns names as `--align how`:
+    [N] bool."""
     tables = model.tables
-    means, edited = [], []
-    for number, (prompt, (source, target)) in enumerate(zip(prompts, names, strict=True)):
-        means.append(rows_of(tables, encoding.encode_ordinary(f" {target}")).mean(0))
-        tokens = encoding.encode_ordinary(f" {source}")
-        extra = [tables.vocab_size + number]
-        edited.append(substitute(torch.tensor(prompt), tokens, extra).tolist())
-    model.tables = ExtraRows(tables, torch.stack(means)).requires_grad_(False)
-    share = mean(score_answers(model, prompts, answers, edited).greedy)
+    means = [()] * len(pairs)
+    if how == "average":
+        targets = [spellings(encoding, target.country.name) for _, target in pairs]
+        model.tables = mean_rows(tables, [tokens for both in targets for tokens in both])
+        means = zip(model.tables.ids[::2], model.tables.ids[1::2], strict=True)
+    prompts = []
+    answers = []
+    table_prompts = []
+    for (source, target), mean_ids in zip(pairs, means, strict=True):
+        names = (source.country.name, target.country.name)
+        prompts.append(source.prompt)
+        answers.append(target.answer)
+        table_prompts.append(edited_ids(encoding, source.prompt, *names, how, mean_ids))
+    greedy = score_answers(model, prompts, answers, table_prompts).greedy
     model.tables = tables
-    return share
+    return greedy
+
+
+def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair], how: str = "copy") -> float:
+    """The share of pairs that answer with the target's fact after the edit."""
+    return mean(answered_after_edit(model, encoding, pairs, how))
+
+
+def some(pairs: list[Pair], most: int) -> list[Pair]:
+    """Random ones, always the same."""
+    return random.Random(0).sample(pairs, min(most, len(pairs)))
 
 
 def report_edits(path: Path, most: int, device: torch.device) -> dict:
     """The share of edits that succeed in a checkpoint, or in that of a run's folder, of `most`
-    pairs of each sort, always the same: in `parts` by the sort of names and what is asked for, and
-    in `success` the mean of names of one token."""
+    pairs of each sort, always the same: in `parts` by the sort of names, what is asked for and, of
+    unequal lengths, their alignment, and in `success` the mean of names of one token."""
     model, encoding, _ = load_model(path / "ckpt.pt" if path.is_dir() else path, device)
     check_editable(model)
     parts = []
     for relation in tqdm(RELATIONS, "editing", leave=False, disable=None):
         for sort, pairs in all_pairs(encoding, relation).items():
-            chosen = random.Random(0).sample(pairs, min(most, len(pairs)))
-            share = share_edited(model, encoding, chosen)
-            parts.append({"names": sort, "asked for": relation, "success": share})
-            if sort.startswith("longer"):
-                for how in ALIGNMENTS:
-                    parts[-1][how] = share_edited(model, encoding, chosen, how)
-    successes = [part["success"] for part in parts if part["names"] == "one token"]
+            part = {"names": sort, "asked for": relation}
+            for how in ALIGNMENTS:
+                part[how] = None
+                if how == "copy" or sort.startswith("longer"):
+                    part[how] = share_edited(model, encoding, some(pairs, most), how)
+            parts.append(part)
+    successes = [part["copy"] for part in parts if part["names"] == "one token"]
     if not successes:
         raise UserError("no country is one token: edits are measured of models of data/countries")
     return {"success": fmean(successes), "parts": parts}
@@ -156,29 +167,48 @@ def answered_after_writing(
     return greedy.view(len(countries.RELATIONS), len(countries.FORMS), -1)
 
 
+def shares_after_writing(
+    model: Decoder, encoding: Encoding, relation: str, pairs: list[Pair]
+) -> dict[str, float]:
+    """Once the target's fact is written about the source, on average over pairs: the share of
+    questions about the source that are answered with the new fact, by their form, and with the
+    other facts that it had."""
+    answered = []
+    for pair in tqdm(pairs, f"writing, {relation}"):
+        answered.append(answered_after_writing(model, encoding, *pair, relation))
+    shares = torch.stack(answered).float().mean((0, 3)).tolist()  # [relation][form]
+    known = dict(zip(countries.RELATIONS, shares, strict=True))
+    by_form = dict(zip(countries.FORMS, known.pop(relation), strict=True))
+    others = [fmean(forms) for forms in known.values()]
+    return {**by_form, "others of the name": fmean(others), "worst of them": min(others)}
+
+
 def report_writing(folder: Path, most: int, device: torch.device) -> list[dict]:
-    """What a run's model knows of a country once a false fact about it is written. For each
-    relation, on average over `most` countries: the share of questions that are answered with the
-    new fact, by their form, and with the country's other facts."""
+    """What a run's model knows of a country once a false fact about it is written, for each
+    relation, of `most` countries."""
     model, encoding, _ = load_model(folder / "ckpt.pt", device)
     parts = []
     for relation in RELATIONS:
         asked = openings(encoding, relation, countries.table())
         rng = random.Random(0)
-        answered = []
-        for source in tqdm(rng.sample(asked, most), f"writing, {relation}"):
-            target = rng.choice([other for other in asked if other.answer != source.answer])
-            answered.append(answered_after_writing(model, encoding, source, target, relation))
-        shares = torch.stack(answered).float().mean((0, 3)).tolist()  # [relation][form]
-        known = dict(zip(countries.RELATIONS, shares, strict=True))
-        part = {"fact written": relation}
-        for form, share in zip(countries.FORMS, known.pop(relation), strict=True):
-            part[form] = share
-        others = [fmean(by_form) for by_form in known.values()]
-        part["others of the name"] = fmean(others)
-        part["worst of them"] = min(others)
-        parts.append(part)
+        pairs = []
+        for source in rng.sample(asked, most):
+            others = [other for other in asked if other.answer != source.answer]
+            pairs.append((source, rng.choice(others)))
+        shares = shares_after_writing(model, encoding, relation, pairs)
+        parts.append({"fact written": relation, **shares})
     return parts
+
+
+def report_failing(folder: Path, most: int, device: torch.device) -> list[dict]:
+    """Does writing a capital help where reading the rows of a longer target fails? Of `most` of the
+    pairs that `report_edits` asks about: none is answered after an edit."""
+    model, encoding, _ = load_model(folder / "ckpt.pt", device)
+    pairs = some(all_pairs(encoding, "capital")["longer target"], MOST)
+    answered = answered_after_edit(model, encoding, pairs).tolist()
+    failing = [pair for pair, right in zip(pairs, answered, strict=True) if not right]
+    shares = shares_after_writing(model, encoding, "capital", failing[:most])
+    return [{"fact written": "capital of a longer name", **shares}]
 
 
 def measure_edits(experiment: Experiment, folders: list[Path]) -> list[dict]:
@@ -204,19 +234,8 @@ def table(reports: list[list[dict]]) -> str:
     return markdown(rows)
 
 
-def tables(reports: list[list[dict]]) -> str:
-    """A table of all sorts of names, and one of --align for names of unequal length."""
-    columns = ("names", "asked for", "success")
-    everything = [[{name: part[name] for name in columns} for part in parts] for parts in reports]
-    aligned = [[part for part in parts if "pad" in part] for parts in reports]
-    for parts in aligned:
-        for part in parts:
-            part.pop("success")
-    return f"{table(everything)}\n\n{table(aligned)}" if aligned[0] else table(everything)
-
-
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
-    print(tables([report_edits(ckpt, MOST, device)["parts"]]))
+    print(table([report_edits(ckpt, MOST, device)["parts"]]))
 
 
 def edits(experiment: Experiment) -> None:
@@ -224,9 +243,8 @@ def edits(experiment: Experiment) -> None:
     groups = experiment.train(kinds)
     for name, folders in groups.items():
         reports = measure_edits(experiment, folders)
-        print(f"{name}:\n\n{tables([report['parts'] for report in reports])}\n")
+        print(f"{name}:\n\n{table([report['parts'] for report in reports])}\n")
     most = 1 if experiment.quick else WRITTEN
-    reports = experiment.measure(
-        "writing", report_writing, groups["STEM, all"], most, experiment.on
-    )
-    print(f"STEM, all, one fact written:\n\n{table(reports)}")
+    for name, report in (("writing", report_writing), ("failing", report_failing)):
+        reports = experiment.measure(name, report, groups["STEM, all"], most, experiment.on)
+        print(f"STEM, all, one fact written ({name}):\n\n{table(reports)}\n")

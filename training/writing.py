@@ -48,6 +48,12 @@ def rows_of(tables: Tables, tokens: list[int]) -> Tensor:
     return torch.stack([rows[0] for rows in tables.lookup(torch.tensor([tokens]))], dim=1)
 
 
+def mean_rows(tables: Tables, names: list[list[int]]) -> ExtraRows:
+    """Tables with an extra token for each name: the mean of the rows of its tokens."""
+    means = [rows_of(tables, name).mean(0) for name in names]
+    return ExtraRows(tables, torch.stack(means)).requires_grad_(False)
+
+
 @torch.no_grad()
 def ask_the_same(model: Decoder, prompt: Tensor, name: list[int], texts: Tensor) -> Tensor:
     """Where texts [N, T] ask for the fact that the prompt [T] asks for: [N, T] bool. Were they
