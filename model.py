@@ -248,7 +248,7 @@ class Attention(nn.Module):
     kind, `make_cache` once per layer.
     """
 
-    def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str = "") -> None:
+    def __init__(self, config: ModelConfig, qkv: nn.Module) -> None:
         """qkv: makes queries, keys and values of (x, rows), as `LinearQKV`."""
         super().__init__()
         width = config.n_embd

@@ -277,7 +277,7 @@ def inherited_shape(given: dict, config: dict) -> dict:
 def resumed_settings(given: dict, args: dict) -> Settings:
     """The settings `args` of the checkpoint to resume, and the flags that may change."""
     check_allowed(given, (*RESUMABLE_FLAGS, "max_iters"))
-    return Settings.from_flat({**args, "overwrite": False, **given})
+    return Settings.from_flat({**args, **given})
 
 
 def eval_settings(given: dict, args: dict) -> Settings:
