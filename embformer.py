@@ -23,6 +23,17 @@ class RowQKV(nn.Module):
         self.head_dim = head_dim
         self.norm_eps = norm_eps
         self.row_width = 2 * n_kv_head * head_dim
+        self.normed = False  # keys in the tables are
+
+    def norm(self, heads: Tensor) -> Tensor:
+        """[..., head_dim] -> [..., head_dim]."""
+        return F.rms_norm(heads, (self.head_dim,), eps=self.norm_eps)
+
+    def norm_keys(self, rows: Tensor) -> None:
+        """Norm the keys of a table K | V | F [V, W] in place, and no longer in `forward`."""
+        keys = rows[:, : self.row_width // 2].unflatten(-1, (-1, self.head_dim))
+        keys.copy_(self.norm(keys))
+        self.normed = True
 
     def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, n_embd], rows K_l[t] | V_l[t] [B, T, 2 * n_kv_head * head_dim] ->
@@ -30,9 +41,7 @@ class RowQKV(nn.Module):
         q = x.unflatten(-1, (-1, self.head_dim))  # [B, T, n_head, head_dim]
         heads = rows.unflatten(-1, (2, -1, self.head_dim))
         k, v = heads.unbind(-3)  # [B, T, n_kv_head, head_dim] each
-        q = F.rms_norm(q, (self.head_dim,), eps=self.norm_eps)
-        k = F.rms_norm(k, (self.head_dim,), eps=self.norm_eps)
-        return q, k, v
+        return self.norm(q), k if self.normed else self.norm(k), v
 
 
 def mix(n_head: int, head_dim: int) -> Tensor:

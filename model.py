@@ -159,7 +159,7 @@ def decoder_class(ffn: str) -> type["Decoder"]:
 
 
 def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Tensor:
-    """Cosines and sines for `rotate` at positions 0 to n - 1, [2, n, 1, head_dim] (RoPE: Su et al.,
+    """Cosines and sines for `rotate` at positions 0 to n - 1, [2, n, head_dim] (RoPE: Su et al.,
     2021, section 3.2)."""
     pair = torch.arange(0, config.head_dim, 2, device=device)
     frequency = config.rope_base ** -(pair / config.head_dim)  # radians per token, [head_dim / 2]
@@ -170,8 +170,8 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
         turns = context * frequency / (2 * torch.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)
-    position = torch.arange(n, device=device)[:, None, None]
-    angle = position * frequency  # [n, 1, head_dim / 2]
+    position = torch.arange(n, device=device)[:, None]
+    angle = position * frequency  # [n, head_dim / 2]
     cos = angle.cos()
     sin = angle.sin()
     cos = torch.cat((cos, cos), dim=-1)
@@ -180,12 +180,12 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, T, heads, head_dim] by an angle:
-    (a cos - b sin, b cos + a sin). angles [2, T, 1, head_dim] are from `rotary`."""
+    """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, heads, T, head_dim] by an angle:
+    (a cos - b sin, b cos + a sin). angles [2, T, head_dim] are from `rotary`."""
     cos, sin = angles
-    wide = x.float()
+    wide = x.float().contiguous()
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
-    return (wide * cos + swapped * sin).to(x.dtype)
+    return (wide * cos).add_(swapped.mul_(sin)).to(x.dtype)
 
 
 def additive(seen: Tensor, x: Tensor) -> Tensor:
@@ -231,10 +231,11 @@ class LayerCache:
 class Cache:
     """What decoding keeps of the tokens so far. `Decoder.make_cache` makes it."""
 
-    def __init__(self, layers: list[LayerCache], angles: Tensor) -> None:
-        """layers: the cache of each layer; angles: of all tokens it has room for."""
+    def __init__(self, layers: list[LayerCache | None], angles: Tensor) -> None:
+        """layers: the cache of each layer, None where keys and values are made of rows again;
+        angles: of all tokens it has room for."""
         self.layers = layers
-        self.angles = angles  # [2, room, 1, head_dim]
+        self.angles = angles  # [2, room, head_dim]
         self.room = angles.shape[1]
         self.length = 0  # tokens so far; set it to 0 to start over
         self.ids: Tensor | None = None  # [B, length], under which rows were looked up
@@ -261,6 +262,10 @@ class Attention(nn.Module):
         """What this layer keeps while decoding."""
         return LayerCache(self.config, batch, room, like)
 
+    def n_past(self, start: int) -> int:
+        """Of `start` earlier tokens, how many the next token sees: the last ones."""
+        return start
+
     def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor | None:
         """The mask for `attend` of tokens x [B, T, n_embd] behind `start` tokens in the cache.
         documents: their numbers [B, T], in which attention stays."""
@@ -285,8 +290,9 @@ class Attention(nn.Module):
         """
         Args:
             x: [B, T, n_embd].
-            rows: what `qkv` reads, [B, T, row_width].
-            angles: of the positions of x, [2, T, 1, head_dim].
+            rows: what `qkv` reads, [B, T, row_width]. Those of earlier tokens may stand in front
+                in place of a cache (Embformer).
+            angles: of the positions of rows, or of x, [2, T, head_dim].
             mask: from `make_mask`.
             cache: of this layer; x continues the `start` tokens in it.
 
@@ -294,8 +300,8 @@ class Attention(nn.Module):
             [B, T, n_embd].
         """
         q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, T, n_kv_head, head_dim] twice
-        q = rotate(q, angles).transpose(1, 2)  # [B, n_head, T, head_dim]
-        k = rotate(k, angles).transpose(1, 2)
+        q = rotate(q.transpose(1, 2), angles[:, -x.shape[1] :])  # [B, n_head, T, head_dim]
+        k = rotate(k.transpose(1, 2), angles)
         v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(start, k, v)  # [B, n_kv_head, S, head_dim]
@@ -390,10 +396,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor | None, *context) -> Tensor:
         """x [B, T, n_embd], rows [B, T, row_width] (None without a table) -> [B, T, n_embd].
-        context: angles, mask, cache and start for `Attention.forward`."""
+        context: angles, mask, cache and start for `Attention.forward`, where rows of earlier tokens
+        may stand in front."""
         attn_rows, ffn_rows = None, None
         if rows is not None:
             attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
+            ffn_rows = ffn_rows[:, -x.shape[1] :]
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
         return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
 
@@ -514,16 +522,18 @@ class Decoder(nn.Module):
         lookup_ids = ids if table_ids is None else table_ids
         if start > 0:
             lookup_ids = torch.cat((cache.ids, lookup_ids), dim=1)  # the text so far
-        layer_rows = self.layer_rows(self.addresses(lookup_ids, n, documents))
+        n_row = [n for _ in self.blocks]  # of how many tokens, the last ones, each layer gets rows
+        if cache is not None:
+            for layer, block in enumerate(self.blocks):
+                if cache.layers[layer] is None:
+                    n_row[layer] += block.attn.n_past(start)
+        layer_rows = self.layer_rows(self.addresses(lookup_ids, max(n_row), documents))
         x = F.dropout(self.embed(ids), config.dropout, self.training)
 
         # 2) What layers share: positions and masks.
         if documents is not None:
             documents = send(documents, x.device)
-        if cache is None:
-            angles = rotary(n, config, x.device)
-        else:
-            angles = cache.angles[:, start : start + n]
+        angles = rotary(n, config, x.device) if cache is None else cache.angles[:, : start + n]
         masks = {}
         for kind, block in zip(config.attention_kinds, self.blocks, strict=True):
             if kind not in masks:
@@ -533,12 +543,12 @@ class Decoder(nn.Module):
         for layer, block in enumerate(self.blocks):
             rows = None
             if block.row_width:
-                rows = next(layer_rows)  # [B, T, row_width]
+                rows = next(layer_rows)[:, -n_row[layer] :]  # [B, T, row_width]
                 if rows.is_floating_point():
                     rows = rows.to(x.dtype)
             mask = masks[config.attention_kinds[layer]]
             layer_cache = None if cache is None else cache.layers[layer]
-            x = block(x, rows, angles, mask, layer_cache, start)
+            x = block(x, rows, angles[:, -n_row[layer] :], mask, layer_cache, start)
         if cache is not None:
             cache.length = start + n
             cache.ids = lookup_ids
@@ -587,11 +597,23 @@ class Decoder(nn.Module):
 
     # --- decoding ---
 
-    def make_cache(self, batch: int, room: int | None = None) -> Cache:
-        """A cache for `batch` sequences of up to `room` tokens (block_size)."""
+    def make_cache(self, batch: int, room: int | None = None, kind: str = "kv") -> Cache:
+        """A cache for `batch` sequences of up to `room` tokens (block_size). It keeps keys and
+        values; kind "ids", for Embformer: nothing but token ids, as keys and values are rows."""
         room = min(room or self.config.block_size, self.config.block_size)
-        layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]
+        if kind == "ids":
+            assert self.config.embedding_only, "keys and values are rows in Embformer alone"
+            layers = [None for _ in self.blocks]
+        else:
+            layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]
         return Cache(layers, rotary(room, self.config, self.device))
+
+    @torch.no_grad()
+    def norm_keys(self) -> None:
+        """Norm Embformer's keys in resident tables, once for all steps of decoding from ids."""
+        if isinstance(self.tables, ResidentTables):
+            for block, rows in zip(self.blocks, self.tables.weight, strict=True):
+                block.attn.qkv.norm_keys(rows)
 
     @torch.no_grad()
     def use_column_major_weights(self) -> None:
@@ -610,6 +632,7 @@ class Decoder(nn.Module):
         stop: int | None = None,
         seed: int | None = None,
         table_ids: Tensor | None = None,
+        cache: str = "kv",
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -621,6 +644,7 @@ class Decoder(nn.Module):
             stop: a sequence repeats it once it emits it; generation ends when all have.
             seed: of the draws. None: PyTorch's global generator.
             table_ids: [B, T], under which the prompt's rows are looked up.
+            cache: kind of `make_cache`.
             temperature, top_k, top_p: see `sample`.
         """
         assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
@@ -629,15 +653,15 @@ class Decoder(nn.Module):
         # On the CPU, where tables in RAM and the caller need them: one wait for the GPU a token.
         ids = ids.cpu()[:, -block_size:]
         table_ids = ids if table_ids is None else table_ids.cpu()[:, -block_size:]
-        cache = self.make_cache(len(ids), ids.shape[1] + max_new_tokens)
+        kept = self.make_cache(len(ids), ids.shape[1] + max_new_tokens, cache)
         done = torch.zeros(len(ids), dtype=torch.bool)
         n_new = ids.shape[1]  # how many tokens the model has not read: first, the whole prompt
         for _ in range(max_new_tokens):
-            if cache.length == block_size:  # full: read the last half again
-                cache.length = 0
+            if kept.length == block_size:  # full: read the last half again
+                kept.length = 0
                 n_new = max(1, block_size // 2)
             new_ids, new_table_ids = ids[:, -n_new:], table_ids[:, -n_new:]
-            logits, _ = self(new_ids, table_ids=new_table_ids, cache=cache, last_only=True)
+            logits, _ = self(new_ids, table_ids=new_table_ids, cache=kept, last_only=True)
             token = sample(logits[:, -1], temperature, top_k, top_p, generator).cpu()  # [B]
             if stop is not None:
                 token = token.masked_fill(done, stop)

@@ -40,6 +40,7 @@ class Sampling:
         must="above 0 and at most 1",
     )
     num_samples: int = flag(1, "number of samples", must="at least 1")
+    cache: str = flag("kv", "what decoding keeps; ids: only the text", choices=("kv", "ids"))
     seed: int = flag(
         1337, "of the first sample; each further one adds 1", must="0 or more, and fit 63 bits"
     )
@@ -157,11 +158,16 @@ def main() -> None:
     device = pick_device(args.device)
     decode_in_one_thread(device)
     model, encoding, checkpoint = load_model(args.ckpt, device, args.offload, args.dtype)
+    if args.cache == "ids":
+        if not model.config.embedding_only:
+            raise UserError(f"--cache ids: {args.ckpt} is no Embformer, whose keys are rows")
+        model.norm_keys()
     options = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
         "top_k": args.top_k,
         "top_p": args.top_p,
+        "cache": args.cache,
     }
     if args.chat:
         if tokenizer.START not in encoding.special_tokens_set:

@@ -3,6 +3,7 @@
     python lab/bench.py all --quick          # everything small, in a minute or two
     python lab/bench.py train                # kinds of layers, eager and compiled
     python lab/bench.py decode               # one token at a time
+    python lab/bench.py cache                # decoding from keys and values, and from ids
     python lab/bench.py offload              # where tables live: device, RAM, disk
     python lab/bench.py offload --table_gib 32 --dir /big    # larger than memory, sparse
 
@@ -101,6 +102,7 @@ class Contender:
     bench: Bench
     config: ModelConfig
     tables: Callable[..., Tables] = ResidentTables
+    cache: str = "kv"  # see Decoder.make_cache
     optimizer: Optimizer | None = None  # what trains has one
     batches: int = 0  # drawn so far
 
@@ -202,7 +204,7 @@ def decode(contender: Contender, batch: int, context: int, new: int) -> float:
     new = min(new, bench.block_size)
     context = min(context, bench.block_size - new)
     ids, table_ids = contender.batch(batch, context + new)
-    cache = model.make_cache(batch)
+    cache = model.make_cache(batch, kind=contender.cache)
     if context:
         model(ids[:, :context], table_ids=table_ids[:, :context], cache=cache, last_only=True)
     start = contender.now()
@@ -244,6 +246,18 @@ def bench_decode(bench: Bench) -> dict:
     return show("decode", compare(tasks, contenders, bench.rounds, "dense"))
 
 
+def bench_cache(bench: Bench) -> dict:
+    contenders = {}
+    for kind in ("kv", "ids"):
+        contenders[kind] = Contender(bench, bench.model(ffn="embformer"), cache=kind)
+        contenders[kind].model.norm_keys()
+    tasks = {}
+    for part in (16, 4, 1):
+        context = bench.block_size // part
+        tasks[f"behind {context}"] = partial(decode, batch=1, context=context, new=16)
+    return show("cache", compare(tasks, contenders, bench.rounds, "kv"))
+
+
 def bench_offload(bench: Bench) -> dict:
     tasks = {
         "decode 1": partial(decode, batch=1, context=1, new=128),
@@ -283,6 +297,7 @@ def sparse_tables(bench: Bench, folder: Path, n_table: int, _: int, width: int) 
 COMPARISONS = {
     "train": bench_train,
     "decode": bench_decode,
+    "cache": bench_cache,
     "offload": bench_offload,
 }
 

@@ -43,13 +43,13 @@ class Attention(model.Attention):
     ) -> Tensor:
         q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, T, n_kv_head, head_dim] twice
         own = k[:, :, : self.n]
-        before = cache.last_key if start > 0 else own[:, :1]
+        before = own[:, :1] if cache is None or start == 0 else cache.last_key
         moved = torch.cat((before, own[:, :-1]), dim=1)
         k = torch.cat((moved, k[:, :, self.n :]), dim=2)
         if cache is not None:
             cache.last_key = own[:, -1:].clone()
-        q = rotate(q, angles).transpose(1, 2)  # [B, n_head, T, head_dim]
-        k = rotate(k, angles).transpose(1, 2)
+        q = rotate(q.transpose(1, 2), angles[:, -x.shape[1] :])  # [B, n_head, T, head_dim]
+        k = rotate(k.transpose(1, 2), angles)
         v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(start, k, v)  # [B, n_kv_head, S, head_dim]

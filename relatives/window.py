@@ -45,11 +45,14 @@ class Attention(model.Attention):
     def make_cache(self, batch: int, room: int, like: Tensor) -> WindowCache:
         return WindowCache(self.config, batch, self.window, like)
 
+    def n_past(self, start: int) -> int:
+        return min(start, self.window - 1)
+
     def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor | None:
         """[B * blocks, 1, w, 2w], or None where one window has all that is seen."""
         w = self.window
         n = x.shape[1]
-        past = min(start, w - 1)  # keys in front of x's
+        past = self.n_past(start)  # keys in front of x's
         if documents is None:
             # One token sees all that is kept, and up to w tokens from the beginning are one window.
             if n == 1 or (past == 0 and n <= w):

@@ -74,6 +74,25 @@ def test_cached_logits_equal_those_without_a_cache(ffn, attention, chunks):
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("attention", PATTERNS)
+@pytest.mark.parametrize("chunks", [[1] * 29, [5, 1, 9, 14]], ids=str)
+def test_embformer_decodes_from_ids_alone_to_the_bit(attention, chunks):
+    model = decoder(ffn="embformer", attention=attention, n_kv_head=2).eval()
+    ids = tokens(3, 29)
+    table_ids = tokens(3, 29, seed=4)  # an edit
+    caches = [model.make_cache(3, kind=kind) for kind in ("kv", "ids")]
+    for part, under in zip(ids.split(chunks, 1), table_ids.split(chunks, 1), strict=True):
+        kept, made = (model(part, table_ids=under, cache=cache)[0] for cache in caches)
+        assert torch.equal(kept, made)
+    assert caches[1].layers == [None] * model.config.n_layer  # it has kept nothing else
+
+    options = dict(seed=1, table_ids=table_ids)  # beyond the context of 32, keys normed before
+    written = model.generate(ids, 50, **options)
+    model.norm_keys()
+    for kind in ("kv", "ids"):
+        assert torch.equal(model.generate(ids, 50, cache=kind, **options), written)
+
+
 @pytest.mark.parametrize(("attention", "growth"), [("window:4", 2), ("full", 4)])
 def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention, growth):
     """Of full attention inside documents some do, so that the test can see them."""

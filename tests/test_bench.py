@@ -38,7 +38,7 @@ def test_all_of_it_in_a_quick_run(tmp_path):
     flags = "--quick --rounds 1 --block_size 1 --device cpu"  # the shortest context
     printed = command(f"lab/bench.py all {flags}", cwd=tmp_path).stdout
     titles = re.findall(r"^\| (\w+) .*\n\|-", printed, re.MULTILINE)
-    assert titles == ["train", "decode", "tables"]
+    assert titles == ["train", "decode", "cache", "tables"]
     assert not re.search("inf|nan", printed)
 
 
