@@ -25,6 +25,7 @@ from tqdm import tqdm
 import prepare
 from common import UserError, atomic, check_ranges, flag, pick_device
 from lab.pictures import markdown, plt, save_figure
+from model import relatives
 from text.countries import write_corpus
 from text.dataset import read_meta
 from text.download import MOBY_DICK
@@ -46,7 +47,7 @@ KINDS = {
     "Embformer": {"ffn": "embformer"},
 }
 MAIN = tuple(KINDS)
-for name in ("moe", "hash_moe", "pkm", "deepembed", "ple", "engram", "bigram", "value"):
+for name in relatives("Decoder"):
     KINDS[name] = {"ffn": name}
 # Steps on the countries: more than the default run takes, as kinds learn facts at different times.
 COUNTRIES_STEPS = 1000

@@ -3,10 +3,13 @@ settings: two initialisations, each at its best rate, and how tables are trained
 
 from pathlib import Path
 
+import torch
+
 from lab.edits import success_of_edits
 from lab.experiment import KINDS, MAIN, Experiment, Flags, Run, best_learning_rates, pick
 from lab.pictures import markdown, plt
 from lab.runs import draw_validation, last_start, row
+from model import Decoder, ModelConfig
 from text.dataset import read_meta
 from training.records import read_run
 
@@ -19,13 +22,38 @@ INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
 
 
 def kinds(experiment: Experiment) -> None:
-    wanted = pick("dense", "STEM, all", "Embformer") if experiment.quick else KINDS
+    wanted = KINDS
+    if experiment.quick:
+        wanted = pick("dense", "STEM, all", "Embformer")
+    else:
+        wanted = {**wanted, **dense_of_equal_costs(experiment)}
     at_best = best_learning_rates(experiment, wanted)
     if "engram" in at_best:
         for name, flags in CONTROLS.items():
             at_best[name] = {**at_best["engram"], **flags}
     print(table_with_edits(experiment, at_best) + "\n")
     draw(experiment, experiment.train_and_read(at_best))
+
+
+def dense_of_equal_costs(experiment: Experiment) -> dict[str, Flags]:
+    """What the tables of STEM in all layers might be spent on: the dense model that comes nearest
+    to it in parameters, by its width, and in FLOPs, by its hidden units."""
+    vocab_size = read_meta(experiment.data_dir)["vocab_size"]
+
+    def size(flags: Flags, figure: str) -> int:
+        with torch.device("meta"):  # shapes, but no numbers
+            return Decoder(ModelConfig(vocab_size=vocab_size, **flags)).sizes()[figure]
+
+    widths = [{"ffn": "dense", "n_head": n, "n_embd": 32 * n} for n in range(4, 33)]
+    hidden = [{"ffn": "dense", "d_ff": 8 * n} for n in range(1, 65)]
+    kinds = {}
+    for name, figure, tried in (
+        ("dense, as many parameters", "total", widths),
+        ("dense, as many FLOPs", "flops_per_token", hidden),
+    ):
+        wanted = size(KINDS["STEM, all"], figure)
+        kinds[name] = min(tried, key=lambda flags: abs(size(flags, figure) - wanted))
+    return kinds
 
 
 def draw(experiment: Experiment, groups: dict[str, list[Run]]) -> None:

@@ -50,9 +50,6 @@ class NgramDecoder(model.Decoder):
         self.orders = sorted({int(order) for order in orders.split(",")})
         self.n_before = max(self.orders) - 1  # tokens before this one that an n-gram can have
         self.n_address = len(self.orders) * config.ngram_heads
-        if config.n_embd % self.n_address:
-            rows = f"{len(self.orders)} orders x {config.ngram_heads} --ngram_heads"
-            raise UserError(f"--n_embd {config.n_embd} must be a multiple of {rows}")
         # Products with odd multipliers below 2^63 / V do not overflow.
         half = max(1, (2**63 - 1) // config.vocab_size // 2)
         rng = np.random.default_rng(10007 * config.row_layers[0])
@@ -63,6 +60,10 @@ class NgramDecoder(model.Decoder):
 
     def make_tables(self, tables: Callable[..., Tables], widths: list[int]) -> Tables:
         """A token reads n_address rows: each is so much narrower."""
+        if widths[0] % self.n_address:
+            flag = "--n_embd" if widths[0] == self.config.n_embd else "--d_ff"
+            rows = f"{len(self.orders)} orders x {self.config.ngram_heads} --ngram_heads"
+            raise UserError(f"{flag} {widths[0]} must be a multiple of {rows}")
         return tables(len(widths), sum(self.n_rows), widths[0] // self.n_address)
 
     def addresses(self, ids: Tensor, n: int, documents: Tensor | None = None) -> Tensor:

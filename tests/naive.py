@@ -92,7 +92,8 @@ def naive_addresses(config, ids, documents):
 
 def naive_logits(config, w, ids, table_ids, documents):
     """Logits [T, V] for ids [T]; each layer weighs all pairs of tokens. w: weights by name, in
-    double precision. Kinds: dense, stem, embformer, value, engram, bigram."""
+    double precision. Kinds: dense, stem, embformer and
+    those of relatives/ whose FFN is dense or STEM's."""
     width = config.head_dim
     kv = config.n_kv_head * width
     i = torch.arange(len(ids))[:, None]
@@ -101,14 +102,14 @@ def naive_logits(config, w, ids, table_ids, documents):
     causal = (j <= i) & (documents[:, None] == documents)
     key_head = torch.arange(config.n_head) // (config.n_head // config.n_kv_head)
     patterns = config.attention.split(",")
-    if config.ffn in ("engram", "bigram"):
+    if config.ffn in ("engram", "bigram", "stem_ngrams"):
         table_ids = torch.tensor(naive_addresses(config, table_ids, documents))  # [T, R]
     table = 0
     x = w["wte.weight" if config.tie_head else "wte.weight.0"][ids]
     for layer in range(config.n_layer):
         block = f"blocks.{layer}."
         kind = config.ffn
-        if kind in ("stem", "value", "engram") and layer not in config.row_layers:
+        if layer not in config.row_layers and kind not in ("embformer", "bigram"):
             kind = "dense"
         if kind != "dense":
             rows = w[f"tables.weight.{table}"][table_ids].flatten(1)
@@ -125,6 +126,14 @@ def naive_logits(config, w, ids, table_ids, documents):
         if kind == "embformer":
             k, v, rows = rows.split((kv, kv, config.n_embd), dim=1)
             q = normed
+        elif kind in ("bank", "memory"):
+            qk = normed @ w[block + "attn.qkv.qk.weight"].T
+            q, k = qk.split((config.n_embd, kv), dim=1)
+            v = (
+                rows
+                if kind == "bank"
+                else k + norm(rows.unflatten(1, (-1, width)), eps=config.norm_eps).flatten(1)
+            )
         else:
             qkv = normed @ w[block + "attn.qkv.qkv.weight"].T
             q, k, v = qkv.split((config.n_embd, kv, kv), dim=1)
@@ -140,6 +149,10 @@ def naive_logits(config, w, ids, table_ids, documents):
         if name == "previous":
             n = int(argument)
             k = torch.cat((k[before][:, :n], k[:, n:]), dim=1)
+        if name == "linear":  # exp(x) or x + 1, positive
+            q = torch.where(q > 0, q + 1, q.exp())
+            k = torch.where(k > 0, k + 1, k.exp())
+            total = torch.einsum("ihd,jhd->hij", q, k[:, key_head])
         q = rotate(q, config.rope_base, config.rope_scaling)
         k = rotate(k, config.rope_base, config.rope_scaling)
         scores = torch.einsum("ihd,jhd->hij", q, k[:, key_head]) / width**0.5
@@ -147,6 +160,9 @@ def naive_logits(config, w, ids, table_ids, documents):
         if name == "window":
             seen = causal & (i - j < int(argument))
         weight = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        if name == "linear":
+            total = (total * seen).sum(-1, keepdim=True)
+            weight = scores * width**0.5 * seen / total
         y = torch.einsum("hij,jhd->ihd", weight, v[:, key_head]).flatten(1)
         if kind != "embformer":
             y = y @ w[block + "attn.out.weight"].T
@@ -157,7 +173,7 @@ def naive_logits(config, w, ids, table_ids, documents):
             y = mix(gate * rows, config.n_head)
         else:
             gate = silu(normed @ w[block + "ffn.gate.weight"].T)
-            up = rows if kind == "stem" else normed @ w[block + "ffn.up.weight"].T
+            up = rows if kind in ("stem", "stem_ngrams") else normed @ w[block + "ffn.up.weight"].T
             y = (gate * up) @ w[block + "ffn.down.weight"].T
         x = x + y
     head = w["wte.weight" if config.tie_head else "head.weight"]

@@ -7,6 +7,8 @@ import torch
 from conftest import Largest
 from naive import decoder, naive_logits, tokens
 
+from relatives import linear
+
 PATTERNS = ("full", "window:5", "window:3,full", "previous:1,window:5,window:3")
 SLOW = [8.0, 1.0, 4.0, 32]
 KINDS = {
@@ -18,6 +20,9 @@ KINDS = {
     "value": dict(n_kv_head=2),
     "engram": dict(ngram_rows=50, stem_layers="0,2"),
     "bigram": dict(ngram_rows=50),
+    "bank": dict(n_kv_head=2),
+    "memory": dict(),
+    "stem_ngrams": dict(ngram_rows=50),
 }
 
 
@@ -54,6 +59,23 @@ def test_logits_and_gradients_equal_those_of_a_naive_decoder(kind, attention, n,
     expected.sin().sum().backward()
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weight.grad, weights[name].grad, **close)
+
+
+@pytest.mark.parametrize("kind", ["embformer, the note's", "dense"])
+def test_linear_attention_equals_its_formula_in_chunks_and_from_a_state(kind, monkeypatch):
+    monkeypatch.setattr(linear, "CHUNK", 4)
+    model = decoder(ffn=kind.split(",")[0], attention="linear,full", **KINDS[kind])
+    ids = tokens(1, 29)
+    weights = {name: weight.double() for name, weight in model.state_dict().items()}
+    expected = naive_logits(model.config, weights, ids[0], ids[0], torch.zeros(29))[None].float()
+    for cache in ("none", "kv", "ids") if kind != "dense" else ("none", "kv"):
+        parts = [ids]
+        state = None
+        if cache != "none":
+            parts = ids.split([5, 1, 1, 9, 13], dim=1)
+            state = model.make_cache(1, kind=cache)
+        logits = torch.cat([model(part, cache=state)[0] for part in parts], dim=1)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", PATTERNS)

@@ -23,7 +23,7 @@ from training.settings import parse_args
         ("--n_embd 60", "--n_embd 60 must be a multiple of 2 * n_head, 8"),  # odd heads
         ("--n_head 8 --n_kv_head 3", "--n_head 8 must be a multiple of --n_kv_head 3"),
         ("--ffn embformer --no-tie_head", "--no-tie_head"),
-        ("--ffn lstm", "stem, embformer: in relatives/ there is no 'lstm', but bigram"),
+        ("--ffn lstm", "stem, embformer: in relatives/ there is no 'lstm', but"),
         ("--dropout 1.0", "--dropout 1.0 must be 0 or more and below 1"),
         ("--table_std nan", "--table_std nan"),
         ("--stem_layers most", "--stem_layers most must be third, half, all or numbers"),
@@ -31,7 +31,7 @@ from training.settings import parse_args
         ("--stem_layers=-1", "layers from 0 to 2"),
         ("--stem_layers all --n_layer 1", "layers from 0 to 0"),
         ("--ffn engram --stem_layers 7", "--stem_layers 7 must be"),
-        ("--attention windows", "in relatives/ there is no 'windows', but previous, window"),
+        ("--attention windows", "in relatives/ there is no 'windows', but"),
         (
             "--attention full,,full",
             "--attention full,,full is not full: in relatives/ there is no ''",

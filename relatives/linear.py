@@ -1,0 +1,86 @@
+"""--attention linear: attention without a softmax, whose cost and cache do not grow with the length
+(Katharopoulos et al., arXiv 2006.16236; positions as in RoFormer, arXiv 2104.09864, equation 19).
+The Embformer note names it as future work: keys and values are rows there as well.
+
+    f(x) = elu(x) + 1,   R_i: the rotation at position i
+    y_i  = sum_j (R_i f(q_i) . R_j f(k_j)) v_j / sum_j f(q_i) . f(k_j)        over j <= i
+
+Sums over earlier tokens are a state: that of R_j f(k_j) v_j^T, and that of f(k_j).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import model
+from common import UserError
+from model import ModelConfig, rotate
+
+CHUNK = 64  # tokens whose pairs are weighed; what was before them is in the state
+
+
+class State:
+    """Sums over the tokens so far, in place of their keys and values."""
+
+    outer: Tensor  # of R f(k) v^T, [B, n_head, head_dim, head_dim]
+    total: Tensor  # of f(k), [B, n_head, head_dim, 1]
+
+
+class Attention(model.Attention):
+    def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str) -> None:
+        super().__init__(config, qkv)
+        if argument:
+            raise UserError(f"--attention {config.attention}: linear takes no argument")
+        self.span = CHUNK + 2 * config.head_dim  # reading and adding to a state: head_dim keys
+
+    def make_cache(self, batch: int, room: int, like: Tensor) -> State:
+        return State()
+
+    def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> None:
+        if documents is not None:
+            raise UserError("--attention linear sums over all documents: leave out --doc_mask")
+
+    def forward(
+        self,
+        x: Tensor,
+        rows: Tensor | None,
+        angles: Tensor,
+        mask: None = None,
+        cache: State | None = None,
+        start: int = 0,
+    ) -> Tensor:
+        q, k, v = (heads.transpose(1, 2) for heads in self.qkv(x, rows))  # [B, heads, T, head_dim]
+        groups = q.shape[1] // k.shape[1]
+        with torch.autocast(x.device.type, enabled=False):  # long sums, in 32 bits
+            q = F.elu(q.float()) + 1
+            k = F.elu(k.float()).repeat_interleave(groups, dim=1) + 1
+            v = v.float().repeat_interleave(groups, dim=1)
+            y = self.sum_up(q, k, v, angles, cache, start)  # [B, n_head, T, head_dim]
+        return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))
+
+    def sum_up(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, cache: State | None, start: int
+    ) -> Tensor:
+        """The formula above, of features q and k."""
+        past = k.shape[2] - q.shape[2]  # earlier tokens, whose rows stand in for a cache
+        turned_q = rotate(q, angles[:, past:])
+        turned_k = rotate(k, angles)
+        if cache is None or start == 0:
+            outer = turned_k[:, :, :past].mT @ v[:, :, :past]  # [B, n_head, head_dim, head_dim]
+            total = k[:, :, :past].sum(2).unsqueeze(-1)  # [B, n_head, head_dim, 1]
+        else:
+            outer, total = cache.outer, cache.total
+        ys = []
+        new = (k[:, :, past:], turned_k[:, :, past:], v[:, :, past:])
+        chunks = [heads.split(CHUNK, dim=2) for heads in (q, turned_q, *new)]
+        for q, turned_q, k, turned_k, v in zip(
+            *chunks, strict=True
+        ):  # [B, n_head, chunk, head_dim]
+            y = (turned_q @ turned_k.mT).tril() @ v + turned_q @ outer
+            weights = (q @ k.mT).tril().sum(-1, keepdim=True) + q @ total
+            ys.append(y / weights)
+            outer = outer + turned_k.mT @ v
+            total = total + k.sum(2).unsqueeze(-1)
+        if cache is not None:
+            cache.outer, cache.total = outer, total
+        return torch.cat(ys, dim=2)

@@ -1,0 +1,32 @@
+"""stem_gate: STEM's ablation that looks up the gate in place of the up-projection (arXiv
+2601.10639, section on ablations). Which units open no longer depends on the context.
+
+    y = W_d (SiLU(U_l[t]) * (W_u x))
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import model
+
+
+class GateFFN(nn.Module):
+    def __init__(self, n_embd: int, d_ff: int) -> None:
+        super().__init__()
+        self.row_width = d_ff
+        self.up = nn.Linear(n_embd, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, n_embd, bias=False)
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x [B, T, n_embd], rows U_l[t] [B, T, d_ff] -> [B, T, n_embd]."""
+        up = self.up(x)
+        return self.down(F.silu(rows).to(up.dtype) * up)
+
+
+class Decoder(model.Decoder):
+    def make_block(self, layer: int) -> model.Block:
+        config = self.config
+        if layer not in config.row_layers:
+            return super().make_block(layer)
+        ffn = GateFFN(config.n_embd, config.d_ff)
+        return model.Block(config, layer, model.LinearQKV(config), ffn)
