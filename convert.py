@@ -60,6 +60,7 @@ from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
 from training.batches import Data, Source, check_tokenizer
 from training.checkpoints import load_checkpoint, load_model, read_encoding, save_checkpoint
+from training.report import model_sizes
 from training.settings import device_flag
 
 
@@ -419,7 +420,7 @@ def main() -> None:
     config = model.config
     print(
         f"wrote {settings.out}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
-        f"vocabulary {config.vocab_size:,}, {model.sizes()['total'] / 1e6:.2f} M parameters"
+        f"vocabulary {config.vocab_size:,}, {model_sizes(model)['total'] / 1e6:.2f} M parameters"
     )
     print(f"next: python train.py --init_from {settings.out} --data_dir DATA --out_dir out/trained")
 

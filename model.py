@@ -678,39 +678,6 @@ class Decoder(nn.Module):
         tokens = [token[:, None] for token in self.stream(ids, max_new_tokens, **options)]
         return torch.cat([ids, *(send(token, ids.device) for token in tokens)], dim=1)
 
-    # --- costs ---
-
-    def sizes(self) -> dict[str, int]:
-        """Numbers of parameters (a tied head counts once) and FLOPs of a forward pass:
-
-        total, table, backbone   in all, in tables, elsewhere
-        active                   that one token touches: of each table, and of an embedding that
-                                 is not the head, one row, and not what is `idle` in FFNs
-        flops_per_token          2 per multiplied weight, and attention to half of `Attention.span`
-                                 (the mean under a causal mask)
-        flops_per_key            of these, attention to one token, in all layers
-        """
-        config = self.config
-        table = self.tables.n_rank * sum(weight.numel() for weight in self.tables.weight)
-        row = 0 if config.tie_head else config.n_embd  # of an embedding that is only looked up
-        embedding = config.vocab_size * row
-        others = {*self.tables.parameters(), *(self.wte.parameters() if row else ())}
-        dense = [p for p in self.parameters() if p not in others]
-        backbone = sum(p.numel() for p in dense) + embedding
-        matrices = sum(p.numel() for p in dense if p.dim() == 2)
-        idle = sum(getattr(block.ffn, "idle", 0) for block in self.blocks)
-        rows = len(self.tables.weight) * self.tables.width * self.tables.n_rank * self.n_address
-        per_key = 4 * config.n_embd  # q k, and its weight times v
-        attention = sum(per_key * block.attn.span for block in self.blocks)
-        return {
-            "total": backbone + table,
-            "table": table,
-            "backbone": backbone,
-            "active": backbone - embedding + row - idle + rows,
-            "flops_per_token": 2 * (matrices - idle) + attention // 2,
-            "flops_per_key": per_key * config.n_layer,
-        }
-
 
 def sample(
     logits: Tensor,

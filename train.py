@@ -50,7 +50,7 @@ from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
 from training.placement import make_tables
 from training.records import Log
-from training.report import ask, describe, format_figures, report
+from training.report import ask, describe, format_figures, model_sizes, report
 from training.settings import (
     STAGES,
     Settings,
@@ -235,7 +235,7 @@ def fit(run: Run) -> None:
     """Train from `run.step` to the last step, and report what was learned."""
     settings, model, data = run.settings, run.model, run.data
     log = Log(settings.out_dir / "metrics.jsonl", run.step, silent=ranks.rank > 0)
-    log.write(type="run", args=settings.flat(), sizes=model.sizes(), data=data.metas)
+    log.write(type="run", args=settings.flat(), sizes=model_sizes(model), data=data.metas)
 
     figures = {}  # metrics of the last step
     first_step = run.step

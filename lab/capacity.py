@@ -17,6 +17,7 @@ from lab.experiment import KINDS, Experiment, Flags
 from lab.pictures import markdown, spread
 from model import Decoder, decoder_class
 from training.optimizer import Optimizer, schedule
+from training.report import model_sizes
 from training.settings import Settings
 
 SHAPE = {"n_layer": 4, "n_head": 2, "n_embd": 16, "tie_head": True}
@@ -110,7 +111,7 @@ def capacity(experiment: Experiment) -> None:
 
     rows = []
     for kind in RATES:
-        parameters = make_model(KINDS[kind]).sizes()["total"]
+        parameters = model_sizes(make_model(KINDS[kind]))["total"]
         row = {"layers": kind, "parameters": f"{parameters / 1e3:,.0f} k"}
         most = np.zeros(1)
         for n_fact in sizes:

@@ -14,6 +14,7 @@ from lab.pictures import markdown, spread
 from lab.runs import last_start
 from model import Decoder, ModelConfig
 from text.dataset import open_tokens, read_meta
+from training.report import model_sizes
 
 LENGTHS = (128, 8192, 131_072)
 BATCHES = (1, 32, 512)
@@ -36,7 +37,7 @@ class Costs:
     def __init__(self, config: ModelConfig) -> None:
         with torch.device("meta"):  # shapes, but no numbers
             model = Decoder(config)
-        self.sizes = model.sizes()
+        self.sizes = model_sizes(model)
         # FLOPs for one token: of attention to another one, of the head, and of all else.
         self.key = self.sizes["flops_per_key"]
         self.head = 2 * model.head_weight.numel()

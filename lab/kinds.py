@@ -12,6 +12,7 @@ from lab.runs import draw_validation, last_start, row
 from model import Decoder, ModelConfig
 from text.dataset import read_meta
 from training.records import read_run
+from training.report import model_sizes
 
 # Do n-grams matter, or would any rows do? Engram at its best rate, but:
 CONTROLS = {
@@ -42,7 +43,7 @@ def dense_of_equal_costs(experiment: Experiment) -> dict[str, Flags]:
 
     def size(flags: Flags, figure: str) -> int:
         with torch.device("meta"):  # shapes, but no numbers
-            return Decoder(ModelConfig(vocab_size=vocab_size, **flags)).sizes()[figure]
+            return model_sizes(Decoder(ModelConfig(vocab_size=vocab_size, **flags)))[figure]
 
     widths = [{"ffn": "dense", "n_head": n, "n_embd": 32 * n} for n in range(4, 33)]
     hidden = [{"ffn": "dense", "d_ff": 8 * n} for n in range(1, 65)]

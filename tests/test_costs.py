@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lab.costs import Costs, expected_distinct
 from lab.experiment import KINDS, MAIN
 from tables.tables import Tables
+from training.report import model_sizes
 
 N = 12  # tokens
 SHAPE = dict(n_layer=4, n_kv_head=2)
@@ -29,7 +30,7 @@ def counted(run) -> int:
 def test_flops_equal_those_that_pytorch_counts(kind):
     model = decoder(**SHAPE, **KINDS[kind])
     ids = tokens(1, N)
-    sizes = model.sizes()
+    sizes = model_sizes(model)
     assert sizes["flops_per_key"] == PER_KEY
     with torch.no_grad():
         read = counted(lambda: model(ids))

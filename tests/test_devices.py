@@ -10,6 +10,7 @@ import common
 from common import UserError, pick_device
 from model import CHUNK, Decoder, ModelConfig
 from train import training_dtype
+from training.report import model_sizes
 from training.settings import PRESETS, Settings
 
 REAL_ZEROS = torch.zeros
@@ -120,6 +121,6 @@ def test_presets_train_on_a_gpu_of_16_gb(name, monkeypatch):
     of_a_token = (kept_for_backward(thin, 64) - kept_for_backward(thin, 32)) / 32
     of_a_sequence = of_a_token * config.block_size * config.n_layer / 2
     with torch.device("meta"):
-        n_parameter = Decoder(config).sizes()["total"]
+        n_parameter = model_sizes(Decoder(config))["total"]
     need = settings.device_batch_size * of_a_sequence + 16 * n_parameter + 16 * CHUNK["cuda"]
     assert of_a_sequence > 0 and need < 15 * 2**30

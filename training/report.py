@@ -11,9 +11,41 @@ from training.records import draw_loss
 from training.settings import Settings
 
 
+def model_sizes(model: Decoder) -> dict[str, int]:
+    """Numbers of parameters (a tied head counts once) and FLOPs of a forward pass:
+
+    total, table, backbone   in all, in tables, elsewhere
+    active                   that one token touches: of each table, and of an embedding that
+                             is not the head, one row, and not what is `idle` in FFNs
+    flops_per_token          2 per multiplied weight, and attention to half of `Attention.span`
+                             (the mean under a causal mask)
+    flops_per_key            of these, attention to one token, in all layers
+    """
+    config = model.config
+    table = model.tables.n_rank * sum(weight.numel() for weight in model.tables.weight)
+    row = 0 if config.tie_head else config.n_embd  # of an embedding that is only looked up
+    embedding = config.vocab_size * row
+    others = {*model.tables.parameters(), *(model.wte.parameters() if row else ())}
+    dense = [p for p in model.parameters() if p not in others]
+    backbone = sum(p.numel() for p in dense) + embedding
+    matrices = sum(p.numel() for p in dense if p.dim() == 2)
+    idle = sum(getattr(block.ffn, "idle", 0) for block in model.blocks)
+    rows = len(model.tables.weight) * model.tables.width * model.tables.n_rank * model.n_address
+    per_key = 4 * config.n_embd  # q k, and its weight times v
+    attention = sum(per_key * block.attn.span for block in model.blocks)
+    return {
+        "total": backbone + table,
+        "table": table,
+        "backbone": backbone,
+        "active": backbone - embedding + row - idle + rows,
+        "flops_per_token": 2 * (matrices - idle) + attention // 2,
+        "flops_per_key": per_key * config.n_layer,
+    }
+
+
 def describe(settings: Settings, data: Data, objective: NextToken) -> None:
     """Say what is trained, and on how much of what."""
-    config, sizes = objective.model.config, objective.model.sizes()
+    config, sizes = objective.model.config, model_sizes(objective.model)
     millions = {name: f"{size / 1e6:.2f} M" for name, size in sizes.items()}
     print(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "

@@ -10,6 +10,7 @@ from model import Decoder, ModelConfig
 from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage
 from tables.tables import StoredTables
+from training.report import model_sizes
 
 V, L, W = 23, 5, 6
 
@@ -28,9 +29,9 @@ def made(tmp_path):
 def test_a_model_moves_its_tables_nowhere_and_counts_them(made):
     config = ModelConfig(V, 16, 4, 2, 16, stem_layers="all")
     with torch.device("meta"):
-        plain = Decoder(config).sizes()
+        plain = model_sizes(Decoder(config))
     model = Decoder(config, tables=made)
-    assert model.sizes() == plain
+    assert model_sizes(model) == plain
     before = model.tables.weight[0]
     model.to(torch.float64)
     assert model.tables.weight[0] is before and before.dtype == torch.float32
