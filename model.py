@@ -608,21 +608,6 @@ class Decoder(nn.Module):
             layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]
         return Cache(layers, rotary(room, self.config, self.device))
 
-    @torch.no_grad()
-    def norm_keys(self) -> None:
-        """Norm Embformer's keys in resident tables, once for all steps of decoding from ids."""
-        if isinstance(self.tables, ResidentTables):
-            for block, rows in zip(self.blocks, self.tables.weight, strict=True):
-                block.attn.qkv.norm_keys(rows)
-
-    @torch.no_grad()
-    def use_column_major_weights(self) -> None:
-        """Store linear layers with more outputs than inputs column by column: on a CPU, multiplying
-        a single row by them is twice as fast."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear) and module.out_features > module.in_features:
-                module.weight.data = module.weight.T.contiguous().T
-
     @torch.inference_mode()
     def stream(
         self,

@@ -22,6 +22,7 @@ from model import Decoder
 from text import tokenizer
 from text.tokenizer import encode
 from training.checkpoints import load_model
+from training.placement import norm_keys
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 
 
@@ -161,7 +162,7 @@ def main() -> None:
     if args.cache == "ids":
         if not model.config.embedding_only:
             raise UserError(f"--cache ids: {args.ckpt} is no Embformer, whose keys are rows")
-        model.norm_keys()
+        norm_keys(model)
     options = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,

@@ -40,7 +40,7 @@ from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
 from train import training_dtype
 from training.optimizer import Optimizer
-from training.placement import make_tables
+from training.placement import make_tables, norm_keys, use_column_major_weights
 from training.settings import Settings, device_flag
 
 KINDS = pick("dense", "STEM, third", "STEM, all", "Embformer")
@@ -238,7 +238,7 @@ def bench_decode(bench: Bench) -> dict:
         if bench.cuda:
             contender.model.to(bench.dtype)
         else:
-            contender.model.use_column_major_weights()
+            use_column_major_weights(contender.model)
     tasks = {
         "batch 1": partial(decode, batch=1, context=64, new=96),
         "batch 8": partial(decode, batch=8, context=64, new=96),
@@ -250,7 +250,7 @@ def bench_cache(bench: Bench) -> dict:
     contenders = {}
     for kind in ("kv", "ids"):
         contenders[kind] = Contender(bench, bench.model(ffn="embformer"), cache=kind)
-        contenders[kind].model.norm_keys()
+        norm_keys(contenders[kind].model)
     tasks = {}
     for part in (16, 4, 1):
         context = bench.block_size // part

@@ -8,6 +8,7 @@ from conftest import Largest
 from naive import decoder, naive_logits, tokens
 
 from relatives import linear
+from training.placement import norm_keys
 
 PATTERNS = ("full", "window:5", "window:3,full", "previous:1,window:5,window:3")
 SLOW = [8.0, 1.0, 4.0, 32]
@@ -110,7 +111,7 @@ def test_embformer_decodes_from_ids_alone_to_the_bit(attention, chunks):
 
     options = dict(seed=1, table_ids=table_ids)  # beyond the context of 32, keys normed before
     written = model.generate(ids, 50, **options)
-    model.norm_keys()
+    norm_keys(model)
     for kind in ("kv", "ids"):
         assert torch.equal(model.generate(ids, 50, cache=kind, **options), written)
 

@@ -11,6 +11,7 @@ from naive import LAYERS, decoder, naive_greedy, tokens
 from common import UserError
 from model import CHUNK, Block, Decoder, LinearQKV, ModelConfig, SwiGLU, sample
 from relatives.ngrams import primes
+from training.placement import use_column_major_weights
 from training.report import model_sizes
 from training.settings import parse_args
 
@@ -315,6 +316,6 @@ def test_weights_by_columns_are_the_same_weights():
     model = decoder(ffn="stem")
     ids = tokens(2, 9)
     before = model(ids)[0]
-    model.use_column_major_weights()
+    use_column_major_weights(model)
     torch.testing.assert_close(model(ids)[0], before)
     assert model.blocks[0].ffn.gate.weight.stride() == (1, 48)

@@ -36,7 +36,7 @@ from tables.storage import DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
-from training.placement import make_tables
+from training.placement import make_tables, use_column_major_weights
 
 FORMAT = 4  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise.
@@ -262,5 +262,5 @@ def load_model(
             if name != "tables":  # whose rows are few, and may be saved again
                 module.to(torch.bfloat16)
     if device.type == "cpu":
-        model.use_column_major_weights()
+        use_column_major_weights(model)
     return model, encoding, checkpoint
