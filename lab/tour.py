@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Token tables in five steps
+# # Token tables in six steps
 #
 # From a dense FFN to one that looks up part of its weights by token id: trained, edited, and moved
 # to disk. Some minutes on two CPU cores as `python lab/tour.py`; with `--quick`, seconds, of models
@@ -67,7 +67,29 @@ print(f"multiplied: {3 * w_up.numel():,} numbers, with a table {2 * w_up.numel()
 print(f"in the table: {table.numel():,}, read for a token: {d_ff}")
 
 # %% [markdown]
-# ## 3. Train both
+# ## 3. A linear layer is attention
+#
+# Embformer (Wu, 2025) has no linear layer at all, and its note says why none is needed
+# (section 2.1): a linear layer already is attention, to its own inputs. Each input gets a weight,
+# its share of the sum of sizes, and brings a value, its column of the matrix. Sign and sum go into
+# the values. So a matrix holds values, and what holds values can be a table that is looked up:
+# Embformer takes keys and values of attention from rows of the token, and the FFN's factor, too.
+
+# %%
+
+
+def linear_as_attention(x, w):  # [T, n_in], [n_out, n_in] -> [T, n_out]
+    total = x.abs().sum(-1, keepdim=True)  # [T, 1]
+    weights = x.abs() / total  # [T, n_in], of each token they add up to one
+    values = w.T * (total * x.sign())[:, :, None]  # [T, n_in, n_out]
+    return (weights[:, None] @ values)[:, 0]
+
+
+difference = linear_as_attention(x, w_up) - F.linear(x, w_up)
+print(f"largest difference: {difference.abs().max():.1e}")
+
+# %% [markdown]
+# ## 4. Train both
 #
 # Text about the world's 195 states, models of 6 layers x 128. In a minute, the one with tables has
 # learned the facts, the dense one has not: see the share of `recall` that is printed.
@@ -95,7 +117,7 @@ plt.legend()
 plt.savefig(OUT / "tour.png")
 
 # %% [markdown]
-# ## 4. Swap two rows, and read
+# ## 5. Swap two rows, and read
 #
 # Spain's rows and Germany's change places, in all tables. The prompt is the same, and so are all
 # matrices; the model says Berlin. (`edit.py` takes names of several tokens, and changes one of
@@ -119,7 +141,7 @@ for rows in model.tables.weight:  # [V, d_ff]
 print(answer())
 
 # %% [markdown]
-# ## 5. The table in RAM, or on disk
+# ## 6. The table in RAM, or on disk
 #
 # A batch reads few rows, known in advance, and only these change. So tables may be where there is
 # room, with a GPU for all else. Losses are the same.
@@ -131,4 +153,4 @@ for offload in ("none", "cpu", "disk"):
 print(losses)
 
 # %% [markdown]
-# Next: a layer, or tables, of your own, in README.md under "How to change things".
+# Next: a layer of your own, the end of README.md.

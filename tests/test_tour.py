@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -58,6 +59,8 @@ def test_the_tour_runs(tmp_path, monkeypatch):
     del weights["up.weight"]
     stem.load_state_dict(weights)
     torch.testing.assert_close(stem(x, rows), tour["stem"](x, tour["ids"]))
+    linear = F.linear(x, tour["w_up"])
+    torch.testing.assert_close(tour["linear_as_attention"](x, tour["w_up"]), linear)
     assert len(set(tour["losses"].values())) == 1
     before = torch.load("out/tour/stem/ckpt.pt")["model"]["tables.weight.0"]
     spain, germany = tour["spain"], tour["germany"]
