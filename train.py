@@ -230,6 +230,8 @@ def training_dtype(dtype: str, device: torch.device) -> str:
 
 # --- a run ---
 
+READ_EVERY = 10  # steps; to read their figures, the host waits for the device
+
 
 def fit(run: Run) -> None:
     """Train from `run.step` to the last step, and report what was learned."""
@@ -237,7 +239,8 @@ def fit(run: Run) -> None:
     log = Log(settings.out_dir / "metrics.jsonl", run.step, silent=ranks.rank > 0)
     log.write(type="run", args=settings.flat(), sizes=model_sizes(model), data=data.metas)
 
-    figures = {}  # metrics of the last step
+    steps: list[tuple] = []  # whose figures are not read yet
+    figures = {}  # of the last step
     first_step = run.step
     if run.step < settings.max_iters:
         ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
@@ -245,23 +248,30 @@ def fit(run: Run) -> None:
     bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
     with bar, StopSignals(bar) as signals:
         while True:
-            # 1) evaluate and save: at the beginning, the end, and every eval_interval steps
+            # 1) read what the last steps gave
             is_last = run.step == settings.max_iters
-            if run.step == first_step or is_last or run.step % settings.eval_interval == 0:
+            evaluates = is_last or run.step == first_step or run.step % settings.eval_interval == 0
+            stops = ranks.wait(signals.number)  # some rank was asked to stop
+            if steps and (evaluates or stops or len(steps) == READ_EVERY):
+                figures = read_figures(run, log, steps)
+                bar.set_postfix_str(format_figures(figures))
+                steps = []
+
+            # 2) evaluate and save
+            if evaluates:
                 losses = evaluate_and_save(run, log)
                 bar.write(f"step {run.step}: {format_figures({**losses, **figures})}")
 
-            # 2) finished, or asked to stop?
+            # 3) finished, or asked to stop?
             if is_last:
                 break
-            if ranks.wait(signals.number):  # some rank was asked to stop
+            if stops:
                 run.save()
                 bar.write(f"continue with: python train.py --resume --out_dir {settings.out_dir}")
                 raise SystemExit(128 + signals.number)  # as a shell reports it
 
-            # 3) forward and backward, one micro-batch after the other
-            started = time.perf_counter()
-            n_token = ids.numel()  # with padding
+            # 4) forward and backward, one micro-batch after the other
+            started, n_token = time.perf_counter(), ids.numel()  # with padding
             n_target = run.objective.count(targets)
             train_loss = torch.zeros((), device=model.device)
             # For dropout: no two steps, ranks or seeds draw the same.
@@ -278,27 +288,33 @@ def fit(run: Run) -> None:
                     run.objective.prefetch(ids)
                 run.optimizer.scaler.scale(loss).backward()
 
-            # 4) update
+            # 5) update
             fraction = schedule(run.step, settings)  # of the peak learning rate
             norm = run.optimizer.step(fraction)
             run.step += 1
-
-            # 5) record
             ranks.add_up(train_loss)
-            figures = {"train_loss": train_loss.item(), "grad_norm": norm.item()}  # the host waits
+            figures = {"train_loss": train_loss, "grad_norm": norm}
             figures["lr"] = fraction * settings.learning_rate
-            figures["tok_per_s"] = n_token / (time.perf_counter() - started)
-            check_finite(figures["train_loss"], "training", run)
-            log.write(type="step", step=run.step, **figures)
+            steps.append((started, n_token, figures))
             bar.update()
-            bar.set_postfix_str(format_figures(figures))
-    if settings.compile:
-        torch.compiler.set_stance("force_eager")  # each prompt has another shape
-    shares = report(settings, data, model.eval(), run.best)
-    if settings.compile:
-        torch.compiler.set_stance("default")
+    with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
+        shares = report(settings, data, model.eval(), run.best)
     if shares:
         log.write(type="recall", step=run.step, **shares)
+
+
+def read_figures(run: Run, log: Log, steps: list[tuple]) -> dict[str, float]:
+    """Log the figures of the last steps, each with its start and its tokens. Returns the last."""
+    for _, _, figures in steps:
+        for name in ("train_loss", "grad_norm"):
+            figures[name] = figures[name].item()  # the host waits
+    seconds = time.perf_counter() - steps[0][0]
+    tok_per_s = sum(n_token for _, n_token, _ in steps) / seconds
+    for step, (_, _, figures) in enumerate(steps, run.step - len(steps) + 1):
+        check_finite(figures["train_loss"], "training", step, run.settings)
+        figures["tok_per_s"] = tok_per_s
+        log.write(type="step", step=step, **figures)
+    return figures
 
 
 def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
@@ -306,7 +322,7 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     nothing is trained yet, it also writes ckpt.pt, and best.pt if the loss is the lowest so far."""
     settings, data = run.settings, run.data
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
-    check_finite(losses["val_loss"], "validation", run)
+    check_finite(losses["val_loss"], "validation", run.step, settings)
     corpus = data.metas[0]["corpus"]
     losses.update(countries.ask(run.model, data.encoding, corpus, briefly=True))
     log.write(type="eval", step=run.step, **losses)
@@ -330,13 +346,13 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     return losses
 
 
-def check_finite(loss: float, kind: str, run: Run) -> None:
+def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
     """Stop before weights that are not numbers get into a checkpoint."""
     if not math.isfinite(loss):
-        advice = f"lower --learning_rate {run.settings.learning_rate}"
-        if run.step == 0:
+        advice = f"lower --learning_rate {settings.learning_rate}"
+        if step == 0:
             advice = "are the weights of --init_from finite, --init_std and --table_std small?"
-        raise UserError(f"the {kind} loss became {loss} at step {run.step}: {advice}")
+        raise UserError(f"the {kind} loss became {loss} at step {step}: {advice}")
 
 
 # --- without training ---
