@@ -183,7 +183,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, heads, T, head_dim] by an angle:
     (a cos - b sin, b cos + a sin). angles [2, T, head_dim] are from `rotary`."""
     cos, sin = angles
-    wide = x.float().contiguous()
+    wide = x.to(torch.float32, memory_format=torch.contiguous_format)
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
     return (wide * cos).add_(swapped.mul_(sin)).to(x.dtype)
 
