@@ -87,7 +87,7 @@ def refused(*args, cwd: Path = ROOT) -> str:
     return errors_of(command(*args, cwd=cwd, fails=True))[0]
 
 
-def start_process(*args, cwd: Path) -> subprocess.Popen:
+def start_process(*args, cwd: Path, **options) -> subprocess.Popen:
     """Run `python args...` in a process of its own."""
     return subprocess.Popen(
         [sys.executable, *map(str, args)],
@@ -96,6 +96,7 @@ def start_process(*args, cwd: Path) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        **options,
     )
 
 
