@@ -33,6 +33,7 @@ torch.set_num_threads(1)  # threads only slow down tensors of this size
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
+INHERITED = dict.fromkeys(SHAPE)  # the shape comes from --init_from
 RUN = dict(
     batch_size=4, max_iters=12, eval_interval=6, eval_tokens=1024, device="cpu", dtype="float32"
 )

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import (
     CPU,
+    INHERITED,
     assert_same_run,
     checkpoint,
     command,
@@ -25,8 +26,6 @@ from model import Decoder, ModelConfig
 from training.batches import Data
 from training.objectives import NextToken, validate
 from training.records import read_run
-
-INHERITED = dict(n_layer=None, n_head=None, n_embd=None)  # the shape comes from --init_from
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +57,6 @@ def stage(data, chat, trained):
             folder = f"{data}=0.75,{chat}=0.25"
         if name == "context":
             more = {"block_size": 48, "batch_size": 2, **more}
-        else:
-            more = {"block_size": None, **more}
         init_from = trained["stem"] / "ckpt.pt"
         return {**INHERITED, "data": folder, "stage": name, "init_from": init_from, **more}
 
