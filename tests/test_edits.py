@@ -9,7 +9,6 @@ from conftest import CPU
 
 from common import UserError
 from edit import Edit, show_and_save
-from lab import edits
 from lab.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
 from model import Decoder, ModelConfig
 from stem import substitute
@@ -17,7 +16,6 @@ from text import bpe, countries
 from text.tokenizer import encode
 from training import writing
 from training.checkpoints import save_checkpoint
-from training.questions import Scores
 from training.writing import ExtraRows, ask_the_same, rows_of, texts_about, write_fact
 
 COUNTRIES = countries.table()
@@ -66,34 +64,6 @@ def test_a_model_of_other_text_is_refused(tmp_path):
     save_checkpoint(tmp_path / "ckpt.pt", made(other), other)
     with pytest.raises(UserError, match="no country is one token"):
         report_edits(tmp_path / "ckpt.pt", 1, CPU)
-
-
-def test_a_table_has_the_spread_of_what_runs_have_in_common():
-    reports = [[{"names": "one token", "success": share}] for share in (0.5, 1.0)]
-    assert edits.table(reports).splitlines()[2:] == ["| one token | 75.0% ± 35.4% |"]
-
-
-def test_a_report_of_writing_has_the_new_fact_by_form_and_all_others(
-    encoding, tmp_path, monkeypatch
-):
-    """Of a model that learns to answer questions, but no prose, and knows one other fact."""
-    save_checkpoint(tmp_path / "ckpt.pt", made(encoding), encoding)
-    taught = []
-    monkeypatch.setattr(writing, "write_fact", lambda *arguments: taught.append(arguments[2:4]))
-
-    def score(model, prompts, answers, table_prompts):
-        name, answer = taught[-1]
-        greedy = []
-        for ids, given, read in zip(prompts, answers, table_prompts, strict=True):
-            assert (read != torch.tensor(ids)).sum() == len(name)
-            asked = encoding.decode(ids)
-            greedy.append((given == answer and "Question" in asked) or "currency" in asked)
-        return Scores(torch.tensor(greedy), None)
-
-    monkeypatch.setattr(edits, "score_answers", score)
-    rows = edits.report_writing(tmp_path, 3, CPU)
-    for row, relation in zip(rows, ("capital", "language", "region"), strict=True):
-        assert list(row.values()) == [relation, 0, 1, 0, pytest.approx(1 / 5), 0]
 
 
 # --- one fact ---

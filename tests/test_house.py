@@ -118,7 +118,9 @@ def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):
         command("train.py", *SMALL, *more, "--data_dir", data, "--out_dir", out)
         command("train.py --resume --max_iters 14 --out_dir", out)
         assert losses(out)[-1] < 0.5 * losses(out)[0]
-        sampled = command("sample.py --max_new_tokens 20 --ckpt", ckpt, "--offload", place)
+        sampled = command(
+            "sample.py --dtype bfloat16 --max_new_tokens 20 --ckpt", ckpt, "--offload", place
+        )
         edited = command("edit.py", *EDIT, "--ckpt", ckpt, "--save", tmp_path / f"{place}.pt")
         written.add((sampled.stdout, edited.stdout.replace(place, "")))
     assert len(written) == 1
