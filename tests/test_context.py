@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from lab.context import KEYS, VALUES, distinct_tokens, document, haystack, prose
+from lab.context import distinct_tokens, haystack, prose
 from text import bpe
 
 NEEDLE = r" Call (\w+) (\w+)\."
@@ -17,18 +17,6 @@ def test_distinct_tokens_are_counted_one_by_one():
     expected = [len(set(tokens[start : start + 40])) for start in range(0, 281, 40)]
     assert distinct_tokens(ids, 40) == expected
     assert distinct_tokens(ids, 320) == [len(set(tokens))]
-
-
-def test_a_document_repeats_its_needle():
-    text = document(random.Random(0), n_word=40, repeats=3)
-    told = re.findall(NEEDLE, text)
-    assert told == [told[0]] * 4
-    key, value = told[0]
-    assert key in KEYS
-    assert value in VALUES
-    novel = " ".join(prose(held_out=False))
-    assert re.sub(NEEDLE, "", text) in novel
-    assert " ".join(prose(held_out=True)[:40]) not in novel
 
 
 def test_a_haystack_has_its_length_and_the_needle_at_its_depth():

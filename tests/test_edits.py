@@ -1,7 +1,5 @@
 """lab/edits.py and training/writing.py, with answers made to be known."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -67,24 +65,6 @@ def test_a_model_of_other_text_is_refused(tmp_path):
 
 
 # --- one fact ---
-
-
-def test_extra_tokens_stand_in_for_others():
-    """As a model whose tables hold their rows under tokens that nobody uses."""
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(20, 16, 4, 2, 32, table_std=1.0)).eval()
-    overwritten = copy.deepcopy(model)
-    ids = torch.tensor([[1, 2, 3, 4], [5, 2, 3, 1]])
-    plain = model(ids)[0]
-    model.tables = ExtraRows(model.tables, rows_of(model.tables, [3, 4]))
-    read = torch.tensor([[1, 2, 20, 21], [5, 2, 20, 1]])
-    assert torch.equal(model(ids, table_ids=read)[0], plain)  # copies, until they are trained
-    model.tables.extra.data += torch.randn_like(model.tables.extra)
-    for table, weight in enumerate(overwritten.tables.weight):
-        weight[18:] = model.tables.extra[:, table]
-    expected = overwritten(ids, table_ids=read.where(read < 20, read - 2))[0]
-    torch.testing.assert_close(model(ids, table_ids=read)[0], expected)
-    assert torch.equal(model(ids)[0], plain)
 
 
 def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(

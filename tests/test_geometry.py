@@ -1,20 +1,10 @@
 """lab/geometry.py against loops over pairs, and a model that is run by hand."""
 
-import itertools
-
 import torch
-import torch.nn.functional as F
 from naive import decoder, tokens
 
-from lab.geometry import cosines, rows_by_layer, up_outputs
+from lab.geometry import rows_by_layer, up_outputs
 from model import rotary
-
-
-def test_cosines_are_those_of_every_pair():
-    torch.manual_seed(0)
-    rows = torch.randn(7, 5)
-    i, j = zip(*itertools.combinations(range(7), 2), strict=True)
-    torch.testing.assert_close(cosines(rows), F.cosine_similarity(rows[[*i]], rows[[*j]]))
 
 
 @torch.no_grad()

@@ -10,11 +10,10 @@ from naive import LAYERS
 from test_offload import RealGpu, batch
 from test_offload import train as train_rows
 
-from model import Decoder, ModelConfig, decoder_class
+from model import Decoder, decoder_class
 from offload import OffloadedTables
 from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage, RamStorage
-from tables.tables import ResidentTables
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,46 +91,7 @@ def test_reading_rows_by_ids_on_the_cpu_does_not_wait_for_the_gpu(training):
     assert torch.equal(rows[0].detach().cpu(), expected)
 
 
-def test_gradients_of_equal_tokens_are_summed_in_float32():
-    """Of 2,048 equal tokens, where layers compute in 16 bits."""
-    tables = decoder("stem").cuda().tables.train()
-    grad = torch.randn(1, 2048, tables.width, device="cuda").bfloat16()
-    with torch.autocast("cuda", torch.bfloat16):
-        rows = list(tables.lookup(torch.full((1, 2048), 7)))
-    for row in rows:
-        row.bfloat16().backward(grad)
-    _, grads = tables.gradients()
-    for summed in grads:
-        torch.testing.assert_close(
-            summed[0], grad.double().sum((0, 1)).float(), rtol=1e-4, atol=1e-3
-        )
-
-
 # --- offloaded tables (and see test_offload.py) ---
-
-
-def test_training_and_decoding_with_offloaded_tables_equal_resident():
-    def offloaded(n_table, vocab_size, width):
-        storage = RamStorage((vocab_size, n_table, width), torch.float32)
-        return OffloadedTables(storage, "cuda", chunk_bytes=1 << 14)
-
-    config = ModelConfig(60, 32, 5, 4, 64, table_std=0.5)
-    runs = []
-    for tables in (ResidentTables, offloaded):
-        torch.manual_seed(0)
-        model = Decoder(config, tables=tables).cuda()
-        rows = RowRMSprop(model.tables)
-        for number in range(8):
-            for part in (batch(number, (4, 32)) % 60).chunk(1 + number % 2):
-                loss = model(part, part)[1]
-                model.tables.prefetch(batch(number + 1, (4, 32)) % 60)
-                loss.backward()
-            rows.step(lr=0.05)
-        text = model.eval().generate(torch.arange(9)[None].cuda(), 40, seed=0)
-        model.tables.flush()
-        runs.append([loss, text, *model.tables.weight, *rows.state])
-    for resident, far in zip(*runs, strict=True):
-        assert torch.equal(resident.detach().cpu(), far.detach().cpu())
 
 
 def test_copies_overlap_compute(tmp_path):

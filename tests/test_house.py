@@ -71,17 +71,6 @@ def test_no_imports_lead_in_a_circle():
             del left[name]
 
 
-def test_training_imports_only_what_it_needs():
-    found = imports()
-    needed = set()
-    new = {"train"}
-    while new:
-        needed |= new
-        new = set().union(*(found[name] for name in new)) - needed
-    assert {"model", "text.tokenizer"} <= needed
-    assert not needed & {"text.download", "text.documents", "convert", "prepare"}
-
-
 def test_the_path_knows_no_relative_and_no_corpus():
     """But for help, and for train.py, which asks about the corpus that it writes."""
     files = {path.stem for path in ROOT.glob("relatives/*.py")}

@@ -100,18 +100,6 @@ def test_gradients_count_only_what_was_differentiated():
     assert made.reads == []
 
 
-def test_passes_may_all_go_forward_before_the_first_goes_back():
-    made = tables()
-    embeddings = ordinary()
-    passes = [list(made.lookup(part)) for part in BATCH]
-    for seed, (rows, part) in enumerate(zip(passes, BATCH, strict=True)):
-        backward(rows, seed)
-        backward([embedding(part) for embedding in embeddings], seed)
-    ids, grads = made.gradients()
-    for grad, embedding in zip(grads, embeddings, strict=True):
-        torch.testing.assert_close(grad, embedding.weight.grad[ids])
-
-
 def test_a_training_loop_that_forgets_the_tables_fails(monkeypatch):
     monkeypatch.setattr(tables_module, "MOST_READS", 20)
     made = tables()
