@@ -51,13 +51,12 @@ def test_the_tour_runs(tmp_path, monkeypatch):
     tour = runpy.run_path(str(TOUR))
     sizes = tour["n_embd"], tour["d_ff"]
     weights = {f"{name}.weight": tour[f"w_{name}"] for name in ("gate", "up", "down")}
-    x, rows = tour["x"], tour["table"][tour["ids"]]
-    dense, stem = SwiGLU(*sizes), StemFFN(*sizes)
-    dense.load_state_dict(weights)
-    torch.testing.assert_close(dense(x, None), tour["dense"](x))
-    del weights["up.weight"]
-    stem.load_state_dict(weights)
-    torch.testing.assert_close(stem(x, rows), tour["stem"](x, tour["ids"]))
+    for layer, rows, found in (
+        (SwiGLU(*sizes), None, tour["dense"](tour["x"])),
+        (StemFFN(*sizes), tour["table"][tour["ids"]], tour["stem"](tour["x"], tour["ids"])),
+    ):
+        layer.load_state_dict(weights, strict=False)
+        torch.testing.assert_close(layer(tour["x"], rows), found)
     assert len(set(tour["losses"].values())) == 1
     before = torch.load("out/tour/stem/ckpt.pt")["model"]["tables.weight.0"]
     spain, germany = tour["spain"], tour["germany"]
