@@ -3,20 +3,10 @@
 import random
 import re
 
-import numpy as np
-
-from lab.context import distinct_tokens, haystack, prose
+from lab.context import haystack, prose
 from text import bpe
 
 NEEDLE = r" Call (\w+) (\w+)\."
-
-
-def test_distinct_tokens_are_counted_one_by_one():
-    ids = np.random.default_rng(0).integers(50, size=320)
-    tokens = ids.tolist()
-    expected = [len(set(tokens[start : start + 40])) for start in range(0, 281, 40)]
-    assert distinct_tokens(ids, 40) == expected
-    assert distinct_tokens(ids, 320) == [len(set(tokens))]
 
 
 def test_a_haystack_has_its_length_and_the_needle_at_its_depth():

@@ -1,20 +1,8 @@
 """Mixing, parameters, the note's claim about linear layers. The whole model: test_attention.py."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from naive import decoder
-from naive import mix as naive_mix
-
-from embformer import mix
-
-
-@pytest.mark.parametrize(("n_head", "head_dim"), [(4, 8), (3, 2), (2, 7), (6, 6), (1, 9)])
-def test_mix_equals_the_double_loop_and_is_a_permutation(n_head, head_dim):
-    x = torch.arange(n_head * head_dim)
-    mixed = x[mix(n_head, head_dim)]
-    assert torch.equal(mixed, naive_mix(x, n_head))
-    assert torch.equal(mixed.sort().values, x)
 
 
 def test_every_parameter_is_the_input_embedding_or_a_table():

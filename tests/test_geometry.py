@@ -3,7 +3,7 @@
 import torch
 from naive import decoder, tokens
 
-from lab.geometry import rows_by_layer, up_outputs
+from lab.geometry import up_outputs
 from model import rotary
 
 
@@ -22,10 +22,3 @@ def test_outputs_of_up_projections_by_token():
         for number, token in enumerate(windows.unique()):
             mean = y[windows == token].mean(0)  # [d_ff]
             torch.testing.assert_close(found[layer][number], mean, rtol=1e-4, atol=1e-5)
-
-
-def test_rows_are_shown_by_the_layer_that_reads_them():
-    stem = decoder(stem_layers="1")
-    found = rows_by_layer(stem, torch.tensor([7, 3, 7]))
-    assert list(found) == [1]
-    assert torch.equal(found[1], stem.tables.weight[0][[3, 7]])

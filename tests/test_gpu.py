@@ -1,19 +1,18 @@
 """What only a CUDA device can show: the same results there, and no needless wait for it."""
 
-import copy
 import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
-from naive import LAYERS
-from test_offload import RealGpu, batch
-from test_offload import train as train_rows
+from conftest import CPU, losses, small_run
+from naive import LAYERS, decoder, tokens
+from test_offload import RealGpu, batch, train
 
-from model import Decoder, decoder_class
 from offload import OffloadedTables
 from tables.rmsprop import RowRMSprop
 from tables.storage import RamStorage
+from training.checkpoints import load_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,59 +21,24 @@ pytestmark = [
 GPU = RealGpu()
 
 
-@pytest.fixture(autouse=True)
-def exact():
-    """No TF32, which training switches on."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-def decoder(ffn: str) -> Decoder:
-    torch.manual_seed(0)
-    kind = decoder_class(ffn)
-    return kind(kind.config_class(60, 32, 3, 4, 64, n_kv_head=2, ffn=ffn, table_std=0.5))
-
-
-def train(model: Decoder, device: str, steps: int = 3) -> tuple[list[float], Decoder]:
-    """A few steps of plain SGD on the backbone and RMSprop on the tables."""
-    model = copy.deepcopy(model).to(device)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = None
-    if len(model.tables.weight):
-        # eps: a gradient that is zero but for rounding must not become a step.
-        rows = RowRMSprop(model.tables, eps=1e-4)
-    losses = []
-    for number in range(steps):
-        ids = batch(number, (4, 32)) % 60
-        loss = model(ids.to(device), ids.to(device), table_ids=ids)[1]  # table ids on the CPU
-        loss.backward()
-        losses.append(loss.item())
-        sgd.step()
-        sgd.zero_grad()
-        if rows is not None:
-            rows.step(lr=0.01)
-    return losses, model
-
-
 @pytest.mark.parametrize("ffn", LAYERS)
-def test_training_and_decoding_on_the_gpu_equal_the_cpu(ffn):
-    on_cpu, cpu_model = train(decoder(ffn), "cpu")
-    on_gpu, gpu_model = train(decoder(ffn), "cuda")
-    assert on_gpu == pytest.approx(on_cpu, rel=1e-4)
-    for a, b in zip(cpu_model.parameters(), gpu_model.parameters(), strict=True):
-        torch.testing.assert_close(b.cpu(), a, rtol=1e-3, atol=1e-4)
-    ids = torch.randint(60, (2, 9))
-    greedy = cpu_model.eval().generate(ids, 8, temperature=0)
-    decoded = gpu_model.eval().generate(ids.cuda(), 8, temperature=0, table_ids=ids)
-    assert torch.equal(decoded.cpu(), greedy)
+def test_training_and_decoding_on_the_gpu_equal_the_cpu(ffn, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # no TF32
+    runs = [
+        small_run(data, tmp_path / device, ffn=ffn, device=device) for device in ("cpu", "cuda")
+    ]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
+    texts = []
+    for device in (CPU, GPU.device):
+        model, _, _ = load_model(runs[0] / "ckpt.pt", device)
+        texts.append(model.generate(torch.arange(9)[None], 20, temperature=0).cpu())
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_reading_rows_by_ids_on_the_cpu_does_not_wait_for_the_gpu(training):
-    tables = decoder("stem").cuda().tables.train(training)
-    ids = torch.randint(60, (16, 1024))
+    tables = decoder().cuda().tables.train(training)
+    ids = tokens(16, 1024)
     list(tables.lookup(ids))  # allocations out of the way
     torch.cuda.synchronize()
     GPU.busy(torch.cuda.current_stream())
@@ -83,9 +47,6 @@ def test_reading_rows_by_ids_on_the_cpu_does_not_wait_for_the_gpu(training):
     torch.cuda.synchronize()
     expected = F.embedding(ids, tables.weight[0].cpu())
     assert torch.equal(rows[0].detach().cpu(), expected)
-
-
-# --- offloaded tables (and see test_offload.py) ---
 
 
 def test_device_memory_does_not_grow_with_the_vocabulary():
@@ -100,7 +61,7 @@ def test_device_memory_does_not_grow_with_the_vocabulary():
                 tables.flush()
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-            train_rows(tables, optimizer, batch(number, (4, 512)))
+            train(tables, optimizer, batch(number, (4, 512)))
         tables.flush()
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)

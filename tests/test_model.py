@@ -59,31 +59,23 @@ def test_defaults_follow_the_other_fields():
 
 def test_dropout_leaves_out_a_share_and_scales_the_rest_in_training_only():
     ids = tokens(256, 16)
-    share = 0.25
-    model = decoder(ffn="dense", dropout=share)
+    model = decoder(ffn="dense", dropout=0.25)
     assert torch.equal(model(ids)[0], decoder(ffn="dense")(ids)[0])
     block = model.train().blocks[0]
-    inputs = {}
-    outputs = {}
-
-    def record(module, given, made):
-        inputs[module] = given[0]
-        outputs[module] = made
-
-    for part in (block, block.ffn_norm, block.ffn):
-        part.register_forward_hook(record)
+    seen = {}
+    block.ffn_norm.register_forward_pre_hook(lambda _, given: seen.update(x=given[0]))
+    block.ffn.register_forward_hook(lambda _, given, made: seen.update(made=made))
+    block.register_forward_hook(lambda _, given, made: seen.update(given=given[0], out=made))
     model(ids)
-    embedding = model.embed(ids)
-    residual = outputs[block] - inputs[block.ffn_norm]
-    for whole, dropped in ((embedding, inputs[block]), (outputs[block.ffn], residual)):
+    added = seen["out"] - seen["x"]
+    for whole, dropped in ((model.embed(ids), seen["given"]), (seen["made"], added)):
         left = (dropped / whole)[whole.abs() > 0.1]
         gone = left.abs() < 0.1
-        assert gone.float().mean().item() == pytest.approx(share, abs=0.03)
-        assert left[~gone].median().item() == pytest.approx(1 / (1 - share), rel=1e-3)
+        assert gone.float().mean().item() == pytest.approx(0.25, abs=0.03)
+        assert left[~gone].median().item() == pytest.approx(4 / 3, rel=1e-3)
     q = torch.zeros(2, 4, 512, 8)  # attention alone: equal weights, of which a share is left out
     sums = block.attn.attend(q, q, torch.ones_like(q), None)[:, -1]
-    assert sums.mean().item() == pytest.approx(1, abs=0.05)
-    assert sums.std() > 0.01
+    assert sums.mean().item() == pytest.approx(1, abs=0.05) and sums.std() > 0.01
 
 
 def test_more_tokens_than_block_size_are_refused():

@@ -103,26 +103,6 @@ def test_rows_of_n_grams_are_not_edited(data, tmp_path, ffn):
         assert "rows of n-grams" in refused(*line)
 
 
-def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, capsys):
-    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
-    brief = encoding.encode_ordinary(" Chloë. Björn")
-    long = encoding.encode_ordinary(" follows Anna" * 9)
-    padding = [encoding.eot_token] * (len(long) - len(brief))
-    written = torch.tensor([brief + padding, long])
-    monkeypatch.setattr(model, "generate", lambda ids, *_, **__: torch.cat((ids, written), 1))
-    asked = edit.Edit(source="Anna", target="Björn", prompt="Anna", max_new_tokens=len(long))
-    ids, edited = encode(encoding, "Anna"), encode(encoding, "Björn")
-    edit.show(model, encoding, asked, [], ids, edited)
-
-    said = capsys.readouterr().out.splitlines()
-    shown = [line for line in said if line.startswith("probability of")]
-    answers = [encoding.encode_ordinary(" Chloë"), long]  # until the sentence ends
-    for line, answer in zip(shown, answers, strict=True):
-        for rows, title in ((ids, "before"), (edited, "after")):
-            p = score_answers(model, [ids], [answer], [rows]).probability.item()
-            assert f"{title} {p:6.1%}" in line
-
-
 # --- edits that last ---
 
 

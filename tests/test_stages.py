@@ -82,13 +82,6 @@ def test_the_whole_chain(stage, trained, chat, tmp_path, capsys):
     assert after["tokenizer"] == before["tokenizer"]
 
 
-def test_pretraining_may_go_on_from_a_model(stage, trained, tmp_path):
-    out = small_run(**stage("pretrain", max_iters=2), out=tmp_path / "out")
-    before, after = (read_run(folder)["eval"] for folder in (trained["stem"], out))
-    assert after[0]["val_loss"] == before[-1]["val_loss"]
-    assert after[-1]["val_loss"] < before[-1]["val_loss"]
-
-
 @pytest.mark.parametrize("name", ["midtrain", "context", "sft"])
 def test_every_stage_resumes_to_the_bit(stage, tmp_path, name):
     whole = small_run(**stage(name), out=tmp_path / "whole")

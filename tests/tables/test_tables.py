@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tables import rmsprop
@@ -45,16 +44,6 @@ BATCH = torch.tensor([[3, 1, 3, 7], [7, 3, 0, 1]])  # 3 is there three times
 
 
 # --- lookup and gradients ---
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_rows_equal_those_of_an_embedding_in_table_order(training, requires_grad):
-    made = tables(3).train(training).requires_grad_(requires_grad)
-    rows = list(made.lookup(BATCH))
-    assert len(rows) == 3
-    for row, weight in zip(rows, made.weight, strict=True):
-        assert torch.equal(row, F.embedding(BATCH, weight))
 
 
 @pytest.mark.parametrize("n_part", [1, 2, 4, 8])
