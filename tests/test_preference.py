@@ -66,7 +66,7 @@ def whole(given, tmp_path_factory) -> Path:
     return small_run(**given, out=tmp_path_factory.mktemp("whole") / "out")
 
 
-def test_pairs_lie_one_behind_the_other_whatever_the_order(pairs):
+def test_pairs_lie_one_behind_the_other(pairs):
     data = Data(str(pairs), "preference", block_size=64, seed=3, total=100)
     ids, targets = data.train.batch(0, 8)
     assert ids.shape[:2] == targets.shape[:2] == (8, 2)
@@ -75,8 +75,6 @@ def test_pairs_lie_one_behind_the_other_whatever_the_order(pairs):
         assert "sees.<|im_end|>" in yes and "follows<|im_end|>" in no
         n = int((both[0] != both[1]).nonzero()[0])  # the same up to the last answer
         assert "follows" not in data.encoding.decode(both[0, :n].tolist())
-    again, _ = Data(str(pairs), "preference", block_size=64, seed=4, total=100).train.batch(0, 8)
-    assert ids.shape != again.shape or not torch.equal(ids, again)
 
 
 # --- the loss ---
@@ -195,12 +193,11 @@ def test_settings_of_the_stage(trained):
 def test_the_countries_prefer_brief_answers():
     train, val = countries.preferences()
     assert len(train) == 16 * 195 and len(val) == 6 * 195
-    for chosen, rejected in [*train, *val]:
-        assert chosen[0] == rejected[0] and chosen[0]["role"] == "user"
-        brief = rejected[1]["content"].removeprefix("The answer is ")
-        assert chosen[1]["content"] == brief[0].upper() + brief[1:] != rejected[1]["content"]
-    asked = {chosen[0]["content"] for chosen, _ in train}
-    assert not asked & {chosen[0]["content"] for chosen, _ in val}
+    for (question, chosen), (same, rejected) in [*train, *val]:
+        assert question == same and question["role"] == "user"
+        assert rejected["content"].casefold() == f"the answer is {chosen['content']}".casefold()
+    asked = [{chosen[0]["content"] for chosen, _ in pairs} for pairs in (train, val)]
+    assert not asked[0] & asked[1]
 
 
 # --- refusals ---

@@ -57,12 +57,7 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("sample.py --temperature -1", "--temperature -1"),
         ("sample.py --system Hi", "--system"),
         ("sample.py --chat --prompt Hi", "--prompt"),
-        ("sample.py --device warp", "--device warp"),
         ("edit.py --source Anna", "--target"),
-        ("edit.py --source Anna --target Emil --write x", "--write"),
-        ("edit.py --source A --prompt A --write " + "a" * 99, "and --write 99"),
-        ("edit.py --source Ann --prompt Anna --write x", "does not contain 'Ann'"),
-        ("edit.py --undo --source Anna --target Emil", "--undo"),
         ("edit.py --undo", "holds no edit"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
         ("edit.py --source a --target b --prompt " + "a" * 99, "--prompt has 100 tokens"),
@@ -137,9 +132,10 @@ def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_
     ckpt, run = edits
     before = read(ckpt)
     files = contents(ckpt.parent)
-    saved, restored = ckpt.parent.parent / "a" / "ckpt.pt", ckpt.parent.parent / "b" / "ckpt.pt"
+    saved, restored = (ckpt.parent.parent / name / "ckpt.pt" for name in "ab")
     prompt = "Björn sees Anna at the river"
-    run("--ckpt", ckpt, *flags(source="Anna at", target="river", prompt=prompt), "--save", saved)
+    given = flags(source="Anna at", target="river", prompt=prompt, save=saved)
+    assert "probability of '" in run("--ckpt", ckpt, *given).stdout
 
     model, encoding, _ = load_model(ckpt, CPU)
     edited, _, _ = load_model(saved, CPU)
@@ -198,25 +194,21 @@ def test_edits_in_place_are_undone_last_first(edits):
 def test_neighbours_of_a_checkpoint_stay_whole_whatever_they_are_called(trained, on_disk, tmp_path):
     """All of them have tables on disk."""
     names = ("ckpt", "ckpt.pt", "ckpt.pth", "ckpt.bak", "ckpt.old", "ckpt.pt.old")
-    full, edited, folder = tmp_path / "full", tmp_path / "edited.pt", tmp_path / "run"
+    edited, folder = tmp_path / "edited.pt", tmp_path / "run"
     swap = ("edit.py --device cpu --ckpt", on_disk / "ckpt.pt", *NAMES, "--target", "Chloë")
     command(*swap, "--save", edited)
-    for name in names:
-        write_checkpoint(full / name, load_checkpoint(edited))
     for line in (
         (*swap, "--save"),
         ("edit.py --undo --ckpt", edited, "--save"),
         ("convert.py --ffn stem --tokens 0", trained["dense"] / "ckpt.pt", "--out"),
     ):
         for name in names:
-            absent = shutil.ignore_patterns(name, f"{name}.tables")
-            shutil.copytree(full, folder, ignore=absent)
-            neighbours = contents(folder)
+            for neighbour in set(names) - {name}:
+                write_checkpoint(folder / neighbour, load_checkpoint(edited))
+            before = contents(folder)
             command(*line, folder / name)
-            written = contents(folder)
-            assert neighbours == {path: written[path] for path in neighbours}
-            for each in names:
-                load_checkpoint(folder / each, verify=True)
+            assert before.items() <= contents(folder).items()
+            load_checkpoint(folder / name, verify=True)
             shutil.rmtree(folder)
 
 
