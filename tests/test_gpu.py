@@ -30,7 +30,7 @@ def test_training_and_decoding_on_the_gpu_equal_the_cpu(ffn, data, tmp_path, mon
     texts = []
     for device in (CPU, GPU.device):
         model, _, _ = load_model(on_cpu / "ckpt.pt", device)
-        texts.append(model.generate(torch.arange(9)[None], 20, temperature=0).cpu())
+        texts.append(model.generate(torch.arange(9, device=device)[None], 20, temperature=0).cpu())
     assert torch.equal(*texts)
 
 
