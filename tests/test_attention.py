@@ -95,15 +95,3 @@ def test_a_window_layer_caches_one_window():
     cache = model.make_cache(2)
     model(tokens(2, 59), cache=cache)
     assert [layer.k.shape[-2:] for layer in cache.layers] == [(3, 8), (64, 8), (3, 8)]
-
-
-@pytest.mark.parametrize("attention", PATTERNS)
-def test_no_pass_waits_for_the_device(attention):
-    """Ids and documents are on the CPU, all else on the meta device, whose numbers nobody can ask
-    for."""
-    with torch.device("meta"):
-        model = decoder(ffn="embformer", attention=attention).train()
-    ids = tokens(2, 24)
-    logits, _ = model(ids, documents=documents_of(ids))
-    assert logits.is_meta and logits.shape == (2, 24, 23)
-    logits.sum().backward()

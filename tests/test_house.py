@@ -60,15 +60,6 @@ def test_imports_lead_down_and_rooms_keep_to_themselves():
                 assert there in NEEDS.get(room, FLOOR), f"{name} imports {other}"
 
 
-def test_no_imports_lead_in_a_circle():
-    left = imports()
-    while left:
-        free = [name for name, others in left.items() if not others & set(left)]
-        assert free, f"a circle among {sorted(left)}"
-        for name in free:
-            del left[name]
-
-
 def test_every_command_has_help_and_train_few_flags():
     for name in (*COMMANDS, "lab/analyze", "lab/bench"):
         said = command(f"{name}.py -h").stdout

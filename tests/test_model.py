@@ -1,7 +1,6 @@
 """The decoder: settings, loss, decoding, sampling, sizes. Its forward pass: test_attention.py."""
 
 import sys
-from collections import Counter
 
 import pytest
 import torch
@@ -153,59 +152,6 @@ def test_stop_token_ends_the_batch_and_pads_rows_that_finished_earlier():
     assert model.generate(ids, 120, stop=stop, **options)[:, 4:].tolist() == expected
 
 
-PROBABILITIES = [[0.05, 0.4, 0.3, 0.15, 0.1], [0.6, 0.02, 0.08, 0.1, 0.2]]
-
-
-def naive_support(probabilities, top_k, top_p):
-    """Tokens from the most probable down, until there are k or they have reached p."""
-    kept = []
-    total = 0.0
-    for token in sorted(range(len(probabilities)), key=lambda t: -probabilities[t]):
-        if (top_k and len(kept) == top_k) or (top_p and total >= top_p):
-            break
-        kept.append(token)
-        total += probabilities[token]
-    return kept
-
-
-@pytest.mark.parametrize(
-    ("top_k", "top_p"),
-    [
-        (None, None),
-        (1, None),
-        (2, None),
-        (9, None),
-        (None, 0.65),
-        (None, 0.95),
-    ],
-)
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_sample_draws_from_the_renormalized_support(top_k, top_p, temperature):
-    generator = torch.Generator().manual_seed(0)
-    n = 20_000
-    logits = torch.tensor(PROBABILITIES).log() + 3.0  # any shift is the same distribution
-    drawn = sample(logits.repeat(n, 1), temperature, top_k, top_p, generator).view(n, 2)
-    for row, probabilities in enumerate(PROBABILITIES):
-        powers = [p ** (1 / temperature) for p in probabilities]
-        tempered = [p / sum(powers) for p in powers]
-        support = naive_support(tempered, top_k, top_p)
-        counts = Counter(drawn[:, row].tolist())
-        assert set(counts) == set(support)
-        for token in support:
-            expected = tempered[token] / sum(tempered[t] for t in support)
-            assert counts[token] / n == pytest.approx(expected, abs=0.02)
-
-
-def test_sampling_at_its_limits():
-    assert sample(torch.tensor(PROBABILITIES).log(), temperature=0).tolist() == [1, 0]
-    for wrong in (torch.nan, torch.inf):
-        for limits in (dict(), dict(top_k=2), dict(top_p=0.5)):
-            with pytest.raises(RuntimeError, match="nan"):
-                sample(torch.tensor([[0.0, 1.0, wrong]]), **limits)
-    with pytest.raises(AssertionError, match="prompt is empty"):
-        decoder(ffn="dense").generate(tokens(1, 0), 1)
-
-
 # --- sizes ---
 
 
@@ -253,3 +199,39 @@ def test_weights_by_columns_are_the_same_weights():
     model.use_column_major_weights()
     torch.testing.assert_close(model(ids)[0], before)
     assert model.blocks[0].ffn.gate.weight.stride() == (1, 48)
+
+
+# --- sampling ---
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"temperature": 2.0}, [0, 1, 2, 3, 4]),
+        ({"temperature": 0}, [1]),
+        ({"top_k": 2}, [1, 2]),
+        ({"top_k": 9}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.1}, [1]),
+        ({"top_p": 0.65}, [1, 2]),
+        ({"top_p": 0.95}, [1, 2, 3, 4]),
+    ],
+)
+def test_sample_draws_from_what_is_kept(limits, kept):
+    p = torch.tensor([0.05, 0.4, 0.3, 0.15, 0.1])
+    logits = p.log() + 3.0  # any shift is the same distribution
+    generator = torch.Generator().manual_seed(0)
+    drawn = sample(logits.repeat(20_000, 1), generator=generator, **limits).flatten()
+    expected = torch.zeros(5)
+    expected[kept] = p[kept] ** (1 / (limits.get("temperature") or 1.0))
+    found = drawn.bincount(minlength=5) / 20_000
+    assert torch.equal(found > 0, expected > 0)
+    torch.testing.assert_close(found, expected / expected.sum(), atol=0.02, rtol=0)
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(RuntimeError, match="nan"):
+            sample(torch.tensor([[0.0, 1.0, wrong]]), **{**limits, "temperature": 1.0})
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(AssertionError, match="prompt is empty"):
+        decoder(ffn="dense").generate(tokens(1, 0), 1)

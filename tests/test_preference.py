@@ -9,7 +9,6 @@ import torch
 from conftest import (
     CPU,
     INHERITED,
-    RUN,
     assert_same_run,
     checkpoint,
     command,
@@ -21,7 +20,6 @@ from conftest import (
     small_run,
     write_jsonl,
 )
-from test_ranks import assert_ended, in_ranks
 
 from text import countries
 from training.batches import Data
@@ -167,18 +165,6 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not_wherever_tables_are(
 def test_micro_batches_keep_pairs_together(given, whole, tmp_path):
     parts = small_run(**given, out=tmp_path, device_batch_size=1)
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
-
-
-def test_figures_are_of_all_ranks(given, pairs, tmp_path):
-    """An odd number of pairs, as one rank has more of them."""
-    one = small_run(**given, out=tmp_path / "one", eval_tokens=13 * 32)
-    args = checkpoint(one)["args"]
-    job = {name: args[name] for name in ("stage", "init_from", "learning_rate", *RUN)}
-    assert_ended(in_ranks(2, [dict(job, data_dir=str(pairs), out_dir="two")], tmp_path))
-    evals = [read_run(tmp_path / name)["eval"] for name in ("one", "two")]
-    for ours, others in zip(*evals, strict=True):
-        for name in ("val_loss", "margin", "accuracy"):
-            assert ours[name] == pytest.approx(others[name], rel=1e-4, abs=1e-5), name
 
 
 def test_settings_of_the_stage(trained):

@@ -24,6 +24,7 @@ from conftest import (
     start_process,
     wait_for_step,
 )
+from test_preference import pairs  # noqa: F401
 from test_stages import chat  # noqa: F401
 
 import train
@@ -104,15 +105,16 @@ def assert_close(a, b) -> None:
 def assert_same_training(a: Path, b: Path) -> None:
     assert len(losses(a)) == 12
     assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
-    evals = [{e["step"]: e["val_loss"] for e in read_run(folder)["eval"]} for folder in (a, b)]
-    for step, loss in evals[1].items():  # where a run resumed it evaluated once more
-        assert evals[0][step] == pytest.approx(loss, rel=1e-5)
+    evals = [{e["step"]: e for e in read_run(folder)["eval"]} for folder in (a, b)]
+    for step, other in evals[1].items():  # where a run resumed it evaluated once more
+        for name in {"val_loss", "margin", "accuracy"} & other.keys():
+            assert evals[0][step][name] == pytest.approx(other[name], rel=1e-4, abs=1e-5)
     one, other = (load_checkpoint(folder / "ckpt.pt", verify=True) for folder in (a, b))
     for part in ("model", "optimizer", "step"):
         assert_close(one[part], other[part])
 
 
-def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F811
+def test_two_ranks_equal_one_process(data, chat, pairs, trained, tmp_path):  # noqa: F811
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped."""
     base = dict(RUN, device_batch_size=2, grad_clip=0.0)
@@ -124,6 +126,7 @@ def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F8
         dict(text, out_dir="embformer", ffn="embformer"),
         dict(text, out_dir="disk", offload="disk", stem_layers="all"),
         dict(sft, out_dir="sft"),
+        dict(sft, out_dir="dpo", stage="dpo", data_dir=str(pairs), learning_rate=1e-3),
     ]
     one, two = tmp_path / "one", tmp_path / "two"
     train_all([dict(whole[0], out_dir="one-two", until=9)], two)  # saved at step 6

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
+    ROOT,
     SMALL,
     PowerCut,
     assert_same,
@@ -32,7 +33,6 @@ from originals import gradients
 import train
 from common import UserError
 from model import Decoder, ModelConfig
-from tables.tables import ResidentTables
 from training.checkpoints import load_model
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
@@ -319,16 +319,6 @@ def test_settings_without_arguments_are_those_of_the_command(data, tmp_path):
     assert train.resolve_settings(data_dir=str(folder)) == Settings(str(folder))
 
 
-def test_training_from_python_needs_no_command_line(data, tmp_path):
-    model = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=16, stem_layers="all")
-    settings = Settings(str(data), tmp_path, max_iters=3, eval_interval=3, model=model)
-    train.train(settings)
-    assert read_run(tmp_path)["step"][-1]["step"] == 3
-    flat = settings.flat()
-    del flat["table_std"]  # a checkpoint that is older than a setting has its default
-    assert Settings.from_flat(flat) == settings
-
-
 def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, data, tmp_path):
     other = shutil.copytree(data, tmp_path / "other")
     for ffn, more in (("dense", " --device_batch_size 3"), ("embformer", " --offload disk")):
@@ -343,22 +333,23 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
         assert contents(out) == before
 
 
-class SharedRows(ResidentTables):
-    """Eight tokens share a row."""
-
-    def __init__(self, n_table: int, vocab_size: int, width: int) -> None:
-        super().__init__(n_table, -(-vocab_size // 8), width)
-
-    def lookup(self, ids: torch.Tensor):
-        return super().lookup(ids // 8)
-
-
-def test_tables_of_ones_own_are_trained_and_read_again(data, tmp_path):
-    small_run(data, tmp_path, SharedRows, max_iters=4)
-    first = checkpoint(tmp_path)["model"]["tables.weight.0"]
-    resume(tmp_path, SharedRows, max_iters=6)
-    model, _, saved = load_model(tmp_path / "ckpt.pt", CPU, tables=SharedRows)
-    assert len(model.tables.weight[0]) == len(first) == -(-model.config.vocab_size // 8)
-    assert saved["step"] == 6 and not torch.equal(model.tables.weight[0], first)
+def test_the_code_of_contributing_runs(data, tmp_path, monkeypatch):
+    """Tables of one's own, too, which are trained and read again."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = text.replace("range(100)", "range(2)")
+    small = 'out_dir="out/shared", max_iters=2, n_layer=2, eval_tokens=256'
+    text = text.replace('out_dir="out/shared"', small)
+    shutil.copytree(data, tmp_path / "data/countries")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in re.findall("```python\n(.*?)```", text, re.DOTALL):
+        exec(block, names)
+    ckpt = tmp_path / "out/shared/ckpt.pt"
+    first, _, _ = load_model(ckpt, CPU, tables=names["SharedRows"])
+    resume(ckpt.parent, names["SharedRows"], max_iters=3)
+    model, _, saved = load_model(ckpt, CPU, tables=names["SharedRows"])
+    assert len(model.tables.weight[0]) == -(-model.config.vocab_size // 8)
+    assert saved["step"] == 3
+    assert not torch.equal(model.tables.weight[0], first.tables.weight[0])
     with pytest.raises(RuntimeError, match="size mismatch"):  # who opens it must bring the class
-        load_model(tmp_path / "ckpt.pt", CPU)
+        load_model(ckpt, CPU)
