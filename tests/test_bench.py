@@ -41,15 +41,6 @@ def test_all_of_it_in_a_quick_run(tmp_path):
     assert not re.search("inf|nan", printed)
 
 
-def test_a_ratio_is_the_median_of_those_within_a_turn():
-    """Where some turns were slow for both, a ratio of medians would be another one."""
-    rates = {"a": [9.0, 1.0, 4.0, 6.0], "b": [9.0, 2.0, 8.0, 3.0]}  # the first turn warms up
-    turns = {name: iter(of_name) for name, of_name in rates.items()}
-    contenders = {name: name for name in rates}
-    rows = bench.compare({"x": lambda name: next(turns[name])}, contenders, 3, "b")
-    assert rows == {"a": {"x": (4.0, 0.5)}, "b": {"x": (3.0, 1.0)}}
-
-
 @pytest.mark.parametrize("flag", ["--rounds 0", "--n_head 5", "--dir gone"])
 def test_bad_flags_are_one_clear_line(tmp_path, flag):
     assert flag.split()[0][2:] in refused(f"lab/bench.py offload --device cpu {flag}", cwd=tmp_path)

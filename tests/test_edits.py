@@ -7,7 +7,7 @@ from conftest import CPU
 
 from common import UserError
 from edit import Edit, show_and_save
-from lab.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
+from lab.edits import INVENTED, all_pairs, report_edits
 from model import Decoder, ModelConfig
 from stem import substitute
 from text import bpe, countries
@@ -42,19 +42,6 @@ def test_pairs_are_sorted_by_their_names_and_differ_in_their_fact(encoding):
             assert source.answer != target.answer and source.country != target.country
             assert np.sign(source.length - target.length) == sign
             assert (source.length + target.length == 2) == (sort == "one token")
-
-
-def test_a_report_counts_the_answers_that_an_edit_changes(encoding):
-    """Where every row is the same, no edit changes anything; pairs ask for another's fact."""
-    model = made(encoding)
-    for weight in model.tables.weight:
-        weight.copy_(weight[:1].expand_as(weight))
-    prompt = encode(encoding, "Country: Spain")
-    answer = model(torch.tensor([prompt]))[0][0, -1:].argmax(-1).tolist()
-    right, wrong = (Asked(COUNTRIES[0], 1, prompt, found) for found in (answer, [0, 0]))
-    for targets, share in (([right], 1), ([wrong], 0), ([right, wrong, wrong, wrong], 0.25)):
-        pairs = [(right, target) for target in targets]
-        assert share_edited(model, encoding, pairs) == share
 
 
 def test_a_model_of_other_text_is_refused(tmp_path):

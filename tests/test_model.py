@@ -230,8 +230,3 @@ def test_sample_draws_from_what_is_kept(limits, kept):
     for wrong in (torch.nan, torch.inf):
         with pytest.raises(RuntimeError, match="nan"):
             sample(torch.tensor([[0.0, 1.0, wrong]]), **{**limits, "temperature": 1.0})
-
-
-def test_an_empty_prompt_is_refused():
-    with pytest.raises(AssertionError, match="prompt is empty"):
-        decoder(ffn="dense").generate(tokens(1, 0), 1)

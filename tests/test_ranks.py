@@ -152,8 +152,7 @@ def test_two_ranks_equal_one_process(data, chat, pairs, trained, tmp_path):  # n
 @pytest.mark.parametrize(("n", "more"), [(3, {}), (2, dict(table_optimizer="adamw"))])
 def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "size", n)
-    given = dict(RUN, **SHAPE, data_dir=str(data), out_dir=tmp_path, **more)
-    settings = train.resolve_settings(**given)
+    settings = train.resolve_settings(data_dir=str(data), out_dir=tmp_path, **RUN, **SHAPE, **more)
     with pytest.raises(UserError, match="process"):
         train.start(settings, Data(str(data), "text", 32, 1, 99), None)
 

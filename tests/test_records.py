@@ -84,14 +84,11 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
     for number, loss in enumerate((6.0, 7.0, 9.5)):
         run = {**RUN, "args": {**ARGS, "seed": number, "out_dir": f"out/stem-{number}"}}
         lines = [run, *RECORDS[1:3], {**EVAL, "val_loss": loss}]
-        folder = made(tmp_path / f"stem-{number}", lines)
-        folders.append(folder)
+        folders.append(made(tmp_path / f"stem-{number}", lines))
     run = {**RUN, "args": {**ARGS, "ffn": "dense"}}
-    other = made(tmp_path / "other", [run, *RECORDS[1:]])
-    head, _, stem, dense = table([folders[0], other, *folders[1:]]).splitlines()
-    cells = dict(zip(head.split(" | "), stem.split(" | "), strict=True))
-    assert cells["| run"] == "| stem-0" and cells["runs"] == "3"
-    assert cells["val loss"] == "7.500 ± 1.803"  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
-    assert cells["capitals recalled"] == ""
+    folders.insert(1, made(tmp_path / "other", [run, *RECORDS[1:]]))
+    _, _, stem, dense = table(folders).splitlines()
+    assert stem.startswith("| stem-0 | 3 | ")
+    assert " | 7.500 ± 1.803 | " in stem  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
     assert dense.startswith("| other |  | dense | 0.006 | 2 | 2.50 | 6.500 | 1.500 | 25.0%")
-    draw(grouped([*folders, other]), tmp_path / "x.png")
+    draw(grouped(folders), tmp_path / "x.png")

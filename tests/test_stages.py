@@ -15,7 +15,6 @@ from conftest import (
     command,
     interrupted,
     losses,
-    of_another_tokenizer,
     refused,
     resume,
     small_run,
@@ -140,20 +139,3 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     wanted = {"val_loss": expected.item(), "val_loss_per_byte": per_byte.item()}
     assert found == pytest.approx(wanted, rel=1e-5)
     assert sizes == [size] * -(-7 // size)
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("--stage sft --data_dir {text}", "{text}"),
-        ("--stage sft --data_dir {chat}=1,{text}=1", "--data_dir {chat}=1,{text}=1"),
-        ("--stage midtrain --data_dir {text} --n_embd 64", "--n_embd"),
-        ("--stage midtrain --data_dir {other}", "{other}"),
-        ("--stage context --data_dir {text} --block_size 32", "--block_size"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(data, chat, trained, tmp_path, line, named):
-    folders = dict(text=data, chat=chat, other=of_another_tokenizer(data, tmp_path / "other"))
-    line = f"train.py --init_from {trained['stem']}/ckpt.pt --out_dir new " + line.format(**folders)
-    assert named.format(**folders) in refused(line, cwd=tmp_path)
-    assert not (tmp_path / "new").exists()

@@ -57,9 +57,3 @@ def test_generation_reads_the_prompt_under_table_ids_and_new_tokens_under_their_
     new = model.generate(ids, 25, temperature=0, table_ids=table_ids)
     assert torch.equal(new, naive_greedy(model, ids, 25, table_ids))
     assert not torch.equal(new, model.generate(ids, 25, temperature=0))
-
-
-def test_substituting_nothing_is_an_error():
-    for source, target in (([], [1]), ([1], [])):
-        with pytest.raises(ValueError, match="nothing to substitute"):
-            substitute(torch.tensor([1, 2]), source, target)

@@ -6,9 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, losses, small_run
-
-from training.checkpoints import load_model
+from conftest import ROOT, assert_same_run, small_run
 
 
 @pytest.mark.parametrize(
@@ -47,10 +45,7 @@ def test_threads_change_no_digit(data, tmp_path):
             runs.append(small_run(data, tmp_path / str(threads), n_embd=64, batch_size=16))
         finally:
             torch.set_num_threads(1)
-    assert losses(runs[0]) == losses(runs[1])
-    models = [load_model(run / "ckpt.pt", torch.device("cpu"))[0] for run in runs]
-    for one, other in zip(*(model.state_dict().values() for model in models), strict=True):
-        assert torch.equal(one, other)
+    assert_same_run(*runs)
 
 
 def test_two_seeds_draw_different_noise(data, tmp_path, monkeypatch):

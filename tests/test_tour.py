@@ -12,7 +12,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from model import SwiGLU
 from stem import StemFFN
 from text import countries
 
@@ -44,19 +43,14 @@ def test_the_tour_runs(tmp_path, monkeypatch):
     """On fewer countries: the corpus of all takes seconds."""
     some = countries.table()[::20]
     some += [country for country in countries.table() if country.name in ("Spain", "Germany")]
-    assert len(set(some)) == len(some)
     monkeypatch.setattr(countries, "table", lambda: some)
     monkeypatch.setattr(sys, "argv", ["tour.py", "--quick"])
     monkeypatch.chdir(tmp_path)
     tour = runpy.run_path(str(TOUR))
-    sizes = tour["n_embd"], tour["d_ff"]
-    weights = {f"{name}.weight": tour[f"w_{name}"] for name in ("gate", "up", "down")}
-    for layer, rows, found in (
-        (SwiGLU(*sizes), None, tour["dense"](tour["x"])),
-        (StemFFN(*sizes), tour["table"][tour["ids"]], tour["stem"](tour["x"], tour["ids"])),
-    ):
-        layer.load_state_dict(weights, strict=False)
-        torch.testing.assert_close(layer(tour["x"], rows), found)
+    stem = StemFFN(tour["n_embd"], tour["d_ff"])
+    stem.load_state_dict({f"{name}.weight": tour[f"w_{name}"] for name in ("gate", "down")})
+    rows = tour["table"][tour["ids"]]
+    torch.testing.assert_close(stem(tour["x"], rows), tour["stem"](tour["x"], tour["ids"]))
     assert len(set(tour["losses"].values())) == 1
     before = torch.load("out/tour/stem/ckpt.pt")["model"]["tables.weight.0"]
     spain, germany = tour["spain"], tour["germany"]

@@ -176,12 +176,11 @@ def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
 
 def test_learning_rate_warms_up_and_decays():
     rate = [schedule(step, Settings(max_iters=100)) for step in range(100)]
-    assert rate[0] == pytest.approx(0.1) and rate[9] == pytest.approx(1.0)
+    assert [rate[0], rate[9]] == pytest.approx([0.1, 1.0])
     assert rate[55] == pytest.approx(0.1 + 0.9 * 0.5)  # half-way down
     assert rate[99] == pytest.approx(0.1, abs=1e-3)
     linear = Settings(max_iters=100, schedule="linear")
     line = [schedule(step, linear) for step in range(10, 100)]
-    assert line[45] == pytest.approx(0.1 + 0.9 * 0.5)
     assert [a - b for a, b in pairwise(line)] == pytest.approx([0.01] * 89)
 
 
@@ -297,6 +296,10 @@ def test_loss_with_document_mask_is_that_of_the_documents_alone():
         ("--init_from gone.pt", "gone.pt"),
         ("--init_from {dense}/ckpt.pt --ffn stem", "--ffn"),
         ("--stage sft", "--init_from"),
+        ("--stage sft --init_from {stem}/ckpt.pt", "holds text, this stage reads chat"),
+        ("--stage midtrain --init_from {stem}/ckpt.pt --n_embd 64", "--n_embd"),
+        ("--stage midtrain --init_from {stem}/ckpt.pt --data_dir {other}", "{other}"),
+        ("--stage context --init_from {stem}/ckpt.pt --block_size 32", "--block_size"),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it(trained, data, tmp_path, given, named):
