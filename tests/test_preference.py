@@ -95,12 +95,8 @@ def opened(pairs, trained):
 
 
 def naive_log_p(model, ids, targets) -> float:
-    total = 0.0
-    logits = model(ids[None])[0][0].double()
-    for place, target in enumerate(targets.tolist()):
-        if target >= 0:
-            total += torch.log(torch.softmax(logits[place], -1))[target].item()
-    return total
+    p = model(ids[None])[0][0].double().softmax(-1)
+    return sum(math.log(p[at, t].item()) for at, t in enumerate(targets.tolist()) if t >= 0)
 
 
 def test_loss_margin_and_accuracy_equal_a_loop_over_pairs(opened, trained):

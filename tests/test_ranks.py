@@ -4,10 +4,8 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -29,7 +27,7 @@ from test_stages import chat  # noqa: F401
 
 import train
 from common import UserError
-from training import ranks, report
+from training import ranks
 from training.batches import Data
 from training.checkpoints import load_checkpoint
 from training.records import read_run
@@ -68,34 +66,9 @@ def work(jobs: list[dict], folder: str) -> None:
     train_all(jobs, Path(folder))
 
 
-def fork(n: int, jobs: str, folder: str) -> None:
-    """Be torchrun, but import everything once: `work` in n processes."""
-    torch.set_num_threads(1)
-    torch.optim.AdamW([torch.zeros(1)])  # imports much
-    report.draw_loss = lambda *_: None
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    os.environ.update(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(LOCAL_WORLD_SIZE=str(n), TORCHELASTIC_RUN_ID="forks")
-    processes = []
-    for number in range(n):
-        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(number)
-        process = get_context("fork").Process(target=work, args=(json.loads(jobs), folder))
-        process.start()
-        processes.append(process)
-    for process in processes:
-        process.join()
-    sys.exit(max(abs(process.exitcode) for process in processes))
-
-
-def in_ranks(n: int, jobs: list[dict], folder: Path) -> subprocess.Popen:
-    return start_process(__file__, n, json.dumps(jobs), folder, cwd=ROOT)
-
-
-def assert_ended(process: subprocess.Popen) -> None:
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, said
+def in_ranks(n: int, *args, cwd: Path = ROOT) -> subprocess.Popen:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n)
+    return start_process(*launch, *args, cwd=cwd)
 
 
 def assert_close(a, b) -> None:
@@ -137,9 +110,10 @@ def test_two_ranks_equal_one_process(data, chat, pairs, trained, tmp_path):  # n
         dict(out_dir="two-two", resume=True),
         dict(whole[1], overwrite=True),
     ]
-    process = in_ranks(2, [*whole, *cut], two)
+    process = in_ranks(2, __file__, json.dumps([*whole, *cut]), two)
     train_all(whole, one)
-    assert_ended(process)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
     for job in whole:
         assert_same_training(one / job["out_dir"], two / job["out_dir"])
     assert checkpoint(two / "two-one")["step"] == 5
@@ -158,9 +132,8 @@ def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, m
 
 
 def test_a_rank_that_dies_ends_all_with_one_line(data, tmp_path):
-    start = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
     more = flags(max_iters=100000, data_dir=data)
-    process = start_process(*start, ROOT / "train.py", *SMALL, *more, cwd=tmp_path)
+    process = in_ranks(2, ROOT / "train.py", *SMALL, *more, cwd=tmp_path)
     out = tmp_path / "out"
     wait_for_step(process, out, 8)
     found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
@@ -174,4 +147,4 @@ def test_a_rank_that_dies_ends_all_with_one_line(data, tmp_path):
 
 
 if __name__ == "__main__":
-    fork(int(sys.argv[1]), *sys.argv[2:])
+    work(json.loads(sys.argv[1]), sys.argv[2])
