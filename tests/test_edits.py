@@ -14,7 +14,7 @@ from text import bpe, countries
 from text.tokenizer import encode
 from training import writing
 from training.checkpoints import save_checkpoint
-from training.writing import ExtraRows, rows_of, texts_about, write_fact
+from training.writing import ExtraRows, ask_the_same, rows_of, texts_about, write_fact
 
 COUNTRIES = countries.table()
 
@@ -89,3 +89,20 @@ def test_saving_says_what_changes_and_whether_the_fact_is_learned(
         shown = capsys.readouterr().out
         assert "rows of [' Spain']\nthese countries read them: Spain\n" in shown
         assert ("not learned" not in shown) == is_learned
+
+
+def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
+    """Behind 1 and 2 a name's answer follows, 30 or 0 more than the name; 0 behind all else."""
+
+    class Made:
+        config = ModelConfig(vocab_size=60, block_size=16)
+        device = CPU
+
+        def __call__(self, ids, last_only=False):
+            follows = torch.where((ids == 1) | (ids == 2), ids[:, :1] % 30 + 30, 0)
+            logits = 50.0 * torch.nn.functional.one_hot(follows, 60)
+            return (logits[:, -1:] if last_only else logits), None
+
+    texts = torch.tensor([[9, 3, 1, 39, 4, 2, 39], [9, 5, 39, 6, 2, 1, 7]])
+    found = ask_the_same(Made(), torch.tensor([9, 8, 1]), [9], texts)
+    assert torch.equal(found, (texts == 1) | (texts == 2))
