@@ -5,7 +5,6 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python lab/analyze.py kinds            # STEM, Embformer and other layers, each at its best
     python lab/analyze.py settings         # which initialisation and learning rate suit a kind
     python lab/analyze.py stability        # loss spikes and gradients at rising learning rates
-    python lab/analyze.py capacity         # how many facts fit
     python lab/analyze.py context          # parameters read by length, a needle in a haystack
     python lab/analyze.py attention        # windows: worse? keys of the token before?
     python lab/analyze.py geometry         # angles between rows
@@ -28,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from common import UserError, add_flags, locked, make_parser, pick_device, run
 from lab.attention import attention
-from lab.capacity import capacity
 from lab.context import context
 from lab.convert import convert
 from lab.costs import costs
@@ -43,7 +41,6 @@ QUESTIONS = {
     "kinds": kinds,
     "settings": settings,
     "stability": stability,
-    "capacity": capacity,
     "context": context,
     "attention": attention,
     "geometry": geometry,

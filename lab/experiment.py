@@ -160,17 +160,14 @@ class Experiment:
         groups = self.train(kinds)
         return {name: [read_run(folder) for folder in groups[name]] for name in groups}
 
-    def measure(
-        self, name: str, function: Callable, subjects: Iterable[Path | tuple], *arguments
-    ) -> list:
-        """What `function(subject, *arguments)` returns about each subject: the folder of a run, or
-        a tuple. It is kept in a file of <out_dir>/figures/<name>, for the next time."""
+    def measure(self, name: str, function: Callable, folders: Iterable[Path], *arguments) -> list:
+        """What `function(folder, *arguments)` returns about each run. It is kept in a file of
+        <out_dir>/figures/<name>, for the next time."""
         figures = []
-        for subject in tqdm(subjects, name):
-            key = subject.name if isinstance(subject, Path) else ", ".join(map(str, subject))
-            path = self.out_dir / "figures" / name / f"{key}.json"
+        for folder in tqdm(folders, name):
+            path = self.out_dir / "figures" / name / f"{folder.name}.json"
             if not path.exists():
-                figure = function(subject, *arguments)
+                figure = function(folder, *arguments)
                 with atomic(path) as temporary:
                     temporary.write_text(json.dumps(figure))
             figures.append(json.loads(path.read_text()))

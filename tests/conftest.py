@@ -33,6 +33,7 @@ torch.set_num_threads(1)  # threads only slow down tensors of this size
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
+INHERITED = dict.fromkeys(SHAPE)  # the shape comes from --init_from
 RUN = dict(
     batch_size=4, max_iters=12, eval_interval=6, eval_tokens=1024, device="cpu", dtype="float32"
 )
@@ -87,7 +88,7 @@ def refused(*args, cwd: Path = ROOT) -> str:
     return errors_of(command(*args, cwd=cwd, fails=True))[0]
 
 
-def start_process(*args, cwd: Path) -> subprocess.Popen:
+def start_process(*args, cwd: Path, **options) -> subprocess.Popen:
     """Run `python args...` in a process of its own."""
     return subprocess.Popen(
         [sys.executable, *map(str, args)],
@@ -96,6 +97,7 @@ def start_process(*args, cwd: Path) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        **options,
     )
 
 

@@ -4,13 +4,10 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, change_json, command, losses, refused
+from conftest import ROOT, change_json, command, losses, refused, start_process
 
 from common import UserError, locked
 from lab import analyze
@@ -51,36 +48,44 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
         ask(*wrong, fails=True)
 
 
-def test_every_question_has_a_table(tmp_path):
+def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path):
     (tmp_path / "lab").mkdir()  # in the working folder: not the package
     folders = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
-    done = command("lab/analyze.py", "all", "--quick", "--device", "cpu", *folders, cwd=tmp_path)
-    parts = done.stdout.split("\n## ")[1:]
+
+    def ask(*args) -> str:
+        return command("lab/analyze.py --quick --device cpu", *folders, *args, cwd=tmp_path).stdout
+
+    said = ask("all")
+    parts = said.split("\n## ")[1:]
     assert [part.split()[0] for part in parts] == list(analyze.QUESTIONS)
     assert all("|---|" in part for part in parts)
     for name in ("kinds", "stability"):
         picture = tmp_path / f"quick/{name}.png"
         assert picture.read_bytes().startswith(PNG)
-        assert f"wrote {picture}" in done.stdout
+        assert f"wrote {picture}" in said
+    first = ask("geometry")
+    assert first in said
+    for figure in (tmp_path / "quick/figures/geometry").iterdir():
+        figure.write_text('{"1": 77.0}')
+    assert "| 77.000 |" in ask("geometry")
+    assert ask("geometry", "--fresh") == first
+    assert picture.exists() and not (tmp_path / "quick/figures/writing").exists()
 
 
 def test_edits_of_checkpoints(tmp_path, monkeypatch):
     measured = []
-    monkeypatch.setattr(
-        "lab.edits.measure_checkpoint",
-        lambda ckpt, device: measured.append((str(ckpt), str(device))),
-    )
-    command("lab/analyze.py", "edits", "a.pt", "--device", "cpu", "b.pt", cwd=tmp_path)
+    measure = "lab.edits.measure_checkpoint"
+    monkeypatch.setattr(measure, lambda ckpt, device: measured.append((str(ckpt), str(device))))
+    command("lab/analyze.py edits a.pt --device cpu b.pt", cwd=tmp_path)
     assert measured == [("a.pt", "cpu"), ("b.pt", "cpu")]
-    command("lab/analyze.py", "kinds", "a.pt", cwd=tmp_path, fails=True)
+    assert "no paths" in refused("lab/analyze.py kinds a.pt", cwd=tmp_path)
 
 
-def test_a_second_analysis_in_a_folder_is_refused(data, tmp_path):
-    folders = ("--out_dir", tmp_path, "--data_dir", data)
+def test_what_an_analysis_refuses(data, tmp_path):
+    line = ("lab/analyze.py costs --quick --data_dir", data, "--out_dir", tmp_path)
+    assert "give numbers, as 1337" in refused(*line, "--seeds", "1,x")
     with locked(tmp_path / "quick"):
-        assert "in use by another process" in refused(
-            "lab/analyze.py", "costs", "--quick", *folders
-        )
+        assert "in use by another process" in refused(*line)
 
 
 @pytest.fixture
@@ -89,35 +94,23 @@ def experiment(data, tmp_path):
 
 
 def test_runs_are_trained_once_and_go_on_where_they_were_stopped(experiment, monkeypatch):
-    (first,) = experiment.train({"": SMALL}, [1])[""]
+    first, second = experiment.train({"": SMALL})[""]
     assert [record["step"] for record in read_run(first)["eval"]] == [0, 2, 4]
     before = losses(first)
     (first / "loss.png").unlink()  # the last thing that a run writes
-    experiment.train({"": SMALL}, [1])
-    assert losses(first) == before
-    assert len(read_run(first)["run"]) == 2
-    assert (first / "loss.png").exists()
     trained = []
-
-    def train_here(waiting, _):  # faster
-        trained.extend(waiting)
-        shared.train_here(waiting)
-
-    monkeypatch.setattr(shared, "train_all", train_here)
-    _, second = experiment.train({"": SMALL})[""]
-    assert trained == [second]
+    monkeypatch.setattr(shared, "train_all", lambda waiting, _: trained.extend(waiting))
+    experiment.train({"": SMALL})
+    assert trained == [first]
+    shared.train_here({first: {"resume": True}})
+    assert losses(first) == before and len(read_run(first)["run"]) == 2
+    experiment.train({"": SMALL})
+    assert trained == [first]
     # A second stage is another run for each model that it goes on with.
     origins = [run / "ckpt.pt" for run in (first, second)]
-    further = {
-        "stage": "context",
-        "block_size": 32,
-        "max_iters": 2,
-        "eval_tokens": 64,
-        "init_from": origins,
-    }
-    for folder, origin in zip(experiment.train({"": further})[""], origins, strict=True):
-        assert read_run(folder)["run"][0]["args"]["init_from"] == str(origin)
-        assert (folder / "loss.png").exists()
+    further = {"stage": "context", "block_size": 32, "init_from": origins}
+    assert experiment.train({"": further})[""] == trained[1:]
+    assert len(set(trained)) == 3
 
 
 def test_other_settings_or_data_are_another_folder(experiment, data, tmp_path):
@@ -127,24 +120,16 @@ def test_other_settings_or_data_are_another_folder(experiment, data, tmp_path):
     same = folder()
     assert same.name.startswith(f"{data.name}-embformer-1-")
     # Flags that say the defaults, and those that change no result, are the same run.
-    assert same == folder(learning_rate=6e-3, init_std=0.02)
-    assert same == folder(device_batch_size=1)
-    assert folder(dtype="float32") != folder(dtype="bfloat16")  # rounds otherwise
-    others = [{"init_std": 0.088}, {"learning_rate": 3e-3}, {"seed": 2}, {"max_iters": 9}]
+    assert same == folder(learning_rate=6e-3, device_batch_size=1)
+    others = [{"init_std": 0.088}, {"learning_rate": 3e-3}, {"seed": 2}, {"dtype": "bfloat16"}]
     assert len({same, *(folder(**other) for other in others)}) == 5
     copy = tmp_path / "x" / data.name
     shutil.copytree(data, copy)
     assert folder(data_dir=str(copy)) == same
-    change_json(copy / "meta.json", seed=5)
+    change_json(copy / "meta.json", corpus="countries")
     assert folder(data_dir=str(copy)) != same
-
-
-def test_runs_on_the_countries_take_1000_steps_unless_told_otherwise(experiment, data):
-    folder = shutil.copytree(data, experiment.out_dir / "countries")
-    change_json(folder / "meta.json", corpus="countries")
-    assert experiment.all_flags({"data_dir": folder})["max_iters"] == 1000
-    assert experiment.all_flags({"data_dir": folder, "max_iters": 9})["max_iters"] == 9
-    assert "max_iters" not in experiment.all_flags({})
+    for given, steps in (({}, 1000), ({"max_iters": 9}, 9)):
+        assert experiment.all_flags({"data_dir": copy, **given})["max_iters"] == steps
 
 
 def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experiment):
@@ -163,12 +148,9 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experi
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_path, number):
-    args = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", "2", "--device", "cpu"]
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "lab/analyze.py", "kinds", *args],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    args = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", 2, "--device", "cpu"]
+    process = start_process(
+        ROOT / "lab/analyze.py", "kinds", *args, cwd=tmp_path, start_new_session=True
     )
 
     def steps() -> list[bool]:
@@ -181,7 +163,7 @@ def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_pat
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.terminate()  # alone, as a scheduler does
-    said = process.communicate(timeout=60)[1]
+    said, _ = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else 143)
     assert ("the same command goes on" in said) == (number == signal.SIGINT)
     logs = list(tmp_path.glob("runs/*/log.txt"))
@@ -193,86 +175,37 @@ def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_pat
             pass
 
 
-def test_figures_are_measured_once(experiment):
-    asked = []
-
-    def figure(subject, more):
-        asked.append(subject)
-        return [len(asked), more]
-
-    first, second = Path("some/folder"), ("a", 1)
-    assert experiment.measure("x", figure, [first], "y") == [[1, "y"]]
-    assert experiment.measure("x", figure, [first, second], "y") == [[1, "y"], [2, "y"]]
-    assert experiment.measure("z", figure, [first], "y") == [[3, "y"]]
-    assert asked == [first, second, first]
-
-
-def test_fresh_deletes_runs_and_figures_and_nothing_else(data, tmp_path):
-    def ask(*more):
-        folders = ("--out_dir", tmp_path, "--data_dir", data)
-        return command("lab/analyze.py", "capacity", "--quick", *folders, *more).stdout
-
-    measured = ask()
-    out = tmp_path / "quick"
-    changed, *_ = (out / "figures/capacity").iterdir()
-    changed.write_text("77")
-    for name in ("runs/a/ckpt.pt", "converted/b.pt", "kinds.png", "needles/meta.json"):
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).touch()
-    assert "7700.0%" in ask()
-    assert ask("--fresh") == measured
-    assert {path.name for path in out.iterdir()} - {".lock"} == {"figures", "kinds.png", "needles"}
-
-
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge
 def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkeypatch, lowest):
     asked = []
 
     def train(kinds, seeds):  # not at all: the name of a folder is its rate
-        assert seeds == [1]
-        asked.extend(flags["learning_rate"] for flags in kinds.values())
-        return {name: [flags["learning_rate"]] for name, flags in kinds.items()}
-
-    def breaks(rate):
-        return rate > 4 * lowest
+        rates = {name: flags["learning_rate"] for name, flags in kinds.items()}
+        asked.extend(rates.values())
+        return {name: [rate] for name, rate in rates.items()}
 
     def read(rate):  # the last loss counts, not the best one
-        assert not breaks(rate)
         return {"eval": [{"val_loss": -rate}, {"val_loss": abs(math.log(rate / lowest))}]}
 
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(shared, "read_run", read)
-    monkeypatch.setattr(shared, "diverged", breaks)
+    monkeypatch.setattr(shared, "diverged", lambda rate: rate > 4 * lowest)
     found = best_learning_rates(experiment, {"one": {"ffn": "dense"}})["one"]
-    best = found.pop("learning_rate")
-    assert found == {"ffn": "dense"}
-    assert abs(math.log2(best / lowest)) <= 0.5
-    assert min(asked) < best < max(asked)
+    assert abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
+    assert min(asked) < found["learning_rate"] < max(asked)
     assert len(set(asked)) == len(asked)
 
 
 def test_spikes_stand_out_of_the_steps_around():
-    def found(losses):
-        return (spikes(losses).nonzero()[0] + REACH).tolist()
-
     high = 2.1 + 6 * 1.4826 * 0.1  # median and median deviation of the following
     losses = [2.0, 2.1, 2.2] * 40
     losses[40] = high - 0.01
     losses[60] = high + 0.02
     losses[61] = high + 0.01  # the tail of 60
     losses[80] = math.nan
-    assert found(losses) == [60, 80]
+    assert (spikes(losses).nonzero()[0] + REACH).tolist() == [60, 80]
     assert spike_rate({"step": [{"train_loss": loss} for loss in losses]}) == 2 * 1000 / 100
     falling = [8 * 0.97**step + 0.02 * (step % 3) for step in range(120)]
-    assert not found(falling)
-    assert not found([*falling[:50], *[9.0] * 50])  # no return
-    falling[20] += 1  # less than what it had 10 steps before
-    falling[70] += 1
-    assert found(falling) == [70]
+    for smooth in (falling, [*falling[:50], *[9.0] * 50]):  # or without a return
+        assert not spikes(smooth).any()
     assert spike_rate({"step": [{"train_loss": 1.0}] * 20}) is None  # too few to tell
-
-
-@pytest.mark.parametrize("seeds", ["", "1,x", "-1"])
-def test_seeds_that_are_no_numbers_are_one_clear_line(seeds, tmp_path):
-    with pytest.raises(UserError, match="give numbers, as 1337"):
-        Experiment(out_dir=tmp_path, seeds=seeds)

@@ -1,15 +1,12 @@
 """Decoder.sizes and lab/costs.py against PyTorch's FLOP counter, gradients, sums over all cases."""
 
-import itertools
-
-import numpy as np
 import pytest
 import torch
 from naive import TINY, decoder, tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lab.costs import Costs, expected_distinct
+from lab.costs import Costs
 from lab.experiment import KINDS, MAIN
 from tables.tables import Tables
 from training.report import model_sizes
@@ -60,12 +57,3 @@ def test_parameters_read_are_those_that_have_a_gradient(kind):
             assert all((gradient != 0).any(-1).all() for gradient in gradients)
             read += len(rows) * tables.width * len(gradients)
     assert Costs(model.config).params_read(len(ids.unique())) == read
-
-
-def test_expected_distinct_tokens_are_the_mean_over_all_batches():
-    p = np.array([0.5, 0.3, 0.15, 0.05, 0.0])
-    mean = 0
-    for batch in itertools.product(range(5), repeat=4):
-        mean += np.prod(p[list(batch)]) * len(set(batch))
-    assert expected_distinct(p, 4) == pytest.approx(mean)
-    assert expected_distinct(np.array([1.0, 0.0]), 100) == pytest.approx(1)

@@ -1,7 +1,5 @@
 """lab/edits.py and training/writing.py, with answers made to be known."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -9,15 +7,13 @@ from conftest import CPU
 
 from common import UserError
 from edit import Edit, show_and_save
-from lab import edits
-from lab.edits import INVENTED, Asked, all_pairs, report_edits, share_edited
+from lab.edits import INVENTED, all_pairs, report_edits
 from model import Decoder, ModelConfig
 from stem import substitute
 from text import bpe, countries
 from text.tokenizer import encode
 from training import writing
 from training.checkpoints import save_checkpoint
-from training.questions import Scores
 from training.writing import ExtraRows, ask_the_same, rows_of, texts_about, write_fact
 
 COUNTRIES = countries.table()
@@ -48,19 +44,6 @@ def test_pairs_are_sorted_by_their_names_and_differ_in_their_fact(encoding):
             assert (source.length + target.length == 2) == (sort == "one token")
 
 
-def test_a_report_counts_the_answers_that_an_edit_changes(encoding):
-    """Where every row is the same, no edit changes anything; pairs ask for another's fact."""
-    model = made(encoding)
-    for weight in model.tables.weight:
-        weight.copy_(weight[:1].expand_as(weight))
-    prompt = encode(encoding, "Country: Spain")
-    answer = model(torch.tensor([prompt]))[0][0, -1:].argmax(-1).tolist()
-    right, wrong = (Asked(COUNTRIES[0], 1, prompt, found) for found in (answer, [0, 0]))
-    for targets, share in (([right], 1), ([wrong], 0), ([right, wrong, wrong, wrong], 0.25)):
-        pairs = [(right, target) for target in targets]
-        assert share_edited(model, encoding, pairs) == share
-
-
 def test_a_model_of_other_text_is_refused(tmp_path):
     other = bpe.train([" Call me Ishmael."] * 20, 300)
     save_checkpoint(tmp_path / "ckpt.pt", made(other), other)
@@ -68,53 +51,7 @@ def test_a_model_of_other_text_is_refused(tmp_path):
         report_edits(tmp_path / "ckpt.pt", 1, CPU)
 
 
-def test_a_table_has_the_spread_of_what_runs_have_in_common():
-    reports = [[{"names": "one token", "success": share}] for share in (0.5, 1.0)]
-    assert edits.table(reports).splitlines()[2:] == ["| one token | 75.0% ± 35.4% |"]
-
-
-def test_a_report_of_writing_has_the_new_fact_by_form_and_all_others(
-    encoding, tmp_path, monkeypatch
-):
-    """Of a model that learns to answer questions, but no prose, and knows one other fact."""
-    save_checkpoint(tmp_path / "ckpt.pt", made(encoding), encoding)
-    taught = []
-    monkeypatch.setattr(writing, "write_fact", lambda *arguments: taught.append(arguments[2:4]))
-
-    def score(model, prompts, answers, table_prompts):
-        name, answer = taught[-1]
-        greedy = []
-        for ids, given, read in zip(prompts, answers, table_prompts, strict=True):
-            assert (read != torch.tensor(ids)).sum() == len(name)
-            asked = encoding.decode(ids)
-            greedy.append((given == answer and "Question" in asked) or "currency" in asked)
-        return Scores(torch.tensor(greedy), None)
-
-    monkeypatch.setattr(edits, "score_answers", score)
-    rows = edits.report_writing(tmp_path, 3, CPU)
-    for row, relation in zip(rows, ("capital", "language", "region"), strict=True):
-        assert list(row.values()) == [relation, 0, 1, 0, pytest.approx(1 / 5), 0]
-
-
 # --- one fact ---
-
-
-def test_extra_tokens_stand_in_for_others():
-    """As a model whose tables hold their rows under tokens that nobody uses."""
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(20, 16, 4, 2, 32, table_std=1.0)).eval()
-    overwritten = copy.deepcopy(model)
-    ids = torch.tensor([[1, 2, 3, 4], [5, 2, 3, 1]])
-    plain = model(ids)[0]
-    model.tables = ExtraRows(model.tables, rows_of(model.tables, [3, 4]))
-    read = torch.tensor([[1, 2, 20, 21], [5, 2, 20, 1]])
-    assert torch.equal(model(ids, table_ids=read)[0], plain)  # copies, until they are trained
-    model.tables.extra.data += torch.randn_like(model.tables.extra)
-    for table, weight in enumerate(overwritten.tables.weight):
-        weight[18:] = model.tables.extra[:, table]
-    expected = overwritten(ids, table_ids=read.where(read < 20, read - 2))[0]
-    torch.testing.assert_close(model(ids, table_ids=read)[0], expected)
-    assert torch.equal(model(ids)[0], plain)
 
 
 def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(

@@ -1,6 +1,5 @@
 """Preferred answers: pairs as data, the loss against a loop written out, whole runs."""
 
-import json
 import math
 import random
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
-    RUN,
+    INHERITED,
     assert_same_run,
     checkpoint,
     command,
@@ -21,28 +20,26 @@ from conftest import (
     small_run,
     write_jsonl,
 )
-from test_ranks import assert_ended, in_ranks
 
 from text import countries
-from training import countries as questions
 from training.batches import Data
 from training.checkpoints import load_model
 from training.objectives import validate
 from training.preference import BETA, Preference
 from training.records import read_run
-from training.settings import STAGES, new_settings
+from training.settings import new_settings
+
+
+def says(text: str) -> dict:
+    return {"role": "assistant", "content": text}
 
 
 def pair(rng: random.Random) -> dict:
     """Yes is preferred to no, with words of the story."""
     name = rng.choice(["Anna", "Björn", "Chloë"])
-    asked = [{"role": "user", "content": f"Who sees {name}?"}] * rng.choice([1, 1, 2])
-    asked = [message for ask in asked for message in (ask, says("Anna"))][:-1]
+    question = {"role": "user", "content": f"Who sees {name}?"}
+    asked = rng.choice([[question], [question], [question, says("Anna"), question]])
     return {"chosen": [*asked, says(f"{name} sees.")], "rejected": [*asked, says("Björn follows")]}
-
-
-def says(text: str) -> dict:
-    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="module")
@@ -55,48 +52,61 @@ def pairs(data, tmp_path_factory) -> Path:
     return path.parent / "pairs"
 
 
-def dpo(pairs: Path, trained: dict, out: Path, **more) -> Path:
-    given = dict(stage="dpo", init_from=trained["stem"] / "ckpt.pt", learning_rate=1e-3, **more)
-    shape = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))
-    return small_run(pairs, out, **{**shape, **given})
+@pytest.fixture(scope="module")
+def given(pairs, trained) -> dict:
+    """What a run of the stage is given."""
+    init_from = trained["stem"] / "ckpt.pt"
+    return dict(INHERITED, data=pairs, stage="dpo", init_from=init_from, learning_rate=1e-3)
 
 
-def test_pairs_lie_one_behind_the_other_whatever_the_order(pairs):
+@pytest.fixture(scope="module")
+def whole(given, tmp_path_factory) -> Path:
+    return small_run(**given, out=tmp_path_factory.mktemp("whole") / "out")
+
+
+def test_pairs_lie_one_behind_the_other(pairs):
     data = Data(str(pairs), "preference", block_size=64, seed=3, total=100)
     ids, targets = data.train.batch(0, 8)
     assert ids.shape[:2] == targets.shape[:2] == (8, 2)
-    for (chosen, rejected), (yes, no) in zip(ids, targets, strict=True):
-        texts = [
-            data.encoding.decode(side[side2 >= 0].tolist())
-            for side, side2 in ((yes, yes), (no, no))
-        ]
-        assert "sees.<|im_end|>" in texts[0] and "follows<|im_end|>" in texts[1]
-        n = int((chosen != rejected).nonzero()[0])  # the same up to the last answer
-        assert "follows" not in data.encoding.decode(chosen[:n].tolist())
-    again, _ = Data(str(pairs), "preference", block_size=64, seed=4, total=100).train.batch(0, 8)
-    assert ids.shape != again.shape or not torch.equal(ids, again)
+    for both, answers in zip(ids, targets, strict=True):
+        yes, no = (data.encoding.decode(side[side >= 0].tolist()) for side in answers)
+        assert "sees.<|im_end|>" in yes and "follows<|im_end|>" in no
+        n = int((both[0] != both[1]).nonzero()[0])  # the same up to the last answer
+        assert "follows" not in data.encoding.decode(both[0, :n].tolist())
+
+
+# --- the loss ---
+
+
+@pytest.fixture
+def opened(pairs, trained):
+    """A model, its objective and its data."""
+
+    def opened(block_size: int, dropout: float = 0.0):
+        model, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+        model.config.block_size = block_size
+        model.config.dropout = dropout
+        data = Data(str(pairs), "preference", block_size, seed=3, total=100)
+        objective = Preference(model.train(), CPU, "float32")
+        objective.begin(data, None)
+        return model, objective, data
+
+    return opened
 
 
 def naive_log_p(model, ids, targets) -> float:
-    total = 0.0
-    logits = model(ids[None])[0][0].double()
-    for place, target in enumerate(targets.tolist()):
-        if target >= 0:
-            total += torch.log(torch.softmax(logits[place], -1))[target].item()
-    return total
+    p = model(ids[None])[0][0].double().softmax(-1)
+    return sum(math.log(p[at, t].item()) for at, t in enumerate(targets.tolist()) if t >= 0)
 
 
-def test_loss_margin_and_accuracy_equal_a_loop_over_pairs(pairs, trained, tmp_path):
+def test_loss_margin_and_accuracy_equal_a_loop_over_pairs(opened, trained):
     reference, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
-    model, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
-    data = Data(str(pairs), "preference", block_size=32, seed=3, total=100)
-    objective = Preference(model, CPU, "float32")
-    objective.begin(data, None)
-    assert len(objective.reference) <= 2 * 80
+    model, objective, data = opened(32)
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    model.eval()
+    evaluated = validate(objective, data, 1 << 16, size=7)
+    assert evaluated.keys() == {"val_loss", "margin", "accuracy"}
     ids, targets = data.train.batch(0, 6)
     targets[5] = -1  # fills a batch: not counted
     expected, margins = [], []
@@ -108,43 +118,76 @@ def test_loss_margin_and_accuracy_equal_a_loop_over_pairs(pairs, trained, tmp_pa
         expected.append(math.log(1 + math.exp(-BETA * margins[-1])))
     assert objective.count(targets) == 5
     assert objective(ids, targets).item() == pytest.approx(sum(expected) / 5, rel=1e-4)
+    # Figures are of what was evaluated alone, and not twice.
+    assert validate(objective, data, 1 << 16, size=7) == evaluated
+    objective.model.eval()
+    objective(ids, targets)
     found = objective.figures()
     assert found["margin"] == pytest.approx(sum(margins) / 5, rel=1e-3, abs=1e-4)
     assert found["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 5)
-    figures = validate(objective, data, 1 << 16, size=7)
-    assert figures.keys() == {"val_loss", "margin", "accuracy"}
 
 
-def test_what_is_preferred_becomes_likelier(pairs, trained, tmp_path):
-    out = dpo(pairs, trained, tmp_path / "out")
-    first, *_, last = read_run(out)["eval"]
+def test_the_reference_is_without_dropout_and_knows_no_padding(opened):
+    model, objective, data = opened(64, dropout=0.5)
+    model.eval()
+    lengths = set()
+    for number in range(8):  # padded to other lengths than in the reference
+        batch = data.train.batch(number, 1)
+        lengths.add(batch[0].shape[-1])
+        objective(*batch)
+    assert len(lengths) > 1
+    assert objective.figures()["margin"] == pytest.approx(0, abs=1e-4)
+
+
+# --- runs ---
+
+
+def test_what_is_preferred_becomes_likelier(whole):
+    first, *_, last = read_run(whole)["eval"]
     assert first["val_loss"] == pytest.approx(math.log(2), abs=1e-6)  # the model is its reference
     assert first["margin"] == pytest.approx(0, abs=1e-4)
     assert last["val_loss"] < 0.6 and last["margin"] > 1 and last["accuracy"] > 0.9
-    assert "holds pairs" in refused("train.py --eval_only --out_dir", out)
 
 
-@pytest.mark.parametrize("more", [{}, {"offload": "disk"}])
-def test_a_run_that_was_cut_off_ends_as_one_that_was_not(pairs, trained, tmp_path, more):
-    whole = dpo(pairs, trained, tmp_path / "whole")
-    with pytest.MonkeyPatch.context():
-        cut = tmp_path / "cut"
-        given = dict(stage="dpo", init_from=trained["stem"] / "ckpt.pt", learning_rate=1e-3, **more)
-        shape = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))
-        interrupted(pairs, cut, 9, **{**shape, **given})
+@pytest.mark.parametrize("offload", ["none", "cpu", "disk"])
+def test_a_run_that_was_cut_off_ends_as_one_that_was_not_wherever_tables_are(
+    given, whole, tmp_path, offload
+):
+    cut = interrupted(**given, out=tmp_path, number=9, offload=offload)
     assert_same_run(resume(cut), whole)
+    assert read_run(cut)["eval"][-1] == read_run(whole)["eval"][-1]
 
 
-def test_micro_batches_keep_pairs_together(pairs, trained, tmp_path):
-    whole = dpo(pairs, trained, tmp_path / "whole")
-    parts = dpo(pairs, trained, tmp_path / "parts", device_batch_size=1)
+def test_micro_batches_keep_pairs_together(given, whole, tmp_path):
+    parts = small_run(**given, out=tmp_path, device_batch_size=1)
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
+
+
+def test_settings_of_the_stage(trained):
+    base = checkpoint(trained["stem"])
+    base["args"]["preset"] = "countries"
+    meta = {"corpus": "files", "train": {"documents": 320}}
+    of_files = new_settings({"stage": "dpo", "init_from": "x"}, meta, base)
+    assert of_files.learning_rate == pytest.approx(3e-3 * 4e-8 / 5e-4)  # as MiniMind's to its own
+    assert of_files.max_iters == 320 // of_files.batch_size
+
+
+def test_the_countries_prefer_brief_answers():
+    train, val = countries.preferences()
+    assert len(train) == 16 * 195 and len(val) == 6 * 195
+    for (question, chosen), (same, rejected) in [*train, *val]:
+        assert question == same and question["role"] == "user"
+        assert rejected["content"].casefold() == f"the answer is {chosen['content']}".casefold()
+    asked = [{chosen[0]["content"] for chosen, _ in pairs} for pairs in (train, val)]
+    assert not asked[0] & asked[1]
+
+
+# --- refusals ---
 
 
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        ({"chosen": [], "rejected": []}, "must differ in their last answer"),
         ({"chosen": [says("a")], "rejected": [says("x"), says("b")]}, "must differ in their last"),
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "must end with an answer"),
         ({"chosen": [says("a")]}, 'no "text"'),
@@ -156,108 +199,7 @@ def test_pairs_that_are_none_are_named(data, tmp_path, record, why):
     assert why in refused("prepare.py", "--input", path, *made)
 
 
-def test_other_stages_do_not_read_pairs(pairs, trained, tmp_path):
+def test_other_stages_do_not_read_pairs(pairs, whole, trained, tmp_path):
     given = flags(init_from=trained["stem"] / "ckpt.pt", out_dir=tmp_path, data_dir=pairs)
     assert "holds preference, this stage reads chat" in refused("train.py --stage sft", *given)
-
-
-def test_the_countries_prefer_brief_answers():
-    train, val = countries.preferences()
-    assert len(train) == 16 * 195 and len(val) == 6 * 195
-    for chosen, rejected in [*train, *val]:
-        assert chosen[0] == rejected[0] and chosen[0]["role"] == "user"
-        assert rejected[1]["content"].startswith("The answer is ")
-        brief = rejected[1]["content"].removeprefix("The answer is ")
-        assert chosen[1]["content"] == brief[0].upper() + brief[1:]
-    asked = {json.dumps(chosen[0]) for chosen, _ in train}
-    assert not asked & {json.dumps(chosen[0]) for chosen, _ in val}
-
-
-# --- what else a run promises ---
-
-
-def evaluated(folder: Path) -> list[dict]:
-    return read_run(folder)["eval"]
-
-
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-def test_it_does_not_matter_where_tables_are(pairs, trained, tmp_path, offload):
-    resident = dpo(pairs, trained, tmp_path / "resident")
-    far = dpo(pairs, trained, tmp_path / "far", offload=offload)
-    assert_same_run(far, resident)
-    assert evaluated(far) == evaluated(resident)
-
-
-def test_figures_are_of_all_ranks(pairs, trained, tmp_path):
-    """An odd number of pairs, as one rank has more of them."""
-    one = dpo(pairs, trained, tmp_path / "one", eval_tokens=13 * 32)
-    args = checkpoint(one)["args"]
-    given = {name: args[name] for name in ("stage", "init_from", "learning_rate", *RUN)}
-    assert_ended(in_ranks(2, [dict(given, data_dir=str(pairs), out_dir="two")], tmp_path))
-    for ours, others in zip(evaluated(one), evaluated(tmp_path / "two"), strict=True):
-        for name in ("val_loss", "margin", "accuracy"):
-            assert ours[name] == pytest.approx(others[name], rel=1e-4, abs=1e-5), name
-
-
-def test_evaluation_is_of_what_it_read_alone(pairs, trained):
-    """Neither of pairs that were trained on, nor of an evaluation before."""
-    model, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
-    data = Data(str(pairs), "preference", block_size=32, seed=3, total=100)
-    objective = Preference(model, CPU, "float32")
-    objective.begin(data, None)
-    model.blocks[0].attn_norm.weight.data *= 2
-    first = validate(objective, data, 1 << 16, size=4)
-    objective(*data.train.batch(0, 4))
-    assert validate(objective, data, 1 << 16, size=4) == first
-
-
-def test_the_reference_is_without_dropout_and_knows_no_padding(pairs, trained):
-    model, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
-    data = Data(str(pairs), "preference", block_size=64, seed=3, total=100)
-    model.config.block_size = 64
-    model.config.dropout = 0.5
-    objective = Preference(model.train(), CPU, "float32")
-    objective.begin(data, None)
-    assert model.training
-    model.eval()
-    lengths = set()
-    for number in range(8):  # padded to other lengths than in the reference
-        batch = data.train.batch(number, 1)
-        lengths.add(batch[0].shape[-1])
-        objective(*batch)
-    assert len(lengths) > 1
-    assert objective.figures()["margin"] == pytest.approx(0, abs=1e-4)
-    ids, targets = data.train.batch(0, 1)
-    ids[0, 0, 0] += 1  # a conversation of which there is no reference
-    with pytest.raises(KeyError):
-        objective(ids, targets)
-    assert all(len(key) == 16 for key in objective.state_dict()["keys"])
-
-
-def test_a_checkpoint_from_before_there_were_pairs_goes_on(data, tmp_path):
-    whole = small_run(data, tmp_path / "whole", max_iters=14)
-    older = small_run(data, tmp_path / "older")
-    saved = checkpoint(older)
-    del saved["objective"]
-    torch.save(saved, older / "ckpt.pt")
-    assert resume(older, max_iters=14) and len(losses(older)) == len(losses(whole))
-
-
-def test_settings_of_the_stage(trained):
-    base = checkpoint(trained["stem"])
-    base["args"]["preset"] = "countries"
-    meta = {"corpus": "files", "train": {"documents": 320}}
-    given = {"stage": "dpo", "init_from": "x"}
-    assert STAGES["dpo"].rate == pytest.approx(4e-8 / 5e-4) and BETA == 0.15
-    of_files = new_settings(given, meta, base)
-    assert of_files.learning_rate == pytest.approx(3e-3 * 8e-5)
-    assert of_files.max_iters == 320 // of_files.batch_size
-    ours = new_settings(given, {**meta, "corpus": "countries-dpo"}, base)
-    assert (ours.learning_rate, ours.batch_size, ours.max_iters) == (3e-5, 32, 100)
-
-
-def test_its_corpus_asks_for_recall_and_sentences(monkeypatch, trained):
-    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
-    monkeypatch.setattr(questions, "chat_recall", lambda *_: {"recall": 0.5, "sentences": 0.1})
-    assert questions.ask(model, encoding, "countries-dpo") == {"recall": 0.5, "sentences": 0.1}
-    assert questions.ask(model, encoding, "countries-dpo", briefly=True) == {}
+    assert "holds pairs" in refused("train.py --eval_only --out_dir", whole)

@@ -4,16 +4,12 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from collections import Counter
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import (
     ROOT,
     RUN,
@@ -26,11 +22,12 @@ from conftest import (
     start_process,
     wait_for_step,
 )
+from test_preference import pairs  # noqa: F401
 from test_stages import chat  # noqa: F401
 
 import train
 from common import UserError
-from training import ranks, report
+from training import ranks
 from training.batches import Data
 from training.checkpoints import load_checkpoint
 from training.records import read_run
@@ -66,55 +63,12 @@ def train_all(jobs: list[dict], folder: Path) -> None:
 
 @ranks.joined()
 def work(jobs: list[dict], folder: str) -> None:
-    """Train, and leave in sent.json how many bytes this rank sent in the first of the jobs."""
-    sent = Counter()
-    for name in ("all_to_all_single", "all_reduce"):
-        count_bytes(name, sent)
-    train_all(jobs[:1], Path(folder))
-    if ranks.rank == 0:
-        (Path(folder) / "sent.json").write_text(json.dumps(sent))
-    train_all(jobs[1:], Path(folder))
+    train_all(jobs, Path(folder))
 
 
-def count_bytes(name: str, sent: Counter) -> None:
-    """Count what a function of torch.distributed gives this rank."""
-    function = getattr(dist, name)
-
-    def counted(received, *more, **options):
-        sent[name] += received.nbytes
-        return function(received, *more, **options)
-
-    setattr(dist, name, counted)
-
-
-def fork(n: int, jobs: str, folder: str) -> None:
-    """Be torchrun, but import everything once: `work` in n processes."""
-    torch.set_num_threads(1)
-    torch.optim.AdamW([torch.zeros(1)])  # imports much
-    report.draw_loss = lambda *_: None
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    os.environ.update(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(LOCAL_WORLD_SIZE=str(n), TORCHELASTIC_RUN_ID="forks")
-    processes = []
-    for number in range(n):
-        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(number)
-        process = get_context("fork").Process(target=work, args=(json.loads(jobs), folder))
-        process.start()
-        processes.append(process)
-    for process in processes:
-        process.join()
-    sys.exit(max(abs(process.exitcode) for process in processes))
-
-
-def in_ranks(n: int, jobs: list[dict], folder: Path) -> subprocess.Popen:
-    return start_process(__file__, n, json.dumps(jobs), folder, cwd=ROOT)
-
-
-def assert_ended(process: subprocess.Popen) -> None:
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, said
+def in_ranks(n: int, *args, cwd: Path = ROOT) -> subprocess.Popen:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n)
+    return start_process(*launch, *args, cwd=cwd)
 
 
 def assert_close(a, b) -> None:
@@ -124,15 +78,16 @@ def assert_close(a, b) -> None:
 def assert_same_training(a: Path, b: Path) -> None:
     assert len(losses(a)) == 12
     assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
-    evals = [{e["step"]: e["val_loss"] for e in read_run(folder)["eval"]} for folder in (a, b)]
-    for step, loss in evals[1].items():  # where a run resumed it evaluated once more
-        assert evals[0][step] == pytest.approx(loss, rel=1e-5)
+    evals = [{e["step"]: e for e in read_run(folder)["eval"]} for folder in (a, b)]
+    for step, other in evals[1].items():  # where a run resumed it evaluated once more
+        for name in {"val_loss", "margin", "accuracy"} & other.keys():
+            assert evals[0][step][name] == pytest.approx(other[name], rel=1e-4, abs=1e-5)
     one, other = (load_checkpoint(folder / "ckpt.pt", verify=True) for folder in (a, b))
     for part in ("model", "optimizer", "step"):
         assert_close(one[part], other[part])
 
 
-def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F811
+def test_two_ranks_equal_one_process(data, chat, pairs, trained, tmp_path):  # noqa: F811
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped."""
     base = dict(RUN, device_batch_size=2, grad_clip=0.0)
@@ -144,6 +99,7 @@ def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F8
         dict(text, out_dir="embformer", ffn="embformer"),
         dict(text, out_dir="disk", offload="disk", stem_layers="all"),
         dict(sft, out_dir="sft"),
+        dict(sft, out_dir="dpo", stage="dpo", data_dir=str(pairs), learning_rate=1e-3),
     ]
     one, two = tmp_path / "one", tmp_path / "two"
     train_all([dict(whole[0], out_dir="one-two", until=9)], two)  # saved at step 6
@@ -154,9 +110,10 @@ def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F8
         dict(out_dir="two-two", resume=True),
         dict(whole[1], overwrite=True),
     ]
-    process = in_ranks(2, [*whole, *cut], two)
+    process = in_ranks(2, __file__, json.dumps([*whole, *cut]), two)
     train_all(whole, one)
-    assert_ended(process)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
     for job in whole:
         assert_same_training(one / job["out_dir"], two / job["out_dir"])
     assert checkpoint(two / "two-one")["step"] == 5
@@ -165,30 +122,18 @@ def test_two_ranks_equal_one_process(data, chat, trained, tmp_path):  # noqa: F8
         assert_same_training(two / name, one / like)
     assert not list(tmp_path.rglob("*live*"))
 
-    # Rows of a rank's 64 tokens at most, once each way a step, and gradients of the backbone: not
-    # of the tables, which have 300 rows.
-    sent = json.loads((two / "sent.json").read_text())
-    saved = checkpoint(one / "stem")
-    row = 4 * (saved["config"]["n_embd"] + saved["config"]["d_ff"])
-    passes = 2 * 12 + 3 * 4  # of 12 steps both ways, and of three evaluations of four batches
-    assert 0 < sent["all_to_all_single"] <= passes * 64 * row
-    dense = [w for name, w in saved["model"].items() if not name.startswith(("wte", "tables"))]
-    assert sent["all_reduce"] == pytest.approx(12 * sum(w.nbytes for w in dense), rel=0.01)
-
 
 @pytest.mark.parametrize(("n", "more"), [(3, {}), (2, dict(table_optimizer="adamw"))])
 def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "size", n)
-    given = dict(RUN, **SHAPE, data_dir=str(data), out_dir=tmp_path, **more)
-    settings = train.resolve_settings(**given)
+    settings = train.resolve_settings(data_dir=str(data), out_dir=tmp_path, **RUN, **SHAPE, **more)
     with pytest.raises(UserError, match="process"):
         train.start(settings, Data(str(data), "text", 32, 1, 99), None)
 
 
 def test_a_rank_that_dies_ends_all_with_one_line(data, tmp_path):
-    start = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
     more = flags(max_iters=100000, data_dir=data)
-    process = start_process(*start, ROOT / "train.py", *SMALL, *more, cwd=tmp_path)
+    process = in_ranks(2, ROOT / "train.py", *SMALL, *more, cwd=tmp_path)
     out = tmp_path / "out"
     wait_for_step(process, out, 8)
     found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
@@ -202,4 +147,4 @@ def test_a_rank_that_dies_ends_all_with_one_line(data, tmp_path):
 
 
 if __name__ == "__main__":
-    fork(int(sys.argv[1]), *sys.argv[2:])
+    work(json.loads(sys.argv[1]), sys.argv[2])

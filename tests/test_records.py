@@ -40,21 +40,10 @@ def without(record, name):
     return json.dumps({key: record[key] for key in record if key != name}).encode()
 
 
-LINES = [
-    b"[",
-    pytest.param(b"[" * 100_000, id="deep"),
-    b"\xff",
-    b"null",
-    b"[]",
-    b'{"type": []}',
-    b'{"type": "x"}',
-    b'{"type": "eval"}',
-    without(RUN, "sizes"),
-    without(STEP, "grad_norm"),
-]
+LINES = [b"[" * 100_000, b"\xff", b"null", b'{"type": "x"}', without(STEP, "grad_norm")]
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
 def test_damage_is_one_clear_line_but_a_last_line_that_was_cut_off_is_left_out(tmp_path, line):
     path = made(tmp_path) / "metrics.jsonl"
     whole = path.read_bytes()
@@ -73,27 +62,21 @@ def test_a_run_that_resumes_keeps_the_lines_up_to_its_step(tmp_path):
         assert [json.loads(line) for line in path.read_text().splitlines()] == [*kept, RUN]
 
 
-def test_what_is_not_finite_is_null_in_a_file_and_nan_in_a_table(tmp_path):
-    log = records.Log(tmp_path / "metrics.jsonl", 0)
-    for loss in (math.nan, math.inf, 1e30):
+def test_what_is_not_finite_is_null_in_a_file_and_nan_in_a_table_and_no_gap_in_a_picture(tmp_path):
+    folder = tmp_path / r"a$\frac$"
+    path = made(folder) / "metrics.jsonl"
+    log = records.Log(path, 2)
+    for loss in (1e30, math.inf, math.nan):
         log.write(**{**EVAL, "val_loss": loss})
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert [json.loads(line)["val_loss"] for line in text.splitlines()] == [None, None, 1e30]
+    text = path.read_text()
+    written = [json.loads(line)["val_loss"] for line in text.splitlines()[-3:]]
+    assert written == [1e30, None, None]
     assert "NaN" not in text and "Infinity" not in text
-    losses = [record["val_loss"] for record in records.read_metrics(tmp_path / "metrics.jsonl")]
-    assert math.isnan(losses[0]) and math.isnan(losses[1]) and losses[2] == 1e30
-    records.draw_loss(tmp_path / "metrics.jsonl", tmp_path / "x.png")
-    records.Log(tmp_path / "metrics.jsonl", 3)  # rewrites them
-    assert (tmp_path / "metrics.jsonl").read_text() == text
-
-
-@pytest.mark.parametrize("loss", [None, 0.0, 1e30])
-def test_a_row_and_a_picture_of_any_numbers(tmp_path, loss):
-    folder = made(tmp_path / r"a$\frac$", [*RECORDS, {**EVAL, "val_loss": loss}])
-    shown = math.nan if loss is None else loss
-    assert f" | {shown:.3f} | " in table([folder])
+    assert " | nan | " in table([folder])
+    records.draw_loss(path, tmp_path / "x.png")
     draw(grouped([folder]), tmp_path / "x.png")
-    assert (tmp_path / "x.png").exists()
+    records.Log(path, 3)  # rewrites them
+    assert path.read_text() == text
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
@@ -101,14 +84,11 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
     for number, loss in enumerate((6.0, 7.0, 9.5)):
         run = {**RUN, "args": {**ARGS, "seed": number, "out_dir": f"out/stem-{number}"}}
         lines = [run, *RECORDS[1:3], {**EVAL, "val_loss": loss}]
-        folder = made(tmp_path / f"stem-{number}", lines)
-        folders.append(folder)
+        folders.append(made(tmp_path / f"stem-{number}", lines))
     run = {**RUN, "args": {**ARGS, "ffn": "dense"}}
-    other = made(tmp_path / "other", [run, *RECORDS[1:]])
-    head, _, stem, dense = table([folders[0], other, *folders[1:]]).splitlines()
-    cells = dict(zip(head.split(" | "), stem.split(" | "), strict=True))
-    assert cells["| run"] == "| stem-0" and cells["runs"] == "3"
-    assert cells["val loss"] == "7.500 ± 1.803"  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
-    assert cells["capitals recalled"] == ""
+    folders.insert(1, made(tmp_path / "other", [run, *RECORDS[1:]]))
+    _, _, stem, dense = table(folders).splitlines()
+    assert stem.startswith("| stem-0 | 3 | ")
+    assert " | 7.500 ± 1.803 | " in stem  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
     assert dense.startswith("| other |  | dense | 0.006 | 2 | 2.50 | 6.500 | 1.500 | 25.0%")
-    draw(grouped([*folders, other]), tmp_path / "x.png")
+    draw(grouped(folders), tmp_path / "x.png")

@@ -20,7 +20,6 @@ from conftest import (
 )
 
 import edit
-from text import bpe
 from text.tokenizer import encode
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
 from training.questions import score_answers
@@ -31,11 +30,11 @@ NAMES = flags(source="Anna", target="Björn", prompt="Then Anna")
 # --- sampling ---
 
 
-@pytest.mark.parametrize("ffn", ["dense", "stem", "embformer"])
-def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path, ffn):
-    shutil.copy(trained[ffn] / "ckpt.pt", tmp_path)
-    done = command("sample.py", "--ckpt", "ckpt.pt", "--prompt", "Anna", cwd=tmp_path)
-    assert done.stdout.startswith("Anna")
+def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
+    for folder in trained.values():
+        shutil.copy(folder / "ckpt.pt", tmp_path)
+        done = command("sample.py", "--ckpt", "ckpt.pt", "--prompt", "Anna", cwd=tmp_path)
+        assert done.stdout.startswith("Anna")
 
 
 def test_samples_depend_on_the_seed_alone(trained):
@@ -56,27 +55,15 @@ def test_samples_depend_on_the_seed_alone(trained):
     ("args", "named"),
     [
         ("sample.py --temperature -1", "--temperature -1"),
-        ("sample.py --top_p 1.5", "--top_p 1.5"),
-        ("sample.py --top_k -1", "--top_k -1"),
-        ("sample.py --max_new_tokens 0", "--max_new_tokens 0"),
-        ("sample.py --seed 9223372036854775808", "--seed"),
         ("sample.py --system Hi", "--system"),
         ("sample.py --chat --prompt Hi", "--prompt"),
-        ("sample.py --device warp", "--device warp"),
-        ("edit.py", "--source"),
         ("edit.py --source Anna", "--target"),
-        ("edit.py --source Anna --target Emil --write x", "--write"),
-        ("edit.py --source A --prompt A --write " + "a" * 99, "and --write 99"),
-        ("edit.py --source Ann --prompt Anna --write x", "does not contain 'Ann'"),
-        ("edit.py --undo --source Anna --target Emil", "--undo"),
         ("edit.py --undo", "holds no edit"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
         ("edit.py --source a --target b --prompt " + "a" * 99, "--prompt has 100 tokens"),
         ("edit.py --source Anna --target Emil --prompt Anna --ckpt {dense}/ckpt.pt", "no tables"),
         ("edit.py --source A --target B --prompt A --save {stem}/metrics.jsonl/x", "metrics.jsonl"),
-        ("edit.py --source A --target B --prompt A --save " + "x" * 300, "xxx"),
         ("edit.py --source A --target B --prompt A --save {stem}/best.pt", "best.pt exists"),
-        ("edit.py --source QQ --target AB --prompt QQ --save new.pt", "'QQ' has twice"),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it(trained, tmp_path, args, named):
@@ -109,26 +96,6 @@ def test_rows_of_n_grams_are_not_edited(data, tmp_path, ffn):
     ckpt = small_run(data, tmp_path / ffn, ffn=ffn, max_iters=1) / "ckpt.pt"
     for line in (["edit.py", "--ckpt", ckpt, *EDIT], ["lab/analyze.py", "edits", ckpt]):
         assert "rows of n-grams" in refused(*line)
-
-
-def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, capsys):
-    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
-    brief = encoding.encode_ordinary(" Chloë. Björn")
-    long = encoding.encode_ordinary(" follows Anna" * 9)
-    padding = [encoding.eot_token] * (len(long) - len(brief))
-    written = torch.tensor([brief + padding, long])
-    monkeypatch.setattr(model, "generate", lambda ids, *_, **__: torch.cat((ids, written), 1))
-    asked = edit.Edit(source="Anna", target="Björn", prompt="Anna", max_new_tokens=len(long))
-    ids, edited = encode(encoding, "Anna"), encode(encoding, "Björn")
-    edit.show(model, encoding, asked, [], ids, edited)
-
-    said = capsys.readouterr().out.splitlines()
-    shown = [line for line in said if line.startswith("probability of")]
-    answers = [encoding.encode_ordinary(" Chloë"), long]  # until the sentence ends
-    for line, answer in zip(shown, answers, strict=True):
-        for rows, title in ((ids, "before"), (edited, "after")):
-            p = score_answers(model, [ids], [answer], [rows]).probability.item()
-            assert f"{title} {p:6.1%}" in line
 
 
 # --- edits that last ---
@@ -165,9 +132,10 @@ def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_
     ckpt, run = edits
     before = read(ckpt)
     files = contents(ckpt.parent)
-    saved, restored = ckpt.parent.parent / "a" / "ckpt.pt", ckpt.parent.parent / "b" / "ckpt.pt"
+    saved, restored = (ckpt.parent.parent / name / "ckpt.pt" for name in "ab")
     prompt = "Björn sees Anna at the river"
-    run("--ckpt", ckpt, *flags(source="Anna at", target="river", prompt=prompt), "--save", saved)
+    given = flags(source="Anna at", target="river", prompt=prompt, save=saved)
+    assert "probability of '" in run("--ckpt", ckpt, *given).stdout
 
     model, encoding, _ = load_model(ckpt, CPU)
     edited, _, _ = load_model(saved, CPU)
@@ -200,11 +168,6 @@ def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits
     assert all(repr(encoding.decode([token])) in shown for token in name)
     changed, rows = changed_rows(before, read(saved))
     assert "tables.weight" in changed and rows == set(name)
-    others = torch.tensor([encode(encoding, "Björn follows Chloë at the river.")])
-    assert not set(name) & set(others[0].tolist())
-    logits = [load_model(path, CPU)[0](others)[0] for path in (ckpt, saved)]
-    assert torch.equal(*logits)
-
     run("--ckpt", saved, "--undo")
     assert_same(before, read(saved))
 
@@ -226,25 +189,21 @@ def test_edits_in_place_are_undone_last_first(edits):
 def test_neighbours_of_a_checkpoint_stay_whole_whatever_they_are_called(trained, on_disk, tmp_path):
     """All of them have tables on disk."""
     names = ("ckpt", "ckpt.pt", "ckpt.pth", "ckpt.bak", "ckpt.old", "ckpt.pt.old")
-    full, edited, folder = tmp_path / "full", tmp_path / "edited.pt", tmp_path / "run"
+    edited, folder = tmp_path / "edited.pt", tmp_path / "run"
     swap = ("edit.py --device cpu --ckpt", on_disk / "ckpt.pt", *NAMES, "--target", "Chloë")
     command(*swap, "--save", edited)
-    for name in names:
-        write_checkpoint(full / name, load_checkpoint(edited))
     for line in (
         (*swap, "--save"),
         ("edit.py --undo --ckpt", edited, "--save"),
         ("convert.py --ffn stem --tokens 0", trained["dense"] / "ckpt.pt", "--out"),
     ):
         for name in names:
-            absent = shutil.ignore_patterns(name, f"{name}.tables")
-            shutil.copytree(full, folder, ignore=absent)
-            neighbours = contents(folder)
+            for neighbour in set(names) - {name}:
+                write_checkpoint(folder / neighbour, load_checkpoint(edited))
+            before = contents(folder)
             command(*line, folder / name)
-            written = contents(folder)
-            assert neighbours == {path: written[path] for path in neighbours}
-            for each in names:
-                load_checkpoint(folder / each, verify=True)
+            assert before.items() <= contents(folder).items()
+            load_checkpoint(folder / name, verify=True)
             shutil.rmtree(folder)
 
 
@@ -255,15 +214,3 @@ def test_decoding_in_bfloat16_keeps_the_rows(edits):
     before, after = (read(path) for path in (ckpt, ckpt.with_name("edited.pt")))
     name, rows = changed_rows(before, after)
     assert torch.isin(after[name][list(rows)], before[name]).all()  # none is rounded
-
-
-# --- which rows are read ---
-
-
-def test_edited_ids_find_the_name_with_and_without_a_space():
-    texts = ["Spain is here. In Spain, and in Spanish.", "Germany is there. In Germany."] * 20
-    encoding = bpe.train(texts, 400)
-    ids = encoding.encode_ordinary("Spain is here. In Spain, and in Spanish.")
-    table_ids = edit.edited_ids(encoding, ids, "Spain", "Germany")
-    expected = encoding.encode_ordinary("Germany is here. In Germany, and in Spanish.")
-    assert table_ids == expected

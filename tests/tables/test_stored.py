@@ -58,17 +58,6 @@ def test_no_step_allocates_anything_of_the_size_of_the_vocabulary(made):
     assert 0 < mode.numbers <= 2 * 8 * W
 
 
-def test_rows_are_asked_of_the_disk_at_once_before_they_are_read(made, monkeypatch):
-    tables = made()
-    tables.add_state()
-    asked = []
-    monkeypatch.setattr(tables.storage, "read_ahead", lambda _, names: asked.append(list(names)))
-    ids = torch.tensor([[5, 2, 5]])
-    next(tables.lookup(ids))
-    next(tables.eval().lookup(ids))
-    assert asked == [["rows", "state"], ["rows"]]
-
-
 def test_copies_of_the_rows_go_to_a_device_that_cannot_read_them(made):
     tables = StoredTables(made().storage, "meta")  # a second device on any machine
     for mode in (tables.train(), tables.eval()):

@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 import torch
 from torch import nn
 
@@ -30,10 +29,3 @@ def test_the_scale_follows_that_of_pytorch(monkeypatch):
             mine = LossScaler(enabled=True)
             mine.load_state_dict(saved)
         assert mine.factor == theirs.get_scale()
-
-
-@pytest.mark.parametrize(("before", "now"), [(False, True), (True, False), (False, False)])
-def test_a_run_may_resume_in_another_precision(before, now):
-    scaler = LossScaler(now)
-    scaler.load_state_dict(LossScaler(before).state_dict())
-    assert scaler.scale(torch.tensor(1.0)) == (65536 if now else 1)
