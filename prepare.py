@@ -91,6 +91,8 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
             return None
         raise UserError("--tokenizer: chat data needs the base model's tokenizer: pass its ckpt.pt")
     path = Path(name)
+    if path.suffix == ".json" and os.path.exists(path.with_name("meta.json")):
+        path = path.parent  # a prepared folder's
     if name in tiktoken.list_encoding_names():
         encoding = standard(name)
     elif path.suffix == ".json":

@@ -17,7 +17,7 @@ import convert
 import prepare
 from common import UserError, locked
 from model import Decoder, ModelConfig
-from text import tokenizer
+from text import dataset, tokenizer
 from text.huggingface import GPT2, LETTERS, LLAMA3, NO_TOKEN, SMOLLM2
 from training.batches import Data
 from training.checkpoints import load_checkpoint, load_model
@@ -237,6 +237,9 @@ def test_a_tokenizer_without_a_model_gets_what_it_lacks_behind_it(tmp_path, spec
         assert encoding.encode_single_token(name) == wanted[name]
     assert encoding.n_vocab == len(wanted)
     assert encoding.encode_ordinary(" hello") == [ids["Ġhello"]]
+    dataset.write_dataset(tmp_path / "data", [("train", "a"), ("val", "b")], encoding, corpus="x")
+    again = prepare.ready_tokenizer(str(tmp_path / "data/tokenizer.json"), "text")
+    assert tokenizer.dumps(again) == tokenizer.dumps(encoding)
 
 
 def test_a_tensor_that_comes_twice_is_refused(tmp_path):
