@@ -1,6 +1,8 @@
-"""Convert Llamas of Hugging Face to checkpoints and back, and dense checkpoints to STEM.
+"""Convert Llamas of Hugging Face to checkpoints and back, Embformers of its author to checkpoints,
+and dense checkpoints to STEM.
 
     python convert.py SmolLM2-135M --out out/smol/ckpt.pt       # a Llama of Hugging Face
+    python convert.py Embformer-MiniMind-0.1B --out out/wu/ckpt.pt      # its author's Embformer
     python sample.py --ckpt out/smol/ckpt.pt --prompt "Gravity is"
     python prepare.py --input book.txt --out_dir data/smol --tokenizer out/smol/ckpt.pt
     python train.py --init_from out/smol/ckpt.pt --data_dir data/smol --block_size 512 ...
@@ -10,9 +12,9 @@
     python convert.py out/dense/ckpt.pt --ffn stem --stem_layers third --out out/converted/ckpt.pt
     python train.py --init_from out/converted/ckpt.pt --max_iters 100 --out_dir out/trained
 
-1. A folder with config.json, model*.safetensors and tokenizer.json becomes a dense checkpoint with
-   the same logits and the same token ids. docs/data-and-stages.md says which models that works for.
-   `--export` is the inverse.
+1. A folder with config.json, model*.safetensors (or pytorch_model*.bin) and tokenizer.json becomes
+   a checkpoint with the same logits and the same token ids. docs/data-and-stages.md says which
+   models that works for. `--export` is the inverse for a dense model.
 
 2. In a dense checkpoint, a table row per token replaces `W_u x` (stem.py):
 
@@ -31,6 +33,7 @@ import os
 import tempfile
 from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 
 # Before torch, whose threads it tells how to wait.
 from common import (
@@ -59,7 +62,13 @@ from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
 from training.batches import Data, Source, check_tokenizer
-from training.checkpoints import load_checkpoint, load_model, read_encoding, save_checkpoint
+from training.checkpoints import (
+    NOT_A_CHECKPOINT,
+    load_checkpoint,
+    load_model,
+    read_encoding,
+    save_checkpoint,
+)
 from training.report import model_sizes
 from training.settings import device_flag
 
@@ -68,7 +77,7 @@ from training.settings import device_flag
 class Settings:
     """The flags of this command."""
 
-    source: Path = flag(MISSING, "a Llama's folder, or a dense ckpt.pt")
+    source: Path = flag(MISSING, "a folder of Hugging Face, or a dense ckpt.pt")
     out: Path | None = flag(None, "the checkpoint to write, a new file", shown="or --export")
     export: Path | None = flag(None, "instead: write a dense ckpt.pt as a Llama, to a new folder")
     ffn: str | None = flag(None, "convert a dense checkpoint to this kind of FFN", choices=["stem"])
@@ -92,7 +101,7 @@ def check_new(path: Path) -> None:
         raise UserError(f"{path} exists: choose another name")
 
 
-# --- 1. a Llama of Hugging Face ---
+# --- 1. a folder of Hugging Face ---
 
 # Fields of ModelConfig, and what config.json calls them.
 SIZES = {
@@ -102,11 +111,26 @@ SIZES = {
     "n_head": "num_attention_heads",
     "n_kv_head": "num_key_value_heads",
     "n_embd": "hidden_size",
-    "d_ff": "intermediate_size",
+    "d_ff": "intermediate_size",  # which Embformers lack
 }
 # Settings of config.json that may be missing, as transformers reads it.
-OPTIONAL = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-REQUIRED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+OPTIONAL = {
+    "model_type": "llama",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+# And what the others must be, by the kind of model.
+REQUIRED = {
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "embformer": {
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "use_channel_shift": True,
+        "use_sliding_window": False,
+    },
+}
+PRESETS = {"dense": "minimind-104m", "embformer": "embformer-104m"}  # the nearest in size
 LLAMA3_ROPE = (
     "factor",
     "low_freq_factor",
@@ -122,21 +146,30 @@ NAMES = {
     "mlp.up_proj": "ffn.up",
     "mlp.down_proj": "ffn.down",
 }
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def llama_weights(model: Decoder) -> dict[str, Tensor]:
-    """The weights of a dense model by the names that they have in a Llama. They share the model's
-    memory, so this is the way in and the way out."""
+def named_weights(model: Decoder) -> dict[str, Tensor]:
+    """The weights of a dense model by the names that they have in a Llama, those of an Embformer by
+    its author's. They share the model's memory, so this is the way in and the way out."""
     config = model.config
     ours = model.state_dict()
+    n_kv = config.n_kv_head * config.head_dim
+    if config.embedding_only:
+        weights = {"model.embed_tokens.weight": ours["wte.weight"]}
+        for layer in range(config.n_layer):
+            # K | V | F are three tables there and one here.
+            tables = ours[f"tables.weight.{layer}"].split([n_kv, n_kv, config.n_embd], dim=1)
+            names = ("self_attn.k_embed", "self_attn.v_embed", "ffn.gate_embed")
+            for name, table in zip(names, tables, strict=True):
+                weights[f"model.layers.{layer}.{name}.weight"] = table
+        return weights
     weights = {"model.norm.weight": ours["norm.weight"]}
     if config.tie_head:
         weights["model.embed_tokens.weight"] = ours["wte.weight"]
     else:
         weights["model.embed_tokens.weight"] = ours["wte.weight.0"]
         weights["lm_head.weight"] = ours["head.weight"]
-    n_kv = config.n_kv_head * config.head_dim
     for layer in range(config.n_layer):
         for theirs, name in NAMES.items():
             weights[f"model.layers.{layer}.{theirs}.weight"] = ours[f"blocks.{layer}.{name}.weight"]
@@ -147,57 +180,76 @@ def llama_weights(model: Decoder) -> dict[str, Tensor]:
     return weights
 
 
-def read_llama(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
-    """A Llama in a folder of Hugging Face, its weights in float32, and its tokenizer. UserError: a
-    file is missing or damaged, or asks for what this decoder does not do."""
+def read_folder(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
+    """The model in a folder of Hugging Face and its tokenizer. UserError: see `read_model`."""
+    model, bos_id = read_model(folder)
+    return model, read_tokenizer(folder / "tokenizer.json", model.config.vocab_size, bos_id)
+
+
+def read_model(folder: Path) -> tuple[Decoder, int | None]:
+    """A Llama or an Embformer in a folder of Hugging Face, its weights in float32, and the id that
+    begins a text. UserError: a file is missing or damaged, or asks for what this decoder does not
+    do."""
     path = folder / "config.json"
-    with reading(path, "name a Llama's folder, or give --ffn stem with a dense ckpt.pt"):
+    with reading(path, "name a folder of Hugging Face, or give --ffn stem with a dense ckpt.pt"):
         record = json.loads(path.read_text(encoding="utf-8"))
         require_fields(record)
-        record = {**OPTIONAL, **record}
+        given = {name: value for name, value in record.items() if value is not None}
+        record = {**OPTIONAL, **given}
         record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
-        require_fields(record, *SIZES.values())
-    config = llama_config(path, record)
+    config = their_config(path, record)
     weights = {}
-    for path in sorted(folder.glob("model*.safetensors")) or [folder / "model.safetensors"]:
-        for name, tensor in read_safetensors(path).items():
+    paths = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not paths:
+        raise UserError(f"{folder} has no weights: model.safetensors or pytorch_model.bin is read")
+    for path in paths:
+        read = read_pickled if path.suffix == ".bin" else read_safetensors
+        for name, tensor in read(path).items():
             if name in weights:
                 raise UserError(f"{path}: {name} is in another file, too: remove one of the files")
-            weights[name] = tensor
+            if not name.endswith("rotary_emb.inv_freq"):  # which older files have
+                weights[name] = tensor
     if config.tie_head:
         weights.pop("lm_head.weight", None)  # the embedding again
     with torch.device("meta"):  # nothing is allocated before all shapes are right
         model = Decoder(config)
-    check_weights(folder, weights, llama_weights(model))
-    model.to_empty(device="cpu")
-    for name, weight in llama_weights(model).items():
+    check_weights(folder, weights, named_weights(model))
+    empty = {name: torch.empty_like(w, device="cpu") for name, w in model.state_dict().items()}
+    model.load_state_dict(empty, assign=True)
+    for name, weight in named_weights(model).items():
         weight.copy_(weights[name])
-    path = folder / "tokenizer.json"
-    return model, read_tokenizer(path, config.vocab_size, record.get("bos_token_id"))
+    return model, record.get("bos_token_id")
 
 
-def llama_config(path: Path, record: dict) -> ModelConfig:
-    """The shape that config.json describes. UserError: it is not that of our dense decoder."""
-    for name, value in REQUIRED.items():
+def their_config(path: Path, record: dict) -> ModelConfig:
+    """The shape that config.json describes. UserError: it is not that of a decoder here."""
+    kind = record["model_type"]
+    if kind not in [*REQUIRED]:
+        known = " or ".join(REQUIRED)
+        raise UserError(f"{path}: model_type {kind!s:.40} is not supported, only {known}")
+    for name, value in REQUIRED[kind].items():
         require(path, record, name, value)
-    for name in SIZES.values():
+    sizes = {ours: theirs for ours, theirs in SIZES.items() if kind == "llama" or ours != "d_ff"}
+    with reading(path, "download it again"):
+        require_fields(record, *sizes.values())
+    for name in sizes.values():
         if not isinstance(record[name], int):
             raise UserError(f"{path}: {name} {record[name]!r:.40} is not a whole number")
     # Rotations are the original ones, or slowed down as Llama 3.1's are (model.rotary).
     rope = record.get("rope_scaling") or record.get("rope_parameters") or {}
-    kind = "llama3" if "low_freq_factor" in rope else "default"
+    rotations = "llama3" if "low_freq_factor" in rope else "default"
     with reading(path, "download it again"):
-        require_fields(rope, *(LLAMA3_ROPE if kind == "llama3" else ()))
-    require(path, rope, "rope_type", kind)
-    require(path, rope, "type", kind)
+        require_fields(rope, *(LLAMA3_ROPE if rotations == "llama3" else ()))
+    require(path, rope, "rope_type", rotations)
+    require(path, rope, "type", rotations)
     try:
         config = ModelConfig(
-            **{ours: record[theirs] for ours, theirs in SIZES.items()},
-            ffn="dense",
+            **{ours: record[theirs] for ours, theirs in sizes.items()},
+            ffn="dense" if kind == "llama" else kind,
             tie_head=record["tie_word_embeddings"],
             norm_eps=record["rms_norm_eps"],
             rope_base=record.get("rope_theta", rope.get("rope_theta", 10000.0)),
-            rope_scaling=[rope[name] for name in LLAMA3_ROPE] if kind == "llama3" else None,
+            rope_scaling=[rope[name] for name in LLAMA3_ROPE] if rotations == "llama3" else None,
         )
     except UserError as error:  # it speaks of flags
         raise UserError(f"{path}: {error}") from None
@@ -232,8 +284,19 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def read_pickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pytorch_model.bin, mapped into memory."""
+    with reading(path, "download it again"):
+        try:
+            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (UnpicklingError, *NOT_A_CHECKPOINT):
+            raise Damage("not tensors and nothing else") from None
+        require_fields(weights)
+    return weights
+
+
 def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> None:
-    """The inverse of `read_llama`. UserError: the model is not dense, or its attention not full."""
+    """The inverse of `read_folder`. UserError: the model is not dense, its attention not full."""
     config = model.config
     if config.ffn != "dense" or set(config.attention_kinds) != {"full"}:
         raise UserError(
@@ -254,14 +317,19 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
     if config.rope_scaling is not None:
         scaling = dict(zip(LLAMA3_ROPE, config.rope_scaling, strict=True))
         record["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    # What ends a text and an answer, for `generate`.
+    generation = {name: encoding.eot_token for name in ("bos_token_id", "pad_token_id")}
+    ends = encoding.special_tokens_set & {"<|endoftext|>", tokenizer.END}
+    generation["eos_token_id"] = sorted(encoding.encode_single_token(name) for name in ends)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Beside it, and renamed when it is whole: a kill leaves this folder, never half a model.
         unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         unfinished.chmod(0o755)
         write_tokenizer(unfinished, encoding)
-        write_safetensors(unfinished / "model.safetensors", llama_weights(model))
+        write_safetensors(unfinished / "model.safetensors", named_weights(model))
         (unfinished / "config.json").write_text(json.dumps(record))
+        (unfinished / "generation_config.json").write_text(json.dumps(generation))
         unfinished.rename(folder)
 
 
@@ -411,8 +479,8 @@ def main() -> None:
     check_new(settings.out)
     with locked(settings.out.resolve().parent):  # before minutes of work, so that no run begins
         if settings.ffn is None:
-            model, encoding = read_llama(settings.source)
-            args = {"preset": "minimind-104m"}  # the nearest in size
+            model, encoding = read_folder(settings.source)
+            args = {"preset": PRESETS[model.config.ffn]}
         else:
             model, encoding, args = dense_to_stem(settings)
         args = {**args, **asdict(model.config)}  # as train.py has it: all its settings

@@ -6,6 +6,7 @@
     python prepare.py --input a.jsonl b.jsonl --out_dir data/mine --vocab_size 6400
     python prepare.py --dataset tinystories                     # a public data set
     python prepare.py --dataset minimind-sft --tokenizer data/minimind-pretrain
+    python prepare.py --input book.txt --out_dir data/book --tokenizer o200k_base
 
 `.jsonl` files hold one document per line: {"text": "..."}, or a conversation, {"conversations":
 [{"role": "user", "content": "..."}, ...]} (or "messages"), or two that differ in the last answer,
@@ -26,7 +27,7 @@ from pathlib import Path
 import tiktoken
 
 from common import UserError, check_ranges, flag, parse, run
-from text import bpe, tokenizer
+from text import bpe, huggingface, tokenizer
 from text.countries import CORPORA, write_corpus
 from text.dataset import read_meta, read_tokenizer, write_dataset
 from text.documents import MAX_BAD, Document, Report, hashed, is_validation, kind_of, read
@@ -36,6 +37,12 @@ from training.checkpoints import read_checkpoint, read_encoding
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
+
+# How tiktoken gets the vocabulary NAME where there is no network.
+FILL = (
+    "where there is a network, run TIKTOKEN_CACHE_DIR=vocab python -c 'import tiktoken; "
+    """tiktoken.get_encoding("NAME")', copy the folder vocab, set TIKTOKEN_CACHE_DIR to it here"""
+)
 
 ABOUT_DATASETS = "countries, -sft, -dpo: facts about the world's states, generated here"
 for name, files in DATASETS.items():
@@ -53,7 +60,9 @@ class Settings:
     out_dir: Path | None = flag(None, "default: data/ and the data set's name; needed with --input")
     tokenizer: str = flag(
         "train",
-        "train one (for text), or a prepared folder or a ckpt.pt to take its tokenizer",
+        "train one (for text), or take that of a prepared folder, a ckpt.pt or a tokenizer.json "
+        "of Hugging Face, or gpt2, r50k_base, p50k_base, cl100k_base or o200k_base, which tiktoken "
+        f"downloads (without a network: {FILL})",
     )
     vocab_size: int | None = flag(
         None,
@@ -82,15 +91,31 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
             return None
         raise UserError("--tokenizer: chat data needs the base model's tokenizer: pass its ckpt.pt")
     path = Path(name)
-    if os.path.exists(path / "config.json"):
+    if path.suffix == ".json" and os.path.exists(path.with_name("meta.json")):
+        path = path.parent  # a prepared folder's
+    if name in tiktoken.list_encoding_names():
+        encoding = standard(name)
+    elif path.suffix == ".json":
+        encoding = huggingface.read_tokenizer(path)
+    elif os.path.exists(path / "config.json"):
         raise UserError(f"--tokenizer {path}: convert this model first: python convert.py {path}")
-    if os.path.isdir(path):
+    elif os.path.isdir(path):
         encoding = read_tokenizer(path, read_meta(path))
     else:
         encoding = read_encoding(path, read_checkpoint(path))
     if kind != "text" and tokenizer.START not in encoding.special_tokens_set:
         raise UserError(f"--tokenizer {name} lacks {tokenizer.START}, which conversations need")
     return encoding
+
+
+def standard(name: str) -> tiktoken.Encoding:
+    """A vocabulary that tiktoken downloads, or finds in its cache. UserError: it cannot."""
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors
+        reason = f"tiktoken cannot download it ({error!s:.90})"
+        raise UserError(f"--tokenizer {name}: {reason}: {FILL.replace('NAME', name)}") from None
+    return tokenizer.complete(encoding)
 
 
 def prepare_files(

@@ -65,6 +65,7 @@ class Bench:
     block_size: int = flag(256, "context length in tokens", must="at least 1")
     batch_size: int = flag(8, "sequences in a training step", must="at least 1")
     rounds: int = flag(7, "turns that each contender takes", must="at least 1")
+    ffn: str = flag("stem", "of offload: stem or embformer", choices=("stem", "embformer"))
     quick: bool = flag(False, "small models, two turns, nothing compiled: does it run?")
     table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
     dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
@@ -266,7 +267,7 @@ def bench_offload(bench: Bench) -> dict:
         # The last update of a turn has nothing to hide behind: more steps where steps are short.
         "train": partial(train, steps=5 if bench.cuda else 2),
     }
-    config = bench.model(stem_layers="all")
+    config = bench.model(ffn=bench.ffn, stem_layers="all")
     with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
         places = {"resident": ResidentTables}
         if bench.table_gib:

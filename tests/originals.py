@@ -6,7 +6,8 @@
     python tests/originals.py --llama --embformer ../embformer --stem ../STEM
 
 Each of the three can be asked for alone. Compared are logits, cached decoding, the loss and the
-gradient of every weight (of table rows, too), in float32 and in float64. Prints a Markdown table,
+gradient of every weight (of table rows, too), in float32 and in float64, and the logits of what
+convert.py makes of a folder that the authors' code saves. Prints a Markdown table,
 and ends with exit code 1 if anything differs by more than rounding. docs/originals.md has the
 table, and what differs on purpose: defaults and training, not models.
 """
@@ -16,6 +17,7 @@ import io
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from common import UserError, make_parser, run
+from convert import read_model
 from model import Decoder, ModelConfig
 from tables.tables import Tables
 
@@ -185,6 +188,12 @@ def compare(ours: Decoder, original: Original) -> dict[str, float]:
     theirs = dict(original.model.named_parameters())
     for name, grad in grads.items():
         found[f"gradient of {name}"] = difference(grad, theirs[name].grad)
+    if original.names is HUGGING_FACE:
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            original.model.save_pretrained(folder)
+            opened, _ = read_model(Path(folder))
+            saved = difference(opened.eval()(read)[0], original.logits(read))
+        found["logits of the saved folder"] = saved
     return found
 
 

@@ -1,5 +1,5 @@
 """convert.py: folders of Hugging Face, written by hand, by transformers and by itself, and rows of
-tables against the formula written out."""
+tables against the formula written out. What an Embformer's author writes: originals.py."""
 
 import contextlib
 import json
@@ -14,10 +14,11 @@ from conftest import CPU, assert_same, command, flip, refused
 from originals import HUGGING_FACE, named
 
 import convert
+import prepare
 from common import UserError, locked
 from model import Decoder, ModelConfig
-from text import tokenizer
-from text.huggingface import GPT2, LETTERS, LLAMA3, SMOLLM2
+from text import dataset, tokenizer
+from text.huggingface import GPT2, LETTERS, LLAMA3, NO_TOKEN, SMOLLM2
 from training.batches import Data
 from training.checkpoints import load_checkpoint, load_model
 
@@ -37,6 +38,8 @@ CONFIG = {
     "attention_bias": False,
     "bos_token_id": 1,
 }
+EMBFORMER = CONFIG | {"model_type": "embformer", "head_dim": 8, "use_channel_shift": True}
+del EMBFORMER["intermediate_size"]
 SLOW = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -73,16 +76,22 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(words or bpe()))
     torch.manual_seed(0)
-    shape = ModelConfig(300, 64, 2, 4, 32, 2, 48, "dense", rope_base=5e4, norm_eps=1e-5)
+    ffn = "embformer" if config["model_type"] == "embformer" else "dense"
+    shape = ModelConfig(300, 64, 2, 4, 32, 2, 48, ffn, rope_base=5e4, norm_eps=1e-5)
     shape.tie_head = config["tie_word_embeddings"]
     if config.get("rope_scaling") == SLOW:
         shape.rope_scaling = [8.0, 1.0, 4.0, 32.0]
     model = Decoder(shape)
     for weight in model.parameters():
-        weight.data = (torch.randn(weight.shape) * 0.3).to(convert.DTYPES[dtype]).float()
+        rounded = convert.DTYPES.get(dtype, torch.float32)
+        weight.data = (torch.randn(weight.shape) * 0.3).to(rounded).float()
     ours = {name: weight.detach() for name, weight in model.named_parameters()}
     weights = named(ours, shape, HUGGING_FACE)
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])  # if it is tied
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # of older files
+    if dtype == "pickled":
+        torch.save(weights, folder / "pytorch_model.bin")
+        return model
     for part in range(parts):
         names = list(weights)[part::parts]
         write_safetensors(folder / f"model-{part}-of-{parts}.safetensors", dtype, weights, names)
@@ -111,6 +120,9 @@ def write_safetensors(path, dtype, weights, names) -> None:
         ({"tie_word_embeddings": False}, "BF16", 3),
         ({"rope_scaling": SLOW}, "F16", 2),
         ({"rope_scaling": {"rope_type": "default"}}, "F32", 1),
+        ({"head_dim": None, "rope_scaling": None}, "pickled", 1),
+        (EMBFORMER, "F32", 2),
+        (EMBFORMER, "pickled", 1),
     ],
 )
 def test_logits_are_those_of_the_weights_in_the_files(tmp_path, change, dtype, parts):
@@ -118,11 +130,19 @@ def test_logits_are_those_of_the_weights_in_the_files(tmp_path, change, dtype, p
     model = save(tmp_path / "llama", CONFIG | change, dtype=dtype, parts=parts)
     command("convert.py llama --out new/ckpt.pt", cwd=tmp_path)
     converted, encoding, _ = load_model(tmp_path / "new/ckpt.pt", CPU)
+    assert converted.config.ffn == model.config.ffn
     ids = torch.randint(300, (2, 60))
     torch.testing.assert_close(converted(ids)[0], model(ids)[0])
     assert encoding.n_vocab == 300 and encoding.decode([299]) == "<|unused_299|>"
 
 
+def named_steps(*steps) -> dict:
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps]}}
+
+
+EVERY = {**LLAMA3, "pattern": {"Regex": r"\w"}}  # leaves out what is no letter
+OTHER = {**LLAMA3, "pattern": {"Regex": r" ?\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s"}}
+OLD = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
 END = "< | i m _ e n d | >"  # special tokens that a text spells stay text
 PLAIN = f"hello Ġhello , Ġ hell Ġ abc Ġ 12 1 Ġ Ċ Ċ abc d Ą {END}"
 SMOL = f"hello Ġhello , Ġ hell Ġ abc Ġ 1 2 1 Ġ Ċ Ċ abc d {END}"
@@ -133,13 +153,16 @@ SMOL = f"hello Ġhello , Ġ hell Ġ abc Ġ 1 2 1 Ġ Ċ Ċ abc d {END}"
     [
         (bpe(0), PLAIN),
         (bpe(0, merges=[merge.split() for merge in MERGES]), PLAIN),
-        (bpe(1, lacking=tokenizer.NO_TOKEN), SMOL),
+        (bpe(1, lacking=NO_TOKEN), SMOL),
         (bpe(2, ["<|begin_of_text|>"], ignore_merges=True), PLAIN.replace("Ċ Ċ", "ĊĊ")),
+        (bpe(2, ["<s>", "<|endoftext|>"], ignore_merges=True), PLAIN.replace("Ċ Ċ", "ĊĊ")),
+        (bpe() | {"pre_tokenizer": OLD}, PLAIN),
+        (bpe() | named_steps(OTHER, LETTERS), PLAIN.replace("12", "1 2")),
     ],
 )
 def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
     save(tmp_path, CONFIG | {"bos_token_id": 0}, words)
-    _, encoding = convert.read_llama(tmp_path)
+    _, encoding = convert.read_folder(tmp_path)
     names = {i: token for token, i in words["model"]["vocab"].items()}
     ids = encoding.encode_ordinary("hello hello, hell abc 121 \n\nabcd\x04<|im_end|>")
     assert encoding.eot_token == 0 and " ".join(names[i] for i in ids) == spelled
@@ -148,13 +171,20 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
 @pytest.mark.parametrize(
     ("config", "words", "says"),
     [
-        ({"model_type": "qwen3"}, {}, "model_type qwen3 is not supported, only llama"),
+        ({"model_type": "qwen3"}, {}, "model_type qwen3 is not supported, only llama or embformer"),
+        (EMBFORMER | {"tie_word_embeddings": False}, {}, "tie_word_embeddings False"),
+        (EMBFORMER | {"use_channel_shift": False}, {}, "use_channel_shift False"),
+        (EMBFORMER | {"use_sliding_window": True}, {}, "use_sliding_window True"),
+        (EMBFORMER | {"head_dim": 128}, {}, "head_dim 128 is not supported, only 8"),
         ({"head_dim": 16}, {}, "head_dim 16 is not supported, only 8"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "rope_type yarn"),
         ({"hidden_size": "32"}, {}, "hidden_size '32' is not a whole number"),
         ({"vocab_size": 10**7}, {}, "embed_tokens.weight has shape [300, 32], not [10000000, 32]"),
         ({"num_hidden_layers": 3}, {}, "lacks the weight model.layers.2."),
         ({}, {"pre_tokenizer": None}, "pre_tokenizer None is not GPT-2's"),
+        ({}, named_steps(EVERY, LETTERS), "leaves out parts of a text"),
+        ({}, named_steps(LLAMA3, GPT2), "pre_tokenizer {"),
+        ({}, {"added_tokens": [{"id": 299, "content": "<think>", "special": False}]}, "'<think>'"),
         ({}, {"normalizer": {"type": "NFC"}}, "normalizer {'type': 'NFC'}"),
         ({}, {"model": bpe(byte_fallback=True)["model"]}, "byte_fallback True"),
         ({}, {"model": bpe(merges=MERGES[::-1])["model"]}, "merges in another order"),
@@ -166,14 +196,57 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
 def test_what_would_be_something_else_is_refused(tmp_path, config, words, says):
     save(tmp_path, CONFIG | config, bpe() | words)
     with pytest.raises(UserError, match=re.escape(says)):
-        convert.read_llama(tmp_path)
+        convert.read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "says"),
+    [
+        ("tokenizer.json", "AutoTokenizer.from_pretrained"),
+        ("model-0-of-1.safetensors", "model.safetensors or pytorch_model.bin"),
+    ],
+)
+def test_a_file_that_is_missing_is_named(tmp_path, lacking, says):
+    save(tmp_path)
+    (tmp_path / lacking).unlink()
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(UserError, match=says):
+        convert.read_folder(tmp_path)
+
+
+def test_a_pickled_file_holds_tensors_alone(tmp_path):
+    save(tmp_path, dtype="pickled")
+    path = tmp_path / "pytorch_model.bin"
+    whole = path.read_bytes()
+    torch.save({"model.norm.weight": print}, path)
+    for damaged in (path.read_bytes(), whole[:5000], b"", b"x" * 99):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"pytorch_model\.bin.*: download it again"):
+            convert.read_folder(tmp_path)
+
+
+@pytest.mark.parametrize("special", [SPECIAL, ["<s>"], ["<s>", "<|im_end|>"]])
+def test_a_tokenizer_without_a_model_gets_what_it_lacks_behind_it(tmp_path, special):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(bpe(special=special)))
+    ids = bpe(special=special)["model"]["vocab"]
+    encoding = prepare.ready_tokenizer(str(path), "chat")
+    added = [name for name in SPECIAL if name not in special]
+    wanted = ids | {name: len(ids) + i for i, name in enumerate(added)}
+    for name in (*special, *SPECIAL):
+        assert encoding.encode_single_token(name) == wanted[name]
+    assert encoding.n_vocab == len(wanted)
+    assert encoding.encode_ordinary(" hello") == [ids["Ġhello"]]
+    dataset.write_dataset(tmp_path / "data", [("train", "a"), ("val", "b")], encoding, corpus="x")
+    again = prepare.ready_tokenizer(str(tmp_path / "data/tokenizer.json"), "text")
+    assert tokenizer.dumps(again) == tokenizer.dumps(encoding)
 
 
 def test_a_tensor_that_comes_twice_is_refused(tmp_path):
     save(tmp_path)
     shutil.copy(tmp_path / "model-0-of-1.safetensors", tmp_path / "model_old.safetensors")
     with pytest.raises(UserError, match=r"model_old.* is in another file, too"):
-        convert.read_llama(tmp_path)
+        convert.read_folder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model-0-of-1.safetensors", "tokenizer.json", "config.json"])
@@ -183,13 +256,13 @@ def test_damaged_files_are_one_line(tmp_path, name):
     for damaged in (b"", raw[:6], raw[: len(raw) - 60], b"[1, 2]", b"\xff" * 99):
         (tmp_path / name).write_bytes(damaged)
         with pytest.raises(UserError, match=f"{name} is damaged"):
-            convert.read_llama(tmp_path)
+            convert.read_folder(tmp_path)
     for at in range(0, min(len(raw), 4000), 19):  # one bit; weights have no checksums
         flipped = bytearray(raw)
         flipped[at] ^= 1 << at % 8
         (tmp_path / name).write_bytes(flipped)
         with contextlib.suppress(UserError):
-            convert.read_llama(tmp_path)
+            convert.read_folder(tmp_path)
 
 
 def test_settings_that_are_not_in_a_config_are_those_of_transformers(tmp_path):
@@ -197,7 +270,7 @@ def test_settings_that_are_not_in_a_config_are_those_of_transformers(tmp_path):
     gone = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
     lacking = {name: value for name, value in CONFIG.items() if name not in gone}
     (tmp_path / "config.json").write_text(json.dumps(lacking))
-    config = convert.read_llama(tmp_path)[0].config
+    config = convert.read_folder(tmp_path)[0].config
     assert (config.block_size, config.norm_eps, config.rope_base) == (2048, 1e-6, 10000)
     assert not config.tie_head
 
@@ -211,7 +284,7 @@ def test_a_tokenizer_with_other_things_in_it_is_one_line(tmp_path, name, value):
     for changed in ({name: value}, {"model": {**record["model"], "vocab": value}}):
         path.write_text(json.dumps({**record, **changed}))
         with pytest.raises(UserError, match=r"tokenizer\.json"):
-            convert.read_llama(tmp_path)
+            convert.read_folder(tmp_path)
 
 
 def test_commands_go_on_with_a_converted_llama(tmp_path, story):
@@ -240,12 +313,37 @@ def exported(request, trained, tmp_path):
     split = ["gpt2", "smollm2", "llama3", "ours"].index(request.param)
     if request.param != "ours":
         change = {"tie_word_embeddings": split == 0, "rope_scaling": SLOW if split == 2 else None}
-        lacking = tokenizer.NO_TOKEN if split == 1 else b""
+        lacking = NO_TOKEN if split == 1 else b""
         save(tmp_path / "first", CONFIG | change, bpe(split, lacking=lacking))
         path = tmp_path / "ckpt.pt"
         command("convert.py first --out ckpt.pt", cwd=tmp_path)
     command("convert.py", path, "--export", "llama", cwd=tmp_path)
     return path
+
+
+def test_an_exported_model_ends_its_answers_and_has_our_template(exported, tmp_path):
+    encoding = load_model(exported, CPU)[1]
+    folder = tmp_path / "llama"
+    generation = json.loads((folder / "generation_config.json").read_text())
+    words = json.loads((folder / "tokenizer_config.json").read_text())
+    ends = sorted(encoding.encode_single_token(name) for name in ("<|endoftext|>", "<|im_end|>"))
+    assert generation["eos_token_id"] == ends
+    assert generation["pad_token_id"] == encoding.eot_token
+    assert words["pad_token"] == "<|endoftext|>"
+    jinja = pytest.importorskip("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
+    template = jinja.from_string(words["chat_template"])
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who\n\nsees Björn?"},
+        {"role": "assistant", "content": "Anna."},
+        {"role": "user", "content": ""},
+    ]
+    for more, wanted in ((True, tokenizer.prompt), (False, tokenizer.render)):
+        text = template.render(
+            messages=talk, add_generation_prompt=more, bos_token=words["bos_token"]
+        )
+        ids = [encoding.eot_token, *wanted(encoding, talk)]
+        assert encoding.encode(text, allowed_special="all") == ids
 
 
 def assert_same_model(path, folder):
@@ -270,6 +368,11 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
     ids = torch.randint(encoding.n_vocab, (2, 30))
     torch.testing.assert_close(theirs(ids).logits, model(ids)[0], rtol=1e-4, atol=1e-4)
     words = hf.AutoTokenizer.from_pretrained(tmp_path / "llama")
+    talk = [{"role": "user", "content": "Who sees Anna?"}]
+    asked = words.apply_chat_template(talk, add_generation_prompt=True)
+    assert asked == [encoding.eot_token, *tokenizer.prompt(encoding, talk)]
+    assert encoding.encode_single_token("<|im_end|>") in theirs.generation_config.eos_token_id
+    assert words.pad_token_id == encoding.eot_token
     rng = random.Random(0)
     for _ in range(1000):
         text = "".join(rng.choices(" abehlosn't\n\t\r12½٣é你👍,.!  ", k=rng.randint(0, 60)))
@@ -327,7 +430,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"{dense} --ffn stem", "--out is required"),
         (f"{dense} --out new.pt", "or give --ffn stem"),
         (f"gone.pt {stem}", "gone.pt"),
-        (". --out new.pt", "no config.json: name a Llama's folder"),
+        (". --out new.pt", "no config.json: name a folder of Hugging Face"),
         (f"llama {stem}", "cannot read llama"),
         (f"{dense} {stem} --out {dense}", "exists"),
         (f"{trained['stem']}/ckpt.pt {stem}", "only dense can be converted"),

@@ -1,7 +1,8 @@
 """tokenizer.json of Hugging Face as a tiktoken encoding with the same ids, and the other way.
 
 That file describes many kinds of tokenizer. Read is byte-level BPE that splits text into words as
-GPT-2, SmolLM2 or Llama 3 do and merges in the order of ids, as tiktoken does.
+GPT-2 or SmolLM2 do, or by one pattern, as Llama 3 does, and merges in the order of ids, as tiktoken
+does.
 """
 
 import json
@@ -13,31 +14,67 @@ import tiktoken
 from common import Damage, UserError, reading, require_fields
 from text import tokenizer
 
-# How the three split text into words, and we do; by the pattern that does the same here.
+# How the three split text into words.
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LETTERS = {**GPT2, "use_regex": False}  # GPT-2's spelling of bytes, after another split
 SMOLLM2 = {"type": "Digits", "individual_digits": True}
-LLAMA3 = {
-    "type": "Split",
-    "pattern": {
-        "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    },
-    "behavior": "Isolated",
-    "invert": False,
-}
+
+
+def split(pattern: str) -> dict:
+    return {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+LLAMA3 = split(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# The patterns that do the same here: tiktoken's, of gpt2 and of cl100k_base, and one for SmolLM2,
+# with each digit alone, which leaves out the characters whose bytes it has no token for.
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
+CL100K_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
+    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+SMOLLM2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}\x04\x06\x13\x14\x16\x1D"""
+    r"""\x{40000}-\x{BFFFF}]++|\s++$|\s+(?![^\s\p{N}])|\s"""
+)
+NO_TOKEN = bytes.fromhex("04 06 13 14 16 1D C0 C1 F1 F2") + bytes(range(0xF5, 0x100))
 WORDS: dict[str, list[dict]] = {
-    tokenizer.PRETRAINED["gpt2"]: [GPT2],
-    tokenizer.SMOLLM2: [SMOLLM2, GPT2],
-    tokenizer.PRETRAINED["cl100k_base"]: [LLAMA3, LETTERS],
-    tokenizer.PATTERN: [{**LLAMA3, "pattern": {"Regex": tokenizer.PATTERN}}, LETTERS],
+    GPT2_PATTERN: [GPT2],
+    SMOLLM2_PATTERN: [SMOLLM2, GPT2],
+    CL100K_PATTERN: [LLAMA3, LETTERS],
 }
 
+# `tokenizer.prompt` behind <|endoftext|>, for transformers' apply_chat_template.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    r"{{ '<|im_start|>' + message['role'] + '\n ' + message['content'] + '<|im_end|>\n' }}"
+    r"{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
-def read_tokenizer(path: Path, vocab_size: int, bos_id: int | None) -> tiktoken.Encoding:
+
+def read_tokenizer(
+    path: Path, vocab_size: int | None = None, bos_id: int | None = None
+) -> tiktoken.Encoding:
     """The tokenizer of a model with `vocab_size` ids, in which <|endoftext|> is the token that
-    begins a text, whatever its name. UserError: the file is damaged, or ids would differ."""
-    with reading(path, "download it again"):
+    begins a text, whatever its name; without a model, whatever it lacks is added (`complete`).
+    UserError: the file is missing or damaged, or ids would differ."""
+    fix = "download it again"
+    if not path.exists():
+        fix = (
+            "it is all that is read (no tokenizer.model, vocab.json); transformers writes it: "
+            f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(FOLDER)"
+        )
+    with reading(path, fix):
         record = json.loads(path.read_text(encoding="utf-8"))
         require_fields(record, "model", "added_tokens")
         bpe = record["model"]
@@ -48,6 +85,11 @@ def read_tokenizer(path: Path, vocab_size: int, bos_id: int | None) -> tiktoken.
                 raise Damage(f"{name} is no list")
         for token in record["added_tokens"]:
             require_fields(token, "content", "id")
+            if token.get("special") is False and token["content"] not in tokenizer.SPECIALS:
+                raise UserError(
+                    f"{path}: the added token {token['content']!r:.40} is not special: a text that "
+                    'spells it would get other ids; if none does, set its "special" to true'
+                )
     require(path, record, "normalizer", None)
     require(path, bpe, "type", "BPE")
     require(path, bpe, "dropout", 0)
@@ -64,20 +106,28 @@ def read_tokenizer(path: Path, vocab_size: int, bos_id: int | None) -> tiktoken.
             raise UserError(f"{path}: the token {token!r:.40} is not spelled in GPT-2's bytes")
         ranks[bytes(byte_of[letter] for letter in token)] = i
     check_order(path, bpe, ranks)
+    lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
+    if lacking != (NO_TOKEN if pattern == SMOLLM2_PATTERN else b""):
+        raise UserError(f"{path}: some of the 256 single bytes are missing, or should be")
 
-    if "<|endoftext|>" not in special_tokens:
-        names = {i: name for name, i in special_tokens.items()}
-        if bos_id not in names:
-            raise UserError(f"{path}: no <|endoftext|> and no token with bos_token_id {bos_id}")
+    names = {i: name for name, i in special_tokens.items()}
+    # The token that begins a text there must be called <|endoftext|> here. MiniMind's and
+    # SmolLM2's is <|im_start|>, which begins a message.
+    if bos_id in names and names[bos_id] not in tokenizer.SPECIALS:
         del special_tokens[names[bos_id]]
+        special_tokens.pop("<|endoftext|>", None)
         special_tokens["<|endoftext|>"] = bos_id
-    # Ids without a token get one, so that whatever a model samples can be shown.
-    used = {*ranks.values(), *special_tokens.values()}
-    for i in range(vocab_size):
-        if i not in used:
-            special_tokens[f"<|unused_{i}|>"] = i
+    if vocab_size is not None:
+        if "<|endoftext|>" not in special_tokens:
+            raise UserError(f"{path}: no <|endoftext|> and no token with bos_token_id {bos_id}")
+        tokenizer.name_unused(ranks, special_tokens, vocab_size)
     with reading(path, "download it again"):
         encoding = tokenizer.make_encoding("huggingface", pattern, ranks, special_tokens)
+    letters = "".join(map(chr, range(0x3000)))
+    if pattern not in WORDS and encoding.decode(encoding.encode_ordinary(letters)) != letters:
+        raise UserError(f"{path}: its pattern leaves out parts of a text, which is not supported")
+    if vocab_size is None:
+        return tokenizer.complete(encoding)
     if encoding.n_vocab != vocab_size:
         raise UserError(f"{path} has {encoding.n_vocab} ids, its model {vocab_size}")
     return encoding
@@ -97,6 +147,7 @@ def write_tokenizer(folder: Path, encoding: tiktoken.Encoding) -> None:
         for at in range(1, len(token)):
             if token[:at] in ranks and token[at:] in ranks:
                 merges.append(f"{spelled[:at]} {spelled[at:]}")
+    words = WORDS.get(encoding._pat_str, [split(encoding._pat_str), LETTERS])
     eot = "<|endoftext|>"
     plain = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
     first = {"SpecialToken": {"id": eot, "type_id": 0}}
@@ -105,7 +156,7 @@ def write_tokenizer(folder: Path, encoding: tiktoken.Encoding) -> None:
             {"id": i, "content": name, "special": True, **plain}
             for name, i in encoding._special_tokens.items()
         ],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": WORDS[encoding._pat_str]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": words},
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -116,7 +167,10 @@ def write_tokenizer(folder: Path, encoding: tiktoken.Encoding) -> None:
         # tiktoken, too, looks up a whole word before it merges.
         "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True},
     }
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= dict.fromkeys(["bos_token", "eos_token", "pad_token"], eot)
+    if tokenizer.START in encoding.special_tokens_set:
+        config["chat_template"] = CHAT_TEMPLATE
     (folder / "tokenizer.json").write_text(json.dumps(record))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -126,11 +180,23 @@ def word_pattern(path: Path, pre_tokenizer: Any) -> str:
     steps = [pre_tokenizer]
     if isinstance(pre_tokenizer, dict):
         steps = pre_tokenizer.get("pretokenizers", steps)
+    if isinstance(steps, list):
+        steps = [
+            # What may be left out of a step, and what is about places in a text, not ids.
+            {"use_regex": True, **step, "trim_offsets": True}
+            if isinstance(step, dict) and step.get("type") == "ByteLevel"
+            else step
+            for step in steps
+        ]
     for pattern, theirs in WORDS.items():
         if steps == theirs:
             return pattern
+    match steps:
+        case [{"pattern": {"Regex": str(pattern)}}, _] if steps == [split(pattern), LETTERS]:
+            return pattern
     raise UserError(
-        f"{path}: pre_tokenizer {pre_tokenizer!s:.60} is not GPT-2's, SmolLM2's, Llama 3's"
+        f"{path}: pre_tokenizer {pre_tokenizer!s:.60} is not GPT-2's, SmolLM2's, Llama 3's, or a "
+        "pattern and ByteLevel"
     )
 
 

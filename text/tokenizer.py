@@ -37,18 +37,6 @@ FIRST_MERGE = FIRST_BYTE + 256
 # long numbers. Possessive quantifiers (`++`) keep it fast on long runs.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-# The patterns of others' tokenizers that can be used (huggingface.py), by tiktoken's names; GPT-2's
-# differs from ours in digits.
-PRETRAINED = {
-    "gpt2": PATTERN.replace(r"\p{N}{1,3}", r"\p{N}++"),
-    "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
-    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
-}
-# SmolLM2's: each digit alone. Characters with bytes that it has no token for are left out.
-NO_TOKEN = bytes.fromhex("04 06 13 14 16 1D C0 C1 F1 F2") + bytes(range(0xF5, 0x100))
-SMOLLM2 = PRETRAINED["gpt2"].replace(r" ?\p{N}++", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
-SMOLLM2 = SMOLLM2.replace("N}]++", r"N}\x04\x06\x13\x14\x16\x1D\x{40000}-\x{BFFFF}]++")
-
 FORMAT, VERSION = "byte-bpe", 1
 
 
@@ -89,22 +77,40 @@ def loads(text: str) -> tiktoken.Encoding:
 def make_encoding(
     name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
 ) -> tiktoken.Encoding:
-    """Returns an encoding of what a file says. Its pattern must be a known one: with some, like
-    `(a*)*\\1b|.`, a short text takes forever. Damage: it cannot be."""
-    if pattern not in (PATTERN, SMOLLM2, *PRETRAINED.values()):
-        raise Damage(f"it splits text by the unknown pattern {pattern!r:.60}")
-    # What follows would end the program inside of tiktoken.
+    """Returns an encoding of what a file says. Damage: it cannot be."""
+    # These two would end the program inside of tiktoken.
     ids = [*ranks.values(), *special_tokens.values()]
     if not all(isinstance(i, int) and 0 <= i < 2**32 for i in ids):
         raise Damage("an id is not an integer from 0 to 2^32 - 1")
     if len(set(ids)) < len(ids):
         raise Damage("an id is there twice")
-    lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
-    if lacking != (NO_TOKEN if pattern == SMOLLM2 else b""):
-        raise Damage("some of the 256 single bytes are missing, or should be")
-    return tiktoken.Encoding(
-        name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
-    )
+    try:
+        return tiktoken.Encoding(
+            name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+        )
+    except (TypeError, ValueError) as error:
+        raise Damage(f"its pattern: {error}") from None
+
+
+def complete(encoding: tiktoken.Encoding) -> tiktoken.Encoding:
+    """Any encoding with what this project needs: the special tokens above, behind its last id if it
+    lacks them, and a name for each id without a token, so that whatever a model samples can be
+    shown. No other id changes."""
+    ranks = encoding._mergeable_ranks
+    special_tokens = dict(encoding._special_tokens)
+    n = encoding.n_vocab
+    for name in SPECIALS:
+        if name not in special_tokens:
+            special_tokens[name] = n
+            n += 1
+    name_unused(ranks, special_tokens, n)
+    return make_encoding(encoding.name, encoding._pat_str, ranks, special_tokens)
+
+
+def name_unused(ranks: dict[bytes, int], special_tokens: dict[str, int], n: int) -> None:
+    """Add a special token for each of the ids below n that has no token."""
+    for i in sorted({*range(n)} - {*ranks.values(), *special_tokens.values()}):
+        special_tokens[f"<|unused_{i}|>"] = i
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:

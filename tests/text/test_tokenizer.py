@@ -1,20 +1,29 @@
-"""Checks the tokenizer against a naive trainer and a naive encoder that are written out here."""
+"""Checks the tokenizer against a naive trainer and a naive encoder that are written out here, and
+standard vocabularies as tiktoken loads them."""
 
 import base64
+import hashlib
 import json
 import random
+import threading
 import time
 from collections import Counter
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from itertools import pairwise
 
 import pytest
 import regex
 import tiktoken
+from conftest import command, refused
+from tiktoken import load, registry
 from tiktoken_ext import openai_public
 
 from common import Damage, UserError
 from text import bpe, tokenizer
-from text.tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, PRETRAINED, SPECIALS
+from text.dataset import read_meta, read_tokenizer
+from text.huggingface import CL100K_PATTERN, GPT2_PATTERN
+from text.tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, SPECIALS
 
 # Public domain: Carroll, Melville.
 CORPUS = [
@@ -106,7 +115,7 @@ def foreign() -> tiktoken.Encoding:
     ranks = {bytes([b]): 255 - b for b in range(256)} | {b"th": 256, b"the": 257}
     special = {"<|endoftext|>": 300}
     return tiktoken.Encoding(
-        "foreign", pat_str=PRETRAINED["gpt2"], mergeable_ranks=ranks, special_tokens=special
+        "foreign", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
 
 
@@ -205,7 +214,7 @@ def test_fingerprints_are_equal_if_every_token_has_the_same_id(encoding):
     ):
         assert changed(**same) == mark
     for other in (
-        dict(pattern=PRETRAINED["gpt2"]),
+        dict(pattern=GPT2_PATTERN),
         dict(special_tokens={**special_tokens, "<|other|>": 999}),
         dict(ranks=ranks[:-1]),
         dict(ranks=[*ranks[:-2], [last, j], [previous, i]]),
@@ -224,7 +233,8 @@ NEW = base64.b64encode(b"a new token").decode()
         dict(format="wordpiece"),
         dict(version=2),
         dict(special_tokens=[]),
-        lambda ranks: ranks[1:],
+        dict(pattern="((("),
+        dict(pattern=["."]),
         lambda ranks: [*ranks, [NEW]],
         lambda ranks: [*ranks, [ranks[-1][0], 400]],  # a token that is there twice
         lambda ranks: [*ranks, [NEW, ranks[-1][1]]],  # an id
@@ -242,22 +252,106 @@ def test_loads_refuses_what_is_damaged(encoding, change):
         tokenizer.loads(text)
 
 
-@pytest.mark.parametrize("pattern", [r"(a*)*\1b|.", r"\S+|\s+", "", "(((", PATTERN + " ", ["."]])
-def test_only_known_patterns_are_used(encoding, monkeypatch, pattern):
-    text = json.dumps(json.loads(tokenizer.dumps(encoding)) | {"pattern": pattern})
-    monkeypatch.setattr(tiktoken, "Encoding", lambda **_: pytest.fail("compiled"))
-    with pytest.raises(Damage, match="unknown pattern"):
-        tokenizer.loads(text)
+def test_folders_of_an_earlier_pattern_open(encoding, monkeypatch):
+    before = tokenizer.dumps(encoding)
+    monkeypatch.setattr(tokenizer, "PATTERN", r"\p{L}+(?:'\p{L}+)*|\p{N}|\s+|[^\s\p{L}\p{N}]+")
+    own = bpe.train(CORPUS, 300)
+    after = tokenizer.dumps(own)
+    for text, made in ((before, encoding), (after, own)):
+        for sample in CORPUS + TRICKY:
+            ids = made.encode_ordinary(sample)
+            assert tokenizer.loads(text).encode_ordinary(sample) == ids
+            assert made.decode(ids) == sample
+        monkeypatch.undo()  # back to the pattern of before
 
 
-def test_tiktokens_own_patterns_are_known(encoding, monkeypatch):
-    """Those of the library that is installed, without downloading a vocabulary."""
+# Standard vocabularies
+
+
+@pytest.mark.parametrize(
+    ("name", "n_rank", "eot", "n"),
+    [
+        ("gpt2", 50256, 50256, 50257),
+        ("r50k_base", 50256, 50256, 50257),
+        ("p50k_base", 50280, 50256, 50281),
+        ("cl100k_base", 100256, 100257, 100277),
+        ("o200k_base", 199998, 199999, 200019),
+    ],
+)
+def test_tiktokens_encodings_get_what_they_lack_behind_them(name, n_rank, eot, n, monkeypatch):
+    """Their ids, patterns and special tokens, but with made-up merges: those are downloaded."""
+    ids = [i for i in range(n_rank + 1) if i != eot][:n_rank]
+    ranks = {bytes([k]) if k < 256 else k.to_bytes(3, "big"): i for k, i in enumerate(ids)}
+    monkeypatch.setattr(registry, "ENCODINGS", {})
     for reader in ("data_gym_to_mergeable_bpe_ranks", "load_tiktoken_bpe"):
-        monkeypatch.setattr(openai_public, reader, lambda *_, **__: {})
-    for name in ("gpt2", "cl100k_base"):
-        pattern = openai_public.ENCODING_CONSTRUCTORS[name]()["pat_str"]
-        data = json.loads(tokenizer.dumps(encoding)) | {"pattern": pattern}
-        assert tokenizer.loads(json.dumps(data))._pat_str == tokenizer.PRETRAINED[name] == pattern
+        monkeypatch.setattr(openai_public, reader, lambda *_, **__: ranks)
+    theirs = tiktoken.get_encoding(name)
+    ours = tokenizer.loads(tokenizer.dumps(tokenizer.complete(theirs)))
+    assert theirs.n_vocab == n and ours.n_vocab == n + 2
+    for token, i in {"<|endoftext|>": eot, "<|im_start|>": n, "<|im_end|>": n + 1}.items():
+        assert ours.encode_single_token(token) == i
+    for sample in CORPUS + TRICKY:
+        assert ours.encode_ordinary(sample) == theirs.encode_ordinary(sample)
+    assert len(ours.decode([*range(n - 50, n + 2)]))  # each can be shown
+    if name in ("gpt2", "cl100k_base"):
+        assert ours._pat_str == {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN}[name]
+    messages = [{"role": "user", "content": "Who is Alice?"}]
+    assert ours.decode(tokenizer.prompt(ours, messages)).endswith("<|im_start|>assistant\n")
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """An encoding `tiny` of tiktoken's, at a server that serves the folder `there`."""
+    tokens = [bytes([b]) for b in range(256)] + [b"th", b"the", b" the"]
+    lines = [base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)]
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/tiny.tiktoken").write_bytes(b"".join(lines))
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path / "there")
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    url = f"http://127.0.0.1:{server.server_port}/tiny.tiktoken"
+
+    def constructor() -> dict:
+        right = hashlib.sha256(b"".join(lines)).hexdigest()
+        ranks = load.load_tiktoken_bpe(url, right)
+        special_tokens = {"<|endoftext|>": 261}
+        return dict(
+            name="tiny", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens
+        )
+
+    monkeypatch.setattr(registry, "ENCODING_CONSTRUCTORS", {"tiny": constructor})
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "*")
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield hashlib.sha1(url.encode()).hexdigest()
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tiny, tmp_path, story, monkeypatch):
+    line = f"prepare.py --input {story} --val_fraction 0.1 --tokenizer tiny --out_dir"
+    cached = tmp_path / "cache" / tiny
+
+    def prepare(out: str) -> tiktoken.Encoding:
+        monkeypatch.setattr(registry, "ENCODINGS", {})  # as in a new process
+        command(f"{line} {out}", cwd=tmp_path)
+        return read_tokenizer(tmp_path / out, read_meta(tmp_path / out))
+
+    downloaded = prepare("a")
+    assert downloaded.encode_ordinary("the ether") == [257, 32, 101, 257, 114]
+    assert (downloaded.eot_token, downloaded.n_vocab) == (261, 264)
+    assert cached.exists()
+    (tmp_path / "there/tiny.tiktoken").unlink()
+    assert tokenizer.dumps(prepare("b")) == tokenizer.dumps(downloaded)
+    for wrong in (b"", b"another"):
+        cached.write_bytes(wrong)
+        monkeypatch.setattr(registry, "ENCODINGS", {})
+        says = refused(f"{line} c", cwd=tmp_path)
+        assert "--tokenizer tiny" in says and "404" in says and "TIKTOKEN_CACHE_DIR" in says
+        assert 'get_encoding("tiny")' in says
+    (tmp_path / "there/tiny.tiktoken").write_bytes(b"dGhl 1\n")
+    assert "Hash mismatch" in refused(f"{line} c", cwd=tmp_path)
+    assert not (tmp_path / "c").exists()
 
 
 # Streaming
