@@ -168,3 +168,12 @@ def test_what_does_not_fit_together_is_refused(data, chat, trained, tmp_path, li
     line = f"train.py --init_from {trained['stem']}/ckpt.pt --out_dir new " + line.format(**folders)
     assert named.format(**folders) in refused(line, cwd=tmp_path)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_stage_that_learns_all_of_a_conversation_says_so(chat, trained, tmp_path):
+    line = f"train.py --init_from {trained['stem']}/ckpt.pt --max_iters 1 --data_dir {chat}"
+    said = [
+        command(f"{line} --out_dir {stage} --stage {stage}", cwd=tmp_path).stdout
+        for stage in ("midtrain", "sft")
+    ]
+    assert ["--stage sft learns the answers" in text for text in said] == [True, False]

@@ -3,9 +3,12 @@
 import copy
 import math
 import re
+import shlex
 import shutil
 import signal
+import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -391,7 +394,34 @@ def test_tables_of_ones_own_are_trained_and_read_again(data, tmp_path):
     first = checkpoint(tmp_path)["model"]["tables.weight.0"]
     resume(tmp_path, SharedRows, max_iters=6)
     model, _, saved = load_model(tmp_path / "ckpt.pt", CPU, tables=SharedRows)
+    # Who opens it must bring the class.
+    for line in (f"train.py --resume --out_dir {tmp_path}", f"sample.py --ckpt {tmp_path}/ckpt.pt"):
+        assert "tables of another kind" in refused(line)
     assert len(model.tables.weight[0]) == len(first) == -(-model.config.vocab_size // 8)
     assert saved["step"] == 6 and not torch.equal(model.tables.weight[0], first)
-    with pytest.raises(RuntimeError, match="size mismatch"):  # who opens it must bring the class
-        load_model(tmp_path / "ckpt.pt", CPU)
+
+
+def test_a_run_in_a_thread_is_that_in_the_main_thread(data, trained, tmp_path):
+    """As in a notebook's server."""
+    run = threading.Thread(target=small_run, args=(data, tmp_path), kwargs={"ffn": "stem"})
+    run.start()
+    run.join()
+    assert_same_run(trained["stem"], tmp_path)
+
+
+def test_any_folder_can_be_named_and_printed_commands_find_it(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mine = tmp_path / "my data, it's new"
+    shutil.copytree(data, mine)
+    line = ["train.py", *SMALL, "--max_iters", "1", "--data_dir", "~/my data, it's new"]
+    said = command(*line, "--out_dir", "~/my run").stdout
+    printed = [shlex.split(text, comments=True) for text in said.split("next:")[1].splitlines()]
+    for words in filter(None, printed):
+        assert words[0] == "python" and str(tmp_path / "my run") in " ".join(words)
+        command(*words[1:])
+    said = command("train.py --eval_only --out_dir", "~/my run", "--data_dir", mine).stdout
+    assert f"on {mine}" in said
+    mixed = ["--data_dir", f"~/my data, it's new=1,{data}=1"]
+    assert "not folder=weight" in refused(*line[:-2], *mixed, "--out_dir", "x")
+    command("sample.py --max_new_tokens 2 --ckpt", "~/my run/ckpt.pt")
+    assert not Path("~").exists()
