@@ -20,10 +20,11 @@ from conftest import (
 )
 
 import edit
+from model import ModelConfig
 from text import bpe
 from text.tokenizer import encode
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
-from training.questions import score_answers
+from training.questions import score_answers, typed
 
 NAMES = flags(source="Anna", target="Björn", prompt="Then Anna")
 
@@ -67,7 +68,7 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("edit.py --source Anna", "--target"),
         ("edit.py --source Anna --target Emil --write x", "--write"),
         ("edit.py --source A --prompt A --write " + "a" * 99, "and --write 99"),
-        ("edit.py --source Ann --prompt Anna --write x", "does not contain 'Ann'"),
+        ("edit.py --source Ann --prompt Anna --write x", "'Ann' is not whole tokens"),
         ("edit.py --undo --source Anna --target Emil", "--undo"),
         ("edit.py --undo", "holds no edit"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
@@ -129,6 +130,32 @@ def test_edit_compares_the_probabilities_of_both_answers(trained, monkeypatch, c
         for rows, title in ((ids, "before"), (edited, "after")):
             p = score_answers(model, [ids], [answer], [rows]).probability.item()
             assert f"{title} {p:6.1%}" in line
+
+
+@pytest.mark.parametrize("text", ["Anna sees", "Anna sees ", "Björn sees", "Bjo\u0308rn sees "])
+def test_a_prompt_is_read_as_the_model_knows_it(trained, text):
+    encoding = load_model(trained["stem"] / "ckpt.pt", CPU)[1]
+    known = "Björn sees" if text.startswith("Bj") else "Anna sees"
+    assert typed(encoding, text) == known
+
+
+@pytest.mark.parametrize(
+    ("words", "space"), [(("红国是黄。", "蓝国是绿。"), ""), (("a is b.", "c is d."), " ")]
+)
+def test_a_fact_stands_behind_a_space_where_the_text_has_some(words, space):
+    """Of a model that finds likely what the text has."""
+    encoding = bpe.train([text for text in words for _ in range(20)], 300)
+    prompt, answer = words[0][:-2].rstrip(), words[1][-2:]
+
+    def model(batch, **_):
+        logits = torch.zeros(*batch.shape, encoding.n_vocab)
+        logits[..., encoding.encode_ordinary(space + answer)[0]] = 5.0
+        return logits, None
+
+    model.device, model.config = CPU, ModelConfig(encoding.n_vocab)
+    for given in (answer, f" {answer}"):
+        asked = edit.Edit(source="x", prompt=prompt, write=given)
+        assert edit.fact(model, encoding, asked) == encoding.encode_ordinary(space + answer)
 
 
 # --- edits that last ---
