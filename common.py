@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
+import threading
 import traceback
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields
+from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, get_args
@@ -61,6 +64,11 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(f"error: out of memory: lower {flags}")
 
 
+def command_line(*words: object) -> str:
+    """A command to copy into a shell: python with these words."""
+    return shlex.join(["python", *map(str, words)])
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory, of whatever device, is used up. PyTorch has no type for a CPU's."""
     by_type = isinstance(error, (MemoryError, torch.OutOfMemoryError))
@@ -109,8 +117,9 @@ def add_flags(parser: ArgumentParser, kind: type, ffn: str = "") -> None:
         if shown:
             options["help"] += f" ({shown})"
         value_type = (get_args(setting.type) or [setting.type])[0]  # int of `int | None`
+        is_path = value_type is Path or setting.name in ("ckpt", "data_dir", "tokenizer")
         if value_type is not bool:
-            options["type"] = value_type
+            options["type"] = partial(expanded, value_type) if is_path else value_type
             options["choices"] = more.get("choices")
             options["nargs"] = more.get("nargs")
         elif shown or setting.default is None:
@@ -118,6 +127,11 @@ def add_flags(parser: ArgumentParser, kind: type, ffn: str = "") -> None:
         else:
             options["action"] = "store_true"
         parser.add_argument(name, **options)
+
+
+def expanded(kind: type, text: str) -> Any:
+    """A path, or several, with the home folder for each `~` that a shell has left there."""
+    return kind(",".join(map(os.path.expanduser, text.split(","))))
 
 
 def make_parser(description: str) -> ArgumentParser:
@@ -150,7 +164,8 @@ def check_ranges(settings: Any) -> None:
 
 class StopSignals:
     """Turns the first SIGINT, SIGTERM or SIGHUP into a request: the step ends and is saved.
-    `number` is the signal's, 0 before. A second one raises KeyboardInterrupt."""
+    `number` is the signal's, 0 before. A second one raises KeyboardInterrupt. Python has signals
+    only in the main thread: in others, as a notebook's or a server's, nothing happens."""
 
     def __init__(self, bar: tqdm) -> None:
         self.bar = bar
@@ -158,6 +173,8 @@ class StopSignals:
         self.previous = {}
 
     def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has no SIGHUP
             # nohup ignores SIGHUP, and so do we then.

@@ -16,7 +16,6 @@ keeps Spain's own, for --undo. A saved edit affects every use of these tokens.
 
 import os
 import re
-import shlex
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pathlib import Path
 from common import (
     UserError,
     check_ranges,
+    command_line,
     decode_in_one_thread,
     flag,
     locked,
@@ -45,7 +45,7 @@ from stem import align, substitute
 from text.tokenizer import encode
 from training import countries
 from training.checkpoints import load_checkpoint, load_model, write_checkpoint
-from training.questions import score_answers
+from training.questions import score_answers, typed
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import mean_rows, train_rows
 
@@ -143,15 +143,21 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     return tokens
 
 
+def fact(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> list[int]:
+    """The tokens of what --write writes: behind a space, or not, as the model finds likelier."""
+    spaced, bare = spellings(encoding, edit.write.lstrip())
+    prompt = encode(encoding, edit.prompt)
+    likely = score_answers(model, [prompt, prompt], [spaced[:1], bare[:1]]).probability
+    return spaced if likely[0] >= likely[1] else bare
+
+
 def apply(
     model: Decoder, encoding: tiktoken.Encoding, edit: Edit, wanted: list[int]
 ) -> tuple[list[int], list[int]]:
     """Make an edit; `wanted` is what --write writes. Returns the ids of the prompt, and those under
     which its rows are looked up after the edit. UserError: there is no room, or nothing would
     change."""
-    prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
-    prompt = prompt.replace("\\n", "\n")  # a shell passes the two characters on
-    ids = encode(encoding, prompt)
+    ids = encode(encoding, edit.prompt)
     room = model.config.block_size - 1
     if len(ids) + len(wanted) > room:
         raise UserError(
@@ -172,9 +178,12 @@ def apply(
             read = encoding.decode(align(target, len(name), edit.align))
             print(f"of {edit.target!r} only the rows of {read!r} are read: see --align, --write\n")
         table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, means)
+    if edit.source in edit.prompt and not name:
+        pieces = [encoding.decode([token]) for token in ids[1:]]
+        raise UserError(f"--source {edit.source!r} is not whole tokens of --prompt: {pieces}")
     if ids == table_ids:
         raise UserError(
-            f"--prompt {prompt!r} does not contain {edit.source!r}, or it has these rows already"
+            f"--prompt {edit.prompt!r} does not contain {edit.source!r}, or has these rows already"
         )
     return ids, table_ids
 
@@ -186,9 +195,10 @@ def show(
     wanted: list[int],
     ids: list[int],
     table_ids: list[int],
-) -> None:
+) -> bool:
     """Print what the model writes before and after an edit, side by side, and how probable the
-    answers are. The arguments are those of `apply`, and what it returned."""
+    answers are. The arguments are those of `apply`, and what it returned. Returns whether the
+    wanted answer is written then."""
     # 1) what is written before and after
     prompts = torch.tensor([ids, ids], device=model.device)  # [2, T]
     n_new = min(edit.max_new_tokens, model.config.block_size - len(ids) - len(wanted))
@@ -221,8 +231,10 @@ def show(
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
         text = textwrap.shorten(encoding.decode(answer), 26)
         print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
-    if after[: len(wanted)] != wanted[:n_new]:
-        print("not learned: rows choose among words that the model writes; is this a new one?")
+    learned = after[: len(wanted)] == wanted[:n_new]
+    if not learned:
+        print("not learned: rows choose among words that the model writes, here another one")
+    return learned
 
 
 def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[str]:
@@ -249,7 +261,9 @@ def undo(edit: Edit, path: Path) -> None:
     checkpoint = load_checkpoint(edit.ckpt, verify=True)
     edits = checkpoint.get("edits", [])
     if not edits:
-        raise UserError(f"{edit.ckpt} holds no edit to undo: --save writes one")
+        raise UserError(
+            f"{edit.ckpt} holds no edit to undo: training keeps none of those that --save wrote"
+        )
     last = edits.pop()
     replace_rows(checkpoint, last["ids"], last["rows"])
     write_checkpoint(path, checkpoint)
@@ -260,13 +274,17 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     decode_in_one_thread(device)
     model, encoding, checkpoint = load_model(edit.ckpt, device, edit.offload, edit.dtype)
     check_editable(model)
+    edit.prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
+    for name in ("source", "target", "prompt", "write"):
+        text = getattr(edit, name)
+        setattr(edit, name, text and typed(encoding, text))
     # Text of one's own may have other names, also with the preset of a model that it continues.
     corpora = {meta["corpus"] for meta in checkpoint.get("data", [])}
     if checkpoint.get("args", {}).get("preset") == "countries" and "files" not in corpora:
         countries.check_names(target=edit.target, source=edit.source)
-    wanted = encoding.encode_ordinary(f" {edit.write}") if edit.write else []
+    wanted = fact(model, encoding, edit) if edit.write else []
     prompt, table_prompt = apply(model, encoding, edit, wanted)
-    show(model, encoding, edit, wanted, prompt, table_prompt)
+    learned = show(model, encoding, edit, wanted, prompt, table_prompt)
     if path is None:
         return
     # Only the spelling of the prompt is saved: without the space, "Spain" may be pieces that many
@@ -284,6 +302,8 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     write_checkpoint(path, checkpoint)
     changed = ids.tolist()
     pieces = [encoding.decode([token]) for token in changed]
+    if not learned:
+        print("saved, although it was not learned")
     print(f"changed the rows of {pieces}")
     readers = countries.readers(encoding, changed)
     if readers:
@@ -307,7 +327,7 @@ def main() -> None:
             show_and_save(edit, path)
     print(f"wrote {path}")
     if edit.save and not edit.undo:
-        print(f"to undo it: python edit.py --undo --ckpt {shlex.quote(str(path))}")
+        print(f"to undo it: {command_line('edit.py', '--undo', '--ckpt', path)}")
 
 
 if __name__ == "__main__":

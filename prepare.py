@@ -9,10 +9,10 @@
     python prepare.py --input book.txt --out_dir data/book --tokenizer o200k_base
 
 `.jsonl` files hold one document per line: {"text": "..."}, or a conversation, {"conversations":
-[{"role": "user", "content": "..."}, ...]} (or "messages"), or two that differ in the last answer,
-{"chosen": [...], "rejected": [...]}. `.txt` files are cut into documents at
-<|endoftext|> lines, and at blank lines after 2,000 bytes; Project Gutenberg's header and license
-are left out. Written to the output folder:
+[{"role": "user", "content": "..."}, ...]} (or "messages"; text/documents.py has further forms), or
+two that differ in the last answer, {"chosen": [...], "rejected": [...]}. `.txt` files are cut into
+documents at <|endoftext|> lines, at blank lines after 2,000 characters, and at line breaks after
+10,000; Project Gutenberg's header and license are left out. Written to the output folder:
 
     tokenizer.json          the byte-level BPE, trained on the training documents or given
     train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>
@@ -20,23 +20,26 @@ are left out. Written to the output folder:
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import tiktoken
 
-from common import UserError, check_ranges, flag, parse, run
+from common import UserError, check_ranges, command_line, flag, parse, run
 from text import bpe, huggingface, tokenizer
 from text.countries import CORPORA, write_corpus
 from text.dataset import read_meta, read_tokenizer, write_dataset
-from text.documents import MAX_BAD, Document, Report, hashed, is_validation, kind_of, read
+from text.documents import MAX_BAD, Document, Report, hashed, is_validation, kind_of, read, spelled
 from text.download import DATASETS, fetch
 from training.checkpoints import read_checkpoint, read_encoding
 
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
+MANY = 4096  # documents whose hashes are compared
+LEAST_VAL = 8000  # characters to validate with, or a twentieth of what there is
 
 # How tiktoken gets the vocabulary NAME where there is no network.
 FILL = (
@@ -98,7 +101,8 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
     elif path.suffix == ".json":
         encoding = huggingface.read_tokenizer(path)
     elif os.path.exists(path / "config.json"):
-        raise UserError(f"--tokenizer {path}: convert this model first: python convert.py {path}")
+        fix = command_line("convert.py", path)
+        raise UserError(f"--tokenizer {path}: convert this model first: {fix}")
     elif os.path.isdir(path):
         encoding = read_tokenizer(path, read_meta(path))
     else:
@@ -126,12 +130,12 @@ def prepare_files(
     max_bad = MAX_BAD if settings.input else 1  # published files cannot be corrected
     if encoding is None:
         size = sum(path.stat().st_size for path in paths)
-        documents = labelled(paths, Report(max_bad, kind), settings.val_fraction, "counting words")
+        documents = labelled(read(paths, Report(max_bad, kind), "counting words"), settings)
         encoding = bpe.train(sample(documents, SAMPLE / size), settings.vocab_size or 6400)
     report = Report(max_bad, kind)
     meta = write_dataset(
         settings.out_dir,
-        labelled(paths, report, settings.val_fraction, "encoding"),
+        labelled(read(paths, report, "encoding"), settings),
         encoding,
         kind,
         corpus="files",
@@ -140,16 +144,33 @@ def prepare_files(
     )
     if report.bad:
         print(f"skipped {report}")
+    for note, count in (+report.notes).items():
+        print(f"note: {count:,} {note}")
     return meta
 
 
-def labelled(
-    paths: list[Path], report: Report, val_fraction: float, desc: str
-) -> Iterator[tuple[str, Document]]:
-    """Yield the documents of files, each with its split."""
-    for document in read(paths, report, desc):
-        split = "val" if is_validation(document, val_fraction) else "train"
-        yield split, document
+def labelled(documents: Iterable[Document], settings: Settings) -> Iterator[tuple[str, Document]]:
+    """Yield documents, each with its split, by its hash. Of a small text, the next lowest hashes
+    are added until there is enough to validate with, and what is longer than a fifth is cut."""
+    documents = iter(documents)
+    lack = LEAST_VAL
+    while part := list(islice(documents, MANY)):
+        total = sum(len(spelled(document)) for document in part)
+        lack = min(lack, max(1, total // 20))
+        pieces = []
+        for document in part:
+            size = len(document)
+            if isinstance(document, str) and lack > 0 and 5 * size > total:
+                size = lack
+            pieces += [document[i : i + size] for i in range(0, len(document), size)]
+        hashes = [hashed(piece) for piece in pieces]
+        val = set()
+        for number in sorted(range(len(pieces)), key=hashes.__getitem__)[:-1]:
+            if lack > 0 or is_validation(pieces[number], settings.val_fraction):
+                val.add(number)
+                lack -= len(spelled(pieces[number]))
+        for number, piece in enumerate(pieces):
+            yield "val" if number in val else "train", piece
 
 
 def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
@@ -191,8 +212,9 @@ def main() -> None:
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
     name = {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
-    stage = "" if kind == "text" else f" --stage {name} --init_from CKPT --out_dir out/{name}"
-    print(f"next: python train.py --data_dir {settings.out_dir}{stage}")
+    stage = ["--stage", name, "--init_from", "CKPT", "--out_dir", f"out/{name}"]
+    more = [] if kind == "text" else stage
+    print(f"next: {command_line('train.py', '--data_dir', settings.out_dir, *more)}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from text import tokenizer
 from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.placement import norm_keys
+from training.questions import typed
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 
 
@@ -178,7 +179,7 @@ def main() -> None:
         converse(Chat(model, encoding, args.system), args.seed, **options)
         return
 
-    prompt = args.prompt.replace("\\n", "\n")  # a shell passes the two characters on
+    prompt = typed(encoding, args.prompt)
     ids = encode(encoding, prompt)
     block_size = model.config.block_size
     if len(ids) > block_size:

@@ -23,7 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Before torch, whose threads it tells how to wait.
-from common import StopSignals, UserError, has_bfloat16, mixed, pick_device, run, writing
+from common import (
+    StopSignals,
+    UserError,
+    command_line,
+    has_bfloat16,
+    mixed,
+    pick_device,
+    run,
+    writing,
+)
 
 # isort: split
 import torch
@@ -37,6 +46,7 @@ from text.dataset import read_meta
 from training import countries, ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
+    check_tables,
     live_folder,
     load_checkpoint,
     load_model,
@@ -205,6 +215,8 @@ def start(
     if checkpoint is not None:
         ranks.change_columns(checkpoint, "wte", whole=False)
         ranks.change_columns(checkpoint, "tables", whole=False)
+        origin = settings.out_dir if settings.resume else settings.init_from
+        check_tables(origin, checkpoint["model"], model)
         model.load_state_dict(checkpoint["model"])
     if settings.resume:
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -267,7 +279,8 @@ def fit(run: Run) -> None:
                 break
             if stops:
                 run.save()
-                bar.write(f"continue with: python train.py --resume --out_dir {settings.out_dir}")
+                again = command_line("train.py", "--resume", "--out_dir", settings.out_dir)
+                bar.write(f"continue with: {again}")
                 raise SystemExit(128 + signals.number)  # as a shell reports it
 
             # 4) forward and backward, one micro-batch after the other
@@ -367,7 +380,8 @@ def evaluate(settings: Settings) -> None:
     dtype = training_dtype(settings.dtype, device)
     objective = NextToken(model, device, dtype, boundary)
     folders = settings.data_dir.split(",")
-    if "=" in settings.data_dir:  # a mixture, whose weights do not matter here
+    # A mixture, whose weights do not matter here, or a folder with a comma in its name.
+    if "=" in settings.data_dir or os.path.isdir(settings.data_dir):
         folders = list(parse_mixture(settings.data_dir))
     ours = tokenizer.fingerprint(encoding)
     for folder in folders:

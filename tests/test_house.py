@@ -1,9 +1,11 @@
 """The house: which file may import which, what each says of others, and a layer of one's own."""
 
 import ast
+import builtins
 import re
 import tokenize
 
+import pytest
 from conftest import EDIT, ROOT, SMALL, add_relative, assert_same_run, command, losses
 
 COMMANDS = ("train", "sample", "prepare", "edit", "convert")
@@ -107,6 +109,22 @@ def test_every_command_has_help_and_train_few_flags():
         assert f"python {name}.py" in said
         if name == "train":
             assert len(re.findall("^  --", said, re.MULTILINE)) <= 40
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/writing.md"])
+def test_each_passage_of_python_imports_what_it_uses(page):
+    for source in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL):
+        known = set(dir(builtins))
+        used = set()
+        for node in ast.walk(ast.parse(source)):
+            match node:
+                case ast.Name(name, ast.Load()):
+                    used.add(name)
+                case ast.Name(name) | ast.arg(name) | ast.FunctionDef(name) | ast.ClassDef(name):
+                    known.add(name)
+                case ast.alias(name, other):
+                    known.add(other or name.split(".")[0])
+        assert not used - known
 
 
 def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import prepare
 from common import UserError
 from text import countries, dataset, documents, tokenizer
 from text.dataset import open_tokens, read_meta, read_tokenizer, write_dataset
+from training.batches import Data
 
 
 def from_files(out, path, encoding=None, kind="text", **flags):
@@ -60,8 +61,11 @@ GUTENBERG = (
     "\ufeffThe Project Gutenberg EBook of Numbers\r\n\r\nThis eBook is for ...\r\n\r\n"
     f"*** START OF THIS PROJECT GUTENBERG EBOOK NUMBERS ***\r\n{BOOK}\r\n"
     "End of Project Gutenberg’s Numbers\r\n\r\n*** END OF THE PROJECT GUTENBERG EBOOK NUMBERS ***"
-    "\r\n\r\n" + "Small print. \r\n\r\n" * 300
+    "\r\n\r\n" + "Small print. \r\n\r\n" * 300 + "Subscribe to hear about new eBooks.\r\n"
 )
+MINE = [f"Paragraph {i} of mine.\n\n" for i in range(600)]
+PROSE = "The Project Gutenberg eBook of it is old.\n\n" + "".join(MINE[:300])
+PROSE += "End of the Project Gutenberg era, said Hart.\n\n" + "".join(MINE[300:])
 
 
 @pytest.mark.parametrize(
@@ -70,15 +74,63 @@ GUTENBERG = (
         ("word\n" * 399 + "\nNext.", 1, "word\n" * 399 + "\nNext."),  # 1,996 bytes
         ("word\n" * 400 + "\nNext.", 2, "word\n" * 400 + "\nNext."),
         ("One.\none.\n<|endoftext|>\nTwo.\n<|endoftext|>\n\n", 2, "One.\none.\nTwo.\n"),
-        ("\ufeff" + "A line.\r\n" * 2000, 4, "A line.\n" * 2000),  # of at least 5,000 bytes
+        ("\ufeff" + "A line.\r\n" * 4000, 4, "A line.\n" * 4000),  # of at least 10,000
+        ("A line.\r" * 4000, 4, "A line.\n" * 4000),
+        ("word " * 5000, 3, "word " * 5000),  # a line of 25,000
+        ("　　词\n　\n" * 900, 3, "　　词\n　\n" * 900),  # blank lines of U+3000
         (2 * GUTENBERG, 4, 2 * (BOOK + "\r\n").replace("\r\n", "\n")),  # two books in one file
+        (PROSE, 8, PROSE),
+        (PROSE + GUTENBERG + PROSE, 18, PROSE + BOOK.replace("\r\n", "\n") + "\n" + PROSE),
     ],
 )
-def test_txt_is_cut_into_documents(tmp_path, monkeypatch, text, n_document, kept):
-    monkeypatch.setattr(documents, "TXT_LONGEST", 5000)
+def test_txt_is_cut_into_documents(tmp_path, text, n_document, kept):
     (tmp_path / "a.txt").write_bytes(text.encode())
-    found = list(documents.read([tmp_path / "a.txt"], documents.Report(0)))
-    assert len(found) == n_document and "".join(found) == kept
+    report = documents.Report(0)
+    found = list(documents.read([tmp_path / "a.txt"], report))
+    assert "".join(found) == kept and len(found) == n_document
+    assert (report.notes[documents.LEFT_OUT] > 4000) == (GUTENBERG in text)
+
+
+# Small ones, and some that hardly end.
+ODD = {
+    "two": ["ab"],
+    "names": [f"name{i}\n" for i in range(9000)],  # a line each
+    "one line": [f"word{i} " for i in range(9000)],
+    "carriage returns": [f"Word {i}.\r" for i in range(500)],
+    "one long paragraph": [f"Sentence {i}.\n" for i in range(200)],
+    "the same over and over": ["The quick brown fox.\n\n"] * 2000,
+    "Chinese": [f"　　第{i}章。\n" for i in range(3000)],
+    "blanks": ["a" + " " * 1_200_000 + "b"],
+}
+
+
+def test_only_a_small_text_is_cut_to_validate_with(monkeypatch):
+    monkeypatch.setattr(prepare, "MANY", 10)
+    settings = prepare.Settings(val_fraction=1e-9)
+    texts = [f"Document {i}" for i in range(13)]
+    splits, found = zip(*prepare.labelled(texts, settings), strict=True)
+    assert list(found) == texts and splits.count("val") == 1
+    splits, found = zip(*prepare.labelled(["x" * 3000], settings), strict=True)
+    assert "".join(found) == "x" * 3000 and splits.count("val") == 1
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("as_json", [True, False])
+def test_any_text_leaves_some_to_validate_with(tmp_path, name, as_json):
+    text = "".join(ODD[name])
+    if as_json:
+        text = "".join(json.dumps({"text": part}) + "\n" for part in ODD[name])
+    path = tmp_path / ("a.jsonl" if as_json else "a.txt")
+    path.write_bytes(text.encode())
+    line = "prepare.py --vocab_size 300 --out_dir out --input"
+    if as_json and name == "blanks":
+        assert "a.jsonl:1: more than 100,000 blanks" in refused(line, path, cwd=tmp_path)
+        return
+    command(line, path, cwd=tmp_path)
+    meta = read_meta(tmp_path / "out")
+    n_all = meta["train"]["bytes"] + meta["val"]["bytes"]
+    least = min(8000, n_all // 20) // 2
+    assert least <= meta["val"]["bytes"] <= max(1, 0.3 * n_all)
 
 
 def test_a_public_data_set_by_name(tmp_path, monkeypatch):
@@ -87,7 +139,9 @@ def test_a_public_data_set_by_name(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "all.jsonl", [*TEXTS, b"oops", b"oops"])
     monkeypatch.setattr("text.download.fetch", lambda name, folder: [path])
     line = "prepare.py --dataset tinystories --val_fraction 0.3 --vocab_size 300"
-    assert "skipped 2 of 62 documents" in command(line, cwd=tmp_path).stdout
+    said = command(line, cwd=tmp_path).stdout
+    assert "skipped 2 of 62 documents" in said
+    assert "note: 60 times <|endoftext|> stays text" in said
     found = [
         ids for split in ("train", "val") for ids in stored(tmp_path / "data/tinystories", split)
     ]
@@ -155,18 +209,29 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, data):
         (b"not json", "not JSON in UTF-8"),
         (b"[" * 100_000, "not JSON in UTF-8"),
         (b'{"text": "\\ud800"}', "not JSON in UTF-8"),
-        ({"text": " \n"}, 'no "text"'),
+        ({"text": "a\0b"}, "it has NUL"),
+        ({"messages": []}, 'no "text", and no answers among "": its keys are messages'),
+        ({"prefix": "a", "suffix": "b"}, 'no "text", .*: its keys are prefix, suffix'),
+        (b"[]", r"\[\] where a record"),
+        ({"messages": [*TALK, says("assistant", "")]}, 'no "text", and no answers among'),
+        (
+            {"messages": [says("user", "Hi"), says("bot", "Ho")]},
+            'no "text", and no answers among "user, bot"',
+        ),
+        ({"messages": [says("user", [{"type": "image"}])]}, "content that is not text: .*image"),
+        ({"chosen": "a", "rejected": "b"}, "chosen and rejected must end with an answer"),
         ({"chosen": TALK, "rejected": TALK}, "chosen and rejected must differ in their last"),
         ({"messages": TALK}, "chat, while the first document is text"),
-        ({"messages": TALK[:1]}, "no assistant message"),
-        ({"messages": "Hi"}, 'no "text" and no "conversations"'),
+        ({"messages": TALK[:1]}, 'no "text", and no answers among "user"'),
+        ({"messages": "Hi"}, 'no "text", and no answers among "user"'),
         ({"messages": ["Hi"]}, 'messages need "role" and "content"'),
         ({"messages": [says(["user"], "")]}, 'messages need "role" and "content"'),
         ({"messages": [*TALK, says("assistant", "", tool_calls=[1])]}, ".*must not call tools"),
+        ({"messages": [*TALK, says("assistant", "", function_call={"a": 1})]}, ".*not call tools"),
     ],
 )
 def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
-    path = write_jsonl(tmp_path / "a.jsonl", [*TEXTS[:7], b"", line, b"  ", *TEXTS[7:]])
+    path = write_jsonl(tmp_path / "a.jsonl", [*TEXTS[:7], {"text": " "}, line, b"  ", *TEXTS[7:]])
     report = documents.Report(max_bad=0.02)
     assert list(documents.read([path], report)) == [record["text"] for record in TEXTS]
     assert (report.bad, report.documents) == (1, 61)  # blank lines are neither
@@ -180,9 +245,10 @@ def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
     [
         ("a.csv", b"x", "only .txt and .jsonl"),
         ("a.txt", b"caf\xe9 " * 100, "a.txt:1: not UTF-8"),
+        ("a.txt", "Hello.\n".encode("utf-16-le") * 100, "a.txt:1: it has NUL"),
         ("a.txt", b"", "0 of 0 documents"),
-        ("a.jsonl", b'{"text": "just one"}\n', "no document for val.bin"),
-        ("a.jsonl", b'{"text": "number 120"}\n', "no document for train.bin"),
+        ("a.txt", b"a", "no document for val.bin"),
+        ("a.jsonl", json.dumps({"text": ""}).encode(), "0 of 0 documents"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, reason):
@@ -207,6 +273,90 @@ def test_conversations_become_what_the_template_says(tmp_path, data, encoding):
     meta = read_meta(tmp_path / "out")
     size = sum(len(encoding.decode_bytes(ids[1:])) for ids in wanted)
     assert meta["kind"] == "chat" and meta["train"]["bytes"] + meta["val"]["bytes"] == size
+
+
+ASKED, ANSWERED = says("user", "Hi?"), says("assistant", "Ho.")
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "ignored"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}]},
+            [ASKED, ANSWERED],
+            set(),
+        ),
+        (
+            {
+                "messages": [
+                    says("user", [{"type": "text", "text": "Hi?"}]),
+                    says("assistant", "Ho."),
+                ]
+            },
+            [ASKED, ANSWERED],
+            set(),
+        ),
+        (
+            {"messages": [ASKED, ANSWERED], "system": "Be kind.", "tools": [1], "id": 3, "x": None},
+            [says("system", "Be kind."), ASKED, ANSWERED],
+            {"tools", "id"},
+        ),
+        (
+            {"messages": [ASKED, {**ANSWERED, "reasoning_content": "Hm.", "weight": 1}]},
+            [ASKED, ANSWERED],
+            {"reasoning_content"},
+        ),
+        (
+            {"messages": [ASKED, {**ANSWERED, "weight": 0}, ASKED, ANSWERED]},
+            [ASKED, {**ANSWERED, "weight": 0}, ASKED, ANSWERED],
+            set(),
+        ),
+        (
+            {"instruction": "Add.", "input": "1, 2", "output": "3"},
+            [says("user", "Add.\n1, 2"), says("assistant", "3")],
+            set(),
+        ),
+        ({"prompt": "Hi?", "completion": "Ho."}, [ASKED, ANSWERED], set()),
+        ({"prompt": [ASKED], "completion": [ANSWERED]}, [ASKED, ANSWERED], set()),
+        (
+            {"prompt": "Hi?", "chosen": "Ho.", "rejected": "No."},
+            ([ASKED, ANSWERED], [ASKED, says("assistant", "No.")]),
+            set(),
+        ),
+        (
+            {
+                "prompt": "Hi?",
+                "chosen": [ASKED, ANSWERED],
+                "rejected": [ASKED, says("assistant", "")],
+            },
+            ([ASKED, ANSWERED], [ASKED, says("assistant", "")]),
+            {"prompt"},
+        ),
+    ],
+)
+def test_other_programs_conversations_are_read_and_what_is_ignored_is_named(
+    tmp_path, record, messages, ignored
+):
+    path = write_jsonl(tmp_path / "a.jsonl", [record, record])
+    report = documents.Report(0)
+    assert list(documents.read([path], report)) == [messages] * 2
+    assert +report.notes == {f"documents have {key!r}, which is ignored": 2 for key in ignored}
+
+
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, encoding):
+    talk = [ASKED, ANSWERED, ASKED, says("assistant", "Yes."), ASKED, says("assistant", "No.")]
+    marked = [*talk[:3], {**talk[3], "weight": 0}, *talk[4:]]
+    for name, messages in (("plain", talk), ("marked", marked)):
+        write_dataset(
+            tmp_path / name, [("train", messages), ("val", talk)], encoding, "chat", corpus="x"
+        )
+    plain, some = (
+        Data(str(tmp_path / name), "chat", 128, 0, 1).train.sequence(0)
+        for name in ("plain", "marked")
+    )
+    assert (plain[0] == some[0]).all()
+    learned = encoding.decode(some[1][some[1] >= 0].tolist())
+    assert learned == " Ho.<|im_end|> No.<|im_end|>"
 
 
 def test_conversations_need_markers(tmp_path):
@@ -239,6 +389,7 @@ def test_the_tokenizer_is_trained_on_a_bounded_sample(tmp_path, story, monkeypat
 
 def test_memory_does_not_grow_with_files(tmp_path, encoding, monkeypatch):
     monkeypatch.setattr(dataset, "BLOCK", 10)
+    monkeypatch.setattr(prepare, "MANY", 10)
     peaks = []
     for n in (100, 1000):
         path = write_jsonl(

@@ -20,9 +20,11 @@ from conftest import (
 )
 
 import edit
+from model import ModelConfig
+from text import bpe
 from text.tokenizer import encode
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
-from training.questions import score_answers
+from training.questions import score_answers, typed
 
 NAMES = flags(source="Anna", target="Björn", prompt="Then Anna")
 
@@ -58,6 +60,7 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("sample.py --system Hi", "--system"),
         ("sample.py --chat --prompt Hi", "--prompt"),
         ("edit.py --source Anna", "--target"),
+        ("edit.py --source Ann --prompt Anna --write x", "'Ann' is not whole tokens"),
         ("edit.py --undo", "holds no edit"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
         ("edit.py --source a --target b --prompt " + "a" * 99, "--prompt has 100 tokens"),
@@ -96,6 +99,32 @@ def test_rows_of_n_grams_are_not_edited(data, tmp_path, ffn):
     ckpt = small_run(data, tmp_path / ffn, ffn=ffn, max_iters=1) / "ckpt.pt"
     for line in (["edit.py", "--ckpt", ckpt, *EDIT], ["lab/analyze.py", "edits", ckpt]):
         assert "rows of n-grams" in refused(*line)
+
+
+@pytest.mark.parametrize("text", ["Anna sees", "Anna sees ", "Björn sees", "Bjo\u0308rn sees "])
+def test_a_prompt_is_read_as_the_model_knows_it(trained, text):
+    encoding = load_model(trained["stem"] / "ckpt.pt", CPU)[1]
+    known = "Björn sees" if text.startswith("Bj") else "Anna sees"
+    assert typed(encoding, text) == known
+
+
+@pytest.mark.parametrize(
+    ("words", "space"), [(("红国是黄。", "蓝国是绿。"), ""), (("a is b.", "c is d."), " ")]
+)
+def test_a_fact_stands_behind_a_space_where_the_text_has_some(words, space):
+    """Of a model that finds likely what the text has."""
+    encoding = bpe.train([text for text in words for _ in range(20)], 300)
+    prompt, answer = words[0][:-2].rstrip(), words[1][-2:]
+
+    def model(batch, **_):
+        logits = torch.zeros(*batch.shape, encoding.n_vocab)
+        logits[..., encoding.encode_ordinary(space + answer)[0]] = 5.0
+        return logits, None
+
+    model.device, model.config = CPU, ModelConfig(encoding.n_vocab)
+    for given in (answer, f" {answer}"):
+        asked = edit.Edit(source="x", prompt=prompt, write=given)
+        assert edit.fact(model, encoding, asked) == encoding.encode_ordinary(space + answer)
 
 
 # --- edits that last ---

@@ -139,3 +139,12 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     wanted = {"val_loss": expected.item(), "val_loss_per_byte": per_byte.item()}
     assert found == pytest.approx(wanted, rel=1e-5)
     assert sizes == [size] * -(-7 // size)
+
+
+def test_a_stage_that_learns_all_of_a_conversation_says_so(chat, trained, tmp_path):
+    line = f"train.py --init_from {trained['stem']}/ckpt.pt --max_iters 1 --data_dir {chat}"
+    said = [
+        command(f"{line} --out_dir {stage} --stage {stage}", cwd=tmp_path).stdout
+        for stage in ("midtrain", "sft")
+    ]
+    assert ["--stage sft learns the answers" in text for text in said] == [True, False]

@@ -3,9 +3,12 @@
 import copy
 import math
 import re
+import shlex
 import shutil
 import signal
+import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -340,8 +343,8 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
 def test_the_code_of_contributing_runs(data, tmp_path, monkeypatch):
     """Tables of one's own, too, which are trained and read again."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    text = text.replace("range(100)", "range(2)")
-    small = 'out_dir="out/shared", max_iters=2, n_layer=2, eval_tokens=256'
+    text = text.replace("range(100)", "range(2)").replace("max_iters=100", "max_iters=2")
+    small = 'out_dir="out/shared", n_layer=2, eval_tokens=256'
     text = text.replace('out_dir="out/shared"', small)
     shutil.copytree(data, tmp_path / "data/countries")
     monkeypatch.chdir(tmp_path)
@@ -355,5 +358,32 @@ def test_the_code_of_contributing_runs(data, tmp_path, monkeypatch):
     assert len(model.tables.weight[0]) == -(-model.config.vocab_size // 8)
     assert saved["step"] == 3
     assert not torch.equal(model.tables.weight[0], first.tables.weight[0])
-    with pytest.raises(RuntimeError, match="size mismatch"):  # who opens it must bring the class
-        load_model(ckpt, CPU)
+    # Who opens it must bring the class.
+    for line in (f"train.py --resume --out_dir {ckpt.parent}", f"sample.py --ckpt {ckpt}"):
+        assert "tables of another kind" in refused(line, cwd=tmp_path)
+
+
+def test_a_run_in_a_thread_is_that_in_the_main_thread(data, trained, tmp_path):
+    """As in a notebook's server."""
+    run = threading.Thread(target=small_run, args=(data, tmp_path), kwargs={"ffn": "stem"})
+    run.start()
+    run.join()
+    assert_same_run(trained["stem"], tmp_path)
+
+
+def test_any_folder_can_be_named_and_printed_commands_find_it(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mine = tmp_path / "my data, it's new"
+    shutil.copytree(data, mine)
+    line = ["train.py", *SMALL, "--max_iters", "1", "--data_dir", "~/my data, it's new"]
+    said = command(*line, "--out_dir", "~/my run").stdout
+    printed = [shlex.split(text, comments=True) for text in said.split("next:")[1].splitlines()]
+    for words in filter(None, printed):
+        assert words[0] == "python" and str(tmp_path / "my run") in " ".join(words)
+        command(*words[1:])
+    said = command("train.py --eval_only --out_dir", "~/my run", "--data_dir", mine).stdout
+    assert f"on {mine}" in said
+    mixed = ["--data_dir", f"~/my data, it's new=1,{data}=1"]
+    assert "not folder=weight" in refused(*line[:-2], *mixed, "--out_dir", "x")
+    command("sample.py --max_new_tokens 2 --ckpt", "~/my run/ckpt.pt")
+    assert not Path("~").exists()

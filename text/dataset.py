@@ -4,7 +4,8 @@
     train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>
     meta.json               kind of the documents, sizes, checksums, and where they come from
 
-meta.json is written last: a folder that has one is complete.
+meta.json is written last: a folder that has one is complete. In a message of weight 0, which is not
+to be learned, <|im_end|> follows <|im_start|>: `training.batches.Conversations` takes it out.
 """
 
 import hashlib
@@ -144,7 +145,7 @@ def write_dataset(
                     splits[split].write(encoding, ids)
         for name, split in splits.items():
             if not split.documents:
-                raise UserError(f"no document for {name}.bin: add text or change --val_fraction")
+                raise UserError(f"no document for {name}.bin: there must be more than one")
         meta = {
             "format": FORMAT,
             "kind": kind,
@@ -167,7 +168,18 @@ def encode(encoding: tiktoken.Encoding, kind: str, documents: list) -> list[list
     if kind == "text":
         return encoding.encode_ordinary_batch(documents)
     if kind == "chat":
-        return [tokenizer.render(encoding, messages) for messages in documents]
+        return [render(encoding, messages) for messages in documents]
     # Two conversations, each preceded by <|endoftext|>.
     pairs = [[tokenizer.render(encoding, talk) for talk in pair] for pair in documents]
     return [[*chosen, encoding.eot_token, *rejected] for chosen, rejected in pairs]
+
+
+def render(encoding: tiktoken.Encoding, messages: list[dict]) -> list[int]:
+    """Token ids of a conversation, with marks in messages that are not to be learned."""
+    ids = []
+    for message in messages:
+        turn = tokenizer.render(encoding, [message])
+        if "weight" in message:
+            turn.insert(1, encoding.encode_single_token(tokenizer.END))
+        ids += turn
+    return ids

@@ -5,28 +5,59 @@ Three kinds of documents, recognized by the keys of a JSONL line:
     text    str                 {"text": "..."}, and what a .txt file holds
     chat    list of messages    {"conversations": [{"role", "content"}, ...]} or "messages"
     preference    two of them   {"chosen": [...], "rejected": [...]}: they differ in the last answer
+
+Of conversations, other programs' forms are read, too: ShareGPT's ("from", "value"), content as a
+list of parts, a "system" beside the messages, a single question and its answer (Alpaca's
+"instruction", "input", "output"; "prompt", "completion").
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from common import UserError
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]  # role, content, and weight 0 if it is not to be learned
 Document = str | Messages | tuple[Messages, Messages]  # chosen and rejected
 
-# A document of a .txt file ends at the first blank line after so many bytes, or at the first line
-# break of any kind after so many: text without blank lines must not fill the memory.
+# A document of a .txt file ends at the first blank line after so many characters or, as some text
+# has none, at the first line break after so many; a longer line is cut.
 TXT_DOCUMENT = 2000
-TXT_LONGEST = 1 << 20
+TXT_LONGEST = 10_000
+# What no text may have. A million blanks would end the program inside of tiktoken.
+BAD = {
+    "not UTF-8": "[\ud800-\udfff]",
+    "it has NUL characters: if it is UTF-16, convert it to UTF-8": "\0",
+    "more than 100,000 blanks in a row": r"\s{100000}",
+}
 MAX_BAD = 0.01  # a larger share of bad documents, and files are not what they were taken for
-GUTENBERG = re.compile(rb"(?:\*\*\* ?)?(start|end) of (?:th(?:e|is) )?project gutenberg", re.I)
+
+# How Project Gutenberg's header and its license begin and end. What does not end within so many
+# lines is text.
+NOTICES = {
+    r"(?i)\ufeff?(the )?project gutenberg(['’]s| e-?(book|text))": (
+        r"(?i)\*\*\* ?start of th(e|is) project gutenberg"
+    ),
+    r"(?i)(\*\*\* ?)?end of (the |this )?project gutenberg": r"(?i).*hear about new ebooks\.$",
+}
+NOTICE = 1000
+
+LEFT_OUT = "characters left out: Project Gutenberg's headers and licenses"
+SPELLED = "times <|endoftext|> stays text: as a line of a .txt file, it ends documents"
+
+# In records of one question and its answer: their keys.
+QUESTIONS = ("instruction", "prompt", "question", "query", "input")
+ANSWERS = ("output", "completion", "response", "answer")
+# In messages: other names of roles, and the keys that have a meaning here.
+ROLES = {"human": "user", "gpt": "assistant"}
+KNOWN = ("role", "content", "from", "value", "weight")
 
 
 @dataclass
@@ -38,6 +69,7 @@ class Report:
     documents: int = 0
     bad: int = 0
     named: list[str] = field(default_factory=list)  # the first three bad ones: "file:line: reason"
+    notes: Counter[str] = field(default_factory=Counter)  # what else happened, and how often
 
     def __str__(self) -> str:
         return f"{self.bad:,} of {self.documents:,} documents ({'; '.join(self.named)})"
@@ -61,24 +93,30 @@ def read_file(path: Path, report: Report, bar: tqdm) -> Iterator[Document]:
     if path.suffix not in (".txt", ".jsonl"):
         raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
     is_json = path.suffix == ".jsonl"
-    with open(path, "rb") as file:
-        parts = enumerate(file, 1) if is_json else txt_documents(file)
+    # As text, lines end as they do anywhere. What is not UTF-8 becomes half surrogate pairs.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+        parts = enumerate(file, 1) if is_json else txt_documents(file, report)
         for number, raw in parts:
             bar.update(len(raw))
             if not raw.strip():
                 continue
-            report.documents += 1
             try:
-                kind, document = parse_json(raw) if is_json else ("text", parse_txt(raw))
+                kind, document = parse_json(raw, report) if is_json else ("text", checked(raw))
+                if kind == "text" and not document.strip():
+                    continue
                 report.kind = report.kind or kind
                 if kind != report.kind:
                     raise ValueError(f"{kind}, while the first document is {report.kind}")
             except ValueError as error:
+                report.documents += 1
                 report.bad += 1
                 if len(report.named) < 3:
                     report.named.append(f"{path}:{number}: {error}")
-            else:
-                yield document
+                continue
+            report.documents += 1
+            if kind == "text":
+                report.notes[SPELLED] += document.count("<|endoftext|>")
+            yield document
 
 
 def kind_of(paths: list[Path]) -> str:
@@ -89,82 +127,146 @@ def kind_of(paths: list[Path]) -> str:
     return report.kind
 
 
-def txt_documents(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+def txt_documents(file: TextIO, report: Report) -> Iterator[tuple[int, str]]:
     """Yield documents with the numbers of their first lines, cut at <|endoftext|> lines and at
     blank lines. Project Gutenberg's header and license are left out."""
-    document = bytearray()
+    document = ""
     start = 0  # number of the document's first line; 0: it has none yet
-    in_license = False
-    for number, line in enumerate(lines, 1):
+    for number, line in without_notices(file, report):
         bare = line.strip()
-        ends = bare == b"<|endoftext|>"
-        marker = GUTENBERG.match(bare)
-        if marker:
-            ends = True
-            in_license = marker[1].lower() == b"end"
-            if not in_license:
-                document.clear()  # all before the start of the book is the header
-        elif not in_license and not ends:
+        ends = bare == "<|endoftext|>"
+        if not ends:
             start = start or number
             document += line
         if ends or len(document) >= (TXT_LONGEST if bare else TXT_DOCUMENT):
-            yield start, bytes(document)
-            document.clear()
+            yield start, document
+            document = ""
             start = 0
-    yield start, bytes(document)
+    yield start, document
 
 
-def parse_txt(raw: bytes) -> str:
-    """A part of a .txt file as text. ValueError: why it is bad."""
+def without_notices(file: TextIO, report: Report) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines, with an <|endoftext|> in place of Project Gutenberg's header and
+    license. Lines of what may be one are held back until it ends."""
+    held = []
+    last = None  # how it ends
+    for number, line in enumerate(iter(lambda: file.readline(TXT_LONGEST), ""), 1):
+        bare = line.strip()
+        begun = next((last for first, last in NOTICES.items() if re.match(first, bare)), None)
+        # "End of Project Gutenberg's ..." and "*** END OF ..." may be neighbors.
+        is_new = begun and any(text.strip() for _, text in held[1:])
+        if not last or is_new or len(held) > NOTICE:
+            yield from held
+            held = []
+            last = None
+        last = begun or last
+        held.append((number, line))
+        if last and re.match(last, bare):
+            report.notes[LEFT_OUT] += sum(len(text) for _, text in held)
+            held = [(number, "<|endoftext|>")]
+            last = None
+    yield from held
+
+
+def checked(text: str) -> str:
+    """The text. ValueError: why it is bad."""
+    for reason, pattern in BAD.items():
+        if re.search(pattern, text):
+            raise ValueError(reason)
+    return text
+
+
+def parse_json(raw: str, report: Report) -> tuple[str, Document]:
+    """Kind and document of a JSONL line; the report notes keys of conversations that are ignored.
+    ValueError: why it is bad."""
     try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def parse_json(raw: bytes) -> tuple[str, Document]:
-    """Kind and document of a JSONL line. ValueError: why it is bad."""
-    try:
-        record = json.loads(raw.decode("utf-8-sig"))
+        record = json.loads(raw.removeprefix("\ufeff"))
         json.dumps(record, ensure_ascii=False).encode()  # JSON can spell half a surrogate pair
     except (ValueError, RecursionError):
         raise ValueError("not JSON in UTF-8") from None
-    match record:
-        case {"conversations": list(messages)} | {"messages": list(messages)}:
-            messages = conversation(messages)
-            if not any(message["role"] == "assistant" for message in messages):
-                raise ValueError("no assistant message")
-            return "chat", messages
-        case {"chosen": list(chosen), "rejected": list(rejected)}:
-            chosen, rejected = conversation(chosen), conversation(rejected)
-            answers = [talk[-1:] for talk in (chosen, rejected)]
-            if chosen[:-1] != rejected[:-1] or answers[0] == answers[1]:
-                raise ValueError("chosen and rejected must differ in their last answer alone")
-            if any(talk[0]["role"] != "assistant" for talk in answers if talk) or [] in answers:
-                raise ValueError("chosen and rejected must end with an answer")
-            return "preference", (chosen, rejected)
-        case {"text": str(text)} if text.strip():
-            return "text", text
-    raise ValueError('no "text" and no "conversations"')
+    if not isinstance(record, dict):
+        raise ValueError(f"{record!r:.40} where a record should be")
+    is_talk = record.get("conversations") or record.get("messages")
+    if isinstance(record.get("text"), str) and not is_talk:
+        return "text", checked(record["text"])
+
+    keys = ", ".join(record)
+    ignored: set[str] = set()
+
+    def take(role: str, *keys: str) -> Messages:
+        """The messages of the first of these keys that the record has, or its text as a role's."""
+        key = next((key for key in keys if record.get(key)), "")
+        value = record.pop(key, [])
+        if isinstance(value, str):
+            value = [{"role": role, "content": value}]
+        return conversation(value, ignored)
+
+    kind = "chat"
+    talk = take("system", "system")
+    document = talk
+    if "chosen" in record and "rejected" in record:
+        kind = "preference"
+        chosen, rejected = take("assistant", "chosen"), take("assistant", "rejected")
+        if len(chosen) == 1:  # the answers alone
+            talk += take("user", "prompt")
+        document = talk + chosen, talk + rejected
+        if chosen[:-1] != rejected[:-1] or chosen == rejected:
+            raise ValueError("chosen and rejected must differ in their last answer alone")
+        if any(len(both) < 2 or both[-1]["role"] != "assistant" for both in document):
+            raise ValueError("chosen and rejected must end with an answer")
+    elif is_talk:
+        talk += take("user", "conversations", "messages")
+    else:
+        talk += take("user", *QUESTIONS)
+        if talk and record.get("input"):  # Alpaca's: what the instruction is about
+            talk[-1]["content"] += f"\n{record.pop('input')}"
+        talk += take("assistant", *ANSWERS)
+    answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
+    if kind == "chat" and not all(answers or [""]):
+        roles = ", ".join(message["role"] for message in talk)
+        raise ValueError(f'no "text", and no answers among "{roles:.60}": its keys are {keys}')
+    ignored.update(key for key, value in record.items() if value)
+    report.notes.update(f"documents have {key!r}, which is ignored" for key in ignored)
+    return kind, document
 
 
-def conversation(messages: list) -> Messages:
-    """Role and content of messages, which is what the chat template writes."""
+def conversation(messages: object, ignored: set[str]) -> Messages:
+    """What the chat template writes of messages, and weight 0. ValueError: why they are bad."""
     talk = []
-    for message in messages:
+    for message in messages if isinstance(messages, list) else [messages]:
         match message:
-            case {"role": str(role), "content": str(content)} if not message.get("tool_calls"):
-                talk.append({"role": role, "content": content})
+            case {"role": str(role), "content": content} | {"from": str(role), "value": content}:
+                given = {key for key, value in message.items() if value}
             case _:
-                raise ValueError('messages need "role" and "content", and must not call tools')
+                raise ValueError(f'messages need "role" and "content", not {message!r:.60}')
+        if given & {"tool_calls", "function_call"} or role == "function_call":
+            raise ValueError("messages must not call tools")
+        turn = {"role": ROLES.get(role, role), "content": checked(joined(content))}
+        if message.get("weight") == 0:
+            turn["weight"] = 0
+        ignored |= given.difference(KNOWN)
+        talk.append(turn)
     return talk
+
+
+def joined(content: object) -> str:
+    """The content of a message, of which some programs make a list of parts."""
+    match content:
+        case str(text) | {"text": str(text)}:
+            return text
+        case list(parts):
+            return "".join(map(joined, parts))
+    raise ValueError(f"content that is not text: {content!r:.60}")
+
+
+def spelled(document: Document) -> str:
+    """A text that tells documents apart."""
+    return document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
 
 
 def hashed(document: Document) -> int:
     """A hash of 64 bits, the same in all versions and on all machines."""
-    text = document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(blake2b(spelled(document).encode(), digest_size=8).digest(), "big")
 
 
 def is_validation(document: Document, fraction: float) -> bool:

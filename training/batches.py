@@ -105,6 +105,10 @@ class Conversations(Source):
         number = self.position_in_file(index)
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
         answer = tokenizer.answers(self.encoding, ids)
+        # What text/dataset.py has marked is not found to be an answer. The marks are taken out.
+        start, stop = map(self.encoding.encode_single_token, (tokenizer.START, tokenizer.END))
+        kept = (ids != stop) | (np.roll(ids, 1) != start)
+        ids, answer = ids[kept], answer[kept]
         answer[0] = False  # nothing predicts the first token
         end = self.block_size + 1
         if answer.any() and (self.only_last or not answer[:end].any()):
@@ -217,9 +221,10 @@ def check_tokenizer(fingerprint: str, folder: object, expected: str, owner: obje
 
 def parse_mixture(data_dir: str) -> dict[Path, float]:
     """Folders and their weights, which sum up to one: `data/a` or `data/a=0.65,data/b=0.35`."""
-    if "," in data_dir and "=" not in data_dir:
+    is_folder = os.path.isdir(data_dir)
+    if "," in data_dir and "=" not in data_dir and not is_folder:
         raise UserError(f"--data_dir {data_dir}: to mix folders, give weights: a=0.5,b=0.5")
-    if "=" not in data_dir or os.path.isdir(data_dir):
+    if "=" not in data_dir or is_folder:
         return {Path(data_dir): 1.0}
     wrong = UserError(f"--data_dir {data_dir} is not folder=weight,folder=weight, each once")
     weights: dict[Path, float] = {}

@@ -219,6 +219,13 @@ def read_encoding(path: str | Path, checkpoint: dict) -> tiktoken.Encoding:
         return tokenizer.loads(checkpoint["tokenizer"])
 
 
+def check_tables(path: str | Path, weights: dict, model: Decoder) -> None:
+    """UserError: the weights of a checkpoint have tables of another kind than the model."""
+    for name, rows in model.tables.state_dict(prefix="tables.").items():
+        if weights[name].shape != rows.shape:
+            raise UserError(f"{path} has tables of another kind: from Python, give them as tables=")
+
+
 def load_model(
     path: str | Path,
     device: torch.device,
@@ -251,6 +258,7 @@ def load_model(
         tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
     kind = decoder_class(checkpoint["config"]["ffn"])
     model = kind(kind.config_class(**checkpoint["config"]), tables=tables)
+    check_tables(path, weights, model)
     # A GPU copies them, tables on disk are used where they are mapped; a CPU would keep the file.
     if offload != "disk" and device.type == "cpu":
         weights = {name: weight.clone() for name, weight in weights.items()}

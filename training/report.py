@@ -2,13 +2,14 @@
 
 import torch
 
+from common import command_line
 from model import Decoder
 from text import tokenizer
 from training import countries, ranks
 from training.batches import Conversations, Data
 from training.objectives import NextToken
 from training.records import draw_loss
-from training.settings import Settings
+from training.settings import STAGES, Settings
 
 
 def model_sizes(model: Decoder) -> dict[str, int]:
@@ -58,6 +59,9 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
         f"{settings.max_iters} steps of {tokens_per_step:,} tokens on {objective.device.type} "
         f"in {objective.dtype}: {passes(settings, data):.1f} passes over {settings.data_dir}"
     )
+    kinds = {meta["kind"] for meta in data.metas}
+    if kinds != {"text"} and STAGES[settings.stage].reads == "text":
+        print("note: of conversations, --stage sft learns the answers; this one learns all tokens")
     n_cut = getattr(data.train, "n_cut", 0)
     if n_cut:
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
@@ -93,9 +97,10 @@ def report(
     commands = show(model, data, settings.seed)
     print("\nnext:")
     for command in commands:
-        print(f"  python {command} --ckpt {out_dir / 'ckpt.pt'}")
-    longer = f"--resume --out_dir {out_dir} --max_iters {2 * settings.max_iters}"
-    print(f"  python train.py {longer}  # longer: {passes(settings, data):.1f} passes so far")
+        print(f"  {command_line(*command.split(), '--ckpt', out_dir / 'ckpt.pt')}")
+    longer = ("--resume", "--out_dir", out_dir, "--max_iters", 2 * settings.max_iters)
+    so_far = f"# longer: {passes(settings, data):.1f} passes so far"
+    print(f"  {command_line('train.py', *longer)}  {so_far}")
     return shares
 
 

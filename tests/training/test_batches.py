@@ -181,7 +181,9 @@ def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
             parse_mixture(wrong)
     monkeypatch.chdir(tmp_path)
     Path("a=b").mkdir()
-    assert parse_mixture("a=b") == {Path("a=b"): 1.0}  # a folder, as one may name it
+    for name in ("a=b", "a,b", "a=1,b"):  # folders, as one may name them
+        (tmp_path / name).mkdir(exist_ok=True)
+        assert parse_mixture(name) == {Path(name): 1.0}
 
 
 @pytest.mark.parametrize(
