@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Before torch, whose threads it tells how to wait.
-from common import StopSignals, UserError, has_bfloat16, mixed, pick_device, run, writing
+from common import UserError, has_bfloat16, mixed, pick_device, run, stop_signals
 
 # isort: split
 import torch
@@ -37,7 +37,6 @@ from text.dataset import read_meta
 from training import countries, ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
-    live_folder,
     load_checkpoint,
     load_model,
     read_checkpoint,
@@ -52,33 +51,42 @@ from training.placement import make_tables
 from training.records import Log
 from training.report import ask, describe, format_figures, report
 from training.settings import (
+    EVAL_FLAGS,
+    RESUMABLE_FLAGS,
     STAGES,
     Settings,
-    eval_settings,
+    changed_settings,
     new_settings,
     parse_args,
-    resumed_settings,
 )
 
 # --- from flags to a run ---
 
 
 def resolve_settings(**given) -> Settings:
-    """The settings of a run from the flags that are given, by name. UserError: a file cannot be
-    read, or flags do not fit together."""
+    """The settings of a run from the flags that are given, by name. The default corpus is generated
+    if a new run needs it. UserError: a file cannot be read, or flags do not fit together."""
     out_dir = Path(given.get("out_dir", Settings.out_dir))
     if given.get("resume"):
-        checkpoint = read_checkpoint(out_dir / "ckpt.pt")
-        return resumed_settings({**given, "out_dir": out_dir}, checkpoint["args"])
+        args = read_checkpoint(out_dir / "ckpt.pt")["args"]
+        given["out_dir"] = out_dir
+        return changed_settings(given, args, (*RESUMABLE_FLAGS, "max_iters"))
     if given.get("eval_only"):
-        path = given.get("init_from", out_dir / "ckpt.pt")
-        checkpoint = load_checkpoint(path, verify=True)
-        return eval_settings({**given, "init_from": path}, checkpoint["args"])
+        given["init_from"] = path = given.get("init_from", out_dir / "ckpt.pt")
+        args = {**read_checkpoint(path)["args"], "offload": "none", "device": "auto"}
+        if "device_batch_size" in given:  # it need not divide the run's
+            args["batch_size"] = given["device_batch_size"]
+        return changed_settings(given, args, EVAL_FLAGS)
     checkpoint = None
     if given.get("init_from"):
         checkpoint = read_checkpoint(given["init_from"])
-    first_folder = next(iter(parse_mixture(given.get("data_dir", Settings.data_dir))))
-    return new_settings(given, read_meta(first_folder), checkpoint)
+    folder = next(iter(parse_mixture(given.get("data_dir", Settings.data_dir))))
+    if folder == Path(Settings.data_dir):
+        if ranks.rank == 0 and not os.path.exists(folder / "meta.json"):
+            print(f"no data in {folder} yet: generating the default corpus")
+            write_corpus("countries", folder)
+        ranks.wait()
+    return new_settings(given, read_meta(folder), checkpoint)
 
 
 @dataclass
@@ -115,24 +123,24 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
 
     tables: called as (n_table, n_row, width), makes tables of your own kind; --offload and
     --table_dtype then have no effect."""
-    # 1) data, and the checkpoint to continue or to start from
-    origin = settings.out_dir / "ckpt.pt" if settings.resume else settings.init_from
-    checkpoint = None
-    if origin is not None:
-        checkpoint = load_checkpoint(origin, verify=ranks.rank == 0)
-    total = max(1, settings.max_iters * settings.batch_size)  # sequences that the run reads
-    data = Data(
-        settings.data_dir,
-        STAGES[settings.stage].reads,
-        settings.model.block_size,
-        settings.seed,
-        total,
-    )
-    settings.model.vocab_size = data.metas[0]["vocab_size"]
-    check_start(settings, data, origin, checkpoint)
-
-    # 2) train
     with run_folder(settings.out_dir):
+        # 1) data, and the checkpoint to continue or to start from
+        origin = settings.out_dir / "ckpt.pt" if settings.resume else settings.init_from
+        checkpoint = None
+        if origin is not None:
+            checkpoint = load_checkpoint(origin, verify=ranks.rank == 0)
+        total = max(1, settings.max_iters * settings.batch_size)  # sequences that the run reads
+        data = Data(
+            settings.data_dir,
+            STAGES[settings.stage].reads,
+            settings.model.block_size,
+            settings.seed,
+            total,
+        )
+        settings.model.vocab_size = data.metas[0]["vocab_size"]
+        check_start(settings, data, origin, checkpoint)
+
+        # 2) train
         run = start(settings, data, checkpoint, tables)
         describe(settings, data, run.objective)
         fit(run)
@@ -181,15 +189,11 @@ def start(
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     if tables is None:
-        live = live_folder(settings.out_dir)
-        if settings.offload == "disk":
-            with writing(live):
-                live.mkdir(exist_ok=True)
         tables = make_tables(
             settings.offload,
             device,
             DTYPES[settings.table_dtype],
-            live=live / str(ranks.rank),
+            live=settings.out_dir / "ckpt.live" / str(ranks.rank),
             saved=checkpoint["storage"] if settings.resume else None,
             fresh=checkpoint is None,
         )
@@ -243,7 +247,7 @@ def fit(run: Run) -> None:
         ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
     bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
-    with bar, StopSignals(bar) as signals:
+    with bar, stop_signals(bar) as received:
         while True:
             # 1) evaluate and save: at the beginning, the end, and every eval_interval steps
             is_last = run.step == settings.max_iters
@@ -254,10 +258,10 @@ def fit(run: Run) -> None:
             # 2) finished, or asked to stop?
             if is_last:
                 break
-            if ranks.wait(signals.number):  # some rank was asked to stop
+            if ranks.wait(sum(received)):  # some rank was asked to stop
                 run.save()
                 bar.write(f"continue with: python train.py --resume --out_dir {settings.out_dir}")
-                raise SystemExit(128 + signals.number)  # as a shell reports it
+                raise SystemExit(128 + sum(received))  # as a shell reports it
 
             # 3) forward and backward, one micro-batch after the other
             started = time.perf_counter()
@@ -346,7 +350,7 @@ def evaluate(settings: Settings) -> None:
     """Print a checkpoint's losses on prepared folders, and ask what their corpora teach."""
     path = settings.init_from
     device = pick_device(settings.device)
-    model, encoding, _ = load_model(path, device, settings.offload)
+    model, encoding, _ = load_model(path, device, settings.offload, verify=True)
     boundary = encoding.eot_token if settings.doc_mask else None
     dtype = training_dtype(settings.dtype, device)
     objective = NextToken(model, device, dtype, boundary)
@@ -361,23 +365,13 @@ def evaluate(settings: Settings) -> None:
             raise UserError(f"--data_dir {folder} holds pairs: only --stage dpo can evaluate them")
         data = Data(str(folder), meta["kind"], model.config.block_size, settings.seed, total=0)
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
-        if not math.isfinite(losses["val_loss"]):
-            raise UserError(f"{path} on {folder}: the loss is {losses['val_loss']}")
         print(f"{path} on {folder}: {format_figures(losses)}")
         ask(model, data)
 
 
 @ranks.joined()
 def main() -> None:
-    given = parse_args(__doc__)
-    folder = given.get("data_dir", Settings.data_dir)
-    is_new = not given.get("eval_only") and not given.get("resume")
-    may_generate = is_new and folder == Settings.data_dir and ranks.rank == 0
-    if may_generate and not os.path.exists(f"{folder}/meta.json"):
-        print(f"no data in {folder} yet: generating the default corpus")
-        write_corpus("countries", Path(folder))
-    ranks.wait()
-    settings = resolve_settings(**given)
+    settings = resolve_settings(**parse_args(__doc__))
     if settings.eval_only and ranks.size > 1:
         raise UserError("--eval_only runs in one process: start it without torchrun")
     if settings.eval_only:
