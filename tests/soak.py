@@ -1,6 +1,6 @@
 """Kill commands, damage files, start two at once: do the promises of docs/data-and-stages.md hold?
 
-    python tests/soak.py                # 300 of each kind: an hour
+    python tests/soak.py                # 300 of each kind
     python tests/soak.py --n 3 --seed 7
     python tests/soak.py --only kills --seed 17 --n 1          # one of them again
 
