@@ -1,19 +1,19 @@
 """What every command shares: errors a user can act on, flags, devices, files."""
 
 import contextlib
+import json
 import os
 import shlex
 import signal
 import sys
 import threading
-import traceback
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields
 from functools import partial
-from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 # Before torch is loaded: for how long OpenMP's threads wait for each other by spinning. With its
 # own limit, every small product waits beside one busy process until that is off its core.
@@ -44,9 +44,7 @@ def run(main: Callable[[], None]) -> None:
         sys.stdout.flush()
     except UserError as error:
         sys.exit("error: " + " ".join(str(error).split()))
-    except KeyboardInterrupt as interrupt:
-        frame = traceback.extract_tb(interrupt.__traceback__)[-1]
-        print(f"\ninterrupted in {frame.filename}, line {frame.lineno}", file=sys.stderr)
+    except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports Ctrl-C
     except BrokenPipeError:
         try:
@@ -56,23 +54,17 @@ def run(main: Callable[[], None]) -> None:
             sys.exit(1)
         raise  # another pipe is broken: a bug
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # within torch.save
-            sys.exit(130)
-        if not is_out_of_memory(error):
+        by_type = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not by_type and "DefaultCPUAllocator" not in str(error):  # a CPU's has no type
             raise
-        flags = "--device_batch_size, --batch_size or the model's sizes, or try --offload"
-        sys.exit(f"error: out of memory: lower {flags}")
+        sys.exit(
+            "error: out of memory: lower --device_batch_size or the model's sizes, or try --offload"
+        )
 
 
 def command_line(*words: object) -> str:
     """A command to copy into a shell: python with these words."""
     return shlex.join(["python", *map(str, words)])
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory, of whatever device, is used up. PyTorch has no type for a CPU's."""
-    by_type = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return by_type or "DefaultCPUAllocator" in str(error)
 
 
 # --- flags ---
@@ -119,9 +111,8 @@ def add_flags(parser: ArgumentParser, kind: type, ffn: str = "") -> None:
         value_type = (get_args(setting.type) or [setting.type])[0]  # int of `int | None`
         is_path = value_type is Path or setting.name in ("ckpt", "data_dir", "tokenizer")
         if value_type is not bool:
-            options["type"] = partial(expanded, value_type) if is_path else value_type
-            options["choices"] = more.get("choices")
-            options["nargs"] = more.get("nargs")
+            given = partial(expanded, value_type) if is_path else value_type
+            options.update(type=given, choices=more.get("choices"), nargs=more.get("nargs"))
         elif shown or setting.default is None:
             options["action"] = BooleanOptionalAction
         else:
@@ -150,11 +141,33 @@ def parse(kind: type, description: str) -> Any:
     return kind(**vars(parser.parse_args()))
 
 
+ALSO = {float: (int, float), Path: (str, Path)}  # what will do, too
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value, and all in it, is of a type such as str, int | None, dict[str, int], or a
+    record that has fields of some types, {"step": int}."""
+    if isinstance(kind, dict):
+        return fits(value, dict) and all(fits(value.get(name), kind[name]) for name in kind)
+    parts = get_args(kind)
+    if get_origin(kind) is UnionType:
+        return any(fits(value, part) for part in parts)
+    if parts:  # of a list, or keys and values of a dict
+        values = value.values() if fits(value, dict) else value
+        return fits(value, get_origin(kind)) and all(fits(each, parts[-1]) for each in values)
+    if isinstance(value, bool):  # which Python takes for a number
+        return kind is bool
+    return isinstance(value, ALSO.get(kind, kind))
+
+
 def check_ranges(settings: Any) -> None:
-    """Raises UserError if a field of a dataclass is out of the range that its flag names."""
+    """Raises UserError if a field of a dataclass has another type, as files may hold, or is out of
+    the range that its flag names."""
     for setting in fields(settings):
         must = setting.metadata.get("must")
         value = getattr(settings, setting.name)
+        if not fits(value, setting.type):
+            raise UserError(f"--{setting.name} {value!r:.40} is not of type {setting.type}")
         if must is not None and value is not None and not RANGES[must](value):
             raise UserError(f"--{setting.name} {value} must be {must}")
 
@@ -162,40 +175,36 @@ def check_ranges(settings: Any) -> None:
 # --- signals ---
 
 
-class StopSignals:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into a request: the step ends and is saved.
-    `number` is the signal's, 0 before. A second one raises KeyboardInterrupt. Python has signals
-    only in the main thread: in others, as a notebook's or a server's, nothing happens."""
+@contextlib.contextmanager
+def stop_signals(bar: tqdm) -> Iterator[list[int]]:
+    """Turn the first SIGINT, SIGTERM or SIGHUP into a request: the step ends and is saved. Yields a
+    list, which gets the signal's number. A second one ends the process, as without this. Python has
+    signals only in the main thread: in others, as a notebook's server has, nothing happens."""
+    received: list[int] = []
+    previous = {}
 
-    def __init__(self, bar: tqdm) -> None:
-        self.bar = bar
-        self.number = 0
-        self.previous = {}
-
-    def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is not threading.main_thread():
-            return self
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            # nohup ignores SIGHUP, and so do we then.
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                self.previous[number] = signal.signal(number, self.handle)
-        return self
-
-    def __exit__(self, *exception) -> None:
-        for number, handler in self.previous.items():
+    def restore() -> None:
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
-    def handle(self, number: int, frame: object) -> None:
-        if self.number:
-            raise KeyboardInterrupt
-        self.number = number
+    def request(number: int, frame: object) -> None:
+        received.append(number)
+        restore()
         if number == signal.SIGINT:
-            self.bar.write(
-                "stopping after this step (press Ctrl-C again to stop at once, without saving)"
-            )
+            bar.write("stopping after this step (press Ctrl-C again to stop at once)")
         else:
-            self.bar.disable = True  # the terminal may be gone
+            bar.disable = True  # the terminal may be gone
+
+    numbers = signal.valid_signals() & {1, 2, 15}  # SIGHUP, which Windows lacks, INT, TERM
+    if threading.current_thread() is not threading.main_thread():
+        numbers = set()
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
+            previous[number] = signal.signal(number, request)
+    try:
+        yield received
+    finally:
+        restore()
 
 
 # --- devices ---
@@ -221,8 +230,6 @@ def pick_device(name: str) -> torch.device:
         torch.cuda.set_device(device)  # else streams and workers would make a context on GPU 0
         # cuDNN's attention makes a new plan for every length of a cache: up to 0.4 s a token.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if device.type == "mps":
-        print("note: untested on MPS", file=sys.stderr)
     return device
 
 
@@ -261,29 +268,39 @@ class Damage(Exception):
 
 
 @contextlib.contextmanager
-def reading(path: str | Path, fix: str) -> Iterator[str | Path]:
-    """Wrap the reading of one file. UserError, ending with `fix`: it is missing or unreadable, not
-    JSON, or damaged as a `Damage` says. Whatever else is raised is a bug, and keeps its traceback:
-    who looks into data checks for what may be missing."""
+def reading(path: str | Path, fix: str) -> Iterator[None]:
+    """Wrap the reading of one file. UserError, ending with `fix`: it is missing or unreadable, or
+    damaged as a `Damage` says. Whatever else is raised is a bug, and keeps its traceback: who looks
+    into data checks for what may be missing."""
     try:
-        yield path
+        yield
     except FileNotFoundError:
         raise UserError(f"no {path}: {fix}") from None
     except OSError as error:
         if error.errno is None:  # raised by a program, not by the system
             raise
         raise UserError(f"cannot read {path}: {error.strerror}: {fix}") from None
-    except (Damage, JSONDecodeError, RecursionError, UnicodeDecodeError) as error:
+    except Damage as error:
         raise UserError(f"{path} is damaged ({error!s:.200}): {fix}") from None
 
 
-def require_fields(record: Any, *names: str) -> None:
-    """Raises Damage unless a record is a dict that has these names."""
+def parse_json(text: str | bytes, /, **kinds) -> dict[str, Any]:
+    """A record that is written as JSON. Raises Damage if it is not one, or as `require_fields`."""
+    try:
+        record = json.loads(text, parse_constant=int)  # NaN is none
+    except (ValueError, RecursionError) as error:
+        raise Damage(error) from None
+    require_fields(record, **kinds)
+    return record
+
+
+def require_fields(record: Any, /, **kinds) -> None:
+    """Raises Damage unless a record is a dict with values of these types."""
     if not isinstance(record, dict):
         raise Damage(f"{record!r:.40} where a record should be")
-    missing = [name for name in names if name not in record]
-    if missing:
-        raise Damage(f"it lacks {', '.join(missing)}")
+    for name, kind in kinds.items():
+        if not fits(record.get(name), kind):
+            raise Damage(f"{name} is {record.get(name)!r:.40}")
 
 
 @contextlib.contextmanager
@@ -295,12 +312,6 @@ def writing(path: str | Path) -> Iterator[None]:
         if error.errno is None:
             raise
         raise UserError(f"cannot write {path}: {error.strerror}") from error
-    except RuntimeError as error:
-        # After a failed write, PyTorch fails to close the file: a second error hides the first.
-        first = error.__context__
-        if not isinstance(first, OSError):
-            raise
-        raise UserError(f"cannot write {path}: {first.strerror or first}") from error
 
 
 @contextlib.contextmanager
@@ -334,15 +345,16 @@ def locked(folder: str | Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                fix = "wait or choose another folder"
-                raise UserError(f"{folder} is in use by another process; {fix}") from None
+                raise UserError(
+                    f"{folder} is in use by another process; wait or choose another folder"
+                ) from None
             except OSError:  # a file system without locks
                 pass
         try:
             yield
         except BaseException:
-            # A command that was refused leaves no empty folder behind.
-            if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
-                (folder / ".lock").unlink()
-                folder.rmdir()
+            if is_new:  # a command that was refused leaves no empty folder behind
+                with contextlib.suppress(OSError):
+                    (folder / ".lock").unlink()
+                    folder.rmdir()
             raise

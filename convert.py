@@ -28,10 +28,9 @@ and dense checkpoints to STEM.
 """
 
 import json
-import math
 import os
-import tempfile
-from dataclasses import MISSING, asdict, dataclass, replace
+import shutil
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -43,6 +42,7 @@ from common import (
     flag,
     locked,
     parse,
+    parse_json,
     pick_device,
     reading,
     require_fields,
@@ -62,13 +62,7 @@ from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
 from training.batches import Data, Source, check_tokenizer
-from training.checkpoints import (
-    NOT_A_CHECKPOINT,
-    load_checkpoint,
-    load_model,
-    read_encoding,
-    save_checkpoint,
-)
+from training.checkpoints import NOT_A_CHECKPOINT, load_model, save_checkpoint
 from training.report import model_sizes
 from training.settings import device_flag
 
@@ -93,12 +87,6 @@ class Settings:
         check_ranges(self)
         if (self.out is None) == (self.export is None) or (self.export and self.ffn):
             raise UserError("--out is required, the checkpoint to write, or --export without --ffn")
-
-
-def check_new(path: Path) -> None:
-    """UserError: something has this name."""
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists: choose another name")
 
 
 # --- 1. a folder of Hugging Face ---
@@ -192,11 +180,12 @@ def read_model(folder: Path) -> tuple[Decoder, int | None]:
     do."""
     path = folder / "config.json"
     with reading(path, "name a folder of Hugging Face, or give --ffn stem with a dense ckpt.pt"):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        require_fields(record)
+        record = parse_json(path.read_bytes())
         given = {name: value for name, value in record.items() if value is not None}
         record = {**OPTIONAL, **given}
         record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
+        record["rope"] = record.get("rope_scaling") or record.get("rope_parameters") or {}
+        require_fields(record, rope=dict, bos_token_id=int | None)
     config = their_config(path, record)
     weights = {}
     paths = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
@@ -231,15 +220,10 @@ def their_config(path: Path, record: dict) -> ModelConfig:
         require(path, record, name, value)
     sizes = {ours: theirs for ours, theirs in SIZES.items() if kind == "llama" or ours != "d_ff"}
     with reading(path, "download it again"):
-        require_fields(record, *sizes.values())
-    for name in sizes.values():
-        if not isinstance(record[name], int):
-            raise UserError(f"{path}: {name} {record[name]!r:.40} is not a whole number")
+        require_fields(record, **dict.fromkeys(sizes.values(), int))
     # Rotations are the original ones, or slowed down as Llama 3.1's are (model.rotary).
-    rope = record.get("rope_scaling") or record.get("rope_parameters") or {}
+    rope = record["rope"]
     rotations = "llama3" if "low_freq_factor" in rope else "default"
-    with reading(path, "download it again"):
-        require_fields(rope, *(LLAMA3_ROPE if rotations == "llama3" else ()))
     require(path, rope, "rope_type", rotations)
     require(path, rope, "type", rotations)
     try:
@@ -249,7 +233,9 @@ def their_config(path: Path, record: dict) -> ModelConfig:
             tie_head=record["tie_word_embeddings"],
             norm_eps=record["rms_norm_eps"],
             rope_base=record.get("rope_theta", rope.get("rope_theta", 10000.0)),
-            rope_scaling=[rope[name] for name in LLAMA3_ROPE] if rotations == "llama3" else None,
+            rope_scaling=[rope.get(name) for name in LLAMA3_ROPE]
+            if rotations == "llama3"
+            else None,
         )
     except UserError as error:  # it speaks of flags
         raise UserError(f"{path}: {error}") from None
@@ -266,21 +252,20 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             raise Damage("it is too short")
         file = np.memmap(path, mode="c")  # copy on write: PyTorch wants arrays it may write to
         start = 8 + int(file[:8].view("<u8")[0])
-        header = json.loads(file[8:start].tobytes())
-        require_fields(header)
+        header = parse_json(file[8:start].tobytes())
         header.pop("__metadata__", None)
         for name, about in header.items():
-            require_fields(about, "dtype", "shape", "data_offsets")
+            require_fields(about, dtype=str, shape=list[int], data_offsets=list[int])
             if about["dtype"] not in DTYPES:
                 raise UserError(f"{path}: dtype {about['dtype']} of {name} is not supported")
             dtype = DTYPES[about["dtype"]]
-            place = about["data_offsets"]
-            if not isinstance(place, list) or [type(number) for number in place] != [int, int]:
-                raise Damage(f"data_offsets {place!r:.40} of {name}")
-            numbers = file[start + place[0] : start + place[1]]
-            if len(numbers) != math.prod(about["shape"]) * dtype.itemsize:
-                raise Damage(f"{name} has {len(numbers):,} bytes for the shape {about['shape']}")
-            tensors[name] = torch.from_numpy(numbers).view(dtype).view(about["shape"])
+            try:
+                begin, end = about["data_offsets"]
+                numbers = file[start + begin : start + end]
+                numbers = numbers.reshape(*about["shape"], dtype.itemsize)
+            except (ValueError, OverflowError) as error:  # it has not so many bytes
+                raise Damage(f"{name}: {error}") from None
+            tensors[name] = torch.from_numpy(numbers).view(dtype)[..., 0]
     return tensors
 
 
@@ -321,11 +306,11 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
     generation = {name: encoding.eot_token for name in ("bos_token_id", "pad_token_id")}
     ends = encoding.special_tokens_set & {"<|endoftext|>", tokenizer.END}
     generation["eos_token_id"] = sorted(encoding.encode_single_token(name) for name in ends)
+    # Renamed when it is whole: a kill leaves FOLDER.tmp, which the next try begins anew.
+    unfinished = Path(f"{folder}.tmp")
     with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # Beside it, and renamed when it is whole: a kill leaves this folder, never half a model.
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        unfinished.chmod(0o755)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
         write_tokenizer(unfinished, encoding)
         write_safetensors(unfinished / "model.safetensors", named_weights(model))
         (unfinished / "config.json").write_text(json.dumps(record))
@@ -357,36 +342,16 @@ def check_weights(folder: Path, weights: dict[str, Tensor], expected: dict[str, 
         if name not in expected:
             raise UserError(f"{folder} has a weight {name} that its config does not call for")
         if weights[name].shape != expected[name].shape:
-            shapes = f"{list(weights[name].shape)}, not {list(expected[name].shape)}"
-            raise UserError(f"{folder}: the weight {name} has shape {shapes}")
+            raise UserError(
+                f"{folder}: the weight {name} has shape {list(weights[name].shape)}, "
+                f"not {list(expected[name].shape)}"
+            )
 
 
 # --- 2. a dense checkpoint to STEM ---
 
 SEED = 1337  # of random rows and of the order of the text
 VAL_TOKENS = 65_536  # validation text that the rows are judged on
-
-
-def read_dense(path: Path, stem_layers: str) -> tuple[Decoder, dict[int, Tensor], dict]:
-    """A STEM model with random rows and the other weights of a dense checkpoint, the up-projections
-    [d_ff, n_embd] that the rows will replace, by layer, and the checkpoint. UserError: the
-    checkpoint is not that of a dense model."""
-    checkpoint = load_checkpoint(path, verify=True)
-    ffn = checkpoint["config"]["ffn"]
-    if ffn != "dense":
-        raise UserError(f"{path} is a model with --ffn {ffn}: only dense can be converted")
-    config = ModelConfig(**checkpoint["config"])
-    weights = dict(checkpoint["model"])
-    model = Decoder(replace(config, ffn="stem", stem_layers=stem_layers))
-    up = {}
-    for layer, block in enumerate(model.blocks):
-        if block.row_width:
-            up[layer] = weights.pop(f"blocks.{layer}.ffn.up.weight")
-    # Missing are only the tables; all else must fit.
-    for table, rows in enumerate(model.tables.weight):
-        weights[f"tables.weight.{table}"] = rows
-    model.load_state_dict(weights)
-    return model, up, checkpoint
 
 
 def fill_tables(model: Decoder, up: dict[int, Tensor], data: Data, settings: Settings) -> None:
@@ -454,10 +419,20 @@ def explained_variance(model: Decoder, layer: int, w_u: Tensor, batches: list[Te
 
 @torch.no_grad()
 def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """The converted model, its tokenizer, and the settings of the dense one's training run."""
-    torch.manual_seed(SEED)
-    model, up, checkpoint = read_dense(settings.source, settings.stem_layers)
-    encoding = read_encoding(settings.source, checkpoint)
+    """The converted model, its tokenizer, and the settings of the dense one's training run.
+    UserError: it is not dense, or the text is of another tokenizer."""
+    torch.manual_seed(SEED)  # of random rows
+    dense, encoding, checkpoint = load_model(settings.source, torch.device("cpu"), verify=True)
+    ffn = dense.config.ffn
+    if ffn != "dense":
+        raise UserError(f"{settings.source} is of --ffn {ffn}: only dense can be converted")
+    model = Decoder(replace(dense.config, ffn="stem", stem_layers=settings.stem_layers))
+    weights = {**model.state_dict(), **dense.state_dict()}  # the rows are new, all else is not
+    up = {}  # the up-projections [d_ff, n_embd] that the rows replace, by layer
+    for layer, block in enumerate(model.blocks):
+        if block.row_width:
+            up[layer] = weights.pop(f"blocks.{layer}.ffn.up.weight")
+    model.load_state_dict(weights)
     if settings.tokens:
         block_size = model.config.block_size
         n_sequence = settings.tokens // block_size + settings.batch_size
@@ -465,32 +440,32 @@ def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]
         wanted = tokenizer.fingerprint(encoding)
         check_tokenizer(data.metas[0]["tokenizer"], settings.data_dir, wanted, settings.source)
         fill_tables(model.to(pick_device(settings.device)).eval(), up, data, settings)
-    return model, encoding, checkpoint.get("args", {})
+    return model, encoding, checkpoint["args"]
 
 
 def main() -> None:
     settings = parse(Settings, __doc__)
-    if settings.export:
-        check_new(settings.export)
-        model, encoding, _ = load_model(settings.source, torch.device("cpu"), verify=True)
-        write_llama(settings.export, model, encoding)
-        print(f"wrote {settings.export}: AutoModelForCausalLM.from_pretrained reads it")
-        return
-    check_new(settings.out)
-    with locked(settings.out.resolve().parent):  # before minutes of work, so that no run begins
+    path = settings.export or settings.out
+    with locked(path.resolve().parent):  # before minutes of work, so that no run begins
+        if os.path.lexists(path):
+            raise UserError(f"{path} exists: choose another name")
+        if settings.export:
+            model, encoding, _ = load_model(settings.source, torch.device("cpu"), verify=True)
+            write_llama(path, model, encoding)
+            print(f"wrote {path}: AutoModelForCausalLM.from_pretrained reads it")
+            return
         if settings.ffn is None:
             model, encoding = read_folder(settings.source)
             args = {"preset": PRESETS[model.config.ffn]}
         else:
             model, encoding, args = dense_to_stem(settings)
-        args = {**args, **asdict(model.config)}  # as train.py has it: all its settings
-        save_checkpoint(settings.out, model, encoding, args=args)
+        save_checkpoint(path, model, encoding, args=args)
     config = model.config
     print(
-        f"wrote {settings.out}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
+        f"wrote {path}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
         f"vocabulary {config.vocab_size:,}, {model_sizes(model)['total'] / 1e6:.2f} M parameters"
     )
-    print(f"next: python train.py --init_from {settings.out} --data_dir DATA --out_dir out/trained")
+    print(f"next: python train.py --init_from {path} --data_dir DATA --out_dir out/trained")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,12 @@ from model import Decoder
 from stem import align, substitute
 from text.tokenizer import encode
 from training import countries
-from training.checkpoints import load_checkpoint, load_model, write_checkpoint
+from training.checkpoints import (
+    load_checkpoint,
+    load_model,
+    remove_unused_tables,
+    write_checkpoint,
+)
 from training.questions import score_answers, typed
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import mean_rows, train_rows
@@ -272,7 +277,13 @@ def undo(edit: Edit, path: Path) -> None:
 def show_and_save(edit: Edit, path: Path | None) -> None:
     device = pick_device(edit.device)
     decode_in_one_thread(device)
-    model, encoding, checkpoint = load_model(edit.ckpt, device, edit.offload, edit.dtype)
+    model, encoding, checkpoint = load_model(
+        edit.ckpt,
+        device,
+        edit.offload,
+        edit.dtype,
+        verify=path is not None,  # what is written gets new checksums
+    )
     check_editable(model)
     edit.prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     for name in ("source", "target", "prompt", "write"):
@@ -280,7 +291,7 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
         setattr(edit, name, text and typed(encoding, text))
     # Text of one's own may have other names, also with the preset of a model that it continues.
     corpora = {meta["corpus"] for meta in checkpoint.get("data", [])}
-    if checkpoint.get("args", {}).get("preset") == "countries" and "files" not in corpora:
+    if checkpoint["args"].get("preset") == "countries" and "files" not in corpora:
         countries.check_names(target=edit.target, source=edit.source)
     wanted = fact(model, encoding, edit) if edit.write else []
     prompt, table_prompt = apply(model, encoding, edit, wanted)
@@ -296,7 +307,6 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
         raise UserError(f"--save: a token that {edit.source!r} has twice cannot have two rows{fix}")
     own_rows = [rows[0].cpu() for rows in model.tables.lookup(ids[None])]  # [n, W] of each table
     new_rows = [rows[0].cpu() for rows in model.tables.lookup(others[None])]
-    checkpoint = load_checkpoint(edit.ckpt, verify=True)  # what is written gets new checksums
     checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own_rows})
     replace_rows(checkpoint, ids, new_rows)
     write_checkpoint(path, checkpoint)
@@ -316,11 +326,11 @@ def main() -> None:
     if path is None:
         show_and_save(edit, None)
         return
-    exist = os.path.exists(path) and os.path.exists(edit.ckpt)  # Path.exists fails on long names
-    if exist and not path.samefile(edit.ckpt):
-        raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
     # Before it is read: two edits at once would lose one. Of a link, the folder where it leads.
     with locked(path.resolve().parent):
+        if os.path.exists(path) and path.resolve() != edit.ckpt.resolve():
+            raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
+        remove_unused_tables(path)  # of an edit that was killed
         if edit.undo:
             undo(edit, path)
         else:

@@ -174,7 +174,7 @@ def main() -> None:
     if args.chat:
         if tokenizer.START not in encoding.special_tokens_set:
             raise UserError(f"--chat: {args.ckpt} has no token {tokenizer.START}")
-        if checkpoint.get("args", {}).get("stage") not in ("sft", "dpo"):
+        if checkpoint["args"].get("stage") not in ("sft", "dpo"):
             print(f"{args.ckpt} was not trained to chat (train.py --stage sft)", file=sys.stderr)
         converse(Chat(model, encoding, args.system), args.seed, **options)
         return

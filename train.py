@@ -24,14 +24,13 @@ from pathlib import Path
 
 # Before torch, whose threads it tells how to wait.
 from common import (
-    StopSignals,
     UserError,
     command_line,
     has_bfloat16,
     mixed,
     pick_device,
     run,
-    writing,
+    stop_signals,
 )
 
 # isort: split
@@ -47,7 +46,6 @@ from training import countries, ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
     check_tables,
-    live_folder,
     load_checkpoint,
     load_model,
     read_checkpoint,
@@ -62,33 +60,42 @@ from training.placement import make_tables
 from training.records import Log
 from training.report import ask, describe, format_figures, model_sizes, report
 from training.settings import (
+    EVAL_FLAGS,
+    RESUMABLE_FLAGS,
     STAGES,
     Settings,
-    eval_settings,
+    changed_settings,
     new_settings,
     parse_args,
-    resumed_settings,
 )
 
 # --- from flags to a run ---
 
 
 def resolve_settings(**given) -> Settings:
-    """The settings of a run from the flags that are given, by name. UserError: a file cannot be
-    read, or flags do not fit together."""
+    """The settings of a run from the flags that are given, by name. The default corpus is generated
+    if a new run needs it. UserError: a file cannot be read, or flags do not fit together."""
     out_dir = Path(given.get("out_dir", Settings.out_dir))
     if given.get("resume"):
-        checkpoint = read_checkpoint(out_dir / "ckpt.pt")
-        return resumed_settings({**given, "out_dir": out_dir}, checkpoint["args"])
+        args = read_checkpoint(out_dir / "ckpt.pt")["args"]
+        given["out_dir"] = out_dir
+        return changed_settings(given, args, (*RESUMABLE_FLAGS, "max_iters"))
     if given.get("eval_only"):
-        path = given.get("init_from", out_dir / "ckpt.pt")
-        checkpoint = load_checkpoint(path, verify=True)
-        return eval_settings({**given, "init_from": path}, checkpoint["args"])
+        given["init_from"] = path = given.get("init_from", out_dir / "ckpt.pt")
+        args = {**read_checkpoint(path)["args"], "offload": "none", "device": "auto"}
+        if "device_batch_size" in given:  # it need not divide the run's
+            args["batch_size"] = given["device_batch_size"]
+        return changed_settings(given, args, EVAL_FLAGS)
     checkpoint = None
     if given.get("init_from"):
         checkpoint = read_checkpoint(given["init_from"])
-    first_folder = next(iter(parse_mixture(given.get("data_dir", Settings.data_dir))))
-    return new_settings(given, read_meta(first_folder), checkpoint)
+    folder = next(iter(parse_mixture(given.get("data_dir", Settings.data_dir))))
+    if folder == Path(Settings.data_dir):
+        if ranks.rank == 0 and not os.path.exists(folder / "meta.json"):
+            print(f"no data in {folder} yet: generating the default corpus")
+            write_corpus("countries", folder)
+        ranks.wait()
+    return new_settings(given, read_meta(folder), checkpoint)
 
 
 @dataclass
@@ -125,24 +132,24 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
 
     tables: called as (n_table, n_row, width), makes tables of your own kind; --offload and
     --table_dtype then have no effect."""
-    # 1) data, and the checkpoint to continue or to start from
-    origin = settings.out_dir / "ckpt.pt" if settings.resume else settings.init_from
-    checkpoint = None
-    if origin is not None:
-        checkpoint = load_checkpoint(origin, verify=ranks.rank == 0)
-    total = max(1, settings.max_iters * settings.batch_size)  # sequences that the run reads
-    data = Data(
-        settings.data_dir,
-        STAGES[settings.stage].reads,
-        settings.model.block_size,
-        settings.seed,
-        total,
-    )
-    settings.model.vocab_size = data.metas[0]["vocab_size"]
-    check_start(settings, data, origin, checkpoint)
-
-    # 2) train
     with run_folder(settings.out_dir):
+        # 1) data, and the checkpoint to continue or to start from
+        origin = settings.out_dir / "ckpt.pt" if settings.resume else settings.init_from
+        checkpoint = None
+        if origin is not None:
+            checkpoint = load_checkpoint(origin, verify=ranks.rank == 0)
+        total = max(1, settings.max_iters * settings.batch_size)  # sequences that the run reads
+        data = Data(
+            settings.data_dir,
+            STAGES[settings.stage].reads,
+            settings.model.block_size,
+            settings.seed,
+            total,
+        )
+        settings.model.vocab_size = data.metas[0]["vocab_size"]
+        check_start(settings, data, origin, checkpoint)
+
+        # 2) train
         run = start(settings, data, checkpoint, tables)
         describe(settings, data, run.objective)
         fit(run)
@@ -191,15 +198,11 @@ def start(
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     if tables is None:
-        live = live_folder(settings.out_dir)
-        if settings.offload == "disk":
-            with writing(live):
-                live.mkdir(exist_ok=True)
         tables = make_tables(
             settings.offload,
             device,
             DTYPES[settings.table_dtype],
-            live=live / str(ranks.rank),
+            live=settings.out_dir / "ckpt.live" / str(ranks.rank),
             saved=checkpoint["storage"] if settings.resume else None,
             fresh=checkpoint is None,
         )
@@ -258,12 +261,12 @@ def fit(run: Run) -> None:
         ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
     bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
-    with bar, StopSignals(bar) as signals:
+    with bar, stop_signals(bar) as received:
         while True:
             # 1) read what the last steps gave
             is_last = run.step == settings.max_iters
             evaluates = is_last or run.step == first_step or run.step % settings.eval_interval == 0
-            stops = ranks.wait(signals.number)  # some rank was asked to stop
+            stops = ranks.wait(sum(received))  # some rank was asked to stop
             if steps and (evaluates or stops or len(steps) == READ_EVERY):
                 figures = read_figures(run, log, steps)
                 bar.set_postfix_str(format_figures(figures))
@@ -281,7 +284,7 @@ def fit(run: Run) -> None:
                 run.save()
                 again = command_line("train.py", "--resume", "--out_dir", settings.out_dir)
                 bar.write(f"continue with: {again}")
-                raise SystemExit(128 + signals.number)  # as a shell reports it
+                raise SystemExit(128 + sum(received))  # as a shell reports it
 
             # 4) forward and backward, one micro-batch after the other
             started, n_token = time.perf_counter(), ids.numel()  # with padding
@@ -375,7 +378,7 @@ def evaluate(settings: Settings) -> None:
     """Print a checkpoint's losses on prepared folders, and ask what their corpora teach."""
     path = settings.init_from
     device = pick_device(settings.device)
-    model, encoding, _ = load_model(path, device, settings.offload)
+    model, encoding, _ = load_model(path, device, settings.offload, verify=True)
     boundary = encoding.eot_token if settings.doc_mask else None
     dtype = training_dtype(settings.dtype, device)
     objective = NextToken(model, device, dtype, boundary)
@@ -391,23 +394,13 @@ def evaluate(settings: Settings) -> None:
             raise UserError(f"--data_dir {folder} holds pairs: only --stage dpo can evaluate them")
         data = Data(str(folder), meta["kind"], model.config.block_size, settings.seed, total=0)
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
-        if not math.isfinite(losses["val_loss"]):
-            raise UserError(f"{path} on {folder}: the loss is {losses['val_loss']}")
         print(f"{path} on {folder}: {format_figures(losses)}")
         ask(model, data)
 
 
 @ranks.joined()
 def main() -> None:
-    given = parse_args(__doc__)
-    folder = given.get("data_dir", Settings.data_dir)
-    is_new = not given.get("eval_only") and not given.get("resume")
-    may_generate = is_new and folder == Settings.data_dir and ranks.rank == 0
-    if may_generate and not os.path.exists(f"{folder}/meta.json"):
-        print(f"no data in {folder} yet: generating the default corpus")
-        write_corpus("countries", Path(folder))
-    ranks.wait()
-    settings = resolve_settings(**given)
+    settings = resolve_settings(**parse_args(__doc__))
     if settings.eval_only and ranks.size > 1:
         raise UserError("--eval_only runs in one process: start it without torchrun")
     if settings.eval_only:

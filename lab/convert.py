@@ -4,7 +4,6 @@ Dense models are converted and trained on, and compared with the alternatives: t
 are, beginning with random rows, or training STEM from scratch for as many tokens in all.
 """
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,5 +97,5 @@ def converted(experiment: Experiment, dense: Path, data_dir: Path, model: Model)
             device=experiment.device,
         )
         tables, encoding, args = dense_to_stem(settings)
-        save_checkpoint(out, tables, encoding, args={**args, **asdict(tables.config)})
+        save_checkpoint(out, tables, encoding, args=args)
     return out

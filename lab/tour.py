@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, ".." if Path.cwd().name == "lab" else ".")
 
-from text.countries import write_corpus
+import common
 from text.tokenizer import encode
 from train import resolve_settings, train
 from training.checkpoints import load_model
@@ -94,16 +94,14 @@ print(f"largest difference: {difference.abs().max():.1e}")
 # Text about the world's 195 states, models of 6 layers x 128. In a minute, the one with tables has
 # learned the facts, the dense one has not: see the share of `recall` that is printed.
 
+
 # %%
-if not Path("data/countries/meta.json").exists():
-    write_corpus("countries", Path("data/countries"))
-
-
 def run(name, **flags):
     """The evaluations of a run with these flags of train.py."""
     if QUICK:
         flags.update(n_layer=2, n_embd=32, max_iters=2, eval_interval=2, eval_tokens=1024)
-    train(resolve_settings(out_dir=OUT / name, overwrite=True, **flags))
+    flags.update(out_dir=OUT / name, overwrite=True)
+    common.run(lambda: train(resolve_settings(**flags)))  # what is wrong with files is one line
     return read_run(OUT / name)["eval"]
 
 

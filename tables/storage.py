@@ -173,12 +173,8 @@ def check_room(n_byte: int, folder: Path | None = None) -> None:
         dist.all_reduce(torch.zeros(1))  # nobody takes its share before all have looked
     if n_byte > free:
         place, fix = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
-        sizes = f"{in_units(n_byte)} of {place}, but {in_units(free)} is free"
+        sizes = f"{n_byte / 2**20:,.1f} MiB of {place}, but {free / 2**20:,.1f} MiB is free"
         raise UserError(f"the tables need {sizes}: use {fix}")
-
-
-def in_units(n_byte: float) -> str:
-    return f"{n_byte / 2**30:.2f} GiB" if n_byte >= 2**30 else f"{n_byte / 2**20:.2f} MiB"
 
 
 def free_ram() -> float:

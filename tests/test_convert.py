@@ -178,7 +178,7 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
         (EMBFORMER | {"head_dim": 128}, {}, "head_dim 128 is not supported, only 8"),
         ({"head_dim": 16}, {}, "head_dim 16 is not supported, only 8"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "rope_type yarn"),
-        ({"hidden_size": "32"}, {}, "hidden_size '32' is not a whole number"),
+        ({"hidden_size": "32"}, {}, "hidden_size is '32'"),
         ({"vocab_size": 10**7}, {}, "embed_tokens.weight has shape [300, 32], not [10000000, 32]"),
         ({"num_hidden_layers": 3}, {}, "lacks the weight model.layers.2."),
         ({}, {"pre_tokenizer": None}, "pre_tokenizer None is not GPT-2's"),

@@ -150,7 +150,7 @@ def test_a_mistake_of_ones_own_is_a_traceback_that_ends_there(
         ("raise ValueError('mine')", 1, "ValueError: mine"),
         ("raise common.UserError('--x 1 must be 2')", 1, "error: --x 1 must be 2"),
         ("common.torch.empty(10**13)", 1, "error: out of memory: lower --device_batch_size"),
-        ("raise KeyboardInterrupt", 130, "interrupted in <string>, line 1"),
+        ("raise KeyboardInterrupt", 130, ""),
         ("print('x' * 10**6)", 1, ""),  # to a reader that has gone: | head
     ],
 )

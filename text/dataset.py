@@ -19,15 +19,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import tiktoken
 
-from common import Damage, UserError, atomic, locked, reading, require_fields
+from common import Damage, UserError, atomic, locked, parse_json, reading
 from text import tokenizer
 
 FORMAT = 2
 BLOCK = 256  # documents that are encoded at a time, on several cores
 
-# What readers rely on in meta.json, and in what it says of each split.
-OF_DATA = ("format", "corpus", "kind", "vocab_size", "dtype", "tokenizer", "train", "val")
-OF_SPLIT = ("documents", "tokens", "sha256")
+# What readers rely on in what meta.json says of each split.
+OF_SPLIT = dict(documents=int, tokens=int, sha256=str)
 
 
 # --- reading ---
@@ -37,10 +36,17 @@ def read_meta(folder: Path) -> dict:
     """What `write_dataset` wrote about a folder. UserError: it is missing or damaged."""
     path = folder / "meta.json"
     with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        require_fields(meta, *OF_DATA)
-        require_fields(meta["train"], *OF_SPLIT)
-        require_fields(meta["val"], *OF_SPLIT)
+        meta = parse_json(
+            path.read_bytes(),
+            format=int,
+            corpus=str,
+            kind=str,
+            vocab_size=int,
+            dtype=str,
+            tokenizer=str,
+            train=OF_SPLIT,
+            val=OF_SPLIT,
+        )
         if meta["format"] != FORMAT:
             raise Damage(f"format {meta['format']}, not {FORMAT}")
         if meta["dtype"] not in ("uint16", "uint32"):
@@ -53,7 +59,7 @@ def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
     damaged, or another one."""
     path = folder / "tokenizer.json"
     with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
-        encoding = tokenizer.loads(path.read_text(encoding="utf-8"))
+        encoding = tokenizer.loads(path.read_bytes())
         if tokenizer.fingerprint(encoding) != meta["tokenizer"]:
             raise Damage("not the tokenizer of the token files")
         if encoding.n_vocab != meta["vocab_size"]:

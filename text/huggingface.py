@@ -11,9 +11,10 @@ from typing import Any
 
 import tiktoken
 
-from common import Damage, UserError, reading, require_fields
+from common import UserError, parse_json, reading
 from text import tokenizer
 
+ADDED = dict(content=str, id=int)  # what is read of a special token
 # How the three split text into words.
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LETTERS = {**GPT2, "use_regex": False}  # GPT-2's spelling of bytes, after another split
@@ -75,21 +76,18 @@ def read_tokenizer(
             f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(FOLDER)"
         )
     with reading(path, fix):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        require_fields(record, "model", "added_tokens")
-        bpe = record["model"]
-        require_fields(bpe, "vocab", "merges")
-        require_fields(bpe["vocab"])
-        for name, records in (("added_tokens", record["added_tokens"]), ("merges", bpe["merges"])):
-            if not isinstance(records, list):
-                raise Damage(f"{name} is no list")
-        for token in record["added_tokens"]:
-            require_fields(token, "content", "id")
-            if token.get("special") is False and token["content"] not in tokenizer.SPECIALS:
-                raise UserError(
-                    f"{path}: the added token {token['content']!r:.40} is not special: a text that "
-                    'spells it would get other ids; if none does, set its "special" to true'
-                )
+        record = parse_json(
+            path.read_bytes(),
+            model={"vocab": dict[str, int], "merges": list[str | list[str]]},
+            added_tokens=list[ADDED],
+        )
+    bpe = record["model"]
+    for token in record["added_tokens"]:
+        if token.get("special") is False and token["content"] not in tokenizer.SPECIALS:
+            raise UserError(
+                f"{path}: the added token {token['content']!r:.40} is not special: a text that "
+                'spells it would get other ids; if none does, set its "special" to true'
+            )
     require(path, record, "normalizer", None)
     require(path, bpe, "type", "BPE")
     require(path, bpe, "dropout", 0)
@@ -99,7 +97,7 @@ def read_tokenizer(
     special_tokens = {token["content"]: token["id"] for token in record["added_tokens"]}
     byte_of = {letter: byte for byte, letter in byte_letters().items()}
     ranks = {}
-    for token, i in dict(bpe["vocab"]).items():
+    for token, i in bpe["vocab"].items():
         if token in special_tokens:
             continue
         if not set(token) <= set(byte_of):
@@ -219,8 +217,7 @@ def check_order(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
     in the order of the file's list."""
     merged = []  # the id of what each merge makes
     for merge in bpe["merges"]:
-        pair = merge.split(" ") if isinstance(merge, str) else merge  # "a b" or ["a", "b"]
-        token = "".join(pair)
+        token = "".join(merge).replace(" ", "")  # of "a b" or ["a", "b"]
         if token not in bpe["vocab"]:
             raise UserError(f"{path}: a merge makes {token!r:.40}, which has no id")
         merged.append(bpe["vocab"][token])

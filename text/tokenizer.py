@@ -25,7 +25,7 @@ from operator import itemgetter
 import numpy as np
 import tiktoken
 
-from common import Damage, require_fields
+from common import Damage, parse_json
 
 # Ids 0..2 are special, 3..258 are the 256 single bytes, and from 259 on every id is a merge.
 START, END = "<|im_start|>", "<|im_end|>"
@@ -57,12 +57,18 @@ def dumps(encoding: tiktoken.Encoding) -> str:
     return json.dumps(data)
 
 
-def loads(text: str) -> tiktoken.Encoding:
-    """Returns the encoding that `dumps` wrote. Raises Damage or JSONDecodeError if the text is
-    damaged, or no such one."""
-    data = json.loads(text)
-    require_fields(data, "format", "version", "name", "pattern", "ranks", "special_tokens")
-    require_fields(data["special_tokens"])
+def loads(text: str | bytes) -> tiktoken.Encoding:
+    """Returns the encoding that `dumps` wrote. Raises Damage if the text is damaged, or no such
+    one."""
+    data = parse_json(
+        text,
+        format=str,
+        version=int,
+        name=str,
+        pattern=str | list,
+        ranks=list,
+        special_tokens=dict,
+    )
     if (data["format"], data["version"]) != (FORMAT, VERSION):
         raise Damage(f"its format is not {FORMAT}, version {VERSION}")
     try:

@@ -7,13 +7,12 @@ tables in the folder X.tables, which holds nothing else.
 """
 
 import os
-import re
 import secrets
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, fields
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import BadZipFile
@@ -26,7 +25,6 @@ from common import (
     UserError,
     atomic,
     has_bfloat16,
-    is_out_of_memory,
     locked,
     reading,
     require_fields,
@@ -37,6 +35,7 @@ from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
 from training.placement import make_tables, use_column_major_weights
+from training.settings import Settings
 
 FORMAT = 4  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise.
@@ -46,13 +45,7 @@ FIX = "name a ckpt.pt, or train one with `python train.py`"
 
 def tables_folder(path: str | Path) -> Path:
     """Where the checkpoint X has its tables, if they are on disk: X.tables."""
-    path = Path(path).resolve()
-    return path.with_name(f"{path.name}.tables")
-
-
-def live_folder(out_dir: Path) -> Path:
-    """Where the tables of all ranks are while they train on disk."""
-    return out_dir / "ckpt.live"
+    return Path(f"{os.path.realpath(path)}.tables")
 
 
 def remove_unused_tables(path: Path) -> None:
@@ -63,47 +56,34 @@ def remove_unused_tables(path: Path) -> None:
     used = None
     if os.path.exists(path):  # Path.exists fails on long names
         try:
-            tables = read_checkpoint(path)["tables"]
+            used = read_checkpoint(path)["tables"]
         except UserError:
             return
-        used = tables and tables["id"]
     for snapshot in folder.glob("*"):
-        if re.fullmatch("[0-9a-f]{8}", snapshot.name) and snapshot.name != used:
+        if not used or snapshot.name != used["id"]:
             shutil.rmtree(snapshot, ignore_errors=True)
 
 
-def remove_leftovers(out_dir: Path) -> None:
-    """Delete what a run that was killed left in its folder. The caller must hold the lock."""
+def remove_run(out_dir: Path, suffix: str = "") -> None:
+    """Delete the files of an earlier run or, by the suffix .tmp, what it was writing when it was
+    killed. The caller must hold the lock."""
     for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
-        (out_dir / f"{name}.tmp").unlink(missing_ok=True)
-    shutil.rmtree(live_folder(out_dir), ignore_errors=True)
+        (out_dir / f"{name}{suffix}").unlink(missing_ok=True)
     remove_unused_tables(out_dir / "ckpt.pt")
-    folder = tables_folder(out_dir / "ckpt.pt")
-    if os.path.isdir(folder) and not any(folder.iterdir()):
-        folder.rmdir()
 
 
 @contextmanager
 def run_folder(out_dir: Path) -> Iterator[None]:
     """Rank 0 locks the folder of a run, and clears it before and after; the others wait for it."""
-    if ranks.rank:
+    with ExitStack() as stack:
+        if ranks.rank == 0:
+            stack.enter_context(locked(out_dir))
+            remove_run(out_dir, ".tmp")
+            live = out_dir / "ckpt.live"  # where tables are while they train
+            shutil.rmtree(live, ignore_errors=True)
+            stack.callback(shutil.rmtree, live, ignore_errors=True)
         ranks.wait()
         yield
-        return
-    with locked(out_dir):
-        remove_leftovers(out_dir)
-        ranks.wait()
-        try:
-            yield
-        finally:
-            remove_leftovers(out_dir)
-
-
-def remove_run(out_dir: Path) -> None:
-    """Delete the files of an earlier run, for --overwrite."""
-    for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
-        (out_dir / name).unlink(missing_ok=True)
-    remove_unused_tables(out_dir / "ckpt.pt")
 
 
 # --- writing ---
@@ -118,6 +98,7 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
+        "args": {},  # all settings of a run
         **state,
     }
     ranks.change_columns(checkpoint, "wte", whole=True)
@@ -133,11 +114,10 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
 def write_checkpoint(path: Path, checkpoint: dict) -> None:
     """Write a checkpoint as `load_checkpoint` returned it, maybe with other rows. Tables on disk
     are first copied to a snapshot beside it."""
-    path = path.resolve()  # follow a link
+    path = Path(os.path.realpath(path))  # follow a link; resolve() fails on a circle of them
     checkpoint = dict(checkpoint)
     storage = checkpoint.pop("storage")
     checkpoint["tables"] = None
-    remove_unused_tables(path)  # of a call that was killed
     try:
         if storage is not None:
             name = secrets.token_hex(4)
@@ -147,10 +127,13 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
             checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
             if "state" in storage.arrays and "optimizer" in checkpoint:
                 rows = checkpoint["optimizer"]["rows"]
-                rows["tables"] = dict(rows["tables"])
-                del rows["tables"]["state"]
+                rows["tables"] = {**rows["tables"], "state": None}
         with atomic(path) as temporary, open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:
+                # No room, or Ctrl-C. To close the file then fails, too, which hides the reason.
+                raise error.__context__ or error from None
     finally:
         remove_unused_tables(path)
 
@@ -162,36 +145,46 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
     """Read ckpt.pt alone, without tables on disk. It is mapped into memory: what nobody touches is
     not read, except to `verify` checksums; settings and names are always verified. UserError: it is
     missing, damaged or something else."""
-    with reading(path, FIX):
+    with reading(path, FIX), open(path, "rb") as file:
+        # PyTorch opens it by name, twice: the file that is open, not one that replaces it.
+        name = f"/dev/fd/{file.fileno()}"
+        if not os.path.exists(name):  # Windows, where no file that is open is replaced
+            name = path
         try:
-            file = zipfile.ZipFile(path)
-            for name in file.namelist():
-                if name.endswith("data.pkl"):  # all but the numbers of tensors
-                    file.read(name)
-            damaged = file.testzip() if verify else None
-            checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+            archive = zipfile.ZipFile(file)
+            for part in archive.namelist():
+                if part.endswith("data.pkl"):  # all but the numbers of tensors
+                    archive.read(part)
+            damaged = archive.testzip() if verify else None
+            checkpoint = torch.load(str(name), map_location="cpu", weights_only=True, mmap=True)
         except UnpicklingError:  # its text suggests to load it anyway
             raise Damage("it holds more than tensors, possibly code: do not trust it") from None
         except NOT_A_CHECKPOINT as error:
-            if is_out_of_memory(error):
-                raise
             raise Damage(error) from None
         if damaged:
             raise Damage(f"checksum of {damaged}")
-        require_fields(checkpoint, "format")
-        if checkpoint["format"] != FORMAT:
-            raise Damage(f"format {checkpoint['format']}, not {FORMAT}")
-    config_class = decoder_class(checkpoint["config"]["ffn"]).config_class
-    unknown = set(checkpoint["config"]) - {field.name for field in fields(config_class)}
-    if unknown:
-        raise UserError(f"{path} has settings that are unknown here: {', '.join(sorted(unknown))}")
+        require_fields(checkpoint)
+        if checkpoint.get("format") != FORMAT:
+            raise Damage(f"format {checkpoint.get('format')}, not {FORMAT}")
+        require_fields(checkpoint, config=dict, model=dict, tokenizer=str, args=dict)
+        if checkpoint.setdefault("tables"):
+            shape = tuple[int, int, int]
+            names = {"rows": int}
+            require_fields(
+                checkpoint["tables"], id=str, shape=shape, dtype=torch.dtype, crc32=names
+            )
+    try:
+        Settings.from_flat({**checkpoint["args"], **checkpoint["config"]})
+    except UserError as error:  # it speaks of flags
+        raise UserError(f"{path}: {error}") from None
     return checkpoint
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
-    """Read a whole checkpoint. Tables on disk are mapped, too, and appear in `model` like any
-    others; `storage` says where they are, or is None."""
-    checkpoint = read_checkpoint(path, verify)
+    """Read a whole checkpoint, whose checksums are verified. Tables on disk are mapped, too, and
+    appear in `model` like any others; `storage` says where they are, or is None. To `verify` them
+    reads all of them."""
+    checkpoint = read_checkpoint(path, verify=True)
     checkpoint["storage"] = None
     saved = checkpoint["tables"]
     if saved is None:
@@ -239,7 +232,7 @@ def load_model(
     Args:
         device: where the backbone goes; tables go where `offload` says, or are made by `tables`.
         dtype: of the backbone; auto is bfloat16 on GPUs that multiply it.
-        verify: all checksums, which reads all of the file.
+        verify: tables on disk, too, which reads all of them.
 
     Raises:
         UserError: as `load_checkpoint`.
@@ -247,12 +240,6 @@ def load_model(
     checkpoint = load_checkpoint(path, verify)
     encoding = read_encoding(path, checkpoint)
     weights = checkpoint["model"]
-    for name, weight in weights.items():
-        if name.startswith("tables.") or not weight.is_floating_point():
-            continue
-        if not weight.isfinite().all():
-            raise UserError(f"{path}: {name} has numbers that are not finite; restore a backup")
-        weights[name] = weight.float()  # converted models may be in bfloat16
     if tables is None:
         rows = weights.get("tables.weight.0", torch.empty(0))
         tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])

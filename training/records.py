@@ -16,14 +16,18 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from common import Damage, UserError, atomic, reading, require_fields, writing
+from common import Damage, UserError, atomic, parse_json, reading, require_fields, writing
 
 # What readers need of a record, by its type.
 FIELDS = {
-    "run": ("args", "sizes", "data"),
-    "step": ("step", "train_loss", "grad_norm", "tok_per_s"),
-    "eval": ("step", "val_loss"),
-    "recall": ("recall",),
+    "run": dict(
+        args=dict(ffn=str, stem_layers=str, learning_rate=float, batch_size=int, block_size=int),
+        sizes=dict(total=int, active=int, flops_per_token=float),
+        data=list,
+    ),
+    "step": dict(step=int, train_loss=float, grad_norm=float, tok_per_s=float),
+    "eval": dict(step=int, val_loss=float),
+    "recall": dict(recall=float),
 }
 
 
@@ -61,13 +65,15 @@ def to_line(record: dict[str, Any]) -> str:
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    """Parse a line. Raises Damage or JSONDecodeError if it is not a record of ours."""
-    record = json.loads(line)
-    require_fields(record, "type")
-    if record["type"] not in list(FIELDS):  # a list, too, can be asked for
+    """Parse a line. Raises Damage if it is not a record of ours."""
+    record = parse_json(line, type=str)
+    if record["type"] not in FIELDS:
         raise Damage(f"unknown type {record['type']!r:.40}")
-    require_fields(record, *FIELDS[record["type"]])
-    return {name: math.nan if value is None else value for name, value in record.items()}
+    record = {name: math.nan if value is None else value for name, value in record.items()}
+    # All that is not named above is a figure, too.
+    kinds = dict.fromkeys(record, float) | FIELDS[record["type"]]
+    require_fields(record, **kinds | {"type": str})
+    return record
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -158,31 +158,29 @@ class Settings:
     model: ModelConfig = field(default_factory=ModelConfig)  # vocab_size is the data's
 
     def __post_init__(self) -> None:
-        self.out_dir = Path(self.out_dir)
-        if self.init_from is not None:
-            self.init_from = Path(self.init_from)
         if self.device_batch_size is None:
             self.device_batch_size = self.batch_size
         if self.table_state is None:
             # Embformer consists of rows: they need one second moment per number.
             self.table_state = "number" if self.model.ffn == "embformer" else "row"
         check_ranges(self)
+        self.out_dir = Path(self.out_dir)
         if self.batch_size % self.device_batch_size:
-            part = f"--device_batch_size {self.device_batch_size}"
-            raise UserError(f"{part} must divide --batch_size {self.batch_size}")
+            raise UserError(
+                f"--device_batch_size {self.device_batch_size} must divide "
+                f"--batch_size {self.batch_size}"
+            )
         is_plain = self.offload == "none" and self.table_dtype == "float32"
         if self.table_optimizer == "adamw" and not (is_plain and self.table_rate == 1):
-            needs = "--offload none, --table_dtype float32, --table_rate 1"
-            raise UserError(f"--table_optimizer adamw needs {needs}")
+            raise UserError(
+                "--table_optimizer adamw needs no --offload, --table_dtype float32, --table_rate 1"
+            )
 
     def flat(self) -> dict:
         """All settings by name, as checkpoints and records keep them."""
-        flat = asdict(self)
-        flat.update(flat.pop("model"))
-        for name in ("out_dir", "init_from"):
-            if flat[name] is not None:
-                flat[name] = str(flat[name])
-        return flat
+        flat = {**asdict(self), **asdict(self.model)}
+        del flat["model"]
+        return {name: str(v) if isinstance(v, Path) else v for name, v in flat.items()}
 
     @classmethod
     def from_flat(cls, flat: dict) -> "Settings":
@@ -190,6 +188,9 @@ class Settings:
         config_class = decoder_class(flat.get("ffn", ModelConfig.ffn)).config_class
         shape = {f.name: flat[f.name] for f in fields(config_class) if f.name in flat}
         of_run = {name: value for name, value in flat.items() if name not in shape}
+        unknown = set(of_run) - {f.name for f in fields(cls)}
+        if unknown:
+            raise UserError(f"unknown settings: {', '.join(sorted(unknown))}")
         return cls(**of_run, model=config_class(**shape))
 
 
@@ -228,19 +229,21 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     # 1) the preset
     preset = "countries" if meta["corpus"] == "countries" else "prose"
     if base is not None:
-        preset = base["args"]["preset"]
+        preset = base["args"].get("preset", preset)
     preset = given.get("preset", preset)
-    values = {"preset": preset, "stage": name, **PRESETS[preset]}
+    values = {"preset": preset, "stage": name}
+    values.update(batch_size=Settings.batch_size, learning_rate=Settings.learning_rate)
+    values.update(PRESETS[preset])
 
     # 2) the stage
-    values["learning_rate"] = stage.rate * values.get("learning_rate", Settings.learning_rate)
+    values["learning_rate"] *= stage.rate
     values.update(stage.settings)
     if stage.epochs is not None:
-        batch_size = {"batch_size": Settings.batch_size, **values, **given}["batch_size"]
+        batch_size = given.get("batch_size", values["batch_size"])
         steps_per_epoch = meta["train"]["documents"] // max(1, batch_size)
         values["max_iters"] = max(1, stage.epochs * steps_per_epoch)
     if meta["corpus"] == f"{preset}-{name}":
-        values.update(FINE_TUNING[meta["corpus"]])
+        values.update(FINE_TUNING.get(meta["corpus"], {}))
 
     # 3) the model of --init_from, and what was given
     if base is not None:
@@ -249,7 +252,7 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     if stage.epochs is not None and "eval_interval" not in given:
         values["eval_interval"] = max(1, values["max_iters"] // 4)
     # The preset's --device_batch_size may not divide another --batch_size.
-    size = values.get("batch_size", Settings.batch_size)
+    size = values["batch_size"]
     if "device_batch_size" not in given and size % values.get("device_batch_size", size):
         del values["device_batch_size"]
     return Settings.from_flat(values)
@@ -274,22 +277,9 @@ def inherited_shape(given: dict, config: dict) -> dict:
     return shape
 
 
-def resumed_settings(given: dict, args: dict) -> Settings:
-    """The settings `args` of the checkpoint to resume, and the flags that may change."""
-    check_allowed(given, (*RESUMABLE_FLAGS, "max_iters"))
-    return Settings.from_flat({**args, **given})
-
-
-def eval_settings(given: dict, args: dict) -> Settings:
-    """The settings `args` of the checkpoint to evaluate, and the flags that may change."""
-    check_allowed(given, EVAL_FLAGS)
-    settings = {**args, "offload": "none", "device": "auto", **given}
-    if "device_batch_size" in given:  # it need not divide the run's
-        settings["batch_size"] = given["device_batch_size"]
-    return Settings.from_flat(settings)
-
-
-def check_allowed(given: dict, allowed: tuple[str, ...]) -> None:
+def changed_settings(given: dict, args: dict, allowed: tuple[str, ...]) -> Settings:
+    """The settings `args` of a checkpoint, and the flags that may change."""
     other = [f"--{name}" for name in given if name not in allowed]
     if other:
         raise UserError(f"{', '.join(other)}: not with --resume or --eval_only, leave it out")
+    return Settings.from_flat({**args, **given})
