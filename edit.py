@@ -300,22 +300,23 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
         return
     # Only the spelling of the prompt is saved: without the space, "Spain" may be pieces that many
     # other words share.
-    pairs = {(own, other) for own, other in zip(prompt, table_prompt, strict=True) if own != other}
-    ids, others = torch.tensor(sorted(pairs)).unbind(1)  # [n] each
-    if len(ids.unique()) < len(ids):
+    read = set(zip(prompt, table_prompt, strict=True))
+    changed = {own for own, other in read if own != other}
+    pairs = [(own, other) for own, other in sorted(read) if own in changed]
+    if len(changed) < len(pairs):
         fix = ": --align average reads one" if edit.target and edit.align != "average" else ""
-        raise UserError(f"--save: a token that {edit.source!r} has twice cannot have two rows{fix}")
+        raise UserError(f"--save: a token that --prompt has twice cannot have two rows{fix}")
+    ids, others = torch.tensor(pairs).unbind(1)  # [n] each
     own_rows = [rows[0].cpu() for rows in model.tables.lookup(ids[None])]  # [n, W] of each table
     new_rows = [rows[0].cpu() for rows in model.tables.lookup(others[None])]
     checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own_rows})
     replace_rows(checkpoint, ids, new_rows)
     write_checkpoint(path, checkpoint)
-    changed = ids.tolist()
-    pieces = [encoding.decode([token]) for token in changed]
+    pieces = [encoding.decode([token]) for token in sorted(changed)]
     if not learned:
         print("saved, although it was not learned")
     print(f"changed the rows of {pieces}")
-    readers = countries.readers(encoding, changed)
+    readers = countries.readers(encoding, sorted(changed))
     if readers:
         print(f"these countries read them: {', '.join(readers)}")
 

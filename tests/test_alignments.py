@@ -97,11 +97,11 @@ def test_rows_that_are_saved_are_those_of_the_target(data, tmp_path, how, more):
 
 
 def test_a_wrong_alignment_is_one_line(trained, tmp_path):
-    line = ["edit.py --source QQ --target AB --prompt QQ --ckpt", trained["stem"] / "ckpt.pt"]
-    save = ("--save", tmp_path / "new.pt")
-    why = refused(*line, *save)
-    assert "'QQ' has twice" in why and "--align average" in why  # which gives both one row
-    command(*line, *save, "--align", "average")
+    save = ("--save", tmp_path / "new.pt", "--ckpt", trained["stem"] / "ckpt.pt")
+    for target in ("AB", "QB"):  # two other rows for one token, or its own and another
+        why = refused(f"edit.py --source QQ --prompt QQ --target {target}", *save)
+        assert "twice cannot have two rows" in why and "--align average" in why
+    command("edit.py --source QQ --prompt QQ --target AB --align average", *save)  # both one row
     assert "needs a --target" in refused("edit.py --source Anna --write x --align pad")
 
 
