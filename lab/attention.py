@@ -20,10 +20,13 @@ PROSE = {"learning_rate": 0.012}
 LONG_PROSE = {**PROSE, "block_size": 1024, "batch_size": 2}
 BEFORE = "previous:2"
 PARTS = {
-    "prose, 256 tokens": (PROSE, ("full", "window:64", "window:64,window:64,full", BEFORE)),
+    "prose, 256 tokens": (
+        PROSE,
+        ("full", "window:64", "window:64,window:64,full", BEFORE, "linear"),
+    ),
     "prose, 1,024 tokens": (LONG_PROSE, ("full", "window:64", "window:64,window:64,full")),
-    "facts": ({}, ("full", "window:32", "window:32,window:32,full", BEFORE)),
-    "pairs": (SHORT, ("dense", "full", "window:32,window:32,full", BEFORE)),
+    "facts": ({}, ("full", "window:32", "window:32,window:32,full", BEFORE, "linear")),
+    "pairs": (SHORT, ("dense", "full", "window:32,window:32,full", BEFORE, "linear")),
 }
 
 

@@ -1,5 +1,5 @@
 """kinds: kinds of layers at equal tokens, each at its best learning rate, with controls.
-settings: two initialisations, each at its best rate, and how tables are trained."""
+settings: two initialisations, each at its best rate, how tables are trained, in which layer."""
 
 from pathlib import Path
 
@@ -89,7 +89,10 @@ def settings(experiment: Experiment) -> None:
         "--table_std 1": {**third, "table_std": 1.0},
     }
     print("Tables of STEM in a third of the layers:\n")
-    print(table_with_edits(experiment, trained))
+    print(table_with_edits(experiment, trained) + "\n")
+    layers = {f"layer {n}": {"ffn": "stem", "stem_layers": str(n)} for n in range(6)}
+    print("In one layer:\n")
+    print(table_with_edits(experiment, layers))
 
 
 def table_with_edits(experiment: Experiment, kinds: dict[str, Flags]) -> str:
