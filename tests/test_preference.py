@@ -166,10 +166,10 @@ def test_micro_batches_keep_pairs_together(given, whole, tmp_path):
 def test_settings_of_the_stage(trained):
     base = checkpoint(trained["stem"])
     base["args"]["preset"] = "countries"
-    meta = {"corpus": "files", "train": {"documents": 320}}
+    meta = {"corpus": "files", "train": {"documents": 3200}}
     of_files = new_settings({"stage": "dpo", "init_from": "x"}, meta, base)
     assert of_files.learning_rate == pytest.approx(3e-3 * 4e-8 / 5e-4)  # as MiniMind's to its own
-    assert of_files.max_iters == 320 // of_files.batch_size
+    assert of_files.max_iters == 3200 // of_files.batch_size
 
 
 def test_the_countries_prefer_brief_answers():

@@ -25,6 +25,7 @@ from model import Decoder, ModelConfig
 from training.batches import Data
 from training.objectives import NextToken, validate
 from training.records import read_run
+from training.settings import new_settings
 
 
 @pytest.fixture(scope="session")
@@ -148,3 +149,19 @@ def test_a_stage_that_learns_all_of_a_conversation_says_so(chat, trained, tmp_pa
         for stage in ("midtrain", "sft")
     ]
     assert ["--stage sft learns the answers" in text for text in said] == [True, False]
+
+
+def test_steps_follow_from_the_size_of_a_text_and_of_conversations(trained):
+    def steps(kind: str, n: int, **given) -> int:
+        meta = {"corpus": "files", "train": {kind: n}}
+        base = checkpoint(trained["stem"]) if "stage" in given else None
+        return new_settings(given, meta, base).max_iters
+
+    passes = [steps("tokens", n) * 8 * 256 / n for n in (10**6, 3 * 10**6)]
+    assert passes == pytest.approx([1.7, 1.7], rel=0.01)
+    assert steps("tokens", 10**6, batch_size=4) == 2 * steps("tokens", 10**6)
+    assert (steps("tokens", 10), steps("tokens", 10**9)) == (250, 5000)
+    sft = dict(stage="sft", init_from="x", batch_size=8)
+    assert steps("documents", 4000, **sft) == 1000  # twice
+    assert steps("documents", 10, **sft) == 60
+    assert steps("tokens", 10**6, max_iters=3) == 3

@@ -26,7 +26,7 @@ MINIMIND = dict(
 MINIMIND_DEEP = dict(MINIMIND, n_layer=16, n_embd=768, n_kv_head=2, device_batch_size=16)
 PRESETS = {
     "countries": {},  # the defaults of Settings and of ModelConfig
-    "prose": dict(block_size=256, max_iters=250, learning_rate=6e-3, eval_interval=50),
+    "prose": dict(block_size=256, learning_rate=6e-3),
     "minimind-26m": dict(MINIMIND, n_layer=8, n_embd=512, n_kv_head=2, d_ff=1408),
     "minimind-64m": dict(MINIMIND, n_layer=8, n_embd=768, n_kv_head=4, d_ff=2432),
     "minimind-104m": dict(MINIMIND_DEEP, d_ff=2048),
@@ -40,7 +40,7 @@ class Stage:
 
     reads: str = "text"  # the kind of sequences, see batches.Data
     rate: float = 1.0  # peak learning rate, over that of pretraining
-    epochs: int | None = None  # passes over the data, in place of max_iters
+    epochs: int | None = None  # passes over the data, in place of the preset's max_iters
     objective: type[NextToken] = NextToken
     settings: dict = field(default_factory=dict)
 
@@ -52,6 +52,11 @@ STAGES = {
     "sft": Stage(reads="chat", rate=0.02, epochs=2),
     "dpo": Stage(reads="preference", rate=8e-5, epochs=1, objective=Preference),
 }
+# Passes over a text of one's own, in which the validation loss of a small model falls to the end,
+# and at least and at most so many steps; in stages with epochs, at least FEWEST.
+PASSES = 1.7
+STEPS = (250, 5000)
+FEWEST = 60
 # Settings for fine-tuning preset P in stage S, if the corpus is called P-S.
 FINE_TUNING = {
     "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300),
@@ -108,7 +113,11 @@ class Settings:
         shown="all",
         must="at least 1",
     )
-    max_iters: int = flag(700, "optimizer steps; sft: 2 epochs, dpo: 1", must="0 or more")
+    max_iters: int = flag(
+        700,
+        "optimizer steps; own text: 1.7 passes, 250 to 5,000; sft: 2 epochs, dpo: 1",
+        must="0 or more",
+    )
     learning_rate: float = flag(
         3e-3, "peak; midtrain, context: a tenth; sft: a fiftieth", must="a positive number"
     )
@@ -235,13 +244,17 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     values.update(batch_size=Settings.batch_size, learning_rate=Settings.learning_rate)
     values.update(PRESETS[preset])
 
-    # 2) the stage
+    # 2) the stage, and steps by the size of the data
     values["learning_rate"] *= stage.rate
     values.update(stage.settings)
+    batch_size = max(1, given.get("batch_size", values["batch_size"]))
     if stage.epochs is not None:
-        batch_size = given.get("batch_size", values["batch_size"])
-        steps_per_epoch = meta["train"]["documents"] // max(1, batch_size)
-        values["max_iters"] = max(1, stage.epochs * steps_per_epoch)
+        steps = stage.epochs * meta["train"]["documents"] // batch_size
+        values["max_iters"] = max(FEWEST, steps)
+    elif preset == "prose":
+        block_size = max(1, given.get("block_size", values["block_size"]))
+        steps = round(PASSES * meta["train"]["tokens"] / (batch_size * block_size))
+        values["max_iters"] = min(max(STEPS[0], steps), STEPS[1])
     if meta["corpus"] == f"{preset}-{name}":
         values.update(FINE_TUNING.get(meta["corpus"], {}))
 
@@ -249,8 +262,10 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     if base is not None:
         values.update(inherited_shape(given, base["config"]))
     values.update(given)
-    if stage.epochs is not None and "eval_interval" not in given:
+    if "eval_interval" not in given and stage.epochs is not None:
         values["eval_interval"] = max(1, values["max_iters"] // 4)
+    elif "eval_interval" not in given and preset == "prose":
+        values["eval_interval"] = max(50, values["max_iters"] // 30)
     # The preset's --device_batch_size may not divide another --batch_size.
     size = values["batch_size"]
     if "device_batch_size" not in given and size % values.get("device_batch_size", size):
