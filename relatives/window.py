@@ -49,7 +49,14 @@ class Attention(model.Attention):
         return min(start, self.window - 1)
 
     def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor | None:
-        """[B * blocks, 1, w, 2w], or None where one window has all that is seen."""
+        """[B * blocks, 1, w, 2w], or None where one window has all that is seen. With w = 3, seven
+        tokens are three blocks, whose queries see (x) keys of the block before and their own:
+
+            keys        . . . 0 1 2       0 1 2 3 4 5       3 4 5 6 . .
+            query 0           x     3       x x x     6       x x x
+                  1           x x   4         x x x
+                  2           x x x 5           x x x
+        """
         w = self.window
         n = x.shape[1]
         past = self.n_past(start)  # keys in front of x's

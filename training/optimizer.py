@@ -85,14 +85,14 @@ class Optimizer:
         self.scaler = LossScaler(enabled=dtype == "float16")
 
         # Tables, and an embedding that is not the head, train by rows, unless by AdamW as a whole.
-        self.rows: dict[str, RowRMSprop] = {}
+        self.rmsprops: dict[str, RowRMSprop] = {}
         for name in ("tables", "wte"):
             tables = getattr(model, name)
             if isinstance(tables, Tables) and len(tables.weight):
                 whole = settings.table_optimizer == "adamw"
                 tables.requires_grad_(whole)
                 if not whole:
-                    self.rows[name] = RowRMSprop(
+                    self.rmsprops[name] = RowRMSprop(
                         tables, settings.beta2, state=settings.table_state, seed=settings.seed
                     )
 
@@ -125,7 +125,7 @@ class Optimizer:
         grads = [p.grad for p in params if p.grad is not None]
         ranks.add_up(*grads)
         row_grads = []
-        for rmsprop in self.rows.values():
+        for rmsprop in self.rmsprops.values():
             row_grads += rmsprop.tables.gradients()[1]
 
         # 2) their norm, still scaled; it is the same on all ranks, so all skip a step or none
@@ -147,24 +147,24 @@ class Optimizer:
             for group in self.adamw.param_groups:
                 group["lr"] = fraction * self.peak
             self.adamw.step()
-            for name, rmsprop in self.rows.items():
+            for name, rmsprop in self.rmsprops.items():
                 rate = self.table_rate if name == "tables" else 1.0
                 rmsprop.step(fraction * self.peak * rate)
         self.scaler.update(finite)
         self.adamw.zero_grad()
-        for rmsprop in self.rows.values():
+        for rmsprop in self.rmsprops.values():
             rmsprop.tables.zero_grad()  # of a step that was skipped
         return norm
 
     def state_dict(self) -> dict:
         return {
             "adamw": self.adamw.state_dict(),
-            "rows": {name: rmsprop.state_dict() for name, rmsprop in self.rows.items()},
+            "rows": {name: rmsprop.state_dict() for name, rmsprop in self.rmsprops.items()},
             "scaler": self.scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
         self.scaler.load_state_dict(state["scaler"])
         self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
-        for name, rmsprop in self.rows.items():
+        for name, rmsprop in self.rmsprops.items():
             rmsprop.load_state_dict(state["rows"][name])

@@ -28,6 +28,13 @@ def make_tables(
     on `device`, stored where `offload` says; with several ranks, this rank's columns. It raises
     UserError if there is no room.
 
+        offload    in training                   else
+        none       the device                    the device
+        cpu        RAM                           RAM
+        disk       new files, in `live`          the files of `saved`; without any, as cpu
+
+    Without a GPU, RAM and the device are one.
+
     Args:
         live: None except in training: then the folder for tables on disk, a new one.
         saved: of a checkpoint. In training that of the run that goes on, else it is read in place.
