@@ -35,14 +35,16 @@ def geometry(experiment: Experiment) -> None:
     for title, folders in experiment.train(COMPARED).items():
         runs = experiment.measure("geometry", measure_run, folders, text, experiment.on)
         for layer in runs[0]:
-            sizes = spread(".3f", [run[layer] for run in runs])
-            rows.append({"cosines of": title, "layer": layer, "mean size": sizes})
+            means, percentiles = zip(*(run[layer] for run in runs), strict=True)
+            row = {"cosines of": title, "layer": layer, "mean size": spread(".3f", means)}
+            rows.append({**row, "95 % are below": spread(".3f", percentiles)})
     print(markdown(rows))
 
 
 @torch.inference_mode()
-def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, float]:
-    """The mean size of the cosines of a run's vectors for the tokens of a text [T], by layer."""
+def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, tuple]:
+    """Of the sizes of the cosines of a run's vectors for the tokens of a text [T], by layer: the
+    mean, and the 95th percentile, of which the STEM paper speaks."""
     model, _, _ = load_model(folder / "ckpt.pt", device)
     if model.config.ffn == "dense":
         vectors = dict(enumerate(up_outputs(model, text)))
@@ -50,7 +52,9 @@ def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, f
         vectors = rows_by_layer(model, text)
     sizes = {}
     for layer, of_layer in vectors.items():
-        sizes[str(layer)] = cosines(of_layer).abs().mean().item()
+        size = cosines(of_layer).abs()
+        percentile = size.kthvalue(max(1, int(0.95 * len(size)))).values
+        sizes[str(layer)] = (size.mean().item(), percentile.item())
     return sizes
 
 
