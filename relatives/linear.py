@@ -36,16 +36,16 @@ class Attention(model.Attention):
     def make_cache(self, batch: int, room: int, like: Tensor) -> State:
         return State()
 
-    def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> None:
-        if documents is not None:
-            raise UserError("--attention linear sums over all documents: leave out --doc_mask")
+    def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor:
+        """The numbers of documents [B, T]."""
+        return x.new_zeros(x.shape[:2]) if documents is None else documents
 
     def forward(
         self,
         x: Tensor,
         rows: Tensor | None,
         angles: Tensor,
-        mask: None = None,
+        mask: Tensor,
         cache: State | None = None,
         start: int = 0,
     ) -> Tensor:
@@ -55,13 +55,20 @@ class Attention(model.Attention):
             q = F.elu(q.float()) + 1
             k = F.elu(k.float()).repeat_interleave(groups, dim=1) + 1
             v = v.float().repeat_interleave(groups, dim=1)
-            y = self.sum_up(q, k, v, angles, cache, start)  # [B, n_head, T, head_dim]
+            y = self.sum_up(q, k, v, angles, mask, cache, start)  # [B, n_head, T, head_dim]
         return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))
 
     def sum_up(
-        self, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, cache: State | None, start: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: Tensor,
+        documents: Tensor,
+        cache: State | None,
+        start: int,
     ) -> Tensor:
-        """The formula above, of features q and k."""
+        """The formula above, of features q and k. The state is of the last token's document."""
         past = k.shape[2] - q.shape[2]  # earlier tokens, whose rows stand in for a cache
         turned_q = rotate(q, angles[:, past:])
         turned_k = rotate(k, angles)
@@ -72,15 +79,20 @@ class Attention(model.Attention):
             outer, total = cache.outer, cache.total
         ys = []
         new = (k[:, :, past:], turned_k[:, :, past:], v[:, :, past:])
-        chunks = [heads.split(CHUNK, dim=2) for heads in (q, turned_q, *new)]
-        for q, turned_q, k, turned_k, v in zip(
-            *chunks, strict=True
-        ):  # [B, n_head, chunk, head_dim]
-            y = (turned_q @ turned_k.mT).tril() @ v + turned_q @ outer
-            weights = (q @ k.mT).tril().sum(-1, keepdim=True) + q @ total
+        documents = documents[:, None, :, None]  # [B, 1, T, 1]
+        last = documents[:, :, :1]
+        chunks = [part.split(CHUNK, dim=2) for part in (q, turned_q, *new, documents)]
+        # q, k, v [B, n_head, chunk, head_dim], of documents [B, 1, chunk, 1]
+        for q, turned_q, k, turned_k, v, document in zip(*chunks, strict=True):
+            seen = (document == document.mT).tril()  # [B, 1, chunk, chunk]
+            same = document == last  # as the state
+            y = (turned_q @ turned_k.mT * seen) @ v + turned_q @ outer * same
+            weights = (q @ k.mT * seen).sum(-1, keepdim=True) + q @ total * same
             ys.append(y / weights)
-            outer = outer + turned_k.mT @ v
-            total = total + k.sum(2).unsqueeze(-1)
+            last = document[:, :, -1:]
+            stays = document == last
+            outer = outer * same[:, :, -1:] + (turned_k * stays).mT @ v
+            total = total * same[:, :, -1:] + (k * stays).sum(2).unsqueeze(-1)
         if cache is not None:
             cache.outer, cache.total = outer, total
         return torch.cat(ys, dim=2)

@@ -69,6 +69,9 @@ def test_linear_attention_equals_its_formula_in_chunks_and_from_a_state(kind, mo
     ids = tokens(1, 29)
     weights = {name: weight.double() for name, weight in model.state_dict().items()}
     expected = naive_logits(model.config, weights, ids[0], ids[0], torch.zeros(29))[None].float()
+    documents = documents_of(ids)
+    masked = naive_logits(model.config, weights, ids[0], ids[0], documents[0])[None].float()
+    torch.testing.assert_close(model(ids, documents=documents)[0], masked, rtol=1e-4, atol=1e-4)
     for cache in ("none", "kv", "ids") if kind != "dense" else ("none", "kv"):
         parts = [ids]
         state = None
