@@ -76,7 +76,7 @@ def test_dropout_leaves_out_a_share_and_scales_the_rest_in_training_only():
         assert left[~gone].median().item() == pytest.approx(4 / 3, rel=1e-3)
     q = torch.zeros(2, 4, 512, 8)  # attention alone: equal weights, of which a share is left out
     sums = block.attn.attend(q, q, torch.ones_like(q), None)[:, -1]
-    assert sums.mean().item() == pytest.approx(1, abs=0.05) and sums.std() > 0.01
+    assert sums.mean().item() == pytest.approx(1, abs=0.05) and sums.std() > 0.003
 
 
 def test_more_tokens_than_block_size_are_refused():
