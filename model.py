@@ -401,7 +401,8 @@ class Block(nn.Module):
         attn_rows, ffn_rows = None, None
         if rows is not None:
             attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
-            ffn_rows = ffn_rows[:, -x.shape[1] :]
+            if rows.shape[1] > x.shape[1]:
+                ffn_rows = ffn_rows[:, -x.shape[1] :]
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
         return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
 
@@ -543,7 +544,9 @@ class Decoder(nn.Module):
         for layer, block in enumerate(self.blocks):
             rows = None
             if block.row_width:
-                rows = next(layer_rows)[:, -n_row[layer] :]  # [B, T, row_width]
+                rows = next(layer_rows)  # [B, T, row_width]
+                if n_row[layer] < rows.shape[1]:  # a slice of all would cost a kernel or two
+                    rows = rows[:, -n_row[layer] :]
                 if rows.is_floating_point():
                     rows = rows.to(x.dtype)
             mask = masks[config.attention_kinds[layer]]
