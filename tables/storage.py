@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ class DiskStorage(TableStorage):
         self.fresh = False
         self.copies = 1  # that there must be room for
         self.arrays = {}
-        self.maps: dict[str, mmap.mmap] = {}
+        self.files: dict[str, BinaryIO] = {}
         # How `copy` writes an array of which ranks have columns each (sharded.py).
         self.n_rank = 1
         self.gather_columns: Callable[[Tensor], Iterable[Tensor]] = lambda array: [array]
@@ -91,15 +91,14 @@ class DiskStorage(TableStorage):
             access = {"flags": mmap.MAP_PRIVATE | 0x4000}
         else:
             access = {"access": mmap.ACCESS_COPY}
-        with (
-            reading(path, "put it beside ckpt.pt"),
-            open(path, "r+b" if self.writable else "rb") as file,
-        ):
+        with reading(path, "put it beside ckpt.pt"):
+            file = open(path, "r+b" if self.writable else "rb")  # noqa: SIM115
             found = os.fstat(file.fileno()).st_size
             if found != expected:
                 raise Damage(f"{found:,} bytes, not {expected:,}")
-            self.maps[name] = mmap.mmap(file.fileno(), 0, **access)
-        self.arrays[name] = torch.frombuffer(self.maps[name], dtype=dtype).view(self.shape)
+            pages = mmap.mmap(file.fileno(), 0, **access)
+        self.files[name] = file
+        self.arrays[name] = torch.frombuffer(pages, dtype=dtype).view(self.shape)
 
     @classmethod
     def create(
@@ -127,8 +126,9 @@ class DiskStorage(TableStorage):
         return self.arrays[name]
 
     def read_ahead(self, ids: Tensor, names: Iterable[str] = ("rows",)) -> None:
-        """Page faults would ask the disk for one page after the other: ten times as long."""
-        if not hasattr(mmap, "MADV_WILLNEED"):  # Windows
+        """Page faults would ask the disk for one page after the other: ten times as long. (Not by
+        mmap.madvise, during which no other thread runs: a GPU would wait for launches.)"""
+        if not hasattr(os, "posix_fadvise"):  # macOS, Windows
             return
         runs: list[list[int]] = []  # [first, end] of neighbours, which are asked for as one
         for token in torch.unique(ids).tolist():
@@ -137,10 +137,11 @@ class DiskStorage(TableStorage):
             else:
                 runs.append([token, token + 1])
         for name in names:
+            file = self.files[name].fileno()
             n_byte = self.arrays[name][0].nbytes  # of a token
             for first, end in runs:
-                start = first * n_byte // mmap.PAGESIZE * mmap.PAGESIZE
-                self.maps[name].madvise(mmap.MADV_WILLNEED, start, end * n_byte - start)
+                size = (end - first) * n_byte
+                os.posix_fadvise(file, first * n_byte, size, os.POSIX_FADV_WILLNEED)
 
     def copy(self, folder: Path) -> dict:
         """Write what the arrays hold now to a new folder. Returns what opens and verifies it."""
