@@ -40,7 +40,12 @@ from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
 from train import training_dtype
 from training.optimizer import Optimizer
-from training.placement import make_tables, norm_keys, use_column_major_weights
+from training.placement import (
+    cast_backbone,
+    make_tables,
+    norm_keys,
+    use_column_major_weights,
+)
 from training.settings import Settings, device_flag
 
 KINDS = pick("dense", "STEM, third", "STEM, all", "Embformer")
@@ -171,7 +176,8 @@ def train(contender: Contender, steps: int = 1) -> float:
     bench = contender.bench
     model = contender.model.train()
     if contender.optimizer is None:
-        contender.optimizer = Optimizer(model, Settings(learning_rate=1e-3))
+        dtype = training_dtype("auto", bench.on) if bench.cuda else "float32"
+        contender.optimizer = Optimizer(model, Settings(learning_rate=1e-3), dtype)
     shape = (bench.batch_size, bench.block_size + 1)
     start = contender.now()
     batches = [contender.batch(*shape) for _ in range(steps)]
@@ -180,7 +186,7 @@ def train(contender: Contender, steps: int = 1) -> float:
             _, loss = model(ids[:, :-1], ids[:, 1:], table_ids=table_ids[:, :-1])
         if number < steps:
             model.tables.prefetch(batches[number][1][:, :-1])
-        loss.backward()
+        contender.optimizer.scaler.scale(loss).backward()
         contender.optimizer.step(1.0)
         loss.item()  # waits for the device
     return steps * bench.batch_size * bench.block_size / (contender.now() - start)
@@ -237,7 +243,7 @@ def bench_decode(bench: Bench) -> dict:
         contender = contenders[kind] = Contender(bench, bench.model(**flags))
         # As sample.py has them: on a CPU weights by columns, on a GPU in fewer bits.
         if bench.cuda:
-            contender.model.to(bench.dtype)
+            cast_backbone(contender.model, bench.dtype)
         else:
             use_column_major_weights(contender.model)
     tasks = {

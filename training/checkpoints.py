@@ -34,7 +34,7 @@ from tables.storage import DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
-from training.placement import make_tables, use_column_major_weights
+from training.placement import cast_backbone, make_tables, use_column_major_weights
 from training.settings import Settings
 
 FORMAT = 4  # to be raised when an older checkpoint would fail
@@ -253,9 +253,7 @@ def load_model(
     model = model.to(device).eval()
     on_gpu = device.type == "cuda" and has_bfloat16(device)
     if dtype == "bfloat16" or (dtype == "auto" and on_gpu):
-        for name, module in model.named_children():
-            if name != "tables":  # whose rows are few, and may be saved again
-                module.to(torch.bfloat16)
+        cast_backbone(model, torch.bfloat16)
     if device.type == "cpu":
         use_column_major_weights(model)
     return model, encoding, checkpoint

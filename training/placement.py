@@ -69,6 +69,13 @@ def make_tables(
     return make
 
 
+def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:
+    """Cast all but the tables, whose rows are few in a step, and may be saved again."""
+    for name, module in model.named_children():
+        if name != "tables":
+            module.to(dtype)
+
+
 @torch.no_grad()
 def use_column_major_weights(model: nn.Module) -> None:
     """Store linear layers with more outputs than inputs column by column: on a CPU, multiplying a
