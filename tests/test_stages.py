@@ -164,4 +164,6 @@ def test_steps_follow_from_the_size_of_a_text_and_of_conversations(trained):
     sft = dict(stage="sft", init_from="x", batch_size=8)
     assert steps("documents", 4000, **sft) == 1000  # twice
     assert steps("documents", 10, **sft) == 60
+    midtrain = dict(stage="midtrain", init_from="x")  # in windows of the model's length
+    assert steps("tokens", 10**5, **midtrain) * 8 * 32 / 10**5 == pytest.approx(1.7, rel=0.01)
     assert steps("tokens", 10**6, max_iters=3) == 3

@@ -235,7 +235,7 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     if base is None and name != "pretrain":
         raise UserError(f"--stage {name} starts from a trained model: give one with --init_from")
 
-    # 1) the preset
+    # 1) the preset, and the model of --init_from
     preset = "countries" if meta["corpus"] == "countries" else "prose"
     if base is not None:
         preset = base["args"].get("preset", preset)
@@ -243,6 +243,8 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     values = {"preset": preset, "stage": name}
     values.update(batch_size=Settings.batch_size, learning_rate=Settings.learning_rate)
     values.update(PRESETS[preset])
+    if base is not None:
+        values.update(inherited_shape(given, base["config"]))
 
     # 2) the stage, and steps by the size of the data
     values["learning_rate"] *= stage.rate
@@ -258,9 +260,7 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     if meta["corpus"] == f"{preset}-{name}":
         values.update(FINE_TUNING.get(meta["corpus"], {}))
 
-    # 3) the model of --init_from, and what was given
-    if base is not None:
-        values.update(inherited_shape(given, base["config"]))
+    # 3) what was given
     values.update(given)
     if "eval_interval" not in given and stage.epochs is not None:
         values["eval_interval"] = max(1, values["max_iters"] // 4)
