@@ -210,6 +210,7 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, data):
         (b"[" * 100_000, "not JSON in UTF-8"),
         (b'{"text": "\\ud800"}', "not JSON in UTF-8"),
         ({"text": "a\0b"}, "it has NUL"),
+        ({"prompt": "a", "input": "b" + " " * 10**6, "output": "c"}, "more than 100,000 blanks"),
         ({"messages": []}, 'no "text", and no answers among "": its keys are messages'),
         ({"prefix": "a", "suffix": "b"}, 'no "text", .*: its keys are prefix, suffix'),
         (b"[]", r"\[\] where a record"),

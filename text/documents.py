@@ -219,7 +219,7 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
     else:
         talk += take("user", *QUESTIONS)
         if talk and record.get("input"):  # Alpaca's: what the instruction is about
-            talk[-1]["content"] += f"\n{record.pop('input')}"
+            talk[-1]["content"] += "\n" + checked(joined(record.pop("input")))
         talk += take("assistant", *ANSWERS)
     answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
     if kind == "chat" and not all(answers or [""]):
