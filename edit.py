@@ -288,6 +288,8 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     edit.prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     for name in ("source", "target", "prompt", "write"):
         text = getattr(edit, name)
+        if text and not typed(encoding, text).strip():
+            raise UserError(f"--{name} {text!r} is blank")
         setattr(edit, name, text and typed(encoding, text))
     # Text of one's own may have other names, also with the preset of a model that it continues.
     corpora = {meta["corpus"] for meta in checkpoint.get("data", [])}
