@@ -61,13 +61,7 @@ def loads(text: str | bytes) -> tiktoken.Encoding:
     """Returns the encoding that `dumps` wrote. Raises Damage if the text is damaged, or no such
     one."""
     data = parse_json(
-        text,
-        format=str,
-        version=int,
-        name=str,
-        pattern=str | list,
-        ranks=list,
-        special_tokens=dict,
+        text, format=str, version=int, name=str, pattern=str, ranks=list, special_tokens=dict
     )
     if (data["format"], data["version"]) != (FORMAT, VERSION):
         raise Damage(f"its format is not {FORMAT}, version {VERSION}")
@@ -94,7 +88,7 @@ def make_encoding(
         return tiktoken.Encoding(
             name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
         )
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise Damage(f"its pattern: {error}") from None
 
 
