@@ -2,7 +2,7 @@
 
 Rows are still known before the first layer runs, and everything about tables (offloading, the
 optimizer, several ranks) works unchanged, with addresses in place of ids. Which layers read the
-rows, and how, is up to engram.py and bigram.py.
+rows, and how, is up to those who use this.
 """
 
 import re

@@ -20,15 +20,7 @@ from zipfile import BadZipFile
 import tiktoken
 import torch
 
-from common import (
-    Damage,
-    UserError,
-    atomic,
-    has_bfloat16,
-    locked,
-    reading,
-    require_fields,
-)
+from common import Damage, UserError, atomic, has_bfloat16, locked, reading, require_fields
 from model import Decoder, decoder_class
 from tables.storage import DiskStorage
 from tables.tables import StoredTables
@@ -74,7 +66,8 @@ def remove_run(out_dir: Path, suffix: str = "") -> None:
 
 @contextmanager
 def run_folder(out_dir: Path) -> Iterator[None]:
-    """Rank 0 locks the folder of a run, and clears it before and after; the others wait for it."""
+    """Rank 0 locks the folder of a run, and clears it of unfinished files, before and after; the
+    others wait for it."""
     with ExitStack() as stack:
         if ranks.rank == 0:
             stack.enter_context(locked(out_dir))
