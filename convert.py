@@ -119,12 +119,7 @@ REQUIRED = {
     },
 }
 PRESETS = {"dense": "minimind-104m", "embformer": "embformer-104m"}  # the nearest in size
-LLAMA3_ROPE = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # The weights of a layer there and here.
 NAMES = {
     "input_layernorm": "attn_norm",

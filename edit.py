@@ -44,12 +44,7 @@ from model import Decoder
 from stem import align, substitute
 from text.tokenizer import encode
 from training import countries
-from training.checkpoints import (
-    load_checkpoint,
-    load_model,
-    remove_unused_tables,
-    write_checkpoint,
-)
+from training.checkpoints import load_checkpoint, load_model, remove_unused_tables, write_checkpoint
 from training.questions import score_answers, typed
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import mean_rows, train_rows

@@ -23,15 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Before torch, whose threads it tells how to wait.
-from common import (
-    UserError,
-    command_line,
-    has_bfloat16,
-    mixed,
-    pick_device,
-    run,
-    stop_signals,
-)
+from common import UserError, command_line, has_bfloat16, mixed, pick_device, run, stop_signals
 
 # isort: split
 import torch
@@ -352,12 +344,7 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
             run.best = (losses["val_loss"], run.step)
             path = settings.out_dir / "best.pt"
             save_checkpoint(
-                path,
-                run.model,
-                data.encoding,
-                step=run.step,
-                args=settings.flat(),
-                data=data.metas,
+                path, run.model, data.encoding, step=run.step, args=settings.flat(), data=data.metas
             )
     return losses
 
