@@ -164,8 +164,7 @@ def check_start(settings: Settings, data: Data, origin: Path, checkpoint: dict |
                 f"{settings.data_dir} is not what {origin} was trained on: prepare it again"
             )
         if checkpoint["step"] > settings.max_iters:
-            step = checkpoint["step"]
-            raise UserError(f"{origin} is already at step {step}; raise --max_iters")
+            raise UserError(f"{origin} is already at step {checkpoint['step']}; raise --max_iters")
     elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
     elif os.path.exists(out_dir / "ckpt.pt") and not settings.overwrite:

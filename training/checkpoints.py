@@ -161,10 +161,12 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
             raise Damage(f"format {checkpoint.get('format')}, not {FORMAT}")
         require_fields(checkpoint, config=dict, model=dict, tokenizer=str, args=dict)
         if checkpoint.setdefault("tables"):
-            shape = tuple[int, int, int]
-            names = {"rows": int}
             require_fields(
-                checkpoint["tables"], id=str, shape=shape, dtype=torch.dtype, crc32=names
+                checkpoint["tables"],
+                id=str,
+                shape=tuple[int, int, int],
+                dtype=torch.dtype,
+                crc32={"rows": int},
             )
     try:
         Settings.from_flat({**checkpoint["args"], **checkpoint["config"]})

@@ -240,9 +240,8 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     if base is not None:
         preset = base["args"].get("preset", preset)
     preset = given.get("preset", preset)
-    values = {"preset": preset, "stage": name}
-    values.update(batch_size=Settings.batch_size, learning_rate=Settings.learning_rate)
-    values.update(PRESETS[preset])
+    values = dict(batch_size=Settings.batch_size, learning_rate=Settings.learning_rate)
+    values.update(PRESETS[preset], preset=preset, stage=name)
     if base is not None:
         values.update(inherited_shape(given, base["config"]))
 
