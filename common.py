@@ -195,12 +195,10 @@ def stop_signals(bar: tqdm) -> Iterator[list[int]]:
         else:
             bar.disable = True  # the terminal may be gone
 
-    numbers = signal.valid_signals() & {1, 2, 15}  # SIGHUP, which Windows lacks, INT, TERM
-    if threading.current_thread() is not threading.main_thread():
-        numbers = set()
-    for number in numbers:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
-            previous[number] = signal.signal(number, request)
+    if threading.current_thread() is threading.main_thread():
+        for number in signal.valid_signals() & {1, 2, 15}:  # HUP, which Windows lacks, INT, TERM
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
+                previous[number] = signal.signal(number, request)
     try:
         yield received
     finally:

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -68,15 +68,19 @@ def remove_run(out_dir: Path, suffix: str = "") -> None:
 def run_folder(out_dir: Path) -> Iterator[None]:
     """Rank 0 locks the folder of a run, and clears it of unfinished files, before and after; the
     others wait for it."""
-    with ExitStack() as stack:
-        if ranks.rank == 0:
-            stack.enter_context(locked(out_dir))
-            remove_run(out_dir, ".tmp")
-            live = out_dir / "ckpt.live"  # where tables are while they train
-            shutil.rmtree(live, ignore_errors=True)
-            stack.callback(shutil.rmtree, live, ignore_errors=True)
+    if ranks.rank:
         ranks.wait()
         yield
+        return
+    live = out_dir / "ckpt.live"  # where tables are while they train
+    with locked(out_dir):
+        remove_run(out_dir, ".tmp")
+        shutil.rmtree(live, ignore_errors=True)
+        ranks.wait()
+        try:
+            yield
+        finally:
+            shutil.rmtree(live, ignore_errors=True)
 
 
 # --- writing ---
