@@ -358,6 +358,9 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, encoding):
     assert (plain[0] == some[0]).all()
     learned = encoding.decode(some[1][some[1] >= 0].tolist())
     assert learned == " Ho.<|im_end|> No.<|im_end|>"
+    # Other stages learn all that is said.
+    plain, some = (Data(str(tmp_path / name), "text", 8, 0, 1) for name in ("plain", "marked"))
+    assert (plain.train.ids == some.train.ids).all()
 
 
 def test_conversations_need_markers(tmp_path):

@@ -5,7 +5,7 @@
     meta.json               kind of the documents, sizes, checksums, and where they come from
 
 meta.json is written last: a folder that has one is complete. In a message of weight 0, which is not
-to be learned, <|im_end|> follows <|im_start|>: `training.batches.Conversations` takes it out.
+to be learned, <|im_end|> follows <|im_start|>: training/batches.py takes it out.
 """
 
 import hashlib
