@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import model
 from common import flag
+from relatives import bank
 
 
 @dataclass
@@ -30,12 +31,6 @@ class ValueQKV(model.LinearQKV):
         return q, k, v + (self.weight * row).to(v.dtype)
 
 
-class Decoder(model.Decoder):
+class Decoder(bank.Decoder):
     config_class = Config
-
-    def make_block(self, layer: int) -> model.Block:
-        config = self.config
-        if layer not in config.row_layers:
-            return super().make_block(layer)
-        ffn = model.SwiGLU(config.n_embd, config.d_ff)
-        return model.Block(config, layer, ValueQKV(config), ffn)
+    qkv = ValueQKV
