@@ -442,7 +442,9 @@ def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]
 def main() -> None:
     settings = parse(Settings, __doc__)
     path = settings.export or settings.out
-    with locked(path.resolve().parent):  # before minutes of work, so that no run begins
+    with locked(
+        Path(os.path.realpath(path)).parent
+    ):  # before minutes of work, so that no run begins
         if os.path.lexists(path):
             raise UserError(f"{path} exists: choose another name")
         if settings.export:

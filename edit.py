@@ -325,8 +325,9 @@ def main() -> None:
         show_and_save(edit, None)
         return
     # Before it is read: two edits at once would lose one. Of a link, the folder where it leads.
-    with locked(path.resolve().parent):
-        if os.path.exists(path) and path.resolve() != edit.ckpt.resolve():
+    real = os.path.realpath(path)
+    with locked(Path(real).parent):
+        if os.path.exists(path) and real != os.path.realpath(edit.ckpt):
             raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
         remove_unused_tables(path)  # of an edit that was killed
         if edit.undo:

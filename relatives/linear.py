@@ -31,7 +31,8 @@ class Attention(model.Attention):
         super().__init__(config, qkv)
         if argument:
             raise UserError(f"--attention {config.attention}: linear takes no argument")
-        self.span = CHUNK + 2 * config.head_dim  # reading and adding to a state: head_dim keys
+        # Reading a state, and adding to it, cost as much as head_dim keys.
+        self.span = min(CHUNK, config.block_size) + 2 * config.head_dim
 
     def make_cache(self, batch: int, room: int, like: Tensor) -> State:
         return State()

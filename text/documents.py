@@ -35,7 +35,7 @@ TXT_LONGEST = 10_000
 BAD = {
     "not UTF-8": "[\ud800-\udfff]",
     "it has NUL characters: if it is UTF-16, convert it to UTF-8": "\0",
-    "more than 100,000 blanks in a row": r"\s{100000}",
+    "more than 100,000 blanks in a row": r"(?<!\s)\s{100000}",
 }
 MAX_BAD = 0.01  # a larger share of bad documents, and files are not what they were taken for
 
