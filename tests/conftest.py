@@ -10,6 +10,7 @@ import random
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,9 @@ from training.checkpoints import load_checkpoint
 from training.records import read_run
 
 torch.set_num_threads(1)  # threads only slow down tensors of this size
+
+# A shell that starts the tests behind its back ignores Ctrl-C for them, and for what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

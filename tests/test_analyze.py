@@ -66,8 +66,8 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path):
     first = ask("geometry")
     assert first in said
     for figure in (tmp_path / "quick/figures/geometry").iterdir():
-        figure.write_text('{"1": 77.0}')
-    assert "| 77.000 |" in ask("geometry")
+        figure.write_text('{"1": [77.0, 78.0]}')
+    assert "| 77.000 | 78.000 |" in ask("geometry")
     assert ask("geometry", "--fresh") == first
     assert picture.exists() and not (tmp_path / "quick/figures/writing").exists()
 
