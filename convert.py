@@ -39,6 +39,7 @@ from common import (
     Damage,
     UserError,
     check_ranges,
+    command_line,
     flag,
     locked,
     parse,
@@ -465,7 +466,8 @@ def main() -> None:
         f"wrote {path}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
         f"vocabulary {config.vocab_size:,}, {model_sizes(model)['total'] / 1e6:.2f} M parameters"
     )
-    print(f"next: python train.py --init_from {path} --data_dir DATA --out_dir out/trained")
+    words = ("--init_from", path, "--data_dir", "DATA", "--out_dir", "out/trained")
+    print(f"next: {command_line('train.py', *words)}")
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ MAX_BAD = 0.01  # a larger share of bad documents, and files are not what they w
 # How Project Gutenberg's header and its license begin and end. What does not end within so many
 # lines is text.
 NOTICES = {
-    r"(?i)\ufeff?(the )?project gutenberg(['’]s| e-?(book|text))": (
-        r"(?i)\*\*\* ?start of th(e|is) project gutenberg"
+    r"(?i)\ufeff?\**(the )?project gutenberg(['’]s| e-?(book|text))": (
+        r"(?i)\*\*\* ?start of th(e|is) project gutenberg|\*end\*? ?the small print"
     ),
     r"(?i)(\*\*\* ?)?end of (the |this )?project gutenberg": r"(?i).*hear about new ebooks\.$",
 }
@@ -56,7 +56,7 @@ SPELLED = "times <|endoftext|> stays text: as a line of a .txt file, it ends doc
 QUESTIONS = ("instruction", "prompt", "question", "query", "input")
 ANSWERS = ("output", "completion", "response", "answer")
 # In messages: other names of roles, and the keys that have a meaning here.
-ROLES = {"human": "user", "gpt": "assistant"}
+ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 KNOWN = ("role", "content", "from", "value", "weight")
 
 
@@ -186,8 +186,10 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
         raise ValueError("not JSON in UTF-8") from None
     if not isinstance(record, dict):
         raise ValueError(f"{record!r:.40} where a record should be")
-    is_talk = record.get("conversations") or record.get("messages")
-    if isinstance(record.get("text"), str) and not is_talk:
+    found = filled(record)
+    is_talk = bool(found & {"conversations", "messages"})
+    is_answered = found & {*QUESTIONS} and found & {*ANSWERS}  # Alpaca's have the text of both
+    if isinstance(record.get("text"), str) and not is_talk and not is_answered:
         return "text", checked(record["text"])
 
     keys = ", ".join(record)
@@ -202,30 +204,32 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
         return conversation(value, ignored)
 
     kind = "chat"
-    talk = take("system", "system")
+    talk = take("system", "system", "system_prompt")
     document = talk
+    chosen = rejected = []
     if "chosen" in record and "rejected" in record:
         kind = "preference"
         chosen, rejected = take("assistant", "chosen"), take("assistant", "rejected")
-        if len(chosen) == 1:  # the answers alone
-            talk += take("user", "prompt")
+    if len(chosen) < 2:  # the answers alone, or none
+        talk += take("user", "conversations", "messages", *QUESTIONS)
+        if talk and not is_talk and record.get("input"):  # Alpaca's: what its instruction is about
+            talk[-1]["content"] += f"\n{record.pop('input')}"
+    if kind == "preference":
         document = talk + chosen, talk + rejected
         if chosen[:-1] != rejected[:-1] or chosen == rejected:
             raise ValueError("chosen and rejected must differ in their last answer alone")
         if any(len(both) < 2 or both[-1]["role"] != "assistant" for both in document):
-            raise ValueError("chosen and rejected must end with an answer")
-    elif is_talk:
-        talk += take("user", "conversations", "messages")
-    else:
-        talk += take("user", *QUESTIONS)
-        if talk and record.get("input"):  # Alpaca's: what the instruction is about
-            talk[-1]["content"] += f"\n{record.pop('input')}"
+            raise ValueError(
+                f"chosen and rejected must end with an answer to a question: its keys are {keys}"
+            )
+    elif not is_talk:
         talk += take("assistant", *ANSWERS)
     answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
-    if kind == "chat" and not all(answers or [""]):
+    if kind == "chat" and not all(map(str.strip, answers or [""])):
         roles = ", ".join(message["role"] for message in talk)
-        raise ValueError(f'no "text", and no answers among "{roles:.60}": its keys are {keys}')
-    ignored.update(key for key, value in record.items() if value)
+        reason = f'no "text", and no answers to learn among "{roles:.60}"'
+        raise ValueError(f"{reason}: its keys are {keys}")
+    ignored |= filled(record)
     report.notes.update(f"documents have {key!r}, which is ignored" for key in ignored)
     return kind, document
 
@@ -236,17 +240,25 @@ def conversation(messages: object, ignored: set[str]) -> Messages:
     for message in messages if isinstance(messages, list) else [messages]:
         match message:
             case {"role": str(role), "content": content} | {"from": str(role), "value": content}:
-                given = {key for key, value in message.items() if value}
+                given = filled(message)
             case _:
                 raise ValueError(f'messages need "role" and "content", not {message!r:.60}')
         if given & {"tool_calls", "function_call"} or role == "function_call":
             raise ValueError("messages must not call tools")
+        role = role.lower()
         turn = {"role": ROLES.get(role, role), "content": checked(joined(content))}
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError(f"the weight of a message must be 0 or 1, not {message['weight']!r}")
         if message.get("weight") == 0:
             turn["weight"] = 0
         ignored |= given.difference(KNOWN)
         talk.append(turn)
     return talk
+
+
+def filled(record: dict) -> set[str]:
+    """The keys whose values are not empty. A false or a zero says something."""
+    return {key for key, value in record.items() if value not in (None, "", [], {})}
 
 
 def joined(content: object) -> str:
