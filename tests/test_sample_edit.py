@@ -20,6 +20,7 @@ from conftest import (
 )
 
 import edit
+from common import UserError
 from model import ModelConfig
 from text import bpe
 from text.tokenizer import encode
@@ -125,6 +126,14 @@ def test_a_fact_stands_behind_a_space_where_the_text_has_some(words, space):
     for given in (answer, f" {answer}"):
         asked = edit.Edit(source="x", prompt=prompt, write=given)
         assert edit.fact(model, encoding, asked) == encoding.encode_ordinary(space + answer)
+
+
+def test_spaces_around_a_name_or_a_fact_mean_nothing():
+    asked = edit.Edit(source=" Anna", target="Björn  ", write=" ")
+    assert (asked.source, asked.target, asked.write) == ("Anna", "Björn", "")
+    assert edit.Edit(source="Anna", write=" \nEmil").write == "\nEmil"
+    with pytest.raises(UserError, match="--target or --write"):
+        edit.Edit(source="Anna", write=" ")
 
 
 # --- edits that last ---
