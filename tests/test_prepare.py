@@ -229,6 +229,11 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, data):
         ({"chosen": TALK, "rejected": TALK}, "chosen and rejected must differ in their last"),
         ({"messages": TALK}, "chat, while the first document is text"),
         ({"messages": TALK[:1]}, 'no "text", and no answers to learn among "user"'),
+        (
+            {"instruction": "Hi", "input": {"a": 1}, "output": "Ho"},
+            "content that is not text: {'a'",
+        ),
+        ({"instruction": "Hi", "input": "\0", "output": "Ho"}, "it has NUL"),
         ({"messages": "Hi"}, 'no "text", and no answers to learn among "user"'),
         ({"messages": ["Hi"]}, 'messages need "role" and "content"'),
         ({"messages": [says(["user"], "")]}, 'messages need "role" and "content"'),

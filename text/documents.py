@@ -213,7 +213,7 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
     if len(chosen) < 2:  # the answers alone, or none
         talk += take("user", "conversations", "messages", *QUESTIONS)
         if talk and not is_talk and record.get("input"):  # Alpaca's: what its instruction is about
-            talk[-1]["content"] += f"\n{record.pop('input')}"
+            talk[-1]["content"] += "\n" + checked(joined(record.pop("input")))
     if kind == "preference":
         document = talk + chosen, talk + rejected
         if chosen[:-1] != rejected[:-1] or chosen == rejected:
