@@ -207,6 +207,8 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, data):
     ):
         assert reason in refused(f"prepare.py {line}", cwd=tmp_path)
     assert not (tmp_path / "x").exists()
+    lost = refused("train.py --out_dir x --data_dir", "my data", cwd=tmp_path)
+    assert "run python prepare.py --out_dir 'my data', with --input" in lost
 
 
 @pytest.mark.parametrize(
@@ -216,6 +218,7 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, data):
         (b"[" * 100_000, "not JSON in UTF-8"),
         (b'{"text": "\\ud800"}', "not JSON in UTF-8"),
         ({"text": "a\0b"}, "it has NUL"),
+        ({"text": None, "id": 1}, "content that is not text: None"),
         ({"messages": []}, 'no "text", and no answers to learn among "": its keys are messages'),
         ({"prefix": "a", "suffix": "b"}, 'no "text", .*: its keys are prefix, suffix'),
         (b"[]", r"\[\] where a record"),
@@ -257,9 +260,10 @@ def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
     ("name", "content", "reason"),
     [
         ("a.csv", b"x", "only .txt and .jsonl"),
+        ("A.TXT", b"caf\xe9 " * 100, "A.TXT:1: not UTF-8"),
         ("a.txt", b"caf\xe9 " * 100, "a.txt:1: not UTF-8"),
         ("a.txt", "Hello.\n".encode("utf-16-le") * 100, "a.txt:1: it has NUL"),
-        ("a.txt", b"", "0 of 0 documents"),
+        ("a.txt", b"", "0 of 0 documents (there is no text)"),
         ("a.txt", b"a", "no document for val.bin"),
         ("a.jsonl", json.dumps({"text": ""}).encode(), "0 of 0 documents"),
     ],

@@ -72,7 +72,8 @@ class Report:
     notes: Counter[str] = field(default_factory=Counter)  # what else happened, and how often
 
     def __str__(self) -> str:
-        return f"{self.bad:,} of {self.documents:,} documents ({'; '.join(self.named)})"
+        named = "; ".join(self.named) or "there is no text"
+        return f"{self.bad:,} of {self.documents:,} documents ({named})"
 
 
 def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[Document]:
@@ -90,9 +91,10 @@ def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[D
 
 
 def read_file(path: Path, report: Report, bar: tqdm) -> Iterator[Document]:
-    if path.suffix not in (".txt", ".jsonl"):
+    suffix = path.suffix.lower()
+    if suffix not in (".txt", ".jsonl"):
         raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
-    is_json = path.suffix == ".jsonl"
+    is_json = suffix == ".jsonl"
     # As text, lines end as they do anywhere. What is not UTF-8 becomes half surrogate pairs.
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         parts = enumerate(file, 1) if is_json else txt_documents(file, report)
@@ -189,8 +191,8 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
     found = filled(record)
     is_talk = bool(found & {"conversations", "messages"})
     is_answered = found & {*QUESTIONS} and found & {*ANSWERS}  # Alpaca's have the text of both
-    if isinstance(record.get("text"), str) and not is_talk and not is_answered:
-        return "text", checked(record["text"])
+    if "text" in record and not is_talk and not is_answered:
+        return "text", checked(joined(record["text"]))
 
     keys = ", ".join(record)
     ignored: set[str] = set()

@@ -229,7 +229,7 @@ def parse_mixture(data_dir: str) -> dict[Path, float]:
     wrong = UserError(f"--data_dir {data_dir} is not folder=weight,folder=weight, each once")
     weights: dict[Path, float] = {}
     for part in data_dir.split(","):
-        folder, _, number = part.rpartition("=")
+        folder, _, number = part.strip().rpartition("=")
         try:
             weight = float(number)
         except ValueError:
