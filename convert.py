@@ -466,8 +466,8 @@ def main() -> None:
         f"wrote {path}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
         f"vocabulary {config.vocab_size:,}, {model_sizes(model)['total'] / 1e6:.2f} M parameters"
     )
-    words = ("--init_from", path, "--data_dir", "DATA", "--out_dir", "out/trained")
-    print(f"next: {command_line('train.py', *words)}")
+    train = command_line("train.py", "--init_from", path)
+    print("next:", train, "--data_dir DATA --out_dir out/trained")
 
 
 if __name__ == "__main__":

@@ -219,28 +219,28 @@ def test_bad_flags_are_one_clear_line(tmp_path, story, data):
         (b'{"text": "\\ud800"}', "not JSON in UTF-8"),
         ({"text": "a\0b"}, "it has NUL"),
         ({"text": None, "id": 1}, "content that is not text: None"),
-        ({"messages": []}, 'no "text", and no answers to learn among "": its keys are messages'),
+        ({"messages": []}, 'no "text", no answers to learn among "": its keys are messages'),
         ({"prefix": "a", "suffix": "b"}, 'no "text", .*: its keys are prefix, suffix'),
         (b"[]", r"\[\] where a record"),
-        ({"messages": [*TALK, says("assistant", "")]}, 'no "text", and no answers to learn among'),
+        ({"messages": [*TALK, says("assistant", "")]}, 'no "text", no answers to learn among'),
         (
             {"messages": [says("user", "Hi"), says("bot", "Ho")]},
-            'no "text", and no answers to learn among "user, bot"',
+            'no "text", no answers to learn among "user, bot"',
         ),
         ({"messages": [says("user", [{"type": "image"}])]}, "content that is not text: .*image"),
         ({"chosen": "a", "rejected": "b"}, "chosen and rejected must end with an answer"),
         ({"chosen": TALK, "rejected": TALK}, "chosen and rejected must differ in their last"),
         ({"messages": TALK}, "chat, while the first document is text"),
-        ({"messages": TALK[:1]}, 'no "text", and no answers to learn among "user"'),
+        ({"messages": TALK[:1]}, 'no "text", no answers to learn among "user"'),
         (
             {"instruction": "Hi", "input": {"a": 1}, "output": "Ho"},
             "content that is not text: {'a'",
         ),
         ({"instruction": "Hi", "input": "\0", "output": "Ho"}, "it has NUL"),
-        ({"messages": "Hi"}, 'no "text", and no answers to learn among "user"'),
+        ({"messages": "Hi"}, 'no "text", no answers to learn among "user"'),
         ({"messages": ["Hi"]}, 'messages need "role" and "content"'),
         ({"messages": [says(["user"], "")]}, 'messages need "role" and "content"'),
-        ({"messages": [*TALK, says("assistant", " ")]}, 'no "text", and no answers to learn among'),
+        ({"messages": [*TALK, says("assistant", " ")]}, 'no "text", no answers to learn among'),
         ({"messages": [*TALK, says("assistant", "x", weight=0.5)]}, ".*must be 0 or 1, not 0.5"),
         ({"messages": [*TALK, says("assistant", "", tool_calls=[1])]}, ".*must not call tools"),
         ({"messages": [*TALK, says("assistant", "", function_call={"a": 1})]}, ".*not call tools"),
@@ -263,7 +263,7 @@ def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
         ("A.TXT", b"caf\xe9 " * 100, "A.TXT:1: not UTF-8"),
         ("a.txt", b"caf\xe9 " * 100, "a.txt:1: not UTF-8"),
         ("a.txt", "Hello.\n".encode("utf-16-le") * 100, "a.txt:1: it has NUL"),
-        ("a.txt", b"", "0 of 0 documents (there is no text)"),
+        ("a.txt", b"", "0 of 0 documents (empty)"),
         ("a.txt", b"a", "no document for val.bin"),
         ("a.jsonl", json.dumps({"text": ""}).encode(), "0 of 0 documents"),
     ],
@@ -335,7 +335,7 @@ ASKED, ANSWERED = says("user", "Hi?"), says("assistant", "Ho.")
         ),
         ({"prompt": "Hi?", "completion": "Ho."}, [ASKED, ANSWERED], set()),
         (
-            {"system_prompt": "Be kind.", "question": "Hi?", "response": "Ho.", "text": "Hi? Ho."},
+            {"system_prompt": "Be kind.", "instruction": "Hi?", "output": "Ho.", "text": "Hi? Ho."},
             [says("system", "Be kind."), ASKED, ANSWERED],
             {"text"},
         ),
@@ -407,6 +407,11 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, encoding):
     assert (plain[0] == some[0]).all()
     learned = encoding.decode(some[1][some[1] >= 0].tolist())
     assert learned == " Ho.<|im_end|> No.<|im_end|>"
+    # Nor does a stage that learns all tokens see marks.
+    plain, some = (
+        Data(str(tmp_path / name), "text", 8, 0, 1).train.ids for name in ("plain", "marked")
+    )
+    assert plain.tolist() == some.tolist()
 
 
 def test_conversations_need_markers(tmp_path):

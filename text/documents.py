@@ -56,7 +56,7 @@ SPELLED = "times <|endoftext|> stays text: as a line of a .txt file, it ends doc
 QUESTIONS = ("instruction", "prompt", "question", "query", "input")
 ANSWERS = ("output", "completion", "response", "answer")
 # In messages: other names of roles, and the keys that have a meaning here.
-ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
+ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "model"), "assistant")
 KNOWN = ("role", "content", "from", "value", "weight")
 
 
@@ -72,8 +72,7 @@ class Report:
     notes: Counter[str] = field(default_factory=Counter)  # what else happened, and how often
 
     def __str__(self) -> str:
-        named = "; ".join(self.named) or "there is no text"
-        return f"{self.bad:,} of {self.documents:,} documents ({named})"
+        return f"{self.bad:,} of {self.documents:,} documents ({'; '.join(self.named) or 'empty'})"
 
 
 def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[Document]:
@@ -189,9 +188,8 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
     if not isinstance(record, dict):
         raise ValueError(f"{record!r:.40} where a record should be")
     found = filled(record)
-    is_talk = bool(found & {"conversations", "messages"})
-    is_answered = found & {*QUESTIONS} and found & {*ANSWERS}  # Alpaca's have the text of both
-    if "text" in record and not is_talk and not is_answered:
+    is_talk = found & {"conversations", "messages"}
+    if "text" in record and not is_talk and "instruction" not in found:  # Alpaca's have both
         return "text", checked(joined(record["text"]))
 
     keys = ", ".join(record)
@@ -208,13 +206,13 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
     kind = "chat"
     talk = take("system", "system", "system_prompt")
     document = talk
-    chosen = rejected = []
+    chosen = []
     if "chosen" in record and "rejected" in record:
         kind = "preference"
         chosen, rejected = take("assistant", "chosen"), take("assistant", "rejected")
     if len(chosen) < 2:  # the answers alone, or none
         talk += take("user", "conversations", "messages", *QUESTIONS)
-        if talk and not is_talk and record.get("input"):  # Alpaca's: what its instruction is about
+        if not is_talk and record.get("input"):  # Alpaca's: what its instruction is about
             talk[-1]["content"] += "\n" + checked(joined(record.pop("input")))
     if kind == "preference":
         document = talk + chosen, talk + rejected
@@ -229,8 +227,7 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
     answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
     if kind == "chat" and not all(map(str.strip, answers or [""])):
         roles = ", ".join(message["role"] for message in talk)
-        reason = f'no "text", and no answers to learn among "{roles:.60}"'
-        raise ValueError(f"{reason}: its keys are {keys}")
+        raise ValueError(f'no "text", no answers to learn among "{roles:.60}": its keys are {keys}')
     ignored |= filled(record)
     report.notes.update(f"documents have {key!r}, which is ignored" for key in ignored)
     return kind, document
@@ -249,9 +246,10 @@ def conversation(messages: object, ignored: set[str]) -> Messages:
             raise ValueError("messages must not call tools")
         role = role.lower()
         turn = {"role": ROLES.get(role, role), "content": checked(joined(content))}
-        if message.get("weight") not in (None, 0, 1):
-            raise ValueError(f"the weight of a message must be 0 or 1, not {message['weight']!r}")
-        if message.get("weight") == 0:
+        weight = message.get("weight")
+        if weight not in (None, 0, 1):
+            raise ValueError(f"the weight of a message must be 0 or 1, not {weight!r}")
+        if weight == 0:
             turn["weight"] = 0
         ignored |= given.difference(KNOWN)
         talk.append(turn)

@@ -16,8 +16,13 @@ from text import tokenizer
 
 ADDED = dict(content=str, id=int)  # what is read of a special token
 # What the settings of its "model" must be, where there are some.
-PLAIN = {"type": "BPE", "dropout": 0, "byte_fallback": False}
-PLAIN |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+PLAIN = {
+    "type": "BPE",
+    "dropout": 0,
+    "byte_fallback": False,
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+}
 # How the three split text into words.
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LETTERS = {**GPT2, "use_regex": False}  # GPT-2's spelling of bytes, after another split

@@ -106,8 +106,7 @@ class Conversations(Source):
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
         answer = tokenizer.answers(self.encoding, ids)
         # What text/dataset.py has marked is not found to be an answer. The marks are taken out.
-        start, stop = map(self.encoding.encode_single_token, (tokenizer.START, tokenizer.END))
-        kept = (ids != stop) | (np.roll(ids, 1) != start)
+        kept = unmarked(self.encoding, ids)
         ids, answer = ids[kept], answer[kept]
         answer[0] = False  # nothing predicts the first token
         end = self.block_size + 1
@@ -119,6 +118,12 @@ class Conversations(Source):
         ids = ids[start:end]
         targets = np.where(answer[start:end], ids, -1)
         return ids[:-1], targets[1:]
+
+
+def unmarked(encoding: Encoding, ids: np.ndarray) -> np.ndarray:
+    """Which tokens of conversations [T] are none of the marks of text/dataset.py: [T] bool."""
+    start, stop = map(encoding.encode_single_token, (tokenizer.START, tokenizer.END))
+    return (ids != stop) | (np.roll(ids, 1) != start)
 
 
 class Pairs(Source):
@@ -198,6 +203,8 @@ class Data:
         if kind == "preference":
             talks = Conversations(ids, self.encoding, block_size, None, only_last=True)
             return Pairs(talks, seed)
+        if meta["kind"] == "chat":  # as text, in memory
+            ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:
             fix = f"lower --block_size {block_size}"
             raise UserError(f"{folder}/{split}.bin has only {len(ids)} tokens: {fix}")

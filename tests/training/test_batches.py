@@ -221,7 +221,9 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
         path.write_text(damage)
     else:
         change_json(path, **damage)
-    with pytest.raises(UserError, match=rf"{path}.*: run python prepare\.py --out_dir {folder}, with"):
+    with pytest.raises(
+        UserError, match=rf"{path}.*: run python prepare\.py --out_dir {folder}, with"
+    ):
         Data(str(folder), "text", 10, 1, 50)
 
 
