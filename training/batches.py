@@ -206,7 +206,7 @@ class Data:
         if meta["kind"] == "chat":  # as text, in memory
             ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:
-            fix = f"lower --block_size {block_size}"
+            fix = f"lower --block_size {block_size} to {len(ids) - 1} or less"
             raise UserError(f"{folder}/{split}.bin has only {len(ids)} tokens: {fix}")
         return Windows(ids, block_size, seed)
 
