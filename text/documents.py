@@ -8,7 +8,8 @@ Three kinds of documents, recognized by the keys of a JSONL line:
 
 Of conversations, other programs' forms are read, too: ShareGPT's ("from", "value"), content as a
 list of parts, a "system" beside the messages, a single question and its answer (Alpaca's
-"instruction", "input", "output"; "prompt", "completion").
+"instruction", "input", "output"; "prompt", "completion"). Any of these may ask what two answers
+alone, "chosen" and "rejected", answer.
 """
 
 import json
