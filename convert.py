@@ -467,7 +467,7 @@ def main() -> None:
         f"vocabulary {config.vocab_size:,}, {model_sizes(model)['total'] / 1e6:.2f} M parameters"
     )
     train = command_line("train.py", "--init_from", path)
-    print("next:", train, "--data_dir DATA --out_dir out/trained")
+    print(f"next: {train} --data_dir DATA --out_dir out/trained")
 
 
 if __name__ == "__main__":

@@ -334,6 +334,7 @@ ASKED, ANSWERED = says("user", "Hi?"), says("assistant", "Ho.")
             set(),
         ),
         ({"prompt": "Hi?", "completion": "Ho."}, [ASKED, ANSWERED], set()),
+        ({"instruction": "Hi?", "text": "Ho.", "id": 1}, "Ho.", set()),  # a text
         (
             {"system_prompt": "Be kind.", "instruction": "Hi?", "output": "Ho.", "text": "Hi? Ho."},
             [says("system", "Be kind."), ASKED, ANSWERED],

@@ -58,7 +58,7 @@ QUESTIONS = ("instruction", "prompt", "question", "query", "input")
 ANSWERS = ("output", "completion", "response", "answer")
 # In messages: other names of roles, and the keys that have a meaning here.
 ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "model"), "assistant")
-KNOWN = ("role", "content", "from", "value", "weight")
+KNOWN = {"role", "content", "from", "value", "weight"}
 
 
 @dataclass
@@ -190,7 +190,8 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
         raise ValueError(f"{record!r:.40} where a record should be")
     found = filled(record)
     is_talk = found & {"conversations", "messages"}
-    if "text" in record and not is_talk and "instruction" not in found:  # Alpaca's have both
+    is_answered = found >= {"instruction", "output"}  # Alpaca's have the text of both, too
+    if "text" in record and not is_talk and not is_answered:
         return "text", checked(joined(record["text"]))
 
     keys = ", ".join(record)
@@ -252,7 +253,7 @@ def conversation(messages: object, ignored: set[str]) -> Messages:
             raise ValueError(f"the weight of a message must be 0 or 1, not {weight!r}")
         if weight == 0:
             turn["weight"] = 0
-        ignored |= given.difference(KNOWN)
+        ignored |= given - KNOWN
         talk.append(turn)
     return talk
 
