@@ -236,7 +236,7 @@ def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
         (f"{a}=1,{b}=1", "text", 10, f"{b} was made with a different tokenizer"),
         (a, "chat", 10, str(a)),
         (f"{a}=1,{chat}=1", "chat", 10, "--data_dir"),
-        (a, "text", len(IDS), f"--block_size 1003 to 1002 or less"),
+        (a, "text", len(IDS), "--block_size 1003 to 1002 or less"),
         (wrong, "text", 10, f"{wrong}/tokenizer.json"),  # the model would be built for it
     ):
         with pytest.raises(UserError) as error:
