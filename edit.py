@@ -55,8 +55,8 @@ WIDTH = 38  # of a column of text
 @dataclass
 class Edit:
     ckpt: Path = flag(Path("out/ckpt.pt"), "checkpoint of train.py")
-    source: str | None = flag(None, "the name to edit, such as Spain")
-    target: str | None = flag(None, "the name whose rows to read instead, such as Germany")
+    source: str = flag("", "the name to edit, such as Spain")
+    target: str = flag("", "the name whose rows to read instead, such as Germany")
     align: str = flag(
         "copy",
         "for names of unequal length: copy the target's first row or pad with <|endoftext|>'s in "
@@ -64,7 +64,7 @@ class Edit:
         choices=("copy", "pad", "subset", "average"),
     )
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
-    write: str | None = flag(None, 'the text that should follow the prompt, such as "Lisbon."')
+    write: str = flag("", 'the text that should follow the prompt, such as "Lisbon."')
     max_new_tokens: int = flag(
         40, "tokens to generate, before and after the edit", must="at least 1"
     )
@@ -76,6 +76,8 @@ class Edit:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        for name in ("source", "target", "write"):  # with and without a space, both are tried
+            setattr(self, name, getattr(self, name).strip(" "))
         if self.undo:
             fits = not (self.source or self.target or self.write)
         else:
@@ -145,7 +147,7 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
 
 def fact(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> list[int]:
     """The tokens of what --write writes: behind a space, or not, as the model finds likelier."""
-    spaced, bare = spellings(encoding, edit.write.lstrip())
+    spaced, bare = spellings(encoding, edit.write)
     prompt = encode(encoding, edit.prompt)
     likely = score_answers(model, [prompt, prompt], [spaced[:1], bare[:1]]).probability
     return spaced if likely[0] >= likely[1] else bare
@@ -282,13 +284,10 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     check_editable(model)
     edit.prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     for name in ("source", "target", "prompt", "write"):
-        text = getattr(edit, name)
-        if text and not typed(encoding, text).strip():
-            raise UserError(f"--{name} {text!r} is blank")
-        setattr(edit, name, text and typed(encoding, text))
+        setattr(edit, name, typed(encoding, getattr(edit, name)))
     # Text of one's own may have other names, also with the preset of a model that it continues.
-    corpora = {meta["corpus"] for meta in checkpoint.get("data", [])}
-    if checkpoint["args"].get("preset") == "countries" and "files" not in corpora:
+    is_own = "files" in {meta["corpus"] for meta in checkpoint.get("data", [])}
+    if checkpoint["args"].get("preset") == "countries" and not is_own:
         countries.check_names(target=edit.target, source=edit.source)
     wanted = fact(model, encoding, edit) if edit.write else []
     prompt, table_prompt = apply(model, encoding, edit, wanted)
@@ -314,7 +313,7 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
         print("saved, although it was not learned")
     print(f"changed the rows of {pieces}")
     readers = countries.readers(encoding, sorted(changed))
-    if readers:
+    if readers and not is_own:
         print(f"these countries read them: {', '.join(readers)}")
 
 

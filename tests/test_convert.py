@@ -187,6 +187,8 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
         ({}, {"added_tokens": [{"id": 299, "content": "<think>", "special": False}]}, "'<think>'"),
         ({}, {"normalizer": {"type": "NFC"}}, "normalizer {'type': 'NFC'}"),
         ({}, {"model": bpe(byte_fallback=True)["model"]}, "byte_fallback True"),
+        ({}, {"model": bpe(end_of_word_suffix="</w>")["model"]}, "end_of_word_suffix </w>"),
+        ({}, {"model": bpe(continuing_subword_prefix="##")["model"]}, "subword_prefix ##"),
         ({}, {"model": bpe(merges=MERGES[::-1])["model"]}, "merges in another order"),
         ({}, bpe(lacking=b"x"), "bytes are missing"),
         ({}, bpe(special=["<s>"]), "no token with bos_token_id 1"),

@@ -81,13 +81,14 @@ def test_saving_says_what_changes_and_whether_the_fact_is_learned(
     encoding, tmp_path, monkeypatch, capsys
 ):
     ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
-    save_checkpoint(ckpt, made(encoding), encoding)
     asked = Edit(ckpt, "Spain", prompt="Country: Spain", write="S", device="cpu")
-    for keep, is_learned in ((0, True), (1e4, False)):
+    for keep, is_learned, corpus in ((0, True, "countries"), (1e4, False, "files")):
+        save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": corpus}])
         monkeypatch.setattr(writing, "KEEP", keep)
         show_and_save(asked, saved)
         shown = capsys.readouterr().out
-        assert "rows of [' Spain']\nthese countries read them: Spain\n" in shown
+        assert "changed the rows of [' Spain']\n" in shown
+        assert ("\nthese countries read them: Spain\n" in shown) == (corpus == "countries")
         assert ("not learned" not in shown) == is_learned
 
 

@@ -20,6 +20,7 @@ from conftest import (
 )
 
 import edit
+from common import UserError
 from model import ModelConfig
 from text import bpe
 from text.tokenizer import encode
@@ -61,7 +62,6 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("sample.py --chat --prompt Hi", "--prompt"),
         ("edit.py --source Anna", "--target"),
         ("edit.py --source Ann --prompt Anna --write x", "'Ann' is not whole tokens"),
-        ("edit.py --source Anna --write \\n", r"--write '\\n' is blank"),
         ("edit.py --undo", "holds no edit"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
         ("edit.py --source a --target b --prompt " + "a" * 99, "--prompt has 100 tokens"),
@@ -126,6 +126,14 @@ def test_a_fact_stands_behind_a_space_where_the_text_has_some(words, space):
     for given in (answer, f" {answer}"):
         asked = edit.Edit(source="x", prompt=prompt, write=given)
         assert edit.fact(model, encoding, asked) == encoding.encode_ordinary(space + answer)
+
+
+def test_spaces_around_a_name_or_a_fact_mean_nothing():
+    asked = edit.Edit(source=" Anna", target="Björn  ", write=" ")
+    assert (asked.source, asked.target, asked.write) == ("Anna", "Björn", "")
+    assert edit.Edit(source="Anna", write=" \nEmil").write == "\nEmil"
+    with pytest.raises(UserError, match="--target or --write"):
+        edit.Edit(source="Anna", write=" ")
 
 
 # --- edits that last ---

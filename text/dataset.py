@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import tiktoken
 
-from common import Damage, UserError, atomic, locked, parse_json, reading
+from common import Damage, UserError, atomic, command_line, locked, parse_json, reading
 from text import tokenizer
 
 FORMAT = 2
@@ -32,10 +32,15 @@ OF_SPLIT = dict(documents=int, tokens=int, sha256=str)
 # --- reading ---
 
 
+def again(folder: Path) -> str:
+    """What to do where a file of a folder is missing or damaged."""
+    return f"run {command_line('prepare.py', '--out_dir', folder)}, with --input or --dataset"
+
+
 def read_meta(folder: Path) -> dict:
     """What `write_dataset` wrote about a folder. UserError: it is missing or damaged."""
     path = folder / "meta.json"
-    with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
+    with reading(path, again(folder)):
         meta = parse_json(
             path.read_bytes(),
             format=int,
@@ -58,7 +63,7 @@ def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
     """The tokenizer that the folder's token files were made with. UserError: it is missing,
     damaged, or another one."""
     path = folder / "tokenizer.json"
-    with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
+    with reading(path, again(folder)):
         encoding = tokenizer.loads(path.read_bytes())
         if tokenizer.fingerprint(encoding) != meta["tokenizer"]:
             raise Damage("not the tokenizer of the token files")
@@ -71,7 +76,7 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     """The token ids of a split [tokens], memory-mapped. UserError: the file is missing or damaged;
     to check its sha256 takes 0.06 s for 100 MB."""
     path = folder / f"{split}.bin"
-    with reading(path, f"run prepare.py --out_dir {folder}, with --input or --dataset"):
+    with reading(path, again(folder)):
         expected = meta[split]["tokens"] * np.dtype(meta["dtype"]).itemsize
         if path.stat().st_size != expected:
             raise Damage(f"{path.stat().st_size:,} bytes, not {expected:,}")

@@ -8,7 +8,8 @@ Three kinds of documents, recognized by the keys of a JSONL line:
 
 Of conversations, other programs' forms are read, too: ShareGPT's ("from", "value"), content as a
 list of parts, a "system" beside the messages, a single question and its answer (Alpaca's
-"instruction", "input", "output"; "prompt", "completion").
+"instruction", "input", "output"; "prompt", "completion"). Any of these may ask what two answers
+alone, "chosen" and "rejected", answer.
 """
 
 import json
@@ -42,8 +43,8 @@ MAX_BAD = 0.01  # a larger share of bad documents, and files are not what they w
 # How Project Gutenberg's header and its license begin and end. What does not end within so many
 # lines is text.
 NOTICES = {
-    r"(?i)\ufeff?(the )?project gutenberg(['’]s| e-?(book|text))": (
-        r"(?i)\*\*\* ?start of th(e|is) project gutenberg"
+    r"(?i)\ufeff?\**(the )?project gutenberg(['’]s| e-?(book|text))": (
+        r"(?i)\*\*\* ?start of th(e|is) project gutenberg|\*end\*? ?the small print"
     ),
     r"(?i)(\*\*\* ?)?end of (the |this )?project gutenberg": r"(?i).*hear about new ebooks\.$",
 }
@@ -56,8 +57,8 @@ SPELLED = "times <|endoftext|> stays text: as a line of a .txt file, it ends doc
 QUESTIONS = ("instruction", "prompt", "question", "query", "input")
 ANSWERS = ("output", "completion", "response", "answer")
 # In messages: other names of roles, and the keys that have a meaning here.
-ROLES = {"human": "user", "gpt": "assistant"}
-KNOWN = ("role", "content", "from", "value", "weight")
+ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "model"), "assistant")
+KNOWN = {"role", "content", "from", "value", "weight"}
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Report:
     notes: Counter[str] = field(default_factory=Counter)  # what else happened, and how often
 
     def __str__(self) -> str:
-        return f"{self.bad:,} of {self.documents:,} documents ({'; '.join(self.named)})"
+        return f"{self.bad:,} of {self.documents:,} documents ({'; '.join(self.named) or 'empty'})"
 
 
 def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[Document]:
@@ -90,9 +91,10 @@ def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[D
 
 
 def read_file(path: Path, report: Report, bar: tqdm) -> Iterator[Document]:
-    if path.suffix not in (".txt", ".jsonl"):
+    suffix = path.suffix.lower()
+    if suffix not in (".txt", ".jsonl"):
         raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
-    is_json = path.suffix == ".jsonl"
+    is_json = suffix == ".jsonl"
     # As text, lines end as they do anywhere. What is not UTF-8 becomes half surrogate pairs.
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         parts = enumerate(file, 1) if is_json else txt_documents(file, report)
@@ -186,9 +188,11 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
         raise ValueError("not JSON in UTF-8") from None
     if not isinstance(record, dict):
         raise ValueError(f"{record!r:.40} where a record should be")
-    is_talk = record.get("conversations") or record.get("messages")
-    if isinstance(record.get("text"), str) and not is_talk:
-        return "text", checked(record["text"])
+    found = filled(record)
+    is_talk = found & {"conversations", "messages"}
+    is_answered = found >= {"instruction", "output"}  # Alpaca's have the text of both, too
+    if "text" in record and not is_talk and not is_answered:
+        return "text", checked(joined(record["text"]))
 
     keys = ", ".join(record)
     ignored: set[str] = set()
@@ -202,30 +206,31 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
         return conversation(value, ignored)
 
     kind = "chat"
-    talk = take("system", "system")
+    talk = take("system", "system", "system_prompt")
     document = talk
+    chosen = []
     if "chosen" in record and "rejected" in record:
         kind = "preference"
         chosen, rejected = take("assistant", "chosen"), take("assistant", "rejected")
-        if len(chosen) == 1:  # the answers alone
-            talk += take("user", "prompt")
+    if len(chosen) < 2:  # the answers alone, or none
+        talk += take("user", "conversations", "messages", *QUESTIONS)
+        if not is_talk and record.get("input"):  # Alpaca's: what its instruction is about
+            talk[-1]["content"] += "\n" + checked(joined(record.pop("input")))
+    if kind == "preference":
         document = talk + chosen, talk + rejected
         if chosen[:-1] != rejected[:-1] or chosen == rejected:
             raise ValueError("chosen and rejected must differ in their last answer alone")
         if any(len(both) < 2 or both[-1]["role"] != "assistant" for both in document):
-            raise ValueError("chosen and rejected must end with an answer")
-    elif is_talk:
-        talk += take("user", "conversations", "messages")
-    else:
-        talk += take("user", *QUESTIONS)
-        if talk and record.get("input"):  # Alpaca's: what the instruction is about
-            talk[-1]["content"] += "\n" + checked(joined(record.pop("input")))
+            raise ValueError(
+                f"chosen and rejected must end with an answer to a question: its keys are {keys}"
+            )
+    elif not is_talk:
         talk += take("assistant", *ANSWERS)
     answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
-    if kind == "chat" and not all(answers or [""]):
+    if kind == "chat" and not all(map(str.strip, answers or [""])):
         roles = ", ".join(message["role"] for message in talk)
-        raise ValueError(f'no "text", and no answers among "{roles:.60}": its keys are {keys}')
-    ignored.update(key for key, value in record.items() if value)
+        raise ValueError(f'no "text", no answers to learn among "{roles:.60}": its keys are {keys}')
+    ignored |= filled(record)
     report.notes.update(f"documents have {key!r}, which is ignored" for key in ignored)
     return kind, document
 
@@ -236,17 +241,26 @@ def conversation(messages: object, ignored: set[str]) -> Messages:
     for message in messages if isinstance(messages, list) else [messages]:
         match message:
             case {"role": str(role), "content": content} | {"from": str(role), "value": content}:
-                given = {key for key, value in message.items() if value}
+                given = filled(message)
             case _:
                 raise ValueError(f'messages need "role" and "content", not {message!r:.60}')
         if given & {"tool_calls", "function_call"} or role == "function_call":
             raise ValueError("messages must not call tools")
+        role = role.lower()
         turn = {"role": ROLES.get(role, role), "content": checked(joined(content))}
-        if message.get("weight") == 0:
+        weight = message.get("weight")
+        if weight not in (None, 0, 1):
+            raise ValueError(f"the weight of a message must be 0 or 1, not {weight!r}")
+        if weight == 0:
             turn["weight"] = 0
-        ignored |= given.difference(KNOWN)
+        ignored |= given - KNOWN
         talk.append(turn)
     return talk
+
+
+def filled(record: dict) -> set[str]:
+    """The keys whose values are not empty. A false or a zero says something."""
+    return {key for key, value in record.items() if value not in (None, "", [], {})}
 
 
 def joined(content: object) -> str:

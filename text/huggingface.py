@@ -15,6 +15,14 @@ from common import UserError, parse_json, reading
 from text import tokenizer
 
 ADDED = dict(content=str, id=int)  # what is read of a special token
+# What the settings of its "model" must be, where there are some.
+PLAIN = {
+    "type": "BPE",
+    "dropout": 0,
+    "byte_fallback": False,
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+}
 # How the three split text into words.
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LETTERS = {**GPT2, "use_regex": False}  # GPT-2's spelling of bytes, after another split
@@ -89,9 +97,8 @@ def read_tokenizer(
                 'spells it would get other ids; if none does, set its "special" to true'
             )
     require(path, record, "normalizer", None)
-    require(path, bpe, "type", "BPE")
-    require(path, bpe, "dropout", 0)
-    require(path, bpe, "byte_fallback", False)
+    for name, value in PLAIN.items():
+        require(path, bpe, name, value)
     pattern = word_pattern(path, record.get("pre_tokenizer"))
 
     special_tokens = {token["content"]: token["id"] for token in record["added_tokens"]}

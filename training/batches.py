@@ -120,6 +120,12 @@ class Conversations(Source):
         return ids[:-1], targets[1:]
 
 
+def unmarked(encoding: Encoding, ids: np.ndarray) -> np.ndarray:
+    """Which tokens of conversations [T] are none of the marks of text/dataset.py: [T] bool."""
+    start, stop = map(encoding.encode_single_token, (tokenizer.START, tokenizer.END))
+    return (ids != stop) | (np.roll(ids, 1) != start)
+
+
 class Pairs(Source):
     """Pairs of conversations, chosen and rejected, which lie in the file one behind the other."""
 
@@ -197,10 +203,10 @@ class Data:
         if kind == "preference":
             talks = Conversations(ids, self.encoding, block_size, None, only_last=True)
             return Pairs(talks, seed)
-        if meta["kind"] == "chat":
+        if meta["kind"] == "chat":  # as text, in memory
             ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:
-            fix = f"lower --block_size {block_size}"
+            fix = f"lower --block_size {block_size} to {len(ids) - 1} or less"
             raise UserError(f"{folder}/{split}.bin has only {len(ids)} tokens: {fix}")
         return Windows(ids, block_size, seed)
 
@@ -211,12 +217,6 @@ class Data:
         for text in self.encoding.token_byte_values():
             lengths[self.encoding.encode_single_token(text)] = len(text)
         return lengths
-
-
-def unmarked(encoding: Encoding, ids: np.ndarray) -> np.ndarray:
-    """Which tokens of conversations [T] are not marks of text/dataset.py: [T] bool."""
-    start, stop = map(encoding.encode_single_token, (tokenizer.START, tokenizer.END))
-    return (ids != stop) | (np.roll(ids, 1) != start)
 
 
 def check_tokenizer(fingerprint: str, folder: object, expected: str, owner: object) -> None:
@@ -236,7 +236,7 @@ def parse_mixture(data_dir: str) -> dict[Path, float]:
     wrong = UserError(f"--data_dir {data_dir} is not folder=weight,folder=weight, each once")
     weights: dict[Path, float] = {}
     for part in data_dir.split(","):
-        folder, _, number = part.rpartition("=")
+        folder, _, number = part.strip().rpartition("=")
         try:
             weight = float(number)
         except ValueError:

@@ -132,12 +132,12 @@ def demo(model: Decoder, corpus: str) -> tuple[str, list[str]]:
     return "Country: Spain\nThe capital city is called", commands
 
 
-def check_names(**names: str | None) -> None:
+def check_names(**names: str) -> None:
     """Names by flag, `source` and `target`. UserError: the target is not a country, or the source
     is a misspelled one."""
     known = [country.name for country in countries.table()]
     for flag, name in names.items():
-        if name is None or name in known:
+        if not name or name in known:
             continue
         near = get_close_matches(name.title(), known, 3)
         misspelled = name.casefold() in (other.casefold() for other in near)

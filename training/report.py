@@ -61,7 +61,9 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
     )
     kinds = {meta["kind"] for meta in data.metas}
     if kinds != {"text"} and STAGES[settings.stage].reads == "text":
-        print("note: of conversations, --stage sft learns the answers; this one learns all tokens")
+        print(
+            "note: all tokens are learned; --stage sft learns the answers, --stage dpo the chosen"
+        )
     n_cut = getattr(data.train, "n_cut", 0)
     if n_cut:
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")

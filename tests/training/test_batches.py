@@ -175,7 +175,7 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
 
 def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
     weights = {Path("a"): 0.65, Path("b"): 0.05, Path("c"): 0.3}
-    assert parse_mixture("a=0.65,b=.05,c=3e-1") == pytest.approx(weights)
+    assert parse_mixture("a=0.65, b=.05,c=3e-1 ") == pytest.approx(weights)
     for wrong in ("a=", "a=0", "a=-1", "a=1,b", "=1", "a=nan", "a=1,b=1,a=2", "x" * 300 + "="):
         with pytest.raises(UserError, match="--data_dir"):
             parse_mixture(wrong)
@@ -221,7 +221,9 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
         path.write_text(damage)
     else:
         change_json(path, **damage)
-    with pytest.raises(UserError, match=rf"{path}.*: run prepare\.py --out_dir {folder}, with"):
+    with pytest.raises(
+        UserError, match=rf"{path}.*: run python prepare\.py --out_dir {folder}, with"
+    ):
         Data(str(folder), "text", 10, 1, 50)
 
 
@@ -234,7 +236,7 @@ def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
         (f"{a}=1,{b}=1", "text", 10, f"{b} was made with a different tokenizer"),
         (a, "chat", 10, str(a)),
         (f"{a}=1,{chat}=1", "chat", 10, "--data_dir"),
-        (a, "text", len(IDS), f"{a}/train.bin has only 1003 tokens: lower --block_size"),
+        (a, "text", len(IDS), "--block_size 1003 to 1002 or less"),
         (wrong, "text", 10, f"{wrong}/tokenizer.json"),  # the model would be built for it
     ):
         with pytest.raises(UserError) as error:
