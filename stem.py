@@ -7,8 +7,6 @@
 weights from the compute path, and since the row depends on nothing but the token id it can be
 fetched before the first layer runs (offload.py). Swapping it for another token's row edits what the
 model knows.
-
-The layer below never sees the table. It is a plain function of (x, rows).
 """
 
 import torch
