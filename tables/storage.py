@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -98,6 +99,7 @@ class DiskStorage(TableStorage):
                 raise Damage(f"{found:,} bytes, not {expected:,}")
             pages = mmap.mmap(file.fileno(), 0, **access)
         self.files[name] = file
+        weakref.finalize(self, file.close)
         self.arrays[name] = torch.frombuffer(pages, dtype=dtype).view(self.shape)
 
     @classmethod
