@@ -523,11 +523,9 @@ class Decoder(nn.Module):
         lookup_ids = ids if table_ids is None else table_ids
         if start > 0:
             lookup_ids = torch.cat((cache.ids, lookup_ids), dim=1)  # the text so far
-        n_row = [n for _ in self.blocks]  # of how many tokens, the last ones, each layer gets rows
-        if cache is not None:
-            for layer, block in enumerate(self.blocks):
-                if cache.layers[layer] is None:
-                    n_row[layer] += block.attn.n_past(start)
+        n_row = [n] * len(self.blocks)  # of how many tokens, the last ones, each layer gets rows
+        if cache is not None and cache.layers[0] is None:  # keys and values are made of them again
+            n_row = [n + block.attn.n_past(start) for block in self.blocks]
         layer_rows = self.layer_rows(self.addresses(lookup_ids, max(n_row), documents))
         x = F.dropout(self.embed(ids), config.dropout, self.training)
 
