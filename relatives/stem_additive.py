@@ -22,9 +22,4 @@ class AdditiveFFN(model.SwiGLU):
 
 
 class Decoder(model.Decoder):
-    def make_block(self, layer: int) -> model.Block:
-        config = self.config
-        if layer not in config.row_layers:
-            return super().make_block(layer)
-        ffn = AdditiveFFN(config.n_embd, config.d_ff)
-        return model.Block(config, layer, model.LinearQKV(config), ffn)
+    row_ffn = AdditiveFFN

@@ -24,9 +24,4 @@ class GateFFN(nn.Module):
 
 
 class Decoder(model.Decoder):
-    def make_block(self, layer: int) -> model.Block:
-        config = self.config
-        if layer not in config.row_layers:
-            return super().make_block(layer)
-        ffn = GateFFN(config.n_embd, config.d_ff)
-        return model.Block(config, layer, model.LinearQKV(config), ffn)
+    row_ffn = GateFFN
