@@ -442,9 +442,8 @@ def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]
 def main() -> None:
     settings = parse(Settings, __doc__)
     path = settings.export or settings.out
-    with locked(
-        Path(os.path.realpath(path)).parent
-    ):  # before minutes of work, so that no run begins
+    # Before minutes of work, so that no run begins there meanwhile.
+    with locked(Path(os.path.realpath(path)).parent):
         if os.path.lexists(path):
             raise UserError(f"{path} exists: choose another name")
         if settings.export:

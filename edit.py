@@ -41,11 +41,11 @@ import torch
 from torch import Tensor
 
 from model import Decoder
-from stem import align, substitute
-from text.tokenizer import encode
+from stem import ALIGNMENTS, align, substitute
+from text.tokenizer import encode, typed
 from training import countries
 from training.checkpoints import load_checkpoint, load_model, remove_unused_tables, write_checkpoint
-from training.questions import score_answers, typed
+from training.questions import score_answers
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import mean_rows, train_rows
 
@@ -61,7 +61,7 @@ class Edit:
         "copy",
         "for names of unequal length: copy the target's first row or pad with <|endoftext|>'s in "
         "front, a subset of its rows, or their average (stem.align)",
-        choices=("copy", "pad", "subset", "average"),
+        choices=ALIGNMENTS,
     )
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
     write: str = flag("", 'the text that should follow the prompt, such as "Lisbon."')
@@ -308,11 +308,12 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own_rows})
     replace_rows(checkpoint, ids, new_rows)
     write_checkpoint(path, checkpoint)
-    pieces = [encoding.decode([token]) for token in sorted(changed)]
+    tokens = ids.tolist()
+    pieces = [encoding.decode([token]) for token in tokens]
     if not learned:
         print("saved, although it was not learned")
     print(f"changed the rows of {pieces}")
-    readers = countries.readers(encoding, sorted(changed))
+    readers = countries.readers(encoding, tokens)
     if readers and not is_own:
         print(f"these countries read them: {', '.join(readers)}")
 

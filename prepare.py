@@ -166,7 +166,7 @@ def labelled(documents: Iterable[Document], settings: Settings) -> Iterator[tupl
         hashes = [hashed(piece) for piece in pieces]
         val = set()
         for number in sorted(range(len(pieces)), key=hashes.__getitem__)[:-1]:
-            if lack > 0 or is_validation(pieces[number], settings.val_fraction):
+            if lack > 0 or is_validation(hashes[number], settings.val_fraction):
                 val.add(number)
                 lack -= len(spelled(pieces[number]))
         for number, piece in enumerate(pieces):

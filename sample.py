@@ -20,10 +20,9 @@ import torch
 
 from model import Decoder
 from text import tokenizer
-from text.tokenizer import encode
+from text.tokenizer import encode, typed
 from training.checkpoints import load_model
 from training.placement import norm_keys
-from training.questions import typed
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 
 

@@ -32,6 +32,9 @@ class StemFFN(nn.Module):
         return self.down(gate * rows.to(gate.dtype))
 
 
+ALIGNMENTS = ("copy", "pad", "subset", "average")
+
+
 def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[int]:
     """The tokens whose rows a source name of n tokens reads in place of its own, where the target's
     name has another number of tokens (STEM paper, section on knowledge editing):

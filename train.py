@@ -126,10 +126,9 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
     --table_dtype then have no effect."""
     with run_folder(settings.out_dir):
         # 1) data, and the checkpoint to continue or to start from
-        origin = settings.out_dir / "ckpt.pt" if settings.resume else settings.init_from
         checkpoint = None
-        if origin is not None:
-            checkpoint = load_checkpoint(origin, verify=ranks.rank == 0)
+        if settings.origin is not None:
+            checkpoint = load_checkpoint(settings.origin, verify=ranks.rank == 0)
         total = max(1, settings.max_iters * settings.batch_size)  # sequences that the run reads
         data = Data(
             settings.data_dir,
@@ -139,7 +138,7 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
             total,
         )
         settings.model.vocab_size = data.metas[0]["vocab_size"]
-        check_start(settings, data, origin, checkpoint)
+        check_start(settings, data, checkpoint)
 
         # 2) train
         run = start(settings, data, checkpoint, tables)
@@ -147,10 +146,10 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
         fit(run)
 
 
-def check_start(settings: Settings, data: Data, origin: Path, checkpoint: dict | None) -> None:
+def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None:
     """Raises UserError if the run would replace another one, or cannot start from, or continue, the
-    checkpoint at `origin`."""
-    out_dir = settings.out_dir
+    checkpoint at its origin."""
+    out_dir, origin = settings.out_dir, settings.origin
     if checkpoint is not None:
         theirs = tokenizer.fingerprint(read_encoding(origin, checkpoint))
         check_tokenizer(data.metas[0]["tokenizer"], settings.data_dir, theirs, origin)
@@ -209,8 +208,7 @@ def start(
     if checkpoint is not None:
         ranks.change_columns(checkpoint, "wte", whole=False)
         ranks.change_columns(checkpoint, "tables", whole=False)
-        origin = settings.out_dir if settings.resume else settings.init_from
-        check_tables(origin, checkpoint["model"], model)
+        check_tables(settings.origin, checkpoint["model"], model)
         model.load_state_dict(checkpoint["model"])
     if settings.resume:
         optimizer.load_state_dict(checkpoint["optimizer"])

@@ -26,7 +26,7 @@ from edit import check_editable, edited_ids, spellings
 from lab.experiment import Experiment, pick
 from lab.pictures import markdown, spread
 from model import Decoder
-from stem import substitute
+from stem import ALIGNMENTS, substitute
 from text import countries
 from text.tokenizer import encode
 from training.checkpoints import load_model
@@ -37,7 +37,6 @@ from training.writing import mean_rows, train_rows
 RELATIONS = ("capital", "language", "region")
 MOST = 500  # random pairs of each sort, for each relation
 WRITTEN = 40  # facts, for each relation
-ALIGNMENTS = ("copy", "pad", "subset", "average")  # edit.py --align
 # Names that no country has, of one to seven tokens of the countries corpus.
 INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
 INVENTED += ("Utopia", "Lilliput", "Krakozhia", "Sokovia", "Panem", "Oceania", "Eurasia")

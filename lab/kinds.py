@@ -23,11 +23,10 @@ INITS = (0.088, 0.02)  # 1 / sqrt(n_embd) of what is trained here, and GPT-2's
 
 
 def kinds(experiment: Experiment) -> None:
-    wanted = KINDS
     if experiment.quick:
         wanted = pick("dense", "STEM, all", "Embformer")
     else:
-        wanted = {**wanted, **dense_of_equal_costs(experiment)}
+        wanted = {**KINDS, **dense_of_equal_costs(experiment)}
     at_best = best_learning_rates(experiment, wanted)
     if "engram" in at_best:
         for name, flags in CONTROLS.items():

@@ -23,9 +23,9 @@ import edit
 from common import UserError
 from model import ModelConfig
 from text import bpe
-from text.tokenizer import encode
+from text.tokenizer import encode, typed
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
-from training.questions import score_answers, typed
+from training.questions import score_answers
 
 NAMES = flags(source="Anna", target="Björn", prompt="Then Anna")
 

@@ -283,6 +283,6 @@ def hashed(document: Document) -> int:
     return int.from_bytes(blake2b(spelled(document).encode(), digest_size=8).digest(), "big")
 
 
-def is_validation(document: Document, fraction: float) -> bool:
-    """Whether a document is for validation. Its hash decides, so adding files moves no document."""
-    return hashed(document) < fraction * 2**64
+def is_validation(digest: int, fraction: float) -> bool:
+    """Whether the document with this hash is for validation: adding files moves no document."""
+    return digest < fraction * 2**64

@@ -19,6 +19,7 @@ import base64
 import codecs
 import hashlib
 import json
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
@@ -111,6 +112,14 @@ def name_unused(ranks: dict[bytes, int], special_tokens: dict[str, int], n: int)
     """Add a special token for each of the ids below n that has no token."""
     for i in sorted({*range(n)} - {*ranks.values(), *special_tokens.values()}):
         special_tokens[f"<|unused_{i}|>"] = i
+
+
+def typed(encoding: tiktoken.Encoding, text: str) -> str:
+    """A text from a command line as the model knows it. Of the two ways to write "é", the one with
+    fewer tokens; without a space at the end, as this belongs to the next word."""
+    text = text.replace("\\n", "\n")  # a shell passes the two characters on
+    forms = (text, unicodedata.normalize("NFC", text))
+    return min(forms, key=lambda form: len(encoding.encode_ordinary(form))).removesuffix(" ")
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:

@@ -1,25 +1,15 @@
 """Ask a model what it knows: does greedy decoding write the whole answer, word for word?"""
 
-import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tiktoken import Encoding
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from common import UserError
 from model import Decoder
-
-
-def typed(encoding: Encoding, text: str) -> str:
-    """A text from a command line as the model knows it. Of the two ways to write "é", the one with
-    fewer tokens; without a space at the end, as this belongs to the next word."""
-    text = text.replace("\\n", "\n")  # a shell passes the two characters on
-    forms = (text, unicodedata.normalize("NFC", text))
-    return min(forms, key=lambda form: len(encoding.encode_ordinary(form))).removesuffix(" ")
 
 
 class Scores(NamedTuple):

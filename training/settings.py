@@ -185,6 +185,11 @@ class Settings:
                 "--table_optimizer adamw needs no --offload, --table_dtype float32, --table_rate 1"
             )
 
+    @property
+    def origin(self) -> Path | None:
+        """The checkpoint to continue or to start from."""
+        return self.out_dir / "ckpt.pt" if self.resume else self.init_from
+
     def flat(self) -> dict:
         """All settings by name, as checkpoints and records keep them."""
         flat = {**asdict(self), **asdict(self.model)}
@@ -261,10 +266,11 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
 
     # 3) what was given
     values.update(given)
-    if "eval_interval" not in given and stage.epochs is not None:
-        values["eval_interval"] = max(1, values["max_iters"] // 4)
-    elif "eval_interval" not in given and preset == "prose":
-        values["eval_interval"] = max(50, values["max_iters"] // 30)
+    if "eval_interval" not in given:
+        if stage.epochs is not None:
+            values["eval_interval"] = max(1, values["max_iters"] // 4)
+        elif preset == "prose":
+            values["eval_interval"] = max(50, values["max_iters"] // 30)
     # The preset's --device_batch_size may not divide another --batch_size.
     size = values["batch_size"]
     if "device_batch_size" not in given and size % values.get("device_batch_size", size):
