@@ -78,7 +78,7 @@ class ModelConfig:
         shown="1 / sqrt(n_embd), embformer 0.02",
         must="a positive number",
     )
-    table_std: float = flag(0.02, "std of new table rows", must="a positive number")
+    table_std: float = flag(0.02, "std of new table rows", must="0 or more")
 
     def __post_init__(self) -> None:
         check_ranges(self)

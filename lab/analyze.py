@@ -2,7 +2,7 @@
 tables; some draw a picture, too. What came out, claim by claim, is in docs/claims.md.
 
     python lab/analyze.py runs out/dense-* out/stem-* --plot loss.png   # compares; seeds averaged
-    python lab/analyze.py kinds            # STEM, Embformer and other layers, each at its best
+    python lab/analyze.py ladder           # all kinds of layers, with controls, five seeds
     python lab/analyze.py settings         # which initialisation and learning rate suit a kind
     python lab/analyze.py stability        # loss spikes and gradients at rising learning rates
     python lab/analyze.py context          # parameters read by length, a needle in a haystack
@@ -33,12 +33,13 @@ from lab.costs import costs
 from lab.edits import edits, measure_checkpoint
 from lab.experiment import Experiment
 from lab.geometry import geometry
-from lab.kinds import kinds, settings
+from lab.ladder import ladder
 from lab.runs import runs
+from lab.settings import settings
 from lab.stability import stability
 
 QUESTIONS = {
-    "kinds": kinds,
+    "ladder": ladder,
     "settings": settings,
     "stability": stability,
     "context": context,

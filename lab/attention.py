@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from lab.context import KEYS, SHORT, VALUES, write_documents
+from lab.edits import row_with_edits
 from lab.experiment import Experiment
-from lab.kinds import row_with_edits
 from lab.pictures import markdown, spread
 from text.tokenizer import encode
 from training.checkpoints import load_model

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from convert import Settings, dense_to_stem
+from lab.edits import row_with_edits
 from lab.experiment import KINDS, Experiment, Flags
-from lab.kinds import row_with_edits
 from lab.pictures import markdown
 from train import resolve_settings
 from training.checkpoints import save_checkpoint

@@ -23,8 +23,9 @@ from tqdm import tqdm
 
 from common import UserError
 from edit import check_editable, edited_ids, spellings
-from lab.experiment import Experiment, pick
+from lab.experiment import Experiment, Kinds, pick
 from lab.pictures import markdown, spread
+from lab.runs import last_start, row
 from model import Decoder
 from stem import ALIGNMENTS, substitute
 from text import countries
@@ -32,6 +33,7 @@ from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.countries import fact_questions
 from training.questions import mean, score_answers
+from training.records import read_run
 from training.writing import mean_rows, train_rows
 
 RELATIONS = ("capital", "language", "region")
@@ -219,6 +221,21 @@ def measure_edits(experiment: Experiment, folders: list[Path]) -> list[dict]:
 def success_of_edits(experiment: Experiment, folders: list[Path]) -> str:
     """The share of edits that succeed in runs, for names of one token."""
     return spread(".1%", [report["success"] for report in measure_edits(experiment, folders)])
+
+
+def table_with_edits(experiment: Experiment, kinds: Kinds) -> str:
+    """A table of trained kinds, and of the edits that succeed in them."""
+    groups = experiment.train(kinds)
+    return markdown([row_with_edits(experiment, name, groups[name]) for name in groups])
+
+
+def row_with_edits(experiment: Experiment, name: str, folders: list[Path]) -> dict[str, str]:
+    group = [read_run(folder) for folder in folders]
+    cells = row(name, group)
+    edits = ""
+    if cells["capitals recalled"] and last_start(group[0])["args"]["ffn"] in ("stem", "embformer"):
+        edits = success_of_edits(experiment, folders)
+    return {**cells, "edits that succeed": edits}
 
 
 def table(reports: list[list[dict]]) -> str:

@@ -51,7 +51,7 @@ for name in relatives("Decoder"):
     KINDS[name] = {"ffn": name}
 # Steps on the countries: more than the default run takes, as kinds learn facts at different times.
 COUNTRIES_STEPS = 1000
-RATES = (1.5e-3, 3e-3, 6e-3)  # learning rates, and further ones while the best is at an end
+RATES = (0.5, 1, 2)  # learning rates, over the default, and further ones while the best is an end
 # With --quick all runs are tiny, and last two steps.
 QUICK_SHAPE = {"n_layer": 3, "n_head": 2, "n_embd": 16}
 QUICK_RUN = {"batch_size": 2, "max_iters": 2, "eval_interval": 2, "eval_tokens": 512}
@@ -65,7 +65,9 @@ def pick(*names: str) -> dict[str, Flags]:
 class Experiment:
     out_dir: Path = flag(Path("out/analysis"), "runs, figures, pictures: kept")
     data_dir: Path = flag(Path("data/countries"), "prepared folder to train on")
-    seeds: str = flag("1337,1,2", "seeds of each figure that is a mean")
+    seeds: str | None = flag(
+        None, "seeds of each figure that is a mean", shown="1337,1,2; ladder: 1337,1,2,3,4"
+    )
     jobs: int | None = flag(None, "runs at a time", must="at least 1", shown="cores; on a GPU 1")
     quick: bool = flag(False, "tiny models and one seed: a smoke test")
     fresh: bool = flag(False, "delete the runs and figures in --out_dir first")
@@ -73,7 +75,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        numbers = self.seeds.split(",")
+        numbers = (self.seeds or "1337,1,2").split(",")
         if not all(number.isdecimal() for number in numbers):
             raise UserError(f"--seeds {self.seeds}: give numbers, as 1337,1,2")
         self.numbers = [int(number) for number in numbers]
@@ -234,13 +236,17 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
         pool.shutdown(cancel_futures=True)
 
 
-def best_learning_rates(experiment: Experiment, kinds: Kinds) -> Kinds:
-    """The kinds, each with the learning rate of its lowest validation loss with the first seed:
-    of RATES and, until those are tried, of half and of twice the best one."""
-    rates = RATES[1:2] if experiment.quick else RATES
-    seed = experiment.numbers[0]
+def best_learning_rates(experiment: Experiment, kinds: Kinds, seed: int | None = None) -> Kinds:
+    """The kinds, each with the learning rate of its lowest validation loss with one seed (the
+    first): of RATES and, until those are tried, of half and of twice the best one."""
+    if seed is None:
+        seed = experiment.numbers[0]
     losses = {name: {} for name in kinds}  # by rate
-    wanted = [(name, rate) for name in kinds for rate in rates]
+    wanted = []
+    for name, flags in kinds.items():
+        default = resolve_settings(**experiment.all_flags(flags)).learning_rate
+        rates = RATES[1:2] if experiment.quick else RATES
+        wanted.extend((name, default * rate) for rate in rates)
     while wanted:
         runs = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in wanted}
         for (name, rate), folders in experiment.train(runs, [seed]).items():

@@ -3,19 +3,18 @@ hash embedding: K. Jordan et al., repository modded-nanogpt, 2026). FFNs are den
 
     x + w_l e,  e: the row of the last two tokens, the same in every layer
 
-Differs: Engram's hash (ngrams.py).
+As there, rows begin at zero and w_l at 0.1. Differs: Engram's hash (ngrams.py), and no random signs
+that tell apart pairs which share a row.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 from torch import Tensor, nn
 
 import model
+from common import flag
 from relatives import ngrams
-from tables.tables import Tables
 
 
 @dataclass
@@ -23,6 +22,7 @@ class Config(ngrams.Config):
     stem_layers: str = "0"  # hides the flag: all layers add the row; ngrams.py seeds hashes by it
     ngram_orders: str = "2"
     ngram_heads: int = 1
+    table_std: float = flag(0.0, "std of new table rows", must="0 or more")
 
 
 class Block(model.Block):
@@ -32,7 +32,7 @@ class Block(model.Block):
         ffn = model.SwiGLU(config.n_embd, config.d_ff)
         super().__init__(config, layer, model.LinearQKV(config), ffn)
         self.row_width = config.n_embd
-        self.weight = nn.Parameter(torch.full((1,), 0.05))
+        self.weight = nn.Parameter(torch.full((1,), 0.1))
 
     def forward(self, x: Tensor, rows: Tensor, *context) -> Tensor:
         x = x + self.dropout(self.weight * rows)
@@ -40,15 +40,8 @@ class Block(model.Block):
 
 
 class Decoder(ngrams.NgramDecoder):
-    """One table serves all layers."""
-
     config_class = Config
+    one_table = True
 
     def make_block(self, layer: int) -> model.Block:
         return Block(self.config, layer)
-
-    def make_tables(self, tables: Callable[..., Tables], widths: list[int]) -> Tables:
-        return super().make_tables(tables, widths[:1])
-
-    def layer_rows(self, addresses: Tensor) -> Iterator[Tensor]:
-        return repeat(next(super().layer_rows(addresses)))

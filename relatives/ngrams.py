@@ -8,6 +8,7 @@ rows, and how, is up to those who use this.
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ class NgramDecoder(model.Decoder):
     share their addresses, so that rows of all layers lie side by side."""
 
     config_class = Config
+    one_table = False  # which serves all layers
 
     def __init__(self, config: Config, tables: Callable[..., Tables] = ResidentTables) -> None:
         orders = config.ngram_orders
@@ -60,6 +62,8 @@ class NgramDecoder(model.Decoder):
 
     def make_tables(self, tables: Callable[..., Tables], widths: list[int]) -> Tables:
         """A token reads n_address rows: each is so much narrower."""
+        if self.one_table:
+            widths = widths[:1]
         if widths[0] % self.n_address:
             flag = "--n_embd" if widths[0] == self.config.n_embd else "--d_ff"
             rows = f"{len(self.orders)} orders x {self.config.ngram_heads} --ngram_heads"
@@ -89,7 +93,8 @@ class NgramDecoder(model.Decoder):
 
     def layer_rows(self, addresses: Tensor) -> Iterator[Tensor]:
         """A token's rows side by side: [B, T, n_address, W] -> [B, T, row_width]."""
-        return (rows.flatten(2) for rows in super().layer_rows(addresses))
+        layers = (rows.flatten(2) for rows in super().layer_rows(addresses))
+        return repeat(next(layers)) if self.one_table else layers
 
 
 def primes(least: int, n: int) -> list[int]:

@@ -90,6 +90,15 @@ def naive_addresses(config, ids, documents):
     return found
 
 
+def memory(x, rows, w, name):
+    """Engram's, of weights that are called so."""
+    query = norm(x, w[name + "query_norm.weight"])
+    key = norm(rows @ w[name + "key.weight"].T, w[name + "key_norm.weight"])
+    s = (query * key).sum(-1, keepdim=True) / x.shape[1] ** 0.5
+    gate = 1 / (1 + torch.exp(-s.sign() * s.abs().sqrt()))
+    return gate * (rows @ w[name + "value.weight"].T)
+
+
 def naive_logits(config, w, ids, table_ids, documents):
     """Logits [T, V] for ids [T]; each layer weighs all pairs of tokens. w: weights by name, in
     double precision. Kinds: dense, stem, embformer and
@@ -113,15 +122,11 @@ def naive_logits(config, w, ids, table_ids, documents):
             kind = "dense"
         if kind != "dense":
             rows = w[f"tables.weight.{table}"][table_ids].flatten(1)
-            table += kind != "bigram"
+            table += kind != "bigram" and getattr(config, "engram_table", "own") == "own"
         if kind == "bigram":
             x = x + w[block + "weight"] * rows
-        if kind == "engram":
-            query = norm(x, w[block + "memory.query_norm.weight"])
-            key = norm(rows @ w[block + "memory.key.weight"].T, w[block + "memory.key_norm.weight"])
-            s = (query * key).sum(-1, keepdim=True) / config.n_embd**0.5
-            gate = 1 / (1 + torch.exp(-s.sign() * s.abs().sqrt()))
-            x = x + gate * (rows @ w[block + "memory.value.weight"].T)
+        if kind == "engram" and config.engram_place == "before":
+            x = x + memory(x, rows, w, block + "memory.")
         normed = norm(x, w.get(block + "attn_norm.weight", 1.0), config.norm_eps)
         if kind == "embformer":
             k, v, rows = rows.split((kv, kv, config.n_embd), dim=1)
@@ -138,7 +143,11 @@ def naive_logits(config, w, ids, table_ids, documents):
             qkv = normed @ w[block + "attn.qkv.qkv.weight"].T
             q, k, v = qkv.split((config.n_embd, kv, kv), dim=1)
         if kind == "value":
-            v = v + w[block + "attn.qkv.weight"] * rows
+            weight = w.get(block + "attn.qkv.weight")
+            if config.value_gate:
+                gate = normed @ w[block + "attn.qkv.gate.weight"].T  # [T, n_kv_head]
+                weight = (2 / (1 + torch.exp(-gate))).repeat_interleave(width, dim=1)
+            v = v + weight * rows
         q = q.unflatten(1, (-1, width))  # [T, heads, head_dim]
         k = k.unflatten(1, (-1, width))
         v = v.unflatten(1, (-1, width))
@@ -174,6 +183,8 @@ def naive_logits(config, w, ids, table_ids, documents):
         else:
             gate = silu(normed @ w[block + "ffn.gate.weight"].T)
             up = rows if kind in ("stem", "stem_ngrams") else normed @ w[block + "ffn.up.weight"].T
+            if kind == "engram" and config.engram_place == "ffn":
+                up = up + memory(normed, rows, w, block + "ffn.memory.")
             y = (gate * up) @ w[block + "ffn.down.weight"].T
         x = x + y
     head = w["wte.weight" if config.tie_head else "head.weight"]

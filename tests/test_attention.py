@@ -19,8 +19,12 @@ KINDS = {
     "dense, slow": dict(tie_head=True, n_kv_head=1, rope_base=50.0, rope_scaling=SLOW),
     "stem": dict(stem_layers="0,2"),
     "value": dict(n_kv_head=2),
+    "value, gate": dict(n_kv_head=2, value_gate=True),
     "engram": dict(ngram_rows=50, stem_layers="0,2"),
-    "bigram": dict(ngram_rows=50),
+    "engram, in the FFN": dict(
+        ngram_rows=50, stem_layers="0,2", engram_table="one", engram_place="ffn"
+    ),
+    "bigram": dict(ngram_rows=50, table_std=0.5),
     "bank": dict(n_kv_head=2),
     "memory": dict(),
     "stem_ngrams": dict(ngram_rows=50),

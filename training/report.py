@@ -16,6 +16,7 @@ def model_sizes(model: Decoder) -> dict[str, int]:
     """Numbers of parameters (a tied head counts once) and FLOPs of a forward pass:
 
     total, table, backbone   in all, in tables, elsewhere
+    rows                     of these, in the rows of tables that one token reads
     active                   that one token touches: of each table, and of an embedding that
                              is not the head, one row, and not what is `idle` in FFNs
     flops_per_token          2 per multiplied weight, and attention to half of `Attention.span`
@@ -38,6 +39,7 @@ def model_sizes(model: Decoder) -> dict[str, int]:
         "total": backbone + table,
         "table": table,
         "backbone": backbone,
+        "rows": rows,
         "active": backbone - embedding + row - idle + rows,
         "flops_per_token": 2 * (matrices - idle) + attention // 2,
         "flops_per_key": per_key * config.n_layer,

@@ -1,0 +1,205 @@
+"""ladder: what was published about layers indexed by tokens, side by side at equal tokens, with the
+controls that such claims need. Five seeds, intervals of 95 %, each kind at its best learning rate,
+which a sixth seed has found."""
+
+import math
+import statistics
+from typing import NamedTuple
+
+import torch
+
+from lab.edits import measure_edits
+from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, pick
+from lab.pictures import markdown, plt
+from lab.runs import last_start
+from model import Decoder, ModelConfig, decoder_class
+from relatives.ngrams import NgramDecoder
+from text.dataset import read_meta
+from training.records import read_run
+from training.report import model_sizes
+
+SEEDS = [1337, 1, 2, 3, 4]
+SEARCHED = 5  # the seed that finds learning rates
+# Student's t for intervals of 95 %, by how many seeds there are.
+T95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+BYTES = 4  # of a number in float32
+
+# Variants, by the kind whose learning rate they take, as the search for each would take an hour.
+ENGRAM = {"ffn": "engram", "stem_layers": "half"}
+VARIANTS = {
+    "STEM, all": pick("STEM, third", "STEM, half"),
+    "value": {
+        "value, all layers": {"ffn": "value", "stem_layers": "all"},
+        "value, gate of x": {"ffn": "value", "value_gate": True},
+    },
+    "bigram": {"bigram, rows from noise": {"ffn": "bigram", "table_std": 0.02}},
+    "engram": {
+        "engram, one row": {"ffn": "engram", "ngram_rows": 1},  # every n-gram has the same
+        "engram, random rows": {"ffn": "engram", "table_rate": 0.0},  # as they were drawn
+        "engram, half": ENGRAM,
+        "engram, half, one table": {**ENGRAM, "engram_table": "one", "ngram_rows": 3 * 2**15},
+        "engram, half, in the FFN": {**ENGRAM, "engram_place": "ffn"},
+    },
+}
+CONTROLS = ("dense", "engram, one row", "engram, random rows")
+
+
+class Direction(NamedTuple):
+    """Something published: one kind has a lower loss, or answers better, than another."""
+
+    better: str
+    worse: str
+    source: str
+
+
+DIRECTIONS = (
+    Direction("STEM, third", "dense", "STEM, 350 M: 50.90 of 100 points, 49.72"),
+    Direction("STEM, half", "STEM, third", "STEM: 54.20, 50.90"),
+    Direction("STEM, half", "STEM, all", "STEM: 54.20, 53.43"),
+    Direction("dense", "stem_gate", "STEM: 49.72, 49.10"),
+    Direction("STEM, third", "stem_additive", "STEM: 50.90, 50.60"),
+    Direction("STEM, third", "hash_moe", "STEM: 50.90, 50.58"),
+    Direction("dense", "Embformer", "Embformer, section 3"),
+    Direction("value", "dense", "modded-nanogpt, nanochat"),
+    Direction("value", "value, all layers", "nanochat: alternate layers are best"),
+    Direction("value, gate of x", "value", "nanochat"),
+    Direction("bank", "dense", "Bank of Values: at least as good"),
+    Direction("memory", "dense", "Memory Attention"),
+    Direction("bigram", "dense", "modded-nanogpt"),
+    Direction("bigram", "bigram, rows from noise", "modded-nanogpt: rows begin at zero"),
+    Direction("stem_ngrams", "STEM, all", "LongCat: slightly"),
+    Direction("bigram", "STEM, all", "LongCat, 300 G tokens: n-grams at the input"),
+    Direction("engram", "dense", "Engram; nano-scalemb, 1 G: 0.7048 bits a byte, 0.7107"),
+    Direction("engram", "engram, one row", "nano-scalemb: 0.7048, 0.7127"),
+    Direction("engram", "engram, random rows", "nano-scalemb: 0.7048, 0.7237"),
+    Direction("engram", "dense, as many parameters", "nano-scalemb: 0.7048, 0.7170"),
+    Direction("engram, half, one table", "engram, half", "nano-scalemb, 2 G: 0.7638, 0.7676"),
+    Direction("engram, half", "engram, half, in the FFN", "FactorEngram, table 4"),
+    Direction("STEM, all", "dense, as many parameters", "a control"),
+    Direction("STEM, all", "dense, as many FLOPs", "a control"),
+)
+
+
+class Step(NamedTuple):
+    """A kind on the ladder: its flags, and figures of its runs, one for each seed."""
+
+    flags: Flags
+    sizes: dict[str, int]
+    losses: list[float]
+    recalls: list[float]
+    edits: list[float]
+
+
+def ladder(experiment: Experiment) -> None:
+    if experiment.quick:
+        wanted, seeds = pick("dense", "STEM, third", "STEM, all"), [1, 2]
+    else:
+        wanted = {**KINDS, **dense_of_equal_costs(experiment)}
+        seeds = SEEDS if experiment.seeds is None else experiment.numbers
+        for variants in VARIANTS.values():
+            wanted = {name: wanted[name] for name in wanted if name not in variants}
+    kinds = best_learning_rates(experiment, wanted, SEARCHED)
+    if not experiment.quick:
+        for name, variants in VARIANTS.items():
+            rate = kinds[name]["learning_rate"]
+            for variant, flags in variants.items():
+                kinds[variant] = {**flags, "learning_rate": rate}
+    steps = measure(experiment, kinds, seeds)
+    print(markdown([row(name, step) for name, step in steps.items()]) + "\n")
+    print(markdown(list(verdicts(steps))))
+    draw(experiment, steps)
+
+
+def dense_of_equal_costs(experiment: Experiment) -> dict[str, Flags]:
+    """What the tables of STEM in all layers might be spent on: the dense model that comes nearest
+    to it in parameters, by its width, and in FLOPs, by its hidden units."""
+    vocab_size = read_meta(experiment.data_dir)["vocab_size"]
+
+    def size(flags: Flags, figure: str) -> int:
+        with torch.device("meta"):  # shapes, but no numbers
+            return model_sizes(Decoder(ModelConfig(vocab_size=vocab_size, **flags)))[figure]
+
+    widths = [{"ffn": "dense", "n_head": n, "n_embd": 32 * n} for n in range(4, 33)]
+    hidden = [{"ffn": "dense", "d_ff": 8 * n} for n in range(1, 65)]
+    kinds = {}
+    for name, figure, tried in (
+        ("dense, as many parameters", "total", widths),
+        ("dense, as many FLOPs", "flops_per_token", hidden),
+    ):
+        wanted = size(KINDS["STEM, all"], figure)
+        kinds[name] = min(tried, key=lambda flags: abs(size(flags, figure) - wanted))
+    return kinds
+
+
+def measure(experiment: Experiment, kinds: dict[str, Flags], seeds: list[int]) -> dict[str, Step]:
+    steps = {}
+    for name, folders in experiment.train(kinds, seeds).items():
+        runs = [read_run(folder) for folder in folders]
+        losses = [run["eval"][-1]["val_loss"] for run in runs]
+        recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
+        sizes = last_start(runs[0])["sizes"]
+        edits = []
+        of_tokens = not issubclass(decoder_class(kinds[name]["ffn"]), NgramDecoder)
+        if recalls and sizes["table"] and of_tokens:
+            edits = [report["success"] for report in measure_edits(experiment, folders)]
+        steps[name] = Step(kinds[name], sizes, losses, recalls, edits)
+    return steps
+
+
+def interval(form: str, figures: list[float]) -> str:
+    """The mean and what it may be off, with 95 % confidence; nothing of nothing."""
+    if not figures:
+        return ""
+    return f"{format(statistics.fmean(figures), form)} ± {format(off(figures), form)}"
+
+
+def off(figures: list[float]) -> float:
+    n = len(figures)
+    return T95[n] * statistics.stdev(figures) / math.sqrt(n)
+
+
+def row(name: str, step: Step) -> dict[str, str]:
+    sizes = step.sizes
+    return {
+        "kind": name,
+        "rate": f"{step.flags['learning_rate']:g}",
+        "val loss": interval(".3f", step.losses),
+        "recalled": interval(".1%", step.recalls),
+        "edits": interval(".1%", step.edits),
+        "parameters": f"{sizes['total'] / 1e6:.2f} M",
+        "active": f"{sizes['active'] / 1e6:.2f} M",
+        "MFLOP": f"{sizes['flops_per_token'] / 1e6:.2f}",
+        "bytes of rows": f"{BYTES * sizes['rows']:,}",
+    }
+
+
+def verdicts(steps: dict[str, Step]):
+    """A row for each direction: losses of the same seeds are compared in pairs."""
+    for better, worse, source in DIRECTIONS:
+        if better not in steps or worse not in steps:
+            continue
+        pairs = zip(steps[better].losses, steps[worse].losses, strict=True)
+        gains = [other - loss for loss, other in pairs]
+        gain, error = statistics.fmean(gains), off(gains)
+        verdict = "undecided"
+        if abs(gain) > error:
+            verdict = "reproduced" if gain > 0 else "the opposite"
+        yield {
+            "lower loss": better,
+            "than": worse,
+            "published": source,
+            "ours, nats": interval("+.3f", gains).replace("± +", "± "),
+            "verdict": verdict,
+        }
+
+
+def draw(experiment: Experiment, steps: dict[str, Step]) -> None:
+    """Losses over what a token reads of tables; controls are hollow."""
+    figure, axes = plt.subplots(figsize=(9, 6))
+    for name, step in steps.items():
+        x, y = BYTES * step.sizes["rows"] / 1024, statistics.fmean(step.losses)
+        fill = "none" if name.startswith(CONTROLS) else None
+        axes.errorbar(x, y, off(step.losses), fmt="o", capsize=2, markerfacecolor=fill)
+        axes.annotate(name, (x, y), xytext=(5, 2), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="KiB of rows that a token reads", ylabel="validation loss (nats per token)")
+    experiment.picture("ladder", figure)
