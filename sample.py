@@ -17,6 +17,7 @@ from common import UserError, check_ranges, decode_in_one_thread, flag, parse, p
 # isort: split
 import tiktoken
 import torch
+from tqdm import tqdm
 
 from model import Decoder
 from text import tokenizer
@@ -40,11 +41,9 @@ class Sampling:
         "sample from the fewest tokens whose probabilities sum to p",
         must="above 0 and at most 1",
     )
-    num_samples: int = flag(1, "number of samples", must="at least 1")
+    num_samples: int = flag(1, "samples, drawn side by side", must="at least 1")
     cache: str = flag("kv", "what decoding keeps; ids: only the text", choices=("kv", "ids"))
-    seed: int = flag(
-        1337, "of the first sample; each further one adds 1", must="0 or more, and fit 63 bits"
-    )
+    seed: int = flag(1337, "of what is drawn", must="0 or more, and fit 63 bits")
     device: str = device_flag()
     offload: str = offload_flag()
     dtype: str = decoding_dtype_flag()
@@ -78,6 +77,17 @@ def write(
             yield number
 
     return tokenizer.stream(encoding, tokens())
+
+
+def side_by_side(
+    model: Decoder, ids: list[int], n: int, end: int, max_new_tokens: int, **options
+) -> list[list[int]]:
+    """What the model writes behind `ids`, n times in one batch, each up to the token `end`."""
+    prompts = torch.tensor([ids] * n, device=model.device)  # [n, T]
+    tokens = model.stream(prompts, max_new_tokens, stop=end, **options)
+    steps = list(tqdm(tokens, "sampling", max_new_tokens, unit="token", disable=None))  # [n] each
+    samples = torch.stack(steps, dim=1).tolist()  # [n, new]
+    return [new[: new.index(end)] if end in new else new for new in samples]
 
 
 class Chat:
@@ -183,16 +193,20 @@ def main() -> None:
     block_size = model.config.block_size
     if len(ids) > block_size:
         print(f"of {len(ids)} prompt tokens the model sees the last {block_size}", file=sys.stderr)
-    written: list[int] = []  # the tokens of all samples
+    options["seed"] = args.seed
     start = time.perf_counter()
-    for number in range(args.num_samples):
-        if number:
-            print("\n" + "-" * 40)
+    if args.num_samples == 1:
+        written: list[int] = []
         print(prompt, end="")
-        options["seed"] = args.seed + number
         print_pieces(write(model, encoding, ids, (encoding.eot_token,), written, **options))
-    speed = len(written) / (time.perf_counter() - start)
-    print(f"\n{len(written)} tokens, {speed:,.0f} tok/s on {model.device.type}", file=sys.stderr)
+        n_token = len(written)
+    else:
+        samples = side_by_side(model, ids, args.num_samples, encoding.eot_token, **options)
+        texts = [prompt + encoding.decode(new, errors="replace") for new in samples]
+        print(f"\n{'-' * 40}\n".join(texts))
+        n_token = sum(map(len, samples))
+    speed = n_token / (time.perf_counter() - start)
+    print(f"\n{n_token} tokens, {speed:,.0f} tok/s on {model.device.type}", file=sys.stderr)
 
 
 if __name__ == "__main__":

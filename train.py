@@ -69,9 +69,13 @@ def resolve_settings(**given) -> Settings:
     if a new run needs it. UserError: a file cannot be read, or flags do not fit together."""
     out_dir = Path(given.get("out_dir", Settings.out_dir))
     if given.get("resume"):
-        args = read_checkpoint(out_dir / "ckpt.pt")["args"]
+        checkpoint = read_checkpoint(out_dir / "ckpt.pt")
         given["out_dir"] = out_dir
-        return changed_settings(given, args, (*RESUMABLE_FLAGS, "max_iters"))
+        settings = changed_settings(given, checkpoint["args"], (*RESUMABLE_FLAGS, "max_iters"))
+        step = checkpoint.get("step", 0)
+        if step > settings.max_iters:
+            raise UserError(f"{settings.origin} is already at step {step}; raise --max_iters")
+        return settings
     if given.get("eval_only"):
         given["init_from"] = path = given.get("init_from", out_dir / "ckpt.pt")
         args = {**read_checkpoint(path)["args"], "offload": "none", "device": "auto"}
@@ -143,7 +147,7 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
         # 2) train
         run = start(settings, data, checkpoint, tables)
         describe(settings, data, run.objective)
-        fit(run)
+        fit(run, hints=tables is None)
 
 
 def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None:
@@ -162,8 +166,6 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
             raise UserError(
                 f"{settings.data_dir} is not what {origin} was trained on: prepare it again"
             )
-        if checkpoint["step"] > settings.max_iters:
-            raise UserError(f"{origin} is already at step {checkpoint['step']}; raise --max_iters")
     elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
     elif os.path.exists(out_dir / "ckpt.pt") and not settings.overwrite:
@@ -237,8 +239,9 @@ def training_dtype(dtype: str, device: torch.device) -> str:
 READ_EVERY = 10  # steps; to read their figures, the host waits for the device
 
 
-def fit(run: Run) -> None:
-    """Train from `run.step` to the last step, and report what was learned."""
+def fit(run: Run, hints: bool = True) -> None:
+    """Train from `run.step` to the last step, and report what was learned, with `hints` at commands
+    to try next, which know no tables of other kinds."""
     settings, model, data = run.settings, run.model, run.data
     log = Log(settings.out_dir / "metrics.jsonl", run.step, silent=ranks.rank > 0)
     log.write(type="run", args=settings.flat(), sizes=model_sizes(model), data=data.metas)
@@ -303,7 +306,7 @@ def fit(run: Run) -> None:
             steps.append((started, n_token, figures))
             bar.update()
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
-        shares = report(settings, data, model.eval(), run.best)
+        shares = report(settings, data, model.eval(), run.best, hints)
     if shares:
         log.write(type="recall", step=run.step, **shares)
 

@@ -219,12 +219,18 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
     """Run train.py with flags by output folder, so many at a time. After an error no more begin;
     nor after Ctrl-C, which reaches every process of a terminal: those that run save and end."""
     threads = max(1, torch.get_num_threads() // at_once)
+    bar = tqdm(desc=f"training, {at_once} at a time", total=len(waiting), unit="run")
+
+    def train_shown(folder: Path, flags: Flags) -> None:
+        bar.set_postfix_str(folder.name)  # the run that began last
+        train_apart(folder, flags, threads)
+
     pool = ThreadPoolExecutor(at_once)
-    runs = [pool.submit(train_apart, *run, threads) for run in waiting.items()]
-    title = f"training, {at_once} at a time"
+    runs = [pool.submit(train_shown, *run) for run in waiting.items()]
     try:
-        for run in tqdm(as_completed(runs), title, len(runs), unit="run"):
+        for run in as_completed(runs):
             run.result()
+            bar.update()
     except KeyboardInterrupt:
         print("stopping: runs save, and the same command goes on with them", file=sys.stderr)
         raise
@@ -234,6 +240,7 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+        bar.close()
 
 
 def best_learning_rates(experiment: Experiment, kinds: Kinds, seed: int | None = None) -> Kinds:

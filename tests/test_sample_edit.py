@@ -51,7 +51,11 @@ def test_samples_depend_on_the_seed_alone(trained):
     assert text("--seed 6 --top_k 50 --top_p 0.95") != one
     assert text("--temperature 0") == text("--temperature 0 --seed 9") == text("--top_k 1")
     assert text("--top_k 0") == text("")
-    assert text("--num_samples 2").count("-" * 40) == 1
+    greedy = text("--temperature 0")
+    line = "-" * 40
+    assert text("--temperature 0 --num_samples 2") == f"{greedy}{line}\n{greedy}"
+    first, second = text("--num_samples 2").split(f"{line}\n")
+    assert first != second
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,10 @@ def format_figures(figures: dict[str, float]) -> str:
 
 
 def report(
-    settings: Settings, data: Data, model: Decoder, best: tuple[float, int]
+    settings: Settings, data: Data, model: Decoder, best: tuple[float, int], hints: bool
 ) -> dict[str, float]:
-    """What a finished run has learned, which is returned, and written; and what to try next."""
+    """What a finished run has learned, which is returned, and written; and, as `hints`, what to try
+    next."""
     out_dir = settings.out_dir
     shares = ask(model, data)
     if ranks.rank == 0:
@@ -99,6 +100,8 @@ def report(
     best_file = f"best.pt (val loss {loss:.4f}, step {step}), " if step else ""
     print(f"wrote {out_dir / 'ckpt.pt'}, {best_file}metrics.jsonl, loss.png\n")
     commands = show(model, data, settings.seed)
+    if not hints:
+        return shares
     print("\nnext:")
     for command in commands:
         print(f"  {command_line(*command.split(), '--ckpt', out_dir / 'ckpt.pt')}")
