@@ -324,10 +324,13 @@ class Attention(nn.Module):
         if groups > 1:  # not enable_gqa: on a GPU, most kernels do not have it
             k = k.repeat_interleave(groups, dim=1)
             v = v.repeat_interleave(groups, dim=1)
+        causal = False
+        if mask is None and q.shape[2] > 1:  # a branch: compiled, the shape is a symbol, no bool
+            causal = True
         options = {
             "attn_mask": mask,
             "dropout_p": self.config.dropout if self.training else 0.0,
-            "is_causal": mask is None and q.shape[2] > 1,
+            "is_causal": causal,
         }
         if torch.is_autocast_enabled("cpu"):  # in 16 bits its backward takes 4 times as long
             with torch.autocast("cpu", enabled=False):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from naive import LAYERS, decoder, naive_greedy, tokens
+from torch._dynamo.utils import counters
 
 from common import UserError
 from model import CHUNK, Decoder, ModelConfig, sample
@@ -232,3 +233,18 @@ def test_sample_draws_from_what_is_kept(limits, kept):
     for wrong in (torch.nan, torch.inf):
         with pytest.raises(RuntimeError, match="nan"):
             sample(torch.tensor([[0.0, 1.0, wrong]]), **{**limits, "temperature": 1.0})
+
+
+@pytest.mark.parametrize("ffn", ["stem", "embformer"])
+def test_compiled_blocks_take_changing_lengths_without_breaks_or_a_graph_for_each(ffn):
+    model = Decoder(ModelConfig(vocab_size=50, block_size=96, n_layer=3, n_embd=16, ffn=ffn))
+    batches = [torch.randint(50, (2, n)) for n in (16, 32, 48, 64, 80, 96)]
+    plain = [model(ids)[0] for ids in batches]
+    torch.compiler.reset()
+    counters.clear()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    for ids, expected in zip(batches, plain, strict=True):
+        torch.testing.assert_close(model(ids)[0], expected)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 4  # with and without rows; one length, any length
