@@ -16,7 +16,6 @@ from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, pick
 from lab.pictures import markdown, plt
 from lab.runs import last_start
 from model import Decoder, ModelConfig, decoder_class
-from relatives.ngrams import NgramDecoder
 from text.dataset import read_meta
 from training.records import read_run
 from training.report import model_sizes
@@ -149,7 +148,7 @@ def measure(experiment: Experiment, kinds: dict[str, Flags], seeds: list[int]) -
         recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
         sizes = last_start(runs[0])["sizes"]
         edits = []
-        of_tokens = not issubclass(decoder_class(kinds[name]["ffn"]), NgramDecoder)
+        of_tokens = not hasattr(decoder_class(kinds[name]["ffn"]).config_class, "ngram_orders")
         if recalls and sizes["table"] and of_tokens:
             edits = [report["success"] for report in measure_edits(experiment, folders)]
         steps[name] = Step(kinds[name], sizes, losses, recalls, edits)
