@@ -236,6 +236,19 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(monkeypatch):
         assert sum(crossed) == 1 + 3  # what is only read is not written back
 
 
+def test_device_memory_does_not_grow_with_the_vocabulary():
+    allocated = []
+    for vocab_size in (V, 10 * V):
+        with SimulatedGpu() as gpu:
+            tables = OffloadedTables(RamStorage((vocab_size, L, W), torch.float32), gpu.device)
+            optimizer = RowRMSprop(tables, state="number")
+            for number in range(3):
+                train(tables, optimizer, batch(number), batch(number + 1))
+            all_equal(gpu, tables, batch(3))
+            allocated.append(gpu.allocated)
+    assert allocated[0] == allocated[1]
+
+
 # --- what goes wrong ---
 
 

@@ -85,8 +85,8 @@ def test_gradients_count_only_what_was_differentiated():
 
 
 def test_gradients_of_equal_tokens_are_summed_in_float32():
-    """Of 2,048 equal tokens, where layers compute in 16 bits."""
-    made = tables()
+    """Of 2,048 equal tokens, where tables and layers have 16 bits."""
+    made = ResidentTables(2, V, W, torch.bfloat16)
     grad = torch.randn(1, 2048, W).bfloat16()
     for row in made.lookup(torch.full((1, 2048), 7)):
         row.bfloat16().backward(grad)
