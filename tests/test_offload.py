@@ -3,6 +3,7 @@
 What needs a GPU runs on a simulated one (simulated_gpu.py), and on a real one if there is one.
 """
 
+import copy
 import inspect
 import types
 from itertools import pairwise
@@ -296,16 +297,16 @@ def test_records_half_way_between_steps_are_never_read_or_saved(monkeypatch):
 
 
 def test_what_is_loaded_replaces_what_is_on_the_device(gpu):
-    tables, other = offloaded(gpu), resident().to(gpu.device)
-    saved = {f"weight.{t}": weight.clone() for t, weight in enumerate(tables.weight)}
+    tables = offloaded(gpu)
     optimizer = RowRMSprop(tables, state="number")
+    rows, state = copy.deepcopy((tables.state_dict(), optimizer.state_dict()))
     train(tables, optimizer, batch(0))
-    tables.load_state_dict(saved)
-    nothing = {"state": [torch.zeros(V, W)] * L, "last": torch.zeros(V), "steps": 0}
-    optimizer.load_state_dict(nothing)
+    tables.load_state_dict(rows)
+    optimizer.load_state_dict(state)
     assert all_equal(gpu, tables, batch(0))
     train(tables, optimizer, batch(0))
-    train(other, RowRMSprop(other, state="number"), batch(0))
     tables.flush()
+    other = resident().to(gpu.device)
+    train(other, RowRMSprop(other, state="number"), batch(0))
     for mine, there in zip(tables.weight, other.weight, strict=True):
         assert torch.equal(mine, there.cpu())
