@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,15 +102,6 @@ def start_process(*args, cwd: Path, **options) -> subprocess.Popen:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         **options,
     )
-
-
-def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 90
-    metrics = folder / "metrics.jsonl"
-    while not (metrics.exists() and f'"step", "step": {step},' in metrics.read_text()):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def add_relative(patch: pytest.MonkeyPatch, folder: Path, name: str, source: str) -> Path:

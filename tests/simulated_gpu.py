@@ -162,6 +162,7 @@ class SimulatedGpu(TorchDispatchMode):
         self.host = self.main = Agent()  # the thread that acts
         self.stream = Agent()
         self.freed_in_use = False
+        self.allocated = 0  # bytes of the device, freed or not
         self.pinned = set()  # addresses
         self.shared = {}  # memory of the host that not only the main thread uses, by address
         self.patch = pytest.MonkeyPatch()
@@ -220,6 +221,7 @@ class SimulatedGpu(TorchDispatchMode):
                 pinned = x.untyped_storage().data_ptr() in self.pinned
                 is_async = kwargs.get("non_blocking", args[-1] is True)
                 waits |= not is_async or (x is written and not pinned)
+                self.host.waits += not pinned  # as CUDA may wait
                 user = agent if pinned else self.host
             rows = None
             if func in ROWS and x is args[0]:
@@ -233,6 +235,7 @@ class SimulatedGpu(TorchDispatchMode):
 
     def new(self, numbers: torch.Tensor) -> DeviceTensor:
         tensor = DeviceTensor(numbers, Memory(self, numbers))
+        self.allocated += numbers.nbytes
         self.use(self.stream, tensor, writes=True)
         return tensor
 

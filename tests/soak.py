@@ -1,4 +1,4 @@
-"""Kill commands, damage files, start two at once: do the promises of docs/data-and-stages.md hold?
+"""Kill commands, start two at once: do the promises of docs/data-and-stages.md hold?
 
     python tests/soak.py                # 300 of each kind
     python tests/soak.py --n 3 --seed 7
@@ -193,49 +193,8 @@ def pairs(world, rng, out, offload):
         assert now[name] == before[name], first
 
 
-def damage(path, rng):
-    """Damage a file in one of many ways."""
-    raw = bytearray(path.read_bytes())
-    at = rng.randrange(len(raw))
-    cut = raw[:at]
-    raw[at] ^= 1 << rng.randrange(8)
-    path.unlink()
-    way = rng.choice(("folder", "link", "gone", *["text"] * 6))
-    if way == "folder":
-        path.mkdir()
-    elif way == "link":
-        path.symlink_to(path)
-    elif way == "text":
-        texts = (raw, raw, raw, cut, b"", b"[" * 100_000, b"null", b"PK\x03\x04")
-        path.write_bytes(rng.choice(texts))
-
-
-def files(world, rng, out, offload):
-    """A file is damaged, then a command reads it. If training takes it without a word, its result
-    must be what it is without the damage."""
-    data = shutil.copytree(world.text, out.parent / "text")
-    llama = out.parent / "llama"
-    Command("convert", world.dense, "--export", llama).wait(0)
-    new = out.parent / "new"
-    commands = world.commands(out)
-    damaged, command = rng.choice(
-        [
-            (out, commands["resume"]),
-            (out, ["sample", "--ckpt", out / "ckpt.pt"]),
-            (out, commands["save"]),
-            (data, [*world.train(new), "--data_dir", data]),
-            (llama, ["convert", llama, "--out", new]),
-        ]
-    )
-    found = [path for path in damaged.rglob("*") if path.is_file() and path.stat().st_size]
-    damage(rng.choice(sorted(found)), rng)
-    code = Command(*command).wait(*ENDED)
-    if code == 0 and "--resume" in command:
-        assert state(out / "ckpt.pt") == world.done("resume", offload)["ckpt.pt"]
-
-
 def main():
-    trials = {"files": files, "pairs": pairs, "kills": kills}
+    trials = {"pairs": pairs, "kills": kills}
     parser = common.make_parser(__doc__)
     parser.add_argument("--only", choices=trials)
     parser.add_argument("--n", type=int, default=300)

@@ -1,16 +1,13 @@
 """What only a CUDA device can show: the same results there, and no needless wait for it."""
 
-import copy
-import gc
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from naive import LAYERS
-from test_offload import RealGpu, batch
-from test_offload import train as train_rows
+from test_offload import batch
 
-from model import Decoder, ModelConfig, decoder_class
+from model import Decoder, decoder_class
 from offload import OffloadedTables
 from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage, RamStorage
@@ -20,7 +17,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-GPU = RealGpu()
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +28,20 @@ def exact():
     torch.set_float32_matmul_precision(before)
 
 
-def decoder(ffn: str) -> Decoder:
+def decoder(ffn: str, device: str, tables: Callable = ResidentTables) -> Decoder:
     torch.manual_seed(0)
     kind = decoder_class(ffn)
-    return kind(kind.config_class(60, 32, 3, 4, 64, n_kv_head=2, ffn=ffn, table_std=0.5))
+    config = kind.config_class(60, 32, 3, 4, 64, n_kv_head=2, ffn=ffn, table_std=0.5)
+    return kind(config, tables=tables).to(device)
 
 
-def train(model: Decoder, device: str, steps: int = 3) -> tuple[list[float], Decoder]:
+def offloaded(n_table: int, vocab_size: int, width: int) -> OffloadedTables:
+    storage = RamStorage((vocab_size, n_table, width), torch.float32)
+    return OffloadedTables(storage, "cuda", chunk_bytes=1 << 14)
+
+
+def train(model: Decoder, steps: int = 3) -> list[float]:
     """A few steps of plain SGD on the backbone and RMSprop on the tables."""
-    model = copy.deepcopy(model).to(device)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = None
     if len(model.tables.weight):
@@ -49,89 +50,36 @@ def train(model: Decoder, device: str, steps: int = 3) -> tuple[list[float], Dec
     losses = []
     for number in range(steps):
         ids = batch(number, (4, 32)) % 60
-        loss = model(ids.to(device), ids.to(device), table_ids=ids)[1]  # table ids on the CPU
+        on_device = ids.to(model.device)
+        loss = model(on_device, on_device, table_ids=ids)[1]  # table ids on the CPU
+        model.tables.prefetch(batch(number + 1, (4, 32)) % 60)
         loss.backward()
         losses.append(loss.item())
         sgd.step()
         sgd.zero_grad()
         if rows is not None:
             rows.step(lr=0.01)
-    return losses, model
+    model.tables.flush()
+    return losses
 
 
-@pytest.mark.parametrize("ffn", LAYERS)
-def test_training_on_the_gpu_equals_the_cpu(ffn):
-    on_cpu, cpu_model = train(decoder(ffn), "cpu")
-    on_gpu, gpu_model = train(decoder(ffn), "cuda")
-    assert on_gpu == pytest.approx(on_cpu, rel=1e-4)
-    for a, b in zip(cpu_model.parameters(), gpu_model.parameters(), strict=True):
-        torch.testing.assert_close(b.cpu(), a, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("ffn", LAYERS)
-def test_decoding_on_the_gpu_equals_the_cpu(ffn):
-    model, ids = decoder(ffn).eval(), torch.randint(60, (2, 9))
-    expected = model(ids)[0]
-    greedy = model.generate(ids, 8, temperature=0)
-    model = model.cuda()
-    torch.testing.assert_close(model(ids.cuda())[0].cpu(), expected, rtol=1e-3, atol=1e-4)
-    assert torch.equal(model.generate(ids.cuda(), 8, temperature=0, table_ids=ids).cpu(), greedy)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_reading_rows_by_ids_on_the_cpu_does_not_wait_for_the_gpu(training):
-    tables = decoder("stem").cuda().tables.train(training)
-    ids = torch.randint(60, (16, 1024))
-    list(tables.lookup(ids))  # allocations out of the way
-    torch.cuda.synchronize()
-    GPU.busy(torch.cuda.current_stream())
-    rows = list(tables.lookup(ids))
-    assert not torch.cuda.current_stream().query()
-    torch.cuda.synchronize()
-    expected = F.embedding(ids, tables.weight[0].cpu())
-    assert torch.equal(rows[0].detach().cpu(), expected)
-
-
-def test_gradients_of_equal_tokens_are_summed_in_float32():
-    """Of 2,048 equal tokens, where layers compute in 16 bits."""
-    tables = decoder("stem").cuda().tables.train()
-    grad = torch.randn(1, 2048, tables.width, device="cuda").bfloat16()
-    with torch.autocast("cuda", torch.bfloat16):
-        rows = list(tables.lookup(torch.full((1, 2048), 7)))
-    for row in rows:
-        row.bfloat16().backward(grad)
-    _, grads = tables.gradients()
-    for summed in grads:
-        torch.testing.assert_close(
-            summed[0], grad.double().sum((0, 1)).float(), rtol=1e-4, atol=1e-3
-        )
-
-
-# --- offloaded tables (and see test_offload.py) ---
-
-
-def test_training_and_decoding_with_offloaded_tables_equal_resident():
-    def offloaded(n_table, vocab_size, width):
-        storage = RamStorage((vocab_size, n_table, width), torch.float32)
-        return OffloadedTables(storage, "cuda", chunk_bytes=1 << 14)
-
-    config = ModelConfig(60, 32, 5, 4, 64, table_std=0.5)
-    runs = []
-    for tables in (ResidentTables, offloaded):
-        torch.manual_seed(0)
-        model = Decoder(config, tables=tables).cuda()
-        rows = RowRMSprop(model.tables)
-        for number in range(8):
-            for part in (batch(number, (4, 32)) % 60).chunk(1 + number % 2):
-                loss = model(part, part)[1]
-                model.tables.prefetch(batch(number + 1, (4, 32)) % 60)
-                loss.backward()
-            rows.step(lr=0.05)
-        text = model.eval().generate(torch.arange(9)[None].cuda(), 40, seed=0)
-        model.tables.flush()
-        runs.append([loss, text, *model.tables.weight, *rows.state])
-    for resident, far in zip(*runs, strict=True):
-        assert torch.equal(resident.detach().cpu(), far.detach().cpu())
+@pytest.mark.parametrize(
+    ("ffn", "tables"), [*((ffn, ResidentTables) for ffn in LAYERS), ("stem", offloaded)]
+)
+def test_training_and_decoding_on_the_gpu_equal_the_cpu(ffn, tables):
+    cpu = decoder(ffn, "cpu")
+    gpu = decoder(ffn, "cuda", tables)
+    ids = torch.randint(60, (2, 9))
+    greedy = cpu.eval().generate(ids, 8, temperature=0)
+    on_gpu = gpu.eval().generate(ids.cuda(), 8, temperature=0, table_ids=ids)
+    assert torch.equal(on_gpu.cpu(), greedy)
+    assert train(gpu.train()) == pytest.approx(train(cpu.train()), rel=1e-4)
+    close = dict(rtol=1e-3, atol=1e-4)
+    trained = gpu.state_dict()
+    for name, weight in cpu.state_dict().items():
+        torch.testing.assert_close(trained[name].cpu(), weight, **close)
+    with torch.no_grad():
+        torch.testing.assert_close(gpu.eval()(ids.cuda())[0].cpu(), cpu.eval()(ids)[0], **close)
 
 
 def test_copies_overlap_compute(tmp_path):
@@ -165,25 +113,3 @@ def test_copies_overlap_compute(tmp_path):
         for kernel in kernels:
             hidden += max(0, min(moved.end, kernel.end) - max(moved.start, kernel.start))
     assert hidden > 0.5 * sum(moved.elapsed_us() for moved in copies) > 0
-
-
-def test_device_memory_does_not_grow_with_the_vocabulary():
-    peaks = []
-    for vocab_size in (6_400, 131_072):
-        gc.collect()
-        before = torch.cuda.memory_allocated()
-        tables = OffloadedTables(RamStorage((vocab_size, 4, 256), torch.float32), "cuda")
-        optimizer = RowRMSprop(tables, state="number")
-        for number in range(3):
-            if number == 1:
-                tables.flush()
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            train_rows(tables, optimizer, batch(number, (4, 512)))
-        tables.flush()
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-        del tables, optimizer
-    small, large = peaks
-    assert small > 4 * 128 * 256 * 4  # at least the rows that were read
-    assert large == pytest.approx(small, rel=0.01)

@@ -3,6 +3,7 @@
 What needs a GPU runs on a simulated one (simulated_gpu.py), and on a real one if there is one.
 """
 
+import copy
 import inspect
 import types
 from itertools import pairwise
@@ -16,7 +17,7 @@ from simulated_gpu import SimulatedGpu, Worker
 import offload
 from offload import OffloadedTables
 from tables.rmsprop import RowRMSprop
-from tables.storage import DiskStorage, RamStorage, TableStorage
+from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables
 
 V, L, W = 128, 3, 4  # vocabulary, tables, width
@@ -26,11 +27,6 @@ CHUNK = 7 * L * W * 8  # bytes: transfers of a few tokens, so that one takes sev
 
 class RealGpu:
     device = torch.device("cuda")
-
-    def busy(self, stream: torch.cuda.Stream) -> None:
-        """Keep a stream from getting on for about a tenth of a second."""
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(200_000_000)  # clock cycles
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -48,13 +44,6 @@ def gpu(request):
             yield simulated
 
 
-@pytest.fixture(params=["ram", "disk"])
-def storage(request, tmp_path) -> TableStorage:
-    if request.param == "ram":
-        return RamStorage(ROWS, torch.float32)
-    return DiskStorage.create(tmp_path / "tables", ROWS, torch.float32)
-
-
 def filled(tables):
     torch.manual_seed(0)
     tables.init_rows(1.0)
@@ -65,8 +54,8 @@ def resident() -> ResidentTables:
     return filled(ResidentTables(L, V, W))
 
 
-def offloaded(gpu, storage=None) -> OffloadedTables:
-    storage = storage or RamStorage(ROWS, torch.float32)
+def offloaded(gpu) -> OffloadedTables:
+    storage = RamStorage(ROWS, torch.float32)
     return filled(OffloadedTables(storage, gpu.device, chunk_bytes=CHUNK))
 
 
@@ -90,7 +79,7 @@ def all_equal(gpu, tables, ids) -> bool:
         rows = list(tables.eval().lookup(ids))
     gpu.synchronize()
     pairs = zip(rows, tables.weight, strict=True)
-    return all(torch.equal(row.cpu(), F.embedding(ids, weight)) for row, weight in pairs)
+    return all(torch.equal(row.cpu(), F.embedding(ids, weight.cpu())) for row, weight in pairs)
 
 
 # --- equal to resident tables, whatever the schedule ---
@@ -145,42 +134,40 @@ def work(make, state: str = "number") -> list[torch.Tensor]:
     return [x.detach().to("cpu", copy=True) for x in [*stored, *seen]]
 
 
+def check(
+    gpu, expected, n_buffer: int, full: bool, state="number", storage=None, module=offload
+) -> None:
+    """Work is the same as with resident tables, without a hazard. full: slots do not grow."""
+
+    def make():
+        stored = storage or RamStorage(ROWS, torch.float32)
+        made = filled(module.OffloadedTables(stored, gpu.device, n_buffer, chunk_bytes=CHUNK))
+        if full:
+            list(made.eval().lookup(torch.arange(V)[None]))
+        return made.train()
+
+    for mine, there in zip(work(make, state), expected, strict=True):
+        assert torch.equal(mine, there)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize(
+    ("n_buffer", "full", "state"), [(1, False, "number"), (2, True, "row"), (9, True, "number")]
+)
+def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(
+    gpu, tmp_path, n_buffer, full, state, on_disk
+):
+    there = work(lambda: resident().to(gpu.device), state)
+    storage = DiskStorage.create(tmp_path / "tables", ROWS, torch.float32) if on_disk else None
+    check(gpu, there, n_buffer, full, state, storage)
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[torch.Tensor]:
     return work(resident)
 
 
-@pytest.mark.parametrize("state", ["row", "number"])
-def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(gpu, storage, state):
-    there = work(lambda: resident().to(gpu.device), state)
-    mine = work(lambda: offloaded(gpu, storage), state)
-    for a, b in zip(mine, there, strict=True):
-        assert torch.equal(a, b.detach().cpu())
-
-
-def check(expected: list[torch.Tensor], n_buffer: int, full: bool, module=offload) -> None:
-    """Work is the same as with resident tables, without a hazard. full: slots do not grow."""
-    with SimulatedGpu() as gpu:
-
-        def make():
-            storage = RamStorage(ROWS, torch.float32)
-            made = filled(module.OffloadedTables(storage, gpu.device, n_buffer, chunk_bytes=CHUNK))
-            if full:
-                list(made.eval().lookup(torch.arange(V)[None]))
-            return made.train()
-
-        for mine, there in zip(work(make), expected, strict=True):
-            assert torch.equal(mine, there)
-
-
 WAYS = [(1, False), (2, True), (9, True)]
-
-
-@pytest.mark.parametrize(("n_buffer", "full"), WAYS)
-def test_no_order_of_events_changes_results(n_buffer, full, expected):
-    check(expected, n_buffer, full)
-
-
 LINES = inspect.getsource(offload).splitlines()
 GUARDS = (".synchronize()", ".wait_event(", ".record(", ".record_stream(")
 GUARDS += (".record_free()", ".wait_for_arrival()", "self.flush()", "store(*", ".last.result()")
@@ -197,15 +184,17 @@ def test_every_guard_is_needed(number, expected):
     without.ThreadPoolExecutor = Worker
     with pytest.raises((AssertionError, RuntimeError)):
         for way in WAYS:
-            check(expected, *way, without)
+            with SimulatedGpu() as gpu:
+                check(gpu, expected, *way, module=without)
 
 
 # --- what it costs ---
 
 
-def test_the_host_waits_in_no_step_of_training_and_of_decoding(monkeypatch):
+@pytest.mark.parametrize("make", [offloaded, lambda gpu: resident().to(gpu.device)])
+def test_the_host_waits_in_no_step_of_training_and_of_decoding(make, monkeypatch):
     with SimulatedGpu() as gpu:
-        tables = offloaded(gpu)
+        tables = make(gpu)
         optimizer = RowRMSprop(tables)
         for number in (1, 1, 2):
             train(tables, optimizer, batch(number, (2, 30)))
@@ -214,8 +203,8 @@ def test_the_host_waits_in_no_step_of_training_and_of_decoding(monkeypatch):
             train(tables, optimizer, batch(number, (2, 20)), batch(number + 1, (2, 20)))
         assert gpu.host.waits == before
         assert all_equal(gpu, tables, torch.tensor([[9], [3], [9]]))  # stores what training left
-        monkeypatch.setattr(tables.ring, "run", lambda *job: pytest.fail("a transfer"))
         before = gpu.host.waits
+        monkeypatch.setattr(offload.TransferRing, "run", lambda *job: pytest.fail("a transfer"))
         with torch.no_grad():
             list(tables.eval().lookup(torch.tensor([[5], [5]])))
         assert gpu.host.waits == before
@@ -246,6 +235,19 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(monkeypatch):
         assert all_equal(gpu, tables, torch.tensor([[1, 2, 7]]))
         tables.flush()
         assert sum(crossed) == 1 + 3  # what is only read is not written back
+
+
+def test_device_memory_does_not_grow_with_the_vocabulary():
+    allocated = []
+    for vocab_size in (V, 10 * V):
+        with SimulatedGpu() as gpu:
+            tables = OffloadedTables(RamStorage((vocab_size, L, W), torch.float32), gpu.device)
+            optimizer = RowRMSprop(tables, state="number")
+            for number in range(3):
+                train(tables, optimizer, batch(number), batch(number + 1))
+            all_equal(gpu, tables, batch(3))
+            allocated.append(gpu.allocated)
+    assert allocated[0] == allocated[1]
 
 
 # --- what goes wrong ---
@@ -295,16 +297,16 @@ def test_records_half_way_between_steps_are_never_read_or_saved(monkeypatch):
 
 
 def test_what_is_loaded_replaces_what_is_on_the_device(gpu):
-    tables, other = offloaded(gpu), resident().to(gpu.device)
-    saved = {f"weight.{t}": weight.clone() for t, weight in enumerate(tables.weight)}
+    tables = offloaded(gpu)
     optimizer = RowRMSprop(tables, state="number")
+    rows, state = copy.deepcopy((tables.state_dict(), optimizer.state_dict()))
     train(tables, optimizer, batch(0))
-    tables.load_state_dict(saved)
-    nothing = {"state": [torch.zeros(V, W)] * L, "last": torch.zeros(V), "steps": 0}
-    optimizer.load_state_dict(nothing)
+    tables.load_state_dict(rows)
+    optimizer.load_state_dict(state)
     assert all_equal(gpu, tables, batch(0))
     train(tables, optimizer, batch(0))
-    train(other, RowRMSprop(other, state="number"), batch(0))
     tables.flush()
+    other = resident().to(gpu.device)
+    train(other, RowRMSprop(other, state="number"), batch(0))
     for mine, there in zip(tables.weight, other.weight, strict=True):
         assert torch.equal(mine, there.cpu())

@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,17 +16,16 @@ from conftest import (
     ROOT,
     RUN,
     SHAPE,
-    SMALL,
+    PowerCut,
     checkpoint,
-    command,
-    flags,
+    cut_in_step,
     losses,
     start_process,
-    wait_for_step,
 )
 from test_preference import pairs  # noqa: F401
 from test_stages import chat  # noqa: F401
 
+import common
 import train
 from common import UserError
 from training import ranks
@@ -38,27 +39,19 @@ RUN = dict(RUN, eval_tokens=13 * 32)
 
 
 def train_all(jobs: list[dict], folder: Path) -> None:
-    """One run after the other. In step `until` the power fails, for all ranks; in step `signal` the
-    last rank alone gets a SIGTERM."""
-    schedule = train.schedule
+    """One run after the other. In step `cut` the power fails, for all ranks; in step `step` the
+    last rank alone gets the signal `signal`."""
     for job in jobs:
         given = {**job, "out_dir": folder / job["out_dir"]}
-        until = given.pop("until", None)
-        stop = given.pop("signal", None)
-
-        def disturbed(step: int, settings, until=until, stop=stop) -> float:
-            if step == until:
-                raise InterruptedError
-            if step == stop and ranks.rank == ranks.size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return schedule(step, settings)
-
-        train.schedule = disturbed
-        try:
+        cut = given.pop("cut", None)
+        number = given.pop("signal", None)
+        step = given.pop("step", None)
+        with pytest.MonkeyPatch.context() as patch, suppress(PowerCut, SystemExit):
+            if cut:
+                cut_in_step(patch, cut)
+            if number and ranks.rank == ranks.size - 1:
+                cut_in_step(patch, step, do=partial(os.kill, os.getpid(), number))
             train.train(train.resolve_settings(**given))
-        except (InterruptedError, SystemExit):
-            assert until or stop
-    train.schedule = schedule
 
 
 @ranks.joined()
@@ -102,10 +95,10 @@ def test_two_ranks_equal_one_process(data, chat, pairs, trained, tmp_path):  # n
         dict(sft, out_dir="dpo", stage="dpo", data_dir=str(pairs), learning_rate=1e-3),
     ]
     one, two = tmp_path / "one", tmp_path / "two"
-    train_all([dict(whole[0], out_dir="one-two", until=9)], two)  # saved at step 6
+    train_all([dict(whole[0], out_dir="one-two", cut=10)], two)  # saved at step 6
     cut = [
-        dict(whole[0], out_dir="two-two", until=9),
-        dict(whole[3], out_dir="two-one", signal=4),
+        dict(whole[0], out_dir="two-two", cut=10),
+        dict(whole[3], out_dir="two-one", step=5, signal=signal.SIGTERM),
         dict(out_dir="one-two", resume=True),
         dict(out_dir="two-two", resume=True),
         dict(whole[1], overwrite=True),
@@ -132,19 +125,13 @@ def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, m
 
 
 def test_a_rank_that_dies_ends_all_with_one_line(data, tmp_path):
-    more = flags(max_iters=100000, data_dir=data)
-    process = in_ranks(2, ROOT / "train.py", *SMALL, *more, cwd=tmp_path)
-    out = tmp_path / "out"
-    wait_for_step(process, out, 8)
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
-    os.kill(int(found.stdout.split()[-1]), signal.SIGKILL)
+    run = dict(RUN, **SHAPE, data_dir=str(data), out_dir="out", step=8, signal=signal.SIGKILL)
+    process = in_ranks(2, __file__, json.dumps([run]), tmp_path)
     said, _ = process.communicate(timeout=60)
     (line,) = re.findall("^error: .*", said, re.MULTILINE)
     assert process.returncode and "another process of this run died" in line and "--resume" in line
-    saved = checkpoint(out)["step"]
-    assert saved and saved % 6 == 0
-    command("sample.py --max_new_tokens 3 --ckpt", out / "ckpt.pt")
+    assert load_checkpoint(tmp_path / "out/ckpt.pt")["step"] == 6
 
 
 if __name__ == "__main__":
-    work(json.loads(sys.argv[1]), sys.argv[2])
+    common.run(lambda: work(json.loads(sys.argv[1]), sys.argv[2]))

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import shutil
 import signal
 from functools import partial, partialmethod
@@ -22,8 +23,8 @@ from conftest import (
     checkpoint,
     command,
     contents,
-    cut_in_step,
     flip,
+    interrupted,
     refused,
     resume,
     small_run,
@@ -50,65 +51,54 @@ def snapshots(out: Path) -> list[Path]:
 # --- two at once ---
 
 
-def test_a_folder_is_locked_until_its_owner_ends_however(tmp_path):
+def test_whoever_comes_second_is_refused_until_the_first_has_ended_however(
+    on_disk, data, story, tmp_path
+):
+    before = contents(on_disk)
+    ckpt = on_disk / "ckpt.pt"
     reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with locked(tmp_path):
+    first = os.fork()
+    if first == 0:
+        with locked(on_disk), locked(tmp_path):
             os.write(writing, b".")
             signal.pause()
     os.read(reading, 1)
     try:
-        with pytest.raises(UserError, match=str(tmp_path)), locked(tmp_path):
-            pass
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    with locked(tmp_path):
-        pass
-
-
-def test_whoever_comes_second_is_refused(on_disk, data, story, tmp_path):
-    before = contents(on_disk)
-    ckpt = on_disk / "ckpt.pt"
-    with locked(on_disk), locked(tmp_path):
-        for line in (
-            f"train.py --resume --out_dir {on_disk}",
-            f"train.py --data_dir {data} --out_dir {on_disk} --overwrite",
-            f"edit.py --ckpt {ckpt} {EDIT} --save {ckpt}",
-            f"edit.py --ckpt {ckpt} {EDIT} --save {on_disk}/new.pt",
+        for line, folder in (
+            (f"train.py --resume --out_dir {on_disk}", on_disk),
+            (f"train.py --data_dir {data} --out_dir {on_disk} --overwrite", on_disk),
+            (f"edit.py --ckpt {ckpt} {EDIT} --save {ckpt}", on_disk),
+            (f"edit.py --ckpt {ckpt} {EDIT} --save {on_disk}/new.pt", on_disk),
+            (f"prepare.py --input {story} --out_dir {tmp_path}", tmp_path),
         ):
-            assert f"{on_disk} is in use" in refused(line, cwd=tmp_path)
-        line = f"prepare.py --input {story} --out_dir {tmp_path} --vocab_size 280"
-        assert f"{tmp_path} is in use" in refused(line)
+            assert f"{folder} is in use" in refused(line)
+    finally:
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
     assert contents(on_disk) == before and not contents(tmp_path)
+    with locked(on_disk):
+        pass
 
 
 # --- what is one's own ---
 
 
-@pytest.fixture
-def own(on_disk, tmp_path) -> Path:
+def test_no_command_touches_what_is_ones_own(on_disk, data, tmp_path):
     """A finished run with its tables on disk, and files of somebody's own beside it."""
     out = shutil.copytree(on_disk, tmp_path / "out")
-    for name in ("tables-backup", "ckpt.live.old", "0123abcd", "ckpt.tables", "ckpt.pt.tables-1"):
+    for name in ("ckpt.live.old", "ckpt.tables", "ckpt.pt.tables-1"):
         shutil.copytree(snapshots(on_disk)[0], out / name)
     torch.save({"mine": 1}, out / "mine.pt")
     for name in ("mine.pt.tmp", "notes.tmp", "tables", "live", "ckpt.pt.old"):
         (out / name).write_text("mine")
-    return out
-
-
-def test_no_command_touches_what_is_ones_own(own, on_disk, data):
-    command(f"edit.py --ckpt ckpt.pt {EDIT} --save edited.pt", cwd=own)
-    mine = {path: raw for path, raw in contents(own).items() if path not in contents(on_disk)}
-    assert len(mine) >= 12
+    command(f"edit.py --ckpt ckpt.pt {EDIT} --save edited.pt", cwd=out)
+    mine = {path: raw for path, raw in contents(out).items() if path not in contents(on_disk)}
+    assert len(mine) >= 11
+    link = out / "link.pt"
+    link.symlink_to("ckpt.pt")
     new = f"train.py --data_dir {data} --out_dir . --overwrite --n_layer 2 --max_iters 1"
     for line, works in (
-        ("sample.py --ckpt ckpt.pt --max_new_tokens 2", True),
-        ("train.py --eval_only --out_dir .", True),
-        (f"edit.py --ckpt ckpt.pt {EDIT}", True),
-        (f"edit.py --ckpt ckpt.pt {EDIT} --save ckpt.pt", True),
+        (f"edit.py --ckpt link.pt {EDIT} --save link.pt", True),
         ("edit.py --ckpt ckpt.pt --undo", True),
         (f"edit.py --ckpt ckpt.pt {EDIT} --save mine.pt", False),
         ("train.py --resume --out_dir . --max_iters 13", True),
@@ -118,11 +108,12 @@ def test_no_command_touches_what_is_ones_own(own, on_disk, data):
         (new, True),
         ("prepare.py --input gone --out_dir .", False),
     ):
-        command(line, cwd=own, fails=not works)
-        now = contents(own)
+        command(line, cwd=out, fails=not works)
+        now = contents(out)
         assert {path: now.get(path) for path in mine} == mine, line
-        assert len(list(tables_folder(own / "ckpt.pt").glob("*"))) <= 1
-    load_checkpoint(own / "edited.pt", verify=True)
+        assert len(list(tables_folder(out / "ckpt.pt").glob("*"))) <= 1
+    assert link.is_symlink()
+    load_checkpoint(out / "edited.pt", verify=True)
 
 
 # --- kills ---
@@ -160,15 +151,10 @@ def test_a_run_is_whole_until_its_replacement_begins_which_may_be_cut_off(
     assert cut > 4
 
 
-def test_what_a_killed_run_left_goes_with_the_next_start(on_disk, data, tmp_path, monkeypatch):
-    out = tmp_path / "killed"
-    pid = os.fork()
-    if pid == 0:
-        cut_in_step(monkeypatch, 9, do=lambda: os.kill(os.getpid(), signal.SIGKILL))
-        small_run(data, out, offload="disk")
-    os.waitpid(pid, 0)
-    assert list(out.glob("*live*"))
-    shutil.copytree(snapshots(on_disk)[0], tables_folder(out / "ckpt.pt") / "0123abcd")
+def test_what_a_killed_run_left_goes_with_the_next_start(on_disk, data, tmp_path):
+    out = interrupted(data, tmp_path / "killed", 9, offload="disk")
+    for name in ("ckpt.live", "ckpt.pt.tables/0123abcd"):
+        shutil.copytree(snapshots(on_disk)[0], out / name)
     for name in ("ckpt.pt.tmp", "best.pt.tmp", "metrics.jsonl.tmp"):
         (out / name).write_text("half")
     resume(out)
@@ -180,20 +166,18 @@ def test_what_a_killed_run_left_goes_with_the_next_start(on_disk, data, tmp_path
 def test_a_model_is_opened_while_its_training_saves(on_disk, tmp_path, monkeypatch):
     """Between the reading of ckpt.pt and that of its tables, both are replaced."""
     out = shutil.copytree(on_disk, tmp_path / "out")
-    before = load_checkpoint(on_disk / "ckpt.pt")["model"]
+    saved = load_checkpoint(out / "ckpt.pt")
     storage = checkpoints.DiskStorage
     opened = []
 
     def replaced(folder, *args, **options):
         opened.append(folder)
         if len(opened) == 1:
-            with monkeypatch.context() as patch:
-                patch.setattr(checkpoints, "DiskStorage", storage)
-                write_checkpoint(out / "ckpt.pt", load_checkpoint(out / "ckpt.pt"))
+            write_checkpoint(out / "ckpt.pt", saved)
         return storage(folder, *args, **options)
 
     monkeypatch.setattr(checkpoints, "DiskStorage", replaced)
-    assert_same(load_checkpoint(out / "ckpt.pt")["model"], before)
+    assert_same(load_checkpoint(out / "ckpt.pt")["model"], saved["model"])
     assert len(set(opened)) == 2
     shutil.rmtree(snapshots(out)[0])
     with pytest.raises(UserError, match=str(out)):  # tries no further
@@ -254,14 +238,10 @@ def test_a_second_signal_ends_a_run_where_it_is():
 # --- damage ---
 
 
-def flip_a_weight(path: Path) -> None:
-    weight = torch.load(path, weights_only=True)["model"]["blocks.0.attn.out.weight"]
-    flip(path, path.read_bytes().index(weight.numpy().tobytes()) + 3 * 4 + 1)  # of a mantissa
-
-
-def test_one_other_bit_is_noticed_by_who_goes_on(on_disk, data, tmp_path):
+def test_damage_is_noticed_by_who_goes_on(on_disk, data, tmp_path):
     out = shutil.copytree(on_disk, tmp_path / "out")
     ckpt = out / "ckpt.pt"
+    (tables,) = snapshots(out)
     readers = [
         f"train.py --resume --out_dir {out}",
         f"train.py --eval_only --out_dir {out}",
@@ -269,23 +249,36 @@ def test_one_other_bit_is_noticed_by_who_goes_on(on_disk, data, tmp_path):
         f"edit.py --ckpt {ckpt} --undo",
         f"train.py --stage midtrain --init_from {ckpt} --data_dir {data} --out_dir {tmp_path}/new",
     ]
-    (tables,) = snapshots(out)
-    for array in tables.iterdir():
-        flip(array, -1)
-        assert f"{tables} is damaged" in refused(readers[0])
-        flip(array, -1)
-    load_checkpoint(ckpt, verify=True)
-    flip(tables / "rows", -1)
-    for line in readers:
-        assert f"{tables} is damaged" in refused(line)
-    flip(tables / "rows", -1)
-    flip(ckpt, ckpt.read_bytes().index(b"learning_rate"))  # a name among the settings
-    for line in (*readers, f"sample.py --ckpt {ckpt}"):
-        assert f"{ckpt} is damaged" in refused(line)
-    flip(ckpt, ckpt.read_bytes().index(b"earning_rate") - 1)
-    flip_a_weight(ckpt)
-    for line in (*readers, f"sample.py --ckpt {ckpt}"):
-        assert f"{ckpt} is damaged" in refused(line)
+    setting = ckpt.read_bytes().index(b"learning_rate")
+    for path, at, named, lines in (
+        (tables / "rows", -1, tables, readers),
+        (ckpt, setting, ckpt, [*readers, f"sample.py --ckpt {ckpt}"]),
+    ):
+        flip(path, at)
+        for line in lines:
+            assert f"{named} is damaged" in refused(line)
+        flip(path, at)
+
+
+def test_any_other_bit_is_noticed_or_means_nothing(on_disk, tmp_path):
+    """Some bytes of a zip file are never read."""
+    out = shutil.copytree(on_disk, tmp_path / "out")
+    ckpt = out / "ckpt.pt"
+    rows = snapshots(out)[0] / "rows"
+    before = load_checkpoint(on_disk / "ckpt.pt")
+    rng = random.Random(0)
+    n_noticed = 0
+    for path in [ckpt, rows] * 50:
+        at = rng.randrange(path.stat().st_size)
+        flip(path, at)
+        try:
+            found = load_checkpoint(ckpt, verify=True)
+        except UserError:
+            n_noticed += 1
+        else:
+            assert_same({**found, "storage": None}, {**before, "storage": None})
+        flip(path, at)
+    assert n_noticed > 80
 
 
 class Malicious:
@@ -293,22 +286,30 @@ class Malicious:
         return (os.mkdir, ("ran",))
 
 
-@pytest.mark.parametrize("harm", ["gone", "text", "half", "foreign", "old", "code", "folder"])
+HARMS = ("gone", "text", "half", "folder", "circle", "foreign", "old", "unknown", "code")
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, tmp_path, harm):
     good = trained["stem"] / "ckpt.pt"
+    saved = checkpoint(trained["stem"])
     path = tmp_path / "ckpt.pt"
     if harm == "text":
         path.write_text("hello")
     elif harm == "half":
         path.write_bytes(good.read_bytes()[: good.stat().st_size // 2])
+    elif harm == "folder":
+        path.mkdir()
+    elif harm == "circle":
+        path.symlink_to(path)
     elif harm == "foreign":
         torch.save({"weights": 1}, path)
     elif harm == "old":
-        torch.save({**checkpoint(trained["stem"]), "format": 1}, path)
+        torch.save({**saved, "format": 1}, path)
+    elif harm == "unknown":
+        torch.save({**saved, "args": {**saved["args"], "unknown": 1}}, path)
     elif harm == "code":
         torch.save({"x": Malicious()}, path)
-    elif harm == "folder":
-        path.mkdir()
     before = contents(tmp_path)
     for line in (
         "sample.py --ckpt ckpt.pt",
@@ -371,7 +372,7 @@ def llama(trained, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "meta.json", "metrics.jsonl"])
-def test_what_was_edited_by_hand_is_one_line_or_works(llama, data, trained, tmp_path, name):
+def test_what_was_cut_or_edited_by_hand_is_one_line_or_works(llama, data, trained, tmp_path, name):
     sources = {
         "meta.json": (data, lambda folder: Data(str(folder), "text", 8, 1, 9)),
         "metrics.jsonl": (trained["stem"], lambda folder: runs.row("", [read_run(folder)])),
@@ -381,14 +382,17 @@ def test_what_was_edited_by_hand_is_one_line_or_works(llama, data, trained, tmp_
     path = folder / name
     whole = path.read_text()
     lines = whole.splitlines()[:3] if name == "metrics.jsonl" else [whole]
-    n_refused = 0
+    texts = [whole[:at] for at in range(0, len(whole), 1 + len(whole) // 20)]
     for line in lines:
         for changed in list(changes(json.loads(line)))[::3]:
-            path.write_text(whole.replace(line, json.dumps(changed), 1))
-            try:
-                read(folder)
-            except UserError:
-                n_refused += 1
+            texts.append(whole.replace(line, json.dumps(changed), 1))
+    n_refused = 0
+    for text in texts:
+        path.write_text(text)
+        try:
+            read(folder)
+        except UserError:
+            n_refused += 1
     assert n_refused > 20
 
 
@@ -400,8 +404,6 @@ def test_settings_of_a_checkpoint_that_are_odd_are_one_line(on_disk, tmp_path):
             torch.save({**saved, part: changed}, out / "ckpt.pt")
             with contextlib.suppress(UserError, RuntimeError):  # or of sizes that do not fit
                 load_model(out / "ckpt.pt", CPU)
-    torch.save({**saved, "args": {**saved["args"], "unknown": 1}}, out / "ckpt.pt")
-    assert "ckpt.pt: unknown settings: unknown" in refused("train.py --resume --out_dir", out)
 
 
 def test_the_tour_says_in_one_line_what_is_wrong(tmp_path):
@@ -420,14 +422,6 @@ def test_a_short_soak_breaks_no_promise():
 # --- what belongs to nobody else ---
 
 
-def test_a_link_stays_a_link_to_what_was_edited(trained, tmp_path):
-    real = shutil.copy(trained["stem"] / "ckpt.pt", tmp_path / "real.pt")
-    link = tmp_path / "link.pt"
-    link.symlink_to(real)
-    command(f"edit.py --ckpt {link} {EDIT} --save {link}")
-    assert link.is_symlink() and len(load_checkpoint(real)["edits"]) == 1
-
-
 def test_what_torchrun_did_not_start_trains_alone(data, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1")
@@ -440,13 +434,3 @@ def test_validation_alone_reads_no_training_text(trained, data, tmp_path):
     (folder / "train.bin").unlink()
     line = ("train.py", "--eval_only", "--out_dir", trained["stem"], "--data_dir", folder)
     assert "val loss" in command(*line).stdout
-
-
-def test_no_two_steps_of_neighboring_seeds_draw_the_same_dropout(data, tmp_path, monkeypatch):
-    seeds = []
-    real = torch.manual_seed
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: (seeds.append(seed), real(seed))[1])
-    for seed in (1, 2):
-        small_run(data, tmp_path / str(seed), seed=seed, dropout=0.1, max_iters=4)
-    drawn = [seed for seed in seeds if seed > 2]  # the others begin the weights
-    assert len(set(drawn)) == len(drawn) == 8

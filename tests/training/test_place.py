@@ -26,44 +26,29 @@ from text.tokenizer import encode
 from training.checkpoints import load_model, tables_folder
 from training.placement import make_tables
 
-KINDS = ("none", "cpu", "disk")
 
-
-@pytest.fixture(scope="module")
-def runs(data, tmp_path_factory):
-    """The same training run with its tables in each place."""
-    folder = tmp_path_factory.mktemp("places")
-    return {kind: small_run(data, folder / kind, offload=kind) for kind in KINDS}
-
-
-def test_training_runs_and_checkpoints_are_equal_to_the_bit(runs):
-    for kind in ("cpu", "disk"):
-        assert_same_run(runs[kind], runs["none"])
-    assert len(list(tables_folder(runs["disk"] / "ckpt.pt").iterdir())) == 1
-    assert not tables_folder(runs["cpu"] / "ckpt.pt").exists()
-    assert not any(name.startswith("tables.") for name in checkpoint(runs["disk"])["model"])
-
-
-@pytest.mark.parametrize("saved_as", KINDS)
-def test_any_place_opens_any_checkpoint(runs, saved_as):
+def test_tables_on_disk_train_and_open_like_others(trained, on_disk):
+    assert_same_run(on_disk, trained["stem"])
+    assert len(list(tables_folder(on_disk / "ckpt.pt").iterdir())) == 1
+    assert not any(name.startswith("tables.") for name in checkpoint(on_disk)["model"])
     written = set()
-    for kind in KINDS:
-        model, encoding, saved = load_model(runs[saved_as] / "ckpt.pt", CPU, kind)
-        stored = saved_as == kind == "disk"
-        assert type(model.tables) is (StoredTables if stored else ResidentTables)
-        # Weights are read in place from disk, or are all in memory.
-        mapped = {weight.data_ptr() for weight in saved["model"].values()}
-        assert (model.tables.weight[0].data_ptr() in mapped) == (kind == "disk")
-        assert kind == "disk" or not mapped & {p.data_ptr() for p in model.parameters()}
-        ids = torch.tensor([encode(encoding, "Anna")])
-        written.add(tuple(model.generate(ids, 40, seed=0)[0].tolist()))
+    for saved_on_disk, folder in ((False, trained["stem"]), (True, on_disk)):
+        for kind in ("none", "cpu", "disk"):
+            model, encoding, saved = load_model(folder / "ckpt.pt", CPU, kind)
+            in_place = saved_on_disk and kind == "disk"
+            assert type(model.tables) is (StoredTables if in_place else ResidentTables)
+            # Weights are read in place from disk, or are all in memory.
+            mapped = {weight.data_ptr() for weight in saved["model"].values()}
+            assert (model.tables.weight[0].data_ptr() in mapped) == (kind == "disk")
+            assert kind == "disk" or not mapped & {p.data_ptr() for p in model.parameters()}
+            ids = torch.tensor([encode(encoding, "Anna")])
+            written.add(tuple(model.generate(ids, 40, seed=0)[0].tolist()))
     assert len(written) == 1
 
 
 RUNS = [
     dict(stem_layers="0,1", table_dtype="bfloat16", table_state="number", device_batch_size=2),
     dict(ffn="engram", doc_mask=True, table_dtype="bfloat16"),
-    dict(ffn="bigram", table_state="number", doc_mask=True, device_batch_size=2),
     dict(ffn="dense"),  # which has no tables
 ]
 
