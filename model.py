@@ -325,7 +325,7 @@ class Attention(nn.Module):
             k = k.repeat_interleave(groups, dim=1)
             v = v.repeat_interleave(groups, dim=1)
         causal = False
-        if mask is None and q.shape[2] > 1:  # a branch: compiled, the shape is a symbol, no bool
+        if mask is None and q.shape[2] > 1:  # no expression: compiled, it would be a symbol
             causal = True
         options = {
             "attn_mask": mask,

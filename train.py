@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Before torch, whose threads it tells how to wait.
-from common import UserError, command_line, has_bfloat16, mixed, pick_device, run, stop_signals
+from common import UserError, command_line, mixed, pick_device, run, stop_signals
 
 # isort: split
 import torch
@@ -48,7 +48,7 @@ from training.checkpoints import (
 )
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
-from training.placement import make_tables
+from training.placement import make_tables, training_dtype
 from training.records import Log
 from training.report import ask, describe, format_figures, model_sizes, report
 from training.settings import (
@@ -223,15 +223,6 @@ def start(
         for block in model.blocks:  # not the model: lookups and offloading stay outside
             block.compile()
     return run
-
-
-def training_dtype(dtype: str, device: torch.device) -> str:
-    """What --dtype auto means on a device: what it multiplies fastest."""
-    if dtype != "auto":
-        return dtype
-    if has_bfloat16(device):
-        return "bfloat16"
-    return "float16" if device.type == "cuda" else "float32"
 
 
 # --- a run ---

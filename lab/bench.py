@@ -38,9 +38,14 @@ from model import Decoder, ModelConfig
 from offload import OffloadedTables
 from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
-from train import training_dtype
 from training.optimizer import Optimizer
-from training.placement import cast_backbone, make_tables, norm_keys, use_column_major_weights
+from training.placement import (
+    cast_backbone,
+    make_tables,
+    norm_keys,
+    training_dtype,
+    use_column_major_weights,
+)
 from training.settings import Settings, device_flag
 
 KINDS = pick("dense", "STEM, third", "STEM, all", "Embformer")

@@ -6,7 +6,7 @@ from conftest import CPU
 
 import common
 from common import UserError, pick_device
-from train import training_dtype
+from training.placement import training_dtype
 
 REAL_ZEROS = torch.zeros
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from common import has_bfloat16
 from model import Decoder
 from offload import OffloadedTables
 from tables.sharded import columns_per_rank, sharded
@@ -91,3 +92,12 @@ def norm_keys(model: Decoder) -> None:
     if isinstance(model.tables, ResidentTables):
         for block, rows in zip(model.blocks, model.tables.weight, strict=True):
             block.attn.qkv.norm_keys(rows)
+
+
+def training_dtype(dtype: str, device: torch.device) -> str:
+    """What --dtype auto means on a device: what it multiplies fastest."""
+    if dtype != "auto":
+        return dtype
+    if has_bfloat16(device):
+        return "bfloat16"
+    return "float16" if device.type == "cuda" else "float32"
