@@ -413,6 +413,7 @@ class Block(nn.Module):
 # --- the decoder ---
 
 CHUNK = {"cuda": 1 << 26}  # logits at a time; on a CPU fewer, 1 << 22, to stay in its caches
+KEPT = 1 << 26  # logits that the backward pass may keep, 256 MiB; of more it computes them again
 
 
 class Decoder(nn.Module):
@@ -586,9 +587,9 @@ class Decoder(nn.Module):
         size = max(1, CHUNK.get(x.device.type, 1 << 22) // self.config.vocab_size)  # tokens
         total = torch.zeros((), device=x.device)
         for part in zip(x.split(size), targets.split(size), strict=True):
-            if len(x) <= size:
+            if len(x) * self.config.vocab_size <= KEPT:
                 total = total + self.summed_loss(*part)
-            else:  # logits are computed again in the backward pass, not kept
+            else:
                 total = total + checkpoint(
                     self.summed_loss, *part, use_reentrant=False, preserve_rng_state=False
                 )

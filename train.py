@@ -134,13 +134,8 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
         if settings.origin is not None:
             checkpoint = load_checkpoint(settings.origin, verify=ranks.rank == 0)
         total = max(1, settings.max_iters * settings.batch_size)  # sequences that the run reads
-        data = Data(
-            settings.data_dir,
-            STAGES[settings.stage].reads,
-            settings.model.block_size,
-            settings.seed,
-            total,
-        )
+        reads, size = STAGES[settings.stage].reads, settings.model.block_size
+        data = Data(settings.data_dir, reads, size, settings.seed, total)
         settings.model.vocab_size = data.metas[0]["vocab_size"]
         check_start(settings, data, checkpoint)
 

@@ -92,14 +92,20 @@ def test_more_tokens_than_block_size_are_refused():
 # --- the loss ---
 
 
+@pytest.mark.parametrize("kept", [True, False])  # logits, for the backward pass
 @pytest.mark.parametrize("chunk", [1, 23 * 4, 23 * 100])  # tokens at a time: 1, 4, all
-def test_loss_in_chunks_and_its_gradients_equal_cross_entropy_of_logits(monkeypatch, chunk):
+def test_loss_in_chunks_and_its_gradients_equal_cross_entropy_of_logits(monkeypatch, chunk, kept):
     monkeypatch.setitem(CHUNK, "cpu", chunk)
+    if not kept:
+        monkeypatch.setattr(sys.modules["model"], "KEPT", 0)
     model = decoder(ffn="dense")
     ids, targets = tokens(2, 2, 15)
     targets[:, ::5] = -1
     logits, no_loss = model(ids)
-    nothing, loss = model(ids, targets)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        nothing, loss = model(ids, targets)
+    assert any(t.shape[-1:] == (23,) for t in saved) == kept
     assert nothing is None and no_loss is None
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     torch.testing.assert_close(loss, plain)
