@@ -2,6 +2,7 @@
 
     python lab/bench.py all --quick          # everything small, in a minute or two
     python lab/bench.py train                # kinds of layers, eager and compiled
+    python lab/bench.py train --preset minimind-26m      # ... of that shape
     python lab/bench.py decode               # one token at a time
     python lab/bench.py cache                # decoding from keys and values, and from ids
     python lab/bench.py offload              # where tables live: device, RAM, disk
@@ -17,7 +18,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +47,8 @@ from training.placement import (
     training_dtype,
     use_column_major_weights,
 )
-from training.settings import Settings, device_flag
+from training.report import model_sizes
+from training.settings import PRESETS, Settings, device_flag
 
 KINDS = pick("dense", "STEM, third", "STEM, all", "Embformer")
 QUICK = {
@@ -63,6 +65,7 @@ QUICK = {
 @dataclass
 class Bench:
     device: str = device_flag()
+    preset: str | None = flag(None, "the shape of a preset of train.py", choices=PRESETS)
     n_layer: int = flag(6, "number of layers", must="at least 1")
     n_head: int = flag(6, "attention heads", must="at least 1")
     n_embd: int = flag(192, "width of the residual stream", must="at least 1")
@@ -84,14 +87,11 @@ class Bench:
         self.dtype = getattr(torch, training_dtype("auto", self.on))
 
     def model(self, **flags) -> ModelConfig:
-        return ModelConfig(
-            vocab_size=self.vocab_size,
-            block_size=self.block_size,
-            n_layer=self.n_layer,
-            n_head=self.n_head,
-            n_embd=self.n_embd,
-            **flags,
-        )
+        """The shape that was asked for, with other flags."""
+        own = {f.name: getattr(self, f.name) for f in fields(ModelConfig) if hasattr(self, f.name)}
+        preset = PRESETS[self.preset] if self.preset else {}
+        shape = {f.name: preset[f.name] for f in fields(ModelConfig) if f.name in preset}
+        return ModelConfig(**{**own, **shape, **flags})
 
 
 def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
@@ -176,27 +176,28 @@ def train(contender: Contender, steps: int = 1) -> float:
     bench = contender.bench
     model = contender.model.train()
     if contender.optimizer is None:
-        dtype = training_dtype("auto", bench.on) if bench.cuda else "float32"
+        dtype = training_dtype("auto", bench.on)
         contender.optimizer = Optimizer(model, Settings(learning_rate=1e-3), dtype)
-    shape = (bench.batch_size, bench.block_size + 1)
+    n = contender.config.block_size
+    shape = (bench.batch_size, n + 1)
     start = contender.now()
     batches = [contender.batch(*shape) for _ in range(steps)]
     for number, (ids, table_ids) in enumerate(batches, 1):
-        with torch.autocast(bench.on.type, bench.dtype, enabled=bench.cuda):
+        with torch.autocast(bench.on.type, bench.dtype, enabled=bench.dtype != torch.float32):
             _, loss = model(ids[:, :-1], ids[:, 1:], table_ids=table_ids[:, :-1])
         if number < steps:
             model.tables.prefetch(batches[number][1][:, :-1])
         contender.optimizer.scaler.scale(loss).backward()
         contender.optimizer.step(1.0)
         loss.item()  # waits for the device
-    return steps * bench.batch_size * bench.block_size / (contender.now() - start)
+    return steps * bench.batch_size * n / (contender.now() - start)
 
 
 @torch.inference_mode()
 def prefill(contender: Contender) -> float:
     bench = contender.bench
     model = contender.model.eval()
-    ids, table_ids = contender.batch(bench.batch_size, bench.block_size)
+    ids, table_ids = contender.batch(bench.batch_size, contender.config.block_size)
     start = contender.now()
     model(ids, table_ids=table_ids, last_only=True)
     return ids.numel() / (contender.now() - start)
@@ -206,10 +207,10 @@ def prefill(contender: Contender) -> float:
 def decode(contender: Contender, batch: int, context: int, new: int) -> float:
     """Read new tokens one by one behind a context. They are given: a model that knows nothing would
     repeat itself."""
-    bench = contender.bench
     model = contender.model.eval()
-    new = min(new, bench.block_size)
-    context = min(context, bench.block_size - new)
+    block_size = contender.config.block_size
+    new = min(new, block_size)
+    context = min(context, block_size - new)
     ids, table_ids = contender.batch(batch, context + new)
     cache = model.make_cache(batch, kind=contender.cache)
     if context:
@@ -234,7 +235,26 @@ def bench_train(bench: Bench) -> dict:
             compiled = contenders[f"{kind}, compiled"] = Contender(bench, config)
             for block in compiled.model.blocks:
                 block.compile()
-    return show("train", compare({"tok/s": train}, contenders, bench.rounds, "dense"))
+    rows = compare({"tok/s": train}, contenders, bench.rounds, "dense")
+    fastest = matrix_rate(bench)
+    for name, row in rows.items():  # a backward pass is two forward passes
+        flops = 3 * model_sizes(contenders[name].model)["flops_per_token"]
+        row["share of the matrix rate"] = row["tok/s"][0] * flops / fastest
+    return show(f"train ({bench.dtype}; matrices {fastest / 1e9:,.0f} GFLOP/s)", rows)
+
+
+def matrix_rate(bench: Bench) -> float:
+    """FLOP/s of a product of two matrices of 2,048 x 2,048, as training has it: the median of 9."""
+    size = 64 if bench.quick else 2048
+    a = torch.randn(size, size, device=bench.on, dtype=bench.dtype)
+    seconds = []
+    for _ in range(9):
+        start = timer()
+        torch.mm(a, a)
+        if bench.cuda:
+            torch.cuda.synchronize()
+        seconds.append(timer() - start)
+    return 2 * size**3 / float(np.median(seconds))
 
 
 def bench_decode(bench: Bench) -> dict:
@@ -260,7 +280,7 @@ def bench_cache(bench: Bench) -> dict:
         norm_keys(contenders[kind].model)
     tasks = {}
     for part in (16, 4, 1):
-        context = bench.block_size // part
+        context = bench.model().block_size // part
         tasks[f"behind {context}"] = partial(decode, batch=1, context=context, new=16)
     return show("cache", compare(tasks, contenders, bench.rounds, "kv"))
 
