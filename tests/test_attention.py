@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from conftest import Largest
-from naive import decoder, naive_logits, tokens
+from naive import SIZES, decoder, naive_logits, tokens
 
 from relatives import linear
 from training.placement import norm_keys
@@ -44,16 +44,22 @@ def documents_of(ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
-    [*itertools.product(KINDS, PATTERNS), ("embformer", "previous:2")],
+    [
+        *itertools.product(KINDS, PATTERNS),
+        ("embformer", "previous:2"),
+        *itertools.product(SIZES, ["full"]),  # of which attention knows nothing
+    ],
 )
 @pytest.mark.parametrize("n", [3, 20, 29])
 @pytest.mark.parametrize("masked", [False, True])
 def test_logits_and_gradients_equal_those_of_a_naive_decoder(kind, attention, n, masked):
-    model = decoder(ffn=kind.split(",")[0], attention=attention, **KINDS[kind]).double()
+    options = {**KINDS, **SIZES}[kind]
+    model = decoder(ffn=kind.split(",")[0], attention=attention, **options).double()
     model.requires_grad_()  # rows, too: ordinary parameters, not rounded to float32
     weights = {}
     for name, weight in model.state_dict().items():
-        weights[name] = weight.detach().clone().requires_grad_()
+        weights[name] = weight.detach().clone()
+        weights[name].requires_grad_(weight.is_floating_point())
     ids = tokens(2, n)
     table_ids = ids.clone()
     table_ids[:, 1::3] = 7  # an edit
