@@ -10,7 +10,6 @@ from conftest import (
     CPU,
     INHERITED,
     assert_same_run,
-    checkpoint,
     command,
     flags,
     interrupted,
@@ -27,7 +26,6 @@ from training.checkpoints import load_model
 from training.objectives import validate
 from training.preference import BETA, Preference
 from training.records import read_run
-from training.settings import new_settings
 
 
 def says(text: str) -> dict:
@@ -159,15 +157,6 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not_wherever_tables_are(
 def test_micro_batches_keep_pairs_together(given, whole, tmp_path):
     parts = small_run(**given, out=tmp_path, device_batch_size=1)
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
-
-
-def test_settings_of_the_stage(trained):
-    base = checkpoint(trained["stem"])
-    base["args"]["preset"] = "countries"
-    meta = {"corpus": "files", "train": {"documents": 3200}}
-    of_files = new_settings({"stage": "dpo", "init_from": "x"}, meta, base)
-    assert of_files.learning_rate == pytest.approx(3e-3 * 4e-8 / 5e-4)  # as MiniMind's to its own
-    assert of_files.max_iters == 3200 // of_files.batch_size
 
 
 def test_the_countries_prefer_brief_answers():
