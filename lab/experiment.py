@@ -260,7 +260,7 @@ def best_learning_rates(experiment: Experiment, kinds: Kinds, seed: int | None =
             losses[name][rate] = final_loss(folders[0])
         wanted = []
         for name, tried in losses.items():
-            best = min(tried, key=tried.get)
+            best = min(sorted(tried), key=tried.get)  # the lowest, while all diverge
             for rate in (best / 2, best * 2):
                 if rate not in tried and not experiment.quick:
                     wanted.append((name, rate))

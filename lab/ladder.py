@@ -15,7 +15,7 @@ from lab.edits import measure_edits
 from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, pick
 from lab.pictures import markdown, plt
 from lab.runs import last_start
-from model import Decoder, ModelConfig, decoder_class
+from model import Decoder, ModelConfig
 from text.dataset import read_meta
 from training.records import read_run
 from training.report import model_sizes
@@ -146,9 +146,10 @@ def measure(experiment: Experiment, kinds: dict[str, Flags], seeds: list[int]) -
         runs = [read_run(folder) for folder in folders]
         losses = [run["eval"][-1]["val_loss"] for run in runs]
         recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
-        sizes = last_start(runs[0])["sizes"]
+        start = last_start(runs[0])
+        sizes = start["sizes"]
         edits = []
-        of_tokens = not hasattr(decoder_class(kinds[name]["ffn"]).config_class, "ngram_orders")
+        of_tokens = "ngram_rows" not in start["args"]
         if recalls and sizes["table"] and of_tokens:
             edits = [report["success"] for report in measure_edits(experiment, folders)]
         steps[name] = Step(kinds[name], sizes, losses, recalls, edits)

@@ -99,10 +99,99 @@ def memory(x, rows, w, name):
     return gate * (rows @ w[name + "value.weight"].T)
 
 
+# --- FFNs of relatives/: weights, x [n_embd] of a token, its row, its id -> [n_embd] ---
+
+
+def swiglu(w, x, hidden=slice(None)):
+    """The dense FFN, or some of its hidden units."""
+    gate = w["gate.weight"][hidden]
+    up = w["up.weight"][hidden]
+    down = w["down.weight"][:, hidden]
+    return down @ (silu(gate @ x) * (up @ x))
+
+
+def expert(w, x, number):
+    """Experts are 16 hidden units wide."""
+    return swiglu(w, x, slice(16 * number, 16 * number + 16))
+
+
+def moe(w, x, row, token):
+    exps = torch.exp(w["router.weight"] @ x)
+    best = sorted(range(6), key=lambda number: -exps[number].item())[:3]
+    total = sum(exps[number] for number in best)
+    return sum(exps[number] / total * expert(w, x, number) for number in best)
+
+
+def hash_moe(w, x, row, token):
+    return sum(expert(w, x, number) for number in w["hashes"][token].tolist())
+
+
+def pkm(w, x, row, token):
+    """Every one of the 25 products scored, without the trick."""
+    queries = (w["query.weight"] @ x).view(4, 2, -1)  # heads, halves
+    keys = w["keys"].view(4, 2, 5, -1)
+    y = torch.zeros_like(x)
+    for head in range(4):
+        first, second = norm(queries[head])
+        exps = {}
+        for i in range(5):
+            for j in range(5):
+                score = keys[head, 0, i] @ first
+                score = score + keys[head, 1, j] @ second
+                exps[5 * i + j] = torch.exp(score)
+        best = sorted(exps, key=lambda number: -exps[number].item())[:3]
+        total = sum(exps[number] for number in best)
+        for number in best:
+            y = y + exps[number] / total * w["values.weight"][number]
+    return y
+
+
+def deepembed(w, x, row, token):
+    hidden = silu(w["gate.weight"] @ x) * (w["up.weight"] @ x)
+    return w["down.weight"] @ (hidden + hidden * row)
+
+
+def ple(w, x, row, token):
+    g = w["row_gate.weight"] @ x
+    tanh = torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))
+    gelu = 0.5 * g * (1 + tanh)
+    return swiglu(w, x) + w["row_out.weight"] @ (gelu * row)
+
+
+def stem_additive(w, x, row, token):
+    return w["down.weight"] @ (silu(w["gate.weight"] @ x) * (w["up.weight"] @ x + row))
+
+
+def stem_gate(w, x, row, token):
+    return w["down.weight"] @ (silu(row) * (w["up.weight"] @ x))
+
+
+FFNS = {
+    "moe": moe,
+    "hash_moe": hash_moe,
+    "pkm": pkm,
+    "deepembed": deepembed,
+    "ple": ple,
+    "stem_additive": stem_additive,
+    "stem_gate": stem_gate,
+}
+SIZES = {
+    "moe": dict(n_expert=6, top_k=3),
+    "hash_moe": dict(n_expert=6, top_k=3),
+    "pkm": dict(n_key=5, top_k=3),
+    "deepembed": dict(),
+    "ple": dict(ple_width=6),
+    "stem_additive": dict(),
+    "stem_gate": dict(),
+}
+
+
+# --- the decoder ---
+
+
 def naive_logits(config, w, ids, table_ids, documents):
     """Logits [T, V] for ids [T]; each layer weighs all pairs of tokens. w: weights by name, in
-    double precision. Kinds: dense, stem, embformer and
-    those of relatives/ whose FFN is dense or STEM's."""
+    double precision."""
     width = config.head_dim
     kv = config.n_kv_head * width
     i = torch.arange(len(ids))[:, None]
@@ -118,9 +207,11 @@ def naive_logits(config, w, ids, table_ids, documents):
     for layer in range(config.n_layer):
         block = f"blocks.{layer}."
         kind = config.ffn
-        if layer not in config.row_layers and kind not in ("embformer", "bigram"):
+        everywhere = ("embformer", "bigram", "moe", "hash_moe", "pkm", "deepembed", "ple")
+        if layer not in config.row_layers and kind not in everywhere:
             kind = "dense"
-        if kind != "dense":
+        rows = [None] * len(ids)
+        if kind not in ("dense", "moe", "hash_moe", "pkm"):
             rows = w[f"tables.weight.{table}"][table_ids].flatten(1)
             table += kind != "bigram" and getattr(config, "engram_table", "own") == "own"
         if kind == "bigram":
@@ -180,6 +271,11 @@ def naive_logits(config, w, ids, table_ids, documents):
         if kind == "embformer":
             gate = silu(normed) if config.embformer_act == "silu" else normed
             y = mix(gate * rows, config.n_head)
+        elif kind in FFNS:
+            name = block + "ffn."
+            own = {key.removeprefix(name): w[key] for key in w if key.startswith(name)}
+            each = zip(normed, rows, table_ids, strict=True)
+            y = torch.stack([FFNS[kind](own, *token) for token in each])
         else:
             gate = silu(normed @ w[block + "ffn.gate.weight"].T)
             up = rows if kind in ("stem", "stem_ngrams") else normed @ w[block + "ffn.up.weight"].T

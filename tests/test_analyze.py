@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from common import UserError, locked
 from lab import analyze
 from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates
+from lab.ladder import Step, interval, verdicts
 from lab.stability import REACH, spike_rate, spikes
 from training.records import read_run
 
@@ -59,7 +61,7 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path):
     parts = said.split("\n## ")[1:]
     assert [part.split()[0] for part in parts] == list(analyze.QUESTIONS)
     assert all("|---|" in part for part in parts)
-    for name in ("kinds", "stability"):
+    for name in ("ladder", "stability"):
         picture = tmp_path / f"quick/{name}.png"
         assert picture.read_bytes().startswith(PNG)
         assert f"wrote {picture}" in said
@@ -78,7 +80,7 @@ def test_edits_of_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, lambda ckpt, device: measured.append((str(ckpt), str(device))))
     command("lab/analyze.py edits a.pt --device cpu b.pt", cwd=tmp_path)
     assert measured == [("a.pt", "cpu"), ("b.pt", "cpu")]
-    assert "no paths" in refused("lab/analyze.py kinds a.pt", cwd=tmp_path)
+    assert "no paths" in refused("lab/analyze.py ladder a.pt", cwd=tmp_path)
 
 
 def test_what_an_analysis_refuses(data, tmp_path):
@@ -150,7 +152,7 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experi
 def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_path, number):
     args = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", 2, "--device", "cpu"]
     process = start_process(
-        ROOT / "lab/analyze.py", "kinds", *args, cwd=tmp_path, start_new_session=True
+        ROOT / "lab/analyze.py", "ladder", *args, cwd=tmp_path, start_new_session=True
     )
 
     def steps() -> list[bool]:
@@ -180,6 +182,7 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkey
     asked = []
 
     def train(kinds, seeds):  # not at all: the name of a folder is its rate
+        assert seeds == [7]
         rates = {name: flags["learning_rate"] for name, flags in kinds.items()}
         asked.extend(rates.values())
         return {name: [rate] for name, rate in rates.items()}
@@ -190,10 +193,31 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkey
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(shared, "read_run", read)
     monkeypatch.setattr(shared, "diverged", lambda rate: rate > 4 * lowest)
-    found = best_learning_rates(experiment, {"one": {"ffn": "dense"}})["one"]
+    found = best_learning_rates(experiment, {"one": {"ffn": "dense"}}, seed=7)["one"]
+    assert asked[:3] == [3e-3, 6e-3, 12e-3]  # around the default for text of one's own
     assert abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
     assert min(asked) < found["learning_rate"] < max(asked)
     assert len(set(asked)) == len(asked)
+
+
+def test_verdicts_are_those_of_students_t():
+    """Losses of five seeds, compared in pairs. With four degrees of freedom, Student's t of 95 % is
+    2.7764 (any table of it)."""
+    dense = [0.80, 0.83, 0.79, 0.84, 0.81]
+    gains = [0.04, 0.01, 0.03, 0.02, 0.05]  # of a mean, 0.03, that is larger than it may be off
+    error = 2.7764 * statistics.stdev(gains) / math.sqrt(5)
+    assert interval(".4f", gains) == f"0.0300 ± {error:.4f}"
+    for own, verdict in (
+        (gains, "reproduced"),
+        ([-gain for gain in gains], "the opposite"),
+        ([0.04, -0.01, 0.03, -0.02, 0.05], "undecided"),
+    ):
+        losses = [loss - gain for loss, gain in zip(dense, own, strict=True)]
+        steps = {"STEM, third": losses, "dense": dense}
+        steps = {name: Step({}, {}, losses, [], []) for name, losses in steps.items()}
+        (row,) = verdicts(steps)
+        assert row["verdict"] == verdict
+    assert interval(".4f", []) == ""
 
 
 def test_spikes_stand_out_of_the_steps_around():

@@ -1,11 +1,9 @@
 """The house: which file may import which, what each says of others, and a layer of one's own."""
 
 import ast
-import builtins
 import re
 import tokenize
 
-import pytest
 from conftest import EDIT, ROOT, SMALL, add_relative, assert_same_run, command, losses
 
 COMMANDS = ("train", "sample", "prepare", "edit", "convert")
@@ -73,17 +71,6 @@ def test_no_imports_lead_in_a_circle():
             del left[name]
 
 
-def test_training_imports_only_what_it_needs():
-    found = imports()
-    needed = set()
-    new = {"train"}
-    while new:
-        needed |= new
-        new = set().union(*(found[name] for name in new)) - needed
-    assert {"model", "text.tokenizer"} <= needed
-    assert not needed & {"text.download", "text.documents", "convert", "prepare"}
-
-
 def test_the_path_knows_no_relative_and_no_corpus():
     """But for help, and for train.py, which asks about the corpus that it writes."""
     files = {path.stem for path in ROOT.glob("relatives/*.py")}
@@ -109,22 +96,6 @@ def test_every_command_has_help_and_train_few_flags():
         assert f"python {name}.py" in said
         if name == "train":
             assert len(re.findall("^  --", said, re.MULTILINE)) <= 40
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/writing.md"])
-def test_each_passage_of_python_imports_what_it_uses(page):
-    for source in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL):
-        known = set(dir(builtins))
-        used = set()
-        for node in ast.walk(ast.parse(source)):
-            match node:
-                case ast.Name(name, ast.Load()):
-                    used.add(name)
-                case ast.Name(name) | ast.arg(name) | ast.FunctionDef(name) | ast.ClassDef(name):
-                    known.add(name)
-                case ast.alias(name, other):
-                    known.add(other or name.split(".")[0])
-        assert not used - known
 
 
 def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):

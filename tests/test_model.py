@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from common import UserError
 from model import CHUNK, Decoder, ModelConfig, sample
 from relatives.ngrams import primes
-from training.placement import use_column_major_weights
 from training.report import model_sizes
 from training.settings import parse_args
 
@@ -199,15 +198,6 @@ def test_initial_weights_have_the_documented_spread():
         elif name.endswith(("attn.out.weight", "ffn.down.weight")):
             expected = 0.03 / 4
         assert weight.std().item() == pytest.approx(expected, rel=0.05), name
-
-
-def test_weights_by_columns_are_the_same_weights():
-    model = decoder(ffn="stem")
-    ids = tokens(2, 9)
-    before = model(ids)[0]
-    use_column_major_weights(model)
-    torch.testing.assert_close(model(ids)[0], before)
-    assert model.blocks[0].ffn.gate.weight.stride() == (1, 48)
 
 
 # --- sampling ---

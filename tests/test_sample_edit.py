@@ -64,9 +64,7 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("sample.py --temperature -1", "--temperature -1"),
         ("sample.py --system Hi", "--system"),
         ("sample.py --chat --prompt Hi", "--prompt"),
-        ("edit.py --source Anna", "--target"),
         ("edit.py --source Ann --prompt Anna --write x", "'Ann' is not whole tokens"),
-        ("edit.py --undo", "holds no edit"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
         ("edit.py --source a --target b --prompt " + "a" * 99, "--prompt has 100 tokens"),
         ("edit.py --source Anna --target Emil --prompt Anna --ckpt {dense}/ckpt.pt", "no tables"),
@@ -99,9 +97,8 @@ def test_names_are_those_of_countries_where_the_text_is_about_them(data, tmp_pat
     command(*line)
 
 
-@pytest.mark.parametrize("ffn", ["engram", "bigram"])
-def test_rows_of_n_grams_are_not_edited(data, tmp_path, ffn):
-    ckpt = small_run(data, tmp_path / ffn, ffn=ffn, max_iters=1) / "ckpt.pt"
+def test_rows_of_n_grams_are_not_edited(data, tmp_path):
+    ckpt = small_run(data, tmp_path, ffn="engram", max_iters=1) / "ckpt.pt"
     for line in (["edit.py", "--ckpt", ckpt, *EDIT], ["lab/analyze.py", "edits", ckpt]):
         assert "rows of n-grams" in refused(*line)
 
@@ -170,29 +167,6 @@ def changed_rows(before: dict, after: dict) -> tuple[str, set[int]]:
     return name, set((before[name] != after[name]).any(-1).nonzero()[:, 0].tolist())
 
 
-def test_a_saved_edit_is_the_edit_that_was_shown_and_its_undoing_restores_every_bit(edits):
-    ckpt, run = edits
-    before = read(ckpt)
-    files = contents(ckpt.parent)
-    saved, restored = (ckpt.parent.parent / name / "ckpt.pt" for name in "ab")
-    prompt = "Björn sees Anna at the river"
-    given = flags(source="Anna at", target="river", prompt=prompt, save=saved)
-    assert "probability of '" in run("--ckpt", ckpt, *given).stdout
-
-    model, encoding, _ = load_model(ckpt, CPU)
-    edited, _, _ = load_model(saved, CPU)
-    ids = encode(encoding, prompt)
-    table_ids = edit.edited_ids(encoding, ids, "Anna at", "river")
-    expected = model(torch.tensor([ids]), table_ids=torch.tensor([table_ids]))[0]
-    assert torch.equal(edited(torch.tensor([ids]))[0], expected)
-    _, rows = changed_rows(before, read(saved))  # and no other weight, state, setting
-    assert rows == {a for a, b in zip(ids, table_ids, strict=True) if a != b}
-
-    run("--ckpt", saved, "--undo", "--save", restored)
-    assert_same(before, read(restored))
-    assert contents(ckpt.parent) == files
-
-
 def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits):
     ckpt, run = edits
     before = read(ckpt)
@@ -214,18 +188,24 @@ def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits
     assert_same(before, read(saved))
 
 
-def test_edits_in_place_are_undone_last_first(edits):
+def test_saved_edits_are_undone_last_first_to_the_bit(edits):
+    """One in another file, one in place. Which rows they change: test_alignments.py."""
     ckpt, run = edits
+    files = contents(ckpt.parent)
+    saved, restored = (ckpt.parent.parent / name / "ckpt.pt" for name in "ab")
     states = [read(ckpt)]
-    for name in ("Chloë", "Björn"):
-        run("--ckpt", ckpt, *NAMES, "--target", name, "--save", ckpt)
-        states.append(read(ckpt))
+    for place, name in ((ckpt, "Chloë"), (saved, "Björn")):
+        run("--ckpt", place, *NAMES, "--target", name, "--save", saved)
+        states.append(read(saved))
     assert changed_rows(*states[:2])[0] == changed_rows(*states[1:])[0]
+    run("--ckpt", saved, "--undo", "--save", restored)
+    assert_same(states[1], read(restored))
     for state in (states[1], states[0]):
-        run("--ckpt", ckpt, "--undo")
-        assert_same(state, read(ckpt))
-    assert len(list(tables_folder(ckpt).glob("*"))) <= 1
-    assert "holds no edit" in refused("edit.py", "--ckpt", ckpt, "--undo")
+        run("--ckpt", saved, "--undo")
+        assert_same(state, read(saved))
+    assert len(list(tables_folder(saved).glob("*"))) <= 1
+    assert "holds no edit" in refused("edit.py", "--ckpt", saved, "--undo")
+    assert contents(ckpt.parent) == files
 
 
 def test_neighbours_of_a_checkpoint_stay_whole_whatever_they_are_called(trained, on_disk, tmp_path):

@@ -25,7 +25,7 @@ from model import Decoder, ModelConfig
 from training.batches import Data
 from training.objectives import NextToken, validate
 from training.records import read_run
-from training.settings import new_settings
+from training.settings import Settings, new_settings
 
 
 @pytest.fixture(scope="session")
@@ -151,11 +151,14 @@ def test_a_stage_that_learns_all_of_a_conversation_says_so(chat, trained, tmp_pa
     assert ["--stage sft learns the answers" in text for text in said] == [True, False]
 
 
-def test_steps_follow_from_the_size_of_a_text_and_of_conversations(trained):
-    def steps(kind: str, n: int, **given) -> int:
+def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained):
+    def made(kind: str, n: int, **given) -> Settings:
         meta = {"corpus": "files", "train": {kind: n}}
         base = checkpoint(trained["stem"]) if "stage" in given else None
-        return new_settings(given, meta, base).max_iters
+        return new_settings(given, meta, base)
+
+    def steps(*args, **given) -> int:
+        return made(*args, **given).max_iters
 
     passes = [steps("tokens", n) * 8 * 256 / n for n in (10**6, 3 * 10**6)]
     assert passes == pytest.approx([1.7, 1.7], rel=0.01)
@@ -164,6 +167,9 @@ def test_steps_follow_from_the_size_of_a_text_and_of_conversations(trained):
     sft = dict(stage="sft", init_from="x", batch_size=8)
     assert steps("documents", 4000, **sft) == 1000  # twice
     assert steps("documents", 10, **sft) == 60
+    dpo = made("documents", 4000, **{**sft, "stage": "dpo"})
+    assert dpo.max_iters == 500  # once
+    assert dpo.learning_rate == pytest.approx(6e-3 * 4e-8 / 5e-4)  # as MiniMind's to its own
     midtrain = dict(stage="midtrain", init_from="x")  # in windows of the model's length
     assert steps("tokens", 10**5, **midtrain) * 8 * 32 / 10**5 == pytest.approx(1.7, rel=0.01)
     assert steps("tokens", 10**6, max_iters=3) == 3

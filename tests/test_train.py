@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import threading
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from conftest import (
     resume,
     small_run,
 )
+from naive import decoder, tokens
 from originals import gradients
 
 import train
@@ -142,12 +142,10 @@ def test_a_signal_saves_a_whole_step_and_the_run_goes_on(
 # --- numbers ---
 
 
-def test_seeds_reproduce_and_accumulation_equals_the_whole_batch(trained, data, tmp_path):
-    expected = losses(trained["stem"])
-    assert losses(small_run(data, tmp_path / "same")) == expected
-    assert losses(small_run(data, tmp_path / "other", seed=1, max_iters=2)) != expected[:2]
-    parts = losses(small_run(data, tmp_path / "parts", device_batch_size=1))
-    assert parts == pytest.approx(expected, rel=2e-3)
+def test_another_seed_draws_other_weights(trained, data, tmp_path):
+    runs = [trained["stem"], small_run(data, tmp_path, seed=1, max_iters=1)]
+    first, other = (read_run(run)["eval"][0]["val_loss"] for run in runs)  # before any step
+    assert first != other
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -159,16 +157,15 @@ def test_16_bits_train_float32_weights(dtype, trained, data, tmp_path):
 
 
 def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(40, 24, 3, 2, 32))
+    model = decoder().train()
     optimizer = Optimizer(model, Settings(max_iters=9), "float16")
     objective = NextToken(model, CPU, "float16")
     states = []
     for overflows in (False, True, False):
-        loss = objective(*torch.randint(40, (2, 2, 24)))
-        optimizer.scaler.scale(loss).backward()
+        loss = objective(*tokens(2, 2, 24))
         if overflows:
-            model.blocks[0].ffn.down.weight.grad[0, 0] = torch.inf
+            loss = loss * torch.inf
+        optimizer.scaler.scale(loss).backward()
         optimizer.step(1.0)
         state = {**optimizer.state_dict(), "scaler": None, "model": dict(model.state_dict())}
         states.append(copy.deepcopy(state))
@@ -183,9 +180,6 @@ def test_learning_rate_warms_up_and_decays():
     assert [rate[0], rate[9]] == pytest.approx([0.1, 1.0])
     assert rate[55] == pytest.approx(0.1 + 0.9 * 0.5)  # half-way down
     assert rate[99] == pytest.approx(0.1, abs=1e-3)
-    linear = Settings(max_iters=100, schedule="linear")
-    line = [schedule(step, linear) for step in range(10, 100)]
-    assert [a - b for a, b in pairwise(line)] == pytest.approx([0.01] * 89)
 
 
 # MiniMind's published sizes, and Embformer's "0.1B".
@@ -262,17 +256,12 @@ def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_loss_with_document_mask_is_that_of_the_documents_alone():
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(20, 16, 2, 2, 16)).eval()
-    second = torch.tensor([[0, 8, 9, 5, 6, 3]])
-    both = torch.cat([torch.tensor([[0, 5, 6, 7]]), second], dim=1)
-    targets = both.clone()
-    targets[:, :4] = -1  # none in the first document
+def test_documents_are_masked_at_their_boundaries():
+    model = decoder()
+    ids = torch.tensor([[0, 5, 6, 7, 0, 8, 9, 5, 6, 3]])
+    documents = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2, 2, 2]])
     masked = NextToken(model, CPU, "float32", boundary=0)
-    plain = NextToken(model, CPU, "float32")
-    torch.testing.assert_close(masked(both, targets), plain(second, second))
-    assert not torch.isclose(plain(both, targets), plain(second, second), atol=1e-4)
+    torch.testing.assert_close(masked(ids, ids), model(ids, ids, documents=documents)[1])
 
 
 # --- flags and Python ---
@@ -281,23 +270,17 @@ def test_loss_with_document_mask_is_that_of_the_documents_alone():
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ("--data_dir gone", "prepare.py --out_dir gone"),
-        ("--block_size 100000", "--block_size 100000"),
         ("--device_batch_size 3", "--device_batch_size 3"),
         ("--learning_rate nan", "--learning_rate nan"),
         ("--out_dir " + "x" * 300, "xxx"),
         ("--offload disk --table_optimizer adamw", "--table_optimizer adamw"),
         ("--table_rate 0 --table_optimizer adamw", "--table_rate 1"),
-        ("--ffn dense --stem_layers all", "unrecognized arguments: --stem_layers"),
         ("--preset embformer-104m --stem_layers all", "unrecognized arguments: --stem_layers"),
         ("--max_iter 3", "unrecognized arguments: --max_iter"),  # an abbreviation
-        ("--resume --out_dir new", "new/ckpt.pt"),
         ("--resume --n_layer 4 --out_dir {stem}", "--n_layer"),
         ("--resume --max_iters 3 --out_dir {stem}", "already at step 12"),
-        ("--resume --out_dir {stem} --data_dir {other}", "{other}"),
         ("--eval_only --seed 3 --out_dir {stem}", "--seed"),
         ("--eval_only --out_dir {dense} --data_dir {other}", "{other}"),
-        ("--init_from gone.pt", "gone.pt"),
         ("--init_from {dense}/ckpt.pt --ffn stem", "--ffn"),
         ("--stage sft", "--init_from"),
         ("--stage sft --init_from {stem}/ckpt.pt", "holds text, this stage reads chat"),
@@ -340,16 +323,17 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
         assert contents(out) == before
 
 
-def test_the_code_of_contributing_runs(data, tmp_path, monkeypatch):
-    """Tables of one's own, too, which are trained and read again."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_the_code_of_the_pages_runs(data, tmp_path, monkeypatch):
+    """Each passage alone. Tables of one's own, too, which are trained and read again."""
+    pages = ("README.md", "CONTRIBUTING.md")
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
     text = text.replace("range(100)", "range(2)").replace("max_iters=100", "max_iters=2")
     small = 'out_dir="out/shared", n_layer=2, eval_tokens=256'
     text = text.replace('out_dir="out/shared"', small)
     shutil.copytree(data, tmp_path / "data/countries")
     monkeypatch.chdir(tmp_path)
-    names = {}
     for block in re.findall("```python\n(.*?)```", text, re.DOTALL):
+        names = {}
         exec(block, names)
     ckpt = tmp_path / "out/shared/ckpt.pt"
     first, _, _ = load_model(ckpt, CPU, tables=names["SharedRows"])
@@ -383,7 +367,5 @@ def test_any_folder_can_be_named_and_printed_commands_find_it(data, tmp_path, mo
         command(*words[1:])
     said = command("train.py --eval_only --out_dir", "~/my run", "--data_dir", mine).stdout
     assert f"on {mine}" in said
-    mixed = ["--data_dir", f"~/my data, it's new=1,{data}=1"]
-    assert "not folder=weight" in refused(*line[:-2], *mixed, "--out_dir", "x")
     command("sample.py --max_new_tokens 2 --ckpt", "~/my run/ckpt.pt")
     assert not Path("~").exists()

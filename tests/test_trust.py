@@ -434,3 +434,14 @@ def test_validation_alone_reads_no_training_text(trained, data, tmp_path):
     (folder / "train.bin").unlink()
     line = ("train.py", "--eval_only", "--out_dir", trained["stem"], "--data_dir", folder)
     assert "val loss" in command(*line).stdout
+
+
+def test_no_two_steps_of_neighboring_seeds_draw_the_same_dropout(data, tmp_path, monkeypatch):
+    seeds = []
+    real = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: (seeds.append(seed), real(seed))[1])
+    for seed in (1, 2):
+        small_run(data, tmp_path / str(seed), seed=seed, dropout=0.1, max_iters=4)
+    # The others begin the weights. PyTorch's generators on a CPU look at 32 bits of a seed.
+    drawn = [seed % 2**32 for seed in seeds if seed > 2]
+    assert len(set(drawn)) == len(drawn) == 8

@@ -1,7 +1,5 @@
 """batches.py: which tokens are in which batch; and the folders that they come from."""
 
-import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ from conftest import change_json, flip
 
 from common import UserError
 from text import bpe, tokenizer
+from text.dataset import write_dataset
 from training.batches import Conversations, Data, Mixture, Windows, parse_mixture
 
 IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
@@ -137,22 +136,12 @@ def test_a_long_conversation_keeps_an_answer(encoding):
 # --- folders ---
 
 
-def write_folder(path: Path, encoding, kind="text", ids=IDS % 250, **changes) -> Path:
-    path.mkdir()
-    meta = {
-        "format": 2,
-        "kind": kind,
-        "corpus": "files",
-        "vocab_size": encoding.n_vocab,
-        "dtype": "uint16",
-        "tokenizer": tokenizer.fingerprint(encoding),
-    }
-    for split in ("train", "val"):
-        ids.astype(np.uint16).tofile(path / f"{split}.bin")
-        digest = hashlib.sha256((path / f"{split}.bin").read_bytes()).hexdigest()
-        meta[split] = {"documents": 1, "tokens": len(ids), "bytes": 1, "sha256": digest}
-    (path / "meta.json").write_text(json.dumps({**meta, **changes}))
-    (path / "tokenizer.json").write_text(tokenizer.dumps(encoding))
+TEXT = "yes no maybe perhaps\n" * 200
+
+
+def write_folder(path: Path, encoding, kind="text", documents=(TEXT,)) -> Path:
+    both = [(split, document) for split in ("train", "val") for document in documents]
+    write_dataset(path, both, encoding, kind, corpus="files")
     return path
 
 
@@ -161,16 +150,17 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
     data = Data(str(a), "text", 10, seed=1, total=50)
     assert isinstance(data.train, Windows)
     assert data.weights == [1.0]
-    assert data.val[str(a)].sequences([0])[0].tolist() == [list(range(100, 110))]
+    ids = [encoding.eot_token, *encoding.encode_ordinary(TEXT)]
+    assert data.val[str(a)].sequences([0])[0].tolist() == [ids[:10]]
     text = "Yes, no – Ωmega 漢字 maybe\n"
     lengths = data.token_lengths
     assert lengths[encoding.encode_ordinary(text)].sum() == len(text.encode())
     assert (lengths == 0).sum() == 3  # the special tokens
 
     data = Data(f"{a}=3,{b}=1", "text", 10, seed=1, total=500)
+    assert isinstance(data.train, Mixture)
     assert data.weights == [0.75, 0.25]
     assert list(data.val) == [str(a), str(b)]
-    assert np.mean(data.train.which == 0) == pytest.approx(0.75, abs=0.08)
 
 
 def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
@@ -190,23 +180,15 @@ def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
     ("name", "damage"),
     [
         ("train.bin", "flip"),
-        ("val.bin", "flip"),
-        ("train.bin", "cut"),
-        ("val.bin", ""),
+        ("val.bin", "cut"),
         ("val.bin", "gone"),
         ("tokenizer.json", "cut"),
-        ("tokenizer.json", "gone"),
-        ("meta.json", ""),
-        ("meta.json", "[]"),
-        ("meta.json", "deep"),
         ("meta.json", "cut"),
-        ("meta.json", "gone"),
         ("meta.json", {"format": 1}),
-        ("meta.json", {"train": 5}),
-        ("meta.json", {"val": {"documents": 1, "tokens": 1}}),
     ],
 )
 def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
+    """Odd records in meta.json: test_trust.py; odd tokenizers: test_tokenizer.py."""
     folder = write_folder(tmp_path / "a", ours)
     path = folder / name
     if damage == "flip":
@@ -215,10 +197,6 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
         path.write_bytes(path.read_bytes()[:-2])
     elif damage == "gone":
         path.unlink()
-    elif damage == "deep":
-        path.write_text("[" * 100_000)
-    elif isinstance(damage, str):
-        path.write_text(damage)
     else:
         change_json(path, **damage)
     with pytest.raises(
@@ -230,16 +208,18 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, ours, name, damage):
 def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
     other = bpe.train(["quite different words"] * 9, 270)
     a, b = write_folder(tmp_path / "a", ours), write_folder(tmp_path / "b", other)
-    chat = write_folder(tmp_path / "chat", ours, "chat", packed(ours, *TALKS))
-    wrong = write_folder(tmp_path / "wrong", ours, vocab_size=ours.n_vocab + 1)
+    chat = write_folder(tmp_path / "chat", ours, "chat", TALKS)
+    wrong = write_folder(tmp_path / "wrong", ours)
+    change_json(wrong / "meta.json", vocab_size=ours.n_vocab + 1)
+    n = len(ours.encode_ordinary(TEXT)) + 1
     for data_dir, kind, block_size, named in (
         (f"{a}=1,{b}=1", "text", 10, f"{b} was made with a different tokenizer"),
         (a, "chat", 10, str(a)),
         (f"{a}=1,{chat}=1", "chat", 10, "--data_dir"),
-        (a, "text", len(IDS), "--block_size 1003 to 1002 or less"),
+        (a, "text", n, f"--block_size {n} to {n - 1} or less"),
         (wrong, "text", 10, f"{wrong}/tokenizer.json"),  # the model would be built for it
     ):
         with pytest.raises(UserError) as error:
             Data(str(data_dir), kind, block_size, 1, 50)
         assert named in str(error.value)
-    assert len(Data(str(a), "text", len(IDS) - 1, 1, 50).train.batch(0, 1)[0][0]) == len(IDS) - 1
+    assert Data(str(a), "text", n - 1, 1, 50).train.batch(0, 1)[0].shape == (1, n - 1)
