@@ -150,5 +150,5 @@ def test_conversations_hold_out_phrasings_and_tell_the_truth():
 def test_corpora_are_functions_of_the_seed(monkeypatch):
     few = countries.table()[:5]
     monkeypatch.setattr(countries, "table", lambda: few)
-    for corpus in (countries.documents, countries.conversations):
+    for corpus in (countries.documents, countries.conversations, countries.preferences):
         assert corpus(3) == corpus(3) != corpus(4)

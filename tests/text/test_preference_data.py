@@ -1,10 +1,9 @@
-"""Pairs of answers: their corpus, their public data set, and what of a long one is learned."""
+"""Pairs of answers: their corpus, and what of a long one is learned."""
 
 import pytest
 from conftest import command, flags, write_jsonl
 
 from text import countries
-from text.download import DATASETS
 from training.batches import Data
 
 
@@ -12,19 +11,11 @@ def says(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
-def test_the_corpus_is_a_function_of_the_seed_and_shuffled():
-    train, val = countries.preferences(3)
-    assert (train, val) == countries.preferences(3) != countries.preferences(4)
+def test_the_corpus_is_shuffled():
     names = [country.name for country in countries.table()]
-    for pairs in (train, val):  # evaluation reads some of the first
+    for pairs in countries.preferences(3):  # evaluation reads some of the first
         early = " ".join(chosen[0]["content"] for chosen, _ in pairs[:512])
         assert sum(name in early for name in names) > 0.8 * len(names)
-
-
-def test_the_public_pairs_are_listed():
-    (file,) = DATASETS["minimind-dpo"]
-    assert (file.kind, file.size) == ("preference", 53653322) and file.url.endswith("/dpo.jsonl")
-    assert "minimind-dpo" in command("prepare.py -h").stdout
 
 
 @pytest.mark.parametrize("n_turn", [1, 12])
