@@ -1,6 +1,5 @@
 """Pairs of answers: their corpus, and what of a long one is learned."""
 
-import pytest
 from conftest import command, flags, write_jsonl
 
 from text import countries
@@ -18,11 +17,10 @@ def test_the_corpus_is_shuffled():
         assert sum(name in early for name in names) > 0.8 * len(names)
 
 
-@pytest.mark.parametrize("n_turn", [1, 12])
-def test_only_the_last_answers_are_learned_to_their_ends(data, tmp_path, n_turn):
-    """However long the conversation before them is, and however much of it is cut."""
+def test_of_long_pairs_only_the_last_answers_are_learned_to_their_ends(data, tmp_path):
+    """However much of the conversation before them is cut."""
     talk = [{"role": "user", "content": "Who?"}]
-    for _ in range(n_turn):
+    for _ in range(12):
         talk += [says("Anna meets Anna."), {"role": "user", "content": "Who?"}]
     records = []
     for n in range(1, 30):
@@ -33,7 +31,7 @@ def test_only_the_last_answers_are_learned_to_their_ends(data, tmp_path, n_turn)
     made = flags(tokenizer=data, val_fraction=0.3, out_dir=out)
     command("prepare.py", "--input", path, *made)
     pairs = Data(str(out), "preference", block_size=64, seed=None, total=10)
-    assert bool(pairs.train.n_cut) == (n_turn == 12)
+    assert pairs.train.n_cut
     for both in pairs.train.batch(0, 8)[1]:  # [2, T]
         yes, no = (pairs.encoding.decode(side[side >= 0].tolist()) for side in both)
         assert yes.startswith(" Chloë sees") and yes.endswith("<|im_end|>")
