@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, assert_same, command, flip, refused
+from conftest import CPU, assert_same, command, flip, refused, says
 from originals import HUGGING_FACE, named
 
 import convert
@@ -98,9 +98,9 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
     return model
 
 
-def refuses(folder, says) -> None:
+def refuses(folder, reason) -> None:
     """The folder is not read, for a reason that matches."""
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=reason):
         convert.read_folder(folder)
 
 
@@ -171,7 +171,7 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
 
 
 @pytest.mark.parametrize(
-    ("config", "words", "says"),
+    ("config", "words", "reason"),
     [
         ({"model_type": "qwen3"}, {}, "model_type qwen3 is not supported, only llama or embformer"),
         (EMBFORMER | {"tie_word_embeddings": False}, {}, "tie_word_embeddings False"),
@@ -194,9 +194,9 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
         ({}, {"added_tokens": [*bpe()["added_tokens"], {"id": 300, "content": "<x>"}]}, "301 ids"),
     ],
 )
-def test_what_would_be_something_else_is_refused(tmp_path, config, words, says):
+def test_what_would_be_something_else_is_refused(tmp_path, config, words, reason):
     save(tmp_path, CONFIG | config, bpe() | words)
-    refuses(tmp_path, re.escape(says))
+    refuses(tmp_path, re.escape(reason))
 
 
 def test_a_file_that_is_missing_or_too_many_is_named(tmp_path):
@@ -310,10 +310,10 @@ def test_an_exported_model_ends_its_answers_and_has_our_template(exported, tmp_p
     jinja = pytest.importorskip("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
     template = jinja.from_string(words["chat_template"])
     talk = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Who\n\nsees Björn?"},
-        {"role": "assistant", "content": "Anna."},
-        {"role": "user", "content": ""},
+        says("system", "Be brief."),
+        says("user", "Who\n\nsees Björn?"),
+        says("assistant", "Anna."),
+        says("user", ""),
     ]
     for more, wanted in ((True, tokenizer.prompt), (False, tokenizer.render)):
         text = template.render(
@@ -345,7 +345,7 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
     ids = torch.randint(encoding.n_vocab, (2, 30))
     torch.testing.assert_close(theirs(ids).logits, model(ids)[0], rtol=1e-4, atol=1e-4)
     words = hf.AutoTokenizer.from_pretrained(tmp_path / "llama")
-    talk = [{"role": "user", "content": "Who sees Anna?"}]
+    talk = [says("user", "Who sees Anna?")]
     asked = words.apply_chat_template(talk, add_generation_prompt=True)
     assert asked == [encoding.eot_token, *tokenizer.prompt(encoding, talk)]
     rng = random.Random(0)
@@ -401,7 +401,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     shutil.copy(dense, tmp_path / "damaged.pt")
     flip(tmp_path / "damaged.pt", dense.stat().st_size // 2)
     stem = f"--ffn stem --data_dir {data} --out new.pt"
-    for line, says in (
+    for line, reason in (
         (f"{dense} --ffn stem", "--out is required"),
         (f"{dense} --out new.pt", "or give --ffn stem"),
         (f"gone.pt {stem}", "gone.pt"),
@@ -417,7 +417,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"{dense} {stem} --batch_size 0", "--batch_size 0"),
         (f"{dense} {stem} --data_dir other", "a different tokenizer"),
     ):
-        assert says in refused(f"convert.py {line}", cwd=tmp_path)
+        assert reason in refused(f"convert.py {line}", cwd=tmp_path)
     with locked(tmp_path):
         assert "in use" in refused(f"convert.py {dense} {stem}", cwd=tmp_path)
     assert not (tmp_path / "new.pt").exists() and not (tmp_path / "no").exists()

@@ -8,7 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from conftest import command, contents, flip, refused, write_jsonl
+from conftest import command, contents, flip, refused, says, write_jsonl
 
 import prepare
 from common import UserError
@@ -34,10 +34,6 @@ def stored(folder, split):
 @pytest.fixture
 def encoding(data):
     return read_tokenizer(data, read_meta(data))
-
-
-def says(role, content, **more):
-    return {"role": role, "content": content, **more}
 
 
 TEXTS = [{"text": f"Document <|im_end|> {i} <|endoftext|> says hello."} for i in range(60)]

@@ -1,13 +1,9 @@
 """Pairs of answers: their corpus, and what of a long one is learned."""
 
-from conftest import command, flags, write_jsonl
+from conftest import command, flags, says, write_jsonl
 
 from text import countries
 from training.batches import Data
-
-
-def says(text: str) -> dict:
-    return {"role": "assistant", "content": text}
 
 
 def test_the_corpus_is_shuffled():
@@ -19,13 +15,13 @@ def test_the_corpus_is_shuffled():
 
 def test_of_long_pairs_only_the_last_answers_are_learned_to_their_ends(data, tmp_path):
     """However much of the conversation before them is cut."""
-    talk = [{"role": "user", "content": "Who?"}]
+    talk = [says("user", "Who?")]
     for _ in range(12):
-        talk += [says("Anna meets Anna."), {"role": "user", "content": "Who?"}]
+        talk += [says("assistant", "Anna meets Anna."), says("user", "Who?")]
     records = []
     for n in range(1, 30):
-        chosen = [*talk, says("Chloë sees" + " Björn" * (n % 4))]
-        records.append({"chosen": chosen, "rejected": [*talk, says("Anna")]})
+        chosen = [*talk, says("assistant", "Chloë sees" + " Björn" * (n % 4))]
+        records.append({"chosen": chosen, "rejected": [*talk, says("assistant", "Anna")]})
     path = write_jsonl(tmp_path / "p.jsonl", records)
     out = tmp_path / "pairs"
     made = flags(tokenizer=data, val_fraction=0.3, out_dir=out)
