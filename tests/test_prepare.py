@@ -1,7 +1,6 @@
 """prepare.py and the folders it writes: from text to tokens, and what can be wrong with a file."""
 
 import contextlib
-import json
 import os
 import shutil
 import tracemalloc
@@ -130,11 +129,10 @@ def test_only_a_small_text_is_cut_to_validate_with(monkeypatch):
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("as_json", [True, False])
 def test_any_text_leaves_some_to_validate_with(tmp_path, name, as_json):
-    text = "".join(ODD[name])
+    path = tmp_path / "a.txt"
+    path.write_text("".join(ODD[name]))
     if as_json:
-        text = "".join(json.dumps({"text": part}) + "\n" for part in ODD[name])
-    path = tmp_path / ("a.jsonl" if as_json else "a.txt")
-    path.write_bytes(text.encode())
+        path = write_jsonl(tmp_path / "a.jsonl", [{"text": part} for part in ODD[name]])
     command("prepare.py --vocab_size 300 --out_dir out --input", path, cwd=tmp_path)
     meta = read_meta(tmp_path / "out")
     n_all = meta["train"]["bytes"] + meta["val"]["bytes"]
@@ -229,9 +227,12 @@ BLANKS = b" " * 10**6
         ({"chosen": TALK, "rejected": TALK}, "chosen and rejected must differ in their last"),
         ({"messages": TALK}, "chat, while the first document is text"),
         (b'{"messages": "Hi"}', 'no "text", no answers to learn among "user"'),
-        (b'{"messages": [{"role": ["user"], "content": ""}]}', 'messages need "role" and "con'),
+        (b'{"messages": [{"role": ["user"], "content": ""}]}', '.*need "role" and "content"'),
         ({"messages": [says("user", [{"type": "image"}])]}, "content that is not text: .*image"),
-        ({"messages": [*TALK, says("bot", "Ho"), says("assistant", " ")]}, "no .*, assistant, bot"),
+        (
+            {"messages": [*TALK, says("bot", "Ho"), says("assistant", " ")]},
+            '.*among "user, assistant, bot',
+        ),
         ({"messages": [*TALK, says("assistant", "x", weight=0.5)]}, ".*must be 0 or 1, not 0.5"),
         ({"messages": [*TALK, says("assistant", "", tool_calls=[1])]}, ".*must not call tools"),
         ({"messages": [*TALK, says("function_call", "f")]}, ".*must not call tools"),
