@@ -239,6 +239,11 @@ def write_jsonl(path: Path, records: list) -> Path:
     return path
 
 
+def says(role: str, content, **more) -> dict:
+    """A message."""
+    return {"role": role, "content": content, **more}
+
+
 def write_story(path: Path, n_document: int) -> None:
     """A .jsonl file of made-up documents."""
     rng = random.Random(0)

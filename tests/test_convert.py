@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, assert_same, command, flip, refused
+from conftest import CPU, assert_same, command, flip, refused, says
 from originals import HUGGING_FACE, named
 
 import convert
@@ -98,6 +98,12 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
     return model
 
 
+def refuses(folder, reason) -> None:
+    """The folder is not read, for a reason that matches."""
+    with pytest.raises(UserError, match=reason):
+        convert.read_folder(folder)
+
+
 def write_safetensors(path, dtype, weights, names) -> None:
     header, numbers = {"__metadata__": {"format": "pt"}}, b""
     for name in names:
@@ -116,13 +122,11 @@ def write_safetensors(path, dtype, weights, names) -> None:
 @pytest.mark.parametrize(
     ("change", "dtype", "parts"),
     [
-        ({}, "F32", 1),
         ({"tie_word_embeddings": False}, "BF16", 3),
         ({"rope_scaling": SLOW}, "F16", 2),
         ({"rope_scaling": {"rope_type": "default"}}, "F32", 1),
         ({"head_dim": None, "rope_scaling": None}, "pickled", 1),
         (EMBFORMER, "F32", 2),
-        (EMBFORMER, "pickled", 1),
     ],
 )
 def test_logits_are_those_of_the_weights_in_the_files(tmp_path, change, dtype, parts):
@@ -151,10 +155,8 @@ SMOL = f"hello Ġhello , Ġ hell Ġ abc Ġ 1 2 1 Ġ Ċ Ċ abc d {END}"
 @pytest.mark.parametrize(
     ("words", "spelled"),
     [
-        (bpe(0), PLAIN),
         (bpe(0, merges=[merge.split() for merge in MERGES]), PLAIN),
         (bpe(1, lacking=NO_TOKEN), SMOL),
-        (bpe(2, ["<|begin_of_text|>"], ignore_merges=True), PLAIN.replace("Ċ Ċ", "ĊĊ")),
         (bpe(2, ["<s>", "<|endoftext|>"], ignore_merges=True), PLAIN.replace("Ċ Ċ", "ĊĊ")),
         (bpe() | {"pre_tokenizer": OLD}, PLAIN),
         (bpe() | named_steps(OTHER, LETTERS), PLAIN.replace("12", "1 2")),
@@ -169,19 +171,16 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
 
 
 @pytest.mark.parametrize(
-    ("config", "words", "says"),
+    ("config", "words", "reason"),
     [
         ({"model_type": "qwen3"}, {}, "model_type qwen3 is not supported, only llama or embformer"),
         (EMBFORMER | {"tie_word_embeddings": False}, {}, "tie_word_embeddings False"),
         (EMBFORMER | {"use_channel_shift": False}, {}, "use_channel_shift False"),
         (EMBFORMER | {"use_sliding_window": True}, {}, "use_sliding_window True"),
-        (EMBFORMER | {"head_dim": 128}, {}, "head_dim 128 is not supported, only 8"),
         ({"head_dim": 16}, {}, "head_dim 16 is not supported, only 8"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "rope_type yarn"),
-        ({"hidden_size": "32"}, {}, "hidden_size is '32'"),
         ({"vocab_size": 10**7}, {}, "embed_tokens.weight has shape [300, 32], not [10000000, 32]"),
         ({"num_hidden_layers": 3}, {}, "lacks the weight model.layers.2."),
-        ({}, {"pre_tokenizer": None}, "pre_tokenizer None is not GPT-2's"),
         ({}, named_steps(EVERY, LETTERS), "leaves out parts of a text"),
         ({}, named_steps(LLAMA3, GPT2), "pre_tokenizer {"),
         ({}, {"added_tokens": [{"id": 299, "content": "<think>", "special": False}]}, "'<think>'"),
@@ -195,25 +194,21 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
         ({}, {"added_tokens": [*bpe()["added_tokens"], {"id": 300, "content": "<x>"}]}, "301 ids"),
     ],
 )
-def test_what_would_be_something_else_is_refused(tmp_path, config, words, says):
+def test_what_would_be_something_else_is_refused(tmp_path, config, words, reason):
     save(tmp_path, CONFIG | config, bpe() | words)
-    with pytest.raises(UserError, match=re.escape(says)):
-        convert.read_folder(tmp_path)
+    refuses(tmp_path, re.escape(reason))
 
 
-@pytest.mark.parametrize(
-    ("lacking", "says"),
-    [
-        ("tokenizer.json", "AutoTokenizer.from_pretrained"),
-        ("model-0-of-1.safetensors", "model.safetensors or pytorch_model.bin"),
-    ],
-)
-def test_a_file_that_is_missing_is_named(tmp_path, lacking, says):
+def test_a_file_that_is_missing_or_too_many_is_named(tmp_path):
     save(tmp_path)
-    (tmp_path / lacking).unlink()
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(UserError, match=says):
-        convert.read_folder(tmp_path)
+    weights = tmp_path / "model-0-of-1.safetensors"
+    copy = shutil.copy(weights, tmp_path / "model_old.safetensors")
+    refuses(tmp_path, "model_old.* is in another file, too")
+    copy.unlink()
+    (tmp_path / "tokenizer.json").unlink()
+    refuses(tmp_path, "AutoTokenizer.from_pretrained")
+    weights.unlink()
+    refuses(tmp_path, "model.safetensors or pytorch_model.bin")
 
 
 def test_a_pickled_file_holds_tensors_alone(tmp_path):
@@ -223,11 +218,10 @@ def test_a_pickled_file_holds_tensors_alone(tmp_path):
     torch.save({"model.norm.weight": print}, path)
     for damaged in (path.read_bytes(), whole[:5000], b"", b"x" * 99):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"pytorch_model\.bin.*: download it again"):
-            convert.read_folder(tmp_path)
+        refuses(tmp_path, r"pytorch_model\.bin.*: download it again")
 
 
-@pytest.mark.parametrize("special", [SPECIAL, ["<s>"], ["<s>", "<|im_end|>"]])
+@pytest.mark.parametrize("special", [SPECIAL, ["<s>", "<|im_end|>"]])
 def test_a_tokenizer_without_a_model_gets_what_it_lacks_behind_it(tmp_path, special):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(bpe(special=special)))
@@ -244,21 +238,13 @@ def test_a_tokenizer_without_a_model_gets_what_it_lacks_behind_it(tmp_path, spec
     assert tokenizer.dumps(again) == tokenizer.dumps(encoding)
 
 
-def test_a_tensor_that_comes_twice_is_refused(tmp_path):
-    save(tmp_path)
-    shutil.copy(tmp_path / "model-0-of-1.safetensors", tmp_path / "model_old.safetensors")
-    with pytest.raises(UserError, match=r"model_old.* is in another file, too"):
-        convert.read_folder(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["model-0-of-1.safetensors", "tokenizer.json", "config.json"])
 def test_damaged_files_are_one_line(tmp_path, name):
     save(tmp_path)
     raw = (tmp_path / name).read_bytes()
     for damaged in (b"", raw[:6], raw[: len(raw) - 60], b"[1, 2]", b"\xff" * 99):
         (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(UserError, match=f"{name} is damaged"):
-            convert.read_folder(tmp_path)
+        refuses(tmp_path, f"{name} is damaged")
     for at in range(0, min(len(raw), 4000), 19):  # one bit; weights have no checksums
         flipped = bytearray(raw)
         flipped[at] ^= 1 << at % 8
@@ -275,18 +261,6 @@ def test_settings_that_are_not_in_a_config_are_those_of_transformers(tmp_path):
     config = convert.read_folder(tmp_path)[0].config
     assert (config.block_size, config.norm_eps, config.rope_base) == (2048, 1e-6, 10000)
     assert not config.tie_head
-
-
-@pytest.mark.parametrize("value", [None, 1, "x", [], [1]])
-@pytest.mark.parametrize("name", ["model", "pre_tokenizer", "added_tokens"])
-def test_a_tokenizer_with_other_things_in_it_is_one_line(tmp_path, name, value):
-    save(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    record = json.loads(path.read_text())
-    for changed in ({name: value}, {"model": {**record["model"], "vocab": value}}):
-        path.write_text(json.dumps({**record, **changed}))
-        with pytest.raises(UserError, match=r"tokenizer\.json"):
-            convert.read_folder(tmp_path)
 
 
 def test_commands_go_on_with_a_converted_llama(tmp_path, story):
@@ -308,12 +282,13 @@ def test_commands_go_on_with_a_converted_llama(tmp_path, story):
 # --- and back ---
 
 
-@pytest.fixture(params=["ours", "gpt2", "smollm2", "llama3"])
+@pytest.fixture(params=["ours", 0, 1, 2])
 def exported(request, trained, tmp_path):
-    """A dense checkpoint, exported to the folder `llama`. The tokenizers differ."""
+    """A dense checkpoint, exported to the folder `llama`: with a tokenizer of ours, or one that
+    splits as SPLITS do."""
     path = trained["dense"] / "ckpt.pt"
-    split = ["gpt2", "smollm2", "llama3", "ours"].index(request.param)
-    if request.param != "ours":
+    split = request.param
+    if split != "ours":
         change = {"tie_word_embeddings": split == 0, "rope_scaling": SLOW if split == 2 else None}
         lacking = NO_TOKEN if split == 1 else b""
         save(tmp_path / "first", CONFIG | change, bpe(split, lacking=lacking))
@@ -335,10 +310,10 @@ def test_an_exported_model_ends_its_answers_and_has_our_template(exported, tmp_p
     jinja = pytest.importorskip("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
     template = jinja.from_string(words["chat_template"])
     talk = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Who\n\nsees Björn?"},
-        {"role": "assistant", "content": "Anna."},
-        {"role": "user", "content": ""},
+        says("system", "Be brief."),
+        says("user", "Who\n\nsees Björn?"),
+        says("assistant", "Anna."),
+        says("user", ""),
     ]
     for more, wanted in ((True, tokenizer.prompt), (False, tokenizer.render)):
         text = template.render(
@@ -370,11 +345,9 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
     ids = torch.randint(encoding.n_vocab, (2, 30))
     torch.testing.assert_close(theirs(ids).logits, model(ids)[0], rtol=1e-4, atol=1e-4)
     words = hf.AutoTokenizer.from_pretrained(tmp_path / "llama")
-    talk = [{"role": "user", "content": "Who sees Anna?"}]
+    talk = [says("user", "Who sees Anna?")]
     asked = words.apply_chat_template(talk, add_generation_prompt=True)
     assert asked == [encoding.eot_token, *tokenizer.prompt(encoding, talk)]
-    assert encoding.encode_single_token("<|im_end|>") in theirs.generation_config.eos_token_id
-    assert words.pad_token_id == encoding.eot_token
     rng = random.Random(0)
     for _ in range(1000):
         text = "".join(rng.choices(" abehlosn't\n\t\r12½٣é你👍,.!  ", k=rng.randint(0, 60)))
@@ -428,7 +401,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     shutil.copy(dense, tmp_path / "damaged.pt")
     flip(tmp_path / "damaged.pt", dense.stat().st_size // 2)
     stem = f"--ffn stem --data_dir {data} --out new.pt"
-    for line, says in (
+    for line, reason in (
         (f"{dense} --ffn stem", "--out is required"),
         (f"{dense} --out new.pt", "or give --ffn stem"),
         (f"gone.pt {stem}", "gone.pt"),
@@ -436,17 +409,15 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"llama {stem}", "cannot read llama"),
         (f"{dense} {stem} --out {dense}", "exists"),
         (f"{trained['stem']}/ckpt.pt {stem}", "only dense can be converted"),
-        (f"{dense} {stem} --tokens -1", "--tokens -1"),
         (f"{dense} {stem} --export llama", "--out is required"),
         (f"{trained['stem']}/ckpt.pt --export no", "no form for --ffn stem"),
-        (f"{dense} --export llama", "llama exists"),
         (f"{dense} --export no --ffn stem", "--export without --ffn"),
         (f"damaged.pt {stem}", "checksum"),
         ("damaged.pt --export no", "checksum"),
         (f"{dense} {stem} --batch_size 0", "--batch_size 0"),
         (f"{dense} {stem} --data_dir other", "a different tokenizer"),
     ):
-        assert says in refused(f"convert.py {line}", cwd=tmp_path)
+        assert reason in refused(f"convert.py {line}", cwd=tmp_path)
     with locked(tmp_path):
         assert "in use" in refused(f"convert.py {dense} {stem}", cwd=tmp_path)
     assert not (tmp_path / "new.pt").exists() and not (tmp_path / "no").exists()

@@ -1,48 +1,33 @@
-"""Pairs of answers: their corpus, their public data set, and what of a long one is learned."""
+"""Pairs of answers: their corpus, and what of a long one is learned."""
 
-import pytest
-from conftest import command, flags, write_jsonl
+from conftest import command, flags, says, write_jsonl
 
 from text import countries
-from text.download import DATASETS
 from training.batches import Data
 
 
-def says(text: str) -> dict:
-    return {"role": "assistant", "content": text}
-
-
-def test_the_corpus_is_a_function_of_the_seed_and_shuffled():
-    train, val = countries.preferences(3)
-    assert (train, val) == countries.preferences(3) != countries.preferences(4)
+def test_the_corpus_is_shuffled():
     names = [country.name for country in countries.table()]
-    for pairs in (train, val):  # evaluation reads some of the first
+    for pairs in countries.preferences(3):  # evaluation reads some of the first
         early = " ".join(chosen[0]["content"] for chosen, _ in pairs[:512])
         assert sum(name in early for name in names) > 0.8 * len(names)
 
 
-def test_the_public_pairs_are_listed():
-    (file,) = DATASETS["minimind-dpo"]
-    assert (file.kind, file.size) == ("preference", 53653322) and file.url.endswith("/dpo.jsonl")
-    assert "minimind-dpo" in command("prepare.py -h").stdout
-
-
-@pytest.mark.parametrize("n_turn", [1, 12])
-def test_only_the_last_answers_are_learned_to_their_ends(data, tmp_path, n_turn):
-    """However long the conversation before them is, and however much of it is cut."""
-    talk = [{"role": "user", "content": "Who?"}]
-    for _ in range(n_turn):
-        talk += [says("Anna meets Anna."), {"role": "user", "content": "Who?"}]
+def test_of_long_pairs_only_the_last_answers_are_learned_to_their_ends(data, tmp_path):
+    """However much of the conversation before them is cut."""
+    talk = [says("user", "Who?")]
+    for _ in range(12):
+        talk += [says("assistant", "Anna meets Anna."), says("user", "Who?")]
     records = []
     for n in range(1, 30):
-        chosen = [*talk, says("Chloë sees" + " Björn" * (n % 4))]
-        records.append({"chosen": chosen, "rejected": [*talk, says("Anna")]})
+        chosen = [*talk, says("assistant", "Chloë sees" + " Björn" * (n % 4))]
+        records.append({"chosen": chosen, "rejected": [*talk, says("assistant", "Anna")]})
     path = write_jsonl(tmp_path / "p.jsonl", records)
     out = tmp_path / "pairs"
     made = flags(tokenizer=data, val_fraction=0.3, out_dir=out)
     command("prepare.py", "--input", path, *made)
     pairs = Data(str(out), "preference", block_size=64, seed=None, total=10)
-    assert bool(pairs.train.n_cut) == (n_turn == 12)
+    assert pairs.train.n_cut
     for both in pairs.train.batch(0, 8)[1]:  # [2, T]
         yes, no = (pairs.encoding.decode(side[side >= 0].tolist()) for side in both)
         assert yes.startswith(" Chloë sees") and yes.endswith("<|im_end|>")

@@ -5,11 +5,8 @@ import base64
 import hashlib
 import json
 import random
-import threading
 import time
 from collections import Counter
-from functools import partial
-from http.server import HTTPServer, SimpleHTTPRequestHandler
 from itertools import pairwise
 
 import pytest
@@ -111,7 +108,8 @@ def encoding() -> tiktoken.Encoding:
 
 @pytest.fixture(scope="module")
 def foreign() -> tiktoken.Encoding:
-    """Laid out and split like GPT-2's: ranks from 0, the special token last, after a gap of ids."""
+    """Laid out like GPT-2's and split by another pattern than ours: ranks from 0, the special token
+    last, after a gap of ids."""
     ranks = {bytes([b]): 255 - b for b in range(256)} | {b"th": 256, b"the": 257}
     special = {"<|endoftext|>": 300}
     return tiktoken.Encoding(
@@ -189,9 +187,7 @@ def test_dumps_and_loads(which, request):
     after = tokenizer.loads(text)
     assert "\n" not in text
     assert tokenizer.dumps(after) == text
-    assert tokenizer.fingerprint(after) == tokenizer.fingerprint(before)
     assert (after.name, after.n_vocab) == (before.name, before.n_vocab)
-    assert after.special_tokens_set == before.special_tokens_set
     for sample in CORPUS + TRICKY + ["the <|endoftext|>"]:
         ids = before.encode(sample, allowed_special="all")
         assert after.encode(sample, allowed_special="all") == ids
@@ -234,11 +230,9 @@ NEW = base64.b64encode(b"a new token").decode()
         dict(version=2),
         dict(special_tokens=[]),
         dict(pattern="((("),
-        dict(pattern=["."]),
         lambda ranks: [*ranks, [NEW]],
         lambda ranks: [*ranks, [ranks[-1][0], 400]],  # a token that is there twice
-        lambda ranks: [*ranks, [NEW, ranks[-1][1]]],  # an id
-        lambda ranks: [*ranks, [NEW, 0]],  # a special token's
+        lambda ranks: [*ranks, [NEW, 0]],  # an id: a special token's
         lambda ranks: [*ranks, [NEW, -1]],
         lambda ranks: [*ranks, [NEW, 400.0]],
     ],
@@ -252,68 +246,33 @@ def test_loads_refuses_what_is_damaged(encoding, change):
         tokenizer.loads(text)
 
 
-def test_folders_of_an_earlier_pattern_open(encoding, monkeypatch):
-    before = tokenizer.dumps(encoding)
-    monkeypatch.setattr(tokenizer, "PATTERN", r"\p{L}+(?:'\p{L}+)*|\p{N}|\s+|[^\s\p{L}\p{N}]+")
-    own = bpe.train(CORPUS, 300)
-    after = tokenizer.dumps(own)
-    for text, made in ((before, encoding), (after, own)):
-        for sample in CORPUS + TRICKY:
-            ids = made.encode_ordinary(sample)
-            assert tokenizer.loads(text).encode_ordinary(sample) == ids
-            assert made.decode(ids) == sample
-        monkeypatch.undo()  # back to the pattern of before
-
-
 # Standard vocabularies
 
 
-@pytest.mark.parametrize(
-    ("name", "n_rank", "eot", "n"),
-    [
-        ("gpt2", 50256, 50256, 50257),
-        ("r50k_base", 50256, 50256, 50257),
-        ("p50k_base", 50280, 50256, 50281),
-        ("cl100k_base", 100256, 100257, 100277),
-        ("o200k_base", 199998, 199999, 200019),
-    ],
-)
-def test_tiktokens_encodings_get_what_they_lack_behind_them(name, n_rank, eot, n, monkeypatch):
-    """Their ids, patterns and special tokens, but with made-up merges: those are downloaded."""
-    ids = [i for i in range(n_rank + 1) if i != eot][:n_rank]
-    ranks = {bytes([k]) if k < 256 else k.to_bytes(3, "big"): i for k, i in enumerate(ids)}
-    monkeypatch.setattr(registry, "ENCODINGS", {})
-    for reader in ("data_gym_to_mergeable_bpe_ranks", "load_tiktoken_bpe"):
-        monkeypatch.setattr(openai_public, reader, lambda *_, **__: ranks)
-    theirs = tiktoken.get_encoding(name)
-    ours = tokenizer.loads(tokenizer.dumps(tokenizer.complete(theirs)))
-    assert theirs.n_vocab == n and ours.n_vocab == n + 2
-    for token, i in {"<|endoftext|>": eot, "<|im_start|>": n, "<|im_end|>": n + 1}.items():
+def test_an_encoding_gets_what_it_lacks_behind_it(foreign):
+    ours = tokenizer.complete(foreign)
+    for token, i in {"<|endoftext|>": 300, "<|im_start|>": 301, "<|im_end|>": 302}.items():
         assert ours.encode_single_token(token) == i
     for sample in CORPUS + TRICKY:
-        assert ours.encode_ordinary(sample) == theirs.encode_ordinary(sample)
-    assert len(ours.decode([*range(n - 50, n + 2)]))  # each can be shown
-    if name in ("gpt2", "cl100k_base"):
-        assert ours._pat_str == {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN}[name]
-    messages = [{"role": "user", "content": "Who is Alice?"}]
-    assert ours.decode(tokenizer.prompt(ours, messages)).endswith("<|im_start|>assistant\n")
+        assert ours.encode_ordinary(sample) == foreign.encode_ordinary(sample)
+    assert ours.n_vocab == 303 and ours.decode([*range(303)])  # each can be shown
 
 
-@pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    """An encoding `tiny` of tiktoken's, at a server that serves the folder `there`."""
+def test_patterns_are_those_of_tiktoken(monkeypatch):
+    for reader in ("data_gym_to_mergeable_bpe_ranks", "load_tiktoken_bpe"):  # they download
+        monkeypatch.setattr(openai_public, reader, lambda *_, **__: {})
+    assert openai_public.gpt2()["pat_str"] == GPT2_PATTERN
+    assert openai_public.cl100k_base()["pat_str"] == CL100K_PATTERN
+
+
+def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypatch):
+    """From a file in place of an address; tiktoken's errors of both are OSErrors."""
     tokens = [bytes([b]) for b in range(256)] + [b"th", b"the", b" the"]
-    lines = [base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)]
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there/tiny.tiktoken").write_bytes(b"".join(lines))
-    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path / "there")
-    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
-    server = HTTPServer(("127.0.0.1", 0), handler)
-    url = f"http://127.0.0.1:{server.server_port}/tiny.tiktoken"
+    whole = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
+    published = tmp_path / "tiny.tiktoken"
 
     def constructor() -> dict:
-        right = hashlib.sha256(b"".join(lines)).hexdigest()
-        ranks = load.load_tiktoken_bpe(url, right)
+        ranks = load.load_tiktoken_bpe(str(published), hashlib.sha256(whole).hexdigest())
         special_tokens = {"<|endoftext|>": 261}
         return dict(
             name="tiny", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens
@@ -321,35 +280,26 @@ def tiny(tmp_path, monkeypatch):
 
     monkeypatch.setattr(registry, "ENCODING_CONSTRUCTORS", {"tiny": constructor})
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("no_proxy", "*")
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield hashlib.sha1(url.encode()).hexdigest()
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tiny, tmp_path, story, monkeypatch):
     line = f"prepare.py --input {story} --val_fraction 0.1 --tokenizer tiny --out_dir"
-    cached = tmp_path / "cache" / tiny
 
     def prepare(out: str) -> tiktoken.Encoding:
         monkeypatch.setattr(registry, "ENCODINGS", {})  # as in a new process
         command(f"{line} {out}", cwd=tmp_path)
         return read_tokenizer(tmp_path / out, read_meta(tmp_path / out))
 
+    published.write_bytes(whole)
     downloaded = prepare("a")
     assert downloaded.encode_ordinary("the ether") == [257, 32, 101, 257, 114]
     assert (downloaded.eot_token, downloaded.n_vocab) == (261, 264)
-    assert cached.exists()
-    (tmp_path / "there/tiny.tiktoken").unlink()
+    published.unlink()
     assert tokenizer.dumps(prepare("b")) == tokenizer.dumps(downloaded)
-    for wrong in (b"", b"another"):
-        cached.write_bytes(wrong)
-        monkeypatch.setattr(registry, "ENCODINGS", {})
-        says = refused(f"{line} c", cwd=tmp_path)
-        assert "--tokenizer tiny" in says and "404" in says and "TIKTOKEN_CACHE_DIR" in says
-        assert 'get_encoding("tiny")' in says
-    (tmp_path / "there/tiny.tiktoken").write_bytes(b"dGhl 1\n")
+    (cached,) = (tmp_path / "cache").iterdir()
+    cached.write_bytes(b"another")
+    monkeypatch.setattr(registry, "ENCODINGS", {})
+    says = refused(f"{line} c", cwd=tmp_path)
+    assert "--tokenizer tiny" in says and "No such file" in says
+    assert "TIKTOKEN_CACHE_DIR" in says and 'get_encoding("tiny")' in says
+    published.write_bytes(b"dGhl 1\n")
     assert "Hash mismatch" in refused(f"{line} c", cwd=tmp_path)
     assert not (tmp_path / "c").exists()
 
