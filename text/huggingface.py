@@ -120,7 +120,6 @@ def read_tokenizer(
     # SmolLM2's is <|im_start|>, which begins a message.
     if bos_id in names and names[bos_id] not in tokenizer.SPECIALS:
         del special_tokens[names[bos_id]]
-        special_tokens.pop("<|endoftext|>", None)
         special_tokens["<|endoftext|>"] = bos_id
     if vocab_size is not None:
         if "<|endoftext|>" not in special_tokens:
