@@ -87,7 +87,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_ranges(self)
         if (self.out is None) == (self.export is None) or (self.export and self.ffn):
-            raise UserError("--out is required, the checkpoint to write, or --export without --ffn")
+            raise UserError("give --out FILE, or --export FOLDER without --ffn")
 
 
 # --- 1. a folder of Hugging Face ---
@@ -280,10 +280,10 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
     """The inverse of `read_folder`. UserError: the model is not dense, its attention not full."""
     config = model.config
     if config.ffn != "dense" or set(config.attention_kinds) != {"full"}:
-        raise UserError(
-            "--export: a Llama has dense FFNs, full attention and no tables: it has no form for "
-            f"--ffn {config.ffn} with --attention {config.attention}"
+        wrong = (
+            f"--ffn {config.ffn}" if config.ffn != "dense" else f"--attention {config.attention}"
         )
+        raise UserError(f"--export: a Llama is dense, with full attention: it cannot be {wrong}")
     record = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

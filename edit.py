@@ -184,9 +184,8 @@ def apply(
         pieces = [encoding.decode([token]) for token in ids[1:]]
         raise UserError(f"--source {edit.source!r} is not whole tokens of --prompt: {pieces}")
     if ids == table_ids:
-        raise UserError(
-            f"--prompt {edit.prompt!r} does not contain {edit.source!r}, or has these rows already"
-        )
+        wrong = "reads these rows already" if name else f"does not contain {edit.source!r}"
+        raise UserError(f"--prompt {edit.prompt!r} {wrong}")
     return ids, table_ids
 
 
@@ -235,7 +234,7 @@ def show(
         print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
     learned = after[: len(wanted)] == wanted[:n_new]
     if not learned:
-        print("not learned: rows choose among words that the model writes, here another one")
+        print("not learned: the model writes something else; new words are beyond a name's rows")
     return learned
 
 
@@ -282,11 +281,13 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
         verify=path is not None,  # what is written gets new checksums
     )
     check_editable(model)
+    # Text of one's own may have other names, also with the preset of a model that it continues.
+    is_own = "files" in {meta["corpus"] for meta in checkpoint.get("data", [])}
+    if not edit.prompt and is_own:
+        raise UserError(f"--prompt is needed for your own text: one that contains {edit.source!r}")
     edit.prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     for name in ("source", "target", "prompt", "write"):
         setattr(edit, name, typed(encoding, getattr(edit, name)))
-    # Text of one's own may have other names, also with the preset of a model that it continues.
-    is_own = "files" in {meta["corpus"] for meta in checkpoint.get("data", [])}
     if checkpoint["args"].get("preset") == "countries" and not is_own:
         countries.check_names(target=edit.target, source=edit.source)
     wanted = fact(model, encoding, edit) if edit.write else []

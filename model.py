@@ -126,7 +126,9 @@ class ModelConfig:
         if not layers or layers[0] < 0 or layers[-1] >= self.n_layer:
             allowed = f"third, half, all or numbers of layers from 0 to {self.n_layer - 1}"
             wrong = f"--stem_layers {self.stem_layers}"
-            raise UserError(f"{wrong} must be {allowed} (words leave out the first layer)")
+            raise UserError(
+                f"{wrong} must be {allowed} (words leave out the first layer, and need two)"
+            )
         return layers
 
 
@@ -144,7 +146,7 @@ def relative(kind: str, name: str, given: str) -> type:
     that asked for it."""
     known = relatives(kind)
     if name not in known:
-        raise UserError(f"{given}: in relatives/ there is no {name!r}, but {', '.join(known)}")
+        raise UserError(f"{given}, nor of relatives/: {', '.join(known)}")
     return getattr(importlib.import_module(f"relatives.{name}"), kind)
 
 
@@ -325,7 +327,7 @@ class Attention(nn.Module):
             k = k.repeat_interleave(groups, dim=1)
             v = v.repeat_interleave(groups, dim=1)
         causal = False
-        if mask is None and q.shape[2] > 1:  # no expression: compiled, it would be a symbol
+        if mask is None and q.shape[2] > 1:  # compiled, an expression would stay a symbol
             causal = True
         options = {
             "attn_mask": mask,

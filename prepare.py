@@ -159,10 +159,10 @@ def labelled(documents: Iterable[Document], settings: Settings) -> Iterator[tupl
         lack = min(lack, max(1, total // 20))
         pieces = []
         for document in part:
-            size = len(document)
-            if isinstance(document, str) and lack > 0 and 5 * size > total:
-                size = lack
-            pieces += [document[i : i + size] for i in range(0, len(document), size)]
+            if isinstance(document, str) and lack > 0 and 5 * len(document) > total:
+                pieces += cut(document, lack)
+            else:
+                pieces.append(document)
         hashes = [hashed(piece) for piece in pieces]
         val = set()
         for number in sorted(range(len(pieces)), key=hashes.__getitem__)[:-1]:
@@ -171,6 +171,17 @@ def labelled(documents: Iterable[Document], settings: Settings) -> Iterator[tupl
                 lack -= len(spelled(pieces[number]))
         for number, piece in enumerate(pieces):
             yield "val" if number in val else "train", piece
+
+
+def cut(document: str, size: int) -> list[str]:
+    """Pieces of at most `size` characters, cut behind their last line break, or else blank."""
+    pieces = []
+    while len(document) > size:
+        head = document[:size]
+        end = head.rfind("\n") + 1 or head.rfind(" ") + 1 or size
+        pieces.append(document[:end])
+        document = document[end:]
+    return [*pieces, document]
 
 
 def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
@@ -213,7 +224,7 @@ def main() -> None:
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
     name = {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
     stage = ["--stage", name, "--init_from", "CKPT", "--out_dir", f"out/{name}"]
-    more = [] if kind == "text" else stage
+    more = ["--out_dir", f"out/{settings.out_dir.name}"] if kind == "text" else stage
     print(f"next: {command_line('train.py', '--data_dir', settings.out_dir, *more)}")
 
 

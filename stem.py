@@ -28,7 +28,7 @@ class StemFFN(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows U_l[t] [B, T, d_ff] -> [B, T, n_embd]."""
-        gate = F.silu(self.gate(x))  # under autocast in 16 bits, where x and rows are in 32
+        gate = F.silu(self.gate(x))  # 16 bits under autocast; x and rows have 32
         return self.down(gate * rows.to(gate.dtype))
 
 

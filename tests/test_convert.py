@@ -402,16 +402,16 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     flip(tmp_path / "damaged.pt", dense.stat().st_size // 2)
     stem = f"--ffn stem --data_dir {data} --out new.pt"
     for line, reason in (
-        (f"{dense} --ffn stem", "--out is required"),
+        (f"{dense} --ffn stem", "give --out FILE"),
         (f"{dense} --out new.pt", "or give --ffn stem"),
         (f"gone.pt {stem}", "gone.pt"),
         (". --out new.pt", "no config.json: name a folder of Hugging Face"),
         (f"llama {stem}", "cannot read llama"),
         (f"{dense} {stem} --out {dense}", "exists"),
         (f"{trained['stem']}/ckpt.pt {stem}", "only dense can be converted"),
-        (f"{dense} {stem} --export llama", "--out is required"),
-        (f"{trained['stem']}/ckpt.pt --export no", "no form for --ffn stem"),
-        (f"{dense} --export no --ffn stem", "--export without --ffn"),
+        (f"{dense} {stem} --export llama", "give --out FILE"),
+        (f"{trained['stem']}/ckpt.pt --export no", "cannot be --ffn stem"),
+        (f"{dense} --export no --ffn stem", "FOLDER without --ffn"),
         (f"damaged.pt {stem}", "checksum"),
         ("damaged.pt --export no", "checksum"),
         (f"{dense} {stem} --batch_size 0", "--batch_size 0"),

@@ -414,3 +414,16 @@ def test_between_old_files_and_new_ones_nothing_looks_complete(tmp_path, encodin
     assert len(seen) == 4 and seen[-1] == ("meta.json", False)
     assert not any(complete for _, complete in seen)
     assert read_meta(tmp_path) == meta and len(contents(tmp_path)) == 4
+
+
+def test_a_small_text_is_cut_behind_lines(tmp_path):
+    lines = [f"On day {number} somebody bought a lamp, and it was red.\n" for number in range(300)]
+    (tmp_path / "small.txt").write_text("".join(lines))
+    command("prepare.py --input small.txt --out_dir out", cwd=tmp_path)
+    encoding = read_tokenizer(tmp_path / "out", read_meta(tmp_path / "out"))
+    for split in ("train", "val"):
+        ids = open_tokens(tmp_path / "out", split, read_meta(tmp_path / "out"))
+        documents = encoding.decode(ids.tolist()).split("<|endoftext|>")[1:]
+        assert documents and all(
+            set(text.splitlines(keepends=True)) < set(lines) for text in documents[:-1]
+        )

@@ -106,7 +106,7 @@ def report(
     for command in commands:
         print(f"  {command_line(*command.split(), '--ckpt', out_dir / 'ckpt.pt')}")
     longer = ("--resume", "--out_dir", out_dir, "--max_iters", 2 * settings.max_iters)
-    so_far = f"# longer: {passes(settings, data):.1f} passes so far"
+    so_far = f"# longer (the learning rate rises again); {passes(settings, data):.1f} passes so far"
     print(f"  {command_line('train.py', *longer)}  {so_far}")
     return shares
 
