@@ -1,9 +1,6 @@
 """ladder: what was published about layers indexed by tokens, side by side at equal tokens, with the
 controls that such claims need. Five seeds, intervals of 95 %, each kind at its best learning rate,
-which a sixth seed has found.
-
-Runs on prose search with 100 steps; on the countries, where kinds learn facts at different times,
-with as many as all others."""
+which a sixth seed has found."""
 
 import math
 import statistics
@@ -11,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from common import UserError
 from lab.edits import measure_edits
 from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, pick
 from lab.pictures import markdown, plt
@@ -22,7 +20,6 @@ from training.report import model_sizes
 
 SEEDS = [1337, 1, 2, 3, 4]
 SEARCHED = 5  # the seed that finds learning rates
-SEARCH_STEPS = 100
 # Student's t for intervals of 95 %, by how many seeds there are.
 T95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 BYTES = 4  # of a number in float32
@@ -99,15 +96,11 @@ def ladder(experiment: Experiment) -> None:
     else:
         wanted = {**KINDS, **dense_of_equal_costs(experiment)}
         seeds = SEEDS if experiment.seeds is None else experiment.numbers
+        if len(seeds) not in T95:
+            raise UserError(f"--seeds {experiment.seeds}: an interval needs 2 to 8 seeds")
         for variants in VARIANTS.values():
             wanted = {name: wanted[name] for name in wanted if name not in variants}
-    tried = wanted
-    if read_meta(experiment.data_dir)["corpus"] != "countries":
-        tried = {name: {**flags, "max_iters": SEARCH_STEPS} for name, flags in wanted.items()}
-    found = best_learning_rates(experiment, tried, SEARCHED)
-    kinds = {}
-    for name, flags in wanted.items():
-        kinds[name] = {**flags, "learning_rate": found[name]["learning_rate"]}
+    kinds = best_learning_rates(experiment, wanted, SEARCHED)
     if not experiment.quick:
         for name, variants in VARIANTS.items():
             rate = kinds[name]["learning_rate"]
