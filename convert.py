@@ -280,9 +280,9 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
     """The inverse of `read_folder`. UserError: the model is not dense, its attention not full."""
     config = model.config
     if config.ffn != "dense" or set(config.attention_kinds) != {"full"}:
-        wrong = (
-            f"--ffn {config.ffn}" if config.ffn != "dense" else f"--attention {config.attention}"
-        )
+        wrong = f"--attention {config.attention}"
+        if config.ffn != "dense":
+            wrong = f"--ffn {config.ffn}"
         raise UserError(f"--export: a Llama is dense, with full attention: it cannot be {wrong}")
     record = {
         "architectures": ["LlamaForCausalLM"],

@@ -587,9 +587,10 @@ class Decoder(nn.Module):
         """The mean cross-entropy of x [N, n_embd] in nats []. targets [N], -1: nothing to predict;
         NaN if that is all there is."""
         size = max(1, CHUNK.get(x.device.type, 1 << 22) // self.config.vocab_size)  # tokens
+        kept = len(x) * self.config.vocab_size <= KEPT
         total = torch.zeros((), device=x.device)
         for part in zip(x.split(size), targets.split(size), strict=True):
-            if len(x) * self.config.vocab_size <= KEPT:
+            if kept:
                 total = total + self.summed_loss(*part)
             else:
                 total = total + checkpoint(

@@ -174,7 +174,8 @@ def labelled(documents: Iterable[Document], settings: Settings) -> Iterator[tupl
 
 
 def cut(document: str, size: int) -> list[str]:
-    """Pieces of at most `size` characters, cut behind their last line break, or else blank."""
+    """Pieces of at most `size` characters, cut behind their last line break, or else blank. All
+    together are the document."""
     pieces = []
     while len(document) > size:
         head = document[:size]

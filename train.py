@@ -242,7 +242,7 @@ def fit(run: Run, hints: bool = True) -> None:
     with bar, stop_signals(bar) as received:
         while True:
             # 1) read what the last steps gave
-            is_last = run.step == settings.max_iters
+            is_last = run.step >= settings.max_iters
             evaluates = is_last or run.step == first_step or run.step % settings.eval_interval == 0
             stops = ranks.wait(sum(received))  # some rank was asked to stop
             if steps and (evaluates or stops or len(steps) == READ_EVERY):

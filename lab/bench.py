@@ -336,6 +336,10 @@ def main() -> None:
     flags = vars(parser.parse_args())
     what = flags.pop("what")
     torch.set_float32_matmul_precision("high")  # TF32 where there is, as in training
+    if "preset" in flags:
+        for name in ("n_layer", "n_head", "n_embd", "block_size", "quick"):
+            if name in flags:
+                raise UserError(f"--{name}: not with --preset, whose shape is given")
     sizes = QUICK if "quick" in flags else {}
     bench = Bench(**{**sizes, **flags})
     for name in COMPARISONS if what == "all" else [what]:

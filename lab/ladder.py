@@ -94,17 +94,17 @@ def ladder(experiment: Experiment) -> None:
     if experiment.quick:
         wanted, seeds = pick("dense", "STEM, third"), [1, 2]
     else:
-        wanted = {**KINDS, **dense_of_equal_costs(experiment)}
+        all_kinds = {**KINDS, **dense_of_equal_costs(experiment)}
+        variants = {name for group in VARIANTS.values() for name in group}
+        wanted = {name: all_kinds[name] for name in all_kinds if name not in variants}
         seeds = SEEDS if experiment.seeds is None else experiment.numbers
         if len(seeds) not in T95:
             raise UserError(f"--seeds {experiment.seeds}: an interval needs 2 to 8 seeds")
-        for variants in VARIANTS.values():
-            wanted = {name: wanted[name] for name in wanted if name not in variants}
     kinds = best_learning_rates(experiment, wanted, SEARCHED)
     if not experiment.quick:
-        for name, variants in VARIANTS.items():
+        for name, group in VARIANTS.items():
             rate = kinds[name]["learning_rate"]
-            for variant, flags in variants.items():
+            for variant, flags in group.items():
                 kinds[variant] = {**flags, "learning_rate": rate}
     steps = measure(experiment, kinds, seeds)
     print(markdown([row(name, step) for name, step in steps.items()]) + "\n")

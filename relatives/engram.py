@@ -18,15 +18,15 @@ import model
 from common import flag
 from relatives import ngrams
 
-PLACES = ("before", "ffn")
-
 
 @dataclass
 class Config(ngrams.Config):
     stem_layers: str = flag("1", "layers with rows, as for STEM: third, half, all or 0,2,5")
     engram_table: str = flag("own", "own: a table for each layer", choices=("own", "one"))
     engram_place: str = flag(
-        "before", "where the memory is added: before attention, or in the FFN", choices=PLACES
+        "before",
+        "where the memory is added: before attention, or in the FFN",
+        choices=("before", "ffn"),
     )
 
 

@@ -41,6 +41,8 @@ def test_all_of_it_in_a_quick_run(tmp_path):
     assert not re.search("inf|nan", printed)
 
 
-@pytest.mark.parametrize("flag", ["--rounds 0", "--n_head 5", "--dir gone"])
+@pytest.mark.parametrize(
+    "flag", ["--rounds 0", "--n_head 5", "--dir gone", "--n_embd 64 --preset prose"]
+)
 def test_bad_flags_are_one_clear_line(tmp_path, flag):
     assert flag.split()[0][2:] in refused(f"lab/bench.py offload --device cpu {flag}", cwd=tmp_path)

@@ -64,6 +64,7 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("sample.py --temperature -1", "--temperature -1"),
         ("sample.py --system Hi", "--system"),
         ("sample.py --chat --prompt Hi", "--prompt"),
+        ("edit.py --source Anna --target Emil", "--prompt is needed"),
         ("edit.py --source Ann --prompt Anna --write x", "'Ann' is not whole tokens"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
         ("edit.py --source a --target b --prompt " + "a" * 99, "--prompt has 100 tokens"),

@@ -323,7 +323,7 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
         assert contents(out) == before
 
 
-def test_the_code_of_the_pages_runs(data, tmp_path, monkeypatch):
+def test_the_code_of_the_pages_runs(data, tmp_path, monkeypatch, capsys):
     """Each passage alone. Tables of one's own, too, which are trained and read again."""
     pages = ("README.md", "CONTRIBUTING.md")
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
@@ -337,7 +337,9 @@ def test_the_code_of_the_pages_runs(data, tmp_path, monkeypatch):
         exec(block, names)
     ckpt = tmp_path / "out/shared/ckpt.pt"
     first, _, _ = load_model(ckpt, CPU, tables=names["SharedRows"])
+    capsys.readouterr()
     resume(ckpt.parent, names["SharedRows"], max_iters=3)
+    assert "next:" not in capsys.readouterr().out  # commands that could not open it
     model, _, saved = load_model(ckpt, CPU, tables=names["SharedRows"])
     assert len(model.tables.weight[0]) == -(-model.config.vocab_size // 8)
     assert saved["step"] == 3
