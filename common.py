@@ -13,7 +13,7 @@ from dataclasses import MISSING, field, fields
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 # Before torch is loaded: for how long OpenMP's threads wait for each other by spinning. With its
 # own limit, every small product waits beside one busy process until that is off its core.
@@ -92,16 +92,18 @@ def flag(default: Any, about: str, **more) -> Any:
     return field(default=default, metadata={"about": about, **more})
 
 
-def add_flags(parser: ArgumentParser, kind: type, ffn: str = "") -> None:
+def add_flags(
+    parser: ArgumentParser, kind: type, ffn: str = "", defaults: dict[str, Any] | None = None
+) -> None:
     """Add the flags of a dataclass to a parser, without those that this --ffn does not have. A
     field without a default is given without its name. What is not given stays out of the
-    namespace."""
+    namespace; `-h` shows the default of `defaults` or of the dataclass."""
     for setting in fields(kind):
         more = setting.metadata
         if "about" not in more or ("of" in more and not more["of"](ffn)):
             continue
         name = f"--{setting.name}"
-        shown = more.get("shown", setting.default)
+        shown = (defaults or {}).get(setting.name, more.get("shown", setting.default))
         if setting.default is MISSING:
             name = setting.name
             shown = None
@@ -125,9 +127,16 @@ def expanded(kind: type, text: str) -> Any:
     return kind(",".join(map(os.path.expanduser, text.split(","))))
 
 
-def make_parser(description: str) -> ArgumentParser:
+class Parser(ArgumentParser):
+    """A parser whose errors are one line, as all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (-h lists all flags)\n")
+
+
+def make_parser(description: str) -> Parser:
     """A parser that takes no abbreviations: `--max_iter 10` would silently mean --max_iters."""
-    return ArgumentParser(
+    return Parser(
         description=description,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -22,6 +22,9 @@ from train import resolve_settings, train
 from training.checkpoints import load_model
 from training.records import read_run
 
+if {"-h", "--help"} & set(sys.argv):
+    print("python lab/tour.py [--quick]: the idea in six steps, in minutes, or seconds")
+    sys.exit()
 QUICK = "--quick" in sys.argv
 OUT = Path("out/tour")
 

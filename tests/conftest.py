@@ -7,7 +7,6 @@ import io
 import json
 import os
 import random
-import re
 import runpy
 import shutil
 import signal
@@ -54,8 +53,8 @@ def command(
     *args, cwd: Path = ROOT, fails: bool = False, stdin: str = ""
 ) -> subprocess.CompletedProcess:
     """Run `python args...` in a folder, but in this process, where all is imported already: an
-    exception is one here. A failure must be one line without a traceback, ours or, behind the
-    usage, that of argparse. The first argument may be a line of several words."""
+    exception is one here. A failure must be one line without a traceback. The first argument may be
+    a line of several words."""
     words = [*str(args[0]).split(), *map(str, args[1:])]
     words[0] = str(ROOT / words[0])
     code = 0
@@ -83,7 +82,7 @@ def command(
 
 def errors_of(done: subprocess.CompletedProcess) -> list[str]:
     lines = done.stderr.splitlines()
-    return [line for line in lines if re.match(r"(\w+\.py: )?error: ", line)]
+    return [line for line in lines if line.startswith("error: ")]
 
 
 def refused(*args, cwd: Path = ROOT) -> str:

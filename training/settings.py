@@ -1,10 +1,9 @@
 """What can be set when training: presets, stages, and the way from flags to settings."""
 
-from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from common import UserError, add_flags, check_ranges, flag, make_parser
+from common import Parser, UserError, add_flags, check_ranges, flag, make_parser
 from model import ModelConfig, decoder_class, relatives
 from tables.storage import DTYPES
 from training.objectives import NextToken
@@ -115,8 +114,9 @@ class Settings:
     )
     max_iters: int = flag(
         700,
-        "optimizer steps; own text: 1.7 passes, 250 to 5,000; sft: 2 epochs, dpo: 1",
+        "optimizer steps; countries: 700; own text: 1.7 passes, 250 to 5,000; sft: 2, dpo: 1",
         must="0 or more",
+        shown="",
     )
     learning_rate: float = flag(
         3e-3, "peak; midtrain, context: a tenth; sft: a fiftieth", must="a positive number"
@@ -209,21 +209,26 @@ class Settings:
 
 
 def parse_args(description: str) -> dict:
-    """The flags that the command line gives, by name. --ffn decides which there are."""
-    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    """The flags that the command line gives, by name. --ffn decides which there are, --preset
+    which defaults `-h` shows."""
+    first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--ffn")
     first.add_argument("--preset")
     chosen, _ = first.parse_known_args()
-    ffn = chosen.ffn or PRESETS.get(chosen.preset, {}).get("ffn", ModelConfig.ffn)
+    preset = PRESETS.get(chosen.preset, {})
+    ffn = chosen.ffn or preset.get("ffn", ModelConfig.ffn)
     parser = make_parser(description)
-    add_flags(parser, Settings, ffn)
+    add_flags(parser, Settings, ffn, preset)
     others = ", ".join(relatives("Decoder"))
     group = parser.add_argument_group(
         f"model, --ffn {ffn} (defaults: --init_from's or the preset's; further kinds, with flags "
         f"of their own, in relatives/: {others})"
     )
-    add_flags(group, decoder_class(ffn).config_class, ffn)
-    return vars(parser.parse_args())
+    add_flags(group, decoder_class(ffn).config_class, ffn, preset)
+    given, unknown = parser.parse_known_args()
+    if unknown:
+        parser.error(f"--ffn {ffn} has no {' '.join(unknown)}")
+    return vars(given)
 
 
 def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
