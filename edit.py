@@ -213,7 +213,7 @@ def show(
     before, after = written[:, len(ids) :].tolist()
 
     # 2) side by side
-    title = f"after: {edit.source} reads {edit.target}'s rows"
+    title = f"after: {edit.source} reads rows of {edit.target}"
     if edit.write:
         title = f"after writing {edit.write!r}"
     print(f"prompt  {encoding.decode(ids[1:])!r}\n")  # without the leading <|endoftext|>

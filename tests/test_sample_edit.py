@@ -87,7 +87,7 @@ def test_names_are_those_of_countries_where_the_text_is_about_them(data, tmp_pat
     """Not where only the preset is."""
     ckpt = small_run(data, tmp_path, preset="countries", max_iters=1) / "best.pt"
     line = ["edit.py", "--ckpt", ckpt, *EDIT]
-    assert "after: Anna reads Björn's rows" in command(*line).stdout
+    assert "after: Anna reads rows of Björn" in command(*line).stdout
     saved = load_checkpoint(ckpt)
     saved["data"][0]["corpus"] = "countries"
     write_checkpoint(ckpt, saved)
