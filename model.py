@@ -528,16 +528,19 @@ class Decoder(nn.Module):
         lookup_ids = ids if table_ids is None else table_ids
         if start > 0:
             lookup_ids = torch.cat((cache.ids, lookup_ids), dim=1)  # the text so far
-        n_row = [n] * len(self.blocks)  # of how many tokens, the last ones, each layer gets rows
+        n_row = n  # of how many tokens, the last ones, layers get rows
         if cache is not None and cache.layers[0] is None:  # keys and values are made of them again
-            n_row = [n + block.attn.n_past(start) for block in self.blocks]
-        layer_rows = self.layer_rows(self.addresses(lookup_ids, max(n_row), documents))
+            n_row += max(block.attn.n_past(start) for block in self.blocks)
+        layer_rows = self.layer_rows(self.addresses(lookup_ids, n_row, documents))
         x = F.dropout(self.embed(ids), config.dropout, self.training)
 
         # 2) What layers share: positions and masks.
         if documents is not None:
             documents = send(documents, x.device)
-        angles = rotary(n, config, x.device) if cache is None else cache.angles[:, : start + n]
+        if cache is None:
+            angles = rotary(n, config, x.device)  # [2, n_row, head_dim]
+        else:
+            angles = cache.angles[:, start + n - n_row : start + n]
         masks = {}
         for kind, block in zip(config.attention_kinds, self.blocks, strict=True):
             if kind not in masks:
@@ -547,14 +550,12 @@ class Decoder(nn.Module):
         for layer, block in enumerate(self.blocks):
             rows = None
             if block.row_width:
-                rows = next(layer_rows)  # [B, T, row_width]
-                if n_row[layer] < rows.shape[1]:  # a slice of all would cost a kernel or two
-                    rows = rows[:, -n_row[layer] :]
+                rows = next(layer_rows)  # [B, n_row, row_width]
                 if rows.is_floating_point():
                     rows = rows.to(x.dtype)
             mask = masks[config.attention_kinds[layer]]
             layer_cache = None if cache is None else cache.layers[layer]
-            x = block(x, rows, angles[:, -n_row[layer] :], mask, layer_cache, start)
+            x = block(x, rows, angles, mask, layer_cache, start)
         if cache is not None:
             cache.length = start + n
             cache.ids = lookup_ids

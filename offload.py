@@ -128,7 +128,12 @@ def store(stored: Tensor, ids: Tensor, staging: Tensor, copied: torch.cuda.Event
 
 class OffloadedTables(StoredTables):
     """All tables of a model in RAM or on disk, used by a GPU through a ring of `n_buffer` buffers
-    of `chunk_bytes`, pinned."""
+    of `chunk_bytes`, pinned. What a token's record goes through:
+
+        absent --fetch_missing--> coming --wait_for_arrival--> in its slot --mark_dirty--> dirty
+           ^                                                        |                        |
+           +--------------------------- evict_except ---------------+------- written back ---+
+    """
 
     def __init__(
         self,

@@ -89,13 +89,11 @@ class RowRMSprop:
         """Update one table. tokens [n]: ids; slots [n]: their places in `Tables.rows`; keep [n, 1]:
         what is left of v after the gap; grad [n, W]."""
         rows = self.tables.rows(table)
-        if self.by_row:
-            moments = self.state[table]
-            places = tokens
+        if self.by_row:  # v is kept here, for each token
+            moments, places = self.state[table], tokens
             mean_square = self.tables.mean_square(grad)  # [n, 1]
-        else:
-            moments = self.tables.states(table)
-            places = slots
+        else:  # v lies beside the row, in the same slot
+            moments, places = self.tables.states(table), slots
         generator = None
         if rows.dtype == torch.bfloat16:
             generator = torch.Generator(rows.device)

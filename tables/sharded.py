@@ -43,7 +43,6 @@ class ShardedTables(Tables):
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
-        self.rank = dist.get_rank()
         self.n_rank = dist.get_world_size()
         if self.on_disk:
             self.storage.n_rank = self.n_rank
@@ -58,6 +57,10 @@ class ShardedTables(Tables):
         for columns in super().lookup(everybodys_ids):  # [P, size, W/P]
             rows = Exchange.apply(columns).transpose(0, 1).flatten(1)  # [size, W]
             yield F.embedding(send(position, rows.device), rows)  # [B, T, W]
+
+    def draw(self, n: int, std: float, device: torch.device) -> Tensor:
+        whole = torch.empty(n, self.width * self.n_rank, device=device)  # the same in all ranks
+        return my_columns(whole.normal_(0, std))
 
     def mean_square(self, grad: Tensor) -> Tensor:
         mean = super().mean_square(grad)  # over my columns

@@ -37,7 +37,7 @@ class Tables(nn.Module):
     state: list[Tensor]  # likewise what the optimizer keeps for each number, see `add_state`
     storage: TableStorage | None = None  # where they are stored, if they are not parameters
     on_disk = False
-    rank, n_rank = 0, 1  # this process among those that share the columns (sharded.py)
+    n_rank = 1  # processes, each of which has columns of its own (sharded.py)
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -56,8 +56,11 @@ class Tables(nn.Module):
         multiples of 16 numbers, PyTorch draws the same as in one go."""
         for weight in self.weight:
             for part in weight.split(1 << 16):
-                whole = torch.empty(len(part), part.shape[1] * self.n_rank, device=part.device)
-                part.copy_(whole.normal_(0, std).chunk(self.n_rank, dim=1)[self.rank])
+                part.copy_(self.draw(len(part), std, part.device))
+
+    def draw(self, n: int, std: float, device: torch.device) -> Tensor:
+        """n rows of a table from Normal(0, std), [n, W]."""
+        return torch.empty(n, self.width, device=device).normal_(0, std)
 
     # --- for the decoder ---
 
@@ -148,13 +151,12 @@ class Tables(nn.Module):
             earlier_ids, earlier = self.merged
             distinct, position = torch.unique(torch.cat((earlier_ids, ids)), return_inverse=True)
             places = send(position, grads[0].device).split((len(earlier_ids), len(ids)))
-            sums = []
-            for grad in grads:
+            for table, grad in enumerate(grads):
                 total = grad.new_zeros(len(distinct), self.width)
                 # Each row once: the order of sums is fixed.
-                total.index_add_(0, places[0], earlier.pop(0)).index_add_(0, places[1], grad)
-                sums.append(total)
-            self.merged = (distinct, sums)
+                total.index_add_(0, places[0], earlier[table]).index_add_(0, places[1], grad)
+                earlier[table] = total
+            self.merged = (distinct, earlier)
         self.reads = waiting
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
