@@ -183,11 +183,20 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, heads, T, head_dim] by an angle:
-    (a cos - b sin, b cos + a sin). angles [2, T, head_dim] are from `rotary`."""
-    cos, sin = angles
+    (a cos - b sin, b cos + a sin). angles: from `rotary`, [2, S, head_dim], of the last T."""
+    cos, sin = angles[:, -x.shape[2] :]
     wide = x.to(torch.float32, memory_format=torch.contiguous_format)
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
     return (wide * cos).add_(swapped.mul_(sin)).to(x.dtype)
+
+
+def rotate_both(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotate` queries [B, n_head, T, head_dim] and keys [B, n_kv_head, S, head_dim], those of the
+    same tokens as one tensor: half the kernels."""
+    if q.shape[2] < k.shape[2]:
+        return rotate(q, angles), rotate(k, angles)
+    both = rotate(torch.cat((q, k), dim=1), angles)
+    return both.split((q.shape[1], k.shape[1]), dim=1)
 
 
 def additive(seen: Tensor, x: Tensor) -> Tensor:
@@ -294,7 +303,7 @@ class Attention(nn.Module):
             x: [B, T, n_embd].
             rows: what `qkv` reads, [B, T, row_width]. Those of earlier tokens may stand in front
                 in place of a cache (Embformer).
-            angles: of the positions of rows, or of x, [2, T, head_dim].
+            angles: of the tokens so far, [2, S, head_dim].
             mask: from `make_mask`.
             cache: of this layer; x continues the `start` tokens in it.
 
@@ -302,9 +311,8 @@ class Attention(nn.Module):
             [B, T, n_embd].
         """
         q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, T, n_kv_head, head_dim] twice
-        q = rotate(q.transpose(1, 2), angles[:, -x.shape[1] :])  # [B, n_head, T, head_dim]
-        k = rotate(k.transpose(1, 2), angles)
-        v = v.transpose(1, 2)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, heads, T, head_dim]
+        q, k = rotate_both(q, k, angles)
         if cache is not None:
             k, v = cache.update(start, k, v)  # [B, n_kv_head, S, head_dim]
         y = self.attend(q, k, v, mask)  # [B, T, n_head, head_dim]
@@ -537,10 +545,7 @@ class Decoder(nn.Module):
         # 2) What layers share: positions and masks.
         if documents is not None:
             documents = send(documents, x.device)
-        if cache is None:
-            angles = rotary(n, config, x.device)  # [2, n_row, head_dim]
-        else:
-            angles = cache.angles[:, start + n - n_row : start + n]
+        angles = rotary(n, config, x.device) if cache is None else cache.angles[:, : start + n]
         masks = {}
         for kind, block in zip(config.attention_kinds, self.blocks, strict=True):
             if kind not in masks:

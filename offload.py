@@ -128,12 +128,8 @@ def store(stored: Tensor, ids: Tensor, staging: Tensor, copied: torch.cuda.Event
 
 class OffloadedTables(StoredTables):
     """All tables of a model in RAM or on disk, used by a GPU through a ring of `n_buffer` buffers
-    of `chunk_bytes`, pinned. What a token's record goes through:
-
-        absent --fetch_missing--> coming --wait_for_arrival--> in its slot --mark_dirty--> dirty
-           ^                                                        |                        |
-           +--------------------------- evict_except ---------------+------- written back ---+
-    """
+    of `chunk_bytes`, pinned. The record of a token is absent, by `fetch_missing` coming, by
+    `wait_for_arrival` in its slot, by `mark_dirty` changed, by `evict_except` stored and absent."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class Attention(model.Attention):
     ) -> Tensor:
         """The formula above, of features q and k. The state is of the last token's document."""
         past = k.shape[2] - q.shape[2]  # earlier tokens, whose rows stand in for a cache
-        turned_q = rotate(q, angles[:, past:])
+        turned_q = rotate(q, angles)
         turned_k = rotate(k, angles)
         if cache is None or start == 0:
             outer = turned_k[:, :, :past].mT @ v[:, :, :past]  # [B, n_head, head_dim, head_dim]

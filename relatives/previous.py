@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import model
 from common import UserError
-from model import LayerCache, ModelConfig, rotate
+from model import LayerCache, ModelConfig, rotate_both
 
 
 class PreviousCache(LayerCache):
@@ -48,9 +48,8 @@ class Attention(model.Attention):
         k = torch.cat((moved, k[:, :, self.n :]), dim=2)
         if cache is not None:
             cache.last_key = own[:, -1:].clone()
-        q = rotate(q.transpose(1, 2), angles[:, -x.shape[1] :])  # [B, n_head, T, head_dim]
-        k = rotate(k.transpose(1, 2), angles)
-        v = v.transpose(1, 2)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, heads, T, head_dim]
+        q, k = rotate_both(q, k, angles)
         if cache is not None:
             k, v = cache.update(start, k, v)  # [B, n_kv_head, S, head_dim]
         y = self.attend(q, k, v, mask)  # [B, T, n_head, head_dim]

@@ -88,7 +88,6 @@ class Attention(model.Attention):
         n = x.shape[1] + self.n_past(start)
         if rows is not None and rows.shape[1] > n:  # in place of a cache, for layers that see more
             rows = rows[:, -n:]
-            angles = angles[:, -n:]
         return super().forward(x, rows, angles, mask, cache, start)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
