@@ -46,7 +46,7 @@ from training.checkpoints import (
     run_folder,
     save_checkpoint,
 )
-from training.objectives import NextToken, validate
+from training.objectives import NextToken, find_objective, validate
 from training.optimizer import Optimizer, schedule
 from training.placement import make_tables, training_dtype
 from training.records import Log
@@ -197,7 +197,7 @@ def start(
 
     # 3) what trains it
     boundary = data.encoding.eot_token if settings.doc_mask else None
-    objective = STAGES[settings.stage].objective(model, device, dtype, boundary)
+    objective = find_objective(STAGES[settings.stage].objective)(model, device, dtype, boundary)
     optimizer = Optimizer(model, settings, dtype)
     run = Run(settings, data, model, objective, optimizer, n_part)
 
