@@ -78,11 +78,16 @@ def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def use_column_major_weights(model: nn.Module) -> None:
+def use_column_major_weights(model: Decoder) -> None:
     """Store linear layers with more outputs than inputs column by column: on a CPU, multiplying a
-    single row by them is twice as fast."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.out_features > module.in_features:
+    single row by them is twice as fast. So is a head that is the input embedding, too, where a
+    lookup then takes some microseconds more."""
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if model.head is None:
+        linear.append(model.wte)
+    for module in linear:
+        n_out, n_in = module.weight.shape
+        if n_out > n_in:
             module.weight.data = module.weight.T.contiguous().T
 
 

@@ -85,3 +85,10 @@ def test_a_gpu_gets_tables_through_the_ring(tmp_path):
             assert type(tables) is OffloadedTables and type(tables.storage) is kind
         sampled = make_tables("disk", gpu.device, torch.float32)(2, 10, 4)
         assert type(sampled.storage) is RamStorage
+
+
+@pytest.mark.parametrize("ffn", ["stem", "embformer"])
+def test_a_head_that_decodes_on_a_cpu_lies_by_columns(trained, ffn):
+    """Also one that is the input embedding: single rows are multiplied twice as fast."""
+    model, _, _ = load_model(trained[ffn] / "ckpt.pt", CPU)
+    assert model.head_weight.stride() == (1, model.config.vocab_size)
