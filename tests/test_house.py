@@ -2,7 +2,6 @@
 
 import ast
 import re
-import tokenize
 
 from conftest import EDIT, ROOT, SMALL, add_relative, assert_same_run, command, losses
 
@@ -26,7 +25,6 @@ NEEDS = {  # of these rooms nothing but
     "tables": {"common"},
     "text": {"common"},
 }
-PATH = ("stem", "embformer", "model", "tables/tables", "tables/rmsprop", "offload", "train")
 
 
 def imports() -> dict[str, set[str]]:
@@ -69,25 +67,6 @@ def test_no_imports_lead_in_a_circle():
         assert free, f"a circle among {sorted(left)}"
         for name in free:
             del left[name]
-
-
-def test_the_path_knows_no_relative_and_no_corpus():
-    """But for help, and for train.py, which asks about the corpus that it writes."""
-    files = {path.stem for path in ROOT.glob("relatives/*.py")}
-    foreign = files - {"value", "memory", "linear", "previous"} | {
-        "ngram",
-        "expert",
-        "country",
-        "countries",
-    }
-    for name in PATH:
-        with open(ROOT / f"{name}.py", "rb") as file:
-            for token in tokenize.tokenize(file.readline):
-                words = {token.string.strip("\"'")}  # a string that is nothing else
-                if token.type == tokenize.NAME:
-                    words.update(word.lower() for word in re.findall("[A-Z]?[a-z]+", token.string))
-                known = {"countries"} if name == "train" else set()
-                assert not words & (foreign - known), f"{name}.py, {token.start}: {token.line}"
 
 
 def test_every_command_has_help_and_train_few_flags():
