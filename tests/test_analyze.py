@@ -160,7 +160,7 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experi
 def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_path, number):
     args = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", 2, "--device", "cpu"]
     process = start_process(
-        ROOT / "lab/analyze.py", "ladder", *args, cwd=tmp_path, start_new_session=True
+        ROOT / "lab/analyze.py", "stability", *args, cwd=tmp_path, start_new_session=True
     )
 
     def steps() -> list[bool]:
