@@ -83,15 +83,18 @@ def test_whoever_comes_second_is_refused_until_the_first_has_ended_however(
 # --- what is one's own ---
 
 
-def test_no_command_touches_what_is_ones_own(on_disk, data, tmp_path):
-    """A finished run with its tables on disk, and files of somebody's own beside it."""
+def test_no_command_touches_what_is_ones_own(on_disk, trained, data, tmp_path):
+    """A finished run with its tables on disk, and files of somebody's own beside it: checkpoints
+    with tables, too, whatever they are called."""
     out = shutil.copytree(on_disk, tmp_path / "out")
-    for name in ("ckpt.live.old", "ckpt.tables", "ckpt.pt.tables-1"):
+    for name in ("ckpt.live.old", "ckpt.pt.tables-1"):
         shutil.copytree(snapshots(on_disk)[0], out / name)
     torch.save({"mine": 1}, out / "mine.pt")
-    for name in ("mine.pt.tmp", "notes.tmp", "tables", "live", "ckpt.pt.old"):
+    for name in ("mine.pt.tmp", "notes.tmp", "tables", "live"):
         (out / name).write_text("mine")
-    command(f"edit.py --ckpt ckpt.pt {EDIT} --save edited.pt", cwd=out)
+    others = ("ckpt", "ckpt.pth", "ckpt.pt.old")
+    for name in others:
+        command(f"edit.py --ckpt ckpt.pt {EDIT} --save {name}", cwd=out)
     mine = {path: raw for path, raw in contents(out).items() if path not in contents(on_disk)}
     assert len(mine) >= 11
     link = out / "link.pt"
@@ -100,6 +103,7 @@ def test_no_command_touches_what_is_ones_own(on_disk, data, tmp_path):
     for line, works in (
         (f"edit.py --ckpt link.pt {EDIT} --save link.pt", True),
         ("edit.py --ckpt ckpt.pt --undo", True),
+        (f"convert.py {trained['dense']}/ckpt.pt --ffn stem --tokens 0 --out best", True),
         (f"edit.py --ckpt ckpt.pt {EDIT} --save mine.pt", False),
         ("train.py --resume --out_dir . --max_iters 13", True),
         (f"{new} --block_size 1000000", False),
@@ -113,7 +117,8 @@ def test_no_command_touches_what_is_ones_own(on_disk, data, tmp_path):
         assert {path: now.get(path) for path in mine} == mine, line
         assert len(list(tables_folder(out / "ckpt.pt").glob("*"))) <= 1
     assert link.is_symlink()
-    load_checkpoint(out / "edited.pt", verify=True)
+    for name in others:
+        load_checkpoint(out / name, verify=True)
 
 
 # --- kills ---
