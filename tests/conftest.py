@@ -25,6 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 import model
 import relatives
 import train
+from text.dataset import read_meta, read_tokenizer
 from training.checkpoints import load_checkpoint
 from training.records import read_run
 
@@ -275,6 +276,12 @@ def data(story) -> Path:
     return out
 
 
+@pytest.fixture
+def encoding(data):
+    """The tokenizer of the story."""
+    return read_tokenizer(data, read_meta(data))
+
+
 @pytest.fixture(scope="session")
 def trained(data) -> dict[str, Path]:
     """Output folders of small runs, by kind of FFN."""
@@ -283,9 +290,20 @@ def trained(data) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def stem_ckpt(trained) -> Path:
+    return trained["stem"] / "ckpt.pt"
+
+
+@pytest.fixture(scope="session")
 def on_disk(data) -> Path:
     """The folder of a run whose tables are in files."""
     return small_run(data, data.parent / "on_disk", offload="disk")
+
+
+@pytest.fixture
+def out(on_disk, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(on_disk, tmp_path / "out")
 
 
 class Largest(TorchDispatchMode):

@@ -76,8 +76,8 @@ def test_rows_that_are_saved_are_those_of_the_target(data, tmp_path, how, more):
             assert torch.equal(rows, expected)
 
 
-def test_a_wrong_alignment_is_one_line(trained, tmp_path):
-    save = ("--save", tmp_path / "new.pt", "--ckpt", trained["stem"] / "ckpt.pt")
+def test_a_wrong_alignment_is_one_line(stem_ckpt, tmp_path):
+    save = ("--save", tmp_path / "new.pt", "--ckpt", stem_ckpt)
     for target in ("AB", "QB"):  # two other rows for one token, or its own and another
         why = refused(f"edit.py --source QQ --prompt QQ --target {target}", *save)
         assert "twice cannot have two rows" in why and "--align average" in why
@@ -89,9 +89,8 @@ def test_a_wrong_alignment_is_one_line(trained, tmp_path):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_pairs_are_asked_under_their_own_rows_and_tables_stay(trained, how):
+def test_pairs_are_asked_under_their_own_rows_and_tables_stay(encoding, how):
     """Answers are what the model says after that very edit, or something else."""
-    encoding = load_model(trained["stem"] / "ckpt.pt", CPU)[1]
     model = Decoder(ModelConfig(encoding.n_vocab, 32, 3, 2, 16, table_std=3.0, init_std=0.5)).eval()
     tables = model.tables
     pairs = []

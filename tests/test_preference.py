@@ -49,10 +49,9 @@ def pairs(data, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def given(pairs, trained) -> dict:
+def given(stem_ckpt, pairs) -> dict:
     """What a run of the stage is given."""
-    init_from = trained["stem"] / "ckpt.pt"
-    return dict(INHERITED, data=pairs, stage="dpo", init_from=init_from, learning_rate=1e-3)
+    return dict(INHERITED, data=pairs, stage="dpo", init_from=stem_ckpt, learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +78,11 @@ def test_of_pairs_only_the_last_answers_are_learned_to_their_ends(pairs):
 
 
 @pytest.fixture
-def opened(pairs, trained):
+def opened(stem_ckpt, pairs):
     """A model, its objective and its data."""
 
     def opened(block_size: int, dropout: float = 0.0):
-        model, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+        model, _, _ = load_model(stem_ckpt, CPU)
         model.config.block_size = block_size
         model.config.dropout = dropout
         data = Data(str(pairs), "preference", block_size, seed=3, total=100)
@@ -99,8 +98,8 @@ def naive_log_p(model, ids, targets) -> float:
     return sum(math.log(p[at, t].item()) for at, t in enumerate(targets.tolist()) if t >= 0)
 
 
-def test_loss_margin_and_accuracy_equal_a_loop_over_pairs(opened, trained):
-    reference, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+def test_loss_margin_and_accuracy_equal_a_loop_over_pairs(stem_ckpt, opened):
+    reference, _, _ = load_model(stem_ckpt, CPU)
     model, objective, data = opened(32)
     torch.manual_seed(0)
     for parameter in model.parameters():

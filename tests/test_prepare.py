@@ -30,11 +30,6 @@ def stored(folder, split):
     return [part.tolist() for part in np.split(ids, np.flatnonzero(ids == eot))[1:]]
 
 
-@pytest.fixture
-def encoding(data):
-    return read_tokenizer(data, read_meta(data))
-
-
 TEXTS = [{"text": f"Document <|im_end|> {i} <|endoftext|> says hello."} for i in range(60)]
 TALK = [says("user", "What is it? <|im_end|>"), says("assistant", "A number. 日本")]
 

@@ -26,9 +26,9 @@ def encoding():
     return bpe.train(texts * 9, 600)
 
 
-def test_score_agrees_with_generating(trained):
+def test_score_agrees_with_generating(stem_ckpt):
     """Teacher forcing in one pass finds what greedy decoding, token by token, would write."""
-    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+    model, encoding, _ = load_model(stem_ckpt, CPU)
     prompts = [encode(encoding, text) for text in ("Anna", "Björn sees", "the river")]
     answers = []
     for prompt in prompts:

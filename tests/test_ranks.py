@@ -80,12 +80,12 @@ def assert_same_training(a: Path, b: Path) -> None:
         assert_close(one[part], other[part])
 
 
-def test_two_ranks_equal_one_process(data, chat, pairs, trained, tmp_path):  # noqa: F811
+def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  # noqa: F811
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped."""
     base = dict(RUN, device_batch_size=2, grad_clip=0.0)
     text = dict(base, **SHAPE, data_dir=str(data))
-    sft = dict(base, init_from=str(trained["stem"] / "ckpt.pt"), data_dir=str(chat), stage="sft")
+    sft = dict(base, init_from=str(stem_ckpt), data_dir=str(chat), stage="sft")
     whole = [
         dict(text, out_dir="stem"),
         dict(text, out_dir="dense", ffn="dense"),

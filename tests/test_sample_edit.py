@@ -40,11 +40,9 @@ def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
         assert done.stdout.startswith("Anna")
 
 
-def test_samples_depend_on_the_seed_alone(trained):
+def test_samples_depend_on_the_seed_alone(stem_ckpt):
     def text(more: str) -> str:
-        return command(
-            f"sample.py --max_new_tokens 40 {more} --ckpt", trained["stem"] / "ckpt.pt"
-        ).stdout
+        return command(f"sample.py --max_new_tokens 40 {more} --ckpt", stem_ckpt).stdout
 
     one = text("--seed 5 --top_k 50 --top_p 0.95")
     assert text("--seed 5 --top_k 50 --top_p 0.95") == one
@@ -73,10 +71,10 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("edit.py --source A --target B --prompt A --save {stem}/best.pt", "best.pt exists"),
     ],
 )
-def test_a_wrong_flag_is_one_line_that_names_it(trained, tmp_path, args, named):
+def test_a_wrong_flag_is_one_line_that_names_it(stem_ckpt, trained, tmp_path, args, named):
     args = args.format(**trained).split()
     if "--ckpt" not in args:
-        args += ["--ckpt", trained["stem"] / "ckpt.pt"]
+        args += ["--ckpt", stem_ckpt]
     assert named in refused(*args, cwd=tmp_path)
 
 
@@ -105,8 +103,7 @@ def test_rows_of_n_grams_are_not_edited(data, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["Anna sees", "Anna sees ", "Björn sees", "Bjo\u0308rn sees "])
-def test_a_prompt_is_read_as_the_model_knows_it(trained, text):
-    encoding = load_model(trained["stem"] / "ckpt.pt", CPU)[1]
+def test_a_prompt_is_read_as_the_model_knows_it(encoding, text):
     known = "Björn sees" if text.startswith("Bj") else "Anna sees"
     assert typed(encoding, text) == known
 

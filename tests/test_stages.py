@@ -29,7 +29,7 @@ from training.settings import Settings, new_settings
 
 
 @pytest.fixture(scope="session")
-def chat(trained, tmp_path_factory) -> Path:
+def chat(stem_ckpt, tmp_path_factory) -> Path:
     """A prepared folder of conversations."""
     folder = tmp_path_factory.mktemp("chat")
     rng = random.Random(0)
@@ -43,12 +43,12 @@ def chat(trained, tmp_path_factory) -> Path:
         chats.append({"conversations": rng.choice((1, 1, 2)) * turn})
     path = write_jsonl(folder / "chat.jsonl", chats)
     line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
-    command(line, trained["stem"] / "ckpt.pt")
+    command(line, stem_ckpt)
     return folder / "data"
 
 
 @pytest.fixture
-def stage(data, chat, trained):
+def stage(stem_ckpt, data, chat):
     """What a run of a stage is given, from the STEM model on."""
 
     def given(name, **more) -> dict:
@@ -57,8 +57,7 @@ def stage(data, chat, trained):
             folder = f"{data}=0.75,{chat}=0.25"
         if name == "context":
             more = {"block_size": 48, "batch_size": 2, **more}
-        init_from = trained["stem"] / "ckpt.pt"
-        return {**INHERITED, "data": folder, "stage": name, "init_from": init_from, **more}
+        return {**INHERITED, "data": folder, "stage": name, "init_from": stem_ckpt, **more}
 
     return given
 

@@ -102,8 +102,7 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     assert_same(best["model"], model)
 
 
-def test_an_earlier_run_is_replaced_on_demand_alone(trained, on_disk, data, tmp_path):
-    out = shutil.copytree(on_disk, tmp_path / "out")
+def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
     before = contents(out)
     line = f"train.py --out_dir {out} --data_dir {data} "
     for more, named in (

@@ -83,10 +83,9 @@ def test_whoever_comes_second_is_refused_until_the_first_has_ended_however(
 # --- what is one's own ---
 
 
-def test_no_command_touches_what_is_ones_own(on_disk, trained, data, tmp_path):
+def test_no_command_touches_what_is_ones_own(out, on_disk, trained, data):
     """A finished run with its tables on disk, and files of somebody's own beside it: checkpoints
     with tables, too, whatever they are called."""
-    out = shutil.copytree(on_disk, tmp_path / "out")
     for name in ("ckpt.live.old", "ckpt.pt.tables-1"):
         shutil.copytree(snapshots(on_disk)[0], out / name)
     torch.save({"mine": 1}, out / "mine.pt")
@@ -168,9 +167,8 @@ def test_what_a_killed_run_left_goes_with_the_next_start(on_disk, data, tmp_path
     assert not list(out.glob("*.tmp")) and not list(out.rglob("*live*"))
 
 
-def test_a_model_is_opened_while_its_training_saves(on_disk, tmp_path, monkeypatch):
+def test_a_model_is_opened_while_its_training_saves(out, monkeypatch):
     """Between the reading of ckpt.pt and that of its tables, both are replaced."""
-    out = shutil.copytree(on_disk, tmp_path / "out")
     saved = load_checkpoint(out / "ckpt.pt")
     storage = checkpoints.DiskStorage
     opened = []
@@ -192,10 +190,9 @@ def test_a_model_is_opened_while_its_training_saves(on_disk, tmp_path, monkeypat
 # --- full disks, and no memory ---
 
 
-def test_a_file_that_cannot_be_written_is_named_and_nothing_changes(on_disk, tmp_path):
+def test_a_file_that_cannot_be_written_is_named_and_nothing_changes(out):
     """A limit of file sizes stands for a full disk; PyTorch has several errors for it."""
     limits = pytest.importorskip("resource")
-    out = shutil.copytree(on_disk, tmp_path / "out")
     before = contents(out)
     size = (out / "ckpt.pt").stat().st_size
     for limit in (0, 5000, *range(size // 2, size, size // 8)):
@@ -209,8 +206,7 @@ def test_a_file_that_cannot_be_written_is_named_and_nothing_changes(on_disk, tmp
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_ctrl_c_within_a_save_is_no_error_and_changes_nothing(on_disk, tmp_path, monkeypatch, at):
-    out = shutil.copytree(on_disk, tmp_path / "out")
+def test_ctrl_c_within_a_save_is_no_error_and_changes_nothing(out, monkeypatch, at):
     before = contents(out)
     written = []
 
@@ -243,8 +239,7 @@ def test_a_second_signal_ends_a_run_where_it_is():
 # --- damage ---
 
 
-def test_damage_is_noticed_by_who_goes_on(on_disk, data, tmp_path):
-    out = shutil.copytree(on_disk, tmp_path / "out")
+def test_damage_is_noticed_by_who_goes_on(out, data, tmp_path):
     ckpt = out / "ckpt.pt"
     (tables,) = snapshots(out)
     readers = [
@@ -265,9 +260,8 @@ def test_damage_is_noticed_by_who_goes_on(on_disk, data, tmp_path):
         flip(path, at)
 
 
-def test_any_other_bit_is_noticed_or_means_nothing(on_disk, tmp_path):
+def test_any_other_bit_is_noticed_or_means_nothing(out, on_disk):
     """Some bytes of a zip file are never read."""
-    out = shutil.copytree(on_disk, tmp_path / "out")
     ckpt = out / "ckpt.pt"
     rows = snapshots(out)[0] / "rows"
     before = load_checkpoint(on_disk / "ckpt.pt")
@@ -295,14 +289,15 @@ HARMS = ("gone", "text", "half", "folder", "circle", "foreign", "old", "unknown"
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, tmp_path, harm):
-    good = trained["stem"] / "ckpt.pt"
+def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(
+    stem_ckpt, trained, data, tmp_path, harm
+):
     saved = checkpoint(trained["stem"])
     path = tmp_path / "ckpt.pt"
     if harm == "text":
         path.write_text("hello")
     elif harm == "half":
-        path.write_bytes(good.read_bytes()[: good.stat().st_size // 2])
+        path.write_bytes(stem_ckpt.read_bytes()[:5000])
     elif harm == "folder":
         path.mkdir()
     elif harm == "circle":
@@ -341,10 +336,10 @@ def test_weights_that_are_no_numbers_are_not_trained(trained, data, tmp_path):
     assert "are the weights of --init_from finite" in refused(line, cwd=tmp_path)
 
 
-def test_a_checkpoint_is_that_of_one_moment(trained, tmp_path, monkeypatch):
+def test_a_checkpoint_is_that_of_one_moment(stem_ckpt, trained, tmp_path, monkeypatch):
     """It is replaced by a larger one while it is read: PyTorch opens it more than once."""
     path = tmp_path / "ckpt.pt"
-    shutil.copy(trained["stem"] / "ckpt.pt", path)
+    shutil.copy(stem_ckpt, path)
     load = torch.load
 
     def replaced(*args, **options):
@@ -401,8 +396,7 @@ def test_what_was_cut_or_edited_by_hand_is_one_line_or_works(llama, data, traine
     assert n_refused > 20
 
 
-def test_settings_of_a_checkpoint_that_are_odd_are_one_line(on_disk, tmp_path):
-    out = shutil.copytree(on_disk, tmp_path / "out")
+def test_settings_of_a_checkpoint_that_are_odd_are_one_line(out):
     saved = checkpoint(out)
     for part in ("config", "args", "tables"):
         for changed in list(changes(saved[part]))[::17]:
