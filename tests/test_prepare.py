@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import tracemalloc
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -113,12 +114,16 @@ ODD = {
 }
 
 
-def test_only_a_small_text_is_cut_to_validate_with(monkeypatch):
+def test_only_a_small_text_is_cut_to_validate_with_and_behind_lines(monkeypatch):
     monkeypatch.setattr(prepare, "MANY", 10)
     settings = prepare.Settings(val_fraction=1e-9)
     texts = [f"Document {i}" for i in range(13)]
     splits, found = zip(*prepare.labelled(texts, settings), strict=True)
     assert list(found) == texts and splits.count("val") == 1
+    text = "On that day somebody bought a lamp, and it was red.\n" * 300
+    splits, found = zip(*prepare.labelled([text], settings), strict=True)
+    assert "".join(found) == text and {*splits} == {"train", "val"}
+    assert all(part.endswith("\n") for part in found)
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -348,7 +353,7 @@ def test_a_bit_that_flips_is_noticed_or_changes_nothing(data, tmp_path):
     expected = stored(folder, "val")
     for name in ("meta.json", "tokenizer.json", "val.bin"):
         raw = (folder / name).read_bytes()
-        for at in range(0, len(raw), 1 + len(raw) // 200):
+        for at in range(0, len(raw), 1 + len(raw) // 60):
             flip(folder / name, at)
             with contextlib.suppress(UserError):
                 assert stored(folder, "val") == expected
@@ -378,20 +383,14 @@ def test_memory_does_not_grow_with_files(tmp_path, encoding, monkeypatch):
     assert peaks[1] < 1.5 * peaks[0]
 
 
-def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding):
+def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding, monkeypatch):
     out = tmp_path / "out"
     write_dataset(out, [("train", "a"), ("val", "b")], encoding)
     before = contents(out)
-    # The disk is full when tokenizer.json, the largest, is written: nothing is replaced by then.
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = max(len(content) for content in before.values()) - 1
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        with pytest.raises(UserError, match="cannot write"):
-            write_dataset(out, [("train", "c"), ("val", "b")], encoding)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    # It fails when tokenizer.json is written, which is the last before files are replaced.
+    monkeypatch.setattr(tokenizer, "dumps", Mock(side_effect=OSError(28, "No space left")))
+    with pytest.raises(UserError, match=r"cannot write .*No space left"):
+        write_dataset(out, [("train", "c"), ("val", "b")], encoding)
     assert contents(out) == before
 
 
@@ -409,16 +408,3 @@ def test_between_old_files_and_new_ones_nothing_looks_complete(tmp_path, encodin
     assert len(seen) == 4 and seen[-1] == ("meta.json", False)
     assert not any(complete for _, complete in seen)
     assert read_meta(tmp_path) == meta and len(contents(tmp_path)) == 4
-
-
-def test_a_small_text_is_cut_behind_lines(tmp_path):
-    lines = [f"On day {number} somebody bought a lamp, and it was red.\n" for number in range(300)]
-    (tmp_path / "small.txt").write_text("".join(lines))
-    command("prepare.py --input small.txt --out_dir out", cwd=tmp_path)
-    encoding = read_tokenizer(tmp_path / "out", read_meta(tmp_path / "out"))
-    for split in ("train", "val"):
-        ids = open_tokens(tmp_path / "out", split, read_meta(tmp_path / "out"))
-        documents = encoding.decode(ids.tolist()).split("<|endoftext|>")[1:]
-        assert documents and all(
-            set(text.splitlines(keepends=True)) < set(lines) for text in documents[:-1]
-        )
