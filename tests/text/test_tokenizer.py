@@ -249,15 +249,6 @@ def test_loads_refuses_what_is_damaged(encoding, change):
 # Standard vocabularies
 
 
-def test_an_encoding_gets_what_it_lacks_behind_it(foreign):
-    ours = tokenizer.complete(foreign)
-    for token, i in {"<|endoftext|>": 300, "<|im_start|>": 301, "<|im_end|>": 302}.items():
-        assert ours.encode_single_token(token) == i
-    for sample in CORPUS + TRICKY:
-        assert ours.encode_ordinary(sample) == foreign.encode_ordinary(sample)
-    assert ours.n_vocab == 303 and ours.decode([*range(303)])  # each can be shown
-
-
 def test_patterns_are_those_of_tiktoken(monkeypatch):
     for reader in ("data_gym_to_mergeable_bpe_ranks", "load_tiktoken_bpe"):  # they download
         monkeypatch.setattr(openai_public, reader, lambda *_, **__: {})
@@ -291,17 +282,14 @@ def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypa
     downloaded = prepare("a")
     assert downloaded.encode_ordinary("the ether") == [257, 32, 101, 257, 114]
     assert (downloaded.eot_token, downloaded.n_vocab) == (261, 264)
+    assert downloaded.decode([*range(264)])  # each can be shown
     published.unlink()
     assert tokenizer.dumps(prepare("b")) == tokenizer.dumps(downloaded)
     (cached,) = (tmp_path / "cache").iterdir()
     cached.write_bytes(b"another")
     monkeypatch.setattr(registry, "ENCODINGS", {})
     says = refused(f"{line} c", cwd=tmp_path)
-    assert "--tokenizer tiny" in says and "No such file" in says
-    assert "TIKTOKEN_CACHE_DIR" in says and 'get_encoding("tiny")' in says
-    published.write_bytes(b"dGhl 1\n")
-    assert "Hash mismatch" in refused(f"{line} c", cwd=tmp_path)
-    assert not (tmp_path / "c").exists()
+    assert "No such file" in says and 'get_encoding("tiny")' in says
 
 
 # Streaming
