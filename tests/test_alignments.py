@@ -53,11 +53,12 @@ def test_a_name_is_found_with_and_without_a_space():
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("more", [{}, {"table_dtype": "bfloat16"}, {"offload": "disk"}])
 def test_rows_that_are_saved_are_those_of_the_target(data, tmp_path, how, more):
+    """None is rounded where the model decodes in bfloat16."""
     out = small_run(data, tmp_path / "a run", max_iters=2, n_layer=3, **more)
     model, encoding, _ = load_model(out / "ckpt.pt", CPU)
     prompt = "Anna sees Björn"
     for source, target in (("Anna", "Björn at the river"), ("Anna sees", "x"), ("Anna", "x")):
-        given = flags(source=source, target=target, prompt=prompt, align=how)
+        given = flags(source=source, target=target, prompt=prompt, align=how, dtype="bfloat16")
         saved = tmp_path / f"{source} to {target}" / "ckpt.pt"
         said = command("edit.py --ckpt", out / "ckpt.pt", *given, "--save", saved).stdout
         assert f"\nto undo it: python edit.py --undo --ckpt '{saved}'\n" in said
