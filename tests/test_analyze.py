@@ -78,18 +78,10 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, 
     assert picture.exists() and not (tmp_path / "quick/figures/writing").exists()
 
 
-def test_edits_of_checkpoints(tmp_path, monkeypatch):
-    measured = []
-    measure = "lab.edits.measure_checkpoint"
-    monkeypatch.setattr(measure, lambda ckpt, device: measured.append((str(ckpt), str(device))))
-    command("lab/analyze.py edits a.pt --device cpu b.pt", cwd=tmp_path)
-    assert measured == [("a.pt", "cpu"), ("b.pt", "cpu")]
-    assert "no paths" in refused("lab/analyze.py ladder a.pt", cwd=tmp_path)
-
-
 def test_what_an_analysis_refuses(data, tmp_path):
     line = ("lab/analyze.py costs --quick --data_dir", data, "--out_dir", tmp_path)
     assert "give numbers, as 1337" in refused(*line, "--seeds", "1,x")
+    assert "no paths" in refused("lab/analyze.py ladder a.pt", cwd=tmp_path)
     with locked(tmp_path / "quick"):
         assert "in use by another process" in refused(*line)
 

@@ -14,7 +14,7 @@ from model import Decoder, ModelConfig, decoder_class, relatives
 from text import bpe, countries
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.countries import ask, chat_questions, chat_recall, check_names, demo, fact_questions
+from training.countries import ask, chat_questions, chat_recall, demo, fact_questions
 from training.questions import score_answers
 
 
@@ -113,12 +113,3 @@ def test_edits_are_proposed_where_they_can_be_made(ffn):
     proposed = any("edit.py" in line for line in demo(model, "countries")[1])
     with nullcontext() if proposed else pytest.raises(UserError):
         check_editable(model)
-
-
-@pytest.mark.parametrize(
-    ("name", "named"), [({"source": "spain"}, "Spain"), ({"target": "Germny"}, "Germany")]
-)
-def test_names_that_the_countries_do_not_have_are_refused(name, named):
-    with pytest.raises(UserError, match=named):
-        check_names(**name)
-    check_names(source="Atlantis", target="Germany")  # a made-up name may read a country's rows

@@ -17,6 +17,7 @@ from conftest import (
     losses,
     refused,
     resume,
+    says,
     small_run,
     write_jsonl,
 )
@@ -36,10 +37,7 @@ def chat(stem_ckpt, tmp_path_factory) -> Path:
     chats = []
     for number in range(60):
         who = f"{rng.choice(('Anna', 'Björn', 'Chloë'))} {number}"
-        turn = [
-            {"role": "user", "content": f"Who sees {who}?"},
-            {"role": "assistant", "content": f"{who}."},
-        ]
+        turn = [says("user", f"Who sees {who}?"), says("assistant", f"{who}.")]
         chats.append({"conversations": rng.choice((1, 1, 2)) * turn})
     path = write_jsonl(folder / "chat.jsonl", chats)
     line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
@@ -139,15 +137,6 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     wanted = {"val_loss": expected.item(), "val_loss_per_byte": per_byte.item()}
     assert found == pytest.approx(wanted, rel=1e-5)
     assert sizes == [size] * -(-7 // size)
-
-
-def test_a_stage_that_learns_all_of_a_conversation_says_so(chat, trained, tmp_path):
-    line = f"train.py --init_from {trained['stem']}/ckpt.pt --max_iters 1 --data_dir {chat}"
-    said = [
-        command(f"{line} --out_dir {stage} --stage {stage}", cwd=tmp_path).stdout
-        for stage in ("midtrain", "sft")
-    ]
-    assert ["--stage sft learns the answers" in text for text in said] == [True, False]
 
 
 def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained):

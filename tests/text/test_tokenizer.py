@@ -14,12 +14,11 @@ import regex
 import tiktoken
 from conftest import command, refused
 from tiktoken import load, registry
-from tiktoken_ext import openai_public
 
-from common import Damage, UserError
+from common import Damage
 from text import bpe, tokenizer
 from text.dataset import read_meta, read_tokenizer
-from text.huggingface import CL100K_PATTERN, GPT2_PATTERN
+from text.huggingface import GPT2_PATTERN
 from text.tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, SPECIALS
 
 # Public domain: Carroll, Melville.
@@ -161,13 +160,6 @@ def test_a_word_without_end_takes_no_quadratic_time():
     assert time.process_time() - start < 20  # half a second; a word rewritten whole: 100
 
 
-def test_train_refuses_too_small_a_vocabulary():
-    with pytest.raises(UserError, match="--vocab_size 258 must be at least 259"):
-        bpe.train(CORPUS, 258)
-    assert bpe.train(CORPUS, 259).n_vocab == 259  # the bytes
-    assert bpe.train([], 300).n_vocab == 259
-
-
 def test_special_tokens_only_when_allowed(encoding):
     assert SPECIALS == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
     assert encoding.special_tokens_set == set(SPECIALS) and encoding.eot_token == 0
@@ -247,13 +239,6 @@ def test_loads_refuses_what_is_damaged(encoding, change):
 
 
 # Standard vocabularies
-
-
-def test_patterns_are_those_of_tiktoken(monkeypatch):
-    for reader in ("data_gym_to_mergeable_bpe_ranks", "load_tiktoken_bpe"):  # they download
-        monkeypatch.setattr(openai_public, reader, lambda *_, **__: {})
-    assert openai_public.gpt2()["pat_str"] == GPT2_PATTERN
-    assert openai_public.cl100k_base()["pat_str"] == CL100K_PATTERN
 
 
 def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypatch):
