@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
@@ -38,7 +37,7 @@ TOLERANCE = 1e-5  # a mean over a row is a sum over ranks, in another order
 RUN = dict(RUN, eval_tokens=13 * 32)
 
 
-def train_all(jobs: list[dict], folder: Path) -> None:
+def train_all(jobs, folder):
     """One run after the other. In step `cut` the power fails, for all ranks; in step `step` the
     last rank alone gets the signal `signal`."""
     for job in jobs:
@@ -55,20 +54,20 @@ def train_all(jobs: list[dict], folder: Path) -> None:
 
 
 @ranks.joined()
-def work(jobs: list[dict], folder: str) -> None:
+def work(jobs, folder):
     train_all(jobs, Path(folder))
 
 
-def in_ranks(n: int, *args, cwd: Path = ROOT) -> subprocess.Popen:
+def in_ranks(n, *args, cwd=ROOT):
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n)
     return start_process(*launch, *args, cwd=cwd)
 
 
-def assert_close(a, b) -> None:
+def assert_close(a, b):
     torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def assert_same_training(a: Path, b: Path) -> None:
+def assert_same_training(a, b):
     assert len(losses(a)) == 12
     assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
     evals = [{e["step"]: e for e in read_run(folder)["eval"]} for folder in (a, b)]

@@ -17,12 +17,12 @@ IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
 
 
 @pytest.fixture(scope="module")
-def ours() -> tiktoken.Encoding:
+def ours():
     return bpe.train(["user assistant yes no maybe perhaps\n"] * 9, 290)
 
 
 @pytest.fixture(scope="module", params=["ours", "moved"])
-def encoding(request, ours) -> tiktoken.Encoding:
+def encoding(request, ours):
     """A tokenizer of ours, and one whose <|endoftext|> is not 0, as those of GPT-2 and GPT-4."""
     if request.param == "ours":
         return ours
@@ -64,7 +64,7 @@ def test_a_batch_depends_on_its_number_alone():
 
 
 def test_a_mixture_draws_by_weight_and_reads_each_source_in_its_own_order():
-    def parts() -> list[Windows]:
+    def parts():
         return [Windows(IDS, 10, seed=1), Windows(IDS + 2000, 10, seed=1)]
 
     mixture = Mixture(parts(), [0.75, 0.25], total=4000, seed=5)
@@ -79,12 +79,12 @@ def test_a_mixture_draws_by_weight_and_reads_each_source_in_its_own_order():
 # --- conversations ---
 
 
-def talk(*contents: str) -> list[dict]:
+def talk(*contents):
     roles = ("user", "assistant")
     return [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
 
 
-def packed(encoding, *talks) -> np.ndarray:
+def packed(encoding, *talks):
     ids = []
     for messages in talks:
         ids += [encoding.eot_token, *tokenizer.render(encoding, messages)]
@@ -98,7 +98,7 @@ TALKS = [
 ]
 
 
-def said(encoding, targets) -> list[str]:
+def said(encoding, targets):
     return [encoding.decode(row[row >= 0].tolist()) for row in targets]
 
 
@@ -139,7 +139,7 @@ def test_a_long_conversation_keeps_an_answer(encoding):
 TEXT = "yes no maybe perhaps\n" * 200
 
 
-def write_folder(path: Path, encoding, kind="text", documents=(TEXT,)) -> Path:
+def write_folder(path, encoding, kind="text", documents=(TEXT,)):
     both = [(split, document) for split in ("train", "val") for document in documents]
     write_dataset(path, both, encoding, kind, corpus="files")
     return path
