@@ -60,12 +60,9 @@ def test_imports_lead_down_and_rooms_keep_to_themselves():
                 assert there in NEEDS.get(room, FLOOR), f"{name} imports {other}"
 
 
-def test_every_command_has_help_and_train_few_flags():
+def test_every_command_has_help():
     for name in (*COMMANDS, "lab/analyze", "lab/bench"):
-        said = command(f"{name}.py -h").stdout
-        assert f"python {name}.py" in said
-        if name == "train":
-            assert len(re.findall("^  --", said, re.MULTILINE)) <= 40
+        assert f"python {name}.py" in command(f"{name}.py -h").stdout
 
 
 def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):
