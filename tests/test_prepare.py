@@ -1,14 +1,12 @@
 """prepare.py and the folders it writes: from text to tokens, and what can be wrong with a file."""
 
-import contextlib
 import os
-import shutil
 import tracemalloc
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import command, contents, flip, refused, says, write_jsonl
+from conftest import command, contents, refused, says, write_jsonl
 
 import prepare
 from common import UserError
@@ -346,18 +344,6 @@ def test_conversations_need_markers(tmp_path):
     write_dataset(tmp_path, [("train", "a"), ("val", "b")], bare, corpus="mine")
     with pytest.raises(UserError, match=r"lacks <\|im_start\|>"):
         prepare.ready_tokenizer(str(tmp_path), "chat")
-
-
-def test_a_bit_that_flips_is_noticed_or_changes_nothing(data, tmp_path):
-    folder = shutil.copytree(data, tmp_path / "data")
-    expected = stored(folder, "val")
-    for name in ("meta.json", "tokenizer.json", "val.bin"):
-        raw = (folder / name).read_bytes()
-        for at in range(0, len(raw), 1 + len(raw) // 60):
-            flip(folder / name, at)
-            with contextlib.suppress(UserError):
-                assert stored(folder, "val") == expected
-            (folder / name).write_bytes(raw)
 
 
 # --- sizes, and writing in one piece ---

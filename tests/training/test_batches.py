@@ -1,5 +1,6 @@
 """batches.py: which tokens are in which batch; and the folders that they come from."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -197,6 +198,8 @@ def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
     chat = write_folder(tmp_path / "chat", ours, "chat", TALKS)
     wrong = write_folder(tmp_path / "wrong", ours)
     change_json(wrong / "meta.json", vocab_size=ours.n_vocab + 1)
+    mixed_up = write_folder(tmp_path / "mixed_up", ours)
+    shutil.copy(b / "tokenizer.json", mixed_up)
     old = write_folder(tmp_path / "old", ours)
     change_json(old / "meta.json", format=1)
     n = len(ours.encode_ordinary(TEXT)) + 1
@@ -205,6 +208,7 @@ def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
         (a, "chat", 10, str(a)),
         (f"{a}=1,{chat}=1", "chat", 10, "--data_dir"),
         (a, "text", n, f"--block_size {n} to {n - 1} or less"),
+        (mixed_up, "text", 10, "not the tokenizer of the token files"),
         (old, "text", 10, "format 1"),
         (wrong, "text", 10, f"{wrong}/tokenizer.json"),  # the model would be built for it
     ):
