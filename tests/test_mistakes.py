@@ -69,12 +69,10 @@ class MyWindows(Windows):
 MISTAKES = [
     ("top", "import my_kernels", ModuleNotFoundError),
     ("block", "self.config.n_layers", AttributeError),
-    ("build", "type(config)(n_embedding=8)", TypeError),
     ("build", "open('my-weights.bin')", FileNotFoundError),
     ("forward", "x = x @ torch.ones(3, 3)", RuntimeError),
     ("forward", "raise BrokenPipeError(32, 'my socket')", BrokenPipeError),
     ("lookup", "raise NotImplementedError", NotImplementedError),
-    ("gradients", "self.reads[9]", IndexError),
     ("log", "raise ConnectionResetError(104, 'Connection reset by peer')", ConnectionResetError),
     ("row", "record = {'text': 1}['txt']", KeyError),
 ]

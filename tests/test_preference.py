@@ -63,7 +63,6 @@ def test_of_pairs_only_the_last_answers_are_learned_to_their_ends(pairs):
     data = Data(str(pairs), "preference", block_size=64, seed=3, total=100)
     assert data.train.n_cut
     ids, targets = data.train.batch(0, 32)
-    assert ids.shape[:2] == targets.shape[:2] == (32, 2)
     for both, wanted in zip(ids, targets, strict=True):
         yes, no = (data.encoding.decode(side[side >= 0].tolist()) for side in wanted)
         assert yes.endswith(" sees.<|im_end|>") and no == " Björn follows<|im_end|>"

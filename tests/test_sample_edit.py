@@ -59,7 +59,6 @@ def test_samples_depend_on_the_seed_alone(stem_ckpt):
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ("sample.py --temperature -1", "--temperature -1"),
         ("sample.py --system Hi", "--system"),
         ("sample.py --chat --prompt Hi", "--prompt"),
         ("edit.py --source Anna --target Emil", "--prompt is needed"),
