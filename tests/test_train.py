@@ -25,7 +25,6 @@ from conftest import (
     cut_in_step,
     interrupted,
     losses,
-    of_another_tokenizer,
     refused,
     resume,
     small_run,
@@ -282,7 +281,9 @@ def test_documents_are_masked_at_their_boundaries():
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it(trained, data, tmp_path, given, named):
-    folders = {**trained, "other": of_another_tokenizer(data, tmp_path / "other")}
+    other = shutil.copytree(data, tmp_path / "other")
+    change_json(other / "meta.json", tokenizer="another")
+    folders = {**trained, "other": other}
     cwd = tmp_path / "cwd"
     cwd.mkdir()
     before = contents(trained["stem"])
