@@ -89,6 +89,7 @@ def test_names_are_those_of_countries_where_the_text_is_about_them(data, tmp_pat
     saved["data"][0]["corpus"] = "countries"
     write_checkpoint(ckpt, saved)
     assert "--target Björn" in refused(*line)
+    assert "Spain" in refused("edit.py --source spain --target Peru --ckpt", ckpt)
     saved["data"] *= 2
     saved["data"][1] = {**saved["data"][0], "corpus": "files"}  # a mixture
     write_checkpoint(ckpt, saved)
