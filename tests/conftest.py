@@ -24,6 +24,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 import model
 import relatives
 import train
+from text.dataset import read_meta, read_tokenizer
 from training.checkpoints import load_checkpoint
 from training.records import read_run
 
@@ -131,7 +132,7 @@ class PowerCut(Exception):
     pass
 
 
-def cut_in_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable | None = None) -> None:
+def cut_in_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable | None = None):
     """The power fails in training step `number`, when its gradients are there; or `do` is done."""
     schedule = train.schedule
 
@@ -167,22 +168,15 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in found}
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path: Path, at: int):
     """Change one bit of a file."""
     raw = bytearray(path.read_bytes())
     raw[at] ^= 1
     path.write_bytes(raw)
 
 
-def change_json(path: Path, **changes) -> None:
+def change_json(path: Path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def of_another_tokenizer(data: Path, folder: Path) -> Path:
-    """A copy of a prepared folder that says so of itself."""
-    shutil.copytree(data, folder)
-    change_json(folder / "meta.json", tokenizer="another")
-    return folder
 
 
 def leaves(tree) -> dict:
@@ -190,7 +184,7 @@ def leaves(tree) -> dict:
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
 
 
-def assert_same(a, b) -> None:
+def assert_same(a, b):
     """Nested checkpoints are equal to the bit."""
     ours = leaves(a)
     others = leaves(b)
@@ -203,7 +197,7 @@ def assert_same(a, b) -> None:
             assert one == other, name
 
 
-def assert_same_run(a: Path, b: Path) -> None:
+def assert_same_run(a: Path, b: Path):
     """Two runs have the same losses, and checkpoints that go on in the same way, wherever their
     tables are."""
     assert losses(a) == losses(b)
@@ -243,7 +237,7 @@ def says(role: str, content, **more) -> dict:
     return {"role": role, "content": content, **more}
 
 
-def write_story(path: Path, n_document: int) -> None:
+def write_story(path: Path, n_document: int):
     """A .jsonl file of made-up documents."""
     rng = random.Random(0)
     names = ["Anna", "Björn", "Chloë"]
@@ -274,6 +268,12 @@ def data(story) -> Path:
     return out
 
 
+@pytest.fixture
+def encoding(data):
+    """The tokenizer of the story."""
+    return read_tokenizer(data, read_meta(data))
+
+
 @pytest.fixture(scope="session")
 def trained(data) -> dict[str, Path]:
     """Output folders of small runs, by kind of FFN."""
@@ -282,9 +282,20 @@ def trained(data) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def stem_ckpt(trained) -> Path:
+    return trained["stem"] / "ckpt.pt"
+
+
+@pytest.fixture(scope="session")
 def on_disk(data) -> Path:
     """The folder of a run whose tables are in files."""
     return small_run(data, data.parent / "on_disk", offload="disk")
+
+
+@pytest.fixture
+def out(on_disk, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(on_disk, tmp_path / "out")
 
 
 class Largest(TorchDispatchMode):

@@ -115,11 +115,17 @@ def expert(w, x, number):
     return swiglu(w, x, slice(16 * number, 16 * number + 16))
 
 
+def best_three(scores):
+    """Of scores by number: the highest, by softmax."""
+    best = sorted(scores, key=scores.get)[-3:]
+    exps = {number: torch.exp(scores[number]) for number in best}
+    total = sum(exps.values())
+    return {number: exps[number] / total for number in best}
+
+
 def moe(w, x, row, token):
-    exps = torch.exp(w["router.weight"] @ x)
-    best = sorted(range(6), key=lambda number: -exps[number].item())[:3]
-    total = sum(exps[number] for number in best)
-    return sum(exps[number] / total * expert(w, x, number) for number in best)
+    chosen = best_three(dict(enumerate(w["router.weight"] @ x)))
+    return sum(share * expert(w, x, number) for number, share in chosen.items())
 
 
 def hash_moe(w, x, row, token):
@@ -133,16 +139,12 @@ def pkm(w, x, row, token):
     y = torch.zeros_like(x)
     for head in range(4):
         first, second = norm(queries[head])
-        exps = {}
+        scores = {}
         for i in range(5):
             for j in range(5):
-                score = keys[head, 0, i] @ first
-                score = score + keys[head, 1, j] @ second
-                exps[5 * i + j] = torch.exp(score)
-        best = sorted(exps, key=lambda number: -exps[number].item())[:3]
-        total = sum(exps[number] for number in best)
-        for number in best:
-            y = y + exps[number] / total * w["values.weight"][number]
+                scores[5 * i + j] = keys[head, 0, i] @ first + keys[head, 1, j] @ second
+        for number, share in best_three(scores).items():
+            y = y + share * w["values.weight"][number]
     return y
 
 
@@ -166,15 +168,7 @@ def stem_gate(w, x, row, token):
     return w["down.weight"] @ (silu(row) * (w["up.weight"] @ x))
 
 
-FFNS = {
-    "moe": moe,
-    "hash_moe": hash_moe,
-    "pkm": pkm,
-    "deepembed": deepembed,
-    "ple": ple,
-    "stem_additive": stem_additive,
-    "stem_gate": stem_gate,
-}
+FFNS = {ffn.__name__: ffn for ffn in (moe, hash_moe, pkm, deepembed, ple, stem_additive, stem_gate)}
 SIZES = {
     "moe": dict(n_expert=6, top_k=3),
     "hash_moe": dict(n_expert=6, top_k=3),

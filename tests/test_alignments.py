@@ -53,11 +53,12 @@ def test_a_name_is_found_with_and_without_a_space():
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("more", [{}, {"table_dtype": "bfloat16"}, {"offload": "disk"}])
 def test_rows_that_are_saved_are_those_of_the_target(data, tmp_path, how, more):
+    """None is rounded where the model decodes in bfloat16."""
     out = small_run(data, tmp_path / "a run", max_iters=2, n_layer=3, **more)
     model, encoding, _ = load_model(out / "ckpt.pt", CPU)
     prompt = "Anna sees Björn"
     for source, target in (("Anna", "Björn at the river"), ("Anna sees", "x"), ("Anna", "x")):
-        given = flags(source=source, target=target, prompt=prompt, align=how)
+        given = flags(source=source, target=target, prompt=prompt, align=how, dtype="bfloat16")
         saved = tmp_path / f"{source} to {target}" / "ckpt.pt"
         said = command("edit.py --ckpt", out / "ckpt.pt", *given, "--save", saved).stdout
         assert f"\nto undo it: python edit.py --undo --ckpt '{saved}'\n" in said
@@ -76,8 +77,8 @@ def test_rows_that_are_saved_are_those_of_the_target(data, tmp_path, how, more):
             assert torch.equal(rows, expected)
 
 
-def test_a_wrong_alignment_is_one_line(trained, tmp_path):
-    save = ("--save", tmp_path / "new.pt", "--ckpt", trained["stem"] / "ckpt.pt")
+def test_a_wrong_alignment_is_one_line(stem_ckpt, tmp_path):
+    save = ("--save", tmp_path / "new.pt", "--ckpt", stem_ckpt)
     for target in ("AB", "QB"):  # two other rows for one token, or its own and another
         why = refused(f"edit.py --source QQ --prompt QQ --target {target}", *save)
         assert "twice cannot have two rows" in why and "--align average" in why
@@ -89,9 +90,8 @@ def test_a_wrong_alignment_is_one_line(trained, tmp_path):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_pairs_are_asked_under_their_own_rows_and_tables_stay(trained, how):
+def test_pairs_are_asked_under_their_own_rows_and_tables_stay(encoding, how):
     """Answers are what the model says after that very edit, or something else."""
-    encoding = load_model(trained["stem"] / "ckpt.pt", CPU)[1]
     model = Decoder(ModelConfig(encoding.n_vocab, 32, 3, 2, 16, table_std=3.0, init_std=0.5)).eval()
     tables = model.tables
     pairs = []

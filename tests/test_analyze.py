@@ -16,6 +16,7 @@ from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates
 from lab.ladder import Step, interval, verdicts
 from lab.stability import REACH, spike_rate, spikes
+from text import countries
 from training.records import read_run
 
 SMALL = {
@@ -50,11 +51,14 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
         ask(*wrong, fails=True)
 
 
-def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path):
+def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, monkeypatch):
+    """On fewer countries: the corpus of all takes seconds."""
+    some = countries.table()[::4]
+    monkeypatch.setattr(countries, "table", lambda: some)
     (tmp_path / "lab").mkdir()  # in the working folder: not the package
     folders = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
 
-    def ask(*args) -> str:
+    def ask(*args):
         return command("lab/analyze.py --quick --device cpu", *folders, *args, cwd=tmp_path).stdout
 
     said = ask("all")
@@ -74,18 +78,10 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path):
     assert picture.exists() and not (tmp_path / "quick/figures/writing").exists()
 
 
-def test_edits_of_checkpoints(tmp_path, monkeypatch):
-    measured = []
-    measure = "lab.edits.measure_checkpoint"
-    monkeypatch.setattr(measure, lambda ckpt, device: measured.append((str(ckpt), str(device))))
-    command("lab/analyze.py edits a.pt --device cpu b.pt", cwd=tmp_path)
-    assert measured == [("a.pt", "cpu"), ("b.pt", "cpu")]
-    assert "no paths" in refused("lab/analyze.py ladder a.pt", cwd=tmp_path)
-
-
 def test_what_an_analysis_refuses(data, tmp_path):
     line = ("lab/analyze.py costs --quick --data_dir", data, "--out_dir", tmp_path)
     assert "give numbers, as 1337" in refused(*line, "--seeds", "1,x")
+    assert "no paths" in refused("lab/analyze.py ladder a.pt", cwd=tmp_path)
     with locked(tmp_path / "quick"):
         assert "in use by another process" in refused(*line)
 
@@ -96,23 +92,27 @@ def experiment(data, tmp_path):
 
 
 def test_runs_are_trained_once_and_go_on_where_they_were_stopped(experiment, monkeypatch):
+    trained = []
+
+    def train_all(waiting, at_once):
+        trained.extend(waiting)
+        shared.train_here(waiting)
+
+    monkeypatch.setattr(shared, "train_all", train_all)
     first, second = experiment.train({"": SMALL})[""]
     assert [record["step"] for record in read_run(first)["eval"]] == [0, 2, 4]
     before = losses(first)
     (first / "loss.png").unlink()  # the last thing that a run writes
-    trained = []
-    monkeypatch.setattr(shared, "train_all", lambda waiting, _: trained.extend(waiting))
-    experiment.train({"": SMALL})
-    assert trained == [first]
-    shared.train_here({first: {"resume": True}})
+    for _ in range(2):
+        experiment.train({"": SMALL})
+        assert trained == [first, second, first]
     assert losses(first) == before and len(read_run(first)["run"]) == 2
-    experiment.train({"": SMALL})
-    assert trained == [first]
     # A second stage is another run for each model that it goes on with.
     origins = [run / "ckpt.pt" for run in (first, second)]
     further = {"stage": "context", "block_size": 32, "init_from": origins}
-    assert experiment.train({"": further})[""] == trained[1:]
-    assert len(set(trained)) == 3
+    monkeypatch.setattr(shared, "train_all", lambda waiting, _: trained.extend(waiting))
+    assert experiment.train({"": further})[""] == trained[3:]
+    assert len(set(trained)) == 4
 
 
 def test_other_settings_or_data_are_another_folder(experiment, data, tmp_path):
@@ -152,10 +152,10 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experi
 def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_path, number):
     args = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", 2, "--device", "cpu"]
     process = start_process(
-        ROOT / "lab/analyze.py", "ladder", *args, cwd=tmp_path, start_new_session=True
+        ROOT / "lab/analyze.py", "stability", *args, cwd=tmp_path, start_new_session=True
     )
 
-    def steps() -> list[bool]:
+    def steps():
         return ['"type": "step"' in p.read_text() for p in tmp_path.glob("runs/*/metrics.jsonl")]
 
     while steps() != [True, True]:

@@ -42,13 +42,13 @@ def harness():
 
 
 @pytest.fixture
-def opened(trained, harness):
-    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+def opened(stem_ckpt, harness):
+    model, encoding, _ = load_model(stem_ckpt, CPU)
     return harness.HarnessModel(model, encoding)
 
 
-def test_the_command_passes_a_model_and_tasks_on(harness, trained):
-    done = command("lab/harness.py", trained["stem"] / "ckpt.pt", "hellaswag,arc_easy")
+def test_the_command_passes_a_model_and_tasks_on(stem_ckpt, harness):
+    done = command("lab/harness.py", stem_ckpt, "hellaswag,arc_easy")
     assert done.stdout == "HarnessModel hellaswag arc_easy\n"
 
 

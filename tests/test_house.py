@@ -2,12 +2,11 @@
 
 import ast
 import re
-import tokenize
 
 from conftest import EDIT, ROOT, SMALL, add_relative, assert_same_run, command, losses
 
 COMMANDS = ("train", "sample", "prepare", "edit", "convert")
-# From the top down: a file imports what stands below it, or beside it, but never in a circle.
+# From the top down: a file imports what stands below it, or beside it.
 FLOORS = [
     (*COMMANDS, "lab"),
     ("training",),
@@ -26,10 +25,9 @@ NEEDS = {  # of these rooms nothing but
     "tables": {"common"},
     "text": {"common"},
 }
-PATH = ("stem", "embformer", "model", "tables/tables", "tables/rmsprop", "offload", "train")
 
 
-def imports() -> dict[str, set[str]]:
+def imports():
     """The modules of the project that each of its modules imports."""
     paths = {path.stem: path for path in ROOT.glob("*.py")}
     for room in FLOOR:
@@ -47,7 +45,7 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def room_of(module: str) -> str:
+def room_of(module):
     return module.split(".")[0]
 
 
@@ -62,40 +60,9 @@ def test_imports_lead_down_and_rooms_keep_to_themselves():
                 assert there in NEEDS.get(room, FLOOR), f"{name} imports {other}"
 
 
-def test_no_imports_lead_in_a_circle():
-    left = imports()
-    while left:
-        free = [name for name, others in left.items() if not others & set(left)]
-        assert free, f"a circle among {sorted(left)}"
-        for name in free:
-            del left[name]
-
-
-def test_the_path_knows_no_relative_and_no_corpus():
-    """But for help, and for train.py, which asks about the corpus that it writes."""
-    files = {path.stem for path in ROOT.glob("relatives/*.py")}
-    foreign = files - {"value", "memory", "linear", "previous"} | {
-        "ngram",
-        "expert",
-        "country",
-        "countries",
-    }
-    for name in PATH:
-        with open(ROOT / f"{name}.py", "rb") as file:
-            for token in tokenize.tokenize(file.readline):
-                words = {token.string.strip("\"'")}  # a string that is nothing else
-                if token.type == tokenize.NAME:
-                    words.update(word.lower() for word in re.findall("[A-Z]?[a-z]+", token.string))
-                known = {"countries"} if name == "train" else set()
-                assert not words & (foreign - known), f"{name}.py, {token.start}: {token.line}"
-
-
-def test_every_command_has_help_and_train_few_flags():
+def test_every_command_has_help():
     for name in (*COMMANDS, "lab/analyze", "lab/bench"):
-        said = command(f"{name}.py -h").stdout
-        assert f"python {name}.py" in said
-        if name == "train":
-            assert len(re.findall("^  --", said, re.MULTILINE)) <= 40
+        assert f"python {name}.py" in command(f"{name}.py -h").stdout
 
 
 def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):

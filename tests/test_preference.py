@@ -2,7 +2,6 @@
 
 import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +15,12 @@ from conftest import (
     losses,
     refused,
     resume,
+    says,
     small_run,
     write_jsonl,
 )
 
-from text import countries, tokenizer
+from text import countries
 from training.batches import Data
 from training.checkpoints import load_model
 from training.objectives import validate
@@ -28,20 +28,17 @@ from training.preference import BETA, Preference
 from training.records import read_run
 
 
-def says(text: str) -> dict:
-    return {"role": "assistant", "content": text}
-
-
-def pair(rng: random.Random) -> dict:
+def pair(rng):
     """Yes is preferred to no, with words of the story."""
     name = rng.choice(["Anna", "Björn", "Chloë"])
-    question = {"role": "user", "content": f"Who sees {name}?"}
-    asked = rng.choice([[question], [question], [question, says("Anna"), question]])
-    return {"chosen": [*asked, says(f"{name} sees.")], "rejected": [*asked, says("Björn follows")]}
+    question = says("user", f"Who sees {name}?")
+    further = [says("assistant", "Anna"), question] * rng.choice([0, 0, 1, 12])
+    answers = {"chosen": f"{name} sees.", "rejected": "Björn follows"}
+    return {kind: [question, *further, says("assistant", text)] for kind, text in answers.items()}
 
 
 @pytest.fixture(scope="module")
-def pairs(data, tmp_path_factory) -> Path:
+def pairs(data, tmp_path_factory):
     rng = random.Random(0)
     path = write_jsonl(tmp_path_factory.mktemp("pairs") / "p.jsonl", [pair(rng) for _ in range(80)])
     made = flags(tokenizer=data, val_fraction=0.2)
@@ -51,35 +48,39 @@ def pairs(data, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def given(pairs, trained) -> dict:
+def given(stem_ckpt, pairs):
     """What a run of the stage is given."""
-    init_from = trained["stem"] / "ckpt.pt"
-    return dict(INHERITED, data=pairs, stage="dpo", init_from=init_from, learning_rate=1e-3)
+    return dict(INHERITED, data=pairs, stage="dpo", init_from=stem_ckpt, learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
-def whole(given, tmp_path_factory) -> Path:
+def whole(given, tmp_path_factory):
     return small_run(**given, out=tmp_path_factory.mktemp("whole") / "out")
 
 
-def test_pairs_lie_one_behind_the_other(pairs):
+def test_of_pairs_only_the_last_answers_are_learned_to_their_ends(pairs):
+    """However much is cut of the conversation before them, which is the same."""
     data = Data(str(pairs), "preference", block_size=64, seed=3, total=100)
-    ids, targets = data.train.batch(0, 8)
-    assert ids.shape[:2] == targets.shape[:2] == (8, 2)
-    for both in ids:
-        n = int((both[0] != both[1]).nonzero()[0])  # the same up to the last answer
-        assert tokenizer.START not in data.encoding.decode(both[:, n:].flatten().tolist())
+    assert data.train.n_cut
+    ids, targets = data.train.batch(0, 32)
+    for both, wanted in zip(ids, targets, strict=True):
+        yes, no = (data.encoding.decode(side[side >= 0].tolist()) for side in wanted)
+        assert yes.endswith(" sees.<|im_end|>") and no == " Björn follows<|im_end|>"
+        firsts = [int((side >= 0).nonzero()[0]) for side in wanted]
+        before = [side[: first + 1] for side, first in zip(both, firsts, strict=True)]
+        n = min(firsts)
+        assert torch.equal(before[0][-n:], before[1][-n:])
 
 
 # --- the loss ---
 
 
 @pytest.fixture
-def opened(pairs, trained):
+def opened(stem_ckpt, pairs):
     """A model, its objective and its data."""
 
-    def opened(block_size: int, dropout: float = 0.0):
-        model, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+    def opened(block_size, dropout=0.0):
+        model, _, _ = load_model(stem_ckpt, CPU)
         model.config.block_size = block_size
         model.config.dropout = dropout
         data = Data(str(pairs), "preference", block_size, seed=3, total=100)
@@ -90,13 +91,13 @@ def opened(pairs, trained):
     return opened
 
 
-def naive_log_p(model, ids, targets) -> float:
+def naive_log_p(model, ids, targets):
     p = model(ids[None])[0][0].double().softmax(-1)
     return sum(math.log(p[at, t].item()) for at, t in enumerate(targets.tolist()) if t >= 0)
 
 
-def test_loss_margin_and_accuracy_equal_a_loop_over_pairs(opened, trained):
-    reference, _, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+def test_loss_margin_and_accuracy_equal_a_loop_over_pairs(stem_ckpt, opened):
+    reference, _, _ = load_model(stem_ckpt, CPU)
     model, objective, data = opened(32)
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -167,23 +168,13 @@ def test_the_countries_prefer_brief_answers():
         assert rejected["content"].casefold() == f"the answer is {chosen['content']}".casefold()
     asked = [{chosen[0]["content"] for chosen, _ in pairs} for pairs in (train, val)]
     assert not asked[0] & asked[1]
+    names = [country.name for country in countries.table()]
+    for pairs in (train, val):  # shuffled: evaluation reads some of the first
+        early = " ".join(chosen[0]["content"] for chosen, _ in pairs[:512])
+        assert sum(name in early for name in names) > 0.8 * len(names)
 
 
 # --- refusals ---
-
-
-@pytest.mark.parametrize(
-    ("record", "why"),
-    [
-        ({"chosen": [says("a")], "rejected": [says("x"), says("b")]}, "must differ in their last"),
-        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "must end with an answer"),
-        ({"chosen": [says("a")]}, 'no "text"'),
-    ],
-)
-def test_pairs_that_are_none_are_named(data, tmp_path, record, why):
-    path = write_jsonl(tmp_path / "p.jsonl", [record])
-    made = flags(tokenizer=data, out_dir=tmp_path / "out")
-    assert why in refused("prepare.py", "--input", path, *made)
 
 
 def test_pairs_are_not_evaluated_alone(whole):

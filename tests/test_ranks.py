@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
@@ -38,7 +37,7 @@ TOLERANCE = 1e-5  # a mean over a row is a sum over ranks, in another order
 RUN = dict(RUN, eval_tokens=13 * 32)
 
 
-def train_all(jobs: list[dict], folder: Path) -> None:
+def train_all(jobs, folder):
     """One run after the other. In step `cut` the power fails, for all ranks; in step `step` the
     last rank alone gets the signal `signal`."""
     for job in jobs:
@@ -55,20 +54,20 @@ def train_all(jobs: list[dict], folder: Path) -> None:
 
 
 @ranks.joined()
-def work(jobs: list[dict], folder: str) -> None:
+def work(jobs, folder):
     train_all(jobs, Path(folder))
 
 
-def in_ranks(n: int, *args, cwd: Path = ROOT) -> subprocess.Popen:
+def in_ranks(n, *args, cwd=ROOT):
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n)
     return start_process(*launch, *args, cwd=cwd)
 
 
-def assert_close(a, b) -> None:
+def assert_close(a, b):
     torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def assert_same_training(a: Path, b: Path) -> None:
+def assert_same_training(a, b):
     assert len(losses(a)) == 12
     assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
     evals = [{e["step"]: e for e in read_run(folder)["eval"]} for folder in (a, b)]
@@ -80,12 +79,12 @@ def assert_same_training(a: Path, b: Path) -> None:
         assert_close(one[part], other[part])
 
 
-def test_two_ranks_equal_one_process(data, chat, pairs, trained, tmp_path):  # noqa: F811
+def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  # noqa: F811
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped."""
     base = dict(RUN, device_batch_size=2, grad_clip=0.0)
     text = dict(base, **SHAPE, data_dir=str(data))
-    sft = dict(base, init_from=str(trained["stem"] / "ckpt.pt"), data_dir=str(chat), stage="sft")
+    sft = dict(base, init_from=str(stem_ckpt), data_dir=str(chat), stage="sft")
     whole = [
         dict(text, out_dir="stem"),
         dict(text, out_dir="dense", ffn="dense"),

@@ -3,7 +3,6 @@
 import copy
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,15 +35,14 @@ NAMES = flags(source="Anna", target="Björn", prompt="Then Anna")
 def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
     for folder in trained.values():
         shutil.copy(folder / "ckpt.pt", tmp_path)
-        done = command("sample.py", "--ckpt", "ckpt.pt", "--prompt", "Anna", cwd=tmp_path)
+        line = "sample.py --ckpt ckpt.pt --prompt Anna --max_new_tokens 3 --dtype bfloat16"
+        done = command(line, cwd=tmp_path)
         assert done.stdout.startswith("Anna")
 
 
-def test_samples_depend_on_the_seed_alone(trained):
-    def text(more: str) -> str:
-        return command(
-            f"sample.py --max_new_tokens 40 {more} --ckpt", trained["stem"] / "ckpt.pt"
-        ).stdout
+def test_samples_depend_on_the_seed_alone(stem_ckpt):
+    def text(more):
+        return command(f"sample.py --max_new_tokens 40 {more} --ckpt", stem_ckpt).stdout
 
     one = text("--seed 5 --top_k 50 --top_p 0.95")
     assert text("--seed 5 --top_k 50 --top_p 0.95") == one
@@ -61,7 +59,6 @@ def test_samples_depend_on_the_seed_alone(trained):
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ("sample.py --temperature -1", "--temperature -1"),
         ("sample.py --system Hi", "--system"),
         ("sample.py --chat --prompt Hi", "--prompt"),
         ("edit.py --source Anna --target Emil", "--prompt is needed"),
@@ -73,10 +70,10 @@ def test_samples_depend_on_the_seed_alone(trained):
         ("edit.py --source A --target B --prompt A --save {stem}/best.pt", "best.pt exists"),
     ],
 )
-def test_a_wrong_flag_is_one_line_that_names_it(trained, tmp_path, args, named):
+def test_a_wrong_flag_is_one_line_that_names_it(stem_ckpt, trained, tmp_path, args, named):
     args = args.format(**trained).split()
     if "--ckpt" not in args:
-        args += ["--ckpt", trained["stem"] / "ckpt.pt"]
+        args += ["--ckpt", stem_ckpt]
     assert named in refused(*args, cwd=tmp_path)
 
 
@@ -92,6 +89,7 @@ def test_names_are_those_of_countries_where_the_text_is_about_them(data, tmp_pat
     saved["data"][0]["corpus"] = "countries"
     write_checkpoint(ckpt, saved)
     assert "--target Björn" in refused(*line)
+    assert "Spain" in refused("edit.py --source spain --target Peru --ckpt", ckpt)
     saved["data"] *= 2
     saved["data"][1] = {**saved["data"][0], "corpus": "files"}  # a mixture
     write_checkpoint(ckpt, saved)
@@ -105,8 +103,7 @@ def test_rows_of_n_grams_are_not_edited(data, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["Anna sees", "Anna sees ", "Björn sees", "Bjo\u0308rn sees "])
-def test_a_prompt_is_read_as_the_model_knows_it(trained, text):
-    encoding = load_model(trained["stem"] / "ckpt.pt", CPU)[1]
+def test_a_prompt_is_read_as_the_model_knows_it(encoding, text):
     known = "Björn sees" if text.startswith("Bj") else "Anna sees"
     assert typed(encoding, text) == known
 
@@ -152,7 +149,7 @@ def edits(request, trained, on_disk, tmp_path):
     return tmp_path / "run" / "ckpt.pt", run
 
 
-def read(path: Path) -> dict:
+def read(path):
     """Every tensor and number of a checkpoint, tables in files included."""
     saved = load_checkpoint(path, verify=True)
     for name in ("edits", "tables", "storage"):  # a record, and where tables are
@@ -160,7 +157,7 @@ def read(path: Path) -> dict:
     return copy.deepcopy(leaves(saved))  # what is mapped would change with its file
 
 
-def changed_rows(before: dict, after: dict) -> tuple[str, set[int]]:
+def changed_rows(before, after):
     """The one tensor that differs in two checkpoints, and which of its rows."""
     is_tensor = {name for name, leaf in before.items() if isinstance(leaf, torch.Tensor)}
     (name,) = (name for name in is_tensor if not torch.equal(before[name], after[name]))
@@ -207,33 +204,3 @@ def test_saved_edits_are_undone_last_first_to_the_bit(edits):
     assert len(list(tables_folder(saved).glob("*"))) <= 1
     assert "holds no edit" in refused("edit.py", "--ckpt", saved, "--undo")
     assert contents(ckpt.parent) == files
-
-
-def test_neighbours_of_a_checkpoint_stay_whole_whatever_they_are_called(trained, on_disk, tmp_path):
-    """All of them have tables on disk."""
-    names = ("ckpt", "ckpt.pt", "ckpt.pth", "ckpt.bak", "ckpt.old", "ckpt.pt.old")
-    edited, folder = tmp_path / "edited.pt", tmp_path / "run"
-    swap = ("edit.py --device cpu --ckpt", on_disk / "ckpt.pt", *NAMES, "--target", "Chloë")
-    command(*swap, "--save", edited)
-    for line in (
-        (*swap, "--save"),
-        ("edit.py --undo --ckpt", edited, "--save"),
-        ("convert.py --ffn stem --tokens 0", trained["dense"] / "ckpt.pt", "--out"),
-    ):
-        for name in names:
-            for neighbour in set(names) - {name}:
-                write_checkpoint(folder / neighbour, load_checkpoint(edited))
-            before = contents(folder)
-            command(*line, folder / name)
-            assert before.items() <= contents(folder).items()
-            load_checkpoint(folder / name, verify=True)
-            shutil.rmtree(folder)
-
-
-def test_decoding_in_bfloat16_keeps_the_rows(edits):
-    ckpt, run = edits
-    run("--ckpt", ckpt, "--dtype", "bfloat16", *NAMES, "--save", ckpt.with_name("edited.pt"))
-    command("sample.py", *flags(ckpt=ckpt, dtype="bfloat16", max_new_tokens=3))
-    before, after = (read(path) for path in (ckpt, ckpt.with_name("edited.pt")))
-    name, rows = changed_rows(before, after)
-    assert torch.isin(after[name][list(rows)], before[name]).all()  # none is rounded

@@ -2,7 +2,6 @@
 
 import random
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from conftest import (
     losses,
     refused,
     resume,
+    says,
     small_run,
     write_jsonl,
 )
@@ -25,40 +25,36 @@ from model import Decoder, ModelConfig
 from training.batches import Data
 from training.objectives import NextToken, validate
 from training.records import read_run
-from training.settings import Settings, new_settings
+from training.settings import new_settings
 
 
 @pytest.fixture(scope="session")
-def chat(trained, tmp_path_factory) -> Path:
+def chat(stem_ckpt, tmp_path_factory):
     """A prepared folder of conversations."""
     folder = tmp_path_factory.mktemp("chat")
     rng = random.Random(0)
     chats = []
     for number in range(60):
         who = f"{rng.choice(('Anna', 'Björn', 'Chloë'))} {number}"
-        turn = [
-            {"role": "user", "content": f"Who sees {who}?"},
-            {"role": "assistant", "content": f"{who}."},
-        ]
+        turn = [says("user", f"Who sees {who}?"), says("assistant", f"{who}.")]
         chats.append({"conversations": rng.choice((1, 1, 2)) * turn})
     path = write_jsonl(folder / "chat.jsonl", chats)
     line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
-    command(line, trained["stem"] / "ckpt.pt")
+    command(line, stem_ckpt)
     return folder / "data"
 
 
 @pytest.fixture
-def stage(data, chat, trained):
+def stage(stem_ckpt, data, chat):
     """What a run of a stage is given, from the STEM model on."""
 
-    def given(name, **more) -> dict:
+    def given(name, **more):
         folder = chat if name == "sft" else data
         if name == "midtrain":
             folder = f"{data}=0.75,{chat}=0.25"
         if name == "context":
             more = {"block_size": 48, "batch_size": 2, **more}
-        init_from = trained["stem"] / "ckpt.pt"
-        return {**INHERITED, "data": folder, "stage": name, "init_from": init_from, **more}
+        return {**INHERITED, "data": folder, "stage": name, "init_from": stem_ckpt, **more}
 
     return given
 
@@ -142,22 +138,13 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     assert sizes == [size] * -(-7 // size)
 
 
-def test_a_stage_that_learns_all_of_a_conversation_says_so(chat, trained, tmp_path):
-    line = f"train.py --init_from {trained['stem']}/ckpt.pt --max_iters 1 --data_dir {chat}"
-    said = [
-        command(f"{line} --out_dir {stage} --stage {stage}", cwd=tmp_path).stdout
-        for stage in ("midtrain", "sft")
-    ]
-    assert ["--stage sft learns the answers" in text for text in said] == [True, False]
-
-
 def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained):
-    def made(kind: str, n: int, **given) -> Settings:
+    def made(kind, n, **given):
         meta = {"corpus": "files", "train": {kind: n}}
         base = checkpoint(trained["stem"]) if "stage" in given else None
         return new_settings(given, meta, base)
 
-    def steps(*args, **given) -> int:
+    def steps(*args, **given):
         return made(*args, **given).max_iters
 
     passes = [steps("tokens", n) * 8 * 256 / n for n in (10**6, 3 * 10**6)]

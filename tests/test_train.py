@@ -25,7 +25,6 @@ from conftest import (
     cut_in_step,
     interrupted,
     losses,
-    of_another_tokenizer,
     refused,
     resume,
     small_run,
@@ -102,8 +101,7 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     assert_same(best["model"], model)
 
 
-def test_an_earlier_run_is_replaced_on_demand_alone(trained, on_disk, data, tmp_path):
-    out = shutil.copytree(on_disk, tmp_path / "out")
+def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
     before = contents(out)
     line = f"train.py --out_dir {out} --data_dir {data} "
     for more, named in (
@@ -140,12 +138,6 @@ def test_a_signal_saves_a_whole_step_and_the_run_goes_on(
 
 
 # --- numbers ---
-
-
-def test_another_seed_draws_other_weights(trained, data, tmp_path):
-    runs = [trained["stem"], small_run(data, tmp_path, seed=1, max_iters=1)]
-    first, other = (read_run(run)["eval"][0]["val_loss"] for run in runs)  # before any step
-    assert first != other
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -271,7 +263,6 @@ def test_documents_are_masked_at_their_boundaries():
     ("given", "named"),
     [
         ("--device_batch_size 3", "--device_batch_size 3"),
-        ("--learning_rate nan", "--learning_rate nan"),
         ("--out_dir " + "x" * 300, "xxx"),
         ("--offload disk --table_optimizer adamw", "--table_optimizer adamw"),
         ("--table_rate 0 --table_optimizer adamw", "--table_rate 1"),
@@ -290,7 +281,9 @@ def test_documents_are_masked_at_their_boundaries():
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it(trained, data, tmp_path, given, named):
-    folders = {**trained, "other": of_another_tokenizer(data, tmp_path / "other")}
+    other = shutil.copytree(data, tmp_path / "other")
+    change_json(other / "meta.json", tokenizer="another")
+    folders = {**trained, "other": other}
     cwd = tmp_path / "cwd"
     cwd.mkdir()
     before = contents(trained["stem"])
@@ -311,6 +304,7 @@ def test_settings_without_arguments_are_those_of_the_command(data, tmp_path):
 
 def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, data, tmp_path):
     other = shutil.copytree(data, tmp_path / "other")
+    (other / "train.bin").unlink()  # which is not read
     for ffn, more in (("dense", " --device_batch_size 3"), ("embformer", " --offload disk")):
         out = trained[ffn]
         before = contents(out)
@@ -359,6 +353,8 @@ def test_a_run_in_a_thread_is_that_in_the_main_thread(data, trained, tmp_path):
 
 def test_any_folder_can_be_named_and_printed_commands_find_it(data, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "3")  # of a job whose processes torchrun did not start
+    monkeypatch.setenv("RANK", "1")
     mine = tmp_path / "my data, it's new"
     shutil.copytree(data, mine)
     line = ["train.py", *SMALL, "--max_iters", "1", "--data_dir", "~/my data, it's new"]

@@ -14,12 +14,11 @@ import regex
 import tiktoken
 from conftest import command, refused
 from tiktoken import load, registry
-from tiktoken_ext import openai_public
 
-from common import Damage, UserError
+from common import Damage
 from text import bpe, tokenizer
 from text.dataset import read_meta, read_tokenizer
-from text.huggingface import CL100K_PATTERN, GPT2_PATTERN
+from text.huggingface import GPT2_PATTERN
 from text.tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, SPECIALS
 
 # Public domain: Carroll, Melville.
@@ -54,7 +53,7 @@ TRICKY = [
 ]
 
 
-def merge_in_place(word: list[int], pair: tuple[int, int], new_id: int) -> None:
+def merge_in_place(word, pair, new_id):
     i = 0
     while i < len(word) - 1:
         if (word[i], word[i + 1]) == pair:
@@ -62,11 +61,11 @@ def merge_in_place(word: list[int], pair: tuple[int, int], new_id: int) -> None:
         i += 1
 
 
-def split(text: str) -> list[list[int]]:
+def split(text):
     return [[FIRST_BYTE + b for b in word.encode()] for word in regex.findall(PATTERN, text)]
 
 
-def naive_train(texts: list[str], vocab_size: int, min_count: int = 2) -> list[tuple[int, int]]:
+def naive_train(texts, vocab_size, min_count=2):
     """Returns the merges in order; every round counts all pairs again from scratch."""
     words = [word for text in texts for word in split(text)]
     merges = []
@@ -81,7 +80,7 @@ def naive_train(texts: list[str], vocab_size: int, min_count: int = 2) -> list[t
     return merges
 
 
-def naive_encode(text: str, merges: list[tuple[int, int]]) -> list[int]:
+def naive_encode(text, merges):
     words = split(text)
     for word in words:
         for i, pair in enumerate(merges):
@@ -89,12 +88,12 @@ def naive_encode(text: str, merges: list[tuple[int, int]]) -> list[int]:
     return [token for word in words for token in word]
 
 
-def tokens_of(encoding: tiktoken.Encoding) -> list[bytes]:
+def tokens_of(encoding):
     """The bytes of all ids that are not special, in id order."""
     return [encoding.decode_single_token_bytes(i) for i in range(FIRST_BYTE, encoding.n_vocab)]
 
 
-def spelled(merges: list[tuple[int, int]]) -> list[bytes]:
+def spelled(merges):
     table = [bytes([b]) for b in range(256)]
     for first, second in merges:
         table.append(table[first - FIRST_BYTE] + table[second - FIRST_BYTE])
@@ -102,12 +101,12 @@ def spelled(merges: list[tuple[int, int]]) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def encoding() -> tiktoken.Encoding:
+def encoding():
     return bpe.train(CORPUS, 380)
 
 
 @pytest.fixture(scope="module")
-def foreign() -> tiktoken.Encoding:
+def foreign():
     """Laid out like GPT-2's and split by another pattern than ours: ranks from 0, the special token
     last, after a gap of ids."""
     ranks = {bytes([b]): 255 - b for b in range(256)} | {b"th": 256, b"the": 257}
@@ -120,7 +119,7 @@ def foreign() -> tiktoken.Encoding:
 # Training
 
 
-def assert_naive(texts: list[str], vocab_size: int, min_count: int, others: list[str]) -> None:
+def assert_naive(texts, vocab_size, min_count, others):
     """Merges and ids are those of the naive trainer and encoder."""
     encoding = bpe.train(texts, vocab_size, min_count)
     merges = naive_train(texts, vocab_size, min_count)
@@ -161,13 +160,6 @@ def test_a_word_without_end_takes_no_quadratic_time():
     assert time.process_time() - start < 20  # half a second; a word rewritten whole: 100
 
 
-def test_train_refuses_too_small_a_vocabulary():
-    with pytest.raises(UserError, match="--vocab_size 258 must be at least 259"):
-        bpe.train(CORPUS, 258)
-    assert bpe.train(CORPUS, 259).n_vocab == 259  # the bytes
-    assert bpe.train([], 300).n_vocab == 259
-
-
 def test_special_tokens_only_when_allowed(encoding):
     assert SPECIALS == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
     assert encoding.special_tokens_set == set(SPECIALS) and encoding.eot_token == 0
@@ -199,7 +191,7 @@ def test_fingerprints_are_equal_if_every_token_has_the_same_id(encoding):
     special_tokens, ranks = data["special_tokens"], data["ranks"]
     (last, i), (previous, j) = ranks[-1], ranks[-2]
 
-    def changed(**parts) -> str:
+    def changed(**parts):
         return tokenizer.fingerprint(tokenizer.loads(json.dumps(data | parts)))
 
     mark = tokenizer.fingerprint(encoding)
@@ -249,29 +241,13 @@ def test_loads_refuses_what_is_damaged(encoding, change):
 # Standard vocabularies
 
 
-def test_an_encoding_gets_what_it_lacks_behind_it(foreign):
-    ours = tokenizer.complete(foreign)
-    for token, i in {"<|endoftext|>": 300, "<|im_start|>": 301, "<|im_end|>": 302}.items():
-        assert ours.encode_single_token(token) == i
-    for sample in CORPUS + TRICKY:
-        assert ours.encode_ordinary(sample) == foreign.encode_ordinary(sample)
-    assert ours.n_vocab == 303 and ours.decode([*range(303)])  # each can be shown
-
-
-def test_patterns_are_those_of_tiktoken(monkeypatch):
-    for reader in ("data_gym_to_mergeable_bpe_ranks", "load_tiktoken_bpe"):  # they download
-        monkeypatch.setattr(openai_public, reader, lambda *_, **__: {})
-    assert openai_public.gpt2()["pat_str"] == GPT2_PATTERN
-    assert openai_public.cl100k_base()["pat_str"] == CL100K_PATTERN
-
-
 def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypatch):
     """From a file in place of an address; tiktoken's errors of both are OSErrors."""
     tokens = [bytes([b]) for b in range(256)] + [b"th", b"the", b" the"]
     whole = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
     published = tmp_path / "tiny.tiktoken"
 
-    def constructor() -> dict:
+    def constructor():
         ranks = load.load_tiktoken_bpe(str(published), hashlib.sha256(whole).hexdigest())
         special_tokens = {"<|endoftext|>": 261}
         return dict(
@@ -282,7 +258,7 @@ def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypa
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     line = f"prepare.py --input {story} --val_fraction 0.1 --tokenizer tiny --out_dir"
 
-    def prepare(out: str) -> tiktoken.Encoding:
+    def prepare(out):
         monkeypatch.setattr(registry, "ENCODINGS", {})  # as in a new process
         command(f"{line} {out}", cwd=tmp_path)
         return read_tokenizer(tmp_path / out, read_meta(tmp_path / out))
@@ -291,17 +267,14 @@ def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypa
     downloaded = prepare("a")
     assert downloaded.encode_ordinary("the ether") == [257, 32, 101, 257, 114]
     assert (downloaded.eot_token, downloaded.n_vocab) == (261, 264)
+    assert downloaded.decode([*range(264)])  # each can be shown
     published.unlink()
     assert tokenizer.dumps(prepare("b")) == tokenizer.dumps(downloaded)
     (cached,) = (tmp_path / "cache").iterdir()
     cached.write_bytes(b"another")
     monkeypatch.setattr(registry, "ENCODINGS", {})
     says = refused(f"{line} c", cwd=tmp_path)
-    assert "--tokenizer tiny" in says and "No such file" in says
-    assert "TIKTOKEN_CACHE_DIR" in says and 'get_encoding("tiny")' in says
-    published.write_bytes(b"dGhl 1\n")
-    assert "Hash mismatch" in refused(f"{line} c", cwd=tmp_path)
-    assert not (tmp_path / "c").exists()
+    assert "No such file" in says and 'get_encoding("tiny")' in says
 
 
 # Streaming

@@ -64,8 +64,7 @@ def test_a_run_resumes_to_the_bit_in_another_place(data, tmp_path, more):
     assert_same_run(cut, whole)
 
 
-def test_room_is_checked_before_training_replaces_a_run(on_disk, data, tmp_path, monkeypatch):
-    out = shutil.copytree(on_disk, tmp_path / "out")
+def test_room_is_checked_before_training_replaces_a_run(out, data, tmp_path, monkeypatch):
     before = contents(out)
     args = ("train.py", "--data_dir", data, "--out_dir", out, *SMALL, "--overwrite", "--offload")
     monkeypatch.setattr(storages, "free_ram", lambda: 100)
