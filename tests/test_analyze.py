@@ -58,7 +58,7 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, 
     (tmp_path / "lab").mkdir()  # in the working folder: not the package
     folders = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
 
-    def ask(*args):
+    def ask(*args) -> str:
         return command("lab/analyze.py --quick --device cpu", *folders, *args, cwd=tmp_path).stdout
 
     said = ask("all")
@@ -155,7 +155,7 @@ def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_pat
         ROOT / "lab/analyze.py", "stability", *args, cwd=tmp_path, start_new_session=True
     )
 
-    def steps():
+    def steps() -> list[bool]:
         return ['"type": "step"' in p.read_text() for p in tmp_path.glob("runs/*/metrics.jsonl")]
 
     while steps() != [True, True]:

@@ -37,7 +37,7 @@ def several_chunks(monkeypatch):
     monkeypatch.setattr(linear, "CHUNK", 4)
 
 
-def documents_of(ids):
+def documents_of(ids: torch.Tensor) -> torch.Tensor:
     """Some numbers of documents that change now and then."""
     return (ids < 3).cumsum(1)
 

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from conftest import says
 
@@ -23,7 +24,7 @@ TALK = [
 
 
 @pytest.fixture(scope="module")
-def encoding():
+def encoding() -> tiktoken.Encoding:
     texts = ["Hello assistant, be kind to the user. Bye, bye. system user assistant\n"] * 9
     return bpe.train(texts, 300)
 
@@ -48,7 +49,7 @@ def test_the_template_and_which_of_its_tokens_are_the_assistants(encoding):
 
 
 @pytest.fixture(scope="module")
-def model(encoding):
+def model(encoding) -> Decoder:
     torch.manual_seed(0)
     shape = ModelConfig(encoding.n_vocab, 96, 3, 2, 32, init_std=0.2, table_std=1.0)
     return Decoder(shape).eval()

@@ -56,7 +56,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPLITS = [[GPT2], [SMOLLM2, GPT2], [LLAMA3, LETTERS]]
 
 
-def bpe(split=0, special=SPECIAL, lacking=b"", **more):
+def bpe(split=0, special=SPECIAL, lacking=b"", **more) -> dict:
     """A tokenizer.json: special tokens, then single bytes, then merges."""
     letters = [LETTER[b] for b in range(256) if b not in lacking]
     tokens = [*special, *letters, *(merge.replace(" ", "") for merge in MERGES)]
@@ -70,7 +70,7 @@ def bpe(split=0, special=SPECIAL, lacking=b"", **more):
     }
 
 
-def save(folder, config=CONFIG, words=None, dtype="F32", parts=1):
+def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
     """Write a folder by hand, with the weights of the model that is returned."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -98,13 +98,13 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1):
     return model
 
 
-def refuses(folder, reason):
+def refuses(folder, reason) -> None:
     """The folder is not read, for a reason that matches."""
     with pytest.raises(UserError, match=reason):
         convert.read_folder(folder)
 
 
-def write_safetensors(path, dtype, weights, names):
+def write_safetensors(path, dtype, weights, names) -> None:
     header, numbers = {"__metadata__": {"format": "pt"}}, b""
     for name in names:
         start = len(numbers)
@@ -140,7 +140,7 @@ def test_logits_are_those_of_the_weights_in_the_files(tmp_path, change, dtype, p
     assert encoding.n_vocab == 300 and encoding.decode([299]) == "<|unused_299|>"
 
 
-def named_steps(*steps):
+def named_steps(*steps) -> dict:
     return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps]}}
 
 
@@ -262,7 +262,7 @@ def test_settings_that_are_not_in_a_config_are_those_of_transformers(tmp_path):
 def test_commands_go_on_with_a_converted_llama(tmp_path, story):
     save(tmp_path / "llama")
 
-    def run(line, *args):
+    def run(line: str, *args) -> str:
         return command(line, *args, cwd=tmp_path).stdout
 
     run("convert.py llama --out smol/ckpt.pt")

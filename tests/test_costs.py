@@ -16,7 +16,7 @@ SHAPE = dict(n_layer=4, n_kv_head=2)
 PER_KEY = 4 * 4 * TINY["n_embd"]
 
 
-def counted(run):
+def counted(run) -> int:
     """FLOPs as PyTorch counts them, of attention as plain products, which it knows everywhere."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         run()

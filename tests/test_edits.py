@@ -26,7 +26,7 @@ def encoding():
     return bpe.train([f" {name}" for name in names] * 20, 300)
 
 
-def made(encoding):
+def made(encoding) -> Decoder:
     torch.manual_seed(0)
     config = ModelConfig(encoding.n_vocab, 128, 4, 2, 16, table_std=3.0, init_std=0.5)
     return Decoder(config).eval()

@@ -1,11 +1,13 @@
 """What only a CUDA device can show: the same results there, and no needless wait for it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from naive import LAYERS
 from test_offload import batch
 
-from model import decoder_class
+from model import Decoder, decoder_class
 from offload import OffloadedTables
 from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage, RamStorage
@@ -26,19 +28,19 @@ def exact():
     torch.set_float32_matmul_precision(before)
 
 
-def decoder(ffn, device, tables=ResidentTables):
+def decoder(ffn: str, device: str, tables: Callable = ResidentTables) -> Decoder:
     torch.manual_seed(0)
     kind = decoder_class(ffn)
     config = kind.config_class(60, 32, 3, 4, 64, n_kv_head=2, ffn=ffn, table_std=0.5)
     return kind(config, tables=tables).to(device)
 
 
-def offloaded(n_table, vocab_size, width):
+def offloaded(n_table: int, vocab_size: int, width: int) -> OffloadedTables:
     storage = RamStorage((vocab_size, n_table, width), torch.float32)
     return OffloadedTables(storage, "cuda", chunk_bytes=1 << 14)
 
 
-def train(model, steps=3):
+def train(model: Decoder, steps: int = 3) -> list[float]:
     """A few steps of plain SGD on the backbone and RMSprop on the tables."""
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = None
@@ -88,7 +90,7 @@ def test_copies_overlap_compute(tmp_path):
     square = torch.randn(4096, 4096, device="cuda")
     even, odd = torch.arange(2048)[None].chunk(2, dim=1)
 
-    def layers(ids, later):
+    def layers(ids: torch.Tensor, later: torch.Tensor) -> None:
         found = list(tables.lookup(ids))
         tables.prefetch(later)
         for rows in found:

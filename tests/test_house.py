@@ -27,7 +27,7 @@ NEEDS = {  # of these rooms nothing but
 }
 
 
-def imports():
+def imports() -> dict[str, set[str]]:
     """The modules of the project that each of its modules imports."""
     paths = {path.stem: path for path in ROOT.glob("*.py")}
     for room in FLOOR:
@@ -45,7 +45,7 @@ def imports():
     return found
 
 
-def room_of(module):
+def room_of(module: str) -> str:
     return module.split(".")[0]
 
 

@@ -78,14 +78,14 @@ MISTAKES = [
 ]
 
 
-def add_mine(patch, folder, place="top", line="pass"):
+def add_mine(patch: pytest.MonkeyPatch, folder: Path, place="top", line: str = "pass") -> Path:
     """Have SOURCE in relatives/mine.py."""
     lines = {**dict.fromkeys(re.findall("{(.*)}", SOURCE), "pass"), place: line}
     return add_relative(patch, folder, "mine", SOURCE.format(**lines))
 
 
 @pytest.fixture(scope="module")
-def right(data, tmp_path_factory):
+def right(data, tmp_path_factory) -> Path:
     """A checkpoint of the layer without a mistake."""
     folder = tmp_path_factory.mktemp("right")
     with pytest.MonkeyPatch.context() as patch:

@@ -28,7 +28,7 @@ CHUNK = 7 * L * W * 8  # bytes: transfers of a few tokens, so that one takes sev
 class RealGpu:
     device = torch.device("cuda")
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         torch.cuda.synchronize()
 
 
@@ -50,20 +50,20 @@ def filled(tables):
     return tables
 
 
-def resident():
+def resident() -> ResidentTables:
     return filled(ResidentTables(L, V, W))
 
 
-def offloaded(gpu):
+def offloaded(gpu) -> OffloadedTables:
     storage = RamStorage(ROWS, torch.float32)
     return filled(OffloadedTables(storage, gpu.device, chunk_bytes=CHUNK))
 
 
-def batch(number, shape=(2, 4)):
+def batch(number: int, shape=(2, 4)) -> torch.Tensor:
     return torch.randint(V, shape, generator=torch.Generator().manual_seed(number))
 
 
-def train(tables, optimizer, ids, later=None):
+def train(tables, optimizer: RowRMSprop, ids: torch.Tensor, later=None) -> None:
     """A training step in which every number of every table matters. `later` is announced."""
     rows = tables.train().lookup(ids)
     loss = sum((row.sin() * (table + 1)).sum() for table, row in enumerate(rows))
@@ -73,7 +73,7 @@ def train(tables, optimizer, ids, later=None):
     optimizer.step(lr=0.1)
 
 
-def all_equal(gpu, tables, ids):
+def all_equal(gpu, tables, ids) -> bool:
     """Whether a lookup gives the rows that are stored."""
     with torch.no_grad():
         rows = list(tables.eval().lookup(ids))
@@ -85,14 +85,14 @@ def all_equal(gpu, tables, ids):
 # --- equal to resident tables, whatever the schedule ---
 
 
-def work(make, state="number"):
+def work(make, state: str = "number") -> list[torch.Tensor]:
     """What steps of training, evaluation and decoding see, then what is stored after them.
 
     Batches overlap partly, fully (5 and 6) or not at all (8), some are announced, wrongly, too;
     some are accumulated; a lookup is left half-way, the tables are saved between steps.
     """
 
-    def ids(number):
+    def ids(number: int) -> torch.Tensor:
         if number == 8:
             return torch.arange(V - 6, V)[None].expand(2, 6)
         made = batch(5 if number == 6 else number, (2, 4 + 12 * (number % 7)))  # slots grow
@@ -134,7 +134,9 @@ def work(make, state="number"):
     return [x.detach().to("cpu", copy=True) for x in [*stored, *seen]]
 
 
-def check(gpu, expected, n_buffer, full, state="number", storage=None, module=offload):
+def check(
+    gpu, expected, n_buffer: int, full: bool, state="number", storage=None, module=offload
+) -> None:
     """Work is the same as with resident tables, without a hazard. full: slots do not grow."""
 
     def make():
@@ -161,7 +163,7 @@ def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(
 
 
 @pytest.fixture(scope="module")
-def expected():
+def expected() -> list[torch.Tensor]:
     return work(resident)
 
 
@@ -212,7 +214,7 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(monkeypatch):
     crossed = []
     next_staging = offload.TransferRing.next_staging
 
-    def counted(ring, stored, n):
+    def counted(ring, stored: torch.Tensor, n: int):
         crossed.append(n)
         return next_staging(ring, stored, n)
 

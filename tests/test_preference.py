@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from training.preference import BETA, Preference
 from training.records import read_run
 
 
-def pair(rng):
+def pair(rng: random.Random) -> dict:
     """Yes is preferred to no, with words of the story."""
     name = rng.choice(["Anna", "Björn", "Chloë"])
     question = says("user", f"Who sees {name}?")
@@ -38,7 +39,7 @@ def pair(rng):
 
 
 @pytest.fixture(scope="module")
-def pairs(data, tmp_path_factory):
+def pairs(data, tmp_path_factory) -> Path:
     rng = random.Random(0)
     path = write_jsonl(tmp_path_factory.mktemp("pairs") / "p.jsonl", [pair(rng) for _ in range(80)])
     made = flags(tokenizer=data, val_fraction=0.2)
@@ -48,13 +49,13 @@ def pairs(data, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def given(stem_ckpt, pairs):
+def given(stem_ckpt, pairs) -> dict:
     """What a run of the stage is given."""
     return dict(INHERITED, data=pairs, stage="dpo", init_from=stem_ckpt, learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
-def whole(given, tmp_path_factory):
+def whole(given, tmp_path_factory) -> Path:
     return small_run(**given, out=tmp_path_factory.mktemp("whole") / "out")
 
 
@@ -79,7 +80,7 @@ def test_of_pairs_only_the_last_answers_are_learned_to_their_ends(pairs):
 def opened(stem_ckpt, pairs):
     """A model, its objective and its data."""
 
-    def opened(block_size, dropout=0.0):
+    def opened(block_size: int, dropout: float = 0.0):
         model, _, _ = load_model(stem_ckpt, CPU)
         model.config.block_size = block_size
         model.config.dropout = dropout
@@ -91,7 +92,7 @@ def opened(stem_ckpt, pairs):
     return opened
 
 
-def naive_log_p(model, ids, targets):
+def naive_log_p(model, ids, targets) -> float:
     p = model(ids[None])[0][0].double().softmax(-1)
     return sum(math.log(p[at, t].item()) for at, t in enumerate(targets.tolist()) if t >= 0)
 

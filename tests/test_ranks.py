@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
@@ -37,7 +38,7 @@ TOLERANCE = 1e-5  # a mean over a row is a sum over ranks, in another order
 RUN = dict(RUN, eval_tokens=13 * 32)
 
 
-def train_all(jobs, folder):
+def train_all(jobs: list[dict], folder: Path) -> None:
     """One run after the other. In step `cut` the power fails, for all ranks; in step `step` the
     last rank alone gets the signal `signal`."""
     for job in jobs:
@@ -54,20 +55,20 @@ def train_all(jobs, folder):
 
 
 @ranks.joined()
-def work(jobs, folder):
+def work(jobs: list[dict], folder: str) -> None:
     train_all(jobs, Path(folder))
 
 
-def in_ranks(n, *args, cwd=ROOT):
+def in_ranks(n: int, *args, cwd: Path = ROOT) -> subprocess.Popen:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n)
     return start_process(*launch, *args, cwd=cwd)
 
 
-def assert_close(a, b):
+def assert_close(a, b) -> None:
     torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def assert_same_training(a, b):
+def assert_same_training(a: Path, b: Path) -> None:
     assert len(losses(a)) == 12
     assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
     evals = [{e["step"]: e for e in read_run(folder)["eval"]} for folder in (a, b)]

@@ -3,6 +3,7 @@
 import copy
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
 
 
 def test_samples_depend_on_the_seed_alone(stem_ckpt):
-    def text(more):
+    def text(more: str) -> str:
         return command(f"sample.py --max_new_tokens 40 {more} --ckpt", stem_ckpt).stdout
 
     one = text("--seed 5 --top_k 50 --top_p 0.95")
@@ -149,7 +150,7 @@ def edits(request, trained, on_disk, tmp_path):
     return tmp_path / "run" / "ckpt.pt", run
 
 
-def read(path):
+def read(path: Path) -> dict:
     """Every tensor and number of a checkpoint, tables in files included."""
     saved = load_checkpoint(path, verify=True)
     for name in ("edits", "tables", "storage"):  # a record, and where tables are
@@ -157,7 +158,7 @@ def read(path):
     return copy.deepcopy(leaves(saved))  # what is mapped would change with its file
 
 
-def changed_rows(before, after):
+def changed_rows(before: dict, after: dict) -> tuple[str, set[int]]:
     """The one tensor that differs in two checkpoints, and which of its rows."""
     is_tensor = {name for name, leaf in before.items() if isinstance(leaf, torch.Tensor)}
     (name,) = (name for name in is_tensor if not torch.equal(before[name], after[name]))

@@ -2,6 +2,7 @@
 
 import random
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,11 +26,11 @@ from model import Decoder, ModelConfig
 from training.batches import Data
 from training.objectives import NextToken, validate
 from training.records import read_run
-from training.settings import new_settings
+from training.settings import Settings, new_settings
 
 
 @pytest.fixture(scope="session")
-def chat(stem_ckpt, tmp_path_factory):
+def chat(stem_ckpt, tmp_path_factory) -> Path:
     """A prepared folder of conversations."""
     folder = tmp_path_factory.mktemp("chat")
     rng = random.Random(0)
@@ -48,7 +49,7 @@ def chat(stem_ckpt, tmp_path_factory):
 def stage(stem_ckpt, data, chat):
     """What a run of a stage is given, from the STEM model on."""
 
-    def given(name, **more):
+    def given(name, **more) -> dict:
         folder = chat if name == "sft" else data
         if name == "midtrain":
             folder = f"{data}=0.75,{chat}=0.25"
@@ -139,12 +140,12 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
 
 
 def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained):
-    def made(kind, n, **given):
+    def made(kind: str, n: int, **given) -> Settings:
         meta = {"corpus": "files", "train": {kind: n}}
         base = checkpoint(trained["stem"]) if "stage" in given else None
         return new_settings(given, meta, base)
 
-    def steps(*args, **given):
+    def steps(*args, **given) -> int:
         return made(*args, **given).max_iters
 
     passes = [steps("tokens", n) * 8 * 256 / n for n in (10**6, 3 * 10**6)]

@@ -39,7 +39,7 @@ def test_stem_layers_reads_names_and_numbers(spec, n_layer, layers):
     ],
 )
 def test_substitute_by_hand(text, source, target, expected):
-    def ids(letters):
+    def ids(letters: str) -> list[int]:
         return [ord(letter) for letter in letters]
 
     given = torch.tensor([ids(text), ids(text)])

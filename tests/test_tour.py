@@ -20,7 +20,7 @@ TOUR = Path(__file__).parent.parent / "lab/tour.py"
 NOTEBOOK = TOUR.with_suffix(".ipynb")
 
 
-def notebook():
+def notebook() -> str:
     """tour.py as a notebook: `# %%` begins a cell."""
     cells = []
     for number, part in enumerate(TOUR.read_text().split("# %%")[1:]):

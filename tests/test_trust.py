@@ -43,7 +43,7 @@ from training.records import read_run
 EDIT = "--source Anna --target Björn --prompt Anna"
 
 
-def snapshots(out):
+def snapshots(out: Path) -> list[Path]:
     return list(tables_folder(out / "ckpt.pt").iterdir())
 
 
@@ -323,7 +323,7 @@ def test_a_checkpoint_is_that_of_one_moment(stem_ckpt, trained, tmp_path, monkey
 ODD = (None, True, -1, 0.5, "x", [], [1], {}, {"a": 1}, float("nan"))
 
 
-def changes(record):
+def changes(record: dict):
     """Copies of a nested record, each with another value somewhere, or a value more."""
     for name in (*record, "unknown"):
         for value in ODD:
@@ -333,7 +333,7 @@ def changes(record):
 
 
 @pytest.fixture(scope="module")
-def llama(trained, tmp_path_factory):
+def llama(trained, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf") / "llama"
     command("convert.py", trained["dense"] / "ckpt.pt", "--export", folder)
     scaled = {"rope_type": "llama3", **dict.fromkeys(convert.LLAMA3_ROPE, 8.0)}

@@ -16,7 +16,7 @@ SHAPE = (7, 3, 5)  # V, n_table, W
 NAMES = ("rows", "state")
 
 
-def made(tmp_path, dtype=torch.float32):
+def made(tmp_path, dtype=torch.float32) -> DiskStorage:
     """Tables in which no number is like its neighbour."""
     storage = DiskStorage.create(tmp_path / "new" / "live", SHAPE, dtype)
     storage.add("state", torch.float32)
@@ -26,7 +26,7 @@ def made(tmp_path, dtype=torch.float32):
     return storage
 
 
-def reopened(folder, dtype=torch.float32):
+def reopened(folder: Path, dtype=torch.float32) -> DiskStorage:
     storage = DiskStorage(folder, SHAPE, dtype, NAMES)
     assert not storage.fresh
     return storage
@@ -80,7 +80,7 @@ def test_pages_are_asked_for_ahead_neighbours_as_one(tmp_path, monkeypatch):
     storage.read_ahead(torch.tensor([0, 1, 2, 5]))  # the system takes them as they are
     asked = []
 
-    def note(file, start, size, advice):
+    def note(file: int, start: int, size: int, advice: int) -> None:
         assert os.path.sameopenfile(file, storage.files["rows"].fileno())
         assert advice == os.POSIX_FADV_WILLNEED
         asked.append((start / 6144, (start + size) / 6144))

@@ -14,7 +14,7 @@ from tables.tables import ResidentTables
 V, W = 11, 6
 
 
-def tables(n_table=2):
+def tables(n_table: int = 2) -> ResidentTables:
     torch.manual_seed(0)
     made = ResidentTables(n_table, V, W)
     for weight in made.weight:
@@ -22,7 +22,7 @@ def tables(n_table=2):
     return made
 
 
-def ordinary():
+def ordinary() -> list[nn.Embedding]:
     """The same tables as PyTorch's own embeddings."""
     embeddings = []
     for weight in tables().weight:
@@ -30,7 +30,7 @@ def ordinary():
     return embeddings
 
 
-def backward(rows, seed=0):
+def backward(rows, seed: int = 0) -> None:
     """A loss in which every number of every table matters, nonlinearly."""
     generator = torch.Generator().manual_seed(seed)
     loss = 0.0
@@ -110,7 +110,7 @@ def test_a_training_loop_that_forgets_the_tables_fails(monkeypatch):
 # --- RMSprop on rows ---
 
 
-def batches(n_step):
+def batches(n_step: int):
     """Some ids, the later ones in fewer batches, and their gradients in two tables."""
     generator = torch.Generator().manual_seed(0)
     chance = torch.linspace(1, 0.05, V)
@@ -119,7 +119,7 @@ def batches(n_step):
         yield ids, [torch.randn(len(ids), W, generator=generator) for _ in range(2)]
 
 
-def read(made, ids, grads):
+def read(made: ResidentTables, ids: torch.Tensor, grads: list) -> None:
     """Give the rows of distinct ids these gradients."""
     sum((row * grad).sum() for row, grad in zip(made.lookup(ids), grads, strict=True)).backward()
 

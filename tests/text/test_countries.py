@@ -8,7 +8,7 @@ from text import countries
 
 
 @pytest.fixture(scope="module")
-def corpus():
+def corpus() -> tuple[list[str], list[str]]:
     return countries.documents(seed=0)
 
 

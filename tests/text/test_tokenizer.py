@@ -53,7 +53,7 @@ TRICKY = [
 ]
 
 
-def merge_in_place(word, pair, new_id):
+def merge_in_place(word: list[int], pair: tuple[int, int], new_id: int) -> None:
     i = 0
     while i < len(word) - 1:
         if (word[i], word[i + 1]) == pair:
@@ -61,11 +61,11 @@ def merge_in_place(word, pair, new_id):
         i += 1
 
 
-def split(text):
+def split(text: str) -> list[list[int]]:
     return [[FIRST_BYTE + b for b in word.encode()] for word in regex.findall(PATTERN, text)]
 
 
-def naive_train(texts, vocab_size, min_count=2):
+def naive_train(texts: list[str], vocab_size: int, min_count: int = 2) -> list[tuple[int, int]]:
     """Returns the merges in order; every round counts all pairs again from scratch."""
     words = [word for text in texts for word in split(text)]
     merges = []
@@ -80,7 +80,7 @@ def naive_train(texts, vocab_size, min_count=2):
     return merges
 
 
-def naive_encode(text, merges):
+def naive_encode(text: str, merges: list[tuple[int, int]]) -> list[int]:
     words = split(text)
     for word in words:
         for i, pair in enumerate(merges):
@@ -88,12 +88,12 @@ def naive_encode(text, merges):
     return [token for word in words for token in word]
 
 
-def tokens_of(encoding):
+def tokens_of(encoding: tiktoken.Encoding) -> list[bytes]:
     """The bytes of all ids that are not special, in id order."""
     return [encoding.decode_single_token_bytes(i) for i in range(FIRST_BYTE, encoding.n_vocab)]
 
 
-def spelled(merges):
+def spelled(merges: list[tuple[int, int]]) -> list[bytes]:
     table = [bytes([b]) for b in range(256)]
     for first, second in merges:
         table.append(table[first - FIRST_BYTE] + table[second - FIRST_BYTE])
@@ -101,12 +101,12 @@ def spelled(merges):
 
 
 @pytest.fixture(scope="module")
-def encoding():
+def encoding() -> tiktoken.Encoding:
     return bpe.train(CORPUS, 380)
 
 
 @pytest.fixture(scope="module")
-def foreign():
+def foreign() -> tiktoken.Encoding:
     """Laid out like GPT-2's and split by another pattern than ours: ranks from 0, the special token
     last, after a gap of ids."""
     ranks = {bytes([b]): 255 - b for b in range(256)} | {b"th": 256, b"the": 257}
@@ -119,7 +119,7 @@ def foreign():
 # Training
 
 
-def assert_naive(texts, vocab_size, min_count, others):
+def assert_naive(texts: list[str], vocab_size: int, min_count: int, others: list[str]) -> None:
     """Merges and ids are those of the naive trainer and encoder."""
     encoding = bpe.train(texts, vocab_size, min_count)
     merges = naive_train(texts, vocab_size, min_count)
@@ -191,7 +191,7 @@ def test_fingerprints_are_equal_if_every_token_has_the_same_id(encoding):
     special_tokens, ranks = data["special_tokens"], data["ranks"]
     (last, i), (previous, j) = ranks[-1], ranks[-2]
 
-    def changed(**parts):
+    def changed(**parts) -> str:
         return tokenizer.fingerprint(tokenizer.loads(json.dumps(data | parts)))
 
     mark = tokenizer.fingerprint(encoding)
@@ -247,7 +247,7 @@ def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypa
     whole = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
     published = tmp_path / "tiny.tiktoken"
 
-    def constructor():
+    def constructor() -> dict:
         ranks = load.load_tiktoken_bpe(str(published), hashlib.sha256(whole).hexdigest())
         special_tokens = {"<|endoftext|>": 261}
         return dict(
@@ -258,7 +258,7 @@ def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypa
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     line = f"prepare.py --input {story} --val_fraction 0.1 --tokenizer tiny --out_dir"
 
-    def prepare(out):
+    def prepare(out: str) -> tiktoken.Encoding:
         monkeypatch.setattr(registry, "ENCODINGS", {})  # as in a new process
         command(f"{line} {out}", cwd=tmp_path)
         return read_tokenizer(tmp_path / out, read_meta(tmp_path / out))

@@ -18,12 +18,12 @@ IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
 
 
 @pytest.fixture(scope="module")
-def ours():
+def ours() -> tiktoken.Encoding:
     return bpe.train(["user assistant yes no maybe perhaps\n"] * 9, 290)
 
 
 @pytest.fixture(scope="module", params=["ours", "moved"])
-def encoding(request, ours):
+def encoding(request, ours) -> tiktoken.Encoding:
     """A tokenizer of ours, and one whose <|endoftext|> is not 0, as those of GPT-2 and GPT-4."""
     if request.param == "ours":
         return ours
@@ -65,7 +65,7 @@ def test_a_batch_depends_on_its_number_alone():
 
 
 def test_a_mixture_draws_by_weight_and_reads_each_source_in_its_own_order():
-    def parts():
+    def parts() -> list[Windows]:
         return [Windows(IDS, 10, seed=1), Windows(IDS + 2000, 10, seed=1)]
 
     mixture = Mixture(parts(), [0.75, 0.25], total=4000, seed=5)
@@ -80,12 +80,12 @@ def test_a_mixture_draws_by_weight_and_reads_each_source_in_its_own_order():
 # --- conversations ---
 
 
-def talk(*contents):
+def talk(*contents: str) -> list[dict]:
     roles = ("user", "assistant")
     return [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
 
 
-def packed(encoding, *talks):
+def packed(encoding, *talks) -> np.ndarray:
     ids = []
     for messages in talks:
         ids += [encoding.eot_token, *tokenizer.render(encoding, messages)]
@@ -99,7 +99,7 @@ TALKS = [
 ]
 
 
-def said(encoding, targets):
+def said(encoding, targets) -> list[str]:
     return [encoding.decode(row[row >= 0].tolist()) for row in targets]
 
 
@@ -140,7 +140,7 @@ def test_a_long_conversation_keeps_an_answer(encoding):
 TEXT = "yes no maybe perhaps\n" * 200
 
 
-def write_folder(path, encoding, kind="text", documents=(TEXT,)):
+def write_folder(path: Path, encoding, kind="text", documents=(TEXT,)) -> Path:
     both = [(split, document) for split in ("train", "val") for document in documents]
     write_dataset(path, both, encoding, kind, corpus="files")
     return path
