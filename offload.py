@@ -128,8 +128,8 @@ def store(stored: Tensor, ids: Tensor, staging: Tensor, copied: torch.cuda.Event
 
 class OffloadedTables(StoredTables):
     """All tables of a model in RAM or on disk, used by a GPU through a ring of `n_buffer` buffers
-    of `chunk_bytes`, pinned. The record of a token is absent, by `fetch_missing` coming, by
-    `wait_for_arrival` in its slot, by `mark_dirty` changed, by `evict_except` stored and absent."""
+    of `chunk_bytes`, pinned. A token's record: absent -fetch_missing-> coming -wait_for_arrival->
+    in its slot -updated-> dirty -evict_except-> absent."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class OffloadedTables(StoredTables):
     def states(self, table: int) -> Tensor:
         return self.working_set["state"][:, table]
 
-    def mark_dirty(self, ids: Tensor) -> None:
+    def updated(self, ids: Tensor) -> None:
         self.dirty[ids] = True
         self.evict_except(self.announced)
         self.announced = self.announced[:0]

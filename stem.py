@@ -44,8 +44,8 @@ def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[in
         pad      likewise, but in front is the row of `pad`
         subset   like copy, but a longer target contributes the rows of its rarest tokens: those
                  with the largest ids, as tokenizers number what they merge
-        average  every token reads the mean of the target's rows: a target of one token, whose row
-                 is that mean (training/writing.py)
+        average  every token reads the mean of the target's rows: the target is one token, whose
+                 row is that mean (training/writing.py makes it)
 
     The authors' copying repeats the target's whole name, and their subset is what they find most
     representative of it. They average at any lengths, too.

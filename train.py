@@ -173,6 +173,7 @@ def start(
 ) -> Run:
     """A run at its first step or, if it resumes, at the step of its checkpoint."""
     # 1) how a step is divided: as many micro-batches for each rank, none above --device_batch_size
+    # (8 sequences, 4 at a time: 2 micro-batches; 3 ranks would need 6, which do not divide 8)
     n_part = math.lcm(settings.batch_size // settings.device_batch_size, ranks.size)
     if settings.batch_size % n_part:
         raise UserError(f"with {ranks.size} processes, --batch_size must be a multiple of {n_part}")

@@ -53,7 +53,8 @@ QUESTIONS = {
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("question", choices=("runs", *QUESTIONS, "all"), metavar="QUESTION")
+    names = ("runs", *QUESTIONS, "all")
+    parser.add_argument("question", nargs="?", choices=names, metavar="QUESTION")
     about = "for runs: folders of train.py; for edits: checkpoints, or none"
     parser.add_argument("paths", nargs="*", type=Path, help=about)
     about = "for runs: picture of the loss (loss.png)"
@@ -63,6 +64,8 @@ def main() -> None:
     question = flags.pop("question")
     paths = flags.pop("paths")
     plot = flags.pop("plot")
+    if question is None:
+        parser.error(f"which question? {', '.join(names)}")
 
     if question == "runs" and paths:
         runs(paths, plot)

@@ -69,8 +69,8 @@ def context(experiment: Experiment) -> None:
 
 
 def distinct_tokens(ids: np.ndarray, length: int) -> list[int]:
-    """How many tokens differ in each of up to 8 contexts, spread evenly over ids [T]."""
-    starts = np.unique(np.linspace(0, len(ids) - length, 8, dtype=int))
+    """How many tokens differ in each of the contexts that follow each other in ids [T]."""
+    starts = range(0, len(ids) - length + 1, length)
     return [len(np.unique(ids[start : start + length])) for start in starts]
 
 

@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval import simple_evaluate
-from lm_eval.api.model import LM
-from lm_eval.utils import make_table
 from tiktoken import Encoding
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from common import UserError, make_parser, run
+
+try:
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.utils import make_table
+except ModuleNotFoundError:
+    LM = object
+    simple_evaluate = None
+
+# isort: split
 
 from model import Decoder
 from sample import write
@@ -99,10 +108,16 @@ class HarnessModel(LM):
 
 
 def main() -> None:
-    model, encoding, _ = load_model(Path(sys.argv[1]), torch.device("cpu"))
-    results = simple_evaluate(HarnessModel(model, encoding), tasks=sys.argv[2].split(","))
+    parser = make_parser(__doc__)
+    parser.add_argument("ckpt", type=Path, help="checkpoint of train.py")
+    parser.add_argument("tasks", help="of the harness, hellaswag,arc_easy")
+    given = parser.parse_args()
+    if simple_evaluate is None:
+        raise UserError("lab/harness.py needs EleutherAI's harness: pip install lm_eval")
+    model, encoding, _ = load_model(given.ckpt, torch.device("cpu"))
+    results = simple_evaluate(HarnessModel(model, encoding), tasks=given.tasks.split(","))
     print(make_table(results))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,7 +14,9 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
+# The repository, as the notebook and as this file find it.
 sys.path.insert(0, ".." if Path.cwd().name == "lab" else ".")
+sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))
 
 import common
 from text.tokenizer import encode
@@ -22,10 +24,11 @@ from train import resolve_settings, train
 from training.checkpoints import load_model
 from training.records import read_run
 
-if {"-h", "--help"} & set(sys.argv):
-    print("python lab/tour.py [--quick]: the idea in six steps, in minutes, or seconds")
-    sys.exit()
-QUICK = "--quick" in sys.argv
+QUICK = False
+if Path(sys.argv[0]).name == "tour.py":  # not the notebook
+    parser = common.make_parser("The idea of token tables in six steps.")
+    parser.add_argument("--quick", action="store_true", help="models that learn nothing")
+    QUICK = parser.parse_args().quick
 OUT = Path("out/tour")
 
 # %% [markdown]

@@ -37,8 +37,7 @@ class Attention(model.Attention):
     def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str) -> None:
         super().__init__(config, qkv)
         if not argument.isdecimal() or int(argument) < 1:
-            wrong = f"--attention {config.attention}: window:{argument}"
-            raise UserError(f"{wrong} needs a number of tokens, as window:64")
+            raise UserError(f"--attention {config.attention}: give a number of tokens, window:64")
         self.window = int(argument)
         self.span = min(config.block_size, 2 * self.window)
 

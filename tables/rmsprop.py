@@ -81,7 +81,7 @@ class RowRMSprop:
         for table, grad in enumerate(grads):
             self.update(table, tokens, slots, keep, grad.to(slots.device), lr)
         self.tables.zero_grad()
-        self.tables.mark_dirty(ids)
+        self.tables.updated(ids)
 
     def update(
         self, table: int, tokens: Tensor, slots: Tensor, keep: Tensor, grad: Tensor, lr: float

@@ -30,7 +30,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 class Tables(nn.Module):
     """Base class: looks up rows and collects their gradients.
 
-    A kind of tables sets `weight` and may override lookup, rows, states, index, mark_dirty,
+    A kind of tables sets `weight` and may override lookup, rows, states, index, updated,
     prefetch, add_state, init_rows, mean_square and flush."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
@@ -43,8 +43,9 @@ class Tables(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.width = width
-        # What training lookups read and is not differentiated yet: the distinct ids [n], still on
-        # the device they came from, and a leaf [n, W] per table, whose .grad autograd fills.
+        # A lookup in training makes leaves, the backward pass fills their .grad, `merge` adds these
+        # up, the optimizer takes the sums. Lookups whose backward pass is yet to come: the distinct
+        # ids [n], on the device they came from, and for each table read so far a leaf [n, W].
         self.reads: list[tuple[Tensor, list[Tensor]]] = []
         # The merged gradients of those that are: distinct sorted ids [n], [n, W] per table.
         self.merged: tuple[Tensor, list[Tensor]] | None = None
@@ -133,8 +134,8 @@ class Tables(nn.Module):
         """The mean of the squares of each row: [n, W] -> [n, 1]."""
         return grad.float().square().mean(1, keepdim=True)
 
-    def mark_dirty(self, ids: Tensor) -> None:
-        """The optimizer has changed tokens `ids` [n] in `rows` and `states`."""
+    def updated(self, ids: Tensor) -> None:
+        """Called by the optimizer when it has changed tokens `ids` [n] in `rows` and `states`."""
 
     def merge(self) -> None:
         """Add what backward passes left at the leaves to the merged gradients."""

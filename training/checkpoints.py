@@ -32,7 +32,7 @@ from training.settings import Settings
 FORMAT = 4  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise.
 NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
-FIX = "name a ckpt.pt, or train one with `python train.py`"
+FIX = "train one with `python train.py`, or name another ckpt.pt or its folder"
 
 
 def tables_folder(path: str | Path) -> Path:

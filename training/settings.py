@@ -112,12 +112,15 @@ class Settings:
     )
     max_iters: int = flag(
         700,
-        "optimizer steps; countries: 700; own text: 1.7 passes, 250 to 5,000; sft: 2, dpo: 1",
+        "optimizer steps; countries: 700; own text: 1.7 passes, but 250 to 5,000; "
+        "sft: 2 passes, dpo: 1",
         must="0 or more",
         shown="",
     )
     learning_rate: float = flag(
-        3e-3, "peak; midtrain, context: a tenth; sft: a fiftieth", must="a positive number"
+        3e-3,
+        "peak; midtrain, context: a tenth; sft: a fiftieth; dpo: 8e-5 of it",
+        must="a positive number",
     )
     schedule: str = "cosine"  # or linear, the shape of the decay
     warmup: float = flag(
@@ -150,7 +153,10 @@ class Settings:
         "float32", "dtype of table rows; bfloat16 halves their size", choices=DTYPES
     )
     eval_interval: int = flag(
-        140, "steps between evaluations, each with a checkpoint", must="at least 1"
+        140,
+        "steps between evaluations, each with a checkpoint; countries: 140; own text: a 30th",
+        must="at least 1",
+        shown="",
     )
     eval_tokens: int = flag(65536, "validation tokens per evaluation", must="at least 1")
     device: str = device_flag()
@@ -225,7 +231,7 @@ def parse_args(description: str) -> dict:
     add_flags(group, decoder_class(ffn).config_class, ffn, preset)
     given, unknown = parser.parse_known_args()
     if unknown:
-        parser.error(f"--ffn {ffn} has no {' '.join(unknown)}")
+        parser.error(f"with --ffn {ffn} there is no {' '.join(unknown)}")
     return vars(given)
 
 
