@@ -128,10 +128,10 @@ def expanded(kind: type, text: str) -> Any:
 
 
 class Parser(ArgumentParser):
-    """A parser whose errors are one line, as all others are."""
+    """A parser whose errors are one line, and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (-h lists all flags)\n")
+        self.exit(2, f"error: {' '.join(message.split())} (-h lists all flags)\n")
 
 
 def make_parser(description: str) -> Parser:

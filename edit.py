@@ -1,6 +1,6 @@
 """Change what a model knows about one name: all of it, or one fact.
 
-    python edit.py --source Spain --target Germany    # Spain reads Germany's rows
+    python edit.py --source Spain --target Germany    # Spain reads rows of Germany
     python edit.py --source Peru --target Japan --prompt "Country: Peru\\nThe main language is"
     python edit.py --source Spain --target "Papua New Guinea" --align average  # its mean row
     python edit.py --source Atlantis --target Portugal        # a name that the model never saw

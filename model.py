@@ -12,9 +12,6 @@
 
 A layer never indexes a table: it is given rows, no matter where they are stored (tables/tables.py).
 
-`AdamW(model.parameters())` trains neither the tables nor an untied embedding: use
-training.optimizer.Optimizer, or beside your own optimizer the one in tables/ for their rows.
-
 A layer, an attention or a whole decoder of your own is a file in relatives/ (see its README).
 """
 
@@ -182,7 +179,7 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, heads, T, head_dim] by an angle:
-    (a cos - b sin, b cos + a sin). angles: from `rotary`, [2, S, head_dim], of the last T."""
+    (a cos - b sin, b cos + a sin). angles [2, S, head_dim] are those of x and of S - T before."""
     cos, sin = angles[:, -x.shape[2] :]
     wide = x.to(torch.float32, memory_format=torch.contiguous_format)
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)

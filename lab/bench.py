@@ -278,6 +278,8 @@ def bench_cache(bench: Bench) -> dict:
     for kind in ("kv", "ids"):
         contenders[kind] = Contender(bench, bench.model(ffn="embformer"), cache=kind)
         norm_keys(contenders[kind].model)
+        if not bench.cuda:
+            use_column_major_weights(contenders[kind].model)
     tasks = {}
     for part in (16, 4, 1):
         context = bench.model().block_size // part

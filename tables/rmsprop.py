@@ -90,10 +90,12 @@ class RowRMSprop:
         what is left of v after the gap; grad [n, W]."""
         rows = self.tables.rows(table)
         if self.by_row:  # v is kept here, for each token
-            moments, places = self.state[table], tokens
+            moments = self.state[table]
+            places = tokens
             mean_square = self.tables.mean_square(grad)  # [n, 1]
         else:  # v lies beside the row, in the same slot
-            moments, places = self.tables.states(table), slots
+            moments = self.tables.states(table)
+            places = slots
         generator = None
         if rows.dtype == torch.bfloat16:
             generator = torch.Generator(rows.device)

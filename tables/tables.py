@@ -31,7 +31,7 @@ class Tables(nn.Module):
     """Base class: looks up rows and collects their gradients.
 
     A kind of tables sets `weight` and may override lookup, rows, states, index, updated,
-    prefetch, add_state, init_rows, mean_square and flush."""
+    prefetch, add_state, init_rows, draw, mean_square and flush."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
     state: list[Tensor]  # likewise what the optimizer keeps for each number, see `add_state`
@@ -162,7 +162,7 @@ class Tables(nn.Module):
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
         """The gradients of all rows read since the last `zero_grad`, micro-batches merged: distinct
-        sorted ids [n], and for each table their gradient [n, W] on the compute device."""
+        sorted ids [n], and for each table [n, W] on the compute device. Until the next lookup."""
         self.merge()
         assert self.merged, "no rows were differentiated since the last step: are they used?"
         return self.merged

@@ -37,7 +37,8 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
     def ask(*args, **options):
         return command("lab/analyze.py", "runs", *args, cwd=tmp_path, **options)
 
-    done = ask(*trained.values(), "--plot", "all.png")
+    first, *others = trained.values()
+    done = ask(first, "--plot", "all.png", *others)
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[1] for row in rows[1:]] == ["dense", "stem, all", "embformer"]
     assert "note:" not in done.stdout

@@ -91,6 +91,7 @@ def test_names_are_those_of_countries_where_the_text_is_about_them(data, tmp_pat
     write_checkpoint(ckpt, saved)
     assert "--target Björn" in refused(*line)
     assert "Spain" in refused("edit.py --source spain --target Peru --ckpt", ckpt)
+    command(*line, "--target", "Peru")  # a name that is not in the text may read a country's rows
     saved["data"] *= 2
     saved["data"][1] = {**saved["data"][0], "corpus": "files"}  # a mixture
     write_checkpoint(ckpt, saved)

@@ -80,12 +80,12 @@ def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def use_column_major_weights(model: Decoder) -> None:
     """Store linear layers with more outputs than inputs column by column: on a CPU, multiplying a
-    single row by them is twice as fast. So is a head that is the input embedding, too, where a
-    lookup then takes some microseconds more."""
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    single row by them is twice as fast. So lies a head that is the input embedding, too, where
+    the lookups of a long prompt take milliseconds more."""
+    matrices = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if model.head is None:
-        linear.append(model.wte)
-    for module in linear:
+        matrices.append(model.wte)
+    for module in matrices:
         n_out, n_in = module.weight.shape
         if n_out > n_in:
             module.weight.data = module.weight.T.contiguous().T

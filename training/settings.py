@@ -38,7 +38,7 @@ class Stage:
     reads: str = "text"  # the kind of sequences, see batches.Data
     rate: float = 1.0  # peak learning rate, over that of pretraining
     epochs: int | None = None  # passes over the data, in place of the preset's max_iters
-    objective: str = "objectives.NextToken"  # what is minimized: a class in training/
+    objective: str = "objectives.NextToken"  # the name of a class in training/
     settings: dict = field(default_factory=dict)
 
 
@@ -231,7 +231,7 @@ def parse_args(description: str) -> dict:
     add_flags(group, decoder_class(ffn).config_class, ffn, preset)
     given, unknown = parser.parse_known_args()
     if unknown:
-        parser.error(f"with --ffn {ffn} there is no {' '.join(unknown)}")
+        parser.error(f"unrecognized with --ffn {ffn}: {' '.join(unknown)}")
     return vars(given)
 
 

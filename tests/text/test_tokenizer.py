@@ -14,11 +14,12 @@ import regex
 import tiktoken
 from conftest import command, refused
 from tiktoken import load, registry
+from tiktoken_ext import openai_public
 
 from common import Damage
 from text import bpe, tokenizer
 from text.dataset import read_meta, read_tokenizer
-from text.huggingface import GPT2_PATTERN
+from text.huggingface import CL100K_PATTERN, GPT2_PATTERN
 from text.tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, SPECIALS
 
 # Public domain: Carroll, Melville.
@@ -239,6 +240,13 @@ def test_loads_refuses_what_is_damaged(encoding, change):
 
 
 # Standard vocabularies
+
+
+def test_patterns_are_those_of_tiktoken(monkeypatch):
+    for reader in ("data_gym_to_mergeable_bpe_ranks", "load_tiktoken_bpe"):  # they download
+        monkeypatch.setattr(openai_public, reader, lambda *_, **__: {})
+    assert openai_public.gpt2()["pat_str"] == GPT2_PATTERN
+    assert openai_public.cl100k_base()["pat_str"] == CL100K_PATTERN
 
 
 def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypatch):
