@@ -297,8 +297,8 @@ class Attention(nn.Module):
         """
         Args:
             x: [B, T, n_embd].
-            rows: what `qkv` reads, [B, T, row_width]. Those of earlier tokens may stand in front
-                in place of a cache (Embformer).
+            rows: what `qkv` reads, [B, T, row_width]; where only token ids are kept (Embformer's
+                cache "ids"), [B, S, row_width] of all tokens so far.
             angles: of the tokens so far, [2, S, head_dim].
             mask: from `make_mask`.
             cache: of this layer; x continues the `start` tokens in it.
@@ -405,8 +405,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor | None, *context) -> Tensor:
         """x [B, T, n_embd], rows [B, T, row_width] (None without a table) -> [B, T, n_embd].
-        context: angles, mask, cache and start for `Attention.forward`, where rows of earlier tokens
-        may stand in front."""
+        context: angles, mask, cache and start for `Attention.forward`. Of rows [B, S, row_width],
+        see there, the FFN reads the last T."""
         attn_rows, ffn_rows = None, None
         if rows is not None:
             attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
