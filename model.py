@@ -121,10 +121,9 @@ class ModelConfig:
             except ValueError:
                 layers = []
         if not layers or layers[0] < 0 or layers[-1] >= self.n_layer:
-            allowed = f"third, half, all, which leave out the first of --n_layer {self.n_layer}"
-            raise UserError(
-                f"--stem_layers {self.stem_layers} must be {allowed}, or numbers from 0"
-            )
+            allowed = f"third, half, all or numbers of layers from 0 to {self.n_layer - 1}"
+            wrong = f"--stem_layers {self.stem_layers} must be {allowed}"
+            raise UserError(f"{wrong} (words leave out the first layer: --n_layer 2 at least)")
         return layers
 
 

@@ -25,8 +25,8 @@ class Attention(model.Attention):
     def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str) -> None:
         super().__init__(config, qkv)
         if not argument.isdecimal() or not 1 <= int(argument) <= config.n_kv_head:
-            wrong = f"--attention {config.attention}: give a number of heads, previous:1"
-            raise UserError(f"{wrong} to {config.n_kv_head}")
+            heads = f"a number of heads from 1 to {config.n_kv_head}, as previous:1"
+            raise UserError(f"--attention {config.attention}: give {heads}")
         self.n = int(argument)
 
     def make_cache(self, batch: int, room: int, like: Tensor) -> PreviousCache:

@@ -124,6 +124,8 @@ def test_a_signal_saves_a_whole_step_and_the_run_goes_on(
     name, trained, data, tmp_path, monkeypatch, capsys
 ):
     number = getattr(signal, name)
+    if signal.getsignal(number) is signal.SIG_IGN:  # as SIGHUP under nohup
+        signal.signal(number, signal.SIG_DFL)
     before = signal.getsignal(number)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
         cut_in_step(patch, 3, do=lambda: signal.raise_signal(number))
@@ -266,8 +268,8 @@ def test_documents_are_masked_at_their_boundaries():
         ("--out_dir " + "x" * 300, "xxx"),
         ("--offload disk --table_optimizer adamw", "--table_optimizer adamw"),
         ("--table_rate 0 --table_optimizer adamw", "--table_rate 1"),
-        ("--preset embformer-104m --stem_layers all", "--ffn embformer has no --stem_layers"),
-        ("--max_iter 3", "has no --max_iter 3"),  # an abbreviation
+        ("--preset embformer-104m --stem_layers all", "with --ffn embformer: --stem_layers"),
+        ("--max_iter 3", "unrecognized with --ffn stem: --max_iter 3"),  # an abbreviation
         ("--resume --n_layer 4 --out_dir {stem}", "--n_layer"),
         ("--resume --max_iters 3 --out_dir {stem}", "already at step 12"),
         ("--eval_only --seed 3 --out_dir {stem}", "--seed"),
