@@ -404,13 +404,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor | None, *context) -> Tensor:
         """x [B, T, n_embd], rows [B, T, row_width] (None without a table) -> [B, T, n_embd].
-        context: angles, mask, cache and start for `Attention.forward`. Of rows [B, S, row_width],
-        see there, the FFN reads the last T."""
+        context: angles, mask, cache and start for `Attention.forward`, which may get more rows."""
         attn_rows, ffn_rows = None, None
         if rows is not None:
             attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
-            if rows.shape[1] > x.shape[1]:
-                ffn_rows = ffn_rows[:, -x.shape[1] :]
+            n = x.shape[1]
+            if rows.shape[1] > n:  # also of earlier tokens, as many as some layer sees
+                *_, start = context
+                attn_rows = attn_rows[:, -n - self.attn.n_past(start) :]
+                ffn_rows = ffn_rows[:, -n:]
         x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
         return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
 

@@ -142,7 +142,7 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
         # 2) train
         run = start(settings, data, checkpoint, tables)
         describe(settings, data, run.objective)
-        fit(run, hints=tables is None)
+        fit(run, hints=tables is None)  # commands know no tables of other kinds
 
 
 def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None:
@@ -227,8 +227,7 @@ READ_EVERY = 10  # steps; to read their figures, the host waits for the device
 
 
 def fit(run: Run, hints: bool = True) -> None:
-    """Train from `run.step` to the last step, and report what was learned, with `hints` at commands
-    to try next, which know no tables of other kinds."""
+    """Train to the last step, and report what was learned, with `hints` at what to try next."""
     settings, model, data = run.settings, run.model, run.data
     log = Log(settings.out_dir / "metrics.jsonl", run.step, silent=ranks.rank > 0)
     log.write(type="run", args=settings.flat(), sizes=model_sizes(model), data=data.metas)

@@ -21,7 +21,9 @@ try:
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM
     from lm_eval.utils import make_table
-except ModuleNotFoundError:
+except ModuleNotFoundError as error:
+    if error.name != "lm_eval":
+        raise
     LM = object
     simple_evaluate = None
 

@@ -75,20 +75,6 @@ class Attention(model.Attention):
         seen = (in_window & same).flatten(0, 1)
         return additive(seen[:, None], x)
 
-    def forward(
-        self,
-        x: Tensor,
-        rows: Tensor | None,
-        angles: Tensor,
-        mask: Tensor | None = None,
-        cache: WindowCache | None = None,
-        start: int = 0,
-    ) -> Tensor:
-        n = x.shape[1] + self.n_past(start)
-        if rows is not None and rows.shape[1] > n:  # in place of a cache, for layers that see more
-            rows = rows[:, -n:]
-        return super().forward(x, rows, angles, mask, cache, start)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             return super().attend(q, k, v, mask)
