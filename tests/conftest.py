@@ -132,7 +132,7 @@ class PowerCut(Exception):
     pass
 
 
-def cut_in_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable | None = None):
+def cut_in_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable | None = None) -> None:
     """The power fails in training step `number`, when its gradients are there; or `do` is done."""
     schedule = train.schedule
 
@@ -168,14 +168,14 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in found}
 
 
-def flip(path: Path, at: int):
+def flip(path: Path, at: int) -> None:
     """Change one bit of a file."""
     raw = bytearray(path.read_bytes())
     raw[at] ^= 1
     path.write_bytes(raw)
 
 
-def change_json(path: Path, **changes):
+def change_json(path: Path, **changes) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
@@ -184,7 +184,7 @@ def leaves(tree) -> dict:
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
 
 
-def assert_same(a, b):
+def assert_same(a, b) -> None:
     """Nested checkpoints are equal to the bit."""
     ours = leaves(a)
     others = leaves(b)
@@ -197,7 +197,7 @@ def assert_same(a, b):
             assert one == other, name
 
 
-def assert_same_run(a: Path, b: Path):
+def assert_same_run(a: Path, b: Path) -> None:
     """Two runs have the same losses, and checkpoints that go on in the same way, wherever their
     tables are."""
     assert losses(a) == losses(b)
@@ -237,7 +237,7 @@ def says(role: str, content, **more) -> dict:
     return {"role": role, "content": content, **more}
 
 
-def write_story(path: Path, n_document: int):
+def write_story(path: Path, n_document: int) -> None:
     """A .jsonl file of made-up documents."""
     rng = random.Random(0)
     names = ["Anna", "Björn", "Chloë"]

@@ -52,32 +52,32 @@ class Agent:
 
     device = DEVICE
 
-    def __init__(self, device=None):
+    def __init__(self, device=None) -> None:
         agents = SimulatedGpu.current.agents
         self.number = len(agents)
         agents.append(self)
         self.seen = np.zeros(MOST_AGENTS, dtype=np.int32)
         self.waits = 0  # for the device
 
-    def come_after(self, seen: np.ndarray):
+    def come_after(self, seen: np.ndarray) -> None:
         self.seen = np.maximum(self.seen, seen)
 
-    def wait_event(self, event: "Event"):
+    def wait_event(self, event: "Event") -> None:
         self.come_after(event.seen)
 
 
 class Event:
     seen = 0
 
-    def __init__(self, blocking: bool = False):
+    def __init__(self, blocking: bool = False) -> None:
         """blocking: how the host would wait."""
 
-    def record(self, stream: Agent | None = None):
+    def record(self, stream: Agent | None = None) -> None:
         stream = stream or torch.cuda.current_stream()
         stream.come_after(SimulatedGpu.current.host.seen)
         self.seen = stream.seen.copy()
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         host = SimulatedGpu.current.host
         host.waits += 1
         host.come_after(self.seen)
@@ -87,14 +87,14 @@ class Memory:
     """What a tensor and its views share. acts: of each agent and byte, the last act that used it,
     and the last that wrote it."""
 
-    def __init__(self, gpu: "SimulatedGpu", numbers: torch.Tensor):
+    def __init__(self, gpu: "SimulatedGpu", numbers: torch.Tensor) -> None:
         shape = (2, MOST_AGENTS, numbers.untyped_storage().nbytes())
         self.acts = np.zeros(shape, dtype=np.int32)
         self.gpu = gpu
         self.stream = gpu.stream
         self.users = set()
 
-    def __del__(self):
+    def __del__(self) -> None:
         if SimulatedGpu.current is self.gpu:
             before = np.maximum(self.stream.seen, self.gpu.host.seen)
             for user in self.users:
@@ -111,7 +111,7 @@ class DeviceTensor(torch.Tensor):
         tensor.memory = memory
         return tensor
 
-    def record_stream(self, stream: Agent):
+    def record_stream(self, stream: Agent) -> None:
         self.memory.users.add(stream)
 
     @classmethod
@@ -122,7 +122,7 @@ class DeviceTensor(torch.Tensor):
 class Worker:
     """In place of a thread: does a job at once. Only who asks for its result comes after it."""
 
-    def __init__(self, n: int, initializer, initargs: tuple):
+    def __init__(self, n: int, initializer, initargs: tuple) -> None:
         self.agent = Agent()
         self.begin = partial(initializer, *initargs)
 
@@ -175,14 +175,14 @@ class SimulatedGpu(TorchDispatchMode):
         tables.STREAMS.add(DEVICE.type)
         return super().__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error) -> None:
         super().__exit__(*error)
         tables.STREAMS.discard(DEVICE.type)
         self.patch.undo()
         SimulatedGpu.current = None
         assert not self.freed_in_use, "memory was freed while it was used"
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         event = Event()
         event.record()
         event.synchronize()
@@ -239,7 +239,7 @@ class SimulatedGpu(TorchDispatchMode):
         self.use(self.stream, tensor, writes=True)
         return tensor
 
-    def use(self, agent: Agent, x: torch.Tensor, writes: bool, rows=None):
+    def use(self, agent: Agent, x: torch.Tensor, writes: bool, rows=None) -> None:
         """An agent reads or writes a tensor, or some rows of it."""
         if isinstance(x, DeviceTensor):
             memory = x.memory
