@@ -34,7 +34,7 @@ from tables.storage import DTYPES
 from text import tokenizer
 from text.countries import write_corpus
 from text.dataset import read_meta
-from training import countries, ranks
+from training import countries, find, ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
     check_tables,
@@ -46,7 +46,7 @@ from training.checkpoints import (
     run_folder,
     save_checkpoint,
 )
-from training.objectives import NextToken, find_objective, validate
+from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
 from training.placement import make_tables, training_dtype
 from training.records import Log
@@ -198,7 +198,7 @@ def start(
 
     # 3) what trains it
     boundary = data.encoding.eot_token if settings.doc_mask else None
-    objective = find_objective(STAGES[settings.stage].objective)(model, device, dtype, boundary)
+    objective = find(STAGES[settings.stage].objective)(model, device, dtype, boundary)
     optimizer = Optimizer(model, settings, dtype)
     run = Run(settings, data, model, objective, optimizer, n_part)
 

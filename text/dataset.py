@@ -5,7 +5,7 @@
     meta.json               kind of the documents, sizes, checksums, and where they come from
 
 meta.json is written last: a folder that has one is complete. In a message of weight 0, which is not
-to be learned, <|im_end|> follows <|im_start|>: training/batches.py takes it out.
+to be learned, <|im_end|> follows <|im_start|>: `unmarked` finds it, to be taken out.
 """
 
 import hashlib
@@ -84,6 +84,12 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
             raise Damage("its sha256 differs from meta.json")
     return ids
+
+
+def unmarked(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
+    """Which tokens of conversations [T] are none of the marks above: [T] bool."""
+    start, stop = map(encoding.encode_single_token, (tokenizer.START, tokenizer.END))
+    return (ids != stop) | (np.roll(ids, 1) != start)
 
 
 # --- writing ---

@@ -1,4 +1,5 @@
-"""Prepared folders (text/dataset.py) as batches: windows of text, or conversations.
+"""Prepared folders (text/dataset.py) as batches: windows of text or, for the stages that learn
+answers, conversations (conversations.py).
 
 Which sequences are in batch number n is a function of (seed, n) alone: a resumed run reads what an
 uninterrupted one would have read, and the step is all that a checkpoint needs to know about data.
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tiktoken import Encoding
 from torch import Tensor
 
 from common import UserError
-from text import tokenizer
-from text.dataset import open_tokens, read_meta, read_tokenizer
+from text.dataset import open_tokens, read_meta, read_tokenizer, unmarked
+from training import find
+
+# What a stage may read beside text, by kind of a folder's documents.
+SOURCES = {"chat": "conversations.Conversations", "preference": "conversations.Pairs"}
 
 
 class Source:
@@ -50,15 +53,8 @@ class Source:
         return int(self.order[position])
 
     def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, T] on the CPU. Those that are short are padded on the right."""
+        """Inputs and targets [B, T] on the CPU."""
         inputs, targets = zip(*(self.sequence(index) for index in indices), strict=True)
-        lengths = {len(ids) for ids in inputs}
-        if len(lengths) > 1:
-            longest = min(-(-max(lengths) // 32) * 32, self.block_size)  # few shapes to compile
-            # A causal model never sees the padding. It repeats the last token, so that no row of
-            # another token is read for it.
-            inputs = [np.pad(ids, (0, longest - len(ids)), mode="edge") for ids in inputs]
-            targets = [np.pad(t, (0, longest - len(t)), constant_values=-1) for t in targets]
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
     def batch(self, number: int, size: int) -> tuple[Tensor, Tensor]:
@@ -78,71 +74,6 @@ class Windows(Source):
         start += self.offset  # of this epoch
         ids = self.ids[start : start + self.block_size + 1].astype(np.int64)
         return ids[:-1], ids[1:]
-
-
-class Conversations(Source):
-    """One conversation per sequence; its targets are the assistant's tokens (`tokenizer.answers`).
-    If it is too long (`n_cut` are), its beginning is kept or, if no answer begins there, its end.
-    With `only_last`, its targets are the last answer, and its end is kept."""
-
-    def __init__(
-        self,
-        ids: np.ndarray,
-        encoding: Encoding,
-        block_size: int,
-        seed: int | None,
-        *,
-        only_last: bool = False,
-    ) -> None:
-        self.only_last = only_last
-        self.ids = ids
-        self.encoding = encoding
-        self.starts = np.append(np.flatnonzero(ids == encoding.eot_token), len(ids))
-        self.n_cut = int((np.diff(self.starts) > block_size + 1).sum())
-        super().__init__(len(self.starts) - 1, block_size, seed)
-
-    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        number = self.position_in_file(index)
-        ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
-        answer = tokenizer.answers(self.encoding, ids)
-        # What text/dataset.py has marked is not found to be an answer. The marks are taken out.
-        kept = unmarked(self.encoding, ids)
-        ids, answer = ids[kept], answer[kept]
-        answer[0] = False  # nothing predicts the first token
-        end = self.block_size + 1
-        if answer.any() and (self.only_last or not answer[:end].any()):
-            end = np.flatnonzero(answer)[-1] + 1
-        if self.only_last:
-            answer[: np.flatnonzero(~answer[:end])[-1]] = False
-        start = max(0, end - self.block_size - 1)
-        ids = ids[start:end]
-        targets = np.where(answer[start:end], ids, -1)
-        return ids[:-1], targets[1:]
-
-
-def unmarked(encoding: Encoding, ids: np.ndarray) -> np.ndarray:
-    """Which tokens of conversations [T] are none of the marks of text/dataset.py: [T] bool."""
-    start, stop = map(encoding.encode_single_token, (tokenizer.START, tokenizer.END))
-    return (ids != stop) | (np.roll(ids, 1) != start)
-
-
-class Pairs(Source):
-    """Pairs of conversations, chosen and rejected, which lie in the file one behind the other."""
-
-    def __init__(self, conversations: Conversations, seed: int | None) -> None:
-        n_pair = conversations.n_sequence // 2
-        super().__init__(n_pair, conversations.block_size, seed)
-        self.conversations = conversations
-        self.n_cut = conversations.n_cut
-
-    def pairs(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, 2, T] of pairs by their numbers in the file."""
-        both = [2 * number + k for number in numbers for k in (0, 1)]
-        inputs, targets = self.conversations.sequences(both)  # [2 B, T]
-        return inputs.unflatten(0, (-1, 2)), targets.unflatten(0, (-1, 2))
-
-    def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
-        return self.pairs([self.position_in_file(index) for index in indices])
 
 
 class Mixture(Source):
@@ -198,11 +129,8 @@ class Data:
         self, folder: Path, split: str, meta: dict, kind: str, block_size: int, seed: int | None
     ) -> Source:
         ids = open_tokens(folder, split, meta)
-        if kind == "chat":
-            return Conversations(ids, self.encoding, block_size, seed)
-        if kind == "preference":
-            talks = Conversations(ids, self.encoding, block_size, None, only_last=True)
-            return Pairs(talks, seed)
+        if kind in SOURCES:
+            return find(SOURCES[kind])(ids, self.encoding, block_size, seed)
         if meta["kind"] == "chat":  # as text, in memory
             ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:

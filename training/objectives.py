@@ -1,6 +1,5 @@
 """What training minimizes: the cross-entropy of the next token."""
 
-import importlib
 from dataclasses import dataclass
 
 import torch
@@ -56,12 +55,6 @@ class NextToken:
         with self.autocast():
             _, loss = self.model(ids, targets, documents=self.documents(ids))
         return loss
-
-
-def find_objective(name: str) -> type[NextToken]:
-    """The objective of a stage by its name in training/, "preference.Preference"."""
-    module, _, kind = name.partition(".")
-    return getattr(importlib.import_module(f"training.{module}"), kind)
 
 
 def n_validation_sequences(source: Source, n_token: int) -> int:

@@ -19,7 +19,8 @@ from tqdm import tqdm
 from model import Decoder
 from tables.tables import send
 from training import ranks
-from training.batches import Data, Pairs
+from training.batches import Data
+from training.conversations import Pairs
 from training.objectives import NextToken
 
 BETA = 0.15  # MiniMind's

@@ -6,7 +6,7 @@ from common import command_line
 from model import Decoder
 from text import tokenizer
 from training import countries, ranks
-from training.batches import Conversations, Data
+from training.batches import Data, Windows
 from training.objectives import NextToken
 from training.records import draw_loss
 from training.settings import STAGES, Settings
@@ -125,18 +125,15 @@ def show(model: Decoder, data: Data, seed: int) -> list[str]:
     conversations. Returns commands to try."""
     encoding = data.encoding
     source = next(iter(data.val.values()))
-    source = getattr(source, "conversations", source)  # those of pairs
-    if isinstance(source, Conversations):
-        commands = ["sample.py --chat"]
-        ids, targets = source.sequence(0)
-        prompt = ids[: (targets >= 0).argmax() + 1].tolist()  # up to the first answer
-        temperature = 0.0
-        stop = encoding.encode_single_token(tokenizer.END)
-    else:
+    if isinstance(source, Windows):
         text, commands = countries.demo(model, data.metas[0]["corpus"])
         prompt = tokenizer.encode(encoding, text)
         temperature = 0.8
         stop = encoding.eot_token
+    else:
+        prompt, commands = source.question(), ["sample.py --chat"]
+        temperature = 0.0
+        stop = encoding.encode_single_token(tokenizer.END)
     # Without `stop`, as ranks that do not end together would wait for each other forever.
     ids = torch.tensor([prompt], device=model.device)  # [1, T]
     new = model.generate(ids, 60, temperature=temperature, seed=seed)[0, len(prompt) :].tolist()

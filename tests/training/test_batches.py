@@ -12,7 +12,8 @@ from conftest import change_json, contents
 from common import UserError
 from text import bpe, tokenizer
 from text.dataset import write_dataset
-from training.batches import Conversations, Data, Mixture, Windows, parse_mixture
+from training.batches import Data, Mixture, Windows, parse_mixture
+from training.conversations import Conversations
 
 IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
 

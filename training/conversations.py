@@ -1,0 +1,92 @@
+"""Conversations as batches, for the stages sft and dpo: only answers are learned."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from tiktoken import Encoding
+from torch import Tensor
+
+from text import tokenizer
+from text.dataset import unmarked
+from training.batches import Source
+
+
+class Conversations(Source):
+    """One conversation per sequence; its targets are the assistant's tokens (`tokenizer.answers`).
+    If it is too long (`n_cut` are), its beginning is kept or, if no answer begins there, its end.
+    With `only_last`, its targets are the last answer, and its end is kept."""
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        encoding: Encoding,
+        block_size: int,
+        seed: int | None,
+        *,
+        only_last: bool = False,
+    ) -> None:
+        self.only_last = only_last
+        self.ids = ids
+        self.encoding = encoding
+        self.starts = np.append(np.flatnonzero(ids == encoding.eot_token), len(ids))
+        self.n_cut = int((np.diff(self.starts) > block_size + 1).sum())
+        super().__init__(len(self.starts) - 1, block_size, seed)
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        number = self.position_in_file(index)
+        ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
+        answer = tokenizer.answers(self.encoding, ids)
+        # What text/dataset.py has marked is not found to be an answer. The marks are taken out.
+        kept = unmarked(self.encoding, ids)
+        ids, answer = ids[kept], answer[kept]
+        answer[0] = False  # nothing predicts the first token
+        end = self.block_size + 1
+        if answer.any() and (self.only_last or not answer[:end].any()):
+            end = np.flatnonzero(answer)[-1] + 1
+        if self.only_last:
+            answer[: np.flatnonzero(~answer[:end])[-1]] = False
+        start = max(0, end - self.block_size - 1)
+        ids = ids[start:end]
+        targets = np.where(answer[start:end], ids, -1)
+        return ids[:-1], targets[1:]
+
+    def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [B, T] on the CPU. Those that are short are padded on the right."""
+        inputs, targets = zip(*(self.sequence(index) for index in indices), strict=True)
+        lengths = {len(ids) for ids in inputs}
+        if len(lengths) > 1:
+            longest = min(-(-max(lengths) // 32) * 32, self.block_size)  # few shapes to compile
+            # A causal model never sees the padding. It repeats the last token, so that no row of
+            # another token is read for it.
+            inputs = [np.pad(ids, (0, longest - len(ids)), mode="edge") for ids in inputs]
+            targets = [np.pad(t, (0, longest - len(t)), constant_values=-1) for t in targets]
+        return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
+
+    def question(self) -> list[int]:
+        """Token ids of the first conversation up to its first answer."""
+        ids, targets = self.sequence(0)
+        return ids[: (targets >= 0).argmax() + 1].tolist()
+
+
+class Pairs(Source):
+    """Pairs of conversations, chosen and rejected, which lie in the file one behind the other."""
+
+    def __init__(
+        self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None
+    ) -> None:
+        self.conversations = Conversations(ids, encoding, block_size, None, only_last=True)
+        self.n_cut = self.conversations.n_cut
+        super().__init__(self.conversations.n_sequence // 2, block_size, seed)
+
+    def pairs(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [B, 2, T] of pairs by their numbers in the file."""
+        both = [2 * number + k for number in numbers for k in (0, 1)]
+        inputs, targets = self.conversations.sequences(both)  # [2 B, T]
+        return inputs.unflatten(0, (-1, 2)), targets.unflatten(0, (-1, 2))
+
+    def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
+        return self.pairs([self.position_in_file(index) for index in indices])
+
+    def question(self) -> list[int]:
+        return self.conversations.question()
