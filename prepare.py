@@ -30,9 +30,10 @@ import tiktoken
 from common import UserError, check_ranges, command_line, flag, parse, run
 from text import bpe, huggingface, tokenizer
 from text.countries import CORPORA, write_corpus
-from text.dataset import read_meta, read_tokenizer, write_dataset
+from text.dataset import read_meta, read_tokenizer
 from text.documents import MAX_BAD, Document, Report, hashed, is_validation, kind_of, read, spelled
 from text.download import DATASETS, fetch
+from text.writer import write_dataset
 from training.checkpoints import read_checkpoint, read_encoding
 
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes

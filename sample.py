@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from model import Decoder
-from text import tokenizer
+from text import chat, tokenizer
 from text.tokenizer import encode, typed
 from training.checkpoints import load_model
 from training.placement import norm_keys
@@ -101,14 +101,14 @@ class Chat:
         self.encoding = encoding
         self.end = encoding.encode_single_token(tokenizer.END)
         messages = [] if system is None else [{"role": "system", "content": system}]
-        self.head = [encoding.eot_token, *tokenizer.render(encoding, messages)]
+        self.head = [encoding.eot_token, *chat.render(encoding, messages)]
         self.turns: list[list[int]] = []  # token ids, as many turns as fit
 
     def reply(self, text: str, max_new_tokens: int, **options) -> Iterator[str]:
         """Yield the answer to the user's next message token by token; `options` as for
         `Decoder.stream`. UserError: there is no room for the message and an answer."""
         # 1) make room for the message and a quarter of a context, or less, of an answer
-        question = tokenizer.prompt(self.encoding, [{"role": "user", "content": text}])
+        question = chat.prompt(self.encoding, [{"role": "user", "content": text}])
         block_size = self.model.config.block_size
         room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
         if len(question) > room:
@@ -140,7 +140,7 @@ def print_pieces(pieces: Iterator[str]) -> None:
     print()
 
 
-def converse(chat: Chat, seed: int, **options) -> None:
+def converse(talk: Chat, seed: int, **options) -> None:
     """Hold a conversation: each line of standard input is a message, until the input ends. /new
     forgets what was said, Ctrl-C ends an answer."""
     if sys.stdin is None:
@@ -152,11 +152,11 @@ def converse(chat: Chat, seed: int, **options) -> None:
         except EOFError:
             return
         if text == "/new":
-            chat.turns = []
+            talk.turns = []
             print("(a new conversation)", file=sys.stderr)
         elif text:
             try:
-                print_pieces(chat.reply(text, seed=seed, **options))
+                print_pieces(talk.reply(text, seed=seed, **options))
             except KeyboardInterrupt:
                 print()
             except UserError as error:

@@ -22,8 +22,9 @@ from lab.experiment import MAIN, Experiment, Kinds, best_learning_rates, pick
 from lab.pictures import markdown, spread
 from model import ModelConfig
 from text import bpe
-from text.dataset import open_tokens, read_meta, read_tokenizer, write_dataset
+from text.dataset import open_tokens, read_meta, read_tokenizer
 from text.download import MOBY_DICK
+from text.writer import write_dataset
 from training.checkpoints import load_model
 from training.settings import inherited_shape
 

@@ -12,7 +12,7 @@ from conftest import says
 from common import UserError
 from model import Decoder, ModelConfig
 from sample import Chat, converse
-from text import bpe, tokenizer
+from text import bpe, chat
 
 TALK = [
     says("system", "Be kind."),
@@ -30,20 +30,20 @@ def encoding() -> tiktoken.Encoding:
 
 
 def test_the_template_and_which_of_its_tokens_are_the_assistants(encoding):
-    ids = np.array(tokenizer.render(encoding, TALK))
+    ids = np.array(chat.render(encoding, TALK))
     text = "".join(f"<|im_start|>{m['role']}\n {m['content']}<|im_end|>\n" for m in TALK)
     assert encoding.decode(ids.tolist()) == text
     # ... and the markers that a user types are text.
     assert (ids == 1).sum() == (ids == 2).sum() == len(TALK)
 
-    answer = tokenizer.answers(encoding, ids)
+    answer = chat.answers(encoding, ids)
     parts = np.split(ids, np.flatnonzero(np.diff(answer)) + 1)  # runs of equal answer
     said = [encoding.decode(part.tolist()) for part in parts[1::2]]
     assert said == [" \n Hello!\n<|im_end|>", " Bye. assistant\n<|im_end|>"]
     for length in range(len(ids)):  # one that is cut off counts as far as it goes
-        assert (tokenizer.answers(encoding, ids[:length]) == answer[:length]).all()
+        assert (chat.answers(encoding, ids[:length]) == answer[:length]).all()
 
-    prompt = tokenizer.prompt(encoding, TALK[:-1])
+    prompt = chat.prompt(encoding, TALK[:-1])
     assert ids[: len(prompt)].tolist() == prompt
     assert encoding.decode(ids[len(prompt) :].tolist()) == said[-1] + "\n"
 
@@ -58,9 +58,9 @@ def model(encoding) -> Decoder:
 def test_turns_equal_generation_from_the_whole_conversation(model, encoding):
     newline = encoding.encode_ordinary("\n")
     talk = Chat(model, encoding, "Be kind.")
-    history = [encoding.eot_token, *tokenizer.render(encoding, TALK[:1])]
+    history = [encoding.eot_token, *chat.render(encoding, TALK[:1])]
     for text in ("Hello", "Bye", "Hello you"):
-        history += tokenizer.prompt(encoding, [{"role": "user", "content": text}])
+        history += chat.prompt(encoding, [{"role": "user", "content": text}])
         ids = model.generate(torch.tensor([history]), 9, temperature=0, stop=2)[0].tolist()
         said = ids[len(history) :]
         reply = "".join(talk.reply(text, 9, temperature=0))
@@ -101,7 +101,7 @@ def test_an_answer_is_shown_as_it_was_written(model, encoding, monkeypatch, cont
     monkeypatch.setattr(Decoder, "stream", lambda *a, **k: iter(said))
     talk = Chat(model, encoding)
     assert "".join(talk.reply("Hello", 9)) == content
-    asked = tokenizer.prompt(encoding, [says("user", "Hello")])
+    asked = chat.prompt(encoding, [says("user", "Hello")])
     assert talk.turns == [[*asked, *answer, 2, *encoding.encode_ordinary("\n")]]
 
 

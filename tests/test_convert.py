@@ -17,7 +17,7 @@ import convert
 import prepare
 from common import UserError, locked
 from model import Decoder, ModelConfig
-from text import dataset, tokenizer
+from text import chat, tokenizer, writer
 from text.huggingface import GPT2, LETTERS, LLAMA3, NO_TOKEN, SMOLLM2
 from training.batches import Data
 from training.checkpoints import load_checkpoint, load_model
@@ -226,7 +226,7 @@ def test_a_tokenizer_without_a_model_gets_what_it_lacks_behind_it(tmp_path, spec
         assert encoding.encode_single_token(name) == wanted[name]
     assert encoding.n_vocab == len(wanted)
     assert encoding.encode_ordinary(" hello") == [ids["Ġhello"]]
-    dataset.write_dataset(tmp_path / "data", [("train", "a"), ("val", "b")], encoding, corpus="x")
+    writer.write_dataset(tmp_path / "data", [("train", "a"), ("val", "b")], encoding, corpus="x")
     again = prepare.ready_tokenizer(str(tmp_path / "data/tokenizer.json"), "text")
     assert tokenizer.dumps(again) == tokenizer.dumps(encoding)
 
@@ -311,7 +311,7 @@ def test_an_exported_model_ends_its_answers_and_has_our_template(exported, tmp_p
         says("assistant", "Anna."),
         says("user", ""),
     ]
-    for more, wanted in ((True, tokenizer.prompt), (False, tokenizer.render)):
+    for more, wanted in ((True, chat.prompt), (False, chat.render)):
         text = template.render(
             messages=talk, add_generation_prompt=more, bos_token=words["bos_token"]
         )
@@ -343,7 +343,7 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
     words = hf.AutoTokenizer.from_pretrained(tmp_path / "llama")
     talk = [says("user", "Who sees Anna?")]
     asked = words.apply_chat_template(talk, add_generation_prompt=True)
-    assert asked == [encoding.eot_token, *tokenizer.prompt(encoding, talk)]
+    assert asked == [encoding.eot_token, *chat.prompt(encoding, talk)]
     rng = random.Random(0)
     for _ in range(1000):
         text = "".join(rng.choices(" abehlosn't\n\t\r12½٣é你👍,.!  ", k=rng.randint(0, 60)))

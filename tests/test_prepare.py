@@ -10,8 +10,9 @@ from conftest import command, contents, refused, says, write_jsonl
 
 import prepare
 from common import UserError
-from text import countries, dataset, documents, tokenizer
-from text.dataset import open_tokens, read_meta, read_tokenizer, write_dataset
+from text import chat, countries, documents, tokenizer, writer
+from text.dataset import open_tokens, read_meta, read_tokenizer
+from text.writer import write_dataset
 from training.batches import Data
 
 
@@ -42,7 +43,7 @@ def test_files_hold_every_document_behind_an_endoftext(tmp_path, data, encoding,
     else:
         talks = [[says("user", f"What is {i}?"), *TALK[1:]] for i in range(40)]
         records = [{"messages": talk} for talk in talks]
-        wanted = [[0, *tokenizer.render(encoding, talk)] for talk in talks]
+        wanted = [[0, *chat.render(encoding, talk)] for talk in talks]
     path = write_jsonl(tmp_path / "a.jsonl", records)
     line = "prepare.py --out_dir out --val_fraction 0.3 --tokenizer"
     command(line, data, "--input", path, cwd=tmp_path)
@@ -166,7 +167,7 @@ def test_the_default_corpora_by_command(tmp_path, monkeypatch):
         ids = stored(folder, split)
         assert ids == [tokenizer.encode(encoding, text) for text in texts[number]]
         ids = stored(tmp_path / "data/countries-sft", split)
-        assert ids == [[0, *tokenizer.render(encoding, chat)] for chat in chats[number]]
+        assert ids == [[0, *chat.render(encoding, talk)] for talk in chats[number]]
 
 
 # --- what can be wrong with flags and files ---
@@ -325,7 +326,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, encoding):
     documents = [("train", marked), ("val", talk)]
     write_dataset(tmp_path, documents, encoding, "chat", corpus="x")
     ids, targets = Data(str(tmp_path), "chat", 128, 0, 1).train.sequence(0)
-    whole = [encoding.eot_token, *tokenizer.render(encoding, talk)]
+    whole = [encoding.eot_token, *chat.render(encoding, talk)]
     assert ids.tolist() == whole[:-1]
     learned = encoding.decode(targets[targets >= 0].tolist())
     assert learned == " Ho.<|im_end|> No.<|im_end|>"
@@ -350,7 +351,7 @@ def test_the_tokenizer_is_trained_on_a_bounded_sample(tmp_path, story, monkeypat
 
 
 def test_memory_does_not_grow_with_files(tmp_path, encoding, monkeypatch):
-    monkeypatch.setattr(dataset, "BLOCK", 10)
+    monkeypatch.setattr(writer, "BLOCK", 10)
     monkeypatch.setattr(prepare, "MANY", 10)
     peaks = []
     for n in (100, 1000):

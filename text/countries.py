@@ -24,7 +24,7 @@ from pathlib import Path
 import tiktoken
 
 from text import bpe
-from text.dataset import write_dataset
+from text.writer import write_dataset
 
 TABLE = Path(__file__).with_name("countries.csv")
 

@@ -1,18 +1,8 @@
-"""Tokenizers, saved as JSON text and run by tiktoken; and the chat template.
+"""Tokenizers, saved as JSON text and run by tiktoken.
 
 A tokenizer is a `tiktoken.Encoding`, trained by bpe.py or by another program. As one line of JSON
 (`dumps`, `loads`) it is stored with the data and inside the checkpoint, so neither can be read with
 the wrong tokenizer; `fingerprint` is the short form that is compared.
-
-A conversation is a list of messages, {"role": ..., "content": ...}, and as tokens
-
-    <|endoftext|><|im_start|>user\\n What is the capital of Peru?<|im_end|>\\n
-    <|im_start|>assistant\\n Lima.<|im_end|>\\n
-
-The markers are special tokens, which no text encodes to: nobody can end a message and go on in
-another role. The space before each content, as Llama's tokenizer puts it before any text, is
-removed when an answer is shown. Without it "Lima." would be `L|im|a|.`, but the facts were learned
-with the token ` Lima`.
 """
 
 import base64
@@ -20,10 +10,9 @@ import codecs
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
-import numpy as np
 import tiktoken
 
 from common import Damage, parse_json
@@ -140,40 +129,3 @@ def stream(encoding: tiktoken.Encoding, ids: Iterable[int]) -> Iterator[str]:
     the last of them; one that stays incomplete becomes U+FFFD at the end."""
     spelled = map(encoding.decode_single_token_bytes, ids)
     return codecs.iterdecode(spelled, "utf-8", errors="replace")
-
-
-def heading(encoding: tiktoken.Encoding, role: str) -> list[int]:
-    """Token ids of what opens a message."""
-    return [encoding.encode_single_token(START), *encoding.encode_ordinary(f"{role}\n")]
-
-
-def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
-    """Token ids of a conversation, without the <|endoftext|> that precedes a document. Headings are
-    encoded apart from contents, so that they are always the same tokens."""
-    end = [encoding.encode_single_token(END), *encoding.encode_ordinary("\n")]
-    ids = []
-    for message in messages:
-        ids += heading(encoding, message["role"])
-        ids += encoding.encode_ordinary(f" {message['content']}")
-        ids += end
-    return ids
-
-
-def prompt(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
-    """Token ids of messages and of the heading under which the assistant answers."""
-    return render(encoding, messages) + heading(encoding, "assistant")
-
-
-def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
-    """Which tokens of a conversation [T] the assistant has to produce: [T] bool. They are the
-    contents of its messages, each with the <|im_end|> that ends it; the last may be cut off."""
-    opening = heading(encoding, "assistant")
-    end = encoding.encode_single_token(END)
-    answer = np.zeros(len(ids), dtype=bool)
-    for start in np.flatnonzero(ids == opening[0]):
-        content = start + len(opening)
-        if ids[start:content].tolist() == opening:
-            ends = np.flatnonzero(ids[content:] == end)
-            n = ends[0] + 1 if len(ends) else len(ids)
-            answer[content : content + n] = True
-    return answer

@@ -7,13 +7,13 @@ import torch
 from tiktoken import Encoding
 from torch import Tensor
 
-from text import tokenizer
-from text.dataset import unmarked
+from text import chat
+from text.chat import unmarked
 from training.batches import Source
 
 
 class Conversations(Source):
-    """One conversation per sequence; its targets are the assistant's tokens (`tokenizer.answers`).
+    """One conversation per sequence; its targets are the assistant's tokens (`chat.answers`).
     If it is too long (`n_cut` are), its beginning is kept or, if no answer begins there, its end.
     With `only_last`, its targets are the last answer, and its end is kept."""
 
@@ -36,8 +36,8 @@ class Conversations(Source):
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         number = self.position_in_file(index)
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
-        answer = tokenizer.answers(self.encoding, ids)
-        # What text/dataset.py has marked is not found to be an answer. The marks are taken out.
+        answer = chat.answers(self.encoding, ids)
+        # What text/chat.py has marked is not found to be an answer. The marks are taken out.
         kept = unmarked(self.encoding, ids)
         ids, answer = ids[kept], answer[kept]
         answer[0] = False  # nothing predicts the first token

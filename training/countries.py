@@ -10,7 +10,7 @@ import torch
 
 from common import UserError
 from model import Decoder
-from text import countries, tokenizer
+from text import chat, countries
 from text.tokenizer import encode
 from training.questions import mean, score_answers
 
@@ -82,10 +82,10 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
         for pattern in countries.held_out(countries.QUESTION, relation):
             brief = countries.exchange(pattern, country, relation, brief=True)
             sentence = countries.exchange(pattern, country, relation, brief=False)
-            prompt = tokenizer.prompt(encoding, brief[:1])
+            prompt = chat.prompt(encoding, brief[:1])
             # What follows the prompt, without the line break at the end.
-            brief_answer = tokenizer.render(encoding, brief)[len(prompt) : -1]
-            sentence_answer = tokenizer.render(encoding, sentence)[len(prompt) : -1]
+            brief_answer = chat.render(encoding, brief)[len(prompt) : -1]
+            sentence_answer = chat.render(encoding, sentence)[len(prompt) : -1]
             asked.append(([encoding.eot_token, *prompt], brief_answer, sentence_answer))
     return asked
 

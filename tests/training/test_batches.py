@@ -10,8 +10,8 @@ import torch
 from conftest import change_json, contents
 
 from common import UserError
-from text import bpe, tokenizer
-from text.dataset import write_dataset
+from text import bpe, chat, tokenizer
+from text.writer import write_dataset
 from training.batches import Data, Mixture, Windows, parse_mixture
 from training.conversations import Conversations
 
@@ -89,7 +89,7 @@ def talk(*contents: str) -> list[dict]:
 def packed(encoding, *talks) -> np.ndarray:
     ids = []
     for messages in talks:
-        ids += [encoding.eot_token, *tokenizer.render(encoding, messages)]
+        ids += [encoding.eot_token, *chat.render(encoding, messages)]
     return np.array(ids, dtype=np.uint16)
 
 

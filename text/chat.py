@@ -1,0 +1,76 @@
+"""The chat template.
+
+A conversation is a list of messages, {"role": ..., "content": ...}, and as tokens
+
+    <|endoftext|><|im_start|>user\\n What is the capital of Peru?<|im_end|>\\n
+    <|im_start|>assistant\\n Lima.<|im_end|>\\n
+
+The markers are special tokens, which no text encodes to: nobody can end a message and go on in
+another role. The space before each content, as Llama's tokenizer puts it before any text, is
+removed when an answer is shown. Without it "Lima." would be `L|im|a|.`, but the facts were learned
+with the token ` Lima`.
+
+In token files alone, <|im_end|> follows <|im_start|> in a message of weight 0, which is not to be
+learned: `marked` writes these marks, `unmarked` finds them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import tiktoken
+
+from text import tokenizer
+
+
+def heading(encoding: tiktoken.Encoding, role: str) -> list[int]:
+    """Token ids of what opens a message."""
+    return [encoding.encode_single_token(tokenizer.START), *encoding.encode_ordinary(f"{role}\n")]
+
+
+def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
+    """Token ids of a conversation, without the <|endoftext|> that precedes a document. Headings are
+    encoded apart from contents, so that they are always the same tokens."""
+    end = [encoding.encode_single_token(tokenizer.END), *encoding.encode_ordinary("\n")]
+    ids = []
+    for message in messages:
+        ids += heading(encoding, message["role"])
+        ids += encoding.encode_ordinary(f" {message['content']}")
+        ids += end
+    return ids
+
+
+def prompt(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
+    """Token ids of messages and of the heading under which the assistant answers."""
+    return render(encoding, messages) + heading(encoding, "assistant")
+
+
+def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
+    """Which tokens of a conversation [T] the assistant has to produce: [T] bool. They are the
+    contents of its messages, each with the <|im_end|> that ends it; the last may be cut off."""
+    opening = heading(encoding, "assistant")
+    end = encoding.encode_single_token(tokenizer.END)
+    answer = np.zeros(len(ids), dtype=bool)
+    for start in np.flatnonzero(ids == opening[0]):
+        content = start + len(opening)
+        if ids[start:content].tolist() == opening:
+            ends = np.flatnonzero(ids[content:] == end)
+            n = ends[0] + 1 if len(ends) else len(ids)
+            answer[content : content + n] = True
+    return answer
+
+
+def marked(encoding: tiktoken.Encoding, messages: list[dict]) -> list[int]:
+    """Token ids of a conversation, with marks in messages that are not to be learned."""
+    ids = []
+    for message in messages:
+        turn = render(encoding, [message])
+        if "weight" in message:
+            turn.insert(1, encoding.encode_single_token(tokenizer.END))
+        ids += turn
+    return ids
+
+
+def unmarked(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
+    """Which tokens of conversations [T] are none of the marks of `marked`: [T] bool."""
+    start, stop = map(encoding.encode_single_token, (tokenizer.START, tokenizer.END))
+    return (ids != stop) | (np.roll(ids, 1) != start)

@@ -1,0 +1,114 @@
+"""Writes the token folders that dataset.py describes."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import tiktoken
+
+from common import UserError, atomic, locked
+from text import chat, tokenizer
+from text.dataset import FORMAT
+
+BLOCK = 256  # documents that are encoded at a time, on several cores
+
+
+@dataclass
+class SplitWriter:
+    """A token file that is being written, with its sizes and its checksum so far."""
+
+    file: BinaryIO
+    dtype: str
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0  # of the text, special tokens of conversations included
+    sha256: Any = field(default_factory=hashlib.sha256)
+
+    def write(self, encoding: tiktoken.Encoding, ids: list[int]) -> None:
+        """Add a document's token ids, behind the <|endoftext|> that precedes every document."""
+        tokens = np.array([encoding.eot_token, *ids], self.dtype)
+        self.file.write(tokens)
+        self.sha256.update(tokens)
+        self.documents += 1
+        self.tokens += len(tokens)
+        self.bytes += len(encoding.decode_bytes(ids))
+
+    def meta(self) -> dict:
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "sha256": self.sha256.hexdigest(),
+        }
+
+
+def write_dataset(
+    out_dir: Path,
+    documents: Iterable[tuple[str, Any]],
+    encoding: tiktoken.Encoding,
+    kind: str = "text",
+    **origin,
+) -> dict:
+    """Write a token folder. It replaces what was there once all of it is complete.
+
+    Args:
+        documents: splits ("train" or "val") and documents: str, messages (chat) or two of them
+            (preference).
+        origin: further entries of meta.json; `corpus` is needed to train on the folder.
+
+    Returns:
+        meta.json.
+
+    Raises:
+        UserError: a split has no document, or the folder cannot be written.
+    """
+    dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
+    with (
+        locked(out_dir),
+        # These are left in reverse order: meta.json is replaced last.
+        atomic(out_dir / "meta.json") as meta_path,
+        atomic(out_dir / "tokenizer.json") as tokenizer_path,
+        atomic(out_dir / "train.bin") as train_path,
+        atomic(out_dir / "val.bin") as val_path,
+    ):
+        with open(train_path, "wb") as train_file, open(val_path, "wb") as val_file:
+            splits = {"train": SplitWriter(train_file, dtype), "val": SplitWriter(val_file, dtype)}
+            documents = iter(documents)
+            while block := list(islice(documents, BLOCK)):
+                encoded = encode(encoding, kind, [document for _, document in block])
+                for (split, _), ids in zip(block, encoded, strict=True):
+                    splits[split].write(encoding, ids)
+        for name, split in splits.items():
+            if not split.documents:
+                raise UserError(f"no document for {name}.bin: there must be more than one")
+        meta = {
+            "format": FORMAT,
+            "kind": kind,
+            "vocab_size": encoding.n_vocab,
+            "dtype": dtype,
+            **origin,
+            "tokenizer": tokenizer.fingerprint(encoding),
+            "train": splits["train"].meta(),
+            "val": splits["val"].meta(),
+        }
+        tokenizer_path.write_text(tokenizer.dumps(encoding), encoding="utf-8")
+        meta_path.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        # While old files are replaced by new ones, the folder has no meta.json: it is not complete.
+        (out_dir / "meta.json").unlink(missing_ok=True)
+    return meta
+
+
+def encode(encoding: tiktoken.Encoding, kind: str, documents: list) -> list[list[int]]:
+    """Token ids of each document, without the <|endoftext|> that precedes it."""
+    if kind == "text":
+        return encoding.encode_ordinary_batch(documents)
+    if kind == "chat":
+        return [chat.marked(encoding, messages) for messages in documents]
+    # Two conversations, each preceded by <|endoftext|>.
+    pairs = [[chat.render(encoding, talk) for talk in pair] for pair in documents]
+    return [[*chosen, encoding.eot_token, *rejected] for chosen, rejected in pairs]
