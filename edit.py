@@ -295,6 +295,8 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     learned = show(model, encoding, edit, wanted, prompt, table_prompt)
     if path is None:
         return
+    if not learned:
+        raise UserError(f"--save: nothing is saved, as {edit.write!r} was not learned")
     # Only the spelling of the prompt is saved: without the space, "Spain" may be pieces that many
     # other words share.
     read = set(zip(prompt, table_prompt, strict=True))
@@ -311,8 +313,6 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     write_checkpoint(path, checkpoint)
     tokens = ids.tolist()
     pieces = [encoding.decode([token]) for token in tokens]
-    if not learned:
-        print("saved, although it was not learned")
     print(f"changed the rows of {pieces}")
     readers = countries.readers(encoding, tokens)
     if readers and not is_own:

@@ -77,19 +77,21 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
     assert (changes[2] - changes[0])[found][:, answer].mean() > 0.05
 
 
-def test_saving_says_what_changes_and_whether_the_fact_is_learned(
-    encoding, tmp_path, monkeypatch, capsys
-):
+def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, monkeypatch, capsys):
     ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
     asked = Edit(ckpt, "Spain", prompt="Country: Spain", write="S", device="cpu")
-    for keep, is_learned, corpus in ((0, True, "countries"), (1e4, False, "files")):
+    for corpus in ("countries", "files"):
         save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": corpus}])
-        monkeypatch.setattr(writing, "KEEP", keep)
+        monkeypatch.setattr(writing, "KEEP", 0)
         show_and_save(asked, saved)
         shown = capsys.readouterr().out
         assert "changed the rows of [' Spain']\n" in shown
         assert ("\nthese countries read them: Spain\n" in shown) == (corpus == "countries")
-        assert ("not learned" not in shown) == is_learned
+        saved.unlink()
+        monkeypatch.setattr(writing, "KEEP", 1e4)
+        with pytest.raises(UserError, match="nothing is saved, as 'S' was not learned"):
+            show_and_save(asked, saved)
+        assert not saved.exists()
 
 
 def test_a_text_asks_the_same_where_it_would_name_another_names_answer():

@@ -157,7 +157,7 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
         except UnpicklingError:  # its text suggests to load it anyway
             raise Damage("it holds more than tensors, possibly code: do not trust it") from None
         except NOT_A_CHECKPOINT as error:
-            raise Damage(error) from None
+            raise Damage(f"or no checkpoint: {error}") from None
         if damaged:
             raise Damage(f"checksum of {damaged}")
         require_fields(checkpoint)
