@@ -69,15 +69,13 @@ class ShardedTables(Tables):
 
 
 def sharded(kind: type[Tables]) -> type[Tables]:
-    """A kind of tables that has columns of this rank; in a single process the kind itself."""
-    if not dist.is_initialized():
-        return kind
+    """The kind of tables that has columns of this rank."""
     return type(f"Sharded{kind.__name__}", (ShardedTables, kind), {})
 
 
 def columns_per_rank(width: int) -> int:
     """W/P. UserError: P does not divide W."""
-    n_rank = dist.get_world_size() if dist.is_initialized() else 1
+    n_rank = dist.get_world_size()
     if width % n_rank:
         sizes = f"{n_rank} processes do not divide rows of {width} numbers"
         raise UserError(f"--nproc_per_node: {sizes}")
@@ -86,7 +84,7 @@ def columns_per_rank(width: int) -> int:
 
 def shard(tables: Tables) -> Tables:
     """This rank's columns of resident tables, which it has as a whole."""
-    if not dist.is_initialized() or isinstance(tables, ShardedTables):
+    if isinstance(tables, ShardedTables):
         return tables
     assert type(tables) is ResidentTables, f"{type(tables).__name__} cannot be split over processes"
     width = columns_per_rank(tables.width)

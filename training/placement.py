@@ -11,9 +11,9 @@ from torch import nn
 from common import has_bfloat16
 from model import Decoder
 from offload import OffloadedTables
-from tables.sharded import columns_per_rank, sharded
 from tables.storage import DiskStorage, RamStorage, check_room
 from tables.tables import STREAMS, ResidentTables, StoredTables, Tables
+from training import ranks
 
 
 def make_tables(
@@ -46,14 +46,18 @@ def make_tables(
     on_disk = offload == "disk" and (training or saved is not None)
 
     def make(n_table: int, vocab_size: int, width: int) -> Tables:
-        width = columns_per_rank(width)
+        kind = ResidentTables
+        is_stored = n_table > 0 and (on_disk or far)
+        if is_stored:  # a GPU reads them through the ring, others in place
+            kind = OffloadedTables if far else StoredTables
+        kind, width = ranks.split(kind, width)
         shape = (vocab_size, n_table, width)
 
         # 1) in the memory of the device
-        if n_table == 0 or not (on_disk or far):
+        if not is_stored:
             if device.type == "cpu" and offload != "disk":
                 check_room(math.prod(shape) * dtype.itemsize)
-            return sharded(ResidentTables)(n_table, vocab_size, width, dtype)
+            return kind(n_table, vocab_size, width, dtype)
 
         # 2) in files or in RAM
         if on_disk and training:
@@ -64,8 +68,7 @@ def make_tables(
         else:
             storage = RamStorage(shape, dtype)
         storage.fresh = fresh
-        # A GPU reads them through the ring, others in place.
-        return sharded(OffloadedTables if far else StoredTables)(storage, device)
+        return kind(storage, device)
 
     return make
 
