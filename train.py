@@ -85,13 +85,14 @@ def resolve_settings(**given) -> Settings:
     checkpoint = None
     if given.get("init_from"):
         checkpoint = read_checkpoint(given["init_from"])
-    folder = next(iter(parse_mixture(given.get("data_dir", Settings.data_dir))))
-    if folder == Path(Settings.data_dir):
-        if ranks.rank == 0 and not os.path.exists(folder / "meta.json"):
-            print(f"no data in {folder} yet: generating the default corpus")
-            write_corpus("countries", folder)
+    folders = list(parse_mixture(given.get("data_dir", Settings.data_dir)))
+    default = Path(Settings.data_dir)
+    if default in folders:
+        if ranks.rank == 0 and not os.path.exists(default / "meta.json"):
+            print(f"no data in {default} yet: generating the default corpus")
+            write_corpus("countries", default)
         ranks.wait()
-    return new_settings(given, read_meta(folder), checkpoint)
+    return new_settings(given, [read_meta(folder) for folder in folders], checkpoint)
 
 
 @dataclass
@@ -317,15 +318,16 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     settings, data = run.settings, run.data
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(losses["val_loss"], "validation", run.step, settings)
-    corpus = data.metas[0]["corpus"]
-    losses.update(countries.ask(run.model, data.encoding, corpus, briefly=True))
+    losses.update(countries.ask(run.model, data.encoding, data.corpus, briefly=True))
     log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
         run.save()
         # After ckpt.pt, which still has the previous best: after a crash here, resuming evaluates
         # again.
-        # With tables on disk, best.pt would need one more copy of them.
-        is_best = losses["val_loss"] < run.best[0]
+        # With tables on disk, best.pt would need one more copy of them. The evaluation that only a
+        # resumed run makes, between two, decides nothing.
+        is_due = run.step % settings.eval_interval == 0 or run.step == settings.max_iters
+        is_best = is_due and losses["val_loss"] < run.best[0]
         if is_best and not run.model.tables.on_disk:
             run.best = (losses["val_loss"], run.step)
             path = settings.out_dir / "best.pt"

@@ -140,10 +140,10 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
 
 
 def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained):
-    def made(kind: str, n: int, **given) -> Settings:
-        meta = {"corpus": "files", "train": {kind: n}}
+    def made(kind: str, *sizes: int, **given) -> Settings:
+        metas = [{"corpus": "files", "train": {kind: n}} for n in sizes]
         base = checkpoint(trained["stem"]) if "stage" in given else None
-        return new_settings(given, meta, base)
+        return new_settings(given, metas, base)
 
     def steps(*args, **given) -> int:
         return made(*args, **given).max_iters
@@ -161,3 +161,4 @@ def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained)
     midtrain = dict(stage="midtrain", init_from="x")  # in windows of the model's length
     assert steps("tokens", 10**5, **midtrain) * 8 * 32 / 10**5 == pytest.approx(1.7, rel=0.01)
     assert steps("tokens", 10**6, max_iters=3) == 3
+    assert steps("tokens", 10**6, 2 * 10**6) == steps("tokens", 3 * 10**6)  # a mixture

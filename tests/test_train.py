@@ -101,6 +101,16 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     assert_same(best["model"], model)
 
 
+def test_the_evaluation_that_only_a_resumed_run_makes_decides_nothing(data, tmp_path, monkeypatch):
+    made_up = iter([9.0, 1.0, 6.0, 7.0])  # step 0; 4, 6, 12
+    monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        cut_in_step(patch, 4, do=lambda: signal.raise_signal(signal.SIGINT))
+        small_run(data, tmp_path)
+    resume(tmp_path)
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 6
+
+
 def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
     before = contents(out)
     line = f"train.py --out_dir {out} --data_dir {data} "

@@ -96,7 +96,8 @@ class Mixture(Source):
 
 class Data:
     """What a run reads: `train`, a source of sequences, of which `n_sequence` are different;
-    `val`, a source for each folder; `weights` and `metas` of the folders; their `encoding`."""
+    `val`, a source for each folder; `weights` and `metas` of the folders; their `encoding` and
+    `corpus`."""
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
         """Open a folder, or a mixture of folders, of `kind` text, chat or preference; with `total`
@@ -113,6 +114,9 @@ class Data:
                 raise UserError(f"{folder} holds {meta['kind']}, this stage reads {kind}")
             check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0])
         self.encoding = read_tokenizer(folders[0], self.metas[0])
+        # What a model is asked about: of a mixture, the corpus that has questions.
+        corpora = [meta["corpus"] for meta in self.metas]
+        self.corpus = max(corpora, key=lambda name: name.startswith("countries"))
 
         train = []
         self.val: dict[str, Source] = {}

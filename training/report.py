@@ -1,5 +1,7 @@
 """What a run tells people: what is trained at its start, what was learned at its end."""
 
+import math
+
 import torch
 
 from common import command_line
@@ -97,7 +99,7 @@ def report(
     if ranks.rank == 0:
         draw_loss(out_dir / "metrics.jsonl", out_dir / "loss.png")
     loss, step = best
-    best_file = f"best.pt (val loss {loss:.4f}, step {step}), " if step else ""
+    best_file = f"best.pt (val loss {loss:.4f}, step {step}), " if math.isfinite(loss) else ""
     print(f"wrote {out_dir / 'ckpt.pt'}, {best_file}metrics.jsonl, loss.png\n")
     commands = show(model, data, settings.seed)
     if not hints:
@@ -113,7 +115,7 @@ def report(
 
 def ask(model: Decoder, data: Data) -> dict[str, float]:
     """Ask for what the corpus teaches. Prints and returns the shares that are right."""
-    shares = countries.ask(model, data.encoding, data.metas[0]["corpus"])
+    shares = countries.ask(model, data.encoding, data.corpus)
     if shares:
         text = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
         print(f"recall of capitals, held-out phrasings: {text}")
@@ -126,7 +128,7 @@ def show(model: Decoder, data: Data, seed: int) -> list[str]:
     encoding = data.encoding
     source = next(iter(data.val.values()))
     if isinstance(source, Windows):
-        text, commands = countries.demo(model, data.metas[0]["corpus"])
+        text, commands = countries.demo(model, data.corpus)
         prompt = tokenizer.encode(encoding, text)
         temperature = 0.8
         stop = encoding.eot_token

@@ -235,13 +235,13 @@ def parse_args(description: str) -> dict:
     return vars(given)
 
 
-def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
+def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
     """The settings of a new run: the flags that are given come first, then the model of --init_from
     and what the stage, the corpus and the preset say.
 
     Args:
         given: flags by name.
-        meta: of the first folder of --data_dir (text/dataset.py).
+        metas: of the folders of --data_dir (text/dataset.py).
         base: the checkpoint named by --init_from.
     """
     name = given.get("stage", "pretrain")
@@ -250,7 +250,8 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
         raise UserError(f"--stage {name} starts from a trained model: give one with --init_from")
 
     # 1) the preset, and the model of --init_from
-    preset = "countries" if meta["corpus"] == "countries" else "prose"
+    corpora = {meta["corpus"] for meta in metas}
+    preset = "countries" if corpora == {"countries"} else "prose"
     if base is not None:
         preset = base["args"].get("preset", preset)
     preset = given.get("preset", preset)
@@ -264,14 +265,16 @@ def new_settings(given: dict, meta: dict, base: dict | None) -> Settings:
     values.update(stage.settings)
     batch_size = max(1, given.get("batch_size", values["batch_size"]))
     if stage.epochs is not None:
-        steps = stage.epochs * meta["train"]["documents"] // batch_size
+        n_document = sum(meta["train"]["documents"] for meta in metas)
+        steps = stage.epochs * n_document // batch_size
         values["max_iters"] = max(FEWEST, steps)
     elif preset == "prose":
         block_size = max(1, given.get("block_size", values["block_size"]))
-        steps = round(PASSES * meta["train"]["tokens"] / (batch_size * block_size))
+        n_token = sum(meta["train"]["tokens"] for meta in metas)
+        steps = round(PASSES * n_token / (batch_size * block_size))
         values["max_iters"] = min(max(STEPS[0], steps), STEPS[1])
-    if meta["corpus"] == f"{preset}-{name}":
-        values.update(FINE_TUNING.get(meta["corpus"], {}))
+    if corpora == {f"{preset}-{name}"}:
+        values.update(FINE_TUNING.get(f"{preset}-{name}", {}))
 
     # 3) what was given
     values.update(given)
