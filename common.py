@@ -85,7 +85,7 @@ def flag(default: Any, about: str, **more) -> Any:
     """A field of a dataclass that is also a flag of a command.
 
     Args:
-        about: its line in `-h`, with the default behind it, or `shown` in place of the default.
+        about: its line in `-h`, followed by the default, or `shown` in place of the default.
         more: `must`, a key of RANGES; `choices` and `nargs`, as of argparse; `of`, a test whether
             a kind of --ffn has this flag.
     """
@@ -108,7 +108,7 @@ def add_flags(
             name = setting.name
             shown = None
         options = {"help": more["about"], "default": SUPPRESS}
-        if shown:
+        if shown not in (None, "") and shown is not False:
             options["help"] += f" ({shown})"
         value_type = (get_args(setting.type) or [setting.type])[0]  # int of `int | None`
         is_path = value_type is Path or setting.name in ("ckpt", "data_dir", "tokenizer")

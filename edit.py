@@ -95,7 +95,7 @@ def check_editable(model: Decoder) -> None:
     """UserError: the model has no rows that belong to one token."""
     if not len(model.tables.weight):
         raise UserError("--ckpt is a model that has no tables to edit")
-    if model.n_address > 1 or model.tables.vocab_size != model.config.vocab_size:
+    if model.n_address > 1 or model.tables.n_row != model.config.vocab_size:
         raise UserError("--ckpt is a model with rows of n-grams, which do not belong to one name")
 
 
@@ -146,7 +146,7 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
 
 
 def fact(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> list[int]:
-    """The tokens of what --write writes: behind a space, or not, as the model finds likelier."""
+    """The tokens of what --write writes: after a space, or not, as the model finds likelier."""
     spaced, bare = spellings(encoding, edit.write)
     prompt = encode(encoding, edit.prompt)
     likely = score_answers(model, [prompt, prompt], [spaced[:1], bare[:1]]).probability

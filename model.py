@@ -64,7 +64,7 @@ class ModelConfig:
     )
     attention: str = flag("full", "full, window:64, or by layer, repeated: window:64,full")
     tie_head: bool | None = flag(None, "head = input embedding", shown="only for embformer")
-    dropout: float = flag(0.0, "dropout probability", shown="0", must="0 or more and below 1")
+    dropout: float = flag(0.0, "dropout probability", must="0 or more and below 1")
     rope_base: float = field(default=10000.0, metadata=dict(must="a positive number"))
     rope_scaling: list[float] | None = None  # see `rotary`
     norm_eps: float = field(default=1e-6, metadata=dict(must="a positive number"))
@@ -133,7 +133,7 @@ RELATIVES = Path(__file__).parent / "relatives"
 def relatives(kind: str) -> list[str]:
     """The files in relatives/ that have a class of this name, `Decoder` or `Attention`."""
     files = RELATIVES.glob("*.py")
-    return sorted(f.stem for f in files if f"class {kind}(" in f.read_text(encoding="utf-8"))
+    return sorted(f.stem for f in files if f"\nclass {kind}(" in f.read_text(encoding="utf-8"))
 
 
 def relative(kind: str, name: str, given: str) -> type:
@@ -260,7 +260,7 @@ class Attention(nn.Module):
         super().__init__()
         width = config.n_embd
         self.config = config
-        self.span = config.block_size  # how many keys a token can see; on average half of them
+        self.span = config.block_size  # what attention costs a token: half of so many keys
         self.qkv = qkv
         self.out = nn.Identity() if config.embedding_only else nn.Linear(width, width, bias=False)
 
@@ -269,11 +269,11 @@ class Attention(nn.Module):
         return LayerCache(self.config, batch, room, like)
 
     def n_past(self, start: int) -> int:
-        """Of `start` earlier tokens, how many the next token sees: the last ones."""
+        """How many of `start` earlier tokens the next token can see: always the last ones."""
         return start
 
     def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor | None:
-        """The mask for `attend` of tokens x [B, T, n_embd] behind `start` tokens in the cache.
+        """The mask for `attend` of tokens x [B, T, n_embd] after `start` tokens in the cache.
         documents: their numbers [B, T], in which attention stays."""
         n = x.shape[1]
         if documents is not None:
@@ -402,18 +402,26 @@ class Block(nn.Module):
         self.row_width = sum(self.row_split)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rows: Tensor | None, *context) -> Tensor:
-        """x [B, T, n_embd], rows [B, T, row_width] (None without a table) -> [B, T, n_embd].
-        context: angles, mask, cache and start for `Attention.forward`, which may get more rows."""
+    def forward(
+        self,
+        x: Tensor,
+        rows: Tensor | None,
+        angles: Tensor,
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+        start: int = 0,
+    ) -> Tensor:
+        """x [B, T, n_embd], rows [B, T, row_width] (None without a table) -> [B, T, n_embd]. All
+        others are those of `Attention.forward`, which may get rows of earlier tokens, too."""
         attn_rows, ffn_rows = None, None
         if rows is not None:
             attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
             n = x.shape[1]
             if rows.shape[1] > n:  # also of earlier tokens, as many as some layer sees
-                *_, start = context
                 attn_rows = attn_rows[:, -n - self.attn.n_past(start) :]
                 ffn_rows = ffn_rows[:, -n:]
-        x = x + self.dropout(self.attn(self.attn_norm(x), attn_rows, *context))
+        y = self.attn(self.attn_norm(x), attn_rows, angles, mask, cache, start)
+        x = x + self.dropout(y)
         return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
 
 
@@ -527,16 +535,16 @@ class Decoder(nn.Module):
         n = ids.shape[1]
         start = 0 if cache is None else cache.length
         room = config.block_size if cache is None else cache.room
-        assert start + n <= room, f"{start + n} tokens do not fit into block_size={room}"
+        assert start + n <= room, f"{start + n} tokens: there is room for {room}"
 
         # 1) Look up rows.
         lookup_ids = ids if table_ids is None else table_ids
         if start > 0:
             lookup_ids = torch.cat((cache.ids, lookup_ids), dim=1)  # the text so far
-        n_row = n  # of how many tokens, the last ones, layers get rows
+        n_read = n  # of how many tokens, the last ones, layers get rows
         if cache is not None and cache.layers[0] is None:  # keys and values are made of them again
-            n_row += max(block.attn.n_past(start) for block in self.blocks)
-        layer_rows = self.layer_rows(self.addresses(lookup_ids, n_row, documents))
+            n_read += max(block.attn.n_past(start) for block in self.blocks)
+        layer_rows = self.layer_rows(self.addresses(lookup_ids, n_read, documents))
         x = F.dropout(self.embed(ids), config.dropout, self.training)
 
         # 2) What layers share: positions and masks.
@@ -552,7 +560,7 @@ class Decoder(nn.Module):
         for layer, block in enumerate(self.blocks):
             rows = None
             if block.row_width:
-                rows = next(layer_rows)  # [B, n_row, row_width]
+                rows = next(layer_rows)  # [B, n_read, row_width]
                 if rows.is_floating_point():
                     rows = rows.to(x.dtype)
             mask = masks[config.attention_kinds[layer]]

@@ -144,10 +144,10 @@ class OffloadedTables(StoredTables):
         # The working set: on the device [n_slot, n_table, W] of rows and, in training, maybe state.
         self.working_set = {"rows": self.new_slots(0, storage.arrays["rows"])}
         self.token_in = torch.empty(0, dtype=torch.int64)  # of each slot, -1: it is free
-        self.slot_of = torch.full((self.vocab_size,), -1)  # of each token, -1: it has none
+        self.slot_of = torch.full((self.n_row,), -1)  # of each token, -1: it has none
         self.n_used = 0  # slots that are not free
-        self.coming = torch.zeros(self.vocab_size, dtype=torch.bool)  # fetched, not waited for
-        self.dirty = torch.zeros(self.vocab_size, dtype=torch.bool)  # changed, not written back
+        self.coming = torch.zeros(self.n_row, dtype=torch.bool)  # fetched, not waited for
+        self.dirty = torch.zeros(self.n_row, dtype=torch.bool)  # changed, not written back
         self.announced = torch.empty(0, dtype=torch.int64)  # tokens of the next batch
         self.arrival: Future = self.ring.run(torch.cuda.Event)  # of the latest fetch: none yet
         self.free = torch.cuda.Event()  # the compute stream is done with the free slots
@@ -272,7 +272,7 @@ class OffloadedTables(StoredTables):
     def grow(self) -> None:
         """Make room for the tokens in use, and a quarter more. The host waits for the worker."""
         n_old = len(self.token_in)
-        n_slot = min(self.vocab_size, self.n_used + self.n_used // 4)
+        n_slot = min(self.n_row, self.n_used + self.n_used // 4)
         self.wait_for_arrival()
         for name, old in self.working_set.items():
             new = self.new_slots(n_slot, old)

@@ -50,7 +50,7 @@ FILL = (
 
 ABOUT_DATASETS = "countries, -sft, -dpo: facts about the world's states, generated here"
 for name, files in DATASETS.items():
-    ABOUT_DATASETS += f"; {name}: {files[0].about}, {files[0].licence}"
+    ABOUT_DATASETS += f"; {name}: {files[0].about}, {files[0].license}"
 
 
 @dataclass
@@ -155,6 +155,7 @@ def labelled(documents: Iterable[Document], settings: Settings) -> Iterator[tupl
     are added until there is enough to validate with, and what is longer than a fifth is cut."""
     documents = iter(documents)
     lack = LEAST_VAL
+    kept = 1  # of the first ones, for training, whatever its hash
     while part := list(islice(documents, MANY)):
         total = sum(len(spelled(document)) for document in part)
         lack = min(lack, max(1, total // 20))
@@ -166,16 +167,18 @@ def labelled(documents: Iterable[Document], settings: Settings) -> Iterator[tupl
                 pieces.append(document)
         hashes = [hashed(piece) for piece in pieces]
         val = set()
-        for number in sorted(range(len(pieces)), key=hashes.__getitem__)[:-1]:
+        order = sorted(range(len(pieces)), key=hashes.__getitem__)
+        for number in order[: len(order) - kept]:
             if lack > 0 or is_validation(hashes[number], settings.val_fraction):
                 val.add(number)
                 lack -= len(spelled(pieces[number]))
+        kept = 0
         for number, piece in enumerate(pieces):
             yield "val" if number in val else "train", piece
 
 
 def cut(document: str, size: int) -> list[str]:
-    """Pieces of at most `size` characters, cut behind their last line break, or else blank. All
+    """Pieces of at most `size` characters, cut after their last line break, or else blank. All
     together are the document."""
     pieces = []
     while len(document) > size:
@@ -187,11 +190,18 @@ def cut(document: str, size: int) -> list[str]:
 
 
 def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
-    """Yield this share of the training documents."""
+    """Yield this share of the training documents, at least one."""
+    spare = None
     for split, document in documents:
-        # The low bits of the hash, as the high ones decide the split.
-        if split == "train" and hashed(document) % 2**32 < share * 2**32:
-            yield document
+        if split == "train":
+            # The low bits of the hash, as the high ones decide the split.
+            if hashed(document) % 2**32 < share * 2**32:
+                yield document
+                spare = ""
+            elif spare is None:
+                spare = document
+    if spare:
+        yield spare
 
 
 def main() -> None:

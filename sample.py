@@ -64,7 +64,7 @@ def write(
     written: list[int],
     **options,
 ) -> Iterator[str]:
-    """Yield what the model writes behind `ids` as it comes, up to one of the tokens `ends`. The
+    """Yield what the model writes after `ids` as it comes, up to one of the tokens `ends`. The
     tokens before it go to the list `written`. `options` as for `Decoder.stream`."""
 
     def tokens() -> Iterator[int]:
@@ -82,7 +82,7 @@ def write(
 def side_by_side(
     model: Decoder, ids: list[int], n: int, end: int, max_new_tokens: int, **options
 ) -> list[list[int]]:
-    """What the model writes behind `ids`, n times in one batch, each up to the token `end`."""
+    """What the model writes after `ids`, n times in one batch, each up to the token `end`."""
     prompts = torch.tensor([ids] * n, device=model.device)  # [n, T]
     tokens = model.stream(prompts, max_new_tokens, stop=end, **options)
     steps = list(tqdm(tokens, "sampling", max_new_tokens, unit="token", disable=None))  # [n] each
@@ -126,11 +126,13 @@ class Chat:
         ends = (self.end, self.encoding.eot_token)  # a document's end is a message's, too
         answer: list[int] = []
         pieces = write(self.model, self.encoding, ids, ends, answer, **options)
-        # Every content begins with a space that is not shown (text/tokenizer.py).
-        yield next(pieces, "").removeprefix(" ")
-        yield from pieces
-        newline = self.encoding.encode_ordinary("\n")
-        self.turns.append([*question, *answer, self.end, *newline])
+        try:
+            # Every content begins with a space that is not shown (text/chat.py).
+            yield next(pieces, "").removeprefix(" ")
+            yield from pieces
+        finally:  # also where Ctrl-C ends it
+            newline = self.encoding.encode_ordinary("\n")
+            self.turns.append([*question, *answer, self.end, *newline])
 
 
 def print_pieces(pieces: Iterator[str]) -> None:
@@ -171,7 +173,7 @@ def main() -> None:
     model, encoding, checkpoint = load_model(args.ckpt, device, args.offload, args.dtype)
     if args.cache == "ids":
         if not model.config.embedding_only:
-            raise UserError(f"--cache ids: {args.ckpt} is no Embformer, whose keys are rows")
+            raise UserError(f"--cache ids: {args.ckpt} is not an Embformer, whose keys are rows")
         norm_keys(model)
     options = {
         "max_new_tokens": args.max_new_tokens,

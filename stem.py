@@ -47,8 +47,8 @@ def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[in
         average  every token reads the mean of the target's rows: the target is one token, whose
                  row is that mean (training/writing.py makes it)
 
-    The authors' copying repeats the target's whole name, and their subset is what they find most
-    representative of it. They average at any lengths, too.
+    Differs: the authors copy by repeating the target's whole name, choose the subset that they find
+    most representative, and average names of equal length, too.
     """
     if how == "subset":
         rarest = sorted(target)[-n:]

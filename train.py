@@ -39,18 +39,18 @@ from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
     check_tables,
     load_checkpoint,
-    load_model,
     read_checkpoint,
     read_encoding,
     remove_run,
     run_folder,
     save_checkpoint,
 )
+from training.evaluation import evaluate
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
 from training.placement import make_tables, training_dtype
 from training.records import Log
-from training.report import ask, describe, format_figures, model_sizes, report
+from training.report import describe, format_figures, model_sizes, report
 from training.settings import (
     EVAL_FLAGS,
     RESUMABLE_FLAGS,
@@ -234,7 +234,7 @@ def fit(run: Run, hints: bool = True) -> None:
     log.write(type="run", args=settings.flat(), sizes=model_sizes(model), data=data.metas)
 
     steps: list[tuple] = []  # whose figures are not read yet
-    figures = {}  # of the last step
+    figures = {}  # of the last step that was read
     first_step = run.step
     if run.step < settings.max_iters:
         ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
@@ -288,9 +288,9 @@ def fit(run: Run, hints: bool = True) -> None:
             norm = run.optimizer.step(fraction)
             run.step += 1
             ranks.add_up(train_loss)
-            figures = {"train_loss": train_loss, "grad_norm": norm}
-            figures["lr"] = fraction * settings.learning_rate
-            steps.append((started, n_token, figures))
+            pending = {"train_loss": train_loss, "grad_norm": norm}
+            pending["lr"] = fraction * settings.learning_rate
+            steps.append((started, n_token, pending))
             bar.update()
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
         shares = report(settings, data, model.eval(), run.best, hints)
@@ -344,33 +344,6 @@ def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
         if step == 0:
             advice = "are the weights of --init_from finite, --init_std and --table_std small?"
         raise UserError(f"the {kind} loss became {loss} at step {step}: {advice}")
-
-
-# --- without training ---
-
-
-def evaluate(settings: Settings) -> None:
-    """Print a checkpoint's losses on prepared folders, and ask what their corpora teach."""
-    path = settings.init_from
-    device = pick_device(settings.device)
-    model, encoding, _ = load_model(path, device, settings.offload, verify=True)
-    boundary = encoding.eot_token if settings.doc_mask else None
-    dtype = training_dtype(settings.dtype, device)
-    objective = NextToken(model, device, dtype, boundary)
-    folders = settings.data_dir.split(",")
-    # A mixture, whose weights do not matter here, or a folder with a comma in its name.
-    if "=" in settings.data_dir or os.path.isdir(settings.data_dir):
-        folders = list(parse_mixture(settings.data_dir))
-    ours = tokenizer.fingerprint(encoding)
-    for folder in folders:
-        meta = read_meta(Path(folder))
-        check_tokenizer(meta["tokenizer"], folder, ours, path)
-        if meta["kind"] == "preference":
-            raise UserError(f"--data_dir {folder} holds pairs: only --stage dpo can evaluate them")
-        data = Data(str(folder), meta["kind"], model.config.block_size, settings.seed, total=0)
-        losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
-        print(f"{path} on {folder}: {format_figures(losses)}")
-        ask(model, data)
 
 
 @ranks.joined()

@@ -3,7 +3,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
 
     python lab/analyze.py runs out/dense-* out/stem-* --plot loss.png   # compares; seeds averaged
     python lab/analyze.py ladder           # all kinds of layers, with controls, five seeds
-    python lab/analyze.py settings         # which initialisation and learning rate suit a kind
+    python lab/analyze.py settings         # which initialization and learning rate suit a kind
     python lab/analyze.py stability        # loss spikes and gradients at rising learning rates
     python lab/analyze.py context          # parameters read by length, a needle in a haystack
     python lab/analyze.py attention        # windows: worse? keys of the token before?
@@ -60,7 +60,7 @@ def main() -> None:
     about = "for runs: picture of the loss (loss.png)"
     parser.add_argument("--plot", type=Path, default=Path("loss.png"), help=about)
     add_flags(parser, Experiment)
-    flags = vars(parser.parse_intermixed_args())  # paths before and behind flags
+    flags = vars(parser.parse_intermixed_args())  # paths before and after flags
     question = flags.pop("question")
     paths = flags.pop("paths")
     plot = flags.pop("plot")

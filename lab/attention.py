@@ -37,7 +37,7 @@ def pairs(rng: random.Random) -> str:
 
 
 def values_found(folder: Path, count: int, device: torch.device) -> float:
-    """The share of values that a run's model names behind the last key of so many new texts."""
+    """The share of values that a run's model names after the last key of so many new texts."""
     model, encoding, _ = load_model(folder / "ckpt.pt", device)
     asked = []
     for seed in range(count):

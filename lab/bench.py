@@ -120,7 +120,7 @@ class Contender:
         """Fresh ids, and those that tables are looked up under: others only with --table_gib."""
         self.batches += 1
         ids = zipf(shape, self.config.vocab_size, self.batches)
-        n_row = self.model.tables.vocab_size
+        n_row = self.model.tables.n_row
         if n_row == self.config.vocab_size:
             return ids, ids
         return ids, zipf(shape, n_row, self.batches)
@@ -205,7 +205,7 @@ def prefill(contender: Contender) -> float:
 
 @torch.inference_mode()
 def decode(contender: Contender, batch: int, context: int, new: int) -> float:
-    """Read new tokens one by one behind a context. They are given: a model that knows nothing would
+    """Read new tokens one by one after a context. They are given: a model that knows nothing would
     repeat itself."""
     model = contender.model.eval()
     block_size = contender.config.block_size

@@ -114,7 +114,7 @@ def prose(held_out: bool) -> list[str]:
 
 
 def document(rng: random.Random, n_word: int, repeats: int) -> str:
-    """Words of prose, a needle among them, and `repeats` times behind it the same sentence."""
+    """Words of prose, a needle among them, and `repeats` times after it the same sentence."""
     words = prose(held_out=False)
     start = rng.randrange(len(words) - n_word)
     parts = words[start : start + n_word]
@@ -164,8 +164,8 @@ def haystack(
     n_prose = length - 1 - len(told) - len(question)
     start = rng.randrange(len(ids) - n_prose)
     place = start + round(depth * n_prose)
-    before, behind = ids[start:place], ids[place : start + n_prose]
-    prompt = [encoding.eot_token, *before, *told, *behind, *question]
+    before, after = ids[start:place], ids[place : start + n_prose]
+    prompt = [encoding.eot_token, *before, *told, *after, *question]
     return prompt, encoding.encode_ordinary(f" {value}")[0]
 
 

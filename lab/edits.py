@@ -150,7 +150,7 @@ def report_edits(path: Path, most: int, device: torch.device) -> dict:
 def answered_after_writing(
     model: Decoder, encoding: Encoding, source: Asked, target: Asked, relation: str
 ) -> Tensor:
-    """Write the target's fact about the source, as `edit.py --write` does it, behind words that
+    """Write the target's fact about the source, as `edit.py --write` does it, after words that
     training uses. Which held-out questions about the source are answered rightly then, with the new
     fact and its other ones: [relation, form, phrasing] bool."""
     changed = replace(source.country, **{relation: getattr(target.country, relation)})

@@ -1,4 +1,4 @@
-"""settings: two initialisations, each at its best rate; how tables are trained; in which layer."""
+"""settings: two initializations, each at its best rate; how tables are trained; in which layer."""
 
 from lab.edits import table_with_edits
 from lab.experiment import KINDS, Experiment, best_learning_rates

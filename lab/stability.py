@@ -1,7 +1,7 @@
 """Does the loss spike? Training losses and gradient norms at rising learning rates.
 
 A spike is a step whose loss is higher than in the ten steps before, and more than six robust
-deviations above the median of the ten steps before and behind.
+deviations above the median of the ten steps before and after.
 """
 
 import statistics
@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from lab.experiment import KINDS, Experiment, Run
 from lab.pictures import markdown, plt, spread
 
-REACH = 10  # steps before and behind that a spike stands out of
+REACH = 10  # steps before and after that a spike stands out of
 NAMES = ("dense", "STEM, all", "moe")
 RATES = (3e-3, 1e-2, 3e-2)
 STEPS = 250

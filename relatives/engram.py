@@ -2,7 +2,8 @@
 
     x + sigmoid(s) W_V e
 
-e are rows of the n-grams that end here (ngrams.py), s is how well W_K e fits x. FFNs are dense.
+e are rows of the n-grams that end here (ngrams.py), s tells how well W_K e fits x (see `Engram`).
+FFNs are dense.
 
 --engram_table one: all layers read the rows of one table (repository nano-scalemb, 2026).
 --engram_place ffn: the memory is added in the FFN instead, W_d (SiLU(W_g x) * (W_u x + memory)), as
@@ -33,10 +34,10 @@ class Config(ngrams.Config):
 class Engram(nn.Module):
     """Section 2.3:
 
-        s = norm(x) . norm(W_K e) / sqrt(n_embd)
-        y = sigmoid(sign(s) sqrt(|s|)) W_V e
+        r = norm(x) . norm(W_K e) / sqrt(n_embd)
+        y = sigmoid(s) W_V e,   s = sign(r) sqrt(|r|)
 
-    Differs: no short convolution behind it (nor has DeepSeek-V4.1); no biases."""
+    Differs: no short convolution after it (nor has DeepSeek-V4.1); no biases."""
 
     def __init__(self, config: Config, d_out: int) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ class MoEFFN(Experts):
 
 
 class Decoder(model.Decoder):
-    """In training, the loss includes the auxiliary losses of all layers."""
+    """In training on next tokens, the loss includes the auxiliary losses of all layers."""
 
     config_class = Config
 

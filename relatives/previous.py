@@ -1,7 +1,7 @@
 """--attention previous:2: in the first two key heads, each token has the key of the one before it.
 
 Keys of Embformer are rows of their own tokens, which do not know what came before: it cannot find
-`B` behind an earlier `A` from `A` alone. With a key of the token before, a query for `A` finds `B`.
+`B` after an earlier `A` from `A` alone. With a key of the token before, a query for `A` finds `B`.
 """
 
 import torch

@@ -58,10 +58,10 @@ class RowRMSprop:
         self.by_row = state == "row"
         self.steps = 0
         # The step that last read each token; on the CPU, like the ids.
-        self.last = torch.zeros(tables.vocab_size, dtype=torch.int64)
+        self.last = torch.zeros(tables.n_row, dtype=torch.int64)
         if self.by_row:
             device = tables.rows(0).device
-            moments = torch.zeros(tables.vocab_size, len(tables.weight), device=device)
+            moments = torch.zeros(tables.n_row, len(tables.weight), device=device)
             self.state = list(moments.split(1, dim=1))  # [V, 1] of each table
         else:
             self.state = tables.add_state()  # [V, W] of each table

@@ -89,7 +89,7 @@ def shard(tables: Tables) -> Tables:
     assert type(tables) is ResidentTables, f"{type(tables).__name__} cannot be split over processes"
     width = columns_per_rank(tables.width)
     dtype = tables.weight[0].dtype if len(tables.weight) else torch.float32
-    mine = sharded(ResidentTables)(len(tables.weight), tables.vocab_size, width, dtype)
+    mine = sharded(ResidentTables)(len(tables.weight), tables.n_row, width, dtype)
     for columns, whole in zip(mine.weight, tables.weight, strict=True):
         columns.data = my_columns(whole.data).clone()
     return mine

@@ -34,6 +34,7 @@ class TableStorage:
     shape: Shape
     arrays: dict[str, Tensor]
     fresh = True  # rows are yet to be drawn
+    on_disk = False  # saved apart from ckpt.pt, by `copy`
 
     def add(self, name: str, dtype: torch.dtype) -> Tensor:
         """A new array of zeros. UserError: there is no room."""
@@ -59,6 +60,8 @@ class DiskStorage(TableStorage):
     """Tables in a folder of raw arrays, a file for each, mapped into memory. What is written to a
     tensor goes to its file if that is `writable`, and else stays in this process. UserError: a file
     is missing or has another size."""
+
+    on_disk = True
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class DiskStorage(TableStorage):
         mmap.madvise, during which no other thread runs: a GPU would wait for launches.)"""
         if not hasattr(os, "posix_fadvise"):  # macOS, Windows
             return
-        runs: list[list[int]] = []  # [first, end] of neighbours, which are asked for as one
+        runs: list[list[int]] = []  # [first, end] of neighbors, which are asked for as one
         for token in torch.unique(ids).tolist():
             if runs and runs[-1][1] == token:
                 runs[-1][1] += 1
@@ -158,8 +161,8 @@ class DiskStorage(TableStorage):
                         crc32[name] = zlib.crc32(numbers, crc32[name])
                         file.write(numbers)  # numpy's tofile would hide why it failed
                     os.fsync(file.fileno())
-        vocab_size, n_table, width = self.shape
-        shape = (vocab_size, n_table, width * self.n_rank)
+        n_row, n_table, width = self.shape
+        shape = (n_row, n_table, width * self.n_rank)
         return {"shape": shape, "dtype": self.arrays["rows"].dtype, "crc32": crc32}
 
     def checksums(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tables.storage import DiskStorage, TableStorage
+from tables.storage import TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 MOST_READS = 4096  # more lookups than a step has micro-batches: nobody takes the gradients
@@ -39,9 +39,9 @@ class Tables(nn.Module):
     on_disk = False
     n_rank = 1  # processes, each of which has columns of its own (sharded.py)
 
-    def __init__(self, vocab_size: int, width: int) -> None:
+    def __init__(self, n_row: int, width: int) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.n_row = n_row
         self.width = width
         # A lookup in training makes leaves, the backward pass fills their .grad, `merge` adds these
         # up, the optimizer takes the sums. Lookups whose backward pass is yet to come: the distinct
@@ -104,7 +104,7 @@ class Tables(nn.Module):
             leaf = self.rows(table).detach().index_select(0, index).float().requires_grad_()
             leaves.append(leaf)  # [n, W]
             # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back, in
-            # float32: whoever computes in 16 bits casts behind it.
+            # float32: whoever computes in 16 bits casts the result.
             yield F.embedding(position, leaf)
 
     # --- for the optimizer ---
@@ -181,11 +181,11 @@ class Tables(nn.Module):
 class ResidentTables(Tables):
     """All `n_table` tables of a model in the memory of the compute device."""
 
-    def __init__(self, n_table: int, vocab_size: int, width: int, dtype=torch.float32) -> None:
-        super().__init__(vocab_size, width)
+    def __init__(self, n_table: int, n_row: int, width: int, dtype=torch.float32) -> None:
+        super().__init__(n_row, width)
         # No requires_grad: autograd would fill a V x W gradient, nearly all of it zeros, each step.
         # Setting it (train.py --table_optimizer adamw) makes them ordinary parameters again.
-        tables = [torch.zeros(vocab_size, width, dtype=dtype) for _ in range(n_table)]
+        tables = [torch.zeros(n_row, width, dtype=dtype) for _ in range(n_table)]
         self.weight = nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in tables)
 
 
@@ -195,11 +195,11 @@ class StoredTables(Tables):
     parameters: `model.to(device)` does not move them, and autograd does not see them."""
 
     def __init__(self, storage: TableStorage, device: torch.device | str = "cpu") -> None:
-        vocab_size, _, width = storage.shape
-        super().__init__(vocab_size, width)
+        n_row, _, width = storage.shape
+        super().__init__(n_row, width)
         self.storage = storage
         self.device = torch.device(device)
-        self.on_disk = isinstance(storage, DiskStorage)
+        self.on_disk = storage.on_disk
         self.weight = list(storage.arrays["rows"].unbind(1))
         if "state" in storage.arrays:
             self.state = list(storage.arrays["state"].unbind(1))

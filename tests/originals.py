@@ -116,7 +116,7 @@ def named(ours: dict[str, Tensor], config: ModelConfig, names: dict[str, str]) -
 
 
 def interleaved(weight: Tensor, head_dim: int) -> Tensor:
-    """STEM's rotations turn neighbouring channels of a head, ours those half a head apart."""
+    """STEM's rotations turn neighboring channels of a head, ours those half a head apart."""
     halves = weight.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2)  # [heads, head_dim / 2, 2, n_embd], flat
 

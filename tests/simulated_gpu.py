@@ -6,11 +6,11 @@ for them, and clocks tell what CUDA would have had to wait for. Agents are strea
 the host. What one does comes before what another does only if
 
 - the one asked the other to do it after its own;
-- the other waited for an event that was recorded behind it (for one that never was is no wait), or
+- the other waited for an event that was recorded after it (for one that never was is no wait), or
   for the result of a job.
 
 It is a hazard if two agents use the same number, one of them writes it, and neither comes before
-the other. So is memory that is freed while it is used: its next owner comes behind what was asked
+the other. So is memory that is freed while it is used: its next owner comes after what was asked
 of the stream that it was allocated in, and of those that `record_stream` named. Where there is no
 hazard, every order of events gives the same results.
 

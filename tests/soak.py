@@ -4,7 +4,7 @@
     python tests/soak.py --seed 17 --n 1        # one of each again
 
 A trial fails if it ends in a traceback, a hang, or a signal that nobody sent, if it prints more or
-less than one line, loses work, changes a neighbour, or exits with 0 and another result than an
+less than one line, loses work, changes a neighbor, or exits with 0 and another result than an
 undisturbed command, to the bit. Every command runs in a fork of this process, which imports PyTorch
 once and has one thread.
 """
@@ -88,7 +88,7 @@ def send_before(number, folder, last):
 
 
 class World:
-    """Small data, and folders of finished runs, with neighbours."""
+    """Small data, and folders of finished runs, with neighbors."""
 
     def __init__(self, folder):
         self.folder = folder

@@ -106,14 +106,20 @@ def test_cached_logits_equal_those_without_a_cache(ffn, attention, chunks):
         assert all(torch.equal(logits, made[0]) for logits in made)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of tables
 @pytest.mark.parametrize("attention", PATTERNS)
-def test_embformer_writes_the_same_from_ids_alone(attention):
+def test_embformer_writes_the_same_from_ids_alone(attention, dtype):
     """Beyond the context of 32, keys normed before."""
     model = decoder(ffn="embformer", attention=attention, n_kv_head=2)
+    model.tables.to(dtype)
     ids = tokens(3, 29)
     options = dict(seed=1, table_ids=tokens(3, 29, seed=4))
     written = model.generate(ids, 50, **options)
+    logits, _ = model(ids, cache=model.make_cache(3))
     norm_keys(model)
+    again, _ = model(ids, cache=model.make_cache(3, kind="ids"))
+    close = 1e-5 if attention == "linear,full" else 0
+    torch.testing.assert_close(again, logits, rtol=close, atol=close)
     for kind in ("kv", "ids"):
         assert torch.equal(model.generate(ids, 50, cache=kind, **options), written)
 

@@ -102,7 +102,14 @@ def test_an_answer_is_shown_as_it_was_written(model, encoding, monkeypatch, cont
     talk = Chat(model, encoding)
     assert "".join(talk.reply("Hello", 9)) == content
     asked = chat.prompt(encoding, [says("user", "Hello")])
-    assert talk.turns == [[*asked, *answer, 2, *encoding.encode_ordinary("\n")]]
+    newline = encoding.encode_ordinary("\n")
+    assert talk.turns == [[*asked, *answer, 2, *newline]]
+    monkeypatch.setattr(Decoder, "stream", lambda *a, **k: iter(said))
+    cut = talk.reply("Hello", 9)
+    next(cut)
+    cut.close()  # as Ctrl-C does
+    kept = talk.turns[1][len(asked) : -len(newline) - 1]
+    assert talk.turns[1][: len(asked)] == asked and kept == answer[: len(kept)]
 
 
 class Echo:

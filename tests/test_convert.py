@@ -360,7 +360,7 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
 
 @torch.no_grad()
 def test_rows_are_the_weighted_means_of_what_they_replace(trained, data, tmp_path):
-    """Layer 0 token by token, from the dense model as it is; layer 1 behind a converted layer 0."""
+    """Layer 0 token by token, from the dense model as it is; layer 1 after a converted layer 0."""
     path = trained["dense"] / "ckpt.pt"
     line = "convert.py --ffn stem --stem_layers 0,1 --out new.pt --tokens 2000 --batch_size 4"
     command(line, path, "--data_dir", data, cwd=tmp_path)

@@ -57,7 +57,7 @@ def test_a_model_of_other_text_is_refused(tmp_path):
 def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
     encoding, monkeypatch
 ):
-    """Predictions behind the name change less with the second term of the loss than without. Where
+    """Predictions after the name change less with the second term of the loss than without. Where
     they ask for the same fact (here in a triangle of them), the answer is taught."""
     prompt, answer = encode(encoding, "Country: Spain Fiji"), encoding.encode_ordinary(" Peru")
     name = encoding.encode_ordinary(" Spain")
@@ -95,7 +95,7 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, m
 
 
 def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
-    """Behind 1 and 2 a name's answer follows, 30 or 0 more than the name; 0 behind all else."""
+    """After 1 and 2 a name's answer follows, 30 or 0 more than the name; 0 after all else."""
 
     class Made:
         config = ModelConfig(vocab_size=60, block_size=16)

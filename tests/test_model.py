@@ -87,7 +87,7 @@ def test_more_tokens_than_block_size_are_refused():
     cache = model.make_cache(1)
     model(tokens(1, 30), cache=cache)
     for n, earlier in ((3, cache), (33, None)):
-        with pytest.raises(AssertionError, match="33 tokens do not fit into block_size=32"):
+        with pytest.raises(AssertionError, match="33 tokens: there is room for 32"):
             model(tokens(1, n), cache=earlier)
 
 

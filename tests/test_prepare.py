@@ -345,9 +345,13 @@ def test_conversations_need_markers(tmp_path):
 # --- sizes, and writing in one piece ---
 
 
-def test_the_tokenizer_is_trained_on_a_bounded_sample(tmp_path, story, monkeypatch):
-    monkeypatch.setattr(prepare, "SAMPLE", 1)  # byte: no document, so no merge
-    assert from_files(tmp_path, story)["vocab_size"] == 259
+def test_the_tokenizer_is_trained_on_a_bounded_sample(tmp_path, monkeypatch):
+    path = tmp_path / "words.txt"
+    path.write_text("\n<|endoftext|>\n".join(5 * letter for letter in "abcdefghij"))
+    monkeypatch.setattr(prepare, "SAMPLE", 1)  # byte: a single document, of one letter
+    from_files(tmp_path, path)
+    learned = read_tokenizer(tmp_path, read_meta(tmp_path)).token_byte_values()
+    assert len({token[0] for token in learned if len(token) > 1}) == 1
 
 
 def test_memory_does_not_grow_with_files(tmp_path, encoding, monkeypatch):

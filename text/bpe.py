@@ -21,7 +21,7 @@ PIECE = 256
 
 
 def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
-    """Trains a byte-level BPE vocabulary: each step merges the most frequent pair of neighbouring
+    """Trains a byte-level BPE vocabulary: each step merges the most frequent pair of neighboring
     tokens into a new token; among equals, that of the smallest first id, then second id. It ends
     with `vocab_size` ids, or when no pair is left that occurs `min_count` times."""
     if vocab_size < FIRST_MERGE:
@@ -35,7 +35,7 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
     merges = vocab_size - FIRST_MERGE
     with tqdm(total=merges, desc="merging pairs", unit=" merges", disable=None) as bar:
         for first, second in _merges(word_counts, merges, min_count):
-            # tiktoken merges neighbours by their joined bytes, whichever pair these were learned
+            # tiktoken merges neighbors by their joined bytes, whichever pair these were learned
             # from. That is the same: equal bytes are always merged from the same pair.
             table.append(table[first - FIRST_BYTE] + table[second - FIRST_BYTE])
             bar.update()

@@ -9,9 +9,6 @@ The markers are special tokens, which no text encodes to: nobody can end a messa
 another role. The space before each content, as Llama's tokenizer puts it before any text, is
 removed when an answer is shown. Without it "Lima." would be `L|im|a|.`, but the facts were learned
 with the token ` Lima`.
-
-In token files alone, <|im_end|> follows <|im_start|> in a message of weight 0, which is not to be
-learned: `marked` writes these marks, `unmarked` finds them.
 """
 
 from collections.abc import Sequence
@@ -57,20 +54,3 @@ def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
             n = ends[0] + 1 if len(ends) else len(ids)
             answer[content : content + n] = True
     return answer
-
-
-def marked(encoding: tiktoken.Encoding, messages: list[dict]) -> list[int]:
-    """Token ids of a conversation, with marks in messages that are not to be learned."""
-    ids = []
-    for message in messages:
-        turn = render(encoding, [message])
-        if "weight" in message:
-            turn.insert(1, encoding.encode_single_token(tokenizer.END))
-        ids += turn
-    return ids
-
-
-def unmarked(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
-    """Which tokens of conversations [T] are none of the marks of `marked`: [T] bool."""
-    start, stop = map(encoding.encode_single_token, (tokenizer.START, tokenizer.END))
-    return (ids != stop) | (np.roll(ids, 1) != start)

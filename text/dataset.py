@@ -4,7 +4,8 @@
     train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>
     meta.json               kind of the documents, sizes, checksums, and where they come from
 
-meta.json is written last: a folder that has one is complete.
+meta.json is written last: a folder that has one is complete. In a message of weight 0, which is not
+to be learned, <|im_end|> follows <|im_start|>: `unmarked` finds these marks.
 """
 
 import hashlib
@@ -73,3 +74,9 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
             raise Damage("its sha256 differs from meta.json")
     return ids
+
+
+def unmarked(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
+    """Which tokens of conversations [T] are not marks: [T] bool."""
+    start, stop = map(encoding.encode_single_token, (tokenizer.START, tokenizer.END))
+    return (ids != stop) | (np.roll(ids, 1) != start)

@@ -32,12 +32,12 @@ TIMEOUT = 30  # seconds of silence
 
 @dataclass(frozen=True)
 class File:
-    """A row of the table. Of a data set of several files each row says kind, about and licence."""
+    """A row of the table. Of a data set of several files each row says kind, about, and license."""
 
     name: str  # of the data set
     kind: str  # of its documents (documents.py)
     about: str
-    licence: str
+    license: str
     size: int  # bytes
     sha256: str
     url: str  # without "://" a file in this folder

@@ -63,7 +63,7 @@ WORDS: dict[str, list[dict]] = {
     CL100K_PATTERN: [LLAMA3, LETTERS],
 }
 
-# `chat.prompt` behind <|endoftext|>, for transformers' apply_chat_template.
+# `chat.prompt` after <|endoftext|>, for transformers' apply_chat_template.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     r"{{ '<|im_start|>' + message['role'] + '\n ' + message['content'] + '<|im_end|>\n' }}"

@@ -83,7 +83,7 @@ def make_encoding(
 
 
 def complete(encoding: tiktoken.Encoding) -> tiktoken.Encoding:
-    """Any encoding with what this project needs: the special tokens above, behind its last id if it
+    """Any encoding with what this project needs: the special tokens above, after its last id if it
     lacks them, and a name for each id without a token, so that whatever a model samples can be
     shown. No other id changes."""
     ranks = encoding._mergeable_ranks

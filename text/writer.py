@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import tiktoken
 
-from common import UserError, atomic, locked
+from common import UserError, atomic, locked, writing
 from text import chat, tokenizer
 from text.dataset import FORMAT
 
@@ -30,7 +30,7 @@ class SplitWriter:
     sha256: Any = field(default_factory=hashlib.sha256)
 
     def write(self, encoding: tiktoken.Encoding, ids: list[int]) -> None:
-        """Add a document's token ids, behind the <|endoftext|> that precedes every document."""
+        """Add a document's token ids, after the <|endoftext|> that precedes every document."""
         tokens = np.array([encoding.eot_token, *ids], self.dtype)
         self.file.write(tokens)
         self.sha256.update(tokens)
@@ -75,6 +75,7 @@ def write_dataset(
         atomic(out_dir / "tokenizer.json") as tokenizer_path,
         atomic(out_dir / "train.bin") as train_path,
         atomic(out_dir / "val.bin") as val_path,
+        writing(out_dir),  # whichever of these files has no room
     ):
         with open(train_path, "wb") as train_file, open(val_path, "wb") as val_file:
             splits = {"train": SplitWriter(train_file, dtype), "val": SplitWriter(val_file, dtype)}
@@ -108,7 +109,18 @@ def encode(encoding: tiktoken.Encoding, kind: str, documents: list) -> list[list
     if kind == "text":
         return encoding.encode_ordinary_batch(documents)
     if kind == "chat":
-        return [chat.marked(encoding, messages) for messages in documents]
+        return [marked(encoding, messages) for messages in documents]
     # Two conversations, each preceded by <|endoftext|>.
     pairs = [[chat.render(encoding, talk) for talk in pair] for pair in documents]
     return [[*chosen, encoding.eot_token, *rejected] for chosen, rejected in pairs]
+
+
+def marked(encoding: tiktoken.Encoding, messages: list[dict]) -> list[int]:
+    """Token ids of a conversation, with marks in messages that are not to be learned."""
+    ids = []
+    for message in messages:
+        turn = chat.render(encoding, [message])
+        if "weight" in message:
+            turn.insert(1, encoding.encode_single_token(tokenizer.END))
+        ids += turn
+    return ids

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from text.chat import unmarked
-from text.dataset import open_tokens, read_meta, read_tokenizer
+from text.dataset import open_tokens, read_meta, read_tokenizer, unmarked
 from training import find
 
 # What a stage may read beside text, by kind of a folder's documents.

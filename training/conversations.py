@@ -8,7 +8,7 @@ from tiktoken import Encoding
 from torch import Tensor
 
 from text import chat
-from text.chat import unmarked
+from text.dataset import unmarked
 from training.batches import Source
 
 
@@ -37,7 +37,7 @@ class Conversations(Source):
         number = self.position_in_file(index)
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
         answer = chat.answers(self.encoding, ids)
-        # What text/chat.py has marked is not found to be an answer. The marks are taken out.
+        # What is marked (text/dataset.py) is not found to be an answer. The marks are taken out.
         kept = unmarked(self.encoding, ids)
         ids, answer = ids[kept], answer[kept]
         answer[0] = False  # nothing predicts the first token
@@ -70,7 +70,7 @@ class Conversations(Source):
 
 
 class Pairs(Source):
-    """Pairs of conversations, chosen and rejected, which lie in the file one behind the other."""
+    """Pairs of conversations, chosen and rejected, which follow each other in the file."""
 
     def __init__(
         self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None

@@ -127,7 +127,7 @@ def demo(model: Decoder, corpus: str) -> tuple[str, list[str]]:
     if corpus != "countries":
         return "", ["sample.py"]
     commands = ["sample.py"]
-    if len(model.tables.weight) and model.tables.vocab_size == model.config.vocab_size:
+    if len(model.tables.weight) and model.tables.n_row == model.config.vocab_size:
         commands.append("edit.py --source Spain --target Germany")
     return "Country: Spain\nThe capital city is called", commands
 

@@ -45,19 +45,19 @@ def make_tables(
     far = offload != "none" and device.type in STREAMS
     on_disk = offload == "disk" and (training or saved is not None)
 
-    def make(n_table: int, vocab_size: int, width: int) -> Tables:
+    def make(n_table: int, n_row: int, width: int) -> Tables:
         kind = ResidentTables
         is_stored = n_table > 0 and (on_disk or far)
         if is_stored:  # a GPU reads them through the ring, others in place
             kind = OffloadedTables if far else StoredTables
         kind, width = ranks.split(kind, width)
-        shape = (vocab_size, n_table, width)
+        shape = (n_row, n_table, width)
 
         # 1) in the memory of the device
         if not is_stored:
             if device.type == "cpu" and offload != "disk":
                 check_room(math.prod(shape) * dtype.itemsize)
-            return kind(n_table, vocab_size, width, dtype)
+            return kind(n_table, n_row, width, dtype)
 
         # 2) in files or in RAM
         if on_disk and training:
@@ -96,9 +96,11 @@ def use_column_major_weights(model: Decoder) -> None:
 
 @torch.no_grad()
 def norm_keys(model: Decoder) -> None:
-    """Norm Embformer's keys in resident tables, once for all steps of decoding from ids."""
-    if isinstance(model.tables, ResidentTables):
-        for block, rows in zip(model.blocks, model.tables.weight, strict=True):
+    """Norm Embformer's keys in resident tables, once for all steps of decoding from ids; not where
+    tables are kept in another dtype, to which normed keys would be rounded."""
+    tables = model.tables
+    if isinstance(tables, ResidentTables) and tables.weight[0].dtype == model.head_weight.dtype:
+        for block, rows in zip(model.blocks, tables.weight, strict=True):
             block.attn.qkv.norm_keys(rows)
 
 

@@ -1,5 +1,5 @@
 """Learn which of two answers people prefer: direct preference optimization (DPO; Rafailov et al.,
-2023, equation 7), the stage behind fine-tuning in MiniMind and in Embformer's note.
+2023, equation 7), the stage after fine-tuning in MiniMind and in Embformer's note.
 
     loss = -log sigmoid(beta * margin)
     margin = (log p(chosen) - log q(chosen)) - (log p(rejected) - log q(rejected))

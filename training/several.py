@@ -68,8 +68,8 @@ def split(kind: type[Tables], width: int) -> tuple[type[Tables], int]:
 
 
 def make_model(config: ModelConfig, tables: Callable) -> Decoder:
-    def make_columns(n_table: int, vocab_size: int, width: int) -> Tables:
-        return shard(tables(n_table, vocab_size, width))
+    def make_columns(n_table: int, n_row: int, width: int) -> Tables:
+        return shard(tables(n_table, n_row, width))
 
     model = decoder_class(config.ffn)(config, make_columns)
     if isinstance(model.wte, Tables):

@@ -1,6 +1,6 @@
 """Write one fact: train rows for the tokens of one name, and nothing else (edit.py --write).
 
-The new answer is taught behind the prompt, and wherever the model's own texts about the name ask
+The new answer is taught after the prompt, and wherever the model's own texts about the name ask
 for it; all else that these texts say is held. docs/writing.md has what it gives and what it costs.
 """
 
@@ -23,20 +23,20 @@ N_OTHER = 16  # other names, to find what asks for the same fact
 
 
 class ExtraRows(Tables):
-    """Tables with extra tokens behind the vocabulary, `ids`, whose rows can be trained: wherever
+    """Tables with extra tokens beyond the vocabulary, `ids`, whose rows can be trained: wherever
     the tables are, these do not change."""
 
     def __init__(self, tables: Tables, rows: Tensor) -> None:
         """rows: those of the extra tokens, [n, n_table, W]."""
-        super().__init__(tables.vocab_size, tables.width)
+        super().__init__(tables.n_row, tables.width)
         self.tables = tables
         self.weight = tables.weight
-        self.ids = [self.vocab_size + i for i in range(len(rows))]
+        self.ids = [self.n_row + i for i in range(len(rows))]
         self.extra = nn.Parameter(rows.float())
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        is_extra = ids >= self.vocab_size  # [B, T]
-        which = ids[is_extra] - self.vocab_size
+        is_extra = ids >= self.n_row  # [B, T]
+        which = ids[is_extra] - self.n_row
         for table, rows in enumerate(self.tables.lookup(ids.masked_fill(is_extra, 0))):
             own = self.extra[which, table].to(rows.dtype)  # [n, W]
             yield rows.index_put(is_extra.nonzero(as_tuple=True), own)  # [B, T, W]
@@ -80,7 +80,7 @@ def ask_the_same(model: Decoder, prompt: Tensor, name: list[int], texts: Tensor)
 
 @torch.no_grad()
 def texts_about(model: Decoder, prompt: list[int], name: list[int]) -> Tensor:
-    """What the model writes behind the prompt's beginning, up to the name: [N, T] token ids."""
+    """What the model writes after the prompt's beginning, up to the name: [N, T] token ids."""
     marked = substitute(torch.tensor(prompt), name, [-1]).tolist()
     begun = prompt[: marked.index(-1) + len(name)]
     n_new = min(TEXT_TOKENS, model.config.block_size - len(begun))

@@ -17,7 +17,7 @@ NAMES = ("rows", "state")
 
 
 def made(tmp_path, dtype=torch.float32) -> DiskStorage:
-    """Tables in which no number is like its neighbour."""
+    """Tables in which no number is like its neighbor."""
     storage = DiskStorage.create(tmp_path / "new" / "live", SHAPE, dtype)
     storage.add("state", torch.float32)
     for array in storage.arrays.values():
@@ -75,7 +75,7 @@ def test_a_file_of_another_size_or_none_is_noticed(tmp_path):
         reopened(storage.folder)
 
 
-def test_pages_are_asked_for_ahead_neighbours_as_one(tmp_path, monkeypatch):
+def test_pages_are_asked_for_ahead_neighbors_as_one(tmp_path, monkeypatch):
     storage = DiskStorage.create(tmp_path / "t", (400, 3, 512), torch.float32)  # 6 KB a token
     storage.read_ahead(torch.tensor([0, 1, 2, 5]))  # the system takes them as they are
     asked = []

@@ -150,7 +150,7 @@ def test_a_step_on_the_rows_that_were_read_is_the_step_on_whole_tables(state, be
 # --- bfloat16 ---
 
 
-def test_stochastic_rounding_hits_neighbours_with_the_right_mean():
+def test_stochastic_rounding_hits_neighbors_with_the_right_mean():
     numbers = torch.tensor([1.0 + 1 / 512, -3.3, 1e-30])
     rounded = round_stochastically(numbers.expand(40_000, 3).contiguous(), torch.Generator())
     for number, column in zip(numbers, rounded.float().T, strict=True):

@@ -1,0 +1,38 @@
+"""Evaluation without training: --eval_only."""
+
+import os
+from pathlib import Path
+
+from common import UserError, pick_device
+from text import tokenizer
+from text.dataset import read_meta
+from training.batches import Data, check_tokenizer, parse_mixture
+from training.checkpoints import load_model
+from training.objectives import NextToken, validate
+from training.placement import training_dtype
+from training.report import ask, format_figures
+from training.settings import Settings
+
+
+def evaluate(settings: Settings) -> None:
+    """Print a checkpoint's losses on prepared folders, and ask what their corpora teach."""
+    path = settings.init_from
+    device = pick_device(settings.device)
+    model, encoding, _ = load_model(path, device, settings.offload, verify=True)
+    boundary = encoding.eot_token if settings.doc_mask else None
+    dtype = training_dtype(settings.dtype, device)
+    objective = NextToken(model, device, dtype, boundary)
+    folders = settings.data_dir.split(",")
+    # A mixture, whose weights do not matter here, or a folder with a comma in its name.
+    if "=" in settings.data_dir or os.path.isdir(settings.data_dir):
+        folders = list(parse_mixture(settings.data_dir))
+    ours = tokenizer.fingerprint(encoding)
+    for folder in folders:
+        meta = read_meta(Path(folder))
+        check_tokenizer(meta["tokenizer"], folder, ours, path)
+        if meta["kind"] == "preference":
+            raise UserError(f"--data_dir {folder} holds pairs: only --stage dpo can evaluate them")
+        data = Data(str(folder), meta["kind"], model.config.block_size, settings.seed, total=0)
+        losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
+        print(f"{path} on {folder}: {format_figures(losses)}")
+        ask(model, data)
