@@ -108,7 +108,7 @@ def add_flags(
             name = setting.name
             shown = None
         options = {"help": more["about"], "default": SUPPRESS}
-        if shown not in (None, "") and shown is not False:
+        if shown or type(shown) in (int, float):  # also 0, but not False
             options["help"] += f" ({shown})"
         value_type = (get_args(setting.type) or [setting.type])[0]  # int of `int | None`
         is_path = value_type is Path or setting.name in ("ckpt", "data_dir", "tokenizer")

@@ -190,18 +190,13 @@ def cut(document: str, size: int) -> list[str]:
 
 
 def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
-    """Yield this share of the training documents, at least one."""
-    spare = None
-    for split, document in documents:
-        if split == "train":
-            # The low bits of the hash, as the high ones decide the split.
-            if hashed(document) % 2**32 < share * 2**32:
-                yield document
-                spare = ""
-            elif spare is None:
-                spare = document
-    if spare:
-        yield spare
+    """Yield the first and this share of the other training documents."""
+    train = (document for split, document in documents if split == "train")
+    yield from islice(train, 1)
+    for document in train:
+        # The low bits of the hash, as the high ones decide the split.
+        if hashed(document) % 2**32 < share * 2**32:
+            yield document
 
 
 def main() -> None:

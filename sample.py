@@ -130,9 +130,15 @@ class Chat:
             # Every content begins with a space that is not shown (text/chat.py).
             yield next(pieces, "").removeprefix(" ")
             yield from pieces
-        finally:  # also where Ctrl-C ends it
-            newline = self.encoding.encode_ordinary("\n")
-            self.turns.append([*question, *answer, self.end, *newline])
+        except (KeyboardInterrupt, GeneratorExit):  # what was answered so far stays
+            if answer:
+                self.keep(question, answer)
+            raise
+        self.keep(question, answer)
+
+    def keep(self, question: list[int], answer: list[int]) -> None:
+        newline = self.encoding.encode_ordinary("\n")
+        self.turns.append([*question, *answer, self.end, *newline])
 
 
 def print_pieces(pieces: Iterator[str]) -> None:

@@ -318,18 +318,17 @@ def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
     settings, data = run.settings, run.data
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(losses["val_loss"], "validation", run.step, settings)
-    losses.update(countries.ask(run.model, data.encoding, data.corpus, briefly=True))
+    losses.update(countries.ask(run.model, data.encoding, data.corpora, briefly=True))
     log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
-        run.save()
-        # After ckpt.pt, which still has the previous best: after a crash here, resuming evaluates
-        # again.
         # With tables on disk, best.pt would need one more copy of them. The evaluation that only a
         # resumed run makes, between two, decides nothing.
+        keeps_best = not run.model.tables.on_disk
         is_due = run.step % settings.eval_interval == 0 or run.step == settings.max_iters
-        is_best = is_due and losses["val_loss"] < run.best[0]
-        if is_best and not run.model.tables.on_disk:
+        if keeps_best and is_due and losses["val_loss"] < run.best[0]:
             run.best = (losses["val_loss"], run.step)
+        run.save()
+        if keeps_best and run.step == run.best[1]:  # also after a crash between the two
             path = settings.out_dir / "best.pt"
             save_checkpoint(
                 path, run.model, data.encoding, step=run.step, args=settings.flat(), data=data.metas

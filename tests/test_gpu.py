@@ -35,8 +35,8 @@ def decoder(ffn: str, device: str, tables: Callable = ResidentTables) -> Decoder
     return kind(config, tables=tables).to(device)
 
 
-def offloaded(n_table: int, vocab_size: int, width: int) -> OffloadedTables:
-    storage = RamStorage((vocab_size, n_table, width), torch.float32)
+def offloaded(n_table: int, n_row: int, width: int) -> OffloadedTables:
+    storage = RamStorage((n_row, n_table, width), torch.float32)
     return OffloadedTables(storage, "cuda", chunk_bytes=1 << 14)
 
 

@@ -99,7 +99,7 @@ def test_a_run_asks_what_its_corpus_has_and_its_model_has_room_for(encoding, cap
             ("countries-sft", True, set()),
             ("files", False, set()),
         ):
-            found = ask(model, encoding, corpus, briefly=briefly)
+            found = ask(model, encoding, {corpus, "files"}, briefly=briefly)
             assert found.keys() == (known if size == 128 else set())
             skipped = size == 9 and known == {"recall"}
             assert ("skipped" in capsys.readouterr().out) == skipped
@@ -110,6 +110,6 @@ def test_a_run_asks_what_its_corpus_has_and_its_model_has_room_for(encoding, cap
 def test_edits_are_proposed_where_they_can_be_made(ffn):
     kind = decoder_class(ffn)
     model = kind(kind.config_class(n_layer=2, n_embd=32, ffn=ffn))
-    proposed = any("edit.py" in line for line in demo(model, "countries")[1])
+    proposed = any("edit.py" in line for line in demo(model, {"countries"})[1])
     with nullcontext() if proposed else pytest.raises(UserError):
         check_editable(model)

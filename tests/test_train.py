@@ -111,6 +111,14 @@ def test_the_evaluation_that_only_a_resumed_run_makes_decides_nothing(data, tmp_
     assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 6
 
 
+def test_a_run_that_goes_on_keeps_its_best(data, tmp_path, monkeypatch):
+    made_up = iter([9.0, 5.0, 4.0, 2.0, 2.0, 3.0, 3.5])  # steps 0, 5, 10, 12; 12, 15, 17
+    monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
+    small_run(data, tmp_path, eval_interval=5)
+    resume(tmp_path, max_iters=17)
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 12
+
+
 def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
     before = contents(out)
     line = f"train.py --out_dir {out} --data_dir {data} "

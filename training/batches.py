@@ -26,6 +26,8 @@ class Source:
     """Sequences of token ids, in the order of the file or, with a seed, shuffled anew every epoch.
 
     Each kind of source has a method `sequence(index)`: inputs [T], targets [T] (-1: not predicted).
+    What is not text has `question()`, too, the prompt that is answered at the end of a run, and is
+    made of (ids, encoding, block_size, seed), see SOURCES.
     """
 
     def __init__(self, n_sequence: int, block_size: int, seed: int | None) -> None:
@@ -96,7 +98,7 @@ class Mixture(Source):
 class Data:
     """What a run reads: `train`, a source of sequences, of which `n_sequence` are different;
     `val`, a source for each folder; `weights` and `metas` of the folders; their `encoding` and
-    `corpus`."""
+    `corpora`."""
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
         """Open a folder, or a mixture of folders, of `kind` text, chat or preference; with `total`
@@ -113,9 +115,7 @@ class Data:
                 raise UserError(f"{folder} holds {meta['kind']}, this stage reads {kind}")
             check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0])
         self.encoding = read_tokenizer(folders[0], self.metas[0])
-        # What a model is asked about: of a mixture, the corpus that has questions.
-        corpora = [meta["corpus"] for meta in self.metas]
-        self.corpus = max(corpora, key=lambda name: name.startswith("countries"))
+        self.corpora = {meta["corpus"] for meta in self.metas}
 
         train = []
         self.val: dict[str, Source] = {}

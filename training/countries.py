@@ -16,23 +16,23 @@ from training.questions import mean, score_answers
 
 
 def ask(
-    model: Decoder, encoding: tiktoken.Encoding, corpus: str, *, briefly: bool = False
+    model: Decoder, encoding: tiktoken.Encoding, corpora: set[str], *, briefly: bool = False
 ) -> dict[str, float]:
-    """What a model knows of a corpus, as shares that are right, with `recall`: {} if this is not
-    about its countries, or questions do not fit the model.
+    """What a model knows of its corpora, as shares that are right, with `recall`: {} if none is
+    about countries, or questions do not fit the model.
 
     Args:
-        corpus: countries, countries-sft or countries-dpo, from meta.json.
+        corpora: from meta.json; countries, countries-sft and countries-dpo have questions.
         briefly: few questions, on the way of a run.
     """
     training = model.training
     model.eval()
     try:
-        if corpus == "countries" and briefly:
+        if "countries" in corpora and briefly:
             return quick_recall(model, encoding)
-        if corpus == "countries":
+        if "countries" in corpora:
             return {"recall": fact_recall(model, encoding, "capital")}
-        if corpus in ("countries-sft", "countries-dpo") and not briefly:
+        if {"countries-sft", "countries-dpo"} & corpora and not briefly:
             return chat_recall(model, encoding, "capital")
         return {}
     except UserError as error:  # --block_size is less than a question needs
@@ -122,9 +122,9 @@ def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> d
     }
 
 
-def demo(model: Decoder, corpus: str) -> tuple[str, list[str]]:
-    """A text to continue at the end of a run on a corpus, and commands to try."""
-    if corpus != "countries":
+def demo(model: Decoder, corpora: set[str]) -> tuple[str, list[str]]:
+    """A text to continue at the end of a run on corpora, and commands to try."""
+    if corpora != {"countries"}:
         return "", ["sample.py"]
     commands = ["sample.py"]
     if len(model.tables.weight) and model.tables.n_row == model.config.vocab_size:

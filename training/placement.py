@@ -96,8 +96,8 @@ def use_column_major_weights(model: Decoder) -> None:
 
 @torch.no_grad()
 def norm_keys(model: Decoder) -> None:
-    """Norm Embformer's keys in resident tables, once for all steps of decoding from ids; not where
-    tables are kept in another dtype, to which normed keys would be rounded."""
+    """Norm Embformer's keys in resident tables, once for all steps of decoding from ids. Only where
+    tables have the backbone's dtype: else keys would be rounded at another point."""
     tables = model.tables
     if isinstance(tables, ResidentTables) and tables.weight[0].dtype == model.head_weight.dtype:
         for block, rows in zip(model.blocks, tables.weight, strict=True):

@@ -115,7 +115,7 @@ def report(
 
 def ask(model: Decoder, data: Data) -> dict[str, float]:
     """Ask for what the corpus teaches. Prints and returns the shares that are right."""
-    shares = countries.ask(model, data.encoding, data.corpus)
+    shares = countries.ask(model, data.encoding, data.corpora)
     if shares:
         text = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
         print(f"recall of capitals, held-out phrasings: {text}")
@@ -128,7 +128,7 @@ def show(model: Decoder, data: Data, seed: int) -> list[str]:
     encoding = data.encoding
     source = next(iter(data.val.values()))
     if isinstance(source, Windows):
-        text, commands = countries.demo(model, data.corpus)
+        text, commands = countries.demo(model, data.corpora)
         prompt = tokenizer.encode(encoding, text)
         temperature = 0.8
         stop = encoding.eot_token

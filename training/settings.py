@@ -89,7 +89,7 @@ class Settings:
         "countries",
         "model shape and training settings",
         choices=PRESETS,
-        shown="--init_from's; else countries for that corpus, prose for other text",
+        shown="--init_from's; else countries for that corpus, prose for other text and mixtures",
     )
     stage: str = flag(
         "pretrain",
@@ -265,16 +265,16 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
     values.update(stage.settings)
     batch_size = max(1, given.get("batch_size", values["batch_size"]))
     if stage.epochs is not None:
-        n_document = sum(meta["train"]["documents"] for meta in metas)
-        steps = stage.epochs * n_document // batch_size
+        steps = stage.epochs * metas[0]["train"]["documents"] // batch_size  # of one folder
         values["max_iters"] = max(FEWEST, steps)
     elif preset == "prose":
         block_size = max(1, given.get("block_size", values["block_size"]))
         n_token = sum(meta["train"]["tokens"] for meta in metas)
         steps = round(PASSES * n_token / (batch_size * block_size))
         values["max_iters"] = min(max(STEPS[0], steps), STEPS[1])
-    if corpora == {f"{preset}-{name}"}:
-        values.update(FINE_TUNING.get(f"{preset}-{name}", {}))
+    tuned = f"{preset}-{name}"
+    if corpora == {tuned}:
+        values.update(FINE_TUNING.get(tuned, {}))
 
     # 3) what was given
     values.update(given)

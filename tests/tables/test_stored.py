@@ -19,8 +19,8 @@ V, L, W = 23, 5, 6
 def made(tmp_path):
     """What makes tables when called as (n_table, V, W)."""
 
-    def make(n_table=L, vocab_size=V, width=W):
-        shape = (vocab_size, n_table, width)
+    def make(n_table=L, n_row=V, width=W):
+        shape = (n_row, n_table, width)
         return StoredTables(DiskStorage.create(tmp_path / "tables", shape, torch.float32))
 
     return make
