@@ -283,7 +283,7 @@ def bench_cache(bench: Bench) -> dict:
     tasks = {}
     for part in (16, 4, 1):
         context = bench.model().block_size // part
-        tasks[f"behind {context}"] = partial(decode, batch=1, context=context, new=16)
+        tasks[f"after {context}"] = partial(decode, batch=1, context=context, new=16)
     return show("cache", compare(tasks, contenders, bench.rounds, "kv"))
 
 
