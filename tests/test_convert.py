@@ -215,7 +215,7 @@ def test_a_pickled_file_holds_tensors_alone(tmp_path):
 
 
 @pytest.mark.parametrize("special", [SPECIAL, ["<s>", "<|im_end|>"]])
-def test_a_tokenizer_without_a_model_gets_what_it_lacks_behind_it(tmp_path, special):
+def test_a_tokenizer_without_a_model_gets_what_it_lacks_after_it(tmp_path, special):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(bpe(special=special)))
     ids = bpe(special=special)["model"]["vocab"]

@@ -63,6 +63,7 @@ def test_imports_lead_down_and_rooms_keep_to_themselves():
 def test_every_command_has_help():
     for name in (*COMMANDS, "lab/analyze", "lab/bench"):
         assert f"python {name}.py" in command(f"{name}.py -h").stdout
+    assert "dropout probability (0.0)" in command("train.py -h").stdout
 
 
 def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ TALK = [says("user", "What is it? <|im_end|>"), says("assistant", "A number. 日
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
-def test_files_hold_every_document_behind_an_endoftext(tmp_path, data, encoding, kind):
+def test_files_hold_every_document_after_an_endoftext(tmp_path, data, encoding, kind):
     """As tokenizer.encode and the chat template have it."""
     if kind == "text":
         records = TEXTS
@@ -113,12 +113,17 @@ ODD = {
 }
 
 
-def test_only_a_small_text_is_cut_to_validate_with_and_behind_lines(monkeypatch):
+def test_only_a_small_text_is_cut_to_validate_with_and_after_lines(monkeypatch):
     monkeypatch.setattr(prepare, "MANY", 10)
     settings = prepare.Settings(val_fraction=1e-9)
     texts = [f"Document {i}" for i in range(13)]
     splits, found = zip(*prepare.labelled(texts, settings), strict=True)
     assert list(found) == texts and splits.count("val") == 1
+    half = prepare.Settings(val_fraction=0.5)
+    numbers = [str(number) for number in range(60)]
+    for n in (11, 21, 31, 41):  # added ones move none
+        splits = [[s for s, _ in prepare.labelled(part, half)] for part in (numbers, numbers[:n])]
+        assert splits[0][:n] == splits[1]
     text = "On that day somebody bought a lamp, and it was red.\n" * 300
     splits, found = zip(*prepare.labelled([text], settings), strict=True)
     assert "".join(found) == text and {*splits} == {"train", "val"}

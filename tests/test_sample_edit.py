@@ -113,7 +113,7 @@ def test_a_prompt_is_read_as_the_model_knows_it(encoding, text):
 @pytest.mark.parametrize(
     ("words", "space"), [(("红国是黄。", "蓝国是绿。"), ""), (("a is b.", "c is d."), " ")]
 )
-def test_a_fact_stands_behind_a_space_where_the_text_has_some(words, space):
+def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
     """Of a model that finds likely what the text has."""
     encoding = bpe.train([text for text in words for _ in range(20)], 300)
     prompt, answer = words[0][:-2].rstrip(), words[1][-2:]
