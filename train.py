@@ -29,7 +29,7 @@ from common import UserError, command_line, mixed, pick_device, run, stop_signal
 import torch
 from tqdm import tqdm
 
-from model import Decoder
+from model import Decoder, decoder_class
 from tables.storage import DTYPES
 from text import tokenizer
 from text.countries import write_corpus
@@ -195,7 +195,9 @@ def start(
             saved=checkpoint["storage"] if settings.resume else None,
             fresh=checkpoint is None,
         )
-    model = ranks.make_model(settings.model, tables).to(device)
+    model = decoder_class(settings.model.ffn)(settings.model, tables)
+    ranks.shard(model)
+    model = model.to(device)
 
     # 3) what trains it
     boundary = data.encoding.eot_token if settings.doc_mask else None
@@ -244,7 +246,8 @@ def fit(run: Run, hints: bool = True) -> None:
         while True:
             # 1) read what the last steps gave
             is_last = run.step >= settings.max_iters
-            evaluates = is_last or run.step == first_step or run.step % settings.eval_interval == 0
+            is_due = is_last or run.step % settings.eval_interval == 0
+            evaluates = is_due or run.step == first_step  # of a run that resumes in between
             stops = ranks.wait(sum(received))  # some rank was asked to stop
             if steps and (evaluates or stops or len(steps) == READ_EVERY):
                 figures = read_figures(run, log, steps)
@@ -253,7 +256,7 @@ def fit(run: Run, hints: bool = True) -> None:
 
             # 2) evaluate and save
             if evaluates:
-                losses = evaluate_and_save(run, log)
+                losses = evaluate_and_save(run, log, is_due)
                 bar.write(f"step {run.step}: {format_figures({**losses, **figures})}")
 
             # 3) finished, or asked to stop?
@@ -312,19 +315,18 @@ def read_figures(run: Run, log: Log, steps: list[tuple]) -> dict[str, float]:
     return figures
 
 
-def evaluate_and_save(run: Run, log: Log) -> dict[str, float]:
+def evaluate_and_save(run: Run, log: Log, is_due: bool) -> dict[str, float]:
     """Returns validation losses and, on the countries, the share of facts that are known. Unless
-    nothing is trained yet, it also writes ckpt.pt, and best.pt if the loss is the lowest so far."""
+    nothing is trained yet, it also writes ckpt.pt and, if the evaluation is due, not one that only
+    a resumed run makes, best.pt, if the loss is the lowest so far."""
     settings, data = run.settings, run.data
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(losses["val_loss"], "validation", run.step, settings)
     losses.update(countries.ask(run.model, data.encoding, data.corpora, briefly=True))
     log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
-        # With tables on disk, best.pt would need one more copy of them. The evaluation that only a
-        # resumed run makes, between two, decides nothing.
+        # With tables on disk, best.pt would need one more copy of them.
         keeps_best = not run.model.tables.on_disk
-        is_due = run.step % settings.eval_interval == 0 or run.step == settings.max_iters
         if keeps_best and is_due and losses["val_loss"] < run.best[0]:
             run.best = (losses["val_loss"], run.step)
         run.save()

@@ -56,11 +56,16 @@ class Source:
 
     def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, T] on the CPU."""
-        inputs, targets = zip(*(self.sequence(index) for index in indices), strict=True)
-        return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
+        return stacked([self.sequence(index) for index in indices])
 
     def batch(self, number: int, size: int) -> tuple[Tensor, Tensor]:
         return self.sequences(range(number * size, (number + 1) * size))
+
+
+def stacked(sequences: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [T] of equal length as [B, T]."""
+    inputs, targets = zip(*sequences, strict=True)
+    return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
 
 class Windows(Source):

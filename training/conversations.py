@@ -3,13 +3,12 @@
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 from tiktoken import Encoding
 from torch import Tensor
 
 from text import chat
 from text.dataset import unmarked
-from training.batches import Source
+from training.batches import Source, stacked
 
 
 class Conversations(Source):
@@ -53,20 +52,24 @@ class Conversations(Source):
 
     def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, T] on the CPU. Those that are short are padded on the right."""
-        inputs, targets = zip(*(self.sequence(index) for index in indices), strict=True)
-        lengths = {len(ids) for ids in inputs}
+        found = [self.sequence(index) for index in indices]
+        lengths = {len(ids) for ids, _ in found}
         if len(lengths) > 1:
             longest = min(-(-max(lengths) // 32) * 32, self.block_size)  # few shapes to compile
-            # A causal model never sees the padding. It repeats the last token, so that no row of
-            # another token is read for it.
-            inputs = [np.pad(ids, (0, longest - len(ids)), mode="edge") for ids in inputs]
-            targets = [np.pad(t, (0, longest - len(t)), constant_values=-1) for t in targets]
-        return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
+            found = [padded(*sequence, longest) for sequence in found]
+        return stacked(found)
 
     def question(self) -> list[int]:
         """Token ids of the first conversation up to its first answer."""
         ids, targets = self.sequence(0)
         return ids[: (targets >= 0).argmax() + 1].tolist()
+
+
+def padded(ids: np.ndarray, targets: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """A sequence of n tokens. A causal model never sees the padding; it repeats the last token, so
+    that no row of another token is read for it."""
+    room = (0, n - len(ids))
+    return np.pad(ids, room, mode="edge"), np.pad(targets, room, constant_values=-1)
 
 
 class Pairs(Source):

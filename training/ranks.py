@@ -4,14 +4,14 @@ micro-batch. Rank 0 writes."""
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model import Decoder, ModelConfig, decoder_class
+from model import Decoder
 from tables.tables import Tables
 
 rank = 0  # of this process
@@ -60,11 +60,10 @@ def split(kind: type[Tables], width: int) -> tuple[type[Tables], int]:
     return several.split(kind, width) if size > 1 else (kind, width)
 
 
-def make_model(config: ModelConfig, tables: Callable) -> Decoder:
-    """A decoder of which this rank has columns of what `tables` makes, from (n_table, V, W)."""
+def shard(model: Decoder) -> None:
+    """Leave a decoder this rank's columns of tables that it still has as a whole."""
     if size > 1:
-        return several.make_model(config, tables)
-    return decoder_class(config.ffn)(config, tables)
+        several.shard(model)
 
 
 def change_columns(checkpoint: dict, name: str, whole: bool) -> None:

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import UserError
-from model import Decoder, ModelConfig, decoder_class
-from tables.sharded import columns_per_rank, gather_columns, my_columns, shard, sharded
+from model import Decoder
+from tables import sharded
 from tables.tables import Tables
 
 
@@ -64,24 +64,20 @@ def add_up(tensors: Sequence[Tensor]) -> None:
 
 
 def split(kind: type[Tables], width: int) -> tuple[type[Tables], int]:
-    return sharded(kind), columns_per_rank(width)
+    return sharded.sharded(kind), sharded.columns_per_rank(width)
 
 
-def make_model(config: ModelConfig, tables: Callable) -> Decoder:
-    def make_columns(n_table: int, n_row: int, width: int) -> Tables:
-        return shard(tables(n_table, n_row, width))
-
-    model = decoder_class(config.ffn)(config, make_columns)
+def shard(model: Decoder) -> None:
+    model.tables = sharded.shard(model.tables)
     if isinstance(model.wte, Tables):
-        model.wte = shard(model.wte)
-    return model
+        model.wte = sharded.shard(model.wte)
 
 
 def change_columns(checkpoint: dict, name: str, whole: bool) -> None:
     def changed(tensor: Tensor) -> Tensor:
         if not whole:
-            return my_columns(tensor)
-        received = list(gather_columns(tensor))
+            return sharded.my_columns(tensor)
+        received = list(sharded.gather_columns(tensor))
         return torch.cat(received) if received else tensor  # rank 0 receives
 
     for key in checkpoint["model"]:
