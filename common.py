@@ -7,9 +7,16 @@ import shlex
 import signal
 import sys
 import threading
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
+from argparse import (
+    SUPPRESS,
+    ArgumentParser,
+    BooleanOptionalAction,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import UnionType
@@ -129,6 +136,16 @@ def expanded(kind: type, text: str) -> Any:
 
 class Parser(ArgumentParser):
     """A parser whose errors are one line, and exit code 2."""
+
+    chosen = ""  # what decides which flags there are, for the error about others
+
+    def parse_args(self, *arguments) -> Namespace:
+        given, unknown = self.parse_known_args(*arguments)
+        if unknown:
+            close = get_close_matches(unknown[0], self._option_string_actions, 1, 0.8)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            self.error(f"unrecognized{self.chosen}: {' '.join(unknown)}{meant}")
+        return given
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {' '.join(message.split())} (-h lists all flags)\n")

@@ -229,10 +229,8 @@ def parse_args(description: str) -> dict:
         f"of their own, in relatives/: {others})"
     )
     add_flags(group, decoder_class(ffn).config_class, ffn, preset)
-    given, unknown = parser.parse_known_args()
-    if unknown:
-        parser.error(f"unrecognized with --ffn {ffn}: {' '.join(unknown)}")
-    return vars(given)
+    parser.chosen = f" with --ffn {ffn}"
+    return vars(parser.parse_args())
 
 
 def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
