@@ -144,8 +144,10 @@ class Tables(nn.Module):
             if all(leaf.grad is None for leaf in leaves):
                 waiting.append((ids, leaves))  # not differentiated, or not yet
                 continue
-            # A layer may leave its rows out, as with stochastic depth.
+            # A layer may leave its rows out, as with stochastic depth, or not be reached at all.
             grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            for _ in range(len(leaves), len(self.weight)):
+                grads.append(torch.zeros_like(leaves[0]))
             if self.merged is None:
                 self.merged = (ids, grads)
                 continue
