@@ -208,6 +208,14 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_gpu(request, monkeypatch):
+    """Tests that are not marked `gpu` run on the CPU, on a machine with a GPU, too."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that a test starts
+
+
+@pytest.fixture(autouse=True)
 def no_loss_png(monkeypatch):
     """Runs within a test do not draw their loss.png, which takes a fifth of a second each: those of
     `trained`, and those in processes of their own, do."""
