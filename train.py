@@ -186,6 +186,10 @@ def start(
     dtype = training_dtype(settings.dtype, device)
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
+    if settings.deterministic and device.type == "cuda":
+        # Else attention's backward pass adds up in whatever order its threads come.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     if tables is None:
         tables = make_tables(
             settings.offload,

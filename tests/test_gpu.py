@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import ROOT, assert_same_run, flags, start_process
 from naive import LAYERS
 from test_offload import batch
 
@@ -80,6 +81,21 @@ def test_training_and_decoding_on_the_gpu_equal_the_cpu(ffn, tables):
         torch.testing.assert_close(trained[name].cpu(), weight, **close)
     with torch.no_grad():
         torch.testing.assert_close(gpu.eval()(ids.cuda())[0].cpu(), cpu.eval()(ids)[0], **close)
+
+
+def test_deterministic_runs_are_equal_to_the_bit_wherever_tables_are(data, tmp_path):
+    """In 16 bits and with contexts so long that attention's backward pass adds up in any order, and
+    each in a process, as cuBLAS is told once."""
+    shape = flags(n_layer=2, n_head=2, n_embd=128, block_size=512, batch_size=16)
+    line = ["--data_dir", data, "--deterministic", *shape, "--max_iters", 12, "--eval_interval", 6]
+    for offload in ("none", "cpu", "disk"):
+        out = tmp_path / offload
+        run = start_process(
+            ROOT / "train.py", *line, "--offload", offload, "--out_dir", out, cwd=tmp_path
+        )
+        said, _ = run.communicate()
+        assert run.returncode == 0, said
+        assert_same_run(tmp_path / "none", out)
 
 
 def test_copies_overlap_compute(tmp_path):

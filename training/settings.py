@@ -61,7 +61,7 @@ FINE_TUNING = {
 }
 # Flags allowed with --resume, as they change how a run computes, not what, or with --eval_only.
 MACHINE_FLAGS = ("data_dir", "offload", "device", "dtype", "device_batch_size")
-RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile")
+RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile", "deterministic")
 EVAL_FLAGS = (*MACHINE_FLAGS, "eval_only", "init_from", "out_dir", "eval_tokens")
 
 
@@ -166,6 +166,7 @@ class Settings:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     compile: bool = flag(False, "torch.compile each block: slow start, faster steps")
+    deterministic: bool = flag(False, "on a GPU: equal results to the bit, a little slower")
     seed: int = flag(1337, "for weights and data order", must="0 or more, and fit 63 bits")
 
     model: ModelConfig = field(default_factory=ModelConfig)  # vocab_size is the data's
