@@ -190,6 +190,7 @@ def start(
         # Else attention's backward pass adds up in whatever order its threads come.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nobody reads it
     if tables is None:
         tables = make_tables(
             settings.offload,

@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # results are equal to the bit on a CPU only
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a GPU results are not equal to the bit
 
 import torch
 import torch._dynamo  # which every optimizer would import anew
