@@ -287,7 +287,10 @@ def test_documents_are_masked_at_their_boundaries():
         ("--offload disk --table_optimizer adamw", "--table_optimizer adamw"),
         ("--table_rate 0 --table_optimizer adamw", "--table_rate 1"),
         ("--preset embformer-104m --stem_layers all", "with --ffn embformer: --stem_layers"),
-        ("--max_iter 3", "--ffn stem: --max_iter 3; did you mean --max_iters?"),  # no abbreviation
+        (  # an abbreviation
+            "--max_iter 3",
+            "unrecognized with --ffn stem: --max_iter 3; did you mean --max_iters?",
+        ),
         ("--resume --n_layer 4 --out_dir {stem}", "--n_layer"),
         ("--resume --max_iters 3 --out_dir {stem}", "already at step 12"),
         ("--eval_only --seed 3 --out_dir {stem}", "--seed"),
