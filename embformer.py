@@ -23,7 +23,7 @@ class RowQKV(nn.Module):
         self.head_dim = head_dim
         self.norm_eps = norm_eps
         self.row_width = 2 * n_kv_head * head_dim
-        self.normed = False  # keys in the tables are
+        self.normed = False  # once `norm_keys` has normed those in the tables
 
     def norm(self, heads: Tensor) -> Tensor:
         """[..., head_dim] -> [..., head_dim]."""

@@ -36,11 +36,11 @@ from tables.tables import ResidentTables, Tables, send
 
 @dataclass
 class ModelConfig:
-    """Shape of a decoder. Fields left at None get the default named beside them. UserError: names
+    """Shape of a decoder. Fields left at None get the default that is `shown`. UserError: names
     a field as a flag, its value and what would be valid."""
 
     vocab_size: int = field(default=6400, metadata=dict(must="at least 1"))
-    block_size: int = flag(128, "context length in tokens", must="at least 1")
+    block_size: int = flag(128, "context length in tokens; own text: 256", must="at least 1")
     n_layer: int = flag(6, "number of layers", must="at least 1")
     n_head: int = flag(4, "number of attention heads", must="at least 1")
     n_embd: int = flag(128, "width of the residual stream", must="at least 1")
@@ -178,7 +178,8 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, heads, T, head_dim] by an angle:
-    (a cos - b sin, b cos + a sin). angles [2, S, head_dim] are those of x and of S - T before."""
+    (a cos - b sin, b cos + a sin). angles [2, S, head_dim] are of the
+    S tokens so far, x of the last T."""
     cos, sin = angles[:, -x.shape[2] :]
     wide = x.to(torch.float32, memory_format=torch.contiguous_format)
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
@@ -260,7 +261,7 @@ class Attention(nn.Module):
         super().__init__()
         width = config.n_embd
         self.config = config
-        self.span = config.block_size  # what attention costs a token: half of so many keys
+        self.span = config.block_size  # the most keys that a token sees; on average half
         self.qkv = qkv
         self.out = nn.Identity() if config.embedding_only else nn.Linear(width, width, bias=False)
 
@@ -427,7 +428,7 @@ class Block(nn.Module):
 
 # --- the decoder ---
 
-CHUNK = {"cuda": 1 << 26}  # logits at a time; on a CPU fewer, 1 << 22, to stay in its caches
+CHUNK = {"cuda": 1 << 26}  # logits at a time; elsewhere 1 << 22, to stay in a CPU's caches
 KEPT = 1 << 26  # logits that the backward pass may keep, 256 MiB; of more it computes them again
 
 

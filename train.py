@@ -321,9 +321,9 @@ def read_figures(run: Run, log: Log, steps: list[tuple]) -> dict[str, float]:
 
 
 def evaluate_and_save(run: Run, log: Log, is_due: bool) -> dict[str, float]:
-    """Returns validation losses and, on the countries, the share of facts that are known. Unless
-    nothing is trained yet, it also writes ckpt.pt and, if the evaluation is due, not one that only
-    a resumed run makes, best.pt, if the loss is the lowest so far."""
+    """Returns validation losses and, on the countries, the share of facts that are known. Once
+    something is trained, it writes ckpt.pt. If the evaluation is due (one that only a resumed run
+    makes is not) and its loss is the lowest so far, also best.pt."""
     settings, data = run.settings, run.data
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(losses["val_loss"], "validation", run.step, settings)

@@ -177,7 +177,8 @@ def train(contender: Contender, steps: int = 1) -> float:
     model = contender.model.train()
     if contender.optimizer is None:
         dtype = training_dtype("auto", bench.on)
-        contender.optimizer = Optimizer(model, Settings(learning_rate=1e-3), dtype)
+        settings = Settings(learning_rate=1e-3, model=contender.config)
+        contender.optimizer = Optimizer(model, settings, dtype)
     n = contender.config.block_size
     shape = (bench.batch_size, n + 1)
     start = contender.now()

@@ -1,6 +1,6 @@
 """What a model costs: FLOPs by length, parameters read by batch size, return on compute.
 
-Counted, not timed, on models without numbers: `Decoder.sizes` says what a token multiplies, and
+Counted, not timed, on models without numbers: `model_sizes` says what a token multiplies, and
 attention is counted for the n (n + 1) / 2 pairs of tokens that see each other (PyTorch's FLOP
 counter takes all n^2). Batches are independent draws of tokens by their frequency, in the training
 text, or by Zipf's law for the published shape.

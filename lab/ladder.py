@@ -197,20 +197,23 @@ def verdicts(steps: dict[str, Step]):
 
 
 def draw(experiment: Experiment, steps: dict[str, Step]) -> None:
-    """Losses over what a token reads of tables, those that read as much side by side; controls are
-    hollow, the legend is in the order of losses."""
+    """Losses over what a token reads of tables, those that read as much side by side around their
+    place; controls are hollow, the legend is in the order of losses."""
     figure, axes = plt.subplots(figsize=(10, 6))
     colors = plt.get_cmap("turbo")
-    beside: dict[int, int] = {}  # how many kinds are drawn, by the bytes they read
     names = sorted(steps, key=lambda name: statistics.fmean(steps[name].losses))
+    beside: dict[int, list[str]] = {}  # kinds by what they read
+    for name in names:
+        beside.setdefault(steps[name].sizes["rows"], []).append(name)
     for number, name in enumerate(names):
         losses, size = steps[name].losses, steps[name].sizes["rows"]
-        x = BYTES * size / 1024 + 0.09 * beside.setdefault(size, 0)
-        beside[size] += 1
+        same = beside[size]
+        x = BYTES * size / 1024 + 0.09 * (same.index(name) - (len(same) - 1) / 2)
         color = colors(number / len(names))
         fill = "none" if name.startswith(CONTROLS) else color
         options = {"fmt": "os^Dv"[number % 5], "color": color, "markerfacecolor": fill}
         axes.errorbar(x, statistics.fmean(losses), off(losses), capsize=2, label=name, **options)
-    axes.set(xlabel="KiB of rows that a token reads", ylabel="validation loss (nats per token)")
+    axes.set_xlabel("KiB of rows that a token reads (equal ones side by side)")
+    axes.set_ylabel("validation loss (nats per token)")
     figure.legend(loc="outside right upper", fontsize=8)
     experiment.picture("ladder", figure)

@@ -15,7 +15,7 @@ from common import flag
 @dataclass
 class Config(model.ModelConfig):
     stem_layers: str | None = flag(
-        None, "layers with a table, as for STEM: half, all, 0,2,5", shown="the last third"
+        None, "layers with a table, as for STEM: third, half, all, 0,2,5", shown="the last third"
     )
 
     def __post_init__(self) -> None:

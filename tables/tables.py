@@ -21,7 +21,7 @@ MOST_READS = 4096  # more lookups than a step has micro-batches: nobody takes th
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, without making the host wait: a GPU reads pinned memory by itself."""
+    """A tensor on the device. The host does not wait: a GPU reads pinned memory by itself."""
     if device.type in STREAMS and tensor.device.type == "cpu":
         tensor = tensor.contiguous().pin_memory()  # a strided tensor's copy would not be pinned
     return tensor.to(device, non_blocking=True)
@@ -164,7 +164,8 @@ class Tables(nn.Module):
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
         """The gradients of all rows read since the last `zero_grad`, micro-batches merged: distinct
-        sorted ids [n], and for each table [n, W] on the compute device. Until the next lookup."""
+        sorted ids [n], and for each table [n, W] on the compute device. They are valid until the
+        next lookup."""
         self.merge()
         assert self.merged, "no rows were differentiated since the last step: are they used?"
         return self.merged

@@ -1,4 +1,4 @@
-"""Decoder.sizes and lab/costs.py against PyTorch's FLOP counter, gradients, sums over all cases."""
+"""model_sizes and lab/costs.py against PyTorch's FLOP counter, gradients, sums over all cases."""
 
 import pytest
 import torch

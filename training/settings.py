@@ -119,7 +119,7 @@ class Settings:
     )
     learning_rate: float = flag(
         3e-3,
-        "peak; midtrain, context: a tenth; sft: a fiftieth; dpo: 8e-5 of it",
+        "peak; own text: 0.006; midtrain, context: a tenth; sft: a fiftieth; dpo: 8e-5 of it",
         must="a positive number",
     )
     schedule: str = "cosine"  # or linear, the shape of the decay
@@ -154,7 +154,8 @@ class Settings:
     )
     eval_interval: int = flag(
         140,
-        "steps between evaluations, each with a checkpoint; countries: 140; own text: a 30th",
+        "steps between evaluations, each with a checkpoint; countries: 140; own text: a 30th, "
+        "at least 50; sft, dpo: a quarter",
         must="at least 1",
         shown="",
     )
@@ -225,9 +226,10 @@ def parse_args(description: str) -> dict:
     parser = make_parser(description)
     add_flags(parser, Settings, ffn, preset)
     others = ", ".join(relatives("Decoder"))
+    kinds_of_attention = ", ".join(relatives("Attention"))
     group = parser.add_argument_group(
         f"model, --ffn {ffn} (defaults: --init_from's or the preset's; further kinds, with flags "
-        f"of their own, in relatives/: {others})"
+        f"of their own, in relatives/: {others}; --attention: {kinds_of_attention})"
     )
     add_flags(group, decoder_class(ffn).config_class, ffn, preset)
     parser.chosen = f" with --ffn {ffn}"
