@@ -71,7 +71,7 @@ def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):
     block = re.search(r"```python\n(# relatives/(\w+)\.py\n.*?)```", text, re.DOTALL)
     source, name = block.groups()
     add_relative(monkeypatch, tmp_path, name, source)
-    assert f"in relatives/: {name})" in " ".join(command("train.py -h").stdout.split())
+    assert f"in relatives/: {name};" in " ".join(command("train.py -h").stdout.split())
     written = set()
     for place in ("none", "disk"):
         out = tmp_path / place
