@@ -178,8 +178,8 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, heads, T, head_dim] by an angle:
-    (a cos - b sin, b cos + a sin). angles [2, S, head_dim] are of the
-    S tokens so far, x of the last T."""
+    (a cos - b sin, b cos + a sin). angles [2, S, head_dim] are those of
+    the S tokens so far, x has the last T."""
     cos, sin = angles[:, -x.shape[2] :]
     wide = x.to(torch.float32, memory_format=torch.contiguous_format)
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
