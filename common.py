@@ -69,9 +69,10 @@ def run(main: Callable[[], None]) -> None:
         )
 
 
-def command_line(*words: object) -> str:
-    """A command to copy into a shell: python with these words."""
-    return shlex.join(["python", *map(str, words)])
+def command_line(script: str, *words: object) -> str:
+    """A command to copy into a shell: python with one of our scripts and these words."""
+    path = os.path.relpath(Path(__file__).with_name(script))  # from where the user is
+    return shlex.join(["python", path, *map(str, words)])
 
 
 # --- flags ---

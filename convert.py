@@ -88,6 +88,9 @@ class Settings:
         check_ranges(self)
         if (self.out is None) == (self.export is None) or (self.export and self.ffn):
             raise UserError("give --out FILE, or --export FOLDER without --ffn")
+        for name in ("stem_layers", "data_dir", "tokens", "batch_size", "device"):
+            if self.ffn is None and getattr(self, name) != getattr(Settings, name):
+                raise UserError(f"--{name} {getattr(self, name)} needs --ffn stem")
 
 
 # --- 1. a folder of Hugging Face ---
@@ -462,7 +465,8 @@ def main() -> None:
         f"wrote {path}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
         f"vocabulary {config.vocab_size:,}, {model_sizes(model)['total'] / 1e6:.2f} M parameters"
     )
-    more = ("--data_dir", "DATA", "--out_dir", "out/trained")
+    data_dir = settings.data_dir if settings.ffn else "DATA"
+    more = ("--data_dir", data_dir, "--out_dir", "out/trained")
     print(f"next: {command_line('train.py', '--init_from', path, *more)}")
 
 

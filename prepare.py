@@ -95,6 +95,8 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
             return None
         raise UserError("--tokenizer: chat data needs the base model's tokenizer: pass its ckpt.pt")
     path = Path(name)
+    if os.path.exists(path / "ckpt.pt"):  # a run's folder
+        path = path / "ckpt.pt"
     if path.suffix == ".json" and os.path.exists(path.with_name("meta.json")):
         path = path.parent  # a prepared folder's
     if name in tiktoken.list_encoding_names():
@@ -208,6 +210,10 @@ def main() -> None:
         kind = kind_of(settings.input)
     elif generated:
         kind, _ = CORPORA[settings.dataset]
+        if settings.val_fraction != Settings.val_fraction:
+            raise UserError(
+                f"--val_fraction {settings.val_fraction}: {settings.dataset} has its own"
+            )
     else:
         kind = DATASETS[settings.dataset][0].kind
     encoding = ready_tokenizer(settings.tokenizer, kind)
@@ -230,7 +236,8 @@ def main() -> None:
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
     name = {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
-    stage = ["--stage", name, "--init_from", "CKPT", "--out_dir", f"out/{name}"]
+    base = settings.tokenizer if settings.tokenizer.endswith(".pt") else "CKPT"
+    stage = ["--stage", name, "--init_from", base, "--out_dir", f"out/{name}"]
     more = ["--out_dir", f"out/{settings.out_dir.name}"] if kind == "text" else stage
     print(f"next: {command_line('train.py', '--data_dir', settings.out_dir, *more)}")
 

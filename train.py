@@ -160,11 +160,12 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
             )
         if (checkpoint["data"], checkpoint["weights"]) != (data.metas, data.weights):
             raise UserError(
-                f"{settings.data_dir} is not what {origin} was trained on: prepare it again"
+                f"--data_dir {settings.data_dir} is not what {origin} was trained on: "
+                "leave it out, or prepare it again"
             )
     elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
-    elif os.path.exists(out_dir / "ckpt.pt") and not settings.overwrite:
+    elif not settings.overwrite and {"ckpt.pt", "best.pt"} & set(os.listdir(out_dir)):
         ways = "--resume goes on with it, --overwrite replaces it, or choose another --out_dir"
         raise UserError(f"{out_dir} has the run of an earlier command: {ways}")
 

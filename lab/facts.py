@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common import make_parser
+from common import UserError, make_parser
 
 # isort: split
 
@@ -110,7 +110,10 @@ given = parser.parse_args()
 ckpt, what, n_fact = given.ckpt, given.what, given.n_fact
 writing.RATE, writing.STEPS = given.rate, given.steps
 torch.manual_seed(0)  # low-rank updates begin at random
-model, encoding, _ = load_model(ckpt, torch.device("cpu"))
+try:
+    model, encoding, _ = load_model(ckpt, torch.device("cpu"))
+except UserError as error:
+    sys.exit(f"error: {error}")
 tables = model.tables
 # Texts about any country, to be held where weights change that all of them share.
 about_all = model.generate(torch.tensor([[encoding.eot_token]] * 48), 64, seed=1)

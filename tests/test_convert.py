@@ -400,6 +400,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     for line, reason in (
         (f"{dense} --ffn stem", "give --out FILE"),
         (f"{dense} --out new.pt", "or give --ffn stem"),
+        (f"{dense} --out new.pt --tokens 5", "--tokens 5 needs --ffn stem"),
         (f"gone.pt {stem}", "gone.pt"),
         (". --out new.pt", "no config.json: name a folder of Hugging Face"),
         (f"llama {stem}", "cannot read llama"),

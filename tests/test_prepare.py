@@ -203,13 +203,14 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         (f"{mine} --tokenizer {data} --vocab_size 300", "--vocab_size 300"),
         (f"{mine} --tokenizer gone", "gone"),
         (f"{mine} --tokenizer ckpt.pt", "is damaged"),
-        (f"{mine} --tokenizer llama", "python convert.py llama"),
-        (f"{mine} --tokenizer .", "meta.json"),
+        (f"{mine} --tokenizer llama", "convert.py llama"),
+        (f"{mine} --tokenizer .", "ckpt.pt is damaged"),
+        ("--val_fraction 0.5", "--val_fraction 0.5"),
     ):
         assert reason in refused(f"prepare.py {line}", cwd=tmp_path)
     assert not (tmp_path / "x").exists()
     lost = refused("train.py --out_dir x --data_dir", "my data", cwd=tmp_path)
-    assert "run python prepare.py --out_dir 'my data', with --input" in lost
+    assert "prepare.py --out_dir 'my data', with --input" in lost
 
 
 BLANKS = b" " * 10**6

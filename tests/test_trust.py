@@ -78,11 +78,13 @@ def test_no_command_touches_what_is_ones_own(out, on_disk, trained, data):
     torch.save({"mine": 1}, out / "mine.pt")
     for name in ("mine.pt.tmp", "notes.tmp", "tables", "live"):
         (out / name).write_text("mine")
-    others = ("ckpt", "ckpt.pth", "ckpt.pt.old")
+    others = ("ckpt", "ckpt.pth", "ckpt.pt.old", "results")
+    (out / "results.tables/thesis").mkdir(parents=True)
+    (out / "results.tables/thesis/1.txt").write_text("mine")
     for name in others:
         command(f"edit.py --ckpt ckpt.pt {EDIT} --save {name}", cwd=out)
     mine = {path: raw for path, raw in contents(out).items() if path not in contents(on_disk)}
-    assert len(mine) >= 11
+    assert len(mine) >= 12 and Path("results.tables/thesis/1.txt") in mine
     link = out / "link.pt"
     link.symlink_to("ckpt.pt")
     new = f"train.py --data_dir {data} --out_dir . --overwrite --n_layer 2 --max_iters 1"
@@ -131,7 +133,7 @@ def test_a_run_is_whole_until_its_replacement_begins_which_may_be_cut_off(
         if (out / "ckpt.pt").exists():
             assert contents(out) == contents(on_disk)
         else:
-            small_run(data, out)
+            small_run(data, out, overwrite=True)
             assert_same_run(out, trained["stem"])
             assert contents(out).keys() == contents(trained["stem"]).keys()
     assert left  # the last one was not cut off
@@ -304,6 +306,13 @@ def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, t
 def test_best_pt_is_not_resumed(trained, tmp_path):
     shutil.copy(trained["stem"] / "best.pt", tmp_path / "ckpt.pt")
     assert "cannot be resumed" in refused("train.py --resume --out_dir", tmp_path)
+
+
+def test_best_pt_alone_is_a_run_that_is_not_replaced(trained, data, tmp_path):
+    shutil.copy(trained["stem"] / "best.pt", tmp_path)
+    before = contents(tmp_path)
+    assert "--overwrite replaces it" in refused(f"train.py --data_dir {data} --out_dir", tmp_path)
+    assert contents(tmp_path) == before
 
 
 def test_a_checkpoint_is_that_of_one_moment(stem_ckpt, trained, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tiktoken
+from tqdm import tqdm
 
 from text import bpe
 from text.writer import write_dataset
@@ -290,4 +291,5 @@ def write_corpus(
         encoding = bpe.train(train, vocab_size or 4096, min_count=48)
     documents = [("train", document) for document in train]
     documents += [("val", document) for document in val]
+    documents = tqdm(documents, "encoding", leave=False, disable=None)
     return write_dataset(out_dir, documents, encoding, kind, corpus=name, seed=seed)

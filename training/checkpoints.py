@@ -32,7 +32,7 @@ from training.settings import Settings
 FORMAT = 4  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise.
 NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
-FIX = "train one with `python train.py`, or name another ckpt.pt or its folder"
+FIX = "train one with `python train.py`, or name another ckpt.pt (for --out_dir: its folder)"
 
 
 def tables_folder(path: str | Path) -> Path:
@@ -51,7 +51,7 @@ def remove_unused_tables(path: Path) -> None:
             used = read_checkpoint(path)["tables"]
         except UserError:
             return
-    for snapshot in folder.glob("*"):
+    for snapshot in folder.glob("[0-9a-f]" * 8):  # nothing else, whose folder ever this may be
         if not used or snapshot.name != used["id"]:
             shutil.rmtree(snapshot, ignore_errors=True)
 

@@ -87,7 +87,7 @@ class Settings:
     out_dir: Path = flag(Path("out"), "output folder")
     preset: str = flag(
         "countries",
-        "model shape and training settings",
+        "model shape (with --init_from, that model's) and training settings",
         choices=PRESETS,
         shown="--init_from's; else countries for that corpus, prose for other text and mixtures",
     )

@@ -72,7 +72,8 @@ def ask_the_same(model: Decoder, prompt: Tensor, name: list[int], texts: Tensor)
     prompts = torch.stack([substitute(prompt, name, [*name[:-1], token]) for token in tokens])
     sure, answers = probabilities(prompts, last_only=True)[:, 0].max(-1)  # [n] each
     answered = torch.zeros(texts.shape, device=model.device)
-    for other in sure.topk(N_OTHER).indices.tolist():
+    others = sure.topk(N_OTHER).indices.tolist()
+    for other in tqdm(others, "reading as other names", leave=False, disable=None):
         about_other = substitute(texts, name, [*name[:-1], tokens[other]])
         answered += probabilities(about_other)[..., answers[other]] / N_OTHER
     return answered > 0.9
