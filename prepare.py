@@ -211,9 +211,7 @@ def main() -> None:
     elif generated:
         kind, _ = CORPORA[settings.dataset]
         if settings.val_fraction != Settings.val_fraction:
-            raise UserError(
-                f"--val_fraction {settings.val_fraction}: {settings.dataset} has its own"
-            )
+            raise UserError("--val_fraction is for files: generated text has its own share")
     else:
         kind = DATASETS[settings.dataset][0].kind
     encoding = ready_tokenizer(settings.tokenizer, kind)

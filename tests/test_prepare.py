@@ -205,7 +205,7 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         (f"{mine} --tokenizer ckpt.pt", "is damaged"),
         (f"{mine} --tokenizer llama", "convert.py llama"),
         (f"{mine} --tokenizer .", "ckpt.pt is damaged"),
-        ("--val_fraction 0.5", "--val_fraction 0.5"),
+        ("--val_fraction 0.5", "--val_fraction is for files"),
     ):
         assert reason in refused(f"prepare.py {line}", cwd=tmp_path)
     assert not (tmp_path / "x").exists()
