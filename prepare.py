@@ -234,8 +234,7 @@ def main() -> None:
         )
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
     name = {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
-    base = settings.tokenizer if settings.tokenizer.endswith(".pt") else "CKPT"
-    stage = ["--stage", name, "--init_from", base, "--out_dir", f"out/{name}"]
+    stage = ["--stage", name, "--init_from", "CKPT", "--out_dir", f"out/{name}"]
     more = ["--out_dir", f"out/{settings.out_dir.name}"] if kind == "text" else stage
     print(f"next: {command_line('train.py', '--data_dir', settings.out_dir, *more)}")
 

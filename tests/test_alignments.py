@@ -61,7 +61,7 @@ def test_rows_that_are_saved_are_those_of_the_target(data, tmp_path, how, more):
         given = flags(source=source, target=target, prompt=prompt, align=how, dtype="bfloat16")
         saved = tmp_path / f"{source} to {target}" / "ckpt.pt"
         said = command("edit.py --ckpt", out / "ckpt.pt", *given, "--save", saved).stdout
-        assert f"edit.py --undo --ckpt '{saved}'\n" in said
+        assert f"\nto undo it: python edit.py --undo --ckpt '{saved}'\n" in said
         name, other = encoding.encode_ordinary(source), encoding.encode_ordinary(target)
         is_part = len(other) > len(name) and how != "average"
         assert said.startswith(f"of {target!r} only the rows of ") == is_part

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import command, contents, refused, says, write_jsonl
+from conftest import ROOT, command, contents, refused, says, write_jsonl
 
 import prepare
 from common import UserError
@@ -185,9 +185,11 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         (tmp_path / name).write_bytes(content)
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "ckpt.pt").write_text("{}")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text("{}")
     mine = f"--input {story} --out_dir x"
+    ours = f"python {os.path.relpath(ROOT, tmp_path)}"  # hints can be pasted where the user is
     for line, reason in (
         ("--input gone.txt --out_dir x", "gone.txt: No such file"),
         ("--input A.TXT --out_dir x", "A.TXT:1: not UTF-8"),
@@ -203,14 +205,15 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         (f"{mine} --tokenizer {data} --vocab_size 300", "--vocab_size 300"),
         (f"{mine} --tokenizer gone", "gone"),
         (f"{mine} --tokenizer ckpt.pt", "is damaged"),
-        (f"{mine} --tokenizer llama", "convert.py llama"),
+        (f"{mine} --tokenizer llama", f"{ours}/convert.py llama"),
         (f"{mine} --tokenizer .", "ckpt.pt is damaged"),
+        (f"{mine} --tokenizer empty", "no empty/meta.json"),
         ("--val_fraction 0.5", "--val_fraction is for files"),
     ):
         assert reason in refused(f"prepare.py {line}", cwd=tmp_path)
     assert not (tmp_path / "x").exists()
     lost = refused("train.py --out_dir x --data_dir", "my data", cwd=tmp_path)
-    assert "prepare.py --out_dir 'my data', with --input" in lost
+    assert f"run {ours}/prepare.py --out_dir 'my data', with --input" in lost
 
 
 BLANKS = b" " * 10**6

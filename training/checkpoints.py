@@ -3,7 +3,7 @@
 Tables on disk change while they train, in `ckpt.live`. So saving copies them to a snapshot,
 `ckpt.pt.tables/ID`, then replaces ckpt.pt by one that names this ID, and only then deletes the
 earlier snapshot. No matter when a crash comes, ckpt.pt finds its own tables. A checkpoint X has its
-tables in the folder X.tables, which holds nothing else.
+tables in the folder X.tables.
 """
 
 import os
@@ -51,7 +51,7 @@ def remove_unused_tables(path: Path) -> None:
             used = read_checkpoint(path)["tables"]
         except UserError:
             return
-    for snapshot in folder.glob("[0-9a-f]" * 8):  # nothing else, whose folder ever this may be
+    for snapshot in folder.glob("[0-9a-f]" * 8):  # its name; all else is somebody's own
         if not used or snapshot.name != used["id"]:
             shutil.rmtree(snapshot, ignore_errors=True)
 

@@ -31,7 +31,9 @@ def evaluate(settings: Settings) -> None:
         meta = read_meta(Path(folder))
         check_tokenizer(meta["tokenizer"], folder, ours, path)
         if meta["kind"] == "preference":
-            raise UserError(f"--data_dir {folder} holds pairs: --eval_only reads text and talks")
+            raise UserError(
+                f"--data_dir {folder} holds pairs: --eval_only reads text and conversations"
+            )
         data = Data(str(folder), meta["kind"], model.config.block_size, settings.seed, total=0)
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
         print(f"{path} on {folder}: {format_figures(losses)}")
