@@ -25,6 +25,7 @@ from torch import Tensor
 from common import Damage, UserError, reading, writing
 
 Shape: TypeAlias = tuple[int, int, int]  # of all tables: V, n_table, W
+ARRAYS = ("rows", "state")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows
 
 

@@ -303,6 +303,48 @@ def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, t
     assert contents(tmp_path) == before and not (tmp_path / "ran").exists()
 
 
+FOREIGN = {
+    "crc32": ("../../mine/notes", "{root}/mine/notes", "mine/notes", "", "rows\n"),
+    "id": ("../../mine", "{root}/mine", "..", "", "mine", "0123abcd/../mine"),
+    "out_dir": ("{root}/mine", "mine"),
+    "data_dir": ("{root}/mine",),
+    "overwrite": (True,),
+    "ffn": ("../mine/code", "{root}/mine/code", "lab.analyze"),
+    "attention": ("../mine/code:1", "os:1"),
+}
+
+
+@pytest.mark.parametrize("place", FOREIGN)
+def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, data, tmp_path, place):
+    """Somebody's checkpoint names files of ours, as tables, runs or code, and has the same beside
+    its own."""
+    saved = checkpoint(out)
+    (rows,) = snapshots(out)
+    for folder in (tmp_path / "mine", out / "mine", rows / "mine", out / "ckpt.pt.tables/mine"):
+        folder.mkdir()
+        (folder / "code.py").write_text("open('ran', 'w')\nclass Decoder(object): 1")
+        (folder / "ckpt.pt").write_text("mine")
+        for name in ("rows", "state", "notes"):
+            shutil.copy(rows / "rows", folder / name)
+    for name in FOREIGN[place]:
+        if isinstance(name, str):
+            name = name.format(root=tmp_path)
+        if place == "crc32":
+            part, changed = "tables", {"crc32": {**saved["tables"]["crc32"], name: 1}}
+        else:
+            part, changed = "tables" if place == "id" else "config", {place: name}
+        torch.save({**saved, part: {**saved[part], **changed}}, out / "ckpt.pt")
+        before = contents(tmp_path)
+        for line in (
+            f"edit.py --ckpt out/ckpt.pt {EDIT} --save new/a/b/ckpt.pt",
+            f"edit.py --ckpt out/ckpt.pt {EDIT} --save out/ckpt.pt",
+            f"train.py --init_from out/ckpt.pt --data_dir {data} --max_iters 1",
+            "train.py --resume --out_dir out --max_iters 13",
+        ):
+            refused(line, cwd=tmp_path)
+            assert contents(tmp_path) == before, (name, line)
+
+
 def test_best_pt_is_not_resumed(trained, tmp_path):
     shutil.copy(trained["stem"] / "best.pt", tmp_path / "ckpt.pt")
     assert "cannot be resumed" in refused("train.py --resume --out_dir", tmp_path)

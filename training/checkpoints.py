@@ -7,6 +7,7 @@ tables in the folder X.tables.
 """
 
 import os
+import re
 import secrets
 import shutil
 import zipfile
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 from zipfile import BadZipFile
 
 import tiktoken
@@ -22,7 +24,7 @@ import torch
 
 from common import Damage, UserError, atomic, has_bfloat16, locked, reading, require_fields
 from model import Decoder, decoder_class
-from tables.storage import DiskStorage
+from tables.storage import ARRAYS, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
@@ -32,6 +34,7 @@ from training.settings import Settings
 FORMAT = 4  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise.
 NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
+SNAPSHOT = re.compile("[0-9a-f]{8}")  # an ID
 FIX = "train one with `python train.py`, or name another ckpt.pt (for --out_dir: its folder)"
 
 
@@ -165,18 +168,26 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
             raise Damage(f"format {checkpoint.get('format')}, not {FORMAT}")
         require_fields(checkpoint, config=dict, model=dict, tokenizer=str, args=dict)
         if checkpoint.setdefault("tables"):
-            require_fields(
-                checkpoint["tables"],
-                id=str,
-                shape=tuple[int, int, int],
-                dtype=torch.dtype,
-                crc32={"rows": int},
-            )
+            check_saved_tables(checkpoint["tables"])
+    checkpoint["args"] |= checkpoint["config"]  # the model's shape is said in one place
     try:
-        Settings.from_flat({**checkpoint["args"], **checkpoint["config"]})
+        settings = Settings.from_flat(checkpoint["args"])
     except UserError as error:  # it speaks of flags
         raise UserError(f"{path}: {error}") from None
+    # Else a model's config would say where a run that starts from it writes.
+    foreign = checkpoint["config"].keys() - asdict(settings.model).keys()
+    if foreign:
+        raise UserError(f"{path}: its config sets {', '.join(sorted(foreign))!r:.40}")
     return checkpoint
+
+
+def check_saved_tables(saved: Any) -> None:
+    """Raises Damage unless this is what `DiskStorage.copy` returned, and an ID. Both name files."""
+    require_fields(
+        saved, id=str, shape=tuple[int, int, int], dtype=torch.dtype, crc32={"rows": int}
+    )
+    if not SNAPSHOT.fullmatch(saved["id"]) or not {*saved["crc32"]} <= {*ARRAYS}:
+        raise Damage(f"tables named {saved['id']!r:.40} of {[*saved['crc32']]!r:.80}")
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
