@@ -62,10 +62,11 @@ from tqdm import tqdm
 from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
-from training.batches import Data, Source, check_tokenizer
+from training.batches import Data, check_tokenizer
 from training.checkpoints import NOT_A_CHECKPOINT, load_model, save_checkpoint
 from training.report import model_sizes
 from training.settings import device_flag
+from training.sources import Source
 
 
 @dataclass

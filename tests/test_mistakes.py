@@ -23,7 +23,7 @@ from torch import nn
 import model
 {top}
 from tables.tables import ResidentTables
-from training.batches import Windows
+from training.sources import Windows
 from training.records import Log
 
 class Layer(nn.Module):

@@ -1,103 +1,20 @@
-"""Prepared folders (text/dataset.py) as batches: windows of text or, for the stages that learn
-answers, conversations (conversations.py).
-
-Which sequences are in batch number n is a function of (seed, n) alone: a resumed run reads what an
-uninterrupted one would have read, and the step is all that a checkpoint needs to know about data.
-"""
+"""Prepared folders (text/dataset.py) as what a run reads: windows of text (sources.py) or, for the
+stages that learn answers, conversations (conversations.py)."""
 
 import os
-from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common import UserError
 from text.dataset import open_tokens, read_meta, read_tokenizer, unmarked
-from training import find
+from training.conversations import Conversations, Pairs
+from training.sources import Mixture, Source, Windows
 
 # What a stage may read beside text, by kind of a folder's documents.
-SOURCES = {"chat": "conversations.Conversations", "preference": "conversations.Pairs"}
-
-
-class Source:
-    """Sequences of token ids, in the order of the file or, with a seed, shuffled anew every epoch.
-
-    Each kind of source has a method `sequence(index)`: inputs [T], targets [T] (-1: not predicted).
-    What is not text has `question()`, too, the prompt that is answered at the end of a run, and is
-    made of (ids, encoding, block_size, seed), see SOURCES.
-    """
-
-    def __init__(self, n_sequence: int, block_size: int, seed: int | None) -> None:
-        self.n_sequence = n_sequence
-        self.block_size = block_size
-        self.seed = seed
-        self.n_offset = 1  # every epoch draws an offset below this
-        self.epoch = -1
-        self.offset = 0
-        self.order = np.arange(n_sequence)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Draw the order of an epoch and its offset: functions of the seed and the epoch alone."""
-        self.epoch = epoch
-        if self.seed is not None:
-            rng = np.random.default_rng((self.seed, epoch))
-            self.offset = int(rng.integers(self.n_offset))
-            self.order = rng.permutation(self.n_sequence)
-
-    def position_in_file(self, index: int) -> int:
-        """Which sequence of the file comes as number `index`, counted over all epochs."""
-        epoch, position = divmod(index, self.n_sequence)
-        if epoch != self.epoch:
-            self.begin_epoch(epoch)
-        return int(self.order[position])
-
-    def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, T] on the CPU."""
-        return stacked([self.sequence(index) for index in indices])
-
-    def batch(self, number: int, size: int) -> tuple[Tensor, Tensor]:
-        return self.sequences(range(number * size, (number + 1) * size))
-
-
-def stacked(sequences: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [T] of equal length as [B, T]."""
-    inputs, targets = zip(*sequences, strict=True)
-    return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
-
-
-class Windows(Source):
-    """Text as windows of `block_size` + 1 tokens. Every epoch shifts the cuts by its offset."""
-
-    def __init__(self, ids: np.ndarray, block_size: int, seed: int | None) -> None:
-        super().__init__((len(ids) - 1) // block_size, block_size, seed)
-        self.ids = ids
-        self.n_offset = len(ids) - self.n_sequence * block_size
-
-    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        start = self.position_in_file(index) * self.block_size
-        start += self.offset  # of this epoch
-        ids = self.ids[start : start + self.block_size + 1].astype(np.int64)
-        return ids[:-1], ids[1:]
-
-
-class Mixture(Source):
-    """Sequences of several sources, drawn by weight: for all `total` of the run beforehand, so that
-    the source of each depends on its number alone."""
-
-    def __init__(self, sources: list[Source], weights: list[float], total: int, seed: int) -> None:
-        super().__init__(total, sources[0].block_size, seed)
-        self.sources = sources
-        self.which = np.random.default_rng(seed).choice(len(sources), size=total, p=weights)
-        self.nth = np.empty(total, dtype=np.int64)  # number of the sequence within its source
-        for number in range(len(sources)):
-            drawn = self.which == number
-            self.nth[drawn] = np.arange(drawn.sum())
-
-    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.sources[self.which[index]].sequence(int(self.nth[index]))
+SOURCES = {"chat": Conversations, "preference": Pairs}
 
 
 class Data:
@@ -139,7 +56,7 @@ class Data:
     ) -> Source:
         ids = open_tokens(folder, split, meta)
         if kind in SOURCES:
-            return find(SOURCES[kind])(ids, self.encoding, block_size, seed)
+            return SOURCES[kind](ids, self.encoding, block_size, seed)
         if meta["kind"] == "chat":  # as text, in memory
             ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from text import chat
 from text.dataset import unmarked
-from training.batches import Source, stacked
+from training.sources import Source, stacked
 
 
 class Conversations(Source):
@@ -33,7 +33,7 @@ class Conversations(Source):
         super().__init__(len(self.starts) - 1, block_size, seed)
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        number = self.position_in_file(index)
+        number, _ = self.place(index)
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
         answer = chat.answers(self.encoding, ids)
         # What is marked (text/dataset.py) is not found to be an answer. The marks are taken out.
@@ -89,7 +89,7 @@ class Pairs(Source):
         return inputs.unflatten(0, (-1, 2)), targets.unflatten(0, (-1, 2))
 
     def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
-        return self.pairs([self.position_in_file(index) for index in indices])
+        return self.pairs([self.place(index)[0] for index in indices])
 
     def question(self) -> list[int]:
         return self.conversations.question()

@@ -8,10 +8,11 @@ from common import command_line
 from model import Decoder
 from text import tokenizer
 from training import countries, ranks
-from training.batches import Data, Windows
+from training.batches import Data
 from training.objectives import NextToken
 from training.records import draw_loss
 from training.settings import STAGES, Settings
+from training.sources import Windows
 
 
 def model_sizes(model: Decoder) -> dict[str, int]:

@@ -12,8 +12,9 @@ from conftest import change_json, contents
 from common import UserError
 from text import bpe, chat, tokenizer
 from text.writer import write_dataset
-from training.batches import Data, Mixture, Windows, parse_mixture
+from training.batches import Data, parse_mixture
 from training.conversations import Conversations
+from training.sources import Mixture, Windows
 
 IDS = np.arange(100, 1103, dtype=np.uint16)  # every token tells its place
 
@@ -76,6 +77,17 @@ def test_a_mixture_draws_by_weight_and_reads_each_source_in_its_own_order():
     assert len(second) / len(rows) == pytest.approx(0.25, abs=0.02)
     for seen, alone in zip((first, second), parts(), strict=True):
         assert seen == [alone.sequence(index)[0].tolist() for index in range(len(seen))]
+
+
+def test_validation_reads_windows_from_all_of_the_text():
+    """... the same each time, and no more than asked for: the order of files does not matter."""
+    halves = np.zeros(10_001, np.uint16), np.ones(10_001, np.uint16)
+    for text in (np.concatenate(halves), np.concatenate(halves[::-1])):
+        source = Windows(text, 10, None)
+        ids, _ = source.sequences(source.spread(500))
+        assert ids.shape == (50, 10) and 0.48 < ids.float().mean() < 0.52
+    assert source.spread(10**9) == list(range(source.n_sequence))
+    assert source.spread(1) == [0]
 
 
 # --- conversations ---
