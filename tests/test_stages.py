@@ -126,7 +126,8 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     (rows,) = data.val.values()
     torch.manual_seed(0)
     model = Decoder(ModelConfig(data.encoding.n_vocab, 64, 2, 2, 32, init_std=0.2)).eval()
-    ids, targets = rows.sequences(range(7))  # of unequal lengths
+    chosen = [n * rows.n_sequence // 7 for n in range(7)]  # spread evenly
+    ids, targets = rows.sequences(chosen)  # of unequal lengths
     expected = F.cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten(), ignore_index=-1)
     said = targets[targets >= 0].tolist()
     n_byte = len(data.encoding.decode(said).replace("<|im_end|>", "").encode())

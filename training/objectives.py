@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from model import Decoder
 from training import ranks
-from training.batches import Data, Source
+from training.batches import Data
 
 
 @dataclass
@@ -57,30 +57,25 @@ class NextToken:
         return loss
 
 
-def n_validation_sequences(source: Source, n_token: int) -> int:
-    """How many `validate` reads: about `n_token` tokens, each sequence counted as full."""
-    return max(1, min(source.n_sequence, n_token // source.block_size))
-
-
 @torch.no_grad()
 def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[str, float]:
-    """Mean losses over the first `n_validation_sequences` of each folder, `size` at a time:
+    """Mean losses over about `n_token` held-out tokens of each folder, `size` sequences at a time:
     val_loss (nats per token) and val_loss_per_byte, of a mixture by weight, and val_loss/<folder>
-    of its parts."""
+    of its parts. Every evaluation reads the same sequences, spread over all of the folder's, as
+    files follow each other in val.bin."""
     figures = {"val_loss": 0.0}
     if objective.per_byte:
         figures["val_loss_per_byte"] = 0.0
     objective.model.eval()
     for (name, source), weight in zip(data.val.items(), data.weights, strict=True):
         total, n_target, n_byte = 0.0, 0, 0
-        n_sequence = n_validation_sequences(source, n_token)
-        starts = range(0, n_sequence, size * ranks.size)
+        numbers = source.spread(n_token)
+        starts = range(0, len(numbers), size * ranks.size)
         for start in tqdm(starts, "evaluating", leave=False, delay=3, disable=None):
-            stop = min(n_sequence, start + size * ranks.size)
-            mine = range(start + ranks.rank, stop, ranks.size)
+            mine = numbers[start : start + size * ranks.size][ranks.rank :: ranks.size]
             # Batches are always full, as another size would be compiled anew, and ranks look up
             # together: what is missing repeats the last sequence and is not counted.
-            padding = [n_sequence - 1] * (size - len(mine))
+            padding = [numbers[-1]] * (size - len(mine))
             ids, targets = source.sequences([*mine, *padding])
             targets[len(mine) :] = -1
             loss = objective(ids, targets)
