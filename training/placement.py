@@ -50,7 +50,7 @@ def make_tables(
         is_stored = n_table > 0 and (on_disk or far)
         if is_stored:  # a GPU reads them through the ring, others in place
             kind = OffloadedTables if far else StoredTables
-        kind, width = ranks.split(kind, width)
+        kind, width = ranks.tables_of_rank(kind, width)
         shape = (n_row, n_table, width)
 
         # 1) in the memory of the device

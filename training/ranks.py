@@ -1,41 +1,77 @@
-"""What the processes that torchrun started, the ranks, do together: a single process does none of
-it, several as several.py says. Each rank has the backbone, columns of all tables and every P-th
+"""What the processes that torchrun started, the ranks, do together; a single process does none of
+it. Each rank has the backbone, columns of all tables (tables/sharded.py) and every P-th
 micro-batch. Rank 0 writes."""
 
 import contextlib
-import importlib
+import os
+import re
+import signal
+import sys
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from common import UserError
 from model import Decoder
+from tables import sharded
 from tables.tables import Tables
 
 rank = 0  # of this process
 size = 1  # how many there are
-several: ModuleType  # several.py, if torchrun started this process
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
     """Join the other processes if torchrun started this one, and leave together with them. Only the
     first rank to fail prints its error."""
-    global rank, size, several
+    global rank, size
     if not dist.is_torchelastic_launched():
         yield
         return
-    several = importlib.import_module("training.several")
-    with several.joined() as (rank, size):
+    # Ids are exchanged on CPUs, so that no GPU waits for them.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store, rank, size = next(dist.rendezvous("env://"))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    if rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    try:
         yield
+        leave(0)
+    except SystemExit as stop:  # all were asked to stop
+        leave(stop.code)
+    except BaseException as error:
+        # torchrun sends SIGTERM to all once one dies: let this one finish its message.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.stderr = sys.__stderr__
+        if store.add("failed", 1) > 1:
+            raise SystemExit(1) from None
+        text = str(error)
+        # gloo writes "Connection" or "connection".
+        if re.search("connection (closed|reset) by peer", text, re.IGNORECASE):
+            raise UserError(
+                f"another process of this run died: continue with --resume ({text.splitlines()[0]})"
+            ) from None
+        raise
+
+
+def leave(code: int) -> None:
+    """End this process, with the others."""
+    dist.all_reduce(torch.zeros(1))  # others may still communicate
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    # Not as Python ends: then, in one run of ten, a thread of PyTorch's aborts the process.
+    os._exit(code)
 
 
 def add_up(*tensors: Tensor) -> None:
     """Sum tensors over the ranks, in place, in one message."""
     if size > 1:
-        several.add_up(tensors)
+        flat = parameters_to_vector(tensors)
+        dist.all_reduce(flat)
+        vector_to_parameters(flat, tensors)
 
 
 def wait(number: int = 0) -> int:
@@ -51,23 +87,41 @@ def micro_batches(ids: Tensor, targets: Tensor, n_part: int) -> list[tuple[Tenso
     return [(ids[number::n_part], targets[number::n_part]) for number in numbers]
 
 
-# --- tables, of which each rank has columns (tables/sharded.py) ---
+# --- tables, of which each rank has columns ---
 
 
-def split(kind: type[Tables], width: int) -> tuple[type[Tables], int]:
+def tables_of_rank(kind: type[Tables], width: int) -> tuple[type[Tables], int]:
     """The kind of tables that has this rank's columns, and how many of `width` these are.
     UserError: the ranks do not divide them."""
-    return several.split(kind, width) if size > 1 else (kind, width)
+    if size == 1:
+        return kind, width
+    return sharded.sharded(kind), sharded.columns_per_rank(width)
 
 
-def shard(model: Decoder) -> None:
+def keep_columns(model: Decoder) -> None:
     """Leave a decoder this rank's columns of tables that it still has as a whole."""
-    if size > 1:
-        several.shard(model)
+    if size == 1:
+        return
+    model.tables = sharded.shard(model.tables)
+    if isinstance(model.wte, Tables):
+        model.wte = sharded.shard(model.wte)
 
 
 def change_columns(checkpoint: dict, name: str, whole: bool) -> None:
     """In a checkpoint, change rows and state of the tables `name` from whole ones, as files have
     them, to this rank's columns; or back to `whole` ones, in the RAM of rank 0."""
-    if size > 1:
-        several.change_columns(checkpoint, name, whole)
+    if size == 1:
+        return
+
+    def changed(tensor: Tensor) -> Tensor:
+        if not whole:
+            return sharded.my_columns(tensor)
+        received = list(sharded.gather_columns(tensor))
+        return torch.cat(received) if received else tensor  # rank 0 receives
+
+    for key in checkpoint["model"]:
+        if key.startswith(f"{name}.weight."):
+            checkpoint["model"][key] = changed(checkpoint["model"][key])
+    rows = checkpoint["optimizer"]["rows"] if "optimizer" in checkpoint else {}
+    if name in rows and rows[name]["state"][0].shape[1] > 1:  # else it is of whole rows
+        rows[name]["state"] = [changed(tensor) for tensor in rows[name]["state"]]
