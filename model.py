@@ -33,6 +33,8 @@ from tables.tables import ResidentTables, Tables, send
 
 # --- what a model is ---
 
+BUILT_IN = ("dense", "stem", "embformer")  # kinds of --ffn; all others are in relatives/
+
 
 @dataclass
 class ModelConfig:
@@ -147,9 +149,9 @@ def relative(kind: str, name: str, given: str) -> type:
 
 def decoder_class(ffn: str) -> type["Decoder"]:
     """The decoder of a kind of --ffn. Its `config_class` is that of its settings."""
-    if ffn in ("dense", "stem", "embformer"):
+    if ffn in BUILT_IN:
         return Decoder
-    return relative("Decoder", ffn, f"--ffn {ffn} is not one of dense, stem, embformer")
+    return relative("Decoder", ffn, f"--ffn {ffn} is not one of {', '.join(BUILT_IN)}")
 
 
 # --- attention ---
@@ -245,7 +247,7 @@ class Cache:
         self.angles = angles  # [2, room, head_dim]
         self.room = angles.shape[1]
         self.length = 0  # tokens so far; set it to 0 to start over
-        self.ids: Tensor | None = None  # [B, length], under which rows were looked up
+        self.ids: Tensor | None = None  # [B, length], under which rows are looked up
 
 
 class Attention(nn.Module):
@@ -417,10 +419,8 @@ class Block(nn.Module):
         attn_rows, ffn_rows = None, None
         if rows is not None:
             attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
-            n = x.shape[1]
-            if rows.shape[1] > n:  # also of earlier tokens, as many as some layer sees
-                attn_rows = attn_rows[:, -n - self.attn.n_past(start) :]
-                ffn_rows = ffn_rows[:, -n:]
+            if rows.shape[1] > x.shape[1]:  # those of earlier tokens are for attention
+                ffn_rows = ffn_rows[:, -x.shape[1] :]
         y = self.attn(self.attn_norm(x), attn_rows, angles, mask, cache, start)
         x = x + self.dropout(y)
         return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
@@ -443,6 +443,8 @@ class Decoder(nn.Module):
         """tables: called as (n_table, n_row, width), makes the tables. UserError: sizes do not fit
         together."""
         super().__init__()
+        if not isinstance(self, decoder_class(config.ffn)):
+            raise UserError(f"--ffn {config.ffn} is another decoder: decoder_class({config.ffn!r})")
         self.config = config
         if config.tie_head:
             self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -532,45 +534,54 @@ class Decoder(nn.Module):
                 Rotary positions are relative: they need not begin again.
             cache: of earlier tokens, which ids continue; they are added to it. Without documents.
         """
-        config = self.config
         n = ids.shape[1]
         start = 0 if cache is None else cache.length
-        room = config.block_size if cache is None else cache.room
+        room = self.config.block_size if cache is None else cache.room
         assert start + n <= room, f"{start + n} tokens: there is room for {room}"
 
-        # 1) Look up rows.
-        lookup_ids = ids if table_ids is None else table_ids
-        if start > 0:
-            lookup_ids = torch.cat((cache.ids, lookup_ids), dim=1)  # the text so far
-        n_read = n  # of how many tokens, the last ones, layers get rows
-        if cache is not None and cache.layers[0] is None:  # keys and values are made of them again
-            n_read += max(block.attn.n_past(start) for block in self.blocks)
-        layer_rows = self.layer_rows(self.addresses(lookup_ids, n_read, documents))
-        x = F.dropout(self.embed(ids), config.dropout, self.training)
-
-        # 2) What layers share: positions and masks.
+        # 1) What layers read beside x: rows, positions, masks.
+        layer_rows = self.look_up(ids if table_ids is None else table_ids, documents, cache)
+        x = F.dropout(self.embed(ids), self.config.dropout, self.training)
         if documents is not None:
             documents = send(documents, x.device)
-        angles = rotary(n, config, x.device) if cache is None else cache.angles[:, : start + n]
+        angles = rotary(n, self.config, x.device) if cache is None else cache.angles[:, : start + n]
         masks = {}
-        for kind, block in zip(config.attention_kinds, self.blocks, strict=True):
+        for kind, block in zip(self.config.attention_kinds, self.blocks, strict=True):
             if kind not in masks:
                 masks[kind] = block.attn.make_mask(x, start, documents)
 
-        # 3) The layers, which put keys and values into the cache.
+        # 2) The layers, which put keys and values into the cache.
         for layer, block in enumerate(self.blocks):
             rows = None
             if block.row_width:
-                rows = next(layer_rows)  # [B, n_read, row_width]
+                rows = next(layer_rows)  # [B, T, row_width]
                 if rows.is_floating_point():
                     rows = rows.to(x.dtype)
-            mask = masks[config.attention_kinds[layer]]
+            mask = masks[self.config.attention_kinds[layer]]
             layer_cache = None if cache is None else cache.layers[layer]
             x = block(x, rows, angles, mask, layer_cache, start)
         if cache is not None:
             cache.length = start + n
-            cache.ids = lookup_ids
         return self.norm(x)
+
+    def look_up(
+        self, ids: Tensor, documents: Tensor | None, cache: Cache | None
+    ) -> Iterator[Tensor]:
+        """The rows of tokens ids [B, T] for each layer with a table in turn, [B, T, row_width].
+        Where the cache keeps ids alone, keys and values are made of rows again: [B, S, row_width]
+        of all S tokens that the layer sees."""
+        n = ids.shape[1]
+        start = 0 if cache is None else cache.length
+        if start > 0:
+            ids = torch.cat((cache.ids[:, :start], ids), dim=1)  # the text so far
+        if cache is None:
+            return self.layer_rows(self.addresses(ids, n, documents))
+        cache.ids = ids
+        if cache.layers[0] is not None:
+            return self.layer_rows(self.addresses(ids, n, documents))
+        n_seen = [block.attn.n_past(start) + n for block in self.blocks]
+        layer_rows = self.layer_rows(self.addresses(ids, max(n_seen), documents))
+        return (rows[:, -seen:] for rows, seen in zip(layer_rows, n_seen, strict=True))
 
     def addresses(self, ids: Tensor, n: int, documents: Tensor | None = None) -> Tensor:
         """Where the rows of the last n tokens of a text so far, ids [B, S], are in the tables:
