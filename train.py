@@ -17,10 +17,11 @@ resumed; not with --offload disk).
 
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 # Before torch, whose threads it tells how to wait.
 from common import UserError, command_line, mixed, pick_device, run, stop_signals
@@ -29,12 +30,12 @@ from common import UserError, command_line, mixed, pick_device, run, stop_signal
 import torch
 from tqdm import tqdm
 
-from model import Decoder, decoder_class
+from model import BUILT_IN, Decoder, decoder_class
 from tables.storage import DTYPES
 from text import tokenizer
 from text.countries import write_corpus
 from text.dataset import read_meta
-from training import countries, find, ranks
+from training import countries, ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
     check_tables,
@@ -45,11 +46,12 @@ from training.checkpoints import (
     run_folder,
     save_checkpoint,
 )
+from training.checks import FirstSteps, check_saved
 from training.evaluation import evaluate
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
 from training.placement import make_tables, training_dtype
-from training.records import Log
+from training.records import Log, Meter
 from training.report import describe, format_figures, model_sizes, report
 from training.settings import (
     EVAL_FLAGS,
@@ -105,6 +107,7 @@ class Run:
     objective: NextToken
     optimizer: Optimizer
     n_part: int  # micro-batches in a step, of all ranks together
+    tables: Callable | None = None  # that make tables of your own kind
     step: int = 0
     best: tuple[float, int] = (math.inf, 0)  # lowest validation loss, and its step
 
@@ -143,7 +146,7 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
         # 2) train
         run = start(settings, data, checkpoint, tables)
         describe(settings, data, run.objective)
-        fit(run, hints=tables is None)  # commands know no tables of other kinds
+        fit(run)
 
 
 def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None:
@@ -171,7 +174,7 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
 
 
 def start(
-    settings: Settings, data: Data, checkpoint: dict | None, tables: Callable | None = None
+    settings: Settings, data: Data, checkpoint: dict | None, own_tables: Callable | None = None
 ) -> Run:
     """A run at its first step or, if it resumes, at the step of its checkpoint."""
     # 1) how a step is divided: as many micro-batches for each rank, none above --device_batch_size
@@ -192,24 +195,23 @@ def start(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # nobody reads it
-    if tables is None:
-        tables = make_tables(
-            settings.offload,
-            device,
-            DTYPES[settings.table_dtype],
-            live=settings.out_dir / "ckpt.live" / str(ranks.rank),
-            saved=checkpoint["storage"] if settings.resume else None,
-            fresh=checkpoint is None,
-        )
+    tables = own_tables or make_tables(
+        settings.offload,
+        device,
+        DTYPES[settings.table_dtype],
+        live=settings.out_dir / "ckpt.live" / str(ranks.rank),
+        saved=checkpoint["storage"] if settings.resume else None,
+        fresh=checkpoint is None,
+    )
     model = decoder_class(settings.model.ffn)(settings.model, tables)
-    ranks.shard(model)
+    ranks.keep_columns(model)
     model = model.to(device)
 
     # 3) what trains it
     boundary = data.encoding.eot_token if settings.doc_mask else None
-    objective = find(STAGES[settings.stage].objective)(model, device, dtype, boundary)
+    objective = STAGES[settings.stage].objective(model, device, dtype, boundary)
     optimizer = Optimizer(model, settings, dtype)
-    run = Run(settings, data, model, objective, optimizer, n_part)
+    run = Run(settings, data, model, objective, optimizer, n_part, own_tables)
 
     # 4) what was trained before
     if checkpoint is not None:
@@ -232,93 +234,73 @@ def start(
 
 # --- a run ---
 
-READ_EVERY = 10  # steps; to read their figures, the host waits for the device
 
-
-def fit(run: Run, hints: bool = True) -> None:
-    """Train to the last step, and report what was learned, with `hints` at what to try next."""
+def fit(run: Run) -> None:
+    """Train to the last step, and report what was learned."""
     settings, model, data = run.settings, run.model, run.data
     log = Log(settings.out_dir / "metrics.jsonl", run.step, silent=ranks.rank > 0)
     log.write(type="run", args=settings.flat(), sizes=model_sizes(model), data=data.metas)
-
-    steps: list[tuple] = []  # whose figures are not read yet
-    figures = {}  # of the last step that was read
+    meter = Meter(log, partial(check_finite, settings, "training"))
     first_step = run.step
+    watch = FirstSteps(model, settings.max_iters)
     if run.step < settings.max_iters:
         ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
     bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
     with bar, stop_signals(bar) as received:
         while True:
-            # 1) read what the last steps gave
+            # 1) evaluate and save
             is_last = run.step >= settings.max_iters
             is_due = is_last or run.step % settings.eval_interval == 0
-            evaluates = is_due or run.step == first_step  # of a run that resumes in between
-            stops = ranks.wait(sum(received))  # some rank was asked to stop
-            if steps and (evaluates or stops or len(steps) == READ_EVERY):
-                figures = read_figures(run, log, steps)
-                bar.set_postfix_str(format_figures(figures))
-                steps = []
-
-            # 2) evaluate and save
-            if evaluates:
+            if is_due or run.step == first_step:  # of a run that resumes in between
+                meter.read()
                 losses = evaluate_and_save(run, log, is_due)
-                bar.write(f"step {run.step}: {format_figures({**losses, **figures})}")
-
-            # 3) finished, or asked to stop?
+                bar.write(f"step {run.step}: {format_figures({**losses, **meter.latest})}")
             if is_last:
                 break
-            if stops:
-                run.save()
-                again = command_line("train.py", "--resume", "--out_dir", settings.out_dir)
-                bar.write(f"continue with: {again}")
-                raise SystemExit(128 + sum(received))  # as a shell reports it
+            if ranks.wait(sum(received)):  # some rank was asked to stop
+                stop(run, meter, bar, received)
 
-            # 4) forward and backward, one micro-batch after the other
-            started, n_token = time.perf_counter(), ids.numel()  # with padding
+            # 2) forward and backward, one micro-batch after the other
+            meter.start(ids.numel())  # with padding
             n_target = run.objective.count(targets)
             train_loss = torch.zeros((), device=model.device)
             # For dropout: no two steps, ranks or seeds draw the same.
             torch.manual_seed(mixed(settings.seed, run.step, ranks.rank))
             parts = ranks.micro_batches(ids, targets, run.n_part)
             for number, (part_ids, part_targets) in enumerate(parts, 1):
-                # A mean of means would weigh tokens unequally.
                 loss = run.objective(part_ids, part_targets)
+                # A mean of means would weigh tokens unequally.
                 loss = loss * (run.objective.count(part_targets) / n_target)
                 train_loss += loss.detach()
                 if number == len(parts) and run.step + 1 < settings.max_iters:
-                    # While a GPU still computes: build the next batch, and prefetch its rows.
+                    # While a GPU still computes: the next batch, whose rows are prefetched.
                     ids, targets = data.train.batch(run.step + 1, settings.batch_size)
                     run.objective.prefetch(ids)
                 run.optimizer.scaler.scale(loss).backward()
 
-            # 5) update
+            # 3) update
+            watch.look()
             fraction = schedule(run.step, settings)  # of the peak learning rate
             norm = run.optimizer.step(fraction)
             run.step += 1
             ranks.add_up(train_loss)
-            pending = {"train_loss": train_loss, "grad_norm": norm}
-            pending["lr"] = fraction * settings.learning_rate
-            steps.append((started, n_token, pending))
+            rate = fraction * settings.learning_rate
+            meter.end(run.step, train_loss=train_loss, grad_norm=norm, lr=rate)
+            bar.set_postfix_str(format_figures(meter.latest), refresh=False)
             bar.update()
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
-        shares = report(settings, data, model.eval(), run.best, hints)
-    if shares:
-        log.write(type="recall", step=run.step, **shares)
+        hints = run.tables is None  # commands know no tables of other kinds
+        report(settings, data, model.eval(), log, run.best, hints)
 
 
-def read_figures(run: Run, log: Log, steps: list[tuple]) -> dict[str, float]:
-    """Log the figures of the last steps, each with its start and its tokens. Returns the last."""
-    for _, _, figures in steps:
-        for name in ("train_loss", "grad_norm"):
-            figures[name] = figures[name].item()  # the host waits
-    seconds = time.perf_counter() - steps[0][0]
-    tok_per_s = sum(n_token for _, n_token, _ in steps) / seconds
-    for step, (_, _, figures) in enumerate(steps, run.step - len(steps) + 1):
-        check_finite(figures["train_loss"], "training", step, run.settings)
-        figures["tok_per_s"] = tok_per_s
-        log.write(type="step", step=step, **figures)
-    return figures
+def stop(run: Run, meter: Meter, bar: tqdm, received: list[int]) -> NoReturn:
+    """Save, say how to go on, and end as a shell reports the signals."""
+    meter.read()
+    run.save()
+    again = command_line("train.py", "--resume", "--out_dir", run.settings.out_dir)
+    bar.write(f"continue with: {again}")
+    raise SystemExit(128 + sum(received))
 
 
 def evaluate_and_save(run: Run, log: Log, is_due: bool) -> dict[str, float]:
@@ -327,7 +309,7 @@ def evaluate_and_save(run: Run, log: Log, is_due: bool) -> dict[str, float]:
     makes is not) and its loss is the lowest so far, also best.pt."""
     settings, data = run.settings, run.data
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
-    check_finite(losses["val_loss"], "validation", run.step, settings)
+    check_finite(settings, "validation", losses["val_loss"], run.step)
     losses.update(countries.ask(run.model, data.encoding, data.corpora, briefly=True))
     log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
@@ -335,7 +317,12 @@ def evaluate_and_save(run: Run, log: Log, is_due: bool) -> dict[str, float]:
         keeps_best = not run.model.tables.on_disk
         if keeps_best and is_due and losses["val_loss"] < run.best[0]:
             run.best = (losses["val_loss"], run.step)
+        path = settings.out_dir / "ckpt.pt"
+        is_first = not path.exists()
         run.save()
+        if is_first and ranks.size == 1 and (run.tables or settings.model.ffn not in BUILT_IN):
+            ids, _ = data.train.batch(0, 1)
+            check_saved(path, run.model, ids.reshape(-1, ids.shape[-1])[:1], run.tables)
         if keeps_best and run.step == run.best[1]:  # also after a crash between the two
             path = settings.out_dir / "best.pt"
             save_checkpoint(
@@ -344,12 +331,14 @@ def evaluate_and_save(run: Run, log: Log, is_due: bool) -> dict[str, float]:
     return losses
 
 
-def check_finite(loss: float, kind: str, step: int, settings: Settings) -> None:
+def check_finite(settings: Settings, kind: str, loss: float, step: int) -> None:
     """Stop before weights that are not numbers get into a checkpoint."""
     if not math.isfinite(loss):
         advice = f"lower --learning_rate {settings.learning_rate}"
         if step == 0:
             advice = "are the weights of --init_from finite, --init_std and --table_std small?"
+        if settings.model.ffn not in BUILT_IN:
+            advice += f", or does relatives/{settings.model.ffn}.py divide by zero or overflow?"
         raise UserError(f"the {kind} loss became {loss} at step {step}: {advice}")
 
 

@@ -11,10 +11,12 @@ are written as null, and read as NaN.
 
 import json
 import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from torch import Tensor
 
 from common import Damage, UserError, atomic, parse_json, reading, require_fields, writing
 
@@ -54,6 +56,49 @@ class Log:
         if not self.silent:
             with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
                 file.write(to_line(record))
+
+
+class Meter:
+    """The figures of training steps. They are read and logged READ_EVERY steps at a time, as to
+    read them the host waits for the device."""
+
+    READ_EVERY = 10
+
+    def __init__(self, log: Log, check: Callable[[float, int], None]) -> None:
+        """check: called with the loss of each step and its number, ends a run that is lost."""
+        self.log = log
+        self.check = check
+        self.latest: dict[str, float] = {}  # figures of the last step that was read
+        self.waiting: list[dict[str, Tensor | float]] = []  # steps, the first at `started`
+
+    def start(self, n_token: int) -> None:
+        """A step of `n_token` tokens begins."""
+        if not self.waiting:
+            self.started = time.perf_counter()
+            self.n_token = 0
+        self.n_token += n_token
+
+    def end(self, step: int, **figures: Tensor | float) -> None:
+        """Step number `step` has ended."""
+        self.waiting.append({"step": step, **figures})
+        if len(self.waiting) == self.READ_EVERY:
+            self.read()
+
+    def read(self) -> None:
+        """Log all steps so far."""
+        if not self.waiting:
+            return
+        for figures in self.waiting:
+            for name, value in figures.items():
+                if isinstance(value, Tensor):
+                    figures[name] = value.item()  # the host waits
+        tok_per_s = self.n_token / (time.perf_counter() - self.started)
+        for figures in self.waiting:
+            step = figures.pop("step")
+            self.check(figures["train_loss"], step)
+            self.latest = {**figures, "tok_per_s": tok_per_s}
+            self.log.write(type="step", step=step, **self.latest)
+        self.waiting = []
 
 
 def to_line(record: dict[str, Any]) -> str:
@@ -99,7 +144,10 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
 
 
 def draw_loss(metrics: Path, out: Path) -> None:
-    """Draw a run's losses over its steps and, where it was asked for facts, the share it knows."""
+    """Draw a run's losses over its steps and, where it was asked for facts, the share it knows.
+    UserError: matplotlib finds no folder to write its cache to, or the picture cannot be."""
+    with writing(out):
+        from matplotlib.figure import Figure
     records = read_metrics(metrics)
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()

@@ -4,13 +4,13 @@ import math
 
 import torch
 
-from common import command_line
+from common import UserError, command_line
 from model import Decoder
 from text import tokenizer
 from training import countries, ranks
 from training.batches import Data
 from training.objectives import NextToken
-from training.records import draw_loss
+from training.records import Log, draw_loss, read_metrics
 from training.settings import STAGES, Settings
 from training.sources import Windows
 
@@ -91,27 +91,52 @@ def format_figures(figures: dict[str, float]) -> str:
 
 
 def report(
-    settings: Settings, data: Data, model: Decoder, best: tuple[float, int], hints: bool
-) -> dict[str, float]:
-    """What a finished run has learned, which is returned, and written; and, as `hints`, what to try
-    next."""
-    out_dir = settings.out_dir
+    settings: Settings, data: Data, model: Decoder, log: Log, best: tuple[float, int], hints: bool
+) -> None:
+    """Say what a finished run has learned, log it, and draw its losses; and, as `hints`, say what
+    to try next."""
     shares = ask(model, data)
+    if shares:
+        log.write(type="recall", step=settings.max_iters, **shares)
+    written = ["metrics.jsonl", "loss.png"]
     if ranks.rank == 0:
-        draw_loss(out_dir / "metrics.jsonl", out_dir / "loss.png")
-    loss, step = best
-    best_file = f"best.pt (val loss {loss:.4f}, step {step}), " if math.isfinite(loss) else ""
-    print(f"wrote {out_dir / 'ckpt.pt'}, {best_file}metrics.jsonl, loss.png\n")
+        try:
+            draw_loss(log.path, log.path.with_name("loss.png"))
+        except UserError as error:  # a container may let matplotlib write nowhere
+            written = [f"metrics.jsonl, but no loss.png: {error}"]
+    if math.isfinite(best[0]):
+        written.insert(0, f"best.pt (val loss {best[0]:.4f}, step {best[1]})")
+    print(f"wrote {settings.out_dir / 'ckpt.pt'}, {', '.join(written)}\n")
     commands = show(model, data, settings.seed)
-    if not hints:
-        return shares
+    if hints and ranks.rank == 0:
+        suggest(settings, data, log, commands)
+
+
+def suggest(settings: Settings, data: Data, log: Log, commands: list[str]) -> None:
+    """Print what to try next: commands with the checkpoint, and a longer run, unless this one got
+    worse."""
+    ckpt = settings.out_dir / "ckpt.pt"
+    evaluations = [record for record in read_metrics(log.path) if record["type"] == "eval"]
+    lowest, step = min((record["val_loss"], record["step"]) for record in evaluations)
+    last = evaluations[-1]["val_loss"]
+    is_worse = last > 1.01 * lowest  # by more than it wavers
+    if is_worse:
+        print(
+            f"\nnote: the validation loss rose from {lowest:.4f} at step {step} to {last:.4f}: "
+            "what the model learns by heart helps no other text. More text or fewer steps "
+            f"(--max_iters {max(step, 1)}) end lower."
+        )
+        if (settings.out_dir / "best.pt").exists():  # not of tables on disk
+            ckpt = settings.out_dir / "best.pt"
+            print(f"{ckpt} has the weights of step {step}")
     print("\nnext:")
     for command in commands:
-        print(f"  {command_line(*command.split(), '--ckpt', out_dir / 'ckpt.pt')}")
-    longer = ("--resume", "--out_dir", out_dir, "--max_iters", 2 * settings.max_iters)
-    so_far = f"# longer (the learning rate rises again); {passes(settings, data):.1f} passes so far"
-    print(f"  {command_line('train.py', *longer)}  {so_far}")
-    return shares
+        print(f"  {command_line(*command.split(), '--ckpt', ckpt)}")
+    if not is_worse:
+        longer = ("--resume", "--out_dir", settings.out_dir, "--max_iters", 2 * settings.max_iters)
+        so_far = f"{passes(settings, data):.1f} passes so far"
+        about = f"# longer (the learning rate rises again); {so_far}"
+        print(f"  {command_line('train.py', *longer)}  {about}")
 
 
 def ask(model: Decoder, data: Data) -> dict[str, float]:

@@ -6,6 +6,8 @@ from pathlib import Path
 from common import Parser, UserError, add_flags, check_ranges, flag, make_parser
 from model import ModelConfig, decoder_class, relatives
 from tables.storage import DTYPES
+from training.objectives import NextToken
+from training.preference import Preference
 
 # Model shapes, with settings that train them well: two for minutes on two CPU cores, MiniMind's
 # models (26M, 64M, 104M parameters when dense, head tied, 6,400 ids), Embformer's published shape.
@@ -38,7 +40,7 @@ class Stage:
     reads: str = "text"  # the kind of sequences, see batches.Data
     rate: float = 1.0  # peak learning rate, over that of pretraining
     epochs: int | None = None  # passes over the data, in place of the preset's max_iters
-    objective: str = "objectives.NextToken"  # the name of a class in training/
+    objective: type[NextToken] = NextToken
     settings: dict = field(default_factory=dict)
 
 
@@ -47,7 +49,7 @@ STAGES = {
     "midtrain": Stage(rate=0.1, settings=dict(schedule="linear", warmup=0.0, min_lr=0.0)),
     "context": Stage(rate=0.1, settings=dict(doc_mask=True)),
     "sft": Stage(reads="chat", rate=0.02, epochs=2),
-    "dpo": Stage(reads="preference", rate=8e-5, epochs=1, objective="preference.Preference"),
+    "dpo": Stage(reads="preference", rate=8e-5, epochs=1, objective=Preference),
 }
 # Passes over a text of one's own, in which the validation loss of a small model falls to the end,
 # and at least and at most so many steps; in stages with epochs, at least FEWEST.
@@ -159,7 +161,9 @@ class Settings:
         must="at least 1",
         shown="",
     )
-    eval_tokens: int = flag(65536, "validation tokens per evaluation", must="at least 1")
+    eval_tokens: int = flag(
+        65536, "validation tokens per evaluation, spread over val.bin", must="at least 1"
+    )
     device: str = device_flag()
     dtype: str = flag(
         "auto",
