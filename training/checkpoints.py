@@ -254,7 +254,7 @@ def load_model(
         rows = weights.get("tables.weight.0", torch.empty(0))
         tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
     kind = decoder_class(checkpoint["config"]["ffn"])
-    model = kind(kind.config_class(**checkpoint["config"]), tables=tables)
+    model = kind(kind.config_class(**checkpoint["config"]), tables)
     check_tables(path, weights, model)
     # A GPU copies them, tables on disk are used where they are mapped; a CPU would keep the file.
     if offload != "disk" and device.type == "cpu":

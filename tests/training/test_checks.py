@@ -1,0 +1,94 @@
+"""checks.py: mistakes in layers of one's own that training would pass over in silence."""
+
+import pytest
+from conftest import add_relative, small_run
+
+HEAD = """
+import torch
+from torch import nn
+import model
+from stem import StemFFN
+
+"""
+# Each makes a decoder of its own, and is named in a line of the run's output.
+DETACHED = """
+class FFN(StemFFN):
+    def forward(self, x, rows):
+        return super().forward(x, rows.detach())
+
+class Decoder(model.Decoder):
+    def make_block(self, layer):
+        block = super().make_block(layer)
+        if layer == 2:
+            block.ffn = FFN(self.config.n_embd, self.config.d_ff)
+        return block
+"""
+UNREAD_TABLE = """
+class Decoder(model.Decoder):
+    def make_tables(self, tables, widths):
+        return super().make_tables(tables, [*widths, *widths[:1]])
+"""
+UNUSED = """
+class Decoder(model.Decoder):
+    def __init__(self, config, *more):
+        super().__init__(config, *more)
+        self.blocks[0].scale = nn.Parameter(torch.ones(3))
+"""
+IN_A_LIST = """
+class FFN(StemFFN):
+    def __init__(self, n_embd, d_ff):
+        super().__init__(n_embd, d_ff)
+        self.more = [nn.Linear(n_embd, n_embd)]
+
+    def forward(self, x, rows):
+        return super().forward(self.more[0](x), rows)
+
+class Decoder(model.Decoder):
+    row_ffn = FFN
+"""
+NO_PARAMETER = """
+class FFN(StemFFN):
+    def __init__(self, n_embd, d_ff):
+        super().__init__(n_embd, d_ff)
+        self.scale = torch.randn(d_ff)
+
+    def forward(self, x, rows):
+        return super().forward(x, self.scale * rows)
+
+class Decoder(model.Decoder):
+    row_ffn = FFN
+"""
+# A gate that begins at zero passes no gradient on in the first step; nothing is wrong.
+ZERO_AT_FIRST = """
+class FFN(StemFFN):
+    def __init__(self, n_embd, d_ff):
+        super().__init__(n_embd, d_ff)
+        self.gain = nn.Parameter(torch.zeros(d_ff))
+
+    def forward(self, x, rows):
+        return super().forward(x, self.gain * rows)
+
+class Decoder(model.Decoder):
+    row_ffn = FFN
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (DETACHED, "note: no gradient so far, so not trained: tables.weight.1:"),
+        (UNREAD_TABLE, "not trained: tables.weight.2:"),
+        (UNUSED, "not trained: blocks.0.scale:"),
+        (IN_A_LIST, "does not keep the whole model"),
+        (NO_PARAMETER, "does not keep the whole model"),
+        (ZERO_AT_FIRST, None),
+    ],
+)
+def test_what_learns_nothing_or_is_not_kept_is_said(
+    source, said, data, tmp_path, monkeypatch, capsys
+):
+    add_relative(monkeypatch, tmp_path, "mine", HEAD + source)
+    small_run(data, tmp_path / "out", ffn="mine", n_layer=3)
+    notes = [line for line in capsys.readouterr().out.splitlines() if "note: " in line]
+    assert len(notes) == (said is not None)
+    assert said is None or said in notes[0]

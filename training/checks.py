@@ -1,0 +1,68 @@
+"""What a run says of a layer of somebody's own that learns nothing, or that ckpt.pt does not keep.
+Each check sees a kind of mistake, not a case, and ends nothing: it says one line."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from model import Decoder
+from tables.tables import Tables
+from training.checkpoints import load_model
+
+STEPS = 10  # in which everything should get a gradient: what begins at zero passes none at first
+MOST_PARAMETERS = 1 << 28  # of a model that is loaded beside itself
+
+
+class FirstSteps:
+    """Watches the first steps of a run for what gets no gradient."""
+
+    def __init__(self, model: Decoder, max_iters: int) -> None:
+        self.model = model
+        self.left = min(STEPS, max_iters)
+        self.silent: set[str] | None = None  # what got none so far
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Called between backward pass and update. When all has got one, it costs nothing."""
+        if not self.left:
+            return
+        found = without_gradient(self.model)
+        self.silent = found if self.silent is None else self.silent & found
+        self.left = self.left - 1 if self.silent else 0
+        if self.silent and not self.left:
+            names = ", ".join(sorted(self.silent))
+            tqdm.write(f"note: no gradient so far, so not trained: {names}: does a layer use them?")
+
+
+def without_gradient(model: Decoder) -> set[str]:
+    """Names of the parameters and tables whose gradient is missing or zero everywhere."""
+    names = set()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any()):
+            names.add(name)
+    for name in ("tables", "wte"):
+        tables = getattr(model, name)
+        if isinstance(tables, Tables) and len(tables.weight) and not tables.weight[0].requires_grad:
+            _, grads = tables.gradients()
+            names |= {f"{name}.weight.{i}" for i, grad in enumerate(grads) if not grad.any()}
+    return names
+
+
+@torch.no_grad()
+def check_saved(path: Path, model: Decoder, ids: Tensor, tables: Callable | None) -> None:
+    """Whether the checkpoint at `path` gives the model's loss on token ids [1, T] when it is
+    loaded; `tables` as of `load_model`."""
+    if sum(parameter.numel() for parameter in model.parameters()) > MOST_PARAMETERS:
+        return
+    other, _, _ = load_model(path, model.device, tables=tables)
+    model.eval()
+    losses = [float(each(ids[:, :-1], ids[:, 1:])[1]) for each in (model, other)]
+    model.train()
+    if abs(losses[0] - losses[1]) > 1e-3 * losses[0]:
+        tqdm.write(
+            f"note: {path} does not keep the whole model: its loss is {losses[0]:.4f}, loaded "
+            f"{losses[1]:.4f}: make what it learns or draws an nn.Parameter, nn.Module, or buffer"
+        )
