@@ -152,7 +152,13 @@ def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained)
     passes = [steps("tokens", n) * 8 * 256 / n for n in (10**6, 3 * 10**6)]
     assert passes == pytest.approx([1.7, 1.7], rel=0.01)
     assert steps("tokens", 10**6, batch_size=4) == 2 * steps("tokens", 10**6)
-    assert (steps("tokens", 10), steps("tokens", 10**9)) == (250, 5000)
+    assert (steps("tokens", 10), steps("tokens", 10**9)) == (1, 5000)
+    for n in (20_000, 60_000, 200_000):  # small texts: as many passes, in smaller batches
+        small = made("tokens", n)
+        read = small.max_iters * small.batch_size * 256
+        assert read / n == pytest.approx(1.7, rel=0.01)
+        assert small.max_iters >= 130 and small.device_batch_size == small.batch_size
+        assert steps("tokens", n, batch_size=8) == round(1.7 * n / 2048)
     sft = dict(stage="sft", init_from="x", batch_size=8)
     assert steps("documents", 4000, **sft) == 1000  # twice
     assert steps("documents", 10, **sft) == 60

@@ -1,6 +1,6 @@
 """What can be set when training: presets, stages, and the way from flags to settings."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from common import Parser, UserError, add_flags, check_ranges, flag, make_parser
@@ -52,10 +52,10 @@ STAGES = {
     "dpo": Stage(reads="preference", rate=8e-5, epochs=1, objective=Preference),
 }
 # Passes over a text of one's own, in which the validation loss of a small model falls to the end,
-# and at least and at most so many steps; in stages with epochs, at least FEWEST.
+# and at most so many steps. A small text makes smaller batches, for enough steps.
 PASSES = 1.7
-STEPS = (250, 5000)
-FEWEST = 60
+ENOUGH, MOST = 150, 5000
+FEWEST = 60  # steps in stages with epochs
 # Settings for fine-tuning preset P in stage S, if the corpus is called P-S.
 FINE_TUNING = {
     "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300),
@@ -105,7 +105,9 @@ class Settings:
     eval_only: bool = flag(False, "only report validation loss of --init_from (or --out_dir)")
 
     doc_mask: bool = flag(False, "no attention across documents; stage context has it")
-    batch_size: int = flag(8, "sequences per step", must="at least 1")
+    batch_size: int = flag(
+        8, "sequences per step; small texts: fewer, for about 150 steps", must="at least 1"
+    )
     device_batch_size: int | None = flag(
         None,
         "sequences per forward pass; must divide --batch_size; reduce if out of memory",
@@ -114,7 +116,7 @@ class Settings:
     )
     max_iters: int = flag(
         700,
-        "optimizer steps; countries: 700; own text: 1.7 passes, but 250 to 5,000; "
+        "optimizer steps; countries: 700; own text: 1.7 passes, at most 5,000; "
         "sft: 2 passes, dpo: 1",
         must="0 or more",
         shown="",
@@ -156,8 +158,8 @@ class Settings:
     )
     eval_interval: int = flag(
         140,
-        "steps between evaluations, each with a checkpoint; countries: 140; own text: a 30th, "
-        "at least 50; sft, dpo: a quarter",
+        "steps between evaluations, each with a checkpoint; countries: 140; own text: 50, "
+        "of long runs a 30th, of short ones a quarter; sft, dpo: a quarter",
         must="at least 1",
         shown="",
     )
@@ -254,45 +256,54 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
     if base is None and name != "pretrain":
         raise UserError(f"--stage {name} starts from a trained model: give one with --init_from")
 
-    # 1) the preset, and the model of --init_from
+    # 1) what is known beforehand: later replaces earlier
     corpora = {meta["corpus"] for meta in metas}
     preset = "countries" if corpora == {"countries"} else "prose"
     if base is not None:
         preset = base["args"].get("preset", preset)
     preset = given.get("preset", preset)
-    values = dict(batch_size=Settings.batch_size, learning_rate=Settings.learning_rate)
-    values.update(PRESETS[preset], preset=preset, stage=name)
-    if base is not None:
-        values.update(inherited_shape(given, base["config"]))
+    rate = PRESETS[preset].get("learning_rate", Settings.learning_rate)
+    values = {
+        "batch_size": Settings.batch_size,
+        **PRESETS[preset],
+        **(inherited_shape(given, base["config"]) if base else {}),
+        **stage.settings,
+        "learning_rate": rate * stage.rate,
+    }
+    said = dict(given)  # of this run: these the size of the data does not change
+    if corpora == {f"{preset}-{name}"}:
+        said = {**FINE_TUNING.get(f"{preset}-{name}", {}), **given}
+    values = {**values, **said, "preset": preset, "stage": name}
+    part = values.get("device_batch_size")
+    if "device_batch_size" not in said and part and values["batch_size"] % part:
+        del values["device_batch_size"]  # the preset's does not divide another --batch_size
+    settings = Settings.from_flat(values)
 
-    # 2) the stage, and steps by the size of the data
-    values["learning_rate"] *= stage.rate
-    values.update(stage.settings)
-    batch_size = max(1, given.get("batch_size", values["batch_size"]))
+    # 2) what the size of the data decides
+    if stage.epochs is None and preset != "prose":
+        return settings
+    batch_size = settings.batch_size
     if stage.epochs is not None:
-        steps = stage.epochs * metas[0]["train"]["documents"] // batch_size  # of one folder
-        values["max_iters"] = max(FEWEST, steps)
-    elif preset == "prose":
-        block_size = max(1, given.get("block_size", values["block_size"]))
-        n_token = sum(meta["train"]["tokens"] for meta in metas)
-        steps = round(PASSES * n_token / (batch_size * block_size))
-        values["max_iters"] = min(max(STEPS[0], steps), STEPS[1])
-    tuned = f"{preset}-{name}"
-    if corpora == {tuned}:
-        values.update(FINE_TUNING.get(tuned, {}))
-
-    # 3) what was given
-    values.update(given)
-    if "eval_interval" not in given:
-        if stage.epochs is not None:
-            values["eval_interval"] = max(1, values["max_iters"] // 4)
-        elif preset == "prose":
-            values["eval_interval"] = max(50, values["max_iters"] // 30)
-    # The preset's --device_batch_size may not divide another --batch_size.
-    size = values["batch_size"]
-    if "device_batch_size" not in given and size % values.get("device_batch_size", size):
-        del values["device_batch_size"]
-    return Settings.from_flat(values)
+        n_sequence = stage.epochs * metas[0]["train"]["documents"]  # of one folder
+        steps = max(FEWEST, n_sequence // batch_size)
+    else:
+        n_sequence = PASSES * sum(meta["train"]["tokens"] for meta in metas)
+        n_sequence /= settings.model.block_size
+        if not {"batch_size", "device_batch_size", "max_iters"} & set(said):
+            while batch_size > 1 and n_sequence / batch_size < ENOUGH:
+                batch_size //= 2
+        steps = min(max(1, round(n_sequence / batch_size)), MOST)
+    steps = said.get("max_iters", steps)
+    interval = max(1, steps // 4)
+    if stage.epochs is None:  # of long runs a 30th
+        interval = max(min(50, interval), steps // 30)
+    return replace(
+        settings,
+        batch_size=batch_size,
+        device_batch_size=min(settings.device_batch_size, batch_size),
+        max_iters=steps,
+        eval_interval=said.get("eval_interval", interval),
+    )
 
 
 def inherited_shape(given: dict, config: dict) -> dict:
