@@ -1,9 +1,12 @@
 """What every command shares: errors a user can act on, flags, devices, files."""
 
 import contextlib
+import glob
 import json
 import os
+import secrets
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -339,37 +342,67 @@ def writing(path: str | Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
+def temporary_path(path: Path, token: str) -> Path:
+    """Where a path is written until it is whole, beside it. Nobody's own file has such a name."""
+    return path.with_name(f".{path.name}.{token}.tmp")
+
+
+def unfinished(path: Path) -> list[Path]:
+    """What commands that were killed left of writing a path."""
+    pattern = temporary_path(path.with_name(glob.escape(path.name)), "[0-9a-f]" * 8)
+    return list(path.parent.glob(pattern.name))
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if it is there."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
 @contextlib.contextmanager
-def atomic(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path, renamed to `path` on success: readers never see half a file.
-    UserError: it cannot be written."""
-    temporary = Path(f"{path}.tmp")
+def atomic(path: str | Path, discard: Callable[[Path], None] = remove) -> Iterator[Path]:
+    """Yield a temporary path for a file or a folder, renamed to `path` on success: readers never
+    see half of it. What this, or an earlier command that was killed, leaves unfinished is handed to
+    `discard`. UserError: it cannot be written."""
+    path = Path(path)
+    for left in unfinished(path):
+        discard(left)
+    temporary = temporary_path(path, secrets.token_hex(4))
     try:
         with writing(path):
-            temporary.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
+            if temporary.is_file():
+                with open(temporary, "rb+") as file:
+                    os.fsync(file.fileno())  # a power cut after the renaming must not find it empty
             os.replace(temporary, path)
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        if os.path.lexists(temporary):
+            discard(temporary)
 
 
 @contextlib.contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
     """Lock a folder that is written to. The system releases the lock when the process ends, in
-    whatever way. UserError: another process has it."""
+    whatever way. Folders made for it go with it if nothing is written to them. UserError: another
+    process has it."""
     folder = Path(folder)
-    is_new = not os.path.exists(folder)
+    lock = folder / ".lock"
+    made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    is_new = not os.path.lexists(lock)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a")  # noqa: SIM115
+        file = open(lock, "a")  # noqa: SIM115
     with file:
         if fcntl:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                if not os.path.samefile(lock, file.fileno()):  # its owner has just removed it
+                    raise BlockingIOError
+            except (BlockingIOError, FileNotFoundError):
                 raise UserError(
                     f"{folder} is in use by another process; wait or choose another folder"
                 ) from None
@@ -377,9 +410,9 @@ def locked(folder: str | Path) -> Iterator[None]:
                 pass
         try:
             yield
-        except BaseException:
-            if is_new:  # a command that was refused leaves no empty folder behind
-                with contextlib.suppress(OSError):
-                    (folder / ".lock").unlink()
-                    folder.rmdir()
-            raise
+        finally:
+            with contextlib.suppress(OSError):  # Windows keeps files that are open
+                if is_new:
+                    lock.unlink()
+                for path in made:
+                    path.rmdir()

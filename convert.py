@@ -29,7 +29,6 @@ and dense checkpoints to STEM.
 
 import json
 import os
-import shutil
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -38,6 +37,7 @@ from pickle import UnpicklingError
 from common import (
     Damage,
     UserError,
+    atomic,
     check_ranges,
     command_line,
     flag,
@@ -48,7 +48,6 @@ from common import (
     reading,
     require_fields,
     run,
-    writing,
 )
 
 # isort: split
@@ -63,7 +62,7 @@ from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
 from training.batches import Data, check_tokenizer
-from training.checkpoints import NOT_A_CHECKPOINT, load_model, save_checkpoint
+from training.checkpoints import NOT_A_CHECKPOINT, clear, load_model, save_checkpoint
 from training.report import model_sizes
 from training.settings import device_flag
 from training.sources import Source
@@ -306,16 +305,12 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
     generation = {name: encoding.eot_token for name in ("bos_token_id", "pad_token_id")}
     ends = encoding.special_tokens_set & {"<|endoftext|>", tokenizer.END}
     generation["eos_token_id"] = sorted(encoding.encode_single_token(name) for name in ends)
-    # Renamed when it is whole: a kill leaves FOLDER.tmp, which the next try begins anew.
-    unfinished = Path(f"{folder}.tmp")
-    with writing(folder):
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with atomic(folder) as unfinished:
         unfinished.mkdir()
         write_tokenizer(unfinished, encoding)
         write_safetensors(unfinished / "model.safetensors", named_weights(model))
         (unfinished / "config.json").write_text(json.dumps(record))
         (unfinished / "generation_config.json").write_text(json.dumps(generation))
-        unfinished.rename(folder)
 
 
 def write_safetensors(path: Path, weights: dict[str, Tensor]) -> None:
@@ -455,6 +450,7 @@ def main() -> None:
             write_llama(path, model, encoding)
             print(f"wrote {path}: AutoModelForCausalLM.from_pretrained reads it")
             return
+        clear(path)
         if settings.ffn is None:
             model, encoding = read_folder(settings.source)
             args = {"preset": PRESETS[model.config.ffn]}

@@ -44,7 +44,7 @@ from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from text.tokenizer import encode, typed
 from training import countries
-from training.checkpoints import load_checkpoint, load_model, remove_unused_tables, write_checkpoint
+from training.checkpoints import clear, load_checkpoint, load_model, write_checkpoint
 from training.questions import score_answers
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import mean_rows, train_rows
@@ -330,7 +330,7 @@ def main() -> None:
     with locked(Path(real).parent):
         if os.path.exists(path) and real != os.path.realpath(edit.ckpt):
             raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
-        remove_unused_tables(path)  # of an edit that was killed
+        clear(path)  # of an edit that was killed
         if edit.undo:
             undo(edit, path)
         else:

@@ -39,6 +39,7 @@ from training import countries, ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
     check_tables,
+    live_tables,
     load_checkpoint,
     read_checkpoint,
     read_encoding,
@@ -199,7 +200,7 @@ def start(
         settings.offload,
         device,
         DTYPES[settings.table_dtype],
-        live=settings.out_dir / "ckpt.live" / str(ranks.rank),
+        live=live_tables(settings.out_dir) / str(ranks.rank),
         saved=checkpoint["storage"] if settings.resume else None,
         fresh=checkpoint is None,
     )

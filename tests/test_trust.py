@@ -76,8 +76,11 @@ def test_no_command_touches_what_is_ones_own(out, on_disk, trained, data):
     for name in ("ckpt.live.old", "ckpt.pt.tables-1"):
         shutil.copytree(snapshots(on_disk)[0], out / name)
     torch.save({"mine": 1}, out / "mine.pt")
-    for name in ("mine.pt.tmp", "notes.tmp", "tables", "live"):
+    for name in ("mine.pt.tmp", "notes.tmp", "tables", "live", "ckpt.pt.tmp", "best.pt.tmp"):
         (out / name).write_text("mine")
+    for name in ("ckpt.live/0", "llama.tmp", "new.pt.tmp", "ckpt.pt.tables/mine"):
+        (out / name).mkdir(parents=True)
+        (out / name / "rows").write_text("mine")
     others = ("ckpt", "ckpt.pth", "ckpt.pt.old", "results")
     (out / "results.tables/thesis").mkdir(parents=True)
     (out / "results.tables/thesis/1.txt").write_text("mine")
@@ -91,7 +94,9 @@ def test_no_command_touches_what_is_ones_own(out, on_disk, trained, data):
     for line, works in (
         (f"edit.py --ckpt link.pt {EDIT} --save link.pt", True),
         ("edit.py --ckpt ckpt.pt --undo", True),
+        (f"edit.py --ckpt ckpt.pt {EDIT} --save new.pt", True),
         (f"convert.py {trained['dense']}/ckpt.pt --ffn stem --tokens 0 --out best", True),
+        (f"convert.py {trained['dense']}/ckpt.pt --export llama", True),
         (f"edit.py --ckpt ckpt.pt {EDIT} --save mine.pt", False),
         ("train.py --resume --out_dir . --max_iters 13", True),
         (f"{new} --block_size 1000000", False),
@@ -103,10 +108,83 @@ def test_no_command_touches_what_is_ones_own(out, on_disk, trained, data):
         command(line, cwd=out, fails=not works)
         now = contents(out)
         assert {path: now.get(path) for path in mine} == mine, line
-        assert len(list(tables_folder(out / "ckpt.pt").glob("*"))) <= 1
+        assert len(list(tables_folder(out / "ckpt.pt").glob("*"))) <= 2
     assert link.is_symlink()
     for name in others:
         load_checkpoint(out / name, verify=True)
+
+
+def test_tables_whose_checkpoint_was_moved_stay_and_are_named(out, trained, data):
+    """... by whatever command writes ckpt.pt next, even one that is refused."""
+    (tables,) = snapshots(out)
+    before = contents(tables)
+    (out / "ckpt.pt").rename(out / "old.pt")
+    stem, dense = trained["stem"] / "ckpt.pt", trained["dense"] / "ckpt.pt"
+    for line, works in (
+        (f"train.py --data_dir {data} --out_dir . --n_layer 2 --n_embd 9", False),
+        (f"convert.py {dense} --ffn stem --data_dir gone --out ckpt.pt", False),
+        (f"convert.py {dense} --ffn stem --tokens 0 --out ckpt.pt", True),
+        (f"edit.py --ckpt ckpt.pt --undo --save {out}/ckpt.pt", False),
+        (f"train.py --data_dir {data} --out_dir . --n_layer 2 --max_iters 1 --overwrite", True),
+        ("train.py --resume --out_dir . --max_iters 2 --offload disk", True),
+        ("train.py --resume --out_dir . --max_iters 3", True),
+    ):
+        said = command(line, cwd=out, fails=not works).stderr
+        if "n_embd" not in line:  # refused before
+            assert "note: " in said and f"rm -r {tables}" in said and "MiB" in said, line
+        assert contents(tables) == before, line
+    (out / "ckpt.pt").unlink()
+    said = command(f"edit.py --ckpt {stem} {EDIT} --save ckpt.pt", cwd=out).stderr
+    assert f"rm -r {tables}" in said and contents(tables) == before
+    (out / "old.pt").rename(out / "ckpt.pt")
+    load_checkpoint(out / "ckpt.pt", verify=True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "edit.py --ckpt {out}/ckpt.pt " + EDIT + " --save {place}",
+        "edit.py --ckpt {out}/ckpt.pt " + EDIT + " --save {place}/a/b/c.pt --device mars",
+        "convert.py {out}/ckpt.pt --export {place}/a/b",
+        "convert.py gone --out {place}/gone/ckpt.pt",
+        "train.py --data_dir {data} --out_dir {place}/a/b --block_size 1000000",
+        "train.py --resume --out_dir {place}",
+        "prepare.py --input gone.txt --out_dir {place}/a",
+    ],
+)
+def test_a_refused_command_leaves_nothing_behind(on_disk, data, tmp_path, line):
+    place = tmp_path / "parent" / "place"
+    place.mkdir(parents=True)
+    refused(line.format(out=on_disk, data=data, place=place))
+    assert sorted(tmp_path.rglob("*")) == [place.parent, place]
+
+
+def test_two_runs_do_not_write_where_links_lead(data, tmp_path):
+    """Two folders have links to one ckpt.pt."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ckpt.pt").symlink_to("../shared/ckpt.pt")
+    (tmp_path / "shared").mkdir()
+    for folder in ("shared", "a"):
+        with checkpoints.run_folder(tmp_path / folder):
+            line = f"train.py --data_dir {data} --out_dir {tmp_path}/b --n_layer 2"
+            assert "shared is in use" in refused(line)
+    assert not list(tmp_path.rglob(".lock"))
+
+
+def test_live_tables_may_be_on_a_faster_disk_of_several_runs(data, on_disk, tmp_path):
+    fast = tmp_path / "fast"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ckpt.live").symlink_to(fast)
+    with checkpoints.run_folder(tmp_path / "b"):
+        other = checkpoints.live_tables(tmp_path / "b") / "0"
+        other.mkdir(parents=True)
+        for _ in range(2):
+            small_run(data, tmp_path / "a", offload="disk", overwrite=True)
+            assert_same_run(tmp_path / "a", on_disk)
+            assert list(fast.rglob("*")) == [other.parent, other]
+    assert not list(fast.iterdir())
 
 
 # --- kills ---
@@ -141,14 +219,15 @@ def test_a_run_is_whole_until_its_replacement_begins_which_may_be_cut_off(
 
 def test_what_a_killed_run_left_goes_with_the_next_start(on_disk, data, tmp_path):
     out = interrupted(data, tmp_path / "killed", 9, offload="disk")
-    for name in ("ckpt.live", "ckpt.pt.tables/0123abcd"):
-        shutil.copytree(snapshots(on_disk)[0], out / name)
-    for name in ("ckpt.pt.tmp", "best.pt.tmp", "metrics.jsonl.tmp"):
-        (out / name).write_text("half")
+    live = checkpoints.live_tables(out)
+    for folder in (live / "0", out / "ckpt.pt.tables/0123abcd"):
+        shutil.copytree(snapshots(on_disk)[0], folder)
+    for name in ("ckpt.pt.0123abcd", "best.pt.01234567", "metrics.jsonl.01234567"):
+        (out / f".{name}.tmp").write_text("half")
     resume(out)
     assert_same_run(out, on_disk)
     assert len(snapshots(out)) == 1
-    assert not list(out.glob("*.tmp")) and not list(out.rglob("*live*"))
+    assert not list(out.glob(".*"))
 
 
 def test_a_model_is_opened_while_its_training_saves(out, monkeypatch):

@@ -1,15 +1,18 @@
 """Checkpoints: a ckpt.pt that is enough to sample, edit or resume.
 
-Tables on disk change while they train, in `ckpt.live`. So saving copies them to a snapshot,
-`ckpt.pt.tables/ID`, then replaces ckpt.pt by one that names this ID, and only then deletes the
-earlier snapshot. No matter when a crash comes, ckpt.pt finds its own tables. A checkpoint X has its
-tables in the folder X.tables.
+Tables on disk change while they train, in `live_tables`. So saving begins a file `.ckpt.pt.ID.tmp`,
+copies them to a snapshot, `ckpt.pt.tables/ID`, renames the file, which names this ID, to ckpt.pt,
+and only then deletes the snapshot of the earlier one. No matter when a crash comes, ckpt.pt finds
+its own tables, and which others nobody needs is said by a file of ours: an unfinished one, or
+ckpt.pt, of those it replaced. A checkpoint X has its tables in the folder X.tables.
 """
 
+import contextlib
 import os
 import re
 import secrets
-import shutil
+import shlex
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +25,19 @@ from zipfile import BadZipFile
 import tiktoken
 import torch
 
-from common import Damage, UserError, atomic, has_bfloat16, locked, reading, require_fields
+from common import (
+    Damage,
+    UserError,
+    atomic,
+    fits,
+    has_bfloat16,
+    locked,
+    reading,
+    remove,
+    require_fields,
+    temporary_path,
+    unfinished,
+)
 from model import Decoder, decoder_class
 from tables.storage import ARRAYS, DiskStorage
 from tables.tables import StoredTables
@@ -43,47 +58,97 @@ def tables_folder(path: str | Path) -> Path:
     return Path(f"{os.path.realpath(path)}.tables")
 
 
-def remove_unused_tables(path: Path) -> None:
-    """Delete the snapshots that the checkpoint at `path` does not name; all if there is none."""
-    folder = tables_folder(path)
-    if not os.path.isdir(folder):
-        return
+def discard(temporary: Path) -> None:
+    """Delete a checkpoint that is unfinished or given up, but before it the tables whose ID is in
+    its name, `.ckpt.pt.ID.tmp`."""
+    name, snapshot, _ = temporary.name[1:].rsplit(".", 2)
+    remove(tables_folder(temporary.with_name(name)) / snapshot)
+    remove(temporary)
+
+
+def clear(path: str | Path) -> None:
+    """Delete what killed commands left of writing the checkpoint at `path`, and the tables that it
+    says it replaced. Other tables may be of a checkpoint that was moved: they are only named. The
+    caller must hold the lock."""
+    path = Path(os.path.realpath(path))
+    for temporary in unfinished(path):
+        discard(temporary)
     used = None
-    if os.path.exists(path):  # Path.exists fails on long names
+    if os.path.lexists(path):
         try:
-            used = read_checkpoint(path)["tables"]
-        except UserError:
+            checkpoint = read_checkpoint(path)
+        except UserError:  # nobody knows whose tables these are
             return
-    for snapshot in folder.glob("[0-9a-f]" * 8):  # its name; all else is somebody's own
-        if not used or snapshot.name != used["id"]:
-            shutil.rmtree(snapshot, ignore_errors=True)
+        used = snapshot_of(checkpoint)
+        if checkpoint["replaced"]:
+            remove(tables_folder(path) / checkpoint["replaced"])
+    for snapshot in tables_folder(path).glob("[0-9a-f]" * 8):
+        if snapshot.name != used:
+            size = sum(file.stat().st_size for file in snapshot.glob("*")) / 2**20
+            print(
+                f"note: {snapshot} ({size:,.1f} MiB) are not the tables of {path}: if their "
+                "checkpoint X was moved, move them to X.tables, or delete them: "
+                f"{shlex.join(['rm', '-r', str(snapshot)])}",
+                file=sys.stderr,
+            )
 
 
-def remove_run(out_dir: Path, suffix: str = "") -> None:
-    """Delete the files of an earlier run or, by the suffix .tmp, what it was writing when it was
-    killed. The caller must hold the lock."""
+def snapshot_of(checkpoint: dict) -> str | None:
+    """The ID of a checkpoint's tables, if they are on disk."""
+    return checkpoint["tables"] and checkpoint["tables"]["id"]
+
+
+def remove_run(out_dir: Path) -> None:
+    """Delete the files of an earlier run. The caller must hold the lock."""
+    for name in ("ckpt.pt", "best.pt"):
+        path = out_dir / name
+        if os.path.isfile(path) and not path.is_symlink():
+            token = None
+            with contextlib.suppress(UserError):
+                token = snapshot_of(read_checkpoint(path))
+            # Renamed, it says that its tables are no longer needed, also if this is cut off.
+            given_up = temporary_path(path, token or secrets.token_hex(4))
+            os.replace(path, given_up)
+            discard(given_up)
     for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
-        (out_dir / f"{name}{suffix}").unlink(missing_ok=True)
-    remove_unused_tables(out_dir / "ckpt.pt")
+        remove(out_dir / name)
+
+
+def live_tables(out_dir: Path) -> Path:
+    """Where the tables of a run are while they train, if on disk: a hidden folder in `out_dir`, or
+    in its ckpt.live, if somebody has made that a folder or a link to one, on a faster disk."""
+    place = out_dir / "ckpt.live"
+    folder = os.stat(out_dir)  # whose it is, as runs may share the faster disk
+    if not place.is_symlink() and not place.is_dir():
+        place = out_dir
+    return Path(os.path.realpath(place)) / f".live.{folder.st_dev:x}.{folder.st_ino:x}.tmp"
 
 
 @contextmanager
 def run_folder(out_dir: Path) -> Iterator[None]:
-    """Rank 0 locks the folder of a run, and clears it of unfinished files, before and after; the
-    others wait for it."""
+    """Rank 0 locks the folder of a run, and those where links in it lead, and clears it of
+    unfinished files, before and after; the others wait for it."""
     if ranks.rank:
         ranks.wait()
         yield
         return
-    live = out_dir / "ckpt.live"  # where tables are while they train
-    with locked(out_dir):
-        remove_run(out_dir, ".tmp")
-        shutil.rmtree(live, ignore_errors=True)
+    checkpoints = [out_dir / "ckpt.pt", out_dir / "best.pt"]
+    folders = {os.path.realpath(out_dir): out_dir}
+    for path in checkpoints:
+        folder = Path(os.path.realpath(path)).parent
+        folders.setdefault(str(folder), folder)
+    with contextlib.ExitStack() as stack:
+        for folder in folders.values():
+            stack.enter_context(locked(folder))
+        for path in checkpoints:
+            clear(path)
+        live = live_tables(out_dir)
+        remove(live)
         ranks.wait()
         try:
             yield
         finally:
-            shutil.rmtree(live, ignore_errors=True)
+            remove(live)
 
 
 # --- writing ---
@@ -118,9 +183,13 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
     checkpoint = dict(checkpoint)
     storage = checkpoint.pop("storage")
     checkpoint["tables"] = None
-    try:
+    checkpoint["replaced"] = None  # the tables of the checkpoint that was there
+    if os.path.exists(path):  # Path.exists fails on long names
+        with contextlib.suppress(UserError):
+            checkpoint["replaced"] = snapshot_of(read_checkpoint(path))
+    with atomic(path, discard) as temporary, open(temporary, "wb") as file:
         if storage is not None:
-            name = secrets.token_hex(4)
+            name = temporary.suffixes[-2][1:]  # by which `discard` finds it
             saved = storage.copy(tables_folder(path) / name)
             checkpoint["tables"] = {"id": name, **saved}
             weights = checkpoint["model"].items()
@@ -128,14 +197,13 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
             if "state" in storage.arrays and "optimizer" in checkpoint:
                 rows = checkpoint["optimizer"]["rows"]
                 rows["tables"] = {**rows["tables"], "state": None}
-        with atomic(path) as temporary, open(temporary, "wb") as file:
-            try:
-                torch.save(checkpoint, file)
-            except RuntimeError as error:
-                # No room, or Ctrl-C. To close the file then fails, too, which hides the reason.
-                raise error.__context__ or error from None
-    finally:
-        remove_unused_tables(path)
+        try:
+            torch.save(checkpoint, file)
+        except RuntimeError as error:
+            # No room, or Ctrl-C. To close the file then fails, too, which hides the reason.
+            raise error.__context__ or error from None
+    if checkpoint["replaced"]:
+        remove(tables_folder(path) / checkpoint["replaced"])
 
 
 # --- reading ---
@@ -169,6 +237,9 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
         require_fields(checkpoint, config=dict, model=dict, tokenizer=str, args=dict)
         if checkpoint.setdefault("tables"):
             check_saved_tables(checkpoint["tables"])
+        replaced = checkpoint.setdefault("replaced")
+        if not (fits(replaced, str | None) and SNAPSHOT.fullmatch(replaced or "0" * 8)):
+            raise Damage(f"replaced is {replaced!r:.40}")
     checkpoint["args"] |= checkpoint["config"]  # the model's shape is said in one place
     try:
         settings = Settings.from_flat(checkpoint["args"])
