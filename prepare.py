@@ -33,7 +33,7 @@ from text.countries import CORPORA, write_corpus
 from text.dataset import read_meta, read_tokenizer
 from text.documents import MAX_BAD, Document, Report, hashed, is_validation, kind_of, read, spelled
 from text.download import DATASETS, fetch
-from text.writer import write_dataset
+from text.writer import check_free, write_dataset
 from training.checkpoints import read_checkpoint, read_encoding
 
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
@@ -75,6 +75,7 @@ class Settings:
         shown="6400, for countries 4096",
     )
     val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
+    overwrite: bool = flag(False, "replace the data set in --out_dir")
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -141,6 +142,7 @@ def prepare_files(
         labelled(read(paths, report, "encoding"), settings),
         encoding,
         kind,
+        overwrite=settings.overwrite,
         corpus="files",
         sources=[path.name for path in paths],
         val_fraction=settings.val_fraction,
@@ -203,6 +205,8 @@ def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
 
 def main() -> None:
     settings = parse(Settings, __doc__)
+    if not settings.overwrite:
+        check_free(settings.out_dir)  # before minutes of work
 
     # 1) what kind of documents, and which tokenizer
     generated = not settings.input and settings.dataset in CORPORA
@@ -219,7 +223,11 @@ def main() -> None:
     # 2) from documents to token files
     if generated:
         meta = write_corpus(
-            settings.dataset, settings.out_dir, vocab_size=settings.vocab_size, encoding=encoding
+            settings.dataset,
+            settings.out_dir,
+            vocab_size=settings.vocab_size,
+            encoding=encoding,
+            overwrite=settings.overwrite,
         )
     else:
         paths = settings.input or fetch(settings.dataset, "data/raw")

@@ -2,6 +2,7 @@
 
 import os
 import tracemalloc
+from multiprocessing import get_context
 from unittest.mock import Mock
 
 import numpy as np
@@ -385,7 +386,46 @@ def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding, monkey
     # It fails when tokenizer.json is written, which is the last before files are replaced.
     monkeypatch.setattr(tokenizer, "dumps", Mock(side_effect=OSError(28, "No space left")))
     with pytest.raises(UserError, match=r"cannot write .*No space left"):
-        write_dataset(out, [("train", "c"), ("val", "b")], encoding)
+        write_dataset(out, [("train", "c"), ("val", "b")], encoding, overwrite=True)
+    assert contents(out) == before
+
+
+def test_another_data_set_is_replaced_only_if_asked_and_half_of_ours_always(
+    tmp_path, encoding, story, monkeypatch
+):
+    """Killed before each renaming, the same command works again."""
+    documents = [("train", "a"), ("val", "b")]
+    real = os.replace
+    for cut in range(5):
+        out = tmp_path / str(cut)
+        left = [True] * cut
+
+        def until_cut(*paths, left=left):
+            if not left:
+                os._exit(9)
+            left.pop()
+            real(*paths)
+
+        monkeypatch.setattr(os, "replace", until_cut)
+        process = get_context("fork").Process(target=write_dataset, args=[out, documents, encoding])
+        process.start()
+        process.join()
+        monkeypatch.setattr(os, "replace", real)
+        assert process.exitcode == (9 if cut < 4 else 0)
+        if cut < 4:
+            write_dataset(out, documents, encoding)
+        assert len(contents(out)) == 4
+    line = f"prepare.py --input {story} --vocab_size 300 --out_dir"
+    before = contents(out)
+    assert f"{out} has a meta.json already" in refused(line, out)
+    with pytest.raises(UserError, match="already"):
+        write_dataset(out, documents, encoding)
+    assert contents(out) == before
+    command(line, out, "--overwrite")
+    assert contents(out).keys() == before.keys() and contents(out) != before
+    (out / "meta.json").unlink()  # as of nanoGPT, which has a train.bin, too
+    before = contents(out)
+    assert f"{out} has a tokenizer.json already" in refused(line, out)
     assert contents(out) == before
 
 
@@ -399,7 +439,8 @@ def test_between_old_files_and_new_ones_nothing_looks_complete(tmp_path, encodin
 
     write_dataset(tmp_path, [("train", "a"), ("val", "b")], encoding)
     monkeypatch.setattr(os, "replace", replace)
-    meta = write_dataset(tmp_path, [("train", "c"), ("val", "d")], encoding, corpus="x")
+    documents = [("train", "c"), ("val", "d")]
+    meta = write_dataset(tmp_path, documents, encoding, overwrite=True, corpus="x")
     assert len(seen) == 4 and seen[-1] == ("meta.json", False)
     assert not any(complete for _, complete in seen)
     assert read_meta(tmp_path) == meta and len(contents(tmp_path)) == 4

@@ -279,6 +279,7 @@ def write_corpus(
     seed: int = 0,
     vocab_size: int | None = None,
     encoding: tiktoken.Encoding | None = None,
+    overwrite: bool = False,
 ) -> dict:
     """Generate a corpus (a key of CORPORA) and write its token folder. Without an `encoding` one is
     trained on it, of at most `vocab_size` tokens (4096). Returns meta.json."""
@@ -292,4 +293,6 @@ def write_corpus(
     documents = [("train", document) for document in train]
     documents += [("val", document) for document in val]
     documents = tqdm(documents, "encoding", leave=False, disable=None)
-    return write_dataset(out_dir, documents, encoding, kind, corpus=name, seed=seed)
+    return write_dataset(
+        out_dir, documents, encoding, kind, overwrite=overwrite, corpus=name, seed=seed
+    )

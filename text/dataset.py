@@ -24,7 +24,8 @@ OF_SPLIT = dict(documents=int, tokens=int, sha256=str)
 
 def again(folder: Path) -> str:
     """What to do where a file of a folder is missing or damaged."""
-    return f"run {command_line('prepare.py', '--out_dir', folder)}, with --input or --dataset"
+    prepare = command_line("prepare.py", "--out_dir", folder)
+    return f"run {prepare}, with --input or --dataset, and --overwrite"
 
 
 def read_meta(folder: Path) -> dict:

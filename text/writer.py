@@ -1,7 +1,9 @@
 """Writes the token folders that dataset.py describes."""
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -11,10 +13,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import tiktoken
 
-from common import UserError, atomic, locked, writing
+from common import UserError, atomic, locked, unfinished, writing
 from text import chat, tokenizer
 from text.dataset import FORMAT
 
+FILES = ("meta.json", "tokenizer.json", "train.bin", "val.bin")
 BLOCK = 256  # documents that are encoded at a time, on several cores
 
 
@@ -47,36 +50,47 @@ class SplitWriter:
         }
 
 
+def check_free(out_dir: Path) -> None:
+    """UserError: a folder has another data set, or files of these names. What a command left that
+    was killed while it replaced them is neither: there is no meta.json, but an unfinished one."""
+    found = [name for name in FILES if os.path.lexists(out_dir / name)]
+    if "meta.json" in found or (found and not unfinished(out_dir / "meta.json")):
+        ways = "prepare.py --overwrite replaces it, or choose another folder"
+        raise UserError(f"{out_dir} has a {found[0]} already: {ways}")
+
+
 def write_dataset(
     out_dir: Path,
     documents: Iterable[tuple[str, Any]],
     encoding: tiktoken.Encoding,
     kind: str = "text",
+    *,
+    overwrite: bool = False,
     **origin,
 ) -> dict:
-    """Write a token folder. It replaces what was there once all of it is complete.
+    """Write a token folder. What was there is replaced once all of it is complete.
 
     Args:
         documents: splits ("train" or "val") and documents: str, messages (chat) or two of them
             (preference).
+        overwrite: replace another data set.
         origin: further entries of meta.json; `corpus` is needed to train on the folder.
 
     Returns:
         meta.json.
 
     Raises:
-        UserError: a split has no document, or the folder cannot be written.
+        UserError: a split has no document, or the folder cannot be written or is not free.
     """
     dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
-    with (
-        locked(out_dir),
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(out_dir))
+        if not overwrite:
+            check_free(out_dir)
         # These are left in reverse order: meta.json is replaced last.
-        atomic(out_dir / "meta.json") as meta_path,
-        atomic(out_dir / "tokenizer.json") as tokenizer_path,
-        atomic(out_dir / "train.bin") as train_path,
-        atomic(out_dir / "val.bin") as val_path,
-        writing(out_dir),  # whichever of these files has no room
-    ):
+        paths = [stack.enter_context(atomic(out_dir / name)) for name in FILES]
+        meta_path, tokenizer_path, train_path, val_path = paths
+        stack.enter_context(writing(out_dir))  # whichever of these files has no room
         with open(train_path, "wb") as train_file, open(val_path, "wb") as val_file:
             splits = {"train": SplitWriter(train_file, dtype), "val": SplitWriter(val_file, dtype)}
             documents = iter(documents)

@@ -77,7 +77,7 @@ def check_tokenizer(fingerprint: str, folder: object, expected: str, owner: obje
     """Refuse data whose token ids mean something else; tokenizers by their fingerprints."""
     if fingerprint != expected:
         made = f"--data_dir {folder} was made with a different tokenizer than {owner}"
-        raise UserError(f"{made}: make it again with prepare.py --tokenizer {owner}")
+        raise UserError(f"{made}: make it again with prepare.py --tokenizer {owner} --overwrite")
 
 
 def parse_mixture(data_dir: str) -> dict[Path, float]:
