@@ -23,7 +23,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 # Before torch is loaded: for how long OpenMP's threads wait for each other by spinning. With its
 # own limit, every small product waits beside one busy process until that is off its core.
@@ -109,6 +109,7 @@ def add_flags(
     """Add the flags of a dataclass to a parser, without those that this --ffn does not have. A
     field without a default is given without its name. What is not given stays out of the
     namespace; `-h` shows the default of `defaults` or of the dataclass."""
+    kinds = get_type_hints(kind)
     for setting in fields(kind):
         more = setting.metadata
         if "about" not in more or ("of" in more and not more["of"](ffn)):
@@ -121,7 +122,7 @@ def add_flags(
         options = {"help": more["about"], "default": SUPPRESS}
         if shown or type(shown) in (int, float):  # also 0, but not False
             options["help"] += f" ({shown})"
-        value_type = (get_args(setting.type) or [setting.type])[0]  # int of `int | None`
+        value_type = (get_args(kinds[setting.name]) or [kinds[setting.name]])[0]  # of `int | None`
         is_path = value_type is Path or setting.name in ("ckpt", "data_dir", "tokenizer")
         if value_type is not bool:
             given = partial(expanded, value_type) if is_path else value_type
@@ -171,7 +172,7 @@ def parse(kind: type, description: str) -> Any:
     return kind(**vars(parser.parse_args()))
 
 
-ALSO = {float: (int, float), Path: (str, Path)}  # what will do, too
+ALSO = {float: (int, float), Path: (str, Path), str: (str, Path)}  # what will do, too
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -179,27 +180,46 @@ def fits(value: Any, kind: Any) -> bool:
     record that has fields of some types, {"step": int}."""
     if isinstance(kind, dict):
         return fits(value, dict) and all(fits(value.get(name), kind[name]) for name in kind)
-    parts = get_args(kind)
-    if get_origin(kind) is UnionType:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
         return any(fits(value, part) for part in parts)
-    if parts:  # of a list, or keys and values of a dict
-        values = value.values() if fits(value, dict) else value
-        return fits(value, get_origin(kind)) and all(fits(each, parts[-1]) for each in values)
+    if origin is Literal:
+        return value in parts
+    if origin is dict:
+        pairs = value.items() if fits(value, dict) else [(None, None)]
+        return all(fits(key, parts[0]) and fits(each, parts[1]) for key, each in pairs)
+    if origin is tuple and ... not in parts:
+        of_length = isinstance(value, tuple) and len(value) == len(parts)
+        return of_length and all(map(fits, value, parts))
+    if parts:  # of a list
+        return isinstance(value, origin) and all(fits(each, parts[0]) for each in value)
     if isinstance(value, bool):  # which Python takes for a number
-        return kind is bool
-    return isinstance(value, ALSO.get(kind, kind))
+        return kind in (bool, Any, object)
+    return kind is Any or isinstance(value, ALSO.get(kind, kind))
 
 
 def check_ranges(settings: Any) -> None:
-    """Raises UserError if a field of a dataclass has another type, as files may hold, or is out of
-    the range that its flag names."""
-    for setting in fields(settings):
-        must = setting.metadata.get("must")
-        value = getattr(settings, setting.name)
-        if not fits(value, setting.type):
-            raise UserError(f"--{setting.name} {value!r:.40} is not of type {setting.type}")
-        if must is not None and value is not None and not RANGES[must](value):
-            raise UserError(f"--{setting.name} {value} must be {must}")
+    """Raises UserError if a field of a dataclass has another type, as files may hold, or is not
+    what its flag can be."""
+    check_values(type(settings), vars(settings))
+
+
+def check_values(kind: type, values: dict[str, Any]) -> None:
+    """The same of values for some fields of a dataclass, by name; other names are ignored."""
+    kinds = get_type_hints(kind)
+    for setting in fields(kind):
+        if setting.name not in values:
+            continue
+        must, choices = map(setting.metadata.get, ("must", "choices"))
+        name, value = f"--{setting.name}", values[setting.name]
+        if not fits(value, kinds[setting.name]):
+            raise UserError(f"{name} {value!r:.40} is not of type {setting.type}")
+        if value is None:
+            continue
+        if must is not None and not RANGES[must](value):
+            raise UserError(f"{name} {value} must be {must}")
+        if choices is not None and value not in choices:
+            raise UserError(f"{name} {value!s:.40} is not one of {', '.join(choices)}")
 
 
 # --- signals ---

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import NoReturn
 
 # Before torch, whose threads it tells how to wait.
-from common import UserError, command_line, mixed, pick_device, run, stop_signals
+from common import UserError, check_values, command_line, mixed, pick_device, run, stop_signals
 
 # isort: split
 import torch
 from tqdm import tqdm
 
-from model import BUILT_IN, Decoder, decoder_class
+from model import BUILT_IN, Decoder, ModelConfig, decoder_class
 from tables.storage import DTYPES
 from text import tokenizer
 from text.countries import write_corpus
@@ -70,6 +70,8 @@ from training.settings import (
 def resolve_settings(**given) -> Settings:
     """The settings of a run from the flags that are given, by name. The default corpus is generated
     if a new run needs it. UserError: a file cannot be read, or flags do not fit together."""
+    for kind in (Settings, ModelConfig):
+        check_values(kind, given)
     out_dir = Path(given.get("out_dir", Settings.out_dir))
     if given.get("resume"):
         checkpoint = read_checkpoint(out_dir / "ckpt.pt")

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EDIT, ROOT, add_relative, command, small_run
+from conftest import EDIT, ROOT, SMALL, add_relative, command, flags, refused, small_run
 
 import common
 import train
+from common import UserError
 from training import batches
+from training.settings import Settings
 
 # What somebody adds to the project. A mistake is a line that is put in at its `place`.
 SOURCE = """
@@ -121,6 +123,52 @@ def test_a_mistake_of_ones_own_is_a_traceback_that_ends_there(
         ]
         assert ours[-1].filename == str(path) and ours[-1].line == line
         assert caught.value.__cause__ is None
+
+
+CONFIG = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Literal, Optional
+import model
+from common import flag
+
+@dataclass
+class Config(model.ModelConfig):
+    rank: Optional[int] = flag(None, "rank", must="at least 1")
+    shape: Literal["flat", "deep"] = "flat"
+    sizes: tuple[int, ...] = (1, 2)
+    rates: Optional[dict[str, float]] = None
+
+class Decoder(model.Decoder):
+    config_class = Config
+"""
+
+
+def test_a_config_may_have_types_as_python_writes_them(data, tmp_path, monkeypatch):
+    add_relative(monkeypatch, tmp_path, "typed", CONFIG)
+    more = flags(data_dir=data, out_dir=tmp_path / "out", ffn="typed", max_iters=1)
+    assert "--rank" in refused("train.py", *SMALL, *more, "--rank", "0")
+    command("train.py", *SMALL, *more, "--rank", "3")
+    Config = importlib.import_module("relatives.typed").Config
+    right = dict(rank=2, shape="deep", sizes=(3,), rates={"a": 1})
+    assert Config(**right).rank == 2
+    for wrong in ("x", True, 1.5, ["a"], {"a": "b"}, {1: 1.0}, ("a",)):
+        for name in right:
+            with pytest.raises(UserError, match=f"--{name} "):
+                Config(**{**right, name: wrong})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["table_optimizer", "schedule", "offload", "table_state", "stage", "preset", "dtype"],
+)
+def test_settings_from_python_are_checked_as_flags_are(data, name):
+    for wrong in ("linaer", "", 3):
+        with pytest.raises(UserError, match=f"--{name} "):
+            Settings(**{name: wrong})
+        with pytest.raises(UserError, match=f"--{name} "):
+            train.resolve_settings(data_dir=data, **{name: wrong})
+    assert train.resolve_settings(data_dir=data, out_dir="x").data_dir == str(data)
 
 
 def test_no_memory_is_one_line():

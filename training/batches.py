@@ -80,8 +80,9 @@ def check_tokenizer(fingerprint: str, folder: object, expected: str, owner: obje
         raise UserError(f"{made}: make it again with prepare.py --tokenizer {owner} --overwrite")
 
 
-def parse_mixture(data_dir: str) -> dict[Path, float]:
+def parse_mixture(data_dir: str | Path) -> dict[Path, float]:
     """Folders and their weights, which sum up to one: `data/a` or `data/a=0.65,data/b=0.35`."""
+    data_dir = str(data_dir)
     is_folder = os.path.isdir(data_dir)
     if "," in data_dir and "=" not in data_dir and not is_folder:
         raise UserError(f"--data_dir {data_dir}: to mix folders, give weights: a=0.5,b=0.5")

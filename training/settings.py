@@ -126,14 +126,17 @@ class Settings:
         "peak; own text: 0.006; midtrain, context: a tenth; sft: a fiftieth; dpo: 8e-5 of it",
         must="a positive number",
     )
-    schedule: str = "cosine"  # or linear, the shape of the decay
+    # The shape of the decay.
+    schedule: str = field(default="cosine", metadata=dict(choices=("cosine", "linear")))
     warmup: float = flag(
         0.1, "warm-up, as a fraction of the steps; midtrain: 0", must="0 or more and below 1"
     )
-    min_lr: float = 0.1  # final learning rate, as a fraction of the peak
+    # The final learning rate, as a fraction of the peak.
+    min_lr: float = field(default=0.1, metadata=dict(must="0 or more"))
     weight_decay: float = flag(0.1, "weight decay of linear layers", must="0 or more")
-    beta1: float = 0.9  # decay of AdamW's first moment
-    beta2: float = 0.95  # decay of second moments, of RMSprop, too
+    # Decay of AdamW's first moment, and of second moments, of RMSprop, too.
+    beta1: float = field(default=0.9, metadata=dict(must="0 or more and below 1"))
+    beta2: float = field(default=0.95, metadata=dict(must="0 or more and below 1"))
     grad_clip: float = flag(1.0, "largest gradient norm; 0: off", must="0 or more")
     table_optimizer: str = flag(
         "rmsprop",
@@ -186,6 +189,7 @@ class Settings:
             self.table_state = "number" if self.model.ffn == "embformer" else "row"
         check_ranges(self)
         self.out_dir = Path(self.out_dir)
+        self.data_dir = str(self.data_dir)
         if self.batch_size % self.device_batch_size:
             raise UserError(
                 f"--device_batch_size {self.device_batch_size} must divide "
