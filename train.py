@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import NoReturn
 
 # Before torch, whose threads it tells how to wait.
-from common import UserError, check_values, command_line, mixed, pick_device, run, stop_signals
+from common import (
+    UserError,
+    check_values,
+    command_line,
+    mixed,
+    pick_device,
+    run,
+    stop_signals,
+    torch_seed,
+)
 
 # isort: split
 import torch
@@ -191,7 +200,7 @@ def start(
     # 2) the model
     device = pick_device(settings.device)
     dtype = training_dtype(settings.dtype, device)
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(torch_seed(settings.seed))
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     if settings.deterministic and device.type == "cuda":
         # Else attention's backward pass adds up in whatever order its threads come.
