@@ -32,6 +32,7 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
 
 import numpy as np
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from tqdm import tqdm
 
 try:
@@ -45,8 +46,25 @@ class UserError(Exception):
     Anything else that goes wrong is a bug, ours or a reader's own, and keeps its traceback."""
 
 
+# How a CPU says that it is out of memory, for which it has no type of error.
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "Cannot allocate memory")
+
+
+def open_streams() -> None:
+    """Let standard streams that are closed (`>&-`) lead nowhere: else a file that is opened would
+    get their numbers, and what libraries write to these."""
+    number = 0
+    while number <= 2:
+        number = os.open(os.devnull, os.O_RDWR)
+    os.close(number)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+
+
 def run(main: Callable[[], None]) -> None:
     """Run a command. A UserError, or running out of memory, is one line and exit code 1."""
+    open_streams()
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's output has no such method
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?"
     try:
@@ -65,7 +83,7 @@ def run(main: Callable[[], None]) -> None:
         raise  # another pipe is broken: a bug
     except (MemoryError, RuntimeError) as error:
         by_type = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not by_type and "DefaultCPUAllocator" not in str(error):  # a CPU's has no type
+        if not by_type and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         sys.exit(
             "error: out of memory: lower --device_batch_size or the model's sizes, or try --offload"
@@ -119,7 +137,8 @@ def add_flags(
         if setting.default is MISSING:
             name = setting.name
             shown = None
-        options = {"help": more["about"], "default": SUPPRESS}
+        # To argparse, % begins a name.
+        options = {"help": more["about"].replace("%", "%%"), "default": SUPPRESS}
         if shown or type(shown) in (int, float):  # also 0, but not False
             options["help"] += f" ({shown})"
         value_type = (get_args(kinds[setting.name]) or [kinds[setting.name]])[0]  # of `int | None`
@@ -279,6 +298,15 @@ def pick_device(name: str) -> torch.device:
         # cuDNN's attention makes a new plan for every length of a cache: up to 0.4 s a token.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device
+
+
+def check_compiler(device: torch.device) -> None:
+    """UserError: torch.compile does not work here, as it finds no compiler for this device."""
+    try:
+        torch.compile(torch.neg)(torch.ones(2, device=device))
+    except TorchDynamoException as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--compile does not work here ({reason:.90}): leave it out") from None
 
 
 def mixed(*numbers: int) -> int:

@@ -134,8 +134,12 @@ RELATIVES = Path(__file__).parent / "relatives"
 
 def relatives(kind: str) -> list[str]:
     """The files in relatives/ that have a class of this name, `Decoder` or `Attention`."""
-    files = RELATIVES.glob("*.py")
-    return sorted(f.stem for f in files if f"\nclass {kind}(" in f.read_text(encoding="utf-8"))
+    found = []
+    for path in RELATIVES.glob("*.py"):
+        # One that is not UTF-8 is shown, and named by Python when it is asked for.
+        if f"\nclass {kind}(" in path.read_text(encoding="utf-8", errors="replace"):
+            found.append(path.stem)
+    return sorted(found)
 
 
 def relative(kind: str, name: str, given: str) -> type:

@@ -26,6 +26,7 @@ from typing import NoReturn
 # Before torch, whose threads it tells how to wait.
 from common import (
     UserError,
+    check_compiler,
     check_values,
     command_line,
     mixed,
@@ -239,6 +240,7 @@ def start(
         remove_run(settings.out_dir)
     objective.begin(data, checkpoint.get("objective", {}) if settings.resume else None)
     if settings.compile:
+        check_compiler(device)
         for block in model.blocks:  # not the model: lookups and offloading stay outside
             block.compile()
     return run
