@@ -44,7 +44,7 @@ from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from text.tokenizer import encode, typed
 from training import countries
-from training.checkpoints import clear, load_checkpoint, load_model, write_checkpoint
+from training.checkpoints import checkpoint_of, clear, load_checkpoint, load_model, write_checkpoint
 from training.questions import score_answers
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import mean_rows, train_rows
@@ -321,6 +321,7 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
 
 def main() -> None:
     edit = parse(Edit, __doc__)
+    edit.ckpt = checkpoint_of(edit.ckpt, resumes=edit.undo)
     path = edit.save or (edit.ckpt if edit.undo else None)
     if path is None:
         show_and_save(edit, None)

@@ -48,7 +48,8 @@ from text.dataset import read_meta
 from training import countries, ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
-    check_tables,
+    check_state,
+    checkpoint_of,
     live_tables,
     load_checkpoint,
     read_checkpoint,
@@ -92,13 +93,14 @@ def resolve_settings(**given) -> Settings:
             raise UserError(f"{settings.origin} is already at step {step}; raise --max_iters")
         return settings
     if given.get("eval_only"):
-        given["init_from"] = path = given.get("init_from", out_dir / "ckpt.pt")
+        given["init_from"] = path = checkpoint_of(given.get("init_from", out_dir))
         args = {**read_checkpoint(path)["args"], "offload": "none", "device": "auto"}
         if "device_batch_size" in given:  # it need not divide the run's
             args["batch_size"] = given["device_batch_size"]
         return changed_settings(given, args, EVAL_FLAGS)
     checkpoint = None
     if given.get("init_from"):
+        given["init_from"] = checkpoint_of(given["init_from"])
         checkpoint = read_checkpoint(given["init_from"])
     folders = list(parse_mixture(given.get("data_dir", Settings.data_dir)))
     default = Path(Settings.data_dir)
@@ -230,9 +232,10 @@ def start(
     if checkpoint is not None:
         ranks.change_columns(checkpoint, "wte", whole=False)
         ranks.change_columns(checkpoint, "tables", whole=False)
-        check_tables(settings.origin, checkpoint["model"], model)
+        check_state(settings.origin, checkpoint["model"], model.state_dict())
         model.load_state_dict(checkpoint["model"])
     if settings.resume:
+        check_state(settings.origin, *optimizer.compared(checkpoint["optimizer"]))
         optimizer.load_state_dict(checkpoint["optimizer"])
         run.step = checkpoint["step"]
         run.best = checkpoint["best"]

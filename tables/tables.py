@@ -107,6 +107,29 @@ class Tables(nn.Module):
             # float32: whoever computes in 16 bits casts the result.
             yield F.embedding(position, leaf)
 
+    # --- weights in a list that PyTorch does not see: the keys of a ParameterList ---
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if isinstance(self.weight, list):
+            self.flush()
+            destination.update({f"{prefix}weight.{t}": w for t, w in enumerate(self.weight)})
+
+    def _load_from_state_dict(
+        self, state, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        rest = dict(state)
+        if isinstance(self.weight, list):
+            self.flush()
+            for table, weight in enumerate(self.weight):
+                saved = rest.pop(f"{prefix}weight.{table}", None)
+                if saved is None or saved.shape != weight.shape:
+                    error_msgs.append(f"{prefix}weight.{table} is not {tuple(weight.shape)}")
+                elif saved.data_ptr() != weight.data_ptr():  # else it is read in place
+                    weight.copy_(saved)
+        lists = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(rest, prefix, metadata, strict, *lists)
+
     # --- for the optimizer ---
 
     def prefetch(self, ids: Tensor) -> None:
@@ -220,20 +243,3 @@ class StoredTables(Tables):
         self.storage.read_ahead(ids, self.storage.arrays if self.in_training() else ["rows"])
         for rows in super().lookup(ids):
             yield rows.to(self.device)
-
-    # --- the keys of ResidentTables, so that each opens what the other saved ---
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        self.flush()
-        destination.update({f"{prefix}weight.{t}": weight for t, weight in enumerate(self.weight)})
-
-    def _load_from_state_dict(
-        self, state, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        self.flush()
-        for table, weight in enumerate(self.weight):
-            saved = state.get(f"{prefix}weight.{table}")
-            if saved is None or saved.shape != weight.shape:
-                error_msgs.append(f"{prefix}weight.{table} is not {tuple(weight.shape)}")
-            elif saved.data_ptr() != weight.data_ptr():  # else it is that very file, read in place
-                weight.copy_(saved)

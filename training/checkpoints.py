@@ -24,12 +24,12 @@ from zipfile import BadZipFile
 
 import tiktoken
 import torch
+from torch import Tensor
 
 from common import (
     Damage,
     UserError,
     atomic,
-    fits,
     has_bfloat16,
     locked,
     reading,
@@ -39,7 +39,7 @@ from common import (
     unfinished,
 )
 from model import Decoder, decoder_class
-from tables.storage import ARRAYS, DiskStorage
+from tables.storage import ARRAYS, DTYPES, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
@@ -49,7 +49,31 @@ from training.settings import Settings
 FORMAT = 4  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise.
 NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
-SNAPSHOT = re.compile("[0-9a-f]{8}")  # an ID
+# What a checkpoint holds, each with its type: always, if --resume can go on with it, and maybe.
+FIELDS = dict(config=dict[str, Any], model=dict[str, Tensor], tokenizer=str, args=dict[str, Any])
+OF_ROWS = {"last": Tensor, "steps": int, "state": list[Tensor] | None}
+OF_DATA = {"corpus": str}
+OF_EDIT = {"ids": Tensor, "rows": list[Tensor]}
+RESUMABLE = dict(
+    step=int,
+    best=tuple[float, int],
+    optimizer={
+        "adamw": {"state": dict[int, dict[str, Tensor]]},
+        "rows": dict[str, OF_ROWS],
+        "scaler": dict,
+    },
+    data=list[OF_DATA],
+    weights=list[float],
+)
+OPTIONAL = dict(
+    objective=dict,
+    data=RESUMABLE["data"],
+    step=int,
+    edits=list[OF_EDIT],
+    replaced=str | None,
+)
+OF_TABLES = dict(id=str, shape=tuple[int, int, int], dtype=torch.dtype, crc32=dict[str, int])
+ID = re.compile("[0-9a-f]{8}")  # of a snapshot
 FIX = "train one with `python train.py`, or name another ckpt.pt (for --out_dir: its folder)"
 
 
@@ -209,10 +233,39 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
 # --- reading ---
 
 
+def checkpoint_of(path: str | Path, resumes: bool = False) -> Path:
+    """The checkpoint that a path names: of a run's folder ckpt.pt or, for who does not go on with
+    it, best.pt if the validation loss has risen since, which is said. UserError: as
+    `read_checkpoint`."""
+    path = Path(path)
+    if not os.path.isdir(path):
+        return path
+    last, best = path / "ckpt.pt", path / "best.pt"
+    if resumes or not os.path.exists(best):
+        return last
+    checkpoint = read_checkpoint(last)
+    if "optimizer" not in checkpoint or "edits" in checkpoint:  # no training wrote it as it is
+        return last
+    step, (loss, best_step) = checkpoint["step"], checkpoint["best"]
+    settings = Settings.from_flat(checkpoint["args"])
+    evaluated = step
+    if step < settings.max_iters:  # it was stopped
+        evaluated -= step % settings.eval_interval
+    if best_step >= evaluated or read_checkpoint(best).get("step") != best_step:
+        return last
+    print(
+        f"reading {best}, of step {best_step}, validation loss {loss:.3f}: that of {last}, of step "
+        f"{step}, is higher",
+        file=sys.stderr,
+    )
+    return best
+
+
 def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
     """Read ckpt.pt alone, without tables on disk. It is mapped into memory: what nobody touches is
     not read, except to `verify` checksums; settings and names are always verified. UserError: it is
     missing, damaged or something else."""
+    path = checkpoint_of(path, resumes=True)
     with reading(path, FIX), open(path, "rb") as file:
         # PyTorch opens it by name, twice: the file that is open, not one that replaces it.
         name = f"/dev/fd/{file.fileno()}"
@@ -231,41 +284,50 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
             raise Damage(f"or no checkpoint: {error}") from None
         if damaged:
             raise Damage(f"checksum of {damaged}")
-        require_fields(checkpoint)
-        if checkpoint.get("format") != FORMAT:
-            raise Damage(f"format {checkpoint.get('format')}, not {FORMAT}")
-        require_fields(checkpoint, config=dict, model=dict, tokenizer=str, args=dict)
-        if checkpoint.setdefault("tables"):
-            check_saved_tables(checkpoint["tables"])
-        replaced = checkpoint.setdefault("replaced")
-        if not (fits(replaced, str | None) and SNAPSHOT.fullmatch(replaced or "0" * 8)):
-            raise Damage(f"replaced is {replaced!r:.40}")
-    checkpoint["args"] |= checkpoint["config"]  # the model's shape is said in one place
+        require_fields(checkpoint, format=int)
+        if checkpoint["format"] != FORMAT:
+            raise Damage(f"format {checkpoint['format']}, not {FORMAT}")
+        check_fields(checkpoint)
+    config = checkpoint["config"]
+    checkpoint["args"] |= config  # the model's shape is said in one place
     try:
         settings = Settings.from_flat(checkpoint["args"])
     except UserError as error:  # it speaks of flags
         raise UserError(f"{path}: {error}") from None
+    checkpoint["config"] = asdict(settings.model)
     # Else a model's config would say where a run that starts from it writes.
-    foreign = checkpoint["config"].keys() - asdict(settings.model).keys()
+    foreign = config.keys() - checkpoint["config"].keys()
     if foreign:
         raise UserError(f"{path}: its config sets {', '.join(sorted(foreign))!r:.40}")
     return checkpoint
 
 
-def check_saved_tables(saved: Any) -> None:
-    """Raises Damage unless this is what `DiskStorage.copy` returned, and an ID. Both name files."""
-    require_fields(
-        saved, id=str, shape=tuple[int, int, int], dtype=torch.dtype, crc32={"rows": int}
-    )
-    if not SNAPSHOT.fullmatch(saved["id"]) or not {*saved["crc32"]} <= {*ARRAYS}:
-        raise Damage(f"tables named {saved['id']!r:.40} of {[*saved['crc32']]!r:.80}")
+def check_fields(checkpoint: dict) -> None:
+    """Raises Damage unless the fields of a checkpoint are as we write them, and names in it that
+    become paths are ours."""
+    replaced, saved = checkpoint.setdefault("replaced"), checkpoint.setdefault("tables")
+    kinds = {**FIELDS, **(RESUMABLE if "optimizer" in checkpoint else {})}
+    require_fields(checkpoint, **kinds)
+    require_fields(checkpoint, **{name: OPTIONAL[name] for name in OPTIONAL.keys() & checkpoint})
+    names = [replaced] if replaced else []
+    if saved is not None:
+        require_fields(saved, **OF_TABLES)
+        names.append(saved["id"])
+        known = {"rows"} <= saved["crc32"].keys() <= {*ARRAYS}
+        if not known or min(saved["shape"]) < 1 or saved["dtype"] not in DTYPES.values():
+            raise Damage(f"its tables are {saved!r:.120}")
+    for name in names:
+        if not ID.fullmatch(name):
+            raise Damage(f"tables named {name!r:.40}")
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     """Read a whole checkpoint, whose checksums are verified. Tables on disk are mapped, too, and
     appear in `model` like any others; `storage` says where they are, or is None. To `verify` them
     reads all of them."""
+    path = checkpoint_of(path, resumes=True)
     checkpoint = read_checkpoint(path, verify=True)
+    del checkpoint["replaced"]  # which is about the file, not what it holds
     checkpoint["storage"] = None
     saved = checkpoint["tables"]
     if saved is None:
@@ -283,21 +345,42 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     tables = StoredTables(storage)
     checkpoint["model"].update(tables.state_dict(prefix="tables."))
     if "state" in storage.arrays and "optimizer" in checkpoint:
-        checkpoint["optimizer"]["rows"]["tables"]["state"] = tables.state
+        checkpoint["optimizer"]["rows"].get("tables", {})["state"] = tables.state
     return checkpoint
 
 
 def read_encoding(path: str | Path, checkpoint: dict) -> tiktoken.Encoding:
     """The tokenizer of a checkpoint. UserError: it is damaged."""
     with reading(path, FIX):
-        return tokenizer.loads(checkpoint["tokenizer"])
+        encoding = tokenizer.loads(checkpoint["tokenizer"])
+        n_token = checkpoint["config"]["vocab_size"]
+        if encoding.n_vocab != n_token or "<|endoftext|>" not in encoding.special_tokens_set:
+            raise Damage(f"its tokenizer is of {encoding.n_vocab} tokens, its model of {n_token}")
+    return encoding
 
 
-def check_tables(path: str | Path, weights: dict, model: Decoder) -> None:
-    """UserError: the weights of a checkpoint have tables of another kind than the model."""
-    for name, rows in model.tables.state_dict(prefix="tables.").items():
-        if weights[name].shape != rows.shape:
-            raise UserError(f"{path} has tables of another kind: from Python, give them as tables=")
+def check_state(path: str | Path, saved: Any, like: Any) -> None:
+    """UserError: the tensors of a checkpoint, in dicts and lists, do not have the names, shapes and
+    types of those that they are to replace."""
+    theirs, ours = dict(leaves(saved)), dict(leaves(like))
+    for name in [*ours, *theirs]:
+        if theirs.get(name) != ours.get(name):
+            if name.startswith("tables."):
+                fix = "from Python, give them as tables="
+                raise UserError(f"{path} has tables of another kind, {name}: {fix}")
+            found = theirs.get(name, "missing")
+            raise UserError(f"{path}: {name} is {found}, not {ours.get(name, 'there')}: {FIX}")
+
+
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield what is in nested dicts and lists, each by its name, as text."""
+    if isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(tree, Tensor):
+        yield name, f"{list(tree.shape)} of {'floats' if tree.is_floating_point() else 'integers'}"
+    else:
+        yield name, type(tree).__name__
 
 
 def load_model(
@@ -311,6 +394,7 @@ def load_model(
     """The model of a checkpoint in evaluation mode, its tokenizer, and the checkpoint.
 
     Args:
+        path: of the checkpoint, or a run's folder (`checkpoint_of`).
         device: where the backbone goes; tables go where `offload` says, or are made by `tables`.
         dtype: of the backbone; auto is bfloat16 on GPUs that multiply it.
         verify: tables on disk, too, which reads all of them.
@@ -318,6 +402,7 @@ def load_model(
     Raises:
         UserError: as `load_checkpoint`.
     """
+    path = checkpoint_of(path)
     checkpoint = load_checkpoint(path, verify)
     encoding = read_encoding(path, checkpoint)
     weights = checkpoint["model"]
@@ -326,7 +411,7 @@ def load_model(
         tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
     kind = decoder_class(checkpoint["config"]["ffn"])
     model = kind(kind.config_class(**checkpoint["config"]), tables)
-    check_tables(path, weights, model)
+    check_state(path, weights, model.state_dict())
     # A GPU copies them, tables on disk are used where they are mapped; a CPU would keep the file.
     if offload != "disk" and device.type == "cpu":
         weights = {name: weight.clone() for name, weight in weights.items()}

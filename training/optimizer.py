@@ -163,8 +163,26 @@ class Optimizer:
             "scaler": self.scaler.state_dict(),
         }
 
+    def compared(self, saved: dict) -> tuple[dict, dict]:
+        """What `load_state_dict` reads of a saved state, and the like of it here."""
+        moments = saved["adamw"]["state"]  # of each parameter that had a gradient
+        parameters = [p for group in self.adamw.param_groups for p in group["params"]]
+        ours = {}
+        for number, p in enumerate(parameters):
+            if number in moments:
+                ours[number] = {"step": torch.zeros(()), "exp_avg": p, "exp_avg_sq": p}
+        rows = {name: rmsprop.state_dict() for name, rmsprop in self.rmsprops.items()}
+        scaler = self.scaler.state_dict() if saved["scaler"] else {}
+        theirs = {name: saved["scaler"][name] for name in scaler.keys() & saved["scaler"]}
+        return (
+            {"adamw": moments, "rows": saved["rows"], "scaler": theirs},
+            {"adamw": ours, "rows": rows, "scaler": scaler},
+        )
+
     def load_state_dict(self, state: dict) -> None:
         self.scaler.load_state_dict(state["scaler"])
-        self.adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # else the file stays mapped
+        # Groups are those of the settings. A copy: else the file stays mapped.
+        moments = copy.deepcopy(state["adamw"]["state"])
+        self.adamw.load_state_dict({**self.adamw.state_dict(), "state": moments})
         for name, rmsprop in self.rmsprops.items():
             rmsprop.load_state_dict(state["rows"][name])
