@@ -41,6 +41,7 @@ import sample
 import train
 from common import UserError, locked, mixed
 from lab import runs
+from tables.tables import Tables
 from training import checkpoints
 from training.batches import Data
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
@@ -440,6 +441,57 @@ def test_best_pt_alone_is_a_run_that_is_not_replaced(trained, data, tmp_path):
     before = contents(tmp_path)
     assert "--overwrite replaces it" in refused(f"train.py --data_dir {data} --out_dir", tmp_path)
     assert contents(tmp_path) == before
+
+
+def test_a_folder_is_its_better_checkpoint_for_readers_and_the_last_for_who_goes_on(
+    data, trained, tmp_path, capsys
+):
+    """A run whose loss rises, as its learning rate does."""
+    rising = dict(learning_rate=0.01, min_lr=300.0, warmup=0.0)
+    out = small_run(data, tmp_path / "out", max_iters=13, eval_interval=3, **rising)
+    evals = {record["step"]: record["val_loss"] for record in read_run(out)["eval"]}
+    best = min(evals, key=evals.get)
+    assert best < 12
+    for place in ("out", out):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path)
+            assert load_model(place, CPU)[2]["step"] == best
+        assert f"best.pt, of step {best}" in capsys.readouterr().err
+    lines = {
+        f"edit.py --ckpt out {EDIT}": True,
+        "sample.py --ckpt out --max_new_tokens 2": True,
+        "train.py --eval_only --out_dir out": True,
+        f"train.py --init_from out --data_dir {data} --out_dir new --max_iters 1": True,
+        "train.py --resume --out_dir out": False,
+        f"edit.py --ckpt out/ckpt.pt {EDIT} --save out/ckpt.pt": False,
+        "sample.py --ckpt out --max_new_tokens 1": False,  # else the edit would be missed
+        "edit.py --ckpt out --undo": False,
+    }
+    for line, reads_best in lines.items():
+        said = command(line, cwd=tmp_path).stderr
+        assert ("reading out/best.pt" in said) == reads_best, line
+    assert "lies in --out_dir" in refused(
+        f"train.py --data_dir {data} --init_from {out} --out_dir {out} --overwrite"
+    )
+    assert load_model(trained["stem"], CPU)[2]["step"] == 12 and not capsys.readouterr().err
+
+
+def test_own_tables_with_a_plain_list_are_saved_and_what_is_missing_is_an_error(data, tmp_path):
+    class Listed(Tables):
+        def __init__(self, n_table, n_row, width):
+            super().__init__(n_row, width)
+            self.weight = [torch.zeros(n_row, width) for _ in range(n_table)]
+
+    out = small_run(data, tmp_path / "listed", Listed)
+    assert_same_run(out, small_run(data, tmp_path / "plain"))
+    model, _, saved = load_model(out / "ckpt.pt", CPU, tables=Listed)
+    assert torch.equal(model.tables.weight[0], saved["model"]["tables.weight.0"])
+    saved = checkpoint(out)
+    del saved["model"]["tables.weight.0"]
+    torch.save(saved, out / "ckpt.pt")
+    for read in (partial(load_model, device=CPU, tables=Listed), lambda path: resume(out, Listed)):
+        with pytest.raises(UserError, match=r"tables\.weight\.0"):
+            read(out / "ckpt.pt")
 
 
 def test_a_checkpoint_is_that_of_one_moment(stem_ckpt, trained, tmp_path, monkeypatch):
