@@ -68,8 +68,10 @@ def fetch_file(file: File, folder: Path) -> Path:
     path = folder / file.url.rpartition("/")[2]
     part = path.with_name(f"{path.name}.part")
     try:
-        if path.exists() and sha256(path) == file.sha256:
-            return path
+        if path.exists():
+            if sha256(path) == file.sha256:
+                return path
+            raise UserError(f"{path} is not the published file: rename it, or delete it")
         download(file, part)
         digest = sha256(part)
         if digest != file.sha256:

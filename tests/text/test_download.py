@@ -129,10 +129,12 @@ def test_a_server_that_falls_silent_is_given_up(get, monkeypatch):
         fails(get, "timed out")
 
 
-def test_damaged_files_are_downloaded_again(server, get):
-    get().write_bytes(CONTENT[:-1])
-    assert get().read_bytes() == CONTENT
-    assert len(server.requests) == 2
+def test_another_file_of_that_name_is_not_replaced(server, get):
+    path = get()
+    path.write_bytes(CONTENT[:-1])
+    with pytest.raises(UserError, match="data.bin is not the published file"):
+        get()
+    assert path.read_bytes() == CONTENT[:-1] and len(server.requests) == 1
 
 
 def test_folders_that_cannot_be_are_one_line(get):
