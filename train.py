@@ -31,6 +31,8 @@ from common import (
     command_line,
     mixed,
     pick_device,
+    reading,
+    require_fields,
     run,
     stop_signals,
     torch_seed,
@@ -48,6 +50,7 @@ from text.dataset import read_meta
 from training import countries, ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
+    FIX,
     check_state,
     checkpoint_of,
     live_tables,
@@ -237,6 +240,8 @@ def start(
     if settings.resume:
         check_state(settings.origin, *optimizer.compared(checkpoint["optimizer"]))
         optimizer.load_state_dict(checkpoint["optimizer"])
+        with reading(settings.origin, FIX):
+            require_fields(checkpoint.get("objective", {}), **objective.saved_fields)
         run.step = checkpoint["step"]
         run.best = checkpoint["best"]
     elif ranks.rank == 0:

@@ -135,7 +135,7 @@ def remove_run(out_dir: Path) -> None:
             os.replace(path, given_up)
             discard(given_up)
     for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
-        remove(out_dir / name)
+        (out_dir / name).unlink(missing_ok=True)  # a link, or a file
 
 
 def live_tables(out_dir: Path) -> Path:

@@ -1,6 +1,7 @@
 """What training minimizes: the cross-entropy of the next token."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class NextToken:
     dtype: str
     boundary: int | None = None
     per_byte = True  # whether the loss of a byte means something
+    saved_fields: ClassVar[dict] = {}  # what `state_dict` has, by type
 
     def begin(self, data: Data, saved: dict | None) -> None:
         """Prepare for a run, whose checkpoint has `saved` of `state_dict` if it resumes."""

@@ -10,6 +10,7 @@ are computed once, before the first step, and kept in checkpoints: who resumes h
 
 from collections.abc import Iterable
 from hashlib import blake2b
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ class Preference(NextToken):
     """The loss of pairs of conversations, ids and targets [B, 2, T], chosen and rejected."""
 
     per_byte = False
+    saved_fields: ClassVar = dict(keys=list[bytes], log_q=Tensor)
 
     def __init__(self, model: Decoder, *args, **options) -> None:
         super().__init__(model, *args, **options)
