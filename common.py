@@ -101,6 +101,7 @@ def command_line(script: str, *words: object) -> str:
 # What the value of a flag must be, in words and as a test, which NaN never passes.
 RANGES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda value: 1 <= value < 2**31,
+    "from 1 to 10,000": lambda value: 1 <= value <= 10_000,
     "a positive number": lambda value: 0 < value < 1e9,
     "0 or more": lambda value: 0 <= value < 1e9,
     "0 or more and below 1": lambda value: 0 <= value < 1,

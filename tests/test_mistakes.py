@@ -13,6 +13,7 @@ import torch
 from conftest import EDIT, ROOT, SMALL, add_relative, command, flags, refused, small_run
 
 import common
+import model
 import train
 from common import UserError
 from training import batches
@@ -184,3 +185,9 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(monkeypatch):
         monkeypatch.setattr(sys, "stdout", pipe)
         common.run(lambda: print("x" * 10**6))
     assert ended.value.code == 1
+
+
+def test_a_config_of_a_billion_layers_is_refused_at_once():
+    """As a file may have it: its blocks would be made before any weight is compared."""
+    with pytest.raises(UserError, match="--n_layer 1000000000 must be"):
+        model.ModelConfig(n_layer=10**9)
