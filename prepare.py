@@ -20,9 +20,10 @@ documents at <|endoftext|> lines, at blank lines after 2,000 characters, and at 
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import tiktoken
@@ -31,7 +32,16 @@ from common import UserError, check_ranges, command_line, flag, parse, run
 from text import bpe, huggingface, tokenizer
 from text.countries import CORPORA, write_corpus
 from text.dataset import read_meta, read_tokenizer
-from text.documents import MAX_BAD, Document, Report, hashed, is_validation, kind_of, read, spelled
+from text.documents import (
+    MAX_BAD,
+    Document,
+    Report,
+    as_one_text,
+    hashed,
+    is_validation,
+    kind_of,
+    read,
+)
 from text.download import DATASETS, fetch
 from text.writer import check_free, write_dataset
 from training.checkpoints import read_checkpoint, read_encoding
@@ -41,6 +51,7 @@ from training.checkpoints import read_checkpoint, read_encoding
 SAMPLE = 16 << 20
 MANY = 4096  # documents whose hashes are compared
 LEAST_VAL = 8000  # characters to validate with, or a twentieth of what there is
+COPIES = "copies of documents of val.bin are trained on"
 
 # How tiktoken gets the vocabulary NAME where there is no network.
 FILL = (
@@ -134,12 +145,13 @@ def prepare_files(
     max_bad = MAX_BAD if settings.input else 1  # published files cannot be corrected
     if encoding is None:
         size = sum(path.stat().st_size for path in paths)
-        documents = labelled(read(paths, Report(max_bad, kind), "counting words"), settings)
+        documents = read(paths, Report(max_bad, kind), "counting words")
+        documents = labelled(documents, settings, Counter())
         encoding = bpe.train(sample(documents, SAMPLE / size), settings.vocab_size or 6400)
     report = Report(max_bad, kind)
     meta = write_dataset(
         settings.out_dir,
-        labelled(read(paths, report, "encoding"), settings),
+        labelled(read(paths, report, "encoding"), settings, report.notes),
         encoding,
         kind,
         overwrite=settings.overwrite,
@@ -154,36 +166,52 @@ def prepare_files(
     return meta
 
 
-def labelled(documents: Iterable[Document], settings: Settings) -> Iterator[tuple[str, Document]]:
-    """Yield documents, each with its split, by its hash. Of a small text, the next lowest hashes
-    are added until there is enough to validate with, and what is longer than a fifth is cut."""
+def labelled(
+    documents: Iterable[Document], settings: Settings, notes: Counter[str]
+) -> Iterator[tuple[str, Document]]:
+    """Yield documents, each with its split, by its hash. Copies of what is for validation are
+    trained on, as who repeats something wants it to be learned; the notes count them."""
     documents = iter(documents)
-    lack = LEAST_VAL
-    kept = 1  # of the first ones, for training, whatever its hash
-    while part := list(islice(documents, MANY)):
-        total = sum(len(spelled(document)) for document in part)
-        lack = min(lack, max(1, total // 20))
-        pieces = []
-        for document in part:
-            if isinstance(document, str) and lack > 0 and 5 * len(document) > total:
-                pieces += cut(document, lack)
-            else:
-                pieces.append(document)
-        hashes = [hashed(piece) for piece in pieces]
-        val = set()
-        order = sorted(range(len(pieces)), key=hashes.__getitem__)
-        for number in order[: len(order) - kept]:
-            if lack > 0 or is_validation(hashes[number], settings.val_fraction):
-                val.add(number)
-                lack -= len(spelled(pieces[number]))
-        kept = 0
-        for number, piece in enumerate(pieces):
-            yield "val" if number in val else "train", piece
+    first = list(islice(documents, MANY))
+    total = sum(len(as_one_text(document)) for document in first)
+    least = min(LEAST_VAL, max(1, total // 20))
+    first = [piece for document in first for piece in cut(document, total // 5, least)]
+    chosen = for_validation(first, least, settings.val_fraction)
+    seen = {hashed(first[number]) for number in chosen}
+    for number, document in enumerate(chain(first, documents)):
+        digest = hashed(document)
+        is_val = number in chosen
+        if number >= len(first) and digest not in seen:
+            is_val = is_validation(digest, settings.val_fraction)
+        if is_val:
+            seen.add(digest)
+        elif digest in seen:
+            notes[COPIES] += 1
+        yield "val" if is_val else "train", document
 
 
-def cut(document: str, size: int) -> list[str]:
-    """Pieces of at most `size` characters, cut after their last line break, or else blank. All
-    together are the document."""
+def for_validation(documents: list[Document], least: int, fraction: float) -> set[int]:
+    """Which of the first documents are for validation, by their numbers: those with low hashes and,
+    up to `least` characters, the next lowest, copies last. One is for training in any case."""
+    copies: Counter[int] = Counter()
+    order = []
+    for number, document in enumerate(documents):
+        digest = hashed(document)
+        order.append((copies[digest], digest, number))
+        copies[digest] += 1
+    chosen = set()
+    for copy, digest, number in sorted(order)[:-1]:
+        if least > 0 or (not copy and is_validation(digest, fraction)):
+            chosen.add(number)
+            least -= len(as_one_text(documents[number]))
+    return chosen
+
+
+def cut(document: Document, longest: int, size: int) -> list[Document]:
+    """A text that is longer, in pieces of at most `size` characters, cut after their last line
+    break, or else blank. All together are the document."""
+    if not isinstance(document, str) or len(document) <= longest:
+        return [document]
     pieces = []
     while len(document) > size:
         head = document[:size]

@@ -2,6 +2,7 @@
 
 import os
 import tracemalloc
+from collections import Counter
 from multiprocessing import get_context
 from unittest.mock import Mock
 
@@ -118,17 +119,37 @@ def test_only_a_small_text_is_cut_to_validate_with_and_after_lines(monkeypatch):
     monkeypatch.setattr(prepare, "MANY", 10)
     settings = prepare.Settings(val_fraction=1e-9)
     texts = [f"Document {i}" for i in range(13)]
-    splits, found = zip(*prepare.labelled(texts, settings), strict=True)
+    splits, found = zip(*prepare.labelled(texts, settings, Counter()), strict=True)
     assert list(found) == texts and splits.count("val") == 1
     half = prepare.Settings(val_fraction=0.5)
     numbers = [str(number) for number in range(60)]
     for n in (11, 21, 31, 41):  # added ones move none
-        splits = [[s for s, _ in prepare.labelled(part, half)] for part in (numbers, numbers[:n])]
+        splits = [
+            [s for s, _ in prepare.labelled(part, half, Counter())]
+            for part in (numbers, numbers[:n])
+        ]
         assert splits[0][:n] == splits[1]
     text = "On that day somebody bought a lamp, and it was red.\n" * 300
-    splits, found = zip(*prepare.labelled([text], settings), strict=True)
+    splits, found = zip(*prepare.labelled([text], settings, Counter()), strict=True)
     assert "".join(found) == text and {*splits} == {"train", "val"}
     assert all(part.endswith("\n") for part in found)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_copies_are_trained_on(monkeypatch, first):
+    """All but one, also of what is for validation by its hash; the notes count them."""
+    if not first:
+        monkeypatch.setattr(prepare, "MANY", 50)
+    settings = prepare.Settings(val_fraction=0.1)
+    texts = [f"Document number {i}" for i in range(800)]
+    held = [text for text in texts if documents.is_validation(documents.hashed(text), 0.1)]
+    many = texts[:50] + 300 * held[-1:] + texts[50:]
+    notes = Counter()
+    splits = list(prepare.labelled(many, settings, notes))
+    assert [text for _, text in splits] == many
+    assert splits.count(("val", held[-1])) == 1 and splits.count(("train", held[-1])) == 300
+    assert notes == {prepare.COPIES: 300}
+    assert {text for split, text in splits if split == "val"} >= {*held}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -230,12 +251,13 @@ BLANKS = b" " * 10**6
         (b'{"text": "a\\u0000b"}', "it has NUL"),
         (b'{"text": null, "id": 1}', "content that is not text: None"),
         (b'{"prefix": "a", "suffix": "b"}', 'no "text", .*: its keys are prefix, suffix'),
-        (b'{"prompt": "a", "input": "%s", "output": "b"}' % BLANKS, "more than 100,000 blanks"),
+        (b'{"prompt": "a", "input": "%s.", "output": "b"}' % BLANKS, "more than 100,000 blanks"),
         (b'{"instruction": "a", "input": {"a": 1}, "output": "b"}', "content that is not text: {"),
         (b'{"chosen": "a", "rejected": "b"}', "chosen and rejected must end with an answer"),
         ({"chosen": TALK, "rejected": TALK}, "chosen and rejected must differ in their last"),
         ({"messages": TALK}, "chat, while the first document is text"),
-        (b'{"messages": "Hi"}', 'no "text", no answers to learn among "user"'),
+        (b'{"messages": "Hi"}', 'no answers to learn among "user": its keys are messages'),
+        (b'{"prompt": "a", "chosen": "b", "rejected": null}', "no answers to learn"),
         (b'{"messages": [{"role": ["user"], "content": ""}]}', '.*need "role" and "content"'),
         ({"messages": [says("user", [{"type": "image"}])]}, "content that is not text: .*image"),
         (
@@ -261,6 +283,7 @@ def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
 
 
 SYSTEM, ASKED, ANSWERED = says("system", "S"), says("user", "Hi?"), says("assistant", "Ho.")
+TOLD = [ASKED, ANSWERED]
 OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
 
 
@@ -295,7 +318,32 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
             [says("user", "Add.\n1, 2"), says("assistant", "3")],
             set(),
         ),
-        (b'{"instruction": "Hi?", "text": "Ho.", "id": 1}', "Ho.", set()),
+        (b'{"instruction": "Hi?", "text": "Ho.", "id": 1}', "Ho.", {"instruction"}),
+        # A list has a line break between parts, unless a blank is there.
+        ({"text": ["One", ["two ", "three"], "", {"text": "4"}]}, "One\ntwo three\n4", set()),
+        (
+            {"messages": [says("user", ["Hi", {"type": "text", "text": "you?"}]), ANSWERED]},
+            [says("user", "Hi\nyou?"), ANSWERED],
+            set(),
+        ),
+        # Rows of tables for several forms: what is empty decides nothing.
+        ({"text": "", "messages": None, "prompt": "Hi?", "completion": "Ho."}, TOLD, set()),
+        ({"chosen": [], "rejected": None, "text": " ", "messages": TOLD, "input": ""}, TOLD, set()),
+        (
+            {"messages": [], "prompt": None, "chosen": "", "rejected": "", "text": "Ho."},
+            "Ho.",
+            set(),
+        ),
+        (
+            {"messages": [dict.fromkeys(("from", "value")) | message for message in TOLD]},
+            TOLD,
+            set(),
+        ),
+        (
+            {"messages": [{"from": m["role"], "value": m["content"], "content": ""} for m in TOLD]},
+            TOLD,
+            set(),
+        ),
         (
             b'{"system_prompt": "S", "instruction": "Hi?", "output": "Ho.", "text": "Hi? Ho."}',
             [SYSTEM, ASKED, ANSWERED],
@@ -328,6 +376,29 @@ def test_other_programs_forms_are_read_and_what_is_ignored_is_named(
     report = documents.Report(0)
     assert list(documents.read([path], report)) == [document] * 2
     assert +report.notes == {f"documents have {key!r}, which is ignored": 2 for key in ignored}
+
+
+def test_nothing_is_left_out_or_not_learned_without_a_word(tmp_path, data, encoding):
+    """Roles are known in any spelling; those that are not are named, wherever they stand."""
+    talk = [ASKED, says(" Assistant\n", "Ho."), says("USER ", "Hi?")]
+    talks = [
+        [says("user", str(n)), *talk, says("bot" if n % 3 else "GPT", "No.")] for n in range(60)
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
+    line = "prepare.py --out_dir out --tokenizer"
+    said = command(line, data, "--input", path, cwd=tmp_path).stdout
+    assert "note: 40 messages have the role 'bot', which is not learned" in said
+    texts = [
+        encoding.decode(ids)
+        for split in ("train", "val")
+        for ids in stored(tmp_path / "out", split)
+    ]
+    assert sum(text.count("assistant\n Ho.") for text in texts) == 60
+    assert sum(text.count("assistant\n No.") for text in texts) == 20
+    assert sum(text.count("bot\n No.") for text in texts) == 40
+    path = write_jsonl(tmp_path / "b.jsonl", [*TEXTS, *[{"text": " "}] * 7])
+    said = command("prepare.py --vocab_size 300 --out_dir b --input", path, cwd=tmp_path).stdout
+    assert "note: 7 empty documents are left out" in said
 
 
 def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, encoding):

@@ -15,7 +15,7 @@ alone, "chosen" and "rejected", answer.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -51,14 +51,19 @@ NOTICES = {
 NOTICE = 1000
 
 LEFT_OUT = "characters left out: Project Gutenberg's headers and licenses"
+EMPTY = "empty documents are left out"
 SPELLED = "times <|endoftext|> stays text: as a line of a .txt file, it ends documents"
 
-# In records of one question and its answer: their keys.
+# The keys of a record that hold messages, or one message.
+TALKS = ("conversations", "messages")
+SYSTEMS = ("system", "system_prompt")
 QUESTIONS = ("instruction", "prompt", "question", "query", "input")
 ANSWERS = ("output", "completion", "response", "answer")
-# In messages: other names of roles, and the keys that have a meaning here.
+CONTENTS = {*TALKS, *SYSTEMS, *QUESTIONS, *ANSWERS, "chosen", "rejected"}
+ALPACA = {"instruction", "output"}  # a record of these has the text of both, too
+# Other names of roles, and the keys of a message that have a meaning here.
 ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "model"), "assistant")
-KNOWN = {"role", "content", "from", "value", "weight"}
+MESSAGE = {"role", "content", "from", "value", "weight"}
 
 
 @dataclass
@@ -103,8 +108,9 @@ def read_file(path: Path, report: Report, bar: tqdm) -> Iterator[Document]:
             if not raw.strip():
                 continue
             try:
-                kind, document = parse_json(raw, report) if is_json else ("text", checked(raw))
+                kind, document = parse_record(raw, report) if is_json else ("text", plain_text(raw))
                 if kind == "text" and not document.strip():
+                    report.notes[EMPTY] += 1
                     continue
                 report.kind = report.kind or kind
                 if kind != report.kind:
@@ -170,17 +176,9 @@ def without_notices(file: TextIO, report: Report) -> Iterator[tuple[int, str]]:
     yield from held
 
 
-def checked(text: str) -> str:
-    """The text. ValueError: why it is bad."""
-    for reason, pattern in BAD.items():
-        if re.search(pattern, text):
-            raise ValueError(reason)
-    return text
-
-
-def parse_json(raw: str, report: Report) -> tuple[str, Document]:
-    """Kind and document of a JSONL line; the report notes keys of conversations that are ignored.
-    ValueError: why it is bad."""
+def parse_record(raw: str, report: Report) -> tuple[str, Document]:
+    """Kind and document of a JSONL line. What is empty or null does not decide; the report notes
+    which keys are ignored, and roles that are not known. ValueError: why the line is bad."""
     try:
         record = json.loads(raw.removeprefix("\ufeff"))
         json.dumps(record, ensure_ascii=False).encode()  # JSON can spell half a surrogate pair
@@ -188,99 +186,136 @@ def parse_json(raw: str, report: Report) -> tuple[str, Document]:
         raise ValueError("not JSON in UTF-8") from None
     if not isinstance(record, dict):
         raise ValueError(f"{record!r:.40} where a record should be")
-    found = filled(record)
-    is_talk = found & {"conversations", "messages"}
-    is_answered = found >= {"instruction", "output"}  # Alpaca's have the text of both, too
-    if "text" in record and not is_talk and not is_answered:
-        return "text", checked(joined(record["text"]))
-
-    keys = ", ".join(record)
-    ignored: set[str] = set()
-
-    def take(role: str, *keys: str) -> Messages:
-        """The messages of the first of these keys that the record has, or its text as a role's."""
-        key = next((key for key in keys if record.get(key)), "")
-        value = record.pop(key, [])
-        if isinstance(value, str):
-            value = [{"role": role, "content": value}]
-        return conversation(value, ignored)
-
-    kind = "chat"
-    talk = take("system", "system", "system_prompt")
-    document = talk
-    chosen = []
-    if "chosen" in record and "rejected" in record:
-        kind = "preference"
-        chosen, rejected = take("assistant", "chosen"), take("assistant", "rejected")
-    if len(chosen) < 2:  # the answers alone, or none
-        talk += take("user", "conversations", "messages", *QUESTIONS)
-        if not is_talk and record.get("input"):  # Alpaca's: what its instruction is about
-            talk[-1]["content"] += "\n" + checked(joined(record.pop("input")))
-    if kind == "preference":
-        document = talk + chosen, talk + rejected
-        if chosen[:-1] != rejected[:-1] or chosen == rejected:
-            raise ValueError("chosen and rejected must differ in their last answer alone")
-        if any(len(both) < 2 or both[-1]["role"] != "assistant" for both in document):
-            raise ValueError(
-                f"chosen and rejected must end with an answer to a question: its keys are {keys}"
-            )
-    elif not is_talk:
-        talk += take("assistant", *ANSWERS)
-    answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
-    if kind == "chat" and not all(map(str.strip, answers or [""])):
-        roles = ", ".join(message["role"] for message in talk)
-        raise ValueError(f'no "text", no answers to learn among "{roles:.60}": its keys are {keys}')
-    ignored |= filled(record)
-    report.notes.update(f"documents have {key!r}, which is ignored" for key in ignored)
+    left = {key: value for key, value in record.items() if is_filled(value)}
+    notes: Counter[str] = Counter()
+    try:
+        if "text" in left and not left.keys() & {*TALKS} and not left.keys() >= ALPACA:
+            kind, document = "text", plain_text(left.pop("text"))
+            left = {key: left[key] for key in left.keys() & CONTENTS}  # others are about the text
+        elif left.keys() >= {"chosen", "rejected"}:
+            kind, document = "preference", take_pair(left, notes)
+        elif left.keys() & {*TALKS, *QUESTIONS, *ANSWERS}:
+            kind, document = "chat", take_talk(left, notes)
+        elif "text" in record:
+            kind, document = "text", plain_text(record["text"])
+        else:
+            raise ValueError('no "text", no messages, no question with its answer')
+    except ValueError as error:
+        raise ValueError(f"{error}: its keys are {', '.join(record):.80}") from None
+    report.notes += notes
+    report.notes.update(f"documents have {key!r}, which is ignored" for key in left)
     return kind, document
 
 
-def conversation(messages: object, ignored: set[str]) -> Messages:
-    """What the chat template writes of messages, and weight 0. ValueError: why they are bad."""
-    talk = []
-    for message in messages if isinstance(messages, list) else [messages]:
-        match message:
-            case {"role": str(role), "content": content} | {"from": str(role), "value": content}:
-                given = filled(message)
-            case _:
-                raise ValueError(f'messages need "role" and "content", not {message!r:.60}')
-        if given & {"tool_calls", "function_call"} or role == "function_call":
-            raise ValueError("messages must not call tools")
-        role = role.lower()
-        turn = {"role": ROLES.get(role, role), "content": checked(joined(content))}
-        weight = message.get("weight")
-        if weight not in (None, 0, 1):
-            raise ValueError(f"the weight of a message must be 0 or 1, not {weight!r}")
-        if weight == 0:
-            turn["weight"] = 0
-        ignored |= given - KNOWN
-        talk.append(turn)
+def is_filled(value: object) -> bool:
+    """Whether a record's value is not empty. A false or a zero says something."""
+    return bool(value.strip()) if isinstance(value, str) else value not in (None, [], {})
+
+
+def take_talk(left: dict, notes: Counter[str]) -> Messages:
+    """The conversation of a record, or its question with the answer. Like those below, it takes
+    from the record what it reads."""
+    is_talk = bool(left.keys() & {*TALKS})
+    talk = take(left, SYSTEMS, "system", notes) + take_question(left, notes)
+    if not is_talk:
+        talk += take(left, ANSWERS, "assistant", notes)
+    answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
+    if not all(map(str.strip, answers or [""])):
+        roles = ", ".join(message["role"] for message in talk)
+        raise ValueError(f'no answers to learn among "{roles:.60}"')
     return talk
 
 
-def filled(record: dict) -> set[str]:
-    """The keys whose values are not empty. A false or a zero says something."""
-    return {key for key, value in record.items() if value not in (None, "", [], {})}
+def take_pair(left: dict, notes: Counter[str]) -> tuple[Messages, Messages]:
+    """Two conversations, or two answers to what the record asks."""
+    talk = take(left, SYSTEMS, "system", notes)
+    chosen, rejected = (take(left, [key], "assistant", notes) for key in ("chosen", "rejected"))
+    if len(chosen) < 2:  # the answers alone
+        talk += take_question(left, notes)
+    if chosen[:-1] != rejected[:-1] or chosen == rejected:
+        raise ValueError("chosen and rejected must differ in their last answer alone")
+    pair = talk + chosen, talk + rejected
+    if any(len(both) < 2 or both[-1]["role"] != "assistant" for both in pair):
+        raise ValueError("chosen and rejected must end with an answer to a question")
+    return pair
 
 
-def joined(content: object) -> str:
-    """The content of a message, of which some programs make a list of parts."""
+def take_question(left: dict, notes: Counter[str]) -> Messages:
+    """The messages of a record, or its question."""
+    if left.keys() & {*TALKS}:
+        return take(left, TALKS, "user", notes)
+    question = take(left, QUESTIONS, "user", notes)
+    if "input" in left:  # Alpaca's: what its instruction is about
+        question[-1]["content"] += "\n" + plain_text(left.pop("input"))
+    return question
+
+
+def take(left: dict, keys: Iterable[str], role: str, notes: Counter[str]) -> Messages:
+    """The messages of the first of these keys that the record has, or its text as a role's."""
+    key = next((key for key in keys if key in left), None)
+    value = left.pop(key, [])
+    if isinstance(value, str):
+        value = {"role": role, "content": value}
+    messages = value if isinstance(value, list) else [value]
+    return [message_of(message, notes) for message in messages]
+
+
+def message_of(given: object, notes: Counter[str]) -> dict[str, Any]:
+    """What the chat template writes of a message, and weight 0."""
+    is_record = isinstance(given, dict) and given.keys() & {"content", "value"}
+    role = first_of(given, "role", "from") if is_record else None
+    if not isinstance(role, str):
+        raise ValueError(f'messages need "role" and "content", not {given!r:.60}')
+    role = role.strip().lower()
+    role = ROLES.get(role, role)
+    message = {"role": role, "content": plain_text(first_of(given, "content", "value"))}
+    left = {key for key, value in given.items() if is_filled(value)}
+    if left & {"tool_calls", "function_call"} or role == "function_call":
+        raise ValueError("messages must not call tools")
+    weight = given.get("weight")
+    if weight not in (None, 0, 1):
+        raise ValueError(f"the weight of a message must be 0 or 1, not {weight!r}")
+    if weight == 0:
+        message["weight"] = 0
+    if role not in ("system", "user", "assistant"):
+        notes[f"messages have the role {role!r}, which is not learned"] += 1
+    for key in left - MESSAGE:
+        notes[f"documents have {key!r}, which is ignored"] = 1
+    return message
+
+
+def first_of(record: dict, *keys: str) -> object:
+    """The value of the first of these keys that is filled, or else that is there."""
+    values = [record[key] for key in keys if key in record]
+    return next(filter(is_filled, values), values[0] if values else None)
+
+
+def plain_text(content: object) -> str:
+    """The text of a content, which may be a list of parts, and lists of them: a line break is
+    between parts that no blank divides. ValueError: it has something else, or what no text may."""
     match content:
         case str(text) | {"text": str(text)}:
+            for reason, pattern in BAD.items():
+                if re.search(pattern, text):
+                    raise ValueError(reason)
             return text
         case list(parts):
-            return "".join(map(joined, parts))
+            text = ""
+            for part in map(plain_text, parts):
+                is_apart = not text or not part or text[-1].isspace() or part[0].isspace()
+                text += part if is_apart else f"\n{part}"
+            return text
     raise ValueError(f"content that is not text: {content!r:.60}")
 
 
-def spelled(document: Document) -> str:
+def as_one_text(document: Document) -> str:
     """A text that tells documents apart."""
     return document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
 
 
 def hashed(document: Document) -> int:
     """A hash of 64 bits, the same in all versions and on all machines."""
-    return int.from_bytes(blake2b(spelled(document).encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(blake2b(as_one_text(document).encode(), digest_size=8).digest(), "big")
 
 
 def is_validation(digest: int, fraction: float) -> bool:
