@@ -36,12 +36,12 @@ def test_the_template_and_which_of_its_tokens_are_the_assistants(encoding):
     # ... and the markers that a user types are text.
     assert (ids == 1).sum() == (ids == 2).sum() == len(TALK)
 
-    answer = chat.answers(encoding, ids)
-    parts = np.split(ids, np.flatnonzero(np.diff(answer)) + 1)  # runs of equal answer
-    said = [encoding.decode(part.tolist()) for part in parts[1::2]]
+    answers = chat.answers(encoding, ids)
+    said = [encoding.decode(ids[start:stop].tolist()) for start, stop in answers]
     assert said == [" \n Hello!\n<|im_end|>", " Bye. assistant\n<|im_end|>"]
     for length in range(len(ids)):  # one that is cut off counts as far as it goes
-        assert (chat.answers(encoding, ids[:length]) == answer[:length]).all()
+        cut = [(start, min(stop, length)) for start, stop in answers if start <= length]
+        assert chat.answers(encoding, ids[:length]) == cut
 
     prompt = chat.prompt(encoding, TALK[:-1])
     assert ids[: len(prompt)].tolist() == prompt

@@ -41,16 +41,16 @@ def prompt(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
     return render(encoding, messages) + heading(encoding, "assistant")
 
 
-def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
-    """Which tokens of a conversation [T] the assistant has to produce: [T] bool. They are the
-    contents of its messages, each with the <|im_end|> that ends it; the last may be cut off."""
+def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> list[tuple[int, int]]:
+    """Where in a conversation [T] are the tokens that the assistant has to produce: the contents of
+    its messages, each with the <|im_end|> that ends it, as (start, stop). The last may be cut
+    off."""
     opening = heading(encoding, "assistant")
     end = encoding.encode_single_token(tokenizer.END)
-    answer = np.zeros(len(ids), dtype=bool)
-    for start in np.flatnonzero(ids == opening[0]):
+    found = []
+    for start in np.flatnonzero(ids == opening[0]).tolist():
         content = start + len(opening)
         if ids[start:content].tolist() == opening:
             ends = np.flatnonzero(ids[content:] == end)
-            n = ends[0] + 1 if len(ends) else len(ids)
-            answer[content : content + n] = True
-    return answer
+            found.append((content, content + int(ends[0]) + 1 if len(ends) else len(ids)))
+    return found

@@ -6,6 +6,7 @@ import numpy as np
 from tiktoken import Encoding
 from torch import Tensor
 
+from common import UserError
 from text import chat
 from text.dataset import unmarked
 from training.sources import Source, stacked
@@ -35,20 +36,19 @@ class Conversations(Source):
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         number, _ = self.place(index)
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
-        answer = chat.answers(self.encoding, ids)
         # What is marked (text/dataset.py) is not found to be an answer. The marks are taken out.
         kept = unmarked(self.encoding, ids)
-        ids, answer = ids[kept], answer[kept]
-        answer[0] = False  # nothing predicts the first token
+        moved = np.append(0, kept.cumsum())  # where each token is then
+        answers = [(moved[start], moved[stop]) for start, stop in chat.answers(self.encoding, ids)]
+        ids = ids[kept]
         end = self.block_size + 1
-        if answer.any() and (self.only_last or not answer[:end].any()):
-            end = np.flatnonzero(answer)[-1] + 1
-        if self.only_last:
-            answer[: np.flatnonzero(~answer[:end])[-1]] = False
-        start = max(0, end - self.block_size - 1)
-        ids = ids[start:end]
-        targets = np.where(answer[start:end], ids, -1)
-        return ids[:-1], targets[1:]
+        if answers and (self.only_last or answers[0][0] >= end):
+            end = answers[-1][1]
+        targets = np.full_like(ids, -1)
+        for start, stop in answers[-1:] if self.only_last else answers:
+            targets[start:stop] = ids[start:stop]
+        window = slice(max(0, end - self.block_size - 1), end)
+        return ids[window][:-1], targets[window][1:]
 
     def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, T] on the CPU. Those that are short are padded on the right."""
@@ -73,18 +73,36 @@ def padded(ids: np.ndarray, targets: np.ndarray, n: int) -> tuple[np.ndarray, np
 
 
 class Pairs(Source):
-    """Pairs of conversations, chosen and rejected, which follow each other in the file."""
+    """Pairs of conversations, chosen and rejected, which follow each other in the file. Of some,
+    `n_same`, the same is left where they are cut: these teach nothing, and are not there.
+    UserError: no pair is left."""
 
     def __init__(
         self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None
     ) -> None:
         self.conversations = Conversations(ids, encoding, block_size, None, only_last=True)
         self.n_cut = self.conversations.n_cut
-        super().__init__(self.conversations.n_sequence // 2, block_size, seed)
+        n_pair = self.conversations.n_sequence // 2
+        self.numbers = [number for number in range(n_pair) if self.differ(number)]  # in the file
+        self.n_same = n_pair - len(self.numbers)
+        if not self.numbers:
+            raise UserError(
+                f"--block_size {block_size}: the answers of all {n_pair:,} pairs differ only "
+                "before their ends, which are kept: raise it"
+            )
+        super().__init__(len(self.numbers), block_size, seed)
+
+    def differ(self, number: int) -> bool:
+        """Whether what is kept of a pair's answers is not the same."""
+        starts = self.conversations.starts[2 * number :]
+        if max(np.diff(starts[:3])) <= self.conversations.block_size + 1:
+            return True  # nothing is cut
+        (_, chosen), (_, rejected) = map(self.conversations.sequence, (2 * number, 2 * number + 1))
+        return not np.array_equal(chosen, rejected)
 
     def pairs(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, 2, T] of pairs by their numbers in the file."""
-        both = [2 * number + k for number in numbers for k in (0, 1)]
+        """Inputs and targets [B, 2, T] of pairs by their numbers among those that differ."""
+        both = [2 * self.numbers[number] + k for number in numbers for k in (0, 1)]
         inputs, targets = self.conversations.sequences(both)  # [2 B, T]
         return inputs.unflatten(0, (-1, 2)), targets.unflatten(0, (-1, 2))
 
