@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from model import Decoder
 from text import chat, tokenizer
-from text.tokenizer import encode, typed
+from text.tokenizer import encode, familiar, typed
 from training.checkpoints import load_model
 from training.placement import norm_keys
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
@@ -30,7 +30,9 @@ from training.settings import decoding_dtype_flag, device_flag, offload_flag
 @dataclass
 class Sampling:
     ckpt: str = flag("out/ckpt.pt", "checkpoint of train.py or convert.py")
-    prompt: str = flag("", 'text to continue, "\\n" is a line break; none: a new document')
+    prompt: str = flag(
+        "", r'text to continue; "\n" is a line break, "\\" a backslash; none: a new document'
+    )
     chat: bool = flag(False, "chat: one message per line, from the keyboard or a pipe")
     system: str | None = flag(None, "system message for --chat")
     max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
@@ -108,7 +110,8 @@ class Chat:
         """Yield the answer to the user's next message token by token; `options` as for
         `Decoder.stream`. UserError: there is no room for the message and an answer."""
         # 1) make room for the message and a quarter of a context, or less, of an answer
-        question = chat.prompt(self.encoding, [{"role": "user", "content": text}])
+        asked = {"role": "user", "content": familiar(self.encoding, text)}
+        question = chat.prompt(self.encoding, [asked])
         block_size = self.model.config.block_size
         room = block_size - len(self.head) - min(max_new_tokens, block_size // 4)
         if len(question) > room:
@@ -193,7 +196,8 @@ def main() -> None:
             raise UserError(f"--chat: {args.ckpt} has no token {tokenizer.START}")
         if checkpoint["args"].get("stage") not in ("sft", "dpo"):
             print(f"{args.ckpt} was not trained to chat (train.py --stage sft)", file=sys.stderr)
-        converse(Chat(model, encoding, args.system), args.seed, **options)
+        system = None if args.system is None else typed(encoding, args.system)
+        converse(Chat(model, encoding, system), args.seed, **options)
         return
 
     prompt = typed(encoding, args.prompt)

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import unicodedata
 
 import numpy as np
 import pytest
@@ -80,6 +81,32 @@ def test_old_turns_are_forgotten_the_system_message_is_not(model, encoding):
     fresh = Chat(model, encoding, "Be kind.")  # one that had only these turns goes on like it
     fresh.turns = list(talk.turns)
     assert list(talk.reply("Bye", 6, temperature=0)) == list(fresh.reply("Bye", 6, temperature=0))
+
+
+def test_a_long_question_makes_room_for_itself(model, encoding, monkeypatch):
+    """Turns that would fit beside a short one are forgotten, and no more than needed."""
+    seen = []
+    real = Decoder.stream
+    monkeypatch.setattr(Decoder, "stream", lambda *a, **k: seen.append(a[1]) or real(*a, **k))
+    for length in range(16):
+        talk = Chat(model, encoding, "Be kind.")
+        talk.turns = [chat.render(encoding, [says("user", "Hi")])] * 9
+        n_turn = len(talk.turns[0])
+        list(talk.reply("no " * length, 200, temperature=0))
+        assert 96 - 96 // 4 - n_turn < seen[-1].shape[1] <= 96 - 96 // 4
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_a_message_is_read_as_the_model_knows_it(model, form):
+    """Whichever way the keyboard writes "é", and the text that was learned."""
+    name = "São Tomé and Príncipe"
+    encoding = bpe.train([unicodedata.normalize(form, name)] * 9, 290)
+    talks = []
+    for other in ("NFC", "NFD"):
+        talks.append(Chat(model, encoding))
+        list(talks[-1].reply(unicodedata.normalize(other, name), 1, temperature=0))
+    assert talks[0].turns == talks[1].turns
+    assert unicodedata.normalize(form, name) in encoding.decode(talks[0].turns[0])
 
 
 def test_room_is_kept_for_an_answer_and_a_longer_message_is_refused(model, encoding):

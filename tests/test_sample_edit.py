@@ -104,9 +104,17 @@ def test_rows_of_n_grams_are_not_edited(data, tmp_path):
         assert "rows of n-grams" in refused(*line)
 
 
-@pytest.mark.parametrize("text", ["Anna sees", "Anna sees ", "Björn sees", "Bjo\u0308rn sees "])
-def test_a_prompt_is_read_as_the_model_knows_it(encoding, text):
-    known = "Björn sees" if text.startswith("Bj") else "Anna sees"
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("Anna sees", "Anna sees"),
+        ("Anna sees ", "Anna sees"),
+        ("Bjo\u0308rn sees ", "Björn sees"),
+        (r"Anna\nsees", "Anna\nsees"),
+        (r"\\nabla, C:\\new\t\\\n", "\\nabla, C:\\new\\t\\\n"),  # "\\" is a backslash
+    ],
+)
+def test_a_prompt_is_read_as_the_model_knows_it(encoding, text, known):
     assert typed(encoding, text) == known
 
 

@@ -9,6 +9,7 @@ import base64
 import codecs
 import hashlib
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
@@ -104,11 +105,18 @@ def name_unused(ranks: dict[bytes, int], special_tokens: dict[str, int], n: int)
 
 
 def typed(encoding: tiktoken.Encoding, text: str) -> str:
-    """A text from a command line as the model knows it. Of the two ways to write "é", the one with
-    fewer tokens; without a space at the end, as this belongs to the next word."""
-    text = text.replace("\\n", "\n")  # a shell passes the two characters on
-    forms = (text, unicodedata.normalize("NFC", text))
-    return min(forms, key=lambda form: len(encoding.encode_ordinary(form))).removesuffix(" ")
+    """A text from a command line as the model knows it: `familiar`, and without a space at the end,
+    as this belongs to the next word. A shell passes "\\n" on as two characters, here a line break;
+    "\\\\" is a backslash."""
+    text = re.sub(r"\\([n\\])", lambda pair: "\n" if pair[1] == "n" else "\\", text)
+    return familiar(encoding, text).removesuffix(" ")
+
+
+def familiar(encoding: tiktoken.Encoding, text: str) -> str:
+    """Of the two ways to write "é", as one character or two, the one with fewer tokens: keyboards
+    and file names of some systems have another than the text that was learned."""
+    forms = (text, *(unicodedata.normalize(form, text) for form in ("NFC", "NFD")))
+    return min(forms, key=lambda form: len(encoding.encode_ordinary(form)))
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
