@@ -3,16 +3,23 @@
     python prepare.py                                           # the default corpus, countries
     python prepare.py --dataset moby-dick                       # a novel, for prose in minutes
     python prepare.py --input book.txt --out_dir data/book      # text of your own
-    python prepare.py --input a.jsonl b.jsonl --out_dir data/mine --vocab_size 6400
+    python prepare.py --input books/ --out_dir data/books       # all files in a folder
+    python prepare.py --input faq.csv --columns pregunta,respuesta --tokenizer out --out_dir data/q
     python prepare.py --dataset tinystories                     # a public data set
     python prepare.py --dataset minimind-sft --tokenizer data/minimind-pretrain
     python prepare.py --input book.txt --out_dir data/book --tokenizer o200k_base
 
-`.jsonl` files hold one document per line: {"text": "..."}, or a conversation, {"conversations":
-[{"role": "user", "content": "..."}, ...]} (or "messages"; text/documents.py has further forms), or
-two that differ in the last answer, {"chosen": [...], "rejected": [...]}. `.txt` files are cut into
-documents at <|endoftext|> lines, at blank lines after 2,000 characters, and at line breaks after
-10,000; Project Gutenberg's header and license are left out. Written to the output folder:
+Read are .txt, .md, .jsonl, .json, .csv and .tsv files, also if they end in .gz or .bz2.
+
+- Text is cut into documents at <|endoftext|> lines, at blank lines after 2,000 characters, and at
+  line breaks after 10,000. Project Gutenberg's header and license are left out; of Markdown, its
+  marks and front matter.
+- A record is a line of .jsonl, an element of a .json array, or a row of a table. It has a text, or
+  a question and its answer, or a conversation, {"conversations": [{"role": "user", "content":
+  "..."}, ...]}, or two that differ in the last answer, {"chosen": [...], "rejected": [...]}.
+KNOWN_KEYS
+
+Written to the output folder:
 
     tokenizer.json          the byte-level BPE, trained on the training documents or given
     train.bin, val.bin      token ids, uint16 or uint32, every document preceded by <|endoftext|>
@@ -20,10 +27,12 @@ documents at <|endoftext|> lines, at blank lines after 2,000 characters, and at 
 """
 
 import os
+import textwrap
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import tiktoken
@@ -33,7 +42,11 @@ from text import bpe, huggingface, tokenizer
 from text.countries import CORPORA, write_corpus
 from text.dataset import read_meta, read_tokenizer
 from text.documents import (
+    ANSWERS,
     MAX_BAD,
+    QUESTIONS,
+    SYSTEMS,
+    TALKS,
     Document,
     Report,
     as_one_text,
@@ -43,6 +56,7 @@ from text.documents import (
     read,
 )
 from text.download import DATASETS, fetch
+from text.files import find_files, text_size
 from text.writer import check_free, write_dataset
 from training.checkpoints import read_checkpoint, read_encoding
 
@@ -51,7 +65,14 @@ from training.checkpoints import read_checkpoint, read_encoding
 SAMPLE = 16 << 20
 MANY = 4096  # documents whose hashes are compared
 LEAST_VAL = 8000  # characters to validate with, or a twentieth of what there is
+HELD_OUT = "held_out"  # the folder of files that are held out
 COPIES = "copies of documents of val.bin are trained on"
+
+KEYS = (
+    f"- Keys of records, and columns, that are known: text; {', '.join(QUESTIONS)} and "
+    f"{', '.join(ANSWERS)}; {', '.join(TALKS)}; {', '.join(SYSTEMS)}; chosen and rejected. "
+    "In messages, role (or from), content (or value) and weight."
+)
 
 # How tiktoken gets the vocabulary NAME where there is no network.
 FILL = (
@@ -68,7 +89,7 @@ for name, files in DATASETS.items():
 class Settings:
     """The flags of this command."""
 
-    input: Sequence[Path] = flag((), ".txt or .jsonl files of your own", nargs="+")
+    input: Sequence[Path] = flag((), "files of your own, or folders of them", nargs="+")
     dataset: str | None = flag(
         None, ABOUT_DATASETS, choices=(*CORPORA, *DATASETS), shown="countries"
     )
@@ -85,7 +106,18 @@ class Settings:
         must="at least 1",
         shown="6400, for countries 4096",
     )
+    columns: str | None = flag(
+        None,
+        "of records, the key of a text, or the keys of a question and its answer (a,b), "
+        "if prepare.py does not know them",
+    )
     val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
+    hold_out_files: float | None = flag(
+        None,
+        "share of the files, such as books, to leave out of training as a whole and write to "
+        "OUT_DIR/held_out, whose val.bin is a second validation",
+        must="between 0 and 1",
+    )
     overwrite: bool = flag(False, "replace the data set in --out_dir")
 
     def __post_init__(self) -> None:
@@ -98,6 +130,12 @@ class Settings:
         self.out_dir = self.out_dir or Path("data") / self.dataset
         if self.vocab_size and self.tokenizer != "train":
             raise UserError(f"--vocab_size {self.vocab_size}: {self.tokenizer} has its own size")
+        if len(self.column_names) > 2:
+            raise UserError(f"--columns {self.columns}: name a text, or a question and its answer")
+
+    @property
+    def column_names(self) -> list[str]:
+        return [name.strip() for name in (self.columns or "").split(",") if name.strip()]
 
 
 def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
@@ -138,32 +176,57 @@ def standard(name: str) -> tiktoken.Encoding:
 
 
 def prepare_files(
-    settings: Settings, paths: list[Path], kind: str, encoding: tiktoken.Encoding | None = None
+    settings: Settings, paths: Sequence[Path], kind: str, encoding: tiktoken.Encoding | None = None
 ) -> dict:
-    """Write the token folder of documents in files, which are read once or, to train a tokenizer
-    first, twice; they are never all in memory. Returns meta.json."""
-    max_bad = MAX_BAD if settings.input else 1  # published files cannot be corrected
+    """Write the token folder of documents in files and folders, which are read once or, to train a
+    tokenizer first, twice; they are never all in memory. Returns meta.json."""
+    report = Report(MAX_BAD if settings.input else 1, kind)  # published files cannot be corrected
+    found = find_files(paths, report.notes)
+    books = held_out(found, settings.hold_out_files) if settings.hold_out_files else []
+    found = [path for path in found if path not in books]
+    columns = settings.column_names
     if encoding is None:
-        size = sum(path.stat().st_size for path in paths)
-        documents = read(paths, Report(max_bad, kind), "counting words")
-        documents = labelled(documents, settings, Counter())
-        encoding = bpe.train(sample(documents, SAMPLE / size), settings.vocab_size or 6400)
-    report = Report(max_bad, kind)
+        documents = read(found, Report(report.max_bad, kind), "counting words", columns)
+        texts = sample(labelled(documents, settings, Counter()), SAMPLE / text_size(found))
+        encoding = bpe.train(texts, settings.vocab_size or 6400)
     meta = write_dataset(
         settings.out_dir,
-        labelled(read(paths, report, "encoding"), settings, report.notes),
+        labelled(read(found, report, "encoding", columns), settings, report.notes),
         encoding,
         kind,
         overwrite=settings.overwrite,
         corpus="files",
-        sources=[path.name for path in paths],
+        sources=[path.resolve().name for path in paths],
         val_fraction=settings.val_fraction,
     )
+    if books:  # a token folder needs a train.bin, too: the first document
+        splits = chain(["train"], repeat("val"))
+        write_dataset(
+            settings.out_dir / HELD_OUT,
+            zip(splits, read(books, report, "held out", columns), strict=False),
+            encoding,
+            kind,
+            corpus="files",
+            sources=[path.name for path in books],
+        )
     if report.bad:
         print(f"skipped {report}")
     for note, count in (+report.notes).items():
         print(f"note: {count:,} {note}")
     return meta
+
+
+def held_out(paths: list[Path], share: float) -> list[Path]:
+    """The files of the lowest hashes of names: this share, but at least one, and not all."""
+    if len(paths) < 2:
+        raise UserError("--hold_out_files needs two files or more, as it leaves one for training")
+
+    def digest(path: Path) -> int:
+        return hashed(unicodedata.normalize("NFC", path.name))
+
+    n = sum(is_validation(digest(path), share) for path in paths)
+    chosen = sorted(paths, key=digest)[: min(max(n, 1), len(paths) - 1)]
+    return [path for path in paths if path in chosen]
 
 
 def labelled(
@@ -232,18 +295,20 @@ def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
 
 
 def main() -> None:
-    settings = parse(Settings, __doc__)
+    keys = textwrap.fill(KEYS, 96, subsequent_indent="  ")
+    settings = parse(Settings, __doc__.replace("KNOWN_KEYS", keys))
     if not settings.overwrite:
         check_free(settings.out_dir)  # before minutes of work
 
     # 1) what kind of documents, and which tokenizer
     generated = not settings.input and settings.dataset in CORPORA
     if settings.input:
-        kind = kind_of(settings.input)
+        kind = kind_of(find_files(settings.input, Counter()), settings.column_names)
     elif generated:
         kind, _ = CORPORA[settings.dataset]
-        if settings.val_fraction != Settings.val_fraction:
-            raise UserError("--val_fraction is for files: generated text has its own share")
+        for name in ("val_fraction", "hold_out_files", "columns"):
+            if getattr(settings, name) != getattr(Settings, name):
+                raise UserError(f"--{name} is for files: generated text has its own share")
     else:
         kind = DATASETS[settings.dataset][0].kind
     encoding = ready_tokenizer(settings.tokenizer, kind)
@@ -262,17 +327,28 @@ def main() -> None:
         meta = prepare_files(settings, paths, kind, encoding)
 
     # 3) what there is now, and what to do with it
-    for split in ("train", "val"):
-        sizes = meta[split]
-        print(
-            f"{settings.out_dir / split}.bin: {sizes['documents']:,} documents, "
-            f"{sizes['tokens']:,} tokens, {sizes['bytes'] / sizes['tokens']:.2f} bytes per token"
-        )
+    tell(settings.out_dir, meta, "train", "val")
+    if settings.hold_out_files:
+        tell(settings.out_dir / HELD_OUT, read_meta(settings.out_dir / HELD_OUT), "val")
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
     name = {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
     stage = ["--stage", name, "--init_from", "CKPT", "--out_dir", f"out/{name}"]
     more = ["--out_dir", f"out/{settings.out_dir.name}"] if kind == "text" else stage
     print(f"next: {command_line('train.py', '--data_dir', settings.out_dir, *more)}")
+    if settings.hold_out_files:
+        both = ["--data_dir", f"{settings.out_dir},{settings.out_dir / HELD_OUT}"]
+        words = ["--eval_only", "--init_from", f"{more[-1]}/ckpt.pt", *both]
+        print(f"both losses: {command_line('train.py', *words)}")
+
+
+def tell(folder: Path, meta: dict, *splits: str) -> None:
+    """Print the sizes of a folder's files."""
+    for split in splits:
+        sizes = meta[split]
+        print(
+            f"{folder / split}.bin: {sizes['documents']:,} documents, "
+            f"{sizes['tokens']:,} tokens, {sizes['bytes'] / sizes['tokens']:.2f} bytes per token"
+        )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from conftest import ROOT, command, contents, refused, says, write_jsonl
 
 import prepare
 from common import UserError
-from text import chat, countries, documents, tokenizer, writer
+from text import chat, countries, documents, files, tokenizer, writer
 from text.dataset import open_tokens, read_meta, read_tokenizer
 from text.writer import write_dataset
 from training.batches import Data
@@ -103,7 +103,7 @@ def test_txt_is_cut_into_documents(tmp_path, text, n_document, kept):
     found = list(documents.read([tmp_path / "a.txt"], report))
     assert "".join(found) == kept and len(found) == n_document
     n_notice = 4000 if GUTENBERG in text else len(ETEXT) * text.count(ETEXT)
-    assert n_notice <= report.notes[documents.LEFT_OUT] < 3 * n_notice + 1
+    assert n_notice <= report.notes[files.NO_NOTICES] < 3 * n_notice + 1
 
 
 # Small ones, and some that hardly end.
@@ -218,7 +218,8 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         ("--input empty.txt --out_dir x", "0 of 0 documents (empty)"),
         ("--input blank.jsonl --out_dir x", "0 of 0 documents (empty)"),
         ("--input one.txt --out_dir x", "no document for val.bin"),
-        ("--input . --out_dir x", "only .txt and .jsonl"),
+        ("--input empty --out_dir x", "empty: the folder has none of .txt, .md"),
+        ("--input ckpt.pt --out_dir x", "ckpt.pt: it is none of .txt, .md"),
         (f"--input {story}", "--out_dir"),
         (f"{mine} --dataset tinystories", "--input or --dataset tinystories"),
         (f"{mine} --vocab_size 100", "--vocab_size 100"),

@@ -1,8 +1,8 @@
 """Documents in files: reading them, counting those that cannot be used, choosing their split.
 
-Three kinds of documents, recognized by the keys of a JSONL line:
+Three kinds of documents, recognized by the keys of a record (files.py):
 
-    text    str                 {"text": "..."}, and what a .txt file holds
+    text    str                 {"text": "..."}, and what a file of text holds
     chat    list of messages    {"conversations": [{"role", "content"}, ...]} or "messages"
     preference    two of them   {"chosen": [...], "rejected": [...]}: they differ in the last answer
 
@@ -14,8 +14,9 @@ alone, "chosen" and "rejected", answer.
 
 import json
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -24,14 +25,11 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from common import UserError
+from text import files
 
 Messages = list[dict[str, Any]]  # role, content, and weight 0 if it is not to be learned
 Document = str | Messages | tuple[Messages, Messages]  # chosen and rejected
 
-# A document of a .txt file ends at the first blank line after so many characters or, as some text
-# has none, at the first line break after so many; a longer line is cut.
-TXT_DOCUMENT = 2000
-TXT_LONGEST = 10_000
 # What no text may have. A million blanks would end the program inside of tiktoken.
 BAD = {
     "not UTF-8": "[\ud800-\udfff]",
@@ -40,17 +38,6 @@ BAD = {
 }
 MAX_BAD = 0.01  # a larger share of bad documents, and files are not what they were taken for
 
-# How Project Gutenberg's header and its license begin and end. What does not end within so many
-# lines is text.
-NOTICES = {
-    r"(?i)\ufeff?\**(the )?project gutenberg(['’]s| e-?(book|text))": (
-        r"(?i)\*\*\* ?start of th(e|is) project gutenberg|\*end\*? ?the small print"
-    ),
-    r"(?i)(\*\*\* ?)?end of (the |this )?project gutenberg": r"(?i).*hear about new ebooks\.$",
-}
-NOTICE = 1000
-
-LEFT_OUT = "characters left out: Project Gutenberg's headers and licenses"
 EMPTY = "empty documents are left out"
 SPELLED = "times <|endoftext|> stays text: as a line of a .txt file, it ends documents"
 
@@ -81,115 +68,80 @@ class Report:
         return f"{self.bad:,} of {self.documents:,} documents ({'; '.join(self.named) or 'empty'})"
 
 
-def read(paths: list[Path], report: Report, desc: str = "reading") -> Iterator[Document]:
-    """Yield the documents of .txt and .jsonl files, all of one kind; others are skipped and
-    counted. UserError: a file cannot be read, or more is bad than the report allows."""
+def read(
+    paths: list[Path], report: Report, desc: str = "reading", columns: Sequence[str] = ()
+) -> Iterator[Document]:
+    """Yield the documents of files, all of one kind; others are skipped and counted. Of records,
+    only `columns`, if there are some. UserError: a file cannot be read, or more is bad than the
+    report allows."""
     try:
         size = sum(path.stat().st_size for path in paths)
         with tqdm(total=size, desc=desc, unit="B", unit_scale=True, delay=3, disable=None) as bar:
             for path in paths:
-                yield from read_file(path, report, bar)
-    except OSError as error:
-        raise UserError(f"--input {error.filename or path}: {error.strerror}") from None
+                start = bar.n
+                with open(path, "rb") as raw, files.opened(path, raw) as file:
+                    for document in read_file(path, file, report, columns):
+                        bar.update(start + raw.tell() - bar.n)
+                        yield document
+    except (OSError, EOFError, zlib.error) as error:  # the last two: what was packed is cut off
+        name = getattr(error, "filename", None) or path
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--input {name}: {reason}") from None
     if report.bad > report.max_bad * report.documents:
         raise UserError(f"cannot use {report}: more than {report.max_bad:.0%}: correct them")
 
 
-def read_file(path: Path, report: Report, bar: tqdm) -> Iterator[Document]:
-    suffix = path.suffix.lower()
-    if suffix not in (".txt", ".jsonl"):
-        raise UserError(f"--input {path}: only .txt and .jsonl files can be read")
-    is_json = suffix == ".jsonl"
-    # As text, lines end as they do anywhere. What is not UTF-8 becomes half surrogate pairs.
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-        parts = enumerate(file, 1) if is_json else txt_documents(file, report)
-        for number, raw in parts:
-            bar.update(len(raw))
-            if not raw.strip():
+def read_file(
+    path: Path, file: TextIO, report: Report, columns: Sequence[str]
+) -> Iterator[Document]:
+    is_text = files.kind_of_file(path) in files.TEXTS
+    parts = files.documents_of(path, file, report.notes) if is_text else files.records(path, file)
+    for number, part in parts:
+        try:
+            if is_text:
+                kind, document = "text", plain_text(part)
+            else:
+                kind, document = parse_record(part, columns, report)
+            if kind == "text" and not document.strip():
+                report.notes[EMPTY] += not is_text  # a text's are blank lines
                 continue
-            try:
-                kind, document = parse_record(raw, report) if is_json else ("text", plain_text(raw))
-                if kind == "text" and not document.strip():
-                    report.notes[EMPTY] += 1
-                    continue
-                report.kind = report.kind or kind
-                if kind != report.kind:
-                    raise ValueError(f"{kind}, while the first document is {report.kind}")
-            except ValueError as error:
-                report.documents += 1
-                report.bad += 1
-                if len(report.named) < 3:
-                    report.named.append(f"{path}:{number}: {error}")
-                continue
+            report.kind = report.kind or kind
+            if kind != report.kind:
+                raise ValueError(f"{kind}, while the first document is {report.kind}")
+        except ValueError as error:
             report.documents += 1
-            if kind == "text":
-                report.notes[SPELLED] += document.count("<|endoftext|>")
-            yield document
+            report.bad += 1
+            if len(report.named) < 3:
+                report.named.append(f"{path}:{number}: {error}")
+            continue
+        report.documents += 1
+        if kind == "text":
+            report.notes[SPELLED] += document.count("<|endoftext|>")
+        yield document
 
 
-def kind_of(paths: list[Path]) -> str:
+def kind_of(paths: list[Path], columns: Sequence[str] = ()) -> str:
     """The kind of the first good document. UserError: there is none."""
     report = Report(max_bad=1)
-    if next(read(paths, report), None) is None:
+    if next(read(paths, report, columns=columns), None) is None:
         raise UserError(f"--input: cannot use {report}: see prepare.py -h for what can be read")
     return report.kind
 
 
-def txt_documents(file: TextIO, report: Report) -> Iterator[tuple[int, str]]:
-    """Yield documents with the numbers of their first lines, cut at <|endoftext|> lines and at
-    blank lines. Project Gutenberg's header and license are left out."""
-    document = ""
-    start = 0  # number of the document's first line; 0: it has none yet
-    for number, line in without_notices(file, report):
-        bare = line.strip()
-        ends = bare == "<|endoftext|>"
-        if not ends:
-            start = start or number
-            document += line
-        if ends or len(document) >= (TXT_LONGEST if bare else TXT_DOCUMENT):
-            yield start, document
-            document = ""
-            start = 0
-    yield start, document
-
-
-def without_notices(file: TextIO, report: Report) -> Iterator[tuple[int, str]]:
-    """Yield numbered lines, with an <|endoftext|> in place of Project Gutenberg's header and
-    license. Lines of what may be one are held back until it ends."""
-    held = []
-    last = None  # how it ends
-    for number, line in enumerate(iter(lambda: file.readline(TXT_LONGEST), ""), 1):
-        bare = line.strip()
-        begun = next((last for first, last in NOTICES.items() if re.match(first, bare)), None)
-        # "End of Project Gutenberg's ..." and "*** END OF ..." may be neighbors.
-        is_new = begun and any(text.strip() for _, text in held[1:])
-        if not last or is_new or len(held) > NOTICE:
-            yield from held
-            held = []
-            last = None
-        last = begun or last
-        held.append((number, line))
-        if last and re.match(last, bare):
-            report.notes[LEFT_OUT] += sum(len(text) for _, text in held)
-            held = [(number, "<|endoftext|>")]
-            last = None
-    yield from held
-
-
-def parse_record(raw: str, report: Report) -> tuple[str, Document]:
-    """Kind and document of a JSONL line. What is empty or null does not decide; the report notes
-    which keys are ignored, and roles that are not known. ValueError: why the line is bad."""
-    try:
-        record = json.loads(raw.removeprefix("\ufeff"))
-        json.dumps(record, ensure_ascii=False).encode()  # JSON can spell half a surrogate pair
-    except (ValueError, RecursionError):
-        raise ValueError("not JSON in UTF-8") from None
+def parse_record(record: object, columns: Sequence[str], report: Report) -> tuple[str, Document]:
+    """Kind and document of a record. What is empty or null does not decide; the report notes which
+    keys are ignored, and roles that are not known. ValueError: why it is bad."""
+    if isinstance(record, ValueError):
+        raise record
     if not isinstance(record, dict):
         raise ValueError(f"{record!r:.40} where a record should be")
-    left = {key: value for key, value in record.items() if is_filled(value)}
     notes: Counter[str] = Counter()
     try:
-        if "text" in left and not left.keys() & {*TALKS} and not left.keys() >= ALPACA:
+        chosen = named(record, columns) if columns else record
+        left = {key: value for key, value in chosen.items() if is_filled(value)}
+        if not left:
+            kind, document = "text", ""
+        elif "text" in left and not left.keys() & {*TALKS} and not left.keys() >= ALPACA:
             kind, document = "text", plain_text(left.pop("text"))
             left = {key: left[key] for key in left.keys() & CONTENTS}  # others are about the text
         elif left.keys() >= {"chosen", "rejected"}:
@@ -199,12 +151,24 @@ def parse_record(raw: str, report: Report) -> tuple[str, Document]:
         elif "text" in record:
             kind, document = "text", plain_text(record["text"])
         else:
-            raise ValueError('no "text", no messages, no question with its answer')
+            raise ValueError('no "text", messages, or question with answer (--columns names them)')
     except ValueError as error:
         raise ValueError(f"{error}: its keys are {', '.join(record):.80}") from None
     report.notes += notes
     report.notes.update(f"documents have {key!r}, which is ignored" for key in left)
     return kind, document
+
+
+def named(record: dict, columns: Sequence[str]) -> dict:
+    """A record of the text that a column has, or of the question and the answer that two have."""
+    keys = {key.strip().lower(): key for key in record}
+    missing = [name for name in columns if name.lower() not in keys]
+    if missing:
+        raise ValueError(f"no column {missing[0]!r}")
+    values = [record[keys[name.lower()]] for name in columns]
+    return dict(
+        zip(("prompt", "completion") if len(columns) > 1 else ("text",), values, strict=True)
+    )
 
 
 def is_filled(value: object) -> bool:

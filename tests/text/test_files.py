@@ -1,0 +1,178 @@
+"""Files and folders that prepare.py reads: their kinds, Markdown, whole files held out."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import re
+from collections import Counter
+
+import pytest
+from conftest import command, flags, refused, write_jsonl
+
+from common import UserError
+from text import documents, files
+from text.dataset import open_tokens, read_meta, read_tokenizer
+
+ROWS = [
+    {"question": f'Which is the "{i}th"?', "answer": f"One, or; two\tand\n{i} é", "id": str(i)}
+    for i in range(40)
+]
+
+
+def found(*paths, columns=()) -> tuple[list, Counter]:
+    report = documents.Report(0)
+    inside = files.find_files(paths, report.notes)
+    return list(documents.read(inside, report, columns=columns)), +report.notes
+
+
+def table(delimiter: str, rows: list[dict]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+WAYS = {
+    "a.jsonl": LINES,
+    "lines.json": "\n" + LINES,
+    "array.json": json.dumps(ROWS, indent=1),
+    "a.csv": table(",", ROWS).replace("question", "Question "),
+    "spanish.CSV": "\ufeff" + table(";", ROWS),
+    "a.tsv": table("\t", ROWS),
+}
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".bz2"])
+@pytest.mark.parametrize("name", WAYS)
+def test_records_are_the_same_in_every_kind_of_file(tmp_path, name, packed):
+    pack = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}[packed]
+    path = tmp_path / (name + packed)
+    path.write_bytes(pack(WAYS[name].encode()))
+    talks, notes = found(path)
+    assert [[message["content"] for message in talk] for talk in talks] == [
+        [row["question"], row["answer"]] for row in ROWS
+    ]
+    assert notes == {"documents have 'id', which is ignored": 40}
+    texts, notes = found(path, columns=["ANSWER"])
+    assert texts == [row["answer"] for row in ROWS] and not notes
+    with pytest.raises(UserError, match=r":1: no column 'text': its keys are|:3: no column 'text'"):
+        found(path, columns=["text"])
+    if packed:
+        path.write_bytes(path.read_bytes()[:-9])
+        with pytest.raises(UserError, match=re.escape(path.name)):
+            found(path)
+
+
+def test_a_table_whose_quotes_do_not_match_is_refused(tmp_path):
+    """Else a quotation mark would hide all rows up to the next one."""
+    path = tmp_path / "a.tsv"
+    path.write_text('text\tid\nfine\t1\n"never" ends\t2\nfine\t3\n')
+    with pytest.raises(UserError, match=r"a\.tsv:3"):
+        found(path)
+
+
+def test_columns_are_named_by_a_flag(tmp_path, data):
+    rows = [{"pregunta": f"¿{i}?", "respuesta": f"Sí {i}."} for i in range(30)]
+    (tmp_path / "a.csv").write_text(table(",", [*rows, dict.fromkeys(rows[0], "")]))
+    line = ["prepare.py --input a.csv --out_dir out --tokenizer", data]
+    assert "--columns" in refused(*line, cwd=tmp_path)
+    assert "--columns a,b,c" in refused(*line, "--columns", "a,b,c", cwd=tmp_path)
+    said = command(*line, "--columns", "pregunta, respuesta", cwd=tmp_path).stdout
+    assert "note: 1 empty documents" in said and "--stage sft" in said
+    meta = read_meta(tmp_path / "out")
+    assert meta["kind"] == "chat" and meta["train"]["documents"] + meta["val"]["documents"] == 30
+
+
+def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(tmp_path):
+    """Hidden files are none of it."""
+    for name in (
+        "b.txt",
+        "B.txt",
+        "e\u0301.md",
+        "f.txt",
+        "a/z.txt",
+        "a.txt",
+        ".git/x.txt",
+        ".b.txt",
+    ):
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name}\n")
+    (tmp_path / "in/a/picture.png").write_bytes(b"\0")
+    texts, notes = found(tmp_path / "in")
+    names = [text.strip() for text in texts]
+    assert names == ["B.txt", "a.txt", "a/z.txt", "b.txt", "f.txt", "e\u0301.md"]
+    assert notes == {files.OTHERS: 1}
+    assert found(tmp_path / "in/f.txt", tmp_path / "in/a")[0] == ["f.txt\n", "a/z.txt\n"]
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("# A *walk* #\n\n## in the\t__garden__\n", "A walk\n\nin the\tgarden\n"),
+        ("`code_a * b`, snake_case, 5 * 3, a\\*b\\_c\n", "code_a * b, snake_case, 5 * 3, a*b_c\n"),
+        ("It was ***very* far**, _he said_. `x\n", "It was very far, he said. `x\n"),
+        ('[A link](http://x.y/a_b "t"), [one][1]![a picture](p.png)!\n', "A link, one!\n"),
+        ("[![badge](b.svg)](http://x)a note[^1], a[0][1] [sic]\n", "a note, a[0][1] [sic]\n"),
+        ("> He said:\n> > *No*\n", "He said:\nNo\n"),
+        ("* item\n- **one** &amp; two\n\n* * *\n***\n", "* item\n- one & two\n\n\n\n"),
+        ("Title\n=====\n\n<b>Bold</b> 1 < 2 <!-- gone -->\n", "Title\n\n\nBold 1 < 2 \n"),
+        ("| a | b |\n|---|:-:|\n| 1 | 2 |\n", "| a | b |\n\n| 1 | 2 |\n"),
+        ("```python\nx = a_b * c  # *so*\n```\n*so*\n", "x = a_b * c  # *so*\nso\n"),
+        ("---\ntitle: A\ntags:\n  - b\n---\nText.\n", "Text.\n"),
+        ("# Title: A\n\n## Author: B\n\n-------\n\n### I\n\nText.\n", "\nI\n\nText.\n"),
+        ("---\n\nA text, not fields.\n\n---\n\nMore.\n", "\n\nA text, not fields.\n\n\n\nMore.\n"),
+        ("# Title\n\nText.\n\n---\n\nMore.\n", "Title\n\nText.\n\n\n\nMore.\n"),
+        ("Long. " * 4000, "Long. " * 4000),
+        ("---\na: b\n" + "Text.\n" * 200, "\na: b\n" + "Text.\n" * 200),  # it does not end
+    ],
+)  # fmt: skip
+def test_of_markdown_the_text_is_read(tmp_path, text, plain):
+    path = tmp_path / "a.md"
+    path.write_text(text)
+    texts, notes = found(path)
+    assert "".join(texts) == plain
+    assert notes[files.NO_MARKS] == len(text) - len(plain)
+
+
+def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, trained):
+    """Which ones, their names decide, wherever the folder lies."""
+    texts = {}
+    for book in range(20):
+        texts[book] = [{"text": f"Anna {book} sees {page} at the river."} for page in range(30)]
+        for folder in ("books", "elsewhere/of mine"):
+            path = tmp_path / folder / f"{book}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_jsonl(path, texts[book])
+    seen = []
+    for folder in ("books", "elsewhere/of mine"):
+        line = ["prepare.py --hold_out_files 0.2 --input", folder, "--tokenizer", data]
+        said = command(*line, "--out_dir", f"out {folder[:1]}", cwd=tmp_path).stdout
+        whole = {}
+        for part, split in (("", "train"), ("", "val"), ("held_out", "train"), ("held_out", "val")):
+            out = tmp_path / f"out {folder[:1]}" / part
+            meta = read_meta(out)
+            text = read_tokenizer(out, meta).decode(open_tokens(out, split, meta).tolist())
+            whole[part, split] = set(re.findall(r"Anna (\d+)", text))
+            assert text.count("Anna") == meta[split]["documents"]
+        aside = whole["held_out", "val"]
+        assert whole["held_out", "train"] < aside and 1 <= len(aside) < 10
+        assert not aside & (whole["", "train"] | whole["", "val"])
+        assert len(aside | whole["", "train"]) == 20
+        assert read_meta(out)["sources"] == sorted(f"{book}.jsonl" for book in aside)
+        seen.append(aside)
+    assert seen[0] == seen[1]
+    assert "out e/held_out/val.bin" in said
+    both = next(line for line in said.splitlines() if line.startswith("both losses"))
+    assert "--eval_only" in both and "'out e,out e/held_out'" in both
+    words = flags(data_dir="out e,out e/held_out", init_from=trained["stem"] / "ckpt.pt")
+    said = command("train.py --eval_only", *words, cwd=tmp_path).stdout
+    assert "out e/held_out" in said
+
+    one = ["prepare.py --hold_out_files 0.2 --input books/1.jsonl --out_dir x --tokenizer", data]
+    assert "two files or more" in refused(*one, cwd=tmp_path)
+    assert "--hold_out_files is for files" in refused("prepare.py --hold_out_files 0.2")

@@ -1,0 +1,249 @@
+"""Files that prepare.py reads: which they are, and their lines of text or records.
+
+    .txt, .md                    text, cut into documents; of Markdown without its marks
+    .jsonl, .json, .csv, .tsv    records (documents.py): a line, an element of an array, a row
+
+Each may be compressed (.gz, .bz2). What is left out of a text is counted in `notes`.
+"""
+
+import bz2
+import csv
+import gzip
+import html
+import io
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from common import UserError
+
+TEXTS = {".txt", ".md", ".markdown"}
+TABLES = {".csv", ".tsv"}
+RECORDS = {".jsonl", ".json", *TABLES}
+PACKED = {".gz": gzip.open, ".bz2": bz2.open}
+UNPACKED = 4  # times as large as the packed file, about, is English text
+KNOWN = ".txt, .md, .jsonl, .json, .csv and .tsv files, also .gz or .bz2"
+
+# A document of a text ends at the first blank line after so many characters or, as some text has
+# none, at the first line break after so many; a longer line is cut.
+DOCUMENT = 2000
+LONGEST = 10_000
+
+# How Project Gutenberg's header and its license begin and end. What does not end within so many
+# lines is text.
+NOTICES = {
+    r"(?i)\ufeff?\**(the )?project gutenberg(['’]s| e-?(book|text))": (
+        r"(?i)\*\*\* ?start of th(e|is) project gutenberg|\*end\*? ?the small print"
+    ),
+    r"(?i)(\*\*\* ?)?end of (the |this )?project gutenberg": r"(?i).*hear about new ebooks\.$",
+}
+NOTICE = 1000
+FRONT = 100  # likewise of a Markdown file's front matter
+
+# Marks of Markdown in a line.
+IMAGE = re.compile(r"!\[[^\[\]]*\](\([^()]*\)|\[[^\[\]]*\])")
+LINK = re.compile(r"(?<![\w\\])\[([^\[\]^][^\[\]]*|)\](\([^()]*\)|\[[^\[\]]*\])")
+MARKS = re.compile(
+    r"(`+)(?P<code>[^`]+)\1|\\(?P<kept>[!-/:-@\[-`{-~])"  # what they have stays
+    r"|<!--.*?-->|</?[a-zA-Z][^<>]*>"  # HTML
+    r"|\[\^[^\]]+\]:?|^\[[^\]]+\]: .*"  # a footnote's mark, a link's address
+    r"|^ {0,3}(#{1,6}(?=\s)|(> ?)+)\s*|\s#+\s*$"  # headings, quotations
+    r"|^\s*(=+|([-*_]\s*){3,}|[|: -]*-{3,}[|: -]*)\s*$"  # rules, also of tables
+    r"|\*+(?=\S)|(?<=\S)\*+|(?<!\w)_+(?=\S)|(?<=\S)_+(?!\w)"  # emphasis
+)
+
+NO_NOTICES = "characters left out: Project Gutenberg's headers and licenses"
+NO_MARKS = "characters left out: Markdown's marks and front matter"
+OTHERS = "files of other kinds in folders are left out"
+
+
+def kind_of_file(path: Path) -> str:
+    """The ending of a file's name, without that of its compression."""
+    if path.suffix.lower() in PACKED:
+        path = path.with_suffix("")
+    return path.suffix.lower()
+
+
+def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
+    """These files, and those in these folders, sorted by path, so that the order is the same
+    everywhere; what is hidden is passed by. UserError: none can be read, or a file cannot."""
+    found = []
+    for path in paths:
+        if not path.is_dir():
+            if kind_of_file(path) not in TEXTS | RECORDS:
+                raise UserError(f"--input {path}: it is none of {KNOWN}")
+            found.append(path)
+            continue
+        inside = {}
+        for file in path.rglob("*"):
+            name = file.relative_to(path)
+            if file.is_file() and not any(part.startswith(".") for part in name.parts):
+                inside[unicodedata.normalize("NFC", name.as_posix())] = file
+        known = [name for name in sorted(inside) if kind_of_file(inside[name]) in TEXTS | RECORDS]
+        if not known:
+            raise UserError(f"--input {path}: the folder has none of {KNOWN}")
+        notes[OTHERS] += len(inside) - len(known)
+        found += [inside[name] for name in known]
+    return found
+
+
+def text_size(paths: Iterable[Path]) -> int:
+    """About how many bytes of text there are in files."""
+    return sum(
+        path.stat().st_size * (UNPACKED if path.suffix.lower() in PACKED else 1) for path in paths
+    )
+
+
+def opened(path: Path, raw: BinaryIO) -> TextIO:
+    """A file as text, whose lines end as they do anywhere. What is not UTF-8 becomes half surrogate
+    pairs."""
+    unpacked = PACKED.get(path.suffix.lower(), lambda file: file)(raw)
+    return io.TextIOWrapper(unpacked, encoding="utf-8-sig", errors="surrogateescape")
+
+
+# --- records ---
+
+
+def records(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
+    """Yield the records of a file, or ValueErrors where there is none, each with its number: of its
+    line, or of the element."""
+    kind = kind_of_file(path)
+    if kind in TABLES:
+        yield from rows(path, file)
+        return
+    start = next((line for line in file if line.strip()), "") if kind == ".json" else ""
+    if start.lstrip().startswith("["):  # it is not streamed: an array has no lines
+        array = record_of(start + file.read())
+        yield from enumerate(array if isinstance(array, list) else [array], 1)
+        return
+    for number, line in enumerate(chain([start], file), int(bool(start))):
+        if line.strip():
+            yield number, record_of(line)
+
+
+def record_of(text: str) -> Any:
+    """What JSON says, or a ValueError."""
+    try:
+        record = json.loads(text.removeprefix("\ufeff"))
+        json.dumps(record, ensure_ascii=False).encode()  # JSON can spell half a surrogate pair
+    except (ValueError, RecursionError):
+        return ValueError("not JSON in UTF-8")
+    return record
+
+
+def rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield a table's rows with the numbers of their last lines. Of comma, semicolon and tab, the
+    one that the first line has most often divides cells. UserError: quotes do not match."""
+    csv.field_size_limit(2**31 - 1)
+    head = next(file, "")
+    delimiter = max(",;\t", key=head.count)
+    reader = csv.reader(chain([head], file), delimiter=delimiter, strict=True)
+    try:
+        names = [name.strip().lower() for name in next(reader, [])]
+        for cells in reader:
+            yield reader.line_num, dict(zip_longest(names, cells, fillvalue=""))
+    except csv.Error as error:
+        raise UserError(f"--input {path}:{reader.line_num}: {error}") from None
+
+
+# --- lines ---
+
+
+def documents_of(path: Path, file: TextIO, notes: Counter[str]) -> Iterator[tuple[int, str]]:
+    """Yield a text's documents with the numbers of their first lines, cut at <|endoftext|> lines
+    and at blank lines."""
+    lines = enumerate(iter(lambda: file.readline(LONGEST), ""), 1)
+    if kind_of_file(path) != ".txt":
+        lines = without_marks(without_front(lines, notes), notes)
+    document = ""
+    start = 0  # number of the document's first line; 0: it has none yet
+    for number, line in without_notices(lines, notes):
+        bare = line.strip()
+        ends = bare == "<|endoftext|>"
+        if not ends:
+            start = start or number
+            document += line
+        if ends or len(document) >= (LONGEST if bare else DOCUMENT):
+            yield start, document
+            document = ""
+            start = 0
+    yield start, document
+
+
+def without_notices(
+    lines: Iterable[tuple[int, str]], notes: Counter[str]
+) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines, with an <|endoftext|> in place of Project Gutenberg's header and
+    license. Lines of what may be one are held back until it ends."""
+    held = []
+    last = None  # how it ends
+    for number, line in lines:
+        bare = line.strip()
+        begun = next((last for first, last in NOTICES.items() if re.match(first, bare)), None)
+        # "End of Project Gutenberg's ..." and "*** END OF ..." may be neighbors.
+        is_new = begun and any(text.strip() for _, text in held[1:])
+        if not last or is_new or len(held) > NOTICE:
+            yield from held
+            held = []
+            last = None
+        last = begun or last
+        held.append((number, line))
+        if last and re.match(last, bare):
+            notes[NO_NOTICES] += sum(len(text) for _, text in held)
+            held = [(number, "<|endoftext|>")]
+            last = None
+    yield from held
+
+
+def without_front(
+    lines: Iterable[tuple[int, str]], notes: Counter[str]
+) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines of Markdown without front matter: fields between two rules, or headings
+    above the first rule."""
+    lines = iter(lines)
+    held = []
+    for number, line in lines:
+        held.append((number, line))
+        bare = line.strip()
+        is_rule = re.fullmatch(r"-{3,}|\+{3}", bare)
+        if len(held) == 1:
+            expected = r"[\w\"'.-]+ *[:=]" if is_rule else "#|$"
+            is_front = is_rule or re.match(expected, bare)
+        elif is_rule:
+            notes[NO_MARKS] += sum(len(text) for _, text in held)
+            held = []
+            break
+        elif len(held) == 2 or expected == "#|$":
+            is_front = re.match(expected, bare)
+        if not is_front or len(held) > FRONT:
+            break
+    yield from chain(held, lines)
+
+
+def without_marks(
+    lines: Iterable[tuple[int, str]], notes: Counter[str]
+) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines of Markdown as plain text. Code between fences stays as it is."""
+    fence = ""
+    for number, line in lines:
+        marker = re.match(r"\s*(```+|~~~+)", line)
+        if marker and (not fence or marker[1].startswith(fence)):
+            fence = "" if fence else marker[1]
+            plain = ""
+        elif fence:
+            plain = line
+        else:
+            plain = unmarked(line.removesuffix("\n")) + "\n" * line.endswith("\n")
+        notes[NO_MARKS] += max(0, len(line) - len(plain))
+        yield number, plain
+
+
+def unmarked(line: str) -> str:
+    line = LINK.sub(r"\1", IMAGE.sub("", line))
+    line = MARKS.sub(lambda mark: mark["code"] or mark["kept"] or "", line)
+    return html.unescape(line)
