@@ -32,7 +32,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from pathlib import Path
 
 import tiktoken
@@ -189,6 +189,15 @@ def prepare_files(
         documents = read(found, Report(report.max_bad, kind), "counting words", columns)
         texts = sample(labelled(documents, settings, Counter()), SAMPLE / text_size(found))
         encoding = bpe.train(texts, settings.vocab_size or 6400)
+    if books:
+        write_dataset(
+            settings.out_dir / HELD_OUT,
+            to_validate(read(books, report, "held out", columns)),
+            encoding,
+            kind,
+            corpus="files",
+            sources=[path.name for path in books],
+        )
     meta = write_dataset(
         settings.out_dir,
         labelled(read(found, report, "encoding", columns), settings, report.notes),
@@ -199,16 +208,6 @@ def prepare_files(
         sources=[path.resolve().name for path in paths],
         val_fraction=settings.val_fraction,
     )
-    if books:  # a token folder needs a train.bin, too: the first document
-        splits = chain(["train"], repeat("val"))
-        write_dataset(
-            settings.out_dir / HELD_OUT,
-            zip(splits, read(books, report, "held out", columns), strict=False),
-            encoding,
-            kind,
-            corpus="files",
-            sources=[path.name for path in books],
-        )
     if report.bad:
         print(f"skipped {report}")
     for note, count in (+report.notes).items():
@@ -227,6 +226,14 @@ def held_out(paths: list[Path], share: float) -> list[Path]:
     n = sum(is_validation(digest(path), share) for path in paths)
     chosen = sorted(paths, key=digest)[: min(max(n, 1), len(paths) - 1)]
     return [path for path in paths if path in chosen]
+
+
+def to_validate(documents: Iterable[Document]) -> Iterator[tuple[str, Document]]:
+    """Yield documents for validation, the first one for training, too: a folder needs both."""
+    for number, document in enumerate(documents):
+        if number == 0:
+            yield "train", document
+        yield "val", document
 
 
 def labelled(

@@ -160,9 +160,10 @@ def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, tr
             whole[part, split] = set(re.findall(r"Anna (\d+)", text))
             assert text.count("Anna") == meta[split]["documents"]
         aside = whole["held_out", "val"]
-        assert whole["held_out", "train"] < aside and 1 <= len(aside) < 10
+        assert whole["held_out", "train"] <= aside and 1 <= len(aside) < 10
         assert not aside & (whole["", "train"] | whole["", "val"])
         assert len(aside | whole["", "train"]) == 20
+        assert read_meta(out)["val"]["documents"] == 30 * len(aside)
         assert read_meta(out)["sources"] == sorted(f"{book}.jsonl" for book in aside)
         seen.append(aside)
     assert seen[0] == seen[1]
