@@ -45,7 +45,8 @@ NOTICES = {
 NOTICE = 1000
 FRONT = 100  # likewise of a Markdown file's front matter
 
-# Marks of Markdown in a line.
+# Marks of Markdown in a line, and what a line without any of them lacks: most lines do.
+ANY = re.compile(r"[`\\<>\[*_#=|&]|^[\s:]*-")
 IMAGE = re.compile(r"!\[[^\[\]]*\](\([^()]*\)|\[[^\[\]]*\])")
 LINK = re.compile(r"(?<![\w\\])\[([^\[\]^][^\[\]]*|)\](\([^()]*\)|\[[^\[\]]*\])")
 MARKS = re.compile(
@@ -53,7 +54,7 @@ MARKS = re.compile(
     r"|<!--.*?-->|</?[a-zA-Z][^<>]*>"  # HTML
     r"|\[\^[^\]]+\]:?|^\[[^\]]+\]: .*"  # a footnote's mark, a link's address
     r"|^ {0,3}(#{1,6}(?=\s)|(> ?)+)\s*|\s#+\s*$"  # headings, quotations
-    r"|^\s*(=+|([-*_]\s*){3,}|[|: -]*-{3,}[|: -]*)\s*$"  # rules, also of tables
+    r"|^\s*(=+|([-*_]\s*){3,}|(?=.*---)[|: -]+)\s*$"  # rules, also of tables
     r"|\*+(?=\S)|(?<=\S)\*+|(?<!\w)_+(?=\S)|(?<=\S)_+(?!\w)"  # emphasis
 )
 
@@ -244,6 +245,8 @@ def without_marks(
 
 
 def unmarked(line: str) -> str:
+    if not ANY.search(line):
+        return line
     line = LINK.sub(r"\1", IMAGE.sub("", line))
     line = MARKS.sub(lambda mark: mark["code"] or mark["kept"] or "", line)
     return html.unescape(line)

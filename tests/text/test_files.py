@@ -128,7 +128,7 @@ def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(
         ("---\n\nA text, not fields.\n\n---\n\nMore.\n", "\n\nA text, not fields.\n\n\n\nMore.\n"),
         ("# Title\n\nText.\n\n---\n\nMore.\n", "Title\n\nText.\n\n\n\nMore.\n"),
         ("Long. " * 4000, "Long. " * 4000),
-        ("---\na: b\n" + "Text.\n" * 200, "\na: b\n" + "Text.\n" * 200),  # it does not end
+        ("---\na: b\n" + "Text.\n" * 200 + "---\n", "\na: b\n" + "Text.\n" * 200 + "\n"),
     ],
 )  # fmt: skip
 def test_of_markdown_the_text_is_read(tmp_path, text, plain):
