@@ -65,6 +65,7 @@ from training.checkpoints import read_checkpoint, read_encoding
 SAMPLE = 16 << 20
 MANY = 4096  # documents whose hashes are compared
 LEAST_VAL = 8000  # characters to validate with, or a twentieth of what there is
+NOTES = 20  # are shown
 HELD_OUT = "held_out"  # the folder of files that are held out
 COPIES = "copies of documents of val.bin are trained on"
 
@@ -210,8 +211,10 @@ def prepare_files(
     )
     if report.bad:
         print(f"skipped {report}")
-    for note, count in (+report.notes).items():
+    for note, count in (+report.notes).most_common(NOTES):
         print(f"note: {count:,} {note}")
+    if len(+report.notes) > NOTES:
+        print(f"note: {len(+report.notes) - NOTES:,} other notes are not shown")
     return meta
 
 

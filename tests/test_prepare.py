@@ -397,7 +397,11 @@ def test_nothing_is_left_out_or_not_learned_without_a_word(tmp_path, data, encod
     assert sum(text.count("assistant\n Ho.") for text in texts) == 60
     assert sum(text.count("assistant\n No.") for text in texts) == 20
     assert sum(text.count("bot\n No.") for text in texts) == 40
-    path = write_jsonl(tmp_path / "b.jsonl", [*TEXTS, *[{"text": " "}] * 7])
+    odd = [{"messages": [*TALK, says(f"Anna {n}", "No.")]} for n in range(60)]
+    path = write_jsonl(tmp_path / "c.jsonl", odd)
+    said = command("prepare.py --out_dir c --tokenizer", data, "--input", path, cwd=tmp_path).stdout
+    assert said.count("which is not learned") == 20 and "40 other notes" in said
+    path = write_jsonl(tmp_path / "b.jsonl", [*TEXTS, *[{"text": " ", "id": 1}] * 7])
     said = command("prepare.py --vocab_size 300 --out_dir b --input", path, cwd=tmp_path).stdout
     assert "note: 7 empty documents are left out" in said
 

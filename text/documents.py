@@ -149,13 +149,13 @@ def parse_record(record: object, columns: Sequence[str], report: Report) -> tupl
         elif left.keys() & {*TALKS, *QUESTIONS, *ANSWERS}:
             kind, document = "chat", take_talk(left, notes)
         elif "text" in record:
-            kind, document = "text", plain_text(record["text"])
+            kind, document, left = "text", plain_text(record["text"]), {}
         else:
             raise ValueError('no "text", messages, or question with answer (--columns names them)')
     except ValueError as error:
         raise ValueError(f"{error}: its keys are {', '.join(record):.80}") from None
     report.notes += notes
-    report.notes.update(f"documents have {key!r}, which is ignored" for key in left)
+    report.notes.update(f"documents have {key!r:.40}, which is ignored" for key in left)
     return kind, document
 
 
@@ -242,9 +242,9 @@ def message_of(given: object, notes: Counter[str]) -> dict[str, Any]:
     if weight == 0:
         message["weight"] = 0
     if role not in ("system", "user", "assistant"):
-        notes[f"messages have the role {role!r}, which is not learned"] += 1
+        notes[f"messages have the role {role!r:.40}, which is not learned"] += 1
     for key in left - MESSAGE:
-        notes[f"documents have {key!r}, which is ignored"] = 1
+        notes[f"documents have {key!r:.40}, which is ignored"] = 1
     return message
 
 
