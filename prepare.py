@@ -196,6 +196,7 @@ def prepare_files(
             to_validate(read(books, report, "held out", columns)),
             encoding,
             kind,
+            overwrite=settings.overwrite,
             corpus="files",
             sources=[path.name for path in books],
         )
@@ -309,6 +310,8 @@ def main() -> None:
     settings = parse(Settings, __doc__.replace("KNOWN_KEYS", keys))
     if not settings.overwrite:
         check_free(settings.out_dir)  # before minutes of work
+        if settings.hold_out_files:
+            check_free(settings.out_dir / HELD_OUT)
 
     # 1) what kind of documents, and which tokenizer
     generated = not settings.input and settings.dataset in CORPORA
