@@ -70,9 +70,9 @@ HELD_OUT = "held_out"  # the folder of files that are held out
 COPIES = "copies of documents of val.bin are trained on"
 
 KEYS = (
-    f"- Keys of records, and columns, that are known: text; {', '.join(QUESTIONS)} and "
-    f"{', '.join(ANSWERS)}; {', '.join(TALKS)}; {', '.join(SYSTEMS)}; chosen and rejected. "
-    "In messages, role (or from), content (or value) and weight."
+    f"- Known keys, and columns: text; of a question {', '.join(QUESTIONS)}; of its answer "
+    f"{', '.join(ANSWERS)}; {', '.join(TALKS)}; {', '.join(SYSTEMS)}; chosen and rejected. A "
+    "message has role (or from), content (or value) and, if it is not to be learned, weight 0."
 )
 
 # How tiktoken gets the vocabulary NAME where there is no network.
