@@ -499,6 +499,11 @@ class Decoder(nn.Module):
             nn.init.normal_(parameter, std=std)
         self.tables.init_rows(self.config.table_std)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.tables.zero_grad()  # which has gradients that are no parameter's
+        self.wte.zero_grad()
+
     # --- the forward pass ---
 
     def forward(
