@@ -8,16 +8,27 @@ decoder asks for their rows in the same way:
     for rows in tables.lookup(ids): ...        # rows of table 0, 1, ... [B, T, W], in layer order
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tables.storage import TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 MOST_READS = 4096  # more lookups than a step has micro-batches: nobody takes the gradients
+n_step = 0  # of all of PyTorch's optimizers
+
+
+def count_step(*_) -> None:
+    global n_step
+    n_step += 1
+
+
+register_optimizer_step_post_hook(count_step)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -50,6 +61,7 @@ class Tables(nn.Module):
         # The merged gradients of those that are: distinct sorted ids [n], [n, W] per table.
         self.merged: tuple[Tensor, list[Tensor]] | None = None
         self.n_read = 0  # lookups since the last optimizer step
+        self.taken_by: float = 0  # the n_step at which these gradients must have been asked for
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
@@ -88,13 +100,7 @@ class Tables(nn.Module):
         """Yield the rows of each table [B, T, W]: of distinct tokens [n], each read once, expanded
         by position [B, T]. Each row is one leaf of autograd, which sums the gradients of all places
         of its token; `merge` collects them."""
-        assert self.n_read < MOST_READS, (
-            f"the gradients of {MOST_READS} lookups were not taken: AdamW(model.parameters()) does "
-            "not train tables. Make a RowRMSprop(model.tables) and call its step(lr) after each "
-            "step; the same for model.wte where the head is not tied. (A step of so many "
-            "micro-batches on purpose: raise tables.tables.MOST_READS.)"
-        )
-        self.merge()  # so that a step holds the rows of one micro-batch, not of all
+        self.check_taken()  # merges: so a step holds the rows of one micro-batch, not of all
         self.n_read += 1
         index = self.index(distinct)
         position = send(position, index.device)
@@ -185,16 +191,32 @@ class Tables(nn.Module):
             self.merged = (distinct, earlier)
         self.reads = waiting
 
+    def check_taken(self) -> None:
+        """AssertionError: nobody took the gradients of rows, though another optimizer stepped."""
+        self.merge()
+        if self.merged is None:
+            self.taken_by = n_step
+        assert n_step <= self.taken_by and self.n_read <= MOST_READS, (
+            f"the gradients of {self.n_read} lookups were not taken: AdamW(model.parameters()) "
+            "does not train tables. Make a RowRMSprop(model.tables) and call its step(lr) after "
+            "each step; the same for model.wte where the head is not tied. (Tables that are to "
+            "stay as they are: model.tables.eval(). More micro-batches in a step, on purpose: "
+            "raise tables.tables.MOST_READS.)"
+        )
+
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
         """The gradients of all rows read since the last `zero_grad`, micro-batches merged: distinct
         sorted ids [n], and for each table [n, W] on the compute device. They are valid until the
         next lookup."""
         self.merge()
+        self.taken_by = math.inf
         assert self.merged, "no rows were differentiated since the last step: are they used?"
         return self.merged
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, and lookups that were not differentiated."""
+        """Forget gradients, and lookups that were not differentiated. AssertionError: as
+        `check_taken`."""
+        self.check_taken()
         super().zero_grad(set_to_none)
         self.reads = []
         self.merged = None

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from model import Decoder, ModelConfig
 from tables import rmsprop
 from tables import tables as tables_module
 from tables.rmsprop import RowRMSprop, round_stochastically
@@ -101,7 +102,40 @@ def test_gradients_of_equal_tokens_are_summed_in_float32():
         torch.testing.assert_close(summed[0], grad.float().sum((0, 1)), rtol=1e-4, atol=1e-3)
 
 
-def test_a_training_loop_that_forgets_the_tables_fails(monkeypatch):
+@pytest.mark.parametrize("clears", ["optimizer", "model"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("SGD", {}), ("AdamW", dict(foreach=True)), ("AdamW", dict(fused=True))],
+)
+def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, options, clears):
+    """Micro-batches, a gradient that is thrown away, and tables that do not train pass."""
+    model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8))
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
+    rows, embedding = RowRMSprop(model.tables), RowRMSprop(model.wte)
+
+    def step(*trained, n_part: int = 1) -> None:
+        for _ in range(n_part):
+            model(BATCH, BATCH)[1].backward()
+        optimizer.step()
+        for rmsprop in trained:
+            rmsprop.step(lr=0.1)
+        {"optimizer": optimizer, "model": model}[clears].zero_grad()
+
+    step(rows, embedding, n_part=20)
+    step(embedding, rows, n_part=20)
+    model(BATCH, BATCH)[1].backward()
+    model.zero_grad()
+    step(rows, embedding)
+    model.tables.eval()
+    for _ in range(2):
+        step(embedding)
+    model.tables.train()
+    with pytest.raises(AssertionError, match="RowRMSprop"):
+        for _ in range(2):
+            step(embedding)
+
+
+def test_a_loop_without_an_optimizer_of_pytorch_fails_after_many_lookups(monkeypatch):
     monkeypatch.setattr(tables_module, "MOST_READS", 20)
     made = tables()
     for _ in range(2):
@@ -109,8 +143,17 @@ def test_a_training_loop_that_forgets_the_tables_fails(monkeypatch):
             backward(made.lookup(BATCH))
         made.zero_grad()
     with pytest.raises(AssertionError, match="RowRMSprop"):
-        for _ in range(21):
+        for _ in range(22):
             backward(made.lookup(BATCH))
+
+
+def test_a_model_forgets_the_gradients_of_rows_with_all_others():
+    model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8))
+    for ids in (BATCH, BATCH[:, :1]):
+        model.zero_grad()
+        model(ids, ids)[1].backward()
+    for part in (model.tables, model.wte):
+        assert part.gradients()[0].tolist() == [3, 7]
 
 
 # --- RMSprop on rows ---
