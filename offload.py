@@ -181,8 +181,8 @@ class OffloadedTables(StoredTables):
     def read(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows [B, T, W] of tokens [B, T]."""
         for table in range(len(self.weight)):
-            index = self.index(ids)  # each time, as another lookup may have evicted some
-            yield F.embedding(index, self.rows(table))
+            slots = self.slots(ids)  # each time, as another lookup may have evicted some
+            yield F.embedding(slots, self.rows(table))
 
     def decode(self, ids: Tensor) -> Iterator[Tensor]:
         """Rows of one step, tokens [B, 1]. So few records are sent directly, bypassing the ring."""
@@ -198,7 +198,7 @@ class OffloadedTables(StoredTables):
         self.announced = torch.unique(ids.cpu())
         self.fetch_missing(self.announced)
 
-    def index(self, ids: Tensor) -> Tensor:
+    def slots(self, ids: Tensor) -> Tensor:
         self.fetch_missing(ids)
         if self.coming[ids].any():
             self.wait_for_arrival()

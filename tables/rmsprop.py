@@ -75,7 +75,7 @@ class RowRMSprop:
         gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]
         self.last[ids] = self.steps
 
-        slots = self.tables.index(ids)
+        slots = self.tables.slots(ids)
         tokens = send(ids, slots.device)
         keep = send(self.beta2**gap, slots.device)
         for table, grad in enumerate(grads):
@@ -86,16 +86,16 @@ class RowRMSprop:
     def update(
         self, table: int, tokens: Tensor, slots: Tensor, keep: Tensor, grad: Tensor, lr: float
     ) -> None:
-        """Update one table. tokens [n]: ids; slots [n]: their places in `Tables.rows`; keep [n, 1]:
-        what is left of v after the gap; grad [n, W]."""
+        """Update one table. tokens and slots [n]: see tables.py; keep [n, 1]: what is left of v
+        after the gap; grad [n, W]."""
         rows = self.tables.rows(table)
         if self.by_row:  # v is kept here, for each token
             moments = self.state[table]
-            places = tokens
+            at = tokens
             mean_square = self.tables.mean_square(grad)  # [n, 1]
         else:  # v lies beside the row, in the same slot
             moments = self.tables.states(table)
-            places = slots
+            at = slots
         generator = None
         if rows.dtype == torch.bfloat16:
             generator = torch.Generator(rows.device)
@@ -108,13 +108,13 @@ class RowRMSprop:
             part = slice(start, start + size)
             g = grad[part].float()
             square = mean_square[part] if self.by_row else g.square()
-            v = moments.index_select(0, places[part])
+            v = moments.index_select(0, at[part])
             v.mul_(keep[part]).add_(square, alpha=1 - self.beta2)
             new = rows.index_select(0, slots[part]).float()
             new -= lr * g / (v * scale).sqrt_().add_(self.eps)
             if generator is not None:
                 new = round_stochastically(new, generator)
-            moments[places[part]] = v
+            moments[at[part]] = v
             rows[slots[part]] = new
 
     def state_dict(self) -> dict:

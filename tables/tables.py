@@ -6,6 +6,14 @@ gradient (rmsprop.py), and slow memory is read in advance (offload.py). Wherever
 decoder asks for their rows in the same way:
 
     for rows in tables.lookup(ids): ...        # rows of table 0, 1, ... [B, T, W], in layer order
+
+Four kinds of integers say which row is meant:
+
+    ids        [B, T]   of the tokens of a batch
+    distinct   [n]      the same ids, each once, in order; also called tokens: rows of a whole table
+    position   [B, T]   where in `distinct` each token of the batch is: distinct[position] == ids
+    slots      [n]      where `rows(table)` has these tokens: a whole table at their ids, a working
+                        set (offload.py) anywhere
 """
 
 import math
@@ -39,9 +47,10 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Tables(nn.Module):
-    """Base class: looks up rows and collects their gradients.
+    """Base class: looks up rows and collects their gradients. `weight[i]` is the table of layer
+    `config.row_layers[i]` in a STEM model, of layer i in Embformer.
 
-    A kind of tables sets `weight` and may override lookup, rows, states, index, updated,
+    A kind of tables sets `weight` and may override lookup, rows, states, slots, updated,
     prefetch, add_state, init_rows, draw, mean_square and flush."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
@@ -102,12 +111,12 @@ class Tables(nn.Module):
         of its token; `merge` collects them."""
         self.check_taken()  # merges: so a step holds the rows of one micro-batch, not of all
         self.n_read += 1
-        index = self.index(distinct)
-        position = send(position, index.device)
+        slots = self.slots(distinct)
+        position = send(position, slots.device)
         leaves: list[Tensor] = []
         self.reads.append((distinct, leaves))
         for table in range(len(self.weight)):
-            leaf = self.rows(table).detach().index_select(0, index).float().requires_grad_()
+            leaf = self.rows(table).detach().index_select(0, slots).float().requires_grad_()
             leaves.append(leaf)  # [n, W]
             # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back, in
             # float32: whoever computes in 16 bits casts the result.
@@ -147,7 +156,7 @@ class Tables(nn.Module):
         self.state = [torch.zeros_like(weight, dtype=torch.float32) for weight in self.weight]
         return self.state
 
-    def index(self, ids: Tensor) -> Tensor:
+    def slots(self, ids: Tensor) -> Tensor:
         """Where tokens `ids` [n] are in what `rows` and `states` return; on their device."""
         return send(ids, self.weight[0].device)
 
@@ -177,18 +186,8 @@ class Tables(nn.Module):
             grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             for _ in range(len(leaves), len(self.weight)):
                 grads.append(torch.zeros_like(leaves[0]))
-            if self.merged is None:
-                self.merged = (ids, grads)
-                continue
-            earlier_ids, earlier = self.merged
-            distinct, position = torch.unique(torch.cat((earlier_ids, ids)), return_inverse=True)
-            places = send(position, grads[0].device).split((len(earlier_ids), len(ids)))
-            for table, grad in enumerate(grads):
-                total = grad.new_zeros(len(distinct), self.width)
-                # Each row once: the order of sums is fixed.
-                total.index_add_(0, places[0], earlier[table]).index_add_(0, places[1], grad)
-                earlier[table] = total
-            self.merged = (distinct, earlier)
+            one = (ids, grads)
+            self.merged = one if self.merged is None else added(self.merged, one)
         self.reads = waiting
 
     def check_taken(self) -> None:
@@ -224,6 +223,19 @@ class Tables(nn.Module):
 
     def flush(self) -> None:
         """Write changed rows back to where they are stored, and forget any copies."""
+
+
+def added(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> tuple:
+    """The sum of two `Tables.merged`: distinct ids [n], gradients [n, W] of each table."""
+    distinct, position = torch.unique(torch.cat((one[0], other[0])), return_inverse=True)
+    position = send(position, one[1][0].device)
+    mine, others = position.split((len(one[0]), len(other[0])))
+    sums = []
+    for first, second in zip(one[1], other[1], strict=True):
+        total = first.new_zeros(len(distinct), first.shape[1])
+        # Each row once: the order of sums is fixed.
+        sums.append(total.index_add_(0, mine, first).index_add_(0, others, second))
+    return distinct, sums
 
 
 class ResidentTables(Tables):
