@@ -117,8 +117,8 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
         for _ in range(n_part):
             model(BATCH, BATCH)[1].backward()
         optimizer.step()
-        for rmsprop in trained:
-            rmsprop.step(lr=0.1)
+        for each in trained:
+            each.step(lr=0.1)
         {"optimizer": optimizer, "model": model}[clears].zero_grad()
 
     step(rows, embedding, n_part=20)
