@@ -43,7 +43,7 @@ def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[in
                  a longer target contributes only its last rows
         pad      likewise, but in front is the row of `pad`
         subset   like copy, but a longer target contributes the rows of its rarest tokens: those
-                 with the largest ids, as tokenizers number what they merge
+                 with the largest ids, as tokenizers number what they merge; of equal ones the last
         average  every token reads the mean of the target's rows: the target is one token, whose
                  row is that mean (training/writing.py makes it)
 
@@ -51,8 +51,8 @@ def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[in
     most representative, and average names of equal length, too.
     """
     if how == "subset":
-        rarest = sorted(target)[-n:]
-        target = [token for token in target if token in rarest]
+        by_rarity = sorted(range(len(target)), key=target.__getitem__)  # positions
+        target = [target[position] for position in sorted(by_rarity[-n:])]
     front = pad if how == "pad" else target[0]
     return ([front] * n + target)[-n:]
 

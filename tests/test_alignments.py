@@ -27,6 +27,8 @@ HOW = ("copy", "pad", "subset", "average")
         ("subset", "ab", 4, "aaab"),
         ("subset", "xayb", 2, "xy"),  # in their order
         ("subset", "xaxb", 2, "xx"),  # a token twice
+        ("subset", "axaab", 3, "xab"),  # the common one twice: the rare ones stay
+        ("subset", "ababa", 4, "baba"),
         ("subset", "xax", 1, "x"),
         ("average", "m", 3, "mmm"),  # m: a token that has the mean row
     ],
