@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 # Before torch, whose threads it tells how to wait.
 from common import (
@@ -47,7 +48,7 @@ from training import countries
 from training.checkpoints import checkpoint_of, clear, load_checkpoint, load_model, write_checkpoint
 from training.questions import score_answers
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
-from training.writing import mean_rows, train_rows
+from training.writing import mean_rows, rows_of, train_rows
 
 WIDTH = 38  # of a column of text
 
@@ -125,7 +126,7 @@ def edited_ids(
     return edited.tolist()
 
 
-def spelled(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> list[int]:
+def find_name(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> list[int]:
     """The tokens of a name as `ids` have it, with or without a space before it; none if they do
     not have it."""
     for tokens in spellings(encoding, name):
@@ -134,78 +135,92 @@ def spelled(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> list[int]
     return []
 
 
-# --- before and after ---
+# --- one edit ---
 
 
-def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
-    """The tokens up to a full stop, a line break or the end of the text."""
-    for n, token in enumerate(tokens):
-        if n and re.search(r"[.\n]|<\|endoftext", encoding.decode([token])):
-            return tokens[:n]
-    return tokens
+class Asked(NamedTuple):
+    """What an edit is about, as token ids."""
+
+    prompt: list[int]
+    name: list[int]  # the source, as the prompt has it
+    answer: list[int]  # what --write writes, or nothing
 
 
-def fact(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> list[int]:
-    """The tokens of what --write writes: after a space, or not, as the model finds likelier."""
-    spaced, bare = spellings(encoding, edit.write)
-    prompt = encode(encoding, edit.prompt)
+def ask(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Asked:
+    """UserError: the prompt does not have the source, or there is no room."""
+    ids = encode(encoding, edit.prompt)
+    answer = answer_tokens(model, encoding, ids, edit.write) if edit.write else []
+    room = model.config.block_size
+    if len(ids) + max(1, len(answer)) > room:
+        raise UserError(
+            f"--prompt has {len(ids)} tokens, and --write {len(answer)}, but room is {room}"
+        )
+    name = find_name(encoding, edit.source, ids)
+    if not name and edit.source in edit.prompt:
+        pieces = [encoding.decode([token]) for token in ids[1:]]
+        raise UserError(f"--source {edit.source!r} is not whole tokens of --prompt: {pieces}")
+    if not name:
+        raise UserError(f"--prompt {edit.prompt!r} does not contain {edit.source!r}")
+    return Asked(ids, name, answer)
+
+
+def answer_tokens(
+    model: Decoder, encoding: tiktoken.Encoding, prompt: list[int], text: str
+) -> list[int]:
+    """The tokens of a text: after a space, or not, as the model finds likelier."""
+    spaced, bare = spellings(encoding, text)
     likely = score_answers(model, [prompt, prompt], [spaced[:1], bare[:1]]).probability
     return spaced if likely[0] >= likely[1] else bare
 
 
-def apply(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, wanted: list[int]
-) -> tuple[list[int], list[int]]:
-    """Make an edit; `wanted` is what --write writes. Returns the ids of the prompt, and those under
-    which its rows are looked up after the edit. UserError: there is no room, or nothing would
-    change."""
-    ids = encode(encoding, edit.prompt)
-    room = model.config.block_size - 1
-    if len(ids) + len(wanted) > room:
-        raise UserError(
-            f"--prompt has {len(ids)} tokens, and --write {len(wanted)}, but room is {room}"
-        )
-    name = spelled(encoding, edit.source, ids)
-    table_ids = ids
-    if name and wanted:
-        table_ids = train_rows(model, ids, name, wanted)
-    elif name:
-        targets = spellings(encoding, edit.target)
-        target = targets[spellings(encoding, edit.source).index(name)]
-        means = []
-        if edit.align == "average":
-            model.tables = mean_rows(model.tables, targets)
-            means = model.tables.ids
-        elif len(target) > len(name):
-            read = encoding.decode(align(target, len(name), edit.align))
-            print(f"of {edit.target!r} only the rows of {read!r} are read: see --align, --write\n")
-        table_ids = edited_ids(encoding, ids, edit.source, edit.target, edit.align, means)
-    if edit.source in edit.prompt and not name:
-        pieces = [encoding.decode([token]) for token in ids[1:]]
-        raise UserError(f"--source {edit.source!r} is not whole tokens of --prompt: {pieces}")
-    if ids == table_ids:
-        wrong = "reads these rows already" if name else f"does not contain {edit.source!r}"
-        raise UserError(f"--prompt {edit.prompt!r} {wrong}")
-    return ids, table_ids
+def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Asked) -> list[int]:
+    """Returns the ids under which to look up the prompt's rows, so that the source reads the
+    target's. UserError: it does already."""
+    targets = spellings(encoding, edit.target)
+    target = targets[spellings(encoding, edit.source).index(asked.name)]
+    means = []
+    if edit.align == "average":
+        model.tables = mean_rows(model.tables, targets)
+        means = model.tables.ids
+    elif len(target) > len(asked.name):
+        read = encoding.decode(align(target, len(asked.name), edit.align))
+        print(f"of {edit.target!r} only the rows of {read!r} are read: see --align, --write\n")
+    ids = edited_ids(encoding, asked.prompt, edit.source, edit.target, edit.align, means)
+    if ids == asked.prompt:
+        raise UserError(f"--prompt {edit.prompt!r} reads these rows already")
+    return ids
 
 
-def show(
-    model: Decoder,
-    encoding: tiktoken.Encoding,
-    edit: Edit,
-    wanted: list[int],
-    ids: list[int],
-    table_ids: list[int],
+# --- before and after ---
+
+# A sentence ends with a stop before a space, which no initial or title has ("St. John's").
+SENTENCE = re.compile(
+    r"\s*.*?((?<!\s[A-Z])(?<!\s[A-Z][a-z])[.!?](?=\s|$)|[。！？]|(?=\n)|$)", re.DOTALL
+)
+
+
+def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
+    """The tokens up to the end of a sentence, a line or the text, at least one."""
+    if encoding.eot_token in tokens:
+        tokens = tokens[: max(1, tokens.index(encoding.eot_token))]
+    length = SENTENCE.match(" " + encoding.decode(tokens, errors="ignore")).end() - 1
+    for n in range(1, len(tokens)):
+        if len(encoding.decode(tokens[:n], errors="ignore")) >= length:
+            return tokens[:n]
+    return tokens
+
+
+def compare(
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Asked, table_ids: list[int]
 ) -> bool:
     """Print what the model writes before and after an edit, side by side, and how probable the
-    answers are. The arguments are those of `apply`, and what it returned. Returns whether the
-    wanted answer is written then."""
+    answers are, whose rows are looked up under `table_ids` then. Returns whether the model writes
+    what it should, to its end."""
     # 1) what is written before and after
-    prompts = torch.tensor([ids, ids], device=model.device)  # [2, T]
-    n_new = min(edit.max_new_tokens, model.config.block_size - len(ids) - len(wanted))
+    ids = asked.prompt
     written = model.generate(  # [2, T + n_new]
-        prompts,
-        n_new,
+        torch.tensor([ids, ids], device=model.device),
+        min(edit.max_new_tokens, model.config.block_size - len(ids)),
         temperature=0,
         stop=encoding.eot_token,
         table_ids=torch.tensor([ids, table_ids]),
@@ -223,19 +238,24 @@ def show(
     print()
 
     # 3) how probable the answers are, before and after
-    answers = []
-    for text in (before, wanted or before, after):
-        answer = first_sentence(encoding, text)
-        if answer not in answers:
-            answers.append(answer)
-    for answer in answers:
+    answers = [first_sentence(encoding, before), asked.answer or first_sentence(encoding, after)]
+    learned = not asked.answer or is_written(model, asked, table_ids)
+    if not learned:
+        answers.append(first_sentence(encoding, after))
+    for number, answer in enumerate(answers):
+        if answer in answers[:number]:
+            continue
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
         text = textwrap.shorten(encoding.decode(answer), 26)
         print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
-    learned = after[: len(wanted)] == wanted[:n_new]
     if not learned:
         print("not learned: the model writes something else; new words are beyond a name's rows")
     return learned
+
+
+def is_written(model: Decoder, asked: Asked, table_ids: list[int]) -> bool:
+    """Whether greedy decoding writes the whole answer."""
+    return score_answers(model, [asked.prompt], [asked.answer], [table_ids]).greedy.item()
 
 
 def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[str]:
@@ -270,19 +290,24 @@ def undo(edit: Edit, path: Path) -> None:
     write_checkpoint(path, checkpoint)
 
 
-def show_and_save(edit: Edit, path: Path | None) -> None:
+def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, dict]:
+    """The model of --ckpt, its tokenizer and the checkpoint. UserError: it cannot be edited."""
     device = pick_device(edit.device)
     decode_in_one_thread(device)
-    model, encoding, checkpoint = load_model(
-        edit.ckpt,
-        device,
-        edit.offload,
-        edit.dtype,
-        verify=path is not None,  # what is written gets new checksums
-    )
-    check_editable(model)
-    # Text of one's own may have other names, also with the preset of a model that it continues.
-    is_own = "files" in {meta["corpus"] for meta in checkpoint.get("data", [])}
+    opened = load_model(edit.ckpt, device, edit.offload, edit.dtype, verify=verify)
+    check_editable(opened[0])
+    return opened
+
+
+def has_own_text(checkpoint: dict) -> bool:
+    """Text of one's own may have other names, also with the preset of a model it continues."""
+    return "files" in {meta["corpus"] for meta in checkpoint.get("data", [])}
+
+
+def complete(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
+    """Give an edit a prompt, and its texts as the model knows them. UserError: there is none, or
+    no such country."""
+    is_own = has_own_text(checkpoint)
     if not edit.prompt and is_own:
         raise UserError(f"--prompt is needed for your own text: one that contains {edit.source!r}")
     edit.prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
@@ -290,32 +315,52 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
         setattr(edit, name, typed(encoding, getattr(edit, name)))
     if checkpoint["args"].get("preset") == "countries" and not is_own:
         countries.check_names(target=edit.target, source=edit.source)
-    wanted = fact(model, encoding, edit) if edit.write else []
-    prompt, table_prompt = apply(model, encoding, edit, wanted)
-    learned = show(model, encoding, edit, wanted, prompt, table_prompt)
-    if path is None:
-        return
-    if not learned:
-        raise UserError(f"--save: nothing is saved, as {edit.write!r} was not learned")
-    # Only the spelling of the prompt is saved: without the space, "Spain" may be pieces that many
-    # other words share.
-    read = set(zip(prompt, table_prompt, strict=True))
+
+
+def tokens_to_save(edit: Edit, prompt: list[int], table_ids: list[int]) -> dict[int, int]:
+    """The tokens whose rows an edit replaces, with those whose rows they get. Only the prompt's
+    spelling of the name is among them: without the space, "Spain" may be pieces that many other
+    words share. UserError: one of them would have two rows."""
+    read = set(zip(prompt, table_ids, strict=True))
     changed = {own for own, other in read if own != other}
     pairs = [(own, other) for own, other in sorted(read) if own in changed]
     if len(changed) < len(pairs):
         fix = ": --align average reads one" if edit.target and edit.align != "average" else ""
         raise UserError(f"--save: a token that --prompt has twice cannot have two rows{fix}")
-    ids, others = torch.tensor(pairs).unbind(1)  # [n] each
-    own_rows = [rows[0].cpu() for rows in model.tables.lookup(ids[None])]  # [n, W] of each table
-    new_rows = [rows[0].cpu() for rows in model.tables.lookup(others[None])]
-    checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own_rows})
-    replace_rows(checkpoint, ids, new_rows)
+    return dict(pairs)
+
+
+def save(path: Path, checkpoint: dict, own: Tensor, new: Tensor, tokens: list[int]) -> None:
+    """Write a checkpoint in which tokens have new rows, [n, n_table, W], and their own in its list
+    of edits, for --undo."""
+    ids = torch.tensor(tokens)
+    edits = checkpoint.setdefault("edits", [])
+    edits.append({"ids": ids, "rows": list(own.cpu().unbind(1))})
+    replace_rows(checkpoint, ids, list(new.cpu().unbind(1)))
     write_checkpoint(path, checkpoint)
-    tokens = ids.tolist()
-    pieces = [encoding.decode([token]) for token in tokens]
-    print(f"changed the rows of {pieces}")
-    readers = countries.readers(encoding, tokens)
-    if readers and not is_own:
+
+
+def show_and_save(edit: Edit, path: Path | None) -> None:
+    """Edit a model, print what changes, and write it to a path, if there is one."""
+    # What is written gets new checksums.
+    model, encoding, checkpoint = open_model(edit, verify=path is not None)
+    complete(edit, encoding, checkpoint)
+    asked = ask(model, encoding, edit)
+    if edit.write:
+        table_ids = train_rows(model, *asked)
+    else:
+        table_ids = swap_rows(model, encoding, edit, asked)
+    learned = compare(model, encoding, edit, asked, table_ids)
+    if path is None:
+        return
+    if not learned:
+        raise UserError(f"--save: nothing is saved, as {edit.write!r} was not learned")
+    others = tokens_to_save(edit, asked.prompt, table_ids)
+    own, new = (rows_of(model.tables, list(ids)) for ids in (others, others.values()))
+    save(path, checkpoint, own, new, list(others))
+    print(f"changed the rows of {[encoding.decode([token]) for token in others]}")
+    readers = countries.readers(encoding, list(others))
+    if readers and not has_own_text(checkpoint):
         print(f"these countries read them: {', '.join(readers)}")
 
 

@@ -94,6 +94,19 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, m
         assert not saved.exists()
 
 
+def test_an_answer_is_learned_if_its_end_is(encoding, tmp_path, monkeypatch):
+    """Its beginning the model writes anyway, and no more is shown."""
+    model, ckpt = made(encoding), tmp_path / "ckpt.pt"
+    save_checkpoint(ckpt, model, encoding)
+    prompt = torch.tensor([encode(encoding, "Country: Spain")])
+    begun = encoding.decode([model(prompt)[0][0, -1].argmax().item()])
+    asked = Edit(ckpt, "Spain", prompt="Country: Spain", write=f"{begun} Peru", device="cpu")
+    asked.max_new_tokens = 1
+    monkeypatch.setattr(writing, "KEEP", 1e4)
+    with pytest.raises(UserError, match="not learned"):
+        show_and_save(asked, tmp_path / "saved.pt")
+
+
 def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
     """After 1 and 2 a name's answer follows, 30 or 0 more than the name; 0 after all else."""
 

@@ -133,8 +133,28 @@ def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
 
     model.device, model.config = CPU, ModelConfig(encoding.n_vocab)
     for given in (answer, f" {answer}"):
-        asked = edit.Edit(source="x", prompt=prompt, write=given)
-        assert edit.fact(model, encoding, asked) == encoding.encode_ordinary(space + answer)
+        text = edit.Edit(source="x", prompt=prompt, write=given).write
+        found = edit.answer_tokens(model, encoding, encode(encoding, prompt), text)
+        assert found == encoding.encode_ordinary(space + answer)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "rest"),
+    [
+        (" Lisbon.", " Its"),
+        (" Washington, D.C.", " The region"),
+        ("St. John's.", " It"),
+        (" J. R. Ewing has 3.5 wells.", " He"),
+        (" No end", ""),
+        (" Wien", "\nCountry: Peru."),
+        ("東京。", "国"),
+        (" Really?", " Yes."),
+    ],
+)
+def test_a_sentence_ends_with_a_stop_that_ends_a_word(encoding, sentence, rest):
+    tokens = encoding.encode_ordinary(sentence)
+    text = [*tokens, *encoding.encode_ordinary(rest), encoding.eot_token]
+    assert edit.first_sentence(encoding, text) == tokens
 
 
 def test_spaces_around_a_name_or_a_fact_mean_nothing():
