@@ -28,6 +28,7 @@ and dense checkpoints to STEM.
 """
 
 import json
+import math
 import os
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
@@ -74,7 +75,9 @@ class Settings:
 
     source: Path = flag(MISSING, "a folder of Hugging Face, or a dense ckpt.pt")
     out: Path | None = flag(None, "the checkpoint to write, a new file", shown="or --export")
-    export: Path | None = flag(None, "instead: write a dense ckpt.pt as a Llama, to a new folder")
+    export: Path | None = flag(
+        None, "instead: write a dense ckpt.pt (no other has a class there) as a Llama's new folder"
+    )
     ffn: str | None = flag(None, "convert a dense checkpoint to this kind of FFN", choices=["stem"])
     stem_layers: str = flag("third", "layers to get a table: third, half, all or 0,2,5")
     data_dir: str = flag("data/countries", "text to fill rows from: a folder or a mixture")
@@ -185,18 +188,8 @@ def read_model(folder: Path) -> tuple[Decoder, int | None]:
         record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
         record["rope"] = record.get("rope_scaling") or record.get("rope_parameters") or {}
         require_fields(record, rope=dict, bos_token_id=int | None)
-    config = their_config(path, record)
-    weights = {}
-    paths = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not paths:
-        raise UserError(f"{folder} has no weights: model.safetensors or pytorch_model.bin is read")
-    for path in paths:
-        read = read_pickled if path.suffix == ".bin" else read_safetensors
-        for name, tensor in read(path).items():
-            if name in weights:
-                raise UserError(f"{path}: {name} is in another file, too: remove one of the files")
-            if not name.endswith("rotary_emb.inv_freq"):  # which older files have
-                weights[name] = tensor
+    weights = read_weights(folder)
+    config = their_config(path, record, weights)
     if config.tie_head:
         weights.pop("lm_head.weight", None)  # the embedding again
     with torch.device("meta"):  # nothing is allocated before all shapes are right
@@ -206,11 +199,36 @@ def read_model(folder: Path) -> tuple[Decoder, int | None]:
     model.load_state_dict(empty, assign=True)
     for name, weight in named_weights(model).items():
         weight.copy_(weights[name])
+        if not weight.isfinite().all():
+            raise UserError(f"{folder}: {name} has numbers that are not finite: download it again")
     return model, record.get("bos_token_id")
 
 
-def their_config(path: Path, record: dict) -> ModelConfig:
-    """The shape that config.json describes. UserError: it is not that of a decoder here."""
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All weights of a folder by name, mapped into memory. The files are those that lie in it: no
+    name that an index or a config says is opened."""
+    if (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{folder} has adapter_config.json, a LoRA, which is not read: write what peft's "
+            "merge_and_unload() returns to another folder"
+        )
+    paths = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not paths:
+        raise UserError(f"{folder} has no weights: model.safetensors or pytorch_model.bin is read")
+    weights = {}
+    for path in paths:
+        read = read_pickled if path.suffix == ".bin" else read_safetensors
+        for name, tensor in read(path).items():
+            if name in weights:
+                raise UserError(f"{path}: {name} is in another file, too: remove one of the files")
+            if not name.endswith("rotary_emb.inv_freq"):  # which older files have
+                weights[name] = tensor
+    return weights
+
+
+def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelConfig:
+    """The shape that config.json describes. UserError: it is not that of a decoder here, or larger
+    than the weights are."""
     kind = record["model_type"]
     if kind not in [*REQUIRED]:
         known = " or ".join(REQUIRED)
@@ -220,11 +238,27 @@ def their_config(path: Path, record: dict) -> ModelConfig:
     sizes = {ours: theirs for ours, theirs in SIZES.items() if kind == "llama" or ours != "d_ff"}
     with reading(path, "download it again"):
         require_fields(record, **dict.fromkeys(sizes.values(), int))
+    # Before anything of that size is built.
+    largest = max((n for weight in weights.values() for n in weight.shape), default=0)
+    most = {"max_position_embeddings": 2**31, "num_hidden_layers": len(weights)}
+    for name in sizes.values():
+        if record[name] > most.get(name, largest):
+            raise UserError(f"{path}: {name} {record[name]} is more than its weights have")
     # Rotations are the original ones, or slowed down as Llama 3.1's are (model.rotary).
     rope = record["rope"]
+    scaling = None
     rotations = "llama3" if "low_freq_factor" in rope else "default"
     require(path, rope, "rope_type", rotations)
     require(path, rope, "type", rotations)
+    if rotations == "default":
+        require(path, rope, "factor", 1)
+    else:
+        with reading(path, "download it again"):
+            require_fields(rope, **dict.fromkeys(LLAMA3_ROPE, float))
+            scaling = [rope[name] for name in LLAMA3_ROPE]
+            factor, low, high, context = scaling
+            if not (1 <= factor < 1e9 and 0 < low < high < 1e9 and 1 <= context < 1e9):
+                raise Damage(f"rope_scaling {rope}")
     try:
         config = ModelConfig(
             **{ours: record[theirs] for ours, theirs in sizes.items()},
@@ -232,9 +266,7 @@ def their_config(path: Path, record: dict) -> ModelConfig:
             tie_head=record["tie_word_embeddings"],
             norm_eps=record["rms_norm_eps"],
             rope_base=record.get("rope_theta", rope.get("rope_theta", 10000.0)),
-            rope_scaling=[rope.get(name) for name in LLAMA3_ROPE]
-            if rotations == "llama3"
-            else None,
+            rope_scaling=scaling,
         )
     except UserError as error:  # it speaks of flags
         raise UserError(f"{path}: {error}") from None
@@ -244,7 +276,8 @@ def their_config(path: Path, record: dict) -> ModelConfig:
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, mapped into memory. It begins with 8 bytes, the length of a header;
-    the header is JSON, with dtype, shape and place of each tensor; then come all numbers."""
+    the header is JSON, with dtype, shape and place of each tensor; then come all numbers, tensor
+    after tensor, to the end of the file."""
     tensors = {}
     with reading(path, "download it again"):
         if path.stat().st_size < 8:
@@ -253,18 +286,24 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         start = 8 + int(file[:8].view("<u8")[0])
         header = parse_json(file[8:start].tobytes())
         header.pop("__metadata__", None)
-        for name, about in header.items():
+        for about in header.values():
             require_fields(about, dtype=str, shape=list[int], data_offsets=list[int])
+        at = 0
+        for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if about["dtype"] not in DTYPES:
                 raise UserError(f"{path}: dtype {about['dtype']} of {name} is not supported")
             dtype = DTYPES[about["dtype"]]
+            end = at + math.prod(about["shape"]) * dtype.itemsize
+            if about["data_offsets"] != [at, end] or min(about["shape"], default=0) < 0:
+                raise Damage(f"{name} is {about}, where {at} to {end} should be its bytes")
             try:
-                begin, end = about["data_offsets"]
-                numbers = file[start + begin : start + end]
-                numbers = numbers.reshape(*about["shape"], dtype.itemsize)
+                numbers = file[start + at : start + end].reshape(*about["shape"], dtype.itemsize)
             except (ValueError, OverflowError) as error:  # it has not so many bytes
                 raise Damage(f"{name}: {error}") from None
             tensors[name] = torch.from_numpy(numbers).view(dtype)[..., 0]
+            at = end
+        if start + at != len(file):
+            raise Damage(f"{len(file):,} bytes, not {start + at:,}")
     return tensors
 
 
@@ -276,6 +315,9 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
         except (UnpicklingError, *NOT_A_CHECKPOINT):
             raise Damage("not tensors and nothing else") from None
         require_fields(weights)
+        for name, weight in weights.items():
+            if not isinstance(weight, Tensor) or weight.dtype not in DTYPES.values():
+                raise Damage(f"{name} is not a tensor of floating-point numbers")
     return weights
 
 
@@ -286,7 +328,10 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
         wrong = f"--attention {config.attention}"
         if config.ffn != "dense":
             wrong = f"--ffn {config.ffn}"
-        raise UserError(f"--export: a Llama is dense, with full attention: it cannot be {wrong}")
+        raise UserError(
+            f"--export: a Llama is dense, with full attention: it cannot be {wrong}; "
+            "train one with --ffn dense on the same text"
+        )
     record = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -307,7 +352,7 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
     generation["eos_token_id"] = sorted(encoding.encode_single_token(name) for name in ends)
     with atomic(folder) as unfinished:
         unfinished.mkdir()
-        write_tokenizer(unfinished, encoding)
+        write_tokenizer(unfinished, encoding, config.block_size)
         write_safetensors(unfinished / "model.safetensors", named_weights(model))
         (unfinished / "config.json").write_text(json.dumps(record))
         (unfinished / "generation_config.json").write_text(json.dumps(generation))

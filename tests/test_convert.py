@@ -53,6 +53,7 @@ HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
 LETTER = {b: chr(b) for b in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(HIDDEN)}
 MERGES = ["l l", "h e", "he ll", "hell o", "Ġ hello", "Ċ Ċ", "1 2", "b c", "a bc"]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SIZES = [name for name in convert.SIZES.values() if name != "max_position_embeddings"]
 SPLITS = [[GPT2], [SMOLLM2, GPT2], [LLAMA3, LETTERS]]
 
 
@@ -178,7 +179,11 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
         (EMBFORMER | {"use_sliding_window": True}, {}, "use_sliding_window True"),
         ({"head_dim": 16}, {}, "head_dim 16 is not supported, only 8"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "rope_type yarn"),
-        ({"vocab_size": 10**7}, {}, "embed_tokens.weight has shape [300, 32], not [10000000, 32]"),
+        ({"rope_scaling": {"factor": 4.0}}, {}, "factor 4.0"),
+        ({"rope_scaling": SLOW | {"factor": 0}}, {}, "config.json is damaged (rope_scaling {"),
+        ({"rope_scaling": SLOW | {"high_freq_factor": 1.0}}, {}, "config.json is damaged (rope_"),
+        ({"vocab_size": 299}, {}, "embed_tokens.weight has shape [300, 32], not [299, 32]"),
+        *(({name: 10**9}, {}, f"{name} 1000000000 is more than") for name in SIZES),
         ({"num_hidden_layers": 3}, {}, "lacks the weight model.layers.2."),
         ({}, named_steps(EVERY, LETTERS), "leaves out parts of a text"),
         ({}, named_steps(LLAMA3, GPT2), "pre_tokenizer {"),
@@ -196,8 +201,44 @@ def test_what_would_be_something_else_is_refused(tmp_path, config, words, reason
     refuses(tmp_path, re.escape(reason))
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda spans, raw: spans[1].update(data_offsets=spans[0]["data_offsets"]), "damaged"),
+        (lambda spans, raw: [shift(span, 1) for span in spans], "damaged"),
+        (lambda spans, raw: shift(spans[-1], -4), "damaged"),
+        (lambda spans, raw: spans[2].update(shape=[-1, *spans[2]["shape"][1:]]), "damaged"),
+        (lambda spans, raw: spans[2].update(dtype="F64"), "damaged"),
+        (lambda spans, raw: raw.extend(b"more"), "damaged"),
+        (lambda spans, raw: raw.__delitem__(slice(4)), "damaged"),
+        (lambda spans, raw: raw.__setitem__(slice(400, 404), b"\0\0\xc0\x7f"), "not finite"),
+        (lambda spans, raw: raw.__setitem__(slice(40000, 40004), b"\0\0\x80\xff"), "not finite"),
+    ],
+)
+def test_numbers_are_those_that_the_file_says_and_all_of_them(tmp_path, change, reason):
+    """Which safetensors' own reader checks, too, except that they are finite."""
+    save(tmp_path)
+    path = tmp_path / "model-0-of-1.safetensors"
+    raw = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    numbers = raw[start:]
+    change(list(header.values())[1:], numbers)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + numbers)
+    refuses(tmp_path, reason)
+
+
+def shift(span: dict, n: int) -> None:
+    span["data_offsets"] = [at + n for at in span["data_offsets"]]
+
+
 def test_a_file_that_is_missing_or_too_many_is_named(tmp_path):
     save(tmp_path)
+    adapter = tmp_path / "adapter_config.json"
+    adapter.write_text('{"peft_type": "LORA"}')
+    refuses(tmp_path, "adapter_config.json, a LoRA, which is not read")
+    adapter.unlink()
     weights = tmp_path / "model-0-of-1.safetensors"
     copy = shutil.copy(weights, tmp_path / "model_old.safetensors")
     refuses(tmp_path, "model_old.* is in another file, too")
@@ -210,8 +251,9 @@ def test_a_file_that_is_missing_or_too_many_is_named(tmp_path):
 
 def test_a_pickled_file_holds_tensors_alone(tmp_path):
     save(tmp_path, dtype="pickled")
-    torch.save({"model.norm.weight": print}, tmp_path / "pytorch_model.bin")
-    refuses(tmp_path, "pytorch_model.bin is damaged .*: download it again")
+    for weight in (print, [1.0], torch.ones(32, dtype=torch.int8)):
+        torch.save({"model.norm.weight": weight}, tmp_path / "pytorch_model.bin")
+        refuses(tmp_path, "pytorch_model.bin is damaged .*: download it again")
 
 
 @pytest.mark.parametrize("special", [SPECIAL, ["<s>", "<|im_end|>"]])
@@ -290,7 +332,9 @@ def exported(request, trained, tmp_path):
         save(tmp_path / "first", CONFIG | change, bpe(split, lacking=lacking))
         path = tmp_path / "ckpt.pt"
         command("convert.py first --out ckpt.pt", cwd=tmp_path)
+    (tmp_path / "llama.tmp").mkdir()  # somebody's own
     command("convert.py", path, "--export", "llama", cwd=tmp_path)
+    assert {path.name for path in tmp_path.glob("llama*")} == {"llama", "llama.tmp"}
     return path
 
 
@@ -303,6 +347,7 @@ def test_an_exported_model_ends_its_answers_and_has_our_template(exported, tmp_p
     assert generation["eos_token_id"] == ends
     assert generation["pad_token_id"] == encoding.eot_token
     assert words["pad_token"] == "<|endoftext|>"
+    assert words["model_max_length"] == load_checkpoint(exported)["config"]["block_size"]
     jinja = pytest.importorskip("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
     template = jinja.from_string(words["chat_template"])
     talk = [
@@ -349,7 +394,7 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
         text = "".join(rng.choices(" abehlosn't\n\t\r12½٣é你👍,.!  ", k=rng.randint(0, 60)))
         ids = tokenizer.encode(encoding, f"{text} Anna sees")
         assert words(f"{text} Anna sees").input_ids == ids
-        assert words.decode(ids, clean_up_tokenization_spaces=False) == encoding.decode(ids)
+        assert words.decode(ids) == encoding.decode(ids)
     theirs.save_pretrained(tmp_path / "again", max_shard_size="40KB")
     words.save_pretrained(tmp_path / "again")
     assert_same_model(exported, tmp_path / "again")

@@ -137,7 +137,7 @@ def read_tokenizer(
     return encoding
 
 
-def write_tokenizer(folder: Path, encoding: tiktoken.Encoding) -> None:
+def write_tokenizer(folder: Path, encoding: tiktoken.Encoding, block_size: int) -> None:
     """Write tokenizer.json, and tokenizer_config.json for transformers: text gets the ids of
     `tokenizer.encode`, so with <|endoftext|> in front, but spelled special tokens become such."""
     letters = byte_letters()
@@ -171,7 +171,8 @@ def write_tokenizer(folder: Path, encoding: tiktoken.Encoding) -> None:
         # tiktoken, too, looks up a whole word before it merges.
         "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True},
     }
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size}
+    config["clean_up_tokenization_spaces"] = False  # which makes "x!= y" of "x != y"
     config |= dict.fromkeys(["bos_token", "eos_token", "pad_token"], eot)
     if tokenizer.START in encoding.special_tokens_set:
         config["chat_template"] = CHAT_TEMPLATE
