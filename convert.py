@@ -16,21 +16,15 @@ and dense checkpoints to STEM.
    a checkpoint with the same logits and the same token ids. docs/data-and-stages.md says which
    models that works for. `--export` is the inverse for a dense model.
 
-2. In a dense checkpoint, a table row per token replaces `W_u x` (stem.py):
-
-       dense   y = W_d (g * u)          g = SiLU(W_g x),  u = W_u x
-       STEM    y = W_d (g * U_l[t])     t: the token id at this position
-       U_l[t] = E[g^2 u | t] / E[g^2 | t]
-
-   This is the least-squares fit to what `W_d` reads, over all places of the training text where t
-   stands. Layers are converted from the bottom up, each with the statistics of a model whose lower
-   layers are converted. All other weights are copied.
+2. In a dense checkpoint, a table row per token replaces `W_u x` in the layers of --stem_layers:
+   the rows that come nearest to it on a text (training/dense_to_stem.py). One forward pass for all
+   layers; between them, the text is in a temporary file of 4 * n_embd bytes a token.
 """
 
 import json
 import math
 import os
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -55,18 +49,15 @@ from common import (
 import numpy as np
 import tiktoken
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
-from training.batches import Data, check_tokenizer
 from training.checkpoints import NOT_A_CHECKPOINT, clear, load_model, save_checkpoint
+from training.dense_to_stem import dense_to_stem
 from training.report import model_sizes
 from training.settings import device_flag
-from training.sources import Source
 
 
 @dataclass
@@ -82,6 +73,9 @@ class Settings:
     stem_layers: str = flag("third", "layers to get a table: third, half, all or 0,2,5")
     data_dir: str = flag("data/countries", "text to fill rows from: a folder or a mixture")
     tokens: int = flag(10**6, "training tokens to read; 0: rows stay random", must="0 or more")
+    block_size: int | None = flag(
+        None, "length of the windows of text", shown="the model's context", must="at least 1"
+    )
     batch_size: int = flag(
         8, "windows in a forward pass; fewer take less memory", must="at least 1"
     )
@@ -91,7 +85,7 @@ class Settings:
         check_ranges(self)
         if (self.out is None) == (self.export is None) or (self.export and self.ffn):
             raise UserError("give --out FILE, or --export FOLDER without --ffn")
-        for name in ("stem_layers", "data_dir", "tokens", "batch_size", "device"):
+        for name in ("stem_layers", "data_dir", "tokens", "block_size", "batch_size", "device"):
             if self.ffn is None and getattr(self, name) != getattr(Settings, name):
                 raise UserError(f"--{name} {getattr(self, name)} needs --ffn stem")
 
@@ -388,101 +382,6 @@ def check_weights(folder: Path, weights: dict[str, Tensor], expected: dict[str, 
             )
 
 
-# --- 2. a dense checkpoint to STEM ---
-
-SEED = 1337  # of random rows and of the order of the text
-VAL_TOKENS = 65_536  # validation text that the rows are judged on
-
-
-def fill_tables(model: Decoder, up: dict[int, Tensor], data: Data, settings: Settings) -> None:
-    """Fill the tables of a STEM model in place of up-projections, the lowest first, and print how
-    much of the variance of `g * u` the rows of each layer explain on validation text."""
-    val = next(iter(data.val.values()))  # of a mixture the first part
-    n_token = min(settings.tokens, sum(meta["train"]["tokens"] for meta in data.metas))
-    n_val_token = min(VAL_TOKENS, val.n_sequence * val.block_size)
-    train_batches = first_batches(data.train, n_token, settings.batch_size)
-    val_batches = first_batches(val, n_val_token, settings.batch_size)
-    for table, (layer, w_u) in enumerate(up.items()):
-        w_u = w_u.to(model.device, torch.float32)
-        model.tables.weight[table].copy_(least_squares_rows(model, layer, w_u, train_batches))
-        explained = explained_variance(model, layer, w_u, val_batches)
-        print(f"layer {layer}: the token explains {explained:.1%} of the variance")
-
-
-def first_batches(source: Source, n_token: int, size: int) -> list[Tensor]:
-    """The ids [B, T] of about so many tokens, `size` sequences at a time."""
-    n = max(1, n_token // (size * source.block_size))
-    return [source.batch(number, size)[0] for number in range(n)]
-
-
-def activations(
-    model: Decoder, layer: int, w_u: Tensor, ids: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """g, u and rows of a layer at all places of ids [B, T], each [B * T, d_ff]."""
-    ffn = model.blocks[layer].ffn
-    recorded = []
-    hook = ffn.register_forward_pre_hook(lambda module, inputs: recorded.append(inputs))
-    model.hidden(ids)
-    hook.remove()
-    x, rows = recorded[0]
-    x = x.flatten(0, 1)  # [B * T, n_embd]
-    return F.silu(ffn.gate(x)), F.linear(x, w_u), rows.flatten(0, 1)
-
-
-def least_squares_rows(model: Decoder, layer: int, w_u: Tensor, batches: list[Tensor]) -> Tensor:
-    """The rows of a layer [V, d_ff] by the formula above; of tokens that do not occur, for which it
-    says nothing, the mean over all tokens."""
-    size = (model.config.vocab_size, model.config.d_ff)
-    # Sums of g^2 and of g^2 u over the places where a token stands.
-    gg = torch.zeros(size, device=model.device)
-    ggu = torch.zeros(size, device=model.device)
-    for ids in tqdm(batches, f"layer {layer}", leave=False, disable=None):
-        g, u, _ = activations(model, layer, w_u, ids)
-        tokens = ids.flatten().to(model.device)  # [B * T]
-        gg.index_add_(0, tokens, g**2)
-        ggu.index_add_(0, tokens, g**2 * u)
-    mean = ggu.sum(0) / gg.sum(0).clamp_min(1e-20)  # [d_ff]
-    return torch.where(gg > 0, ggu / gg, mean)
-
-
-def explained_variance(model: Decoder, layer: int, w_u: Tensor, batches: list[Tensor]) -> float:
-    """1 - (squared error of `g * rows`) / (variance of `g * u`), both summed over channels."""
-    errors = 0.0
-    products = []
-    for ids in batches:
-        g, u, rows = activations(model, layer, w_u, ids)
-        products.append(g * u)
-        errors += (g * (u - rows)).square().sum()
-    products = torch.cat(products)  # [n, d_ff]
-    return float(1 - errors / (products - products.mean(0)).square().sum())
-
-
-@torch.no_grad()
-def dense_to_stem(settings: Settings) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """The converted model, its tokenizer, and the settings of the dense one's training run.
-    UserError: it is not dense, or the text is of another tokenizer."""
-    torch.manual_seed(SEED)  # of random rows
-    dense, encoding, checkpoint = load_model(settings.source, torch.device("cpu"), verify=True)
-    ffn = dense.config.ffn
-    if ffn != "dense":
-        raise UserError(f"{settings.source} is of --ffn {ffn}: only dense can be converted")
-    model = Decoder(replace(dense.config, ffn="stem", stem_layers=settings.stem_layers))
-    weights = {**model.state_dict(), **dense.state_dict()}  # the rows are new, all else is not
-    up = {}  # the up-projections [d_ff, n_embd] that the rows replace, by layer
-    for layer, block in enumerate(model.blocks):
-        if block.row_width:
-            up[layer] = weights.pop(f"blocks.{layer}.ffn.up.weight")
-    model.load_state_dict(weights)
-    if settings.tokens:
-        block_size = model.config.block_size
-        n_sequence = settings.tokens // block_size + settings.batch_size
-        data = Data(settings.data_dir, "text", block_size, SEED, n_sequence)
-        wanted = tokenizer.fingerprint(encoding)
-        check_tokenizer(data.metas[0]["tokenizer"], settings.data_dir, wanted, settings.source)
-        fill_tables(model.to(pick_device(settings.device)).eval(), up, data, settings)
-    return model, encoding, checkpoint["args"]
-
-
 def main() -> None:
     settings = parse(Settings, __doc__)
     path = settings.export or settings.out
@@ -500,7 +399,15 @@ def main() -> None:
             model, encoding = read_folder(settings.source)
             args = {"preset": PRESETS[model.config.ffn]}
         else:
-            model, encoding, args = dense_to_stem(settings)
+            model, encoding, args = dense_to_stem(
+                settings.source,
+                settings.stem_layers,
+                settings.data_dir,
+                settings.tokens,
+                block_size=settings.block_size,
+                batch_size=settings.batch_size,
+                device=pick_device(settings.device),
+            )
         save_checkpoint(path, model, encoding, args=args)
     config = model.config
     print(

@@ -7,12 +7,12 @@ are, beginning with random rows, or training STEM from scratch for as many token
 from pathlib import Path
 from typing import NamedTuple
 
-from convert import Settings, dense_to_stem
 from lab.edits import row_with_edits
 from lab.experiment import KINDS, Experiment, Flags
 from lab.pictures import markdown
 from train import resolve_settings
 from training.checkpoints import save_checkpoint
+from training.dense_to_stem import dense_to_stem
 
 TOKENS = 10**6  # of the training text, to fill rows from; 0: rows are random
 DECAY = {"weight_decay": 3.0}  # what weights forget, rows have to learn
@@ -87,15 +87,8 @@ def converted(experiment: Experiment, dense: Path, data_dir: Path, model: Model)
     name = f"{dense.parent.name}-{model.stem_layers}-{tokens}"
     out = experiment.out_dir / "converted" / name / "ckpt.pt"
     if not out.exists():
-        settings = Settings(
-            source=dense,
-            out=out,
-            ffn="stem",
-            stem_layers=model.stem_layers,
-            data_dir=str(data_dir),
-            tokens=tokens,
-            device=experiment.device,
+        tables, encoding, args = dense_to_stem(
+            dense, model.stem_layers, str(data_dir), tokens, device=experiment.on
         )
-        tables, encoding, args = dense_to_stem(settings)
         save_checkpoint(out, tables, encoding, args=args)
     return out

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, assert_same, command, flip, refused, says
+from conftest import CPU, assert_same, command, flip, refused, says, small_run
 from originals import HUGGING_FACE, named
 
 import convert
@@ -19,8 +19,8 @@ from common import UserError, locked
 from model import Decoder, ModelConfig
 from text import chat, tokenizer, writer
 from text.huggingface import GPT2, LETTERS, LLAMA3, NO_TOKEN, SMOLLM2
-from training.batches import Data
 from training.checkpoints import load_checkpoint, load_model
+from training.dense_to_stem import read_text
 
 CONFIG = {
     "model_type": "llama",
@@ -404,26 +404,30 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
 
 
 @torch.no_grad()
-def test_rows_are_the_weighted_means_of_what_they_replace(trained, data, tmp_path):
-    """Layer 0 token by token, from the dense model as it is; layer 1 after a converted layer 0."""
-    path = trained["dense"] / "ckpt.pt"
-    line = "convert.py --ffn stem --stem_layers 0,1 --out new.pt --tokens 2000 --batch_size 4"
-    command(line, path, "--data_dir", data, cwd=tmp_path)
-    dense, _, checkpoint = load_model(path, CPU)
+@pytest.mark.parametrize(("layers", "length"), [([0, 1, 3], None), ([1, 2], 9)])
+def test_rows_are_the_weighted_means_of_what_they_replace(data, tmp_path, layers, length):
+    """Layer by layer and token by token, after the layers below as they are in the end: dense, or
+    converted. A layer runs once; here, the whole model runs for each."""
+    path = small_run(data, tmp_path / "run", ffn="dense", n_layer=4, max_iters=0) / "ckpt.pt"
+    line = "convert.py --ffn stem --out new.pt --tokens 2000 --batch_size 4 --stem_layers"
+    more = ["--block_size", length] if length else []
+    command(line, ",".join(map(str, layers)), path, "--data_dir", data, *more, cwd=tmp_path)
+    dense, encoding, checkpoint = load_model(path, CPU)
     converted, _, _ = load_model(tmp_path / "new.pt", CPU)
-    text = Data(str(data), "text", 32, 1337, 100)
-    ids = torch.cat([text.train.batch(number, 4)[0] for number in range(2000 // 128)])  # [N, T]
+    (ids, _), _ = read_text(path, dense, encoding, str(data), 2000, length)  # [N, T]
+    assert 1900 < ids.numel() <= 2000 and ids.shape[1] == (length or 32)
     tokens = ids.flatten()
-    for layer, model in enumerate((dense, converted)):
+    for table, layer in enumerate(layers):
         seen = []
-        model.blocks[layer].ffn_norm.register_forward_hook(
+        hook = converted.blocks[layer].ffn_norm.register_forward_hook(
             lambda *call, seen=seen: seen.append(call)
         )
-        model(ids)
+        converted(ids)
+        hook.remove()
         x = seen[0][2].flatten(0, 1)
         ffn = dense.blocks[layer].ffn
         g, u = F.silu(ffn.gate(x)), ffn.up(x)
-        for token, row in enumerate(converted.tables.weight[layer]):
+        for token, row in enumerate(converted.tables.weight[table]):
             here = tokens == token
             if not here.any():
                 here[:] = True  # the mean over all tokens
@@ -432,7 +436,8 @@ def test_rows_are_the_weighted_means_of_what_they_replace(trained, data, tmp_pat
     assert len(tokens.unique()) < converted.config.vocab_size
     after = converted.state_dict()
     for name, weight in checkpoint["model"].items():  # all else is the dense model's
-        assert name.endswith("ffn.up.weight") or torch.equal(weight, after[name])
+        replaced = name in [f"blocks.{layer}.ffn.up.weight" for layer in layers]
+        assert replaced or torch.equal(weight, after[name])
 
 
 def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
@@ -458,6 +463,8 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         ("damaged.pt --export no", "checksum"),
         (f"{dense} {stem} --batch_size 0", "--batch_size 0"),
         (f"{dense} {stem} --data_dir other", "a different tokenizer"),
+        (f"{dense} {stem} --block_size 33", "--block_size 33: "),
+        (f"{dense} --out new.pt --block_size 8", "--block_size 8 needs --ffn stem"),
     ):
         assert reason in refused(f"convert.py {line}", cwd=tmp_path)
     with locked(tmp_path):
