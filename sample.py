@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 # Before torch, whose threads it tells how to wait.
 from common import UserError, check_ranges, decode_in_one_thread, flag, parse, pick_device, run
@@ -82,14 +83,15 @@ def write(
 
 
 def side_by_side(
-    model: Decoder, ids: list[int], n: int, end: int, max_new_tokens: int, **options
+    model: Decoder, ids: list[int], n: int, ends: tuple[int, ...], max_new_tokens: int, **options
 ) -> list[list[int]]:
-    """What the model writes after `ids`, n times in one batch, each up to the token `end`."""
+    """What the model writes after `ids`, n times in one batch, each up to one of the tokens
+    `ends`."""
     prompts = torch.tensor([ids] * n, device=model.device)  # [n, T]
-    tokens = model.stream(prompts, max_new_tokens, stop=end, **options)
+    tokens = model.stream(prompts, max_new_tokens, stop=ends[0], **options)
     steps = list(tqdm(tokens, "sampling", max_new_tokens, unit="token", disable=None))  # [n] each
     samples = torch.stack(steps, dim=1).tolist()  # [n, new]
-    return [new[: new.index(end)] if end in new else new for new in samples]
+    return [list(takewhile(lambda token: token not in ends, new)) for new in samples]
 
 
 class Chat:
@@ -206,14 +208,17 @@ def main() -> None:
     if len(ids) > block_size:
         print(f"of {len(ids)} prompt tokens the model sees the last {block_size}", file=sys.stderr)
     options["seed"] = args.seed
+    ends = (encoding.eot_token,)
+    if tokenizer.END in encoding.special_tokens_set:  # of a message, which a model may write, too
+        ends += (encoding.encode_single_token(tokenizer.END),)
     start = time.perf_counter()
     if args.num_samples == 1:
         written: list[int] = []
         print(prompt, end="")
-        print_pieces(write(model, encoding, ids, (encoding.eot_token,), written, **options))
+        print_pieces(write(model, encoding, ids, ends, written, **options))
         n_token = len(written)
     else:
-        samples = side_by_side(model, ids, args.num_samples, encoding.eot_token, **options)
+        samples = side_by_side(model, ids, args.num_samples, ends, **options)
         texts = [prompt + encoding.decode(new, errors="replace") for new in samples]
         print(f"\n{'-' * 40}\n".join(texts))
         n_token = sum(map(len, samples))
