@@ -8,7 +8,8 @@ A conversation is a list of messages, {"role": ..., "content": ...}, and as toke
 The markers are special tokens, which no text encodes to: nobody can end a message and go on in
 another role. The space before each content, as Llama's tokenizer puts it before any text, is
 removed when an answer is shown. Without it "Lima." would be `L|im|a|.`, but the facts were learned
-with the token ` Lima`.
+with the token ` Lima`. A model of another program has learned chats without it: its tokenizer is
+called CHATML, here and in its checkpoint.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ import numpy as np
 import tiktoken
 
 from text import tokenizer
+
+CHATML = "chatml"
 
 
 def heading(encoding: tiktoken.Encoding, role: str) -> list[int]:
@@ -28,10 +31,11 @@ def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
     """Token ids of a conversation, without the <|endoftext|> that precedes a document. Headings are
     encoded apart from contents, so that they are always the same tokens."""
     end = [encoding.encode_single_token(tokenizer.END), *encoding.encode_ordinary("\n")]
+    space = "" if encoding.name == CHATML else " "
     ids = []
     for message in messages:
         ids += heading(encoding, message["role"])
-        ids += encoding.encode_ordinary(f" {message['content']}")
+        ids += encoding.encode_ordinary(space + message["content"])
         ids += end
     return ids
 

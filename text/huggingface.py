@@ -12,7 +12,7 @@ from typing import Any
 import tiktoken
 
 from common import UserError, parse_json, reading
-from text import tokenizer
+from text import chat, tokenizer
 
 ADDED = dict(content=str, id=int)  # what is read of a special token
 # What the settings of its "model" must be, where there are some.
@@ -66,7 +66,7 @@ WORDS: dict[str, list[dict]] = {
 # `chat.prompt` after <|endoftext|>, for transformers' apply_chat_template.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    r"{{ '<|im_start|>' + message['role'] + '\n ' + message['content'] + '<|im_end|>\n' }}"
+    r"{{ '<|im_start|>' + message['role'] + '\n' + ' ' + message['content'] + '<|im_end|>\n' }}"
     r"{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -125,8 +125,9 @@ def read_tokenizer(
         if "<|endoftext|>" not in special_tokens:
             raise UserError(f"{path}: no <|endoftext|> and no token with bos_token_id {bos_id}")
         tokenizer.name_unused(ranks, special_tokens, vocab_size)
+    name = "huggingface" if has_our_template(path.parent) else chat.CHATML
     with reading(path, "download it again"):
-        encoding = tokenizer.make_encoding("huggingface", pattern, ranks, special_tokens)
+        encoding = tokenizer.make_encoding(name, pattern, ranks, special_tokens)
     letters = "".join(map(chr, range(0x3000)))
     if pattern not in WORDS and encoding.decode(encoding.encode_ordinary(letters)) != letters:
         raise UserError(f"{path}: its pattern leaves out parts of a text, which is not supported")
@@ -135,6 +136,19 @@ def read_tokenizer(
     if encoding.n_vocab != vocab_size:
         raise UserError(f"{path} has {encoding.n_vocab} ids, its model {vocab_size}")
     return encoding
+
+
+def has_our_template(folder: Path) -> bool:
+    """Whether the chat template of a folder is the one that `write_tokenizer` writes, also where
+    transformers has written it again."""
+    jinja, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if jinja.exists():
+        with reading(jinja, "download it again"):
+            return jinja.read_bytes() == CHAT_TEMPLATE.encode()
+    if config.exists():
+        with reading(config, "download it again"):
+            return parse_json(config.read_bytes()).get("chat_template") == CHAT_TEMPLATE
+    return False
 
 
 def write_tokenizer(folder: Path, encoding: tiktoken.Encoding, block_size: int) -> None:
@@ -176,6 +190,8 @@ def write_tokenizer(folder: Path, encoding: tiktoken.Encoding, block_size: int) 
     config |= dict.fromkeys(["bos_token", "eos_token", "pad_token"], eot)
     if tokenizer.START in encoding.special_tokens_set:
         config["chat_template"] = CHAT_TEMPLATE
+        if encoding.name == chat.CHATML:
+            config["chat_template"] = CHAT_TEMPLATE.replace(" + ' '", "")
     (folder / "tokenizer.json").write_text(json.dumps(record))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
