@@ -12,6 +12,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python lab/analyze.py edits            # how often swapped rows, and written facts, succeed
     python lab/analyze.py edits out/ckpt.pt    # swapped rows of this checkpoint
     python lab/analyze.py convert          # a dense model turned into tables, against controls
+    python lab/analyze.py token_share out/dense/ckpt.pt     # what of a dense FFN the token explains
     python lab/analyze.py all --quick      # every question, with tiny models: a smoke test
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
@@ -37,6 +38,7 @@ from lab.ladder import ladder
 from lab.runs import runs
 from lab.settings import settings
 from lab.stability import stability
+from lab.token_share import token_share
 
 QUESTIONS = {
     "ladder": ladder,
@@ -53,28 +55,42 @@ QUESTIONS = {
 
 def main() -> None:
     parser = make_parser(__doc__)
-    names = ("runs", *QUESTIONS, "all")
+    names = ("runs", "token_share", *QUESTIONS, "all")
     parser.add_argument("question", nargs="?", choices=names, metavar="QUESTION")
-    about = "for runs: folders of train.py; for edits: checkpoints, or none"
+    about = (
+        "for runs: folders of train.py; for token_share: checkpoints; for edits: likewise, or none"
+    )
     parser.add_argument("paths", nargs="*", type=Path, help=about)
-    about = "for runs: picture of the loss (loss.png)"
-    parser.add_argument("--plot", type=Path, default=Path("loss.png"), help=about)
+    about = "picture of runs (loss.png), of token_share (token_share.png)"
+    parser.add_argument("--plot", type=Path, help=about)
+    about = "for token_share: training tokens to read (1000000)"
+    parser.add_argument("--tokens", type=int, default=10**6, help=about)
+    about = "for token_share: length of windows (the model's context)"
+    parser.add_argument("--block_size", type=int, help=about)
     add_flags(parser, Experiment)
     flags = vars(parser.parse_intermixed_args())  # paths before and after flags
     question = flags.pop("question")
     paths = flags.pop("paths")
-    plot = flags.pop("plot")
+    plot = flags.pop("plot") or Path(f"{'loss' if question == 'runs' else question}.png")
+    tokens = flags.pop("tokens")
+    block_size = flags.pop("block_size")
     if question is None:
         parser.error(f"which question? {', '.join(names)}")
 
     if question == "runs" and paths:
         runs(paths, plot)
-    elif question == "edits" and paths:
+    elif question in ("edits", "token_share") and paths:
         device = pick_device(flags.get("device", Experiment.device))
+        if question == "token_share":
+            data_dir = str(flags.get("data_dir", Experiment.data_dir))
+            token_share(paths, data_dir, tokens, block_size, device, plot)
+            return
         for path in paths:
             measure_checkpoint(path, device)
-    elif question == "runs" or paths:
-        raise UserError("analyze.py: runs takes folders, edits checkpoints, all others no paths")
+    elif question in ("runs", "token_share") or paths:
+        raise UserError(
+            "analyze.py: runs takes folders, token_share and edits checkpoints, all others no paths"
+        )
     else:
         experiment = Experiment(**flags)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -34,7 +34,6 @@ from training.batches import Data, check_tokenizer
 from training.checkpoints import load_model
 
 SEED = 1337  # of random rows and of the order of the text
-VAL_TOKENS = 65_536  # at most so much validation text says how good rows are
 
 
 # --- a text between two layers ---
@@ -99,16 +98,16 @@ def read_text(
     length: int | None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Inputs and targets [N, T] of about `n_token` tokens of training text and, to judge rows by,
-    an eighth as many of validation text, or VAL_TOKENS. UserError: it is of another tokenizer than
+    a thirty-second as many of validation text. UserError: it is of another tokenizer than
     the checkpoint at `path`, or windows of this length (None: the model's) are too long.
     """
     longest = model.config.block_size
     length = length or longest
-    if length > longest:
-        raise UserError(f"--block_size {length}: {path} reads {longest} tokens at most")
+    if not 0 < length <= longest:
+        raise UserError(f"--block_size {length}: {path} reads 1 to {longest} tokens")
     data = Data(data_dir, "text", length, SEED, total=n_token // length + 1)
     check_tokenizer(data.metas[0]["tokenizer"], data_dir, tokenizer.fingerprint(encoding), path)
-    n_val = min(VAL_TOKENS, n_token // 8)
+    n_val = n_token // 32
     wanted = [(data.train, n_token)]
     wanted += [(val, n_val * w) for val, w in zip(data.val.values(), data.weights, strict=True)]
     texts = []

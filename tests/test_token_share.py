@@ -1,0 +1,82 @@
+"""lab/token_share.py, beside rows, shares and losses written out for a layer of a small model."""
+
+import torch
+import torch.nn.functional as F
+from conftest import CPU, command, refused
+
+from lab import token_share
+from training.checkpoints import load_model
+from training.dense_to_stem import Explained, Fit, read_text
+
+
+@torch.no_grad()
+def test_rows_shares_and_losses_are_those_of_the_formulas(trained, data):
+    path = trained["dense"] / "ckpt.pt"
+    model, encoding, _ = load_model(path, CPU)
+    (train, _), (val, targets) = read_text(path, model, encoding, str(data), 600, 16)
+    val[1, 3] = 7
+    assert not (train == 7).any()  # it has no row
+    loss, shares, losses = token_share.measure(model, train, val, targets)
+    torch.testing.assert_close(loss, model(val, targets)[1].item())
+    layer = 1
+    ffn = model.blocks[layer].ffn
+    read = []
+    ffn.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].flatten(0, 1)))
+    model(train)
+    model(val)
+    places = []  # of train and of val: g, u and y of each token [n, ...]
+    for x in read[:2]:
+        g, u = F.silu(ffn.gate(x)), ffn.up(x)
+        places.append((g, u, ffn.down(g * u)))
+    (g, u, y), (g_val, u_val, y_val) = places
+    ids, val_ids = train.flatten(), val.flatten()
+
+    def mean(weight, value):
+        """The weighted mean over the places of each of val's tokens, or over all."""
+        rows = []
+        for token in val_ids:
+            here = ids == token
+            here = here if here.any() else torch.ones_like(here)
+            rows.append((weight * value)[here].sum(0) / weight[here].sum(0))
+        return torch.stack(rows)
+
+    fits = {
+        "up": (g_val * u_val, g_val * mean(g**2, u), ffn.down),
+        "gate": (g_val * u_val, mean(u**2, g) * u_val, ffn.down),
+        "whole": (y_val, mean(torch.ones_like(y), y), torch.clone),
+    }
+    n = (ids == val_ids[:, None]).sum(1)
+    seen = n > 0
+    for part, (p, fit, out) in fits.items():
+        error = ((p - fit) ** 2).sum(1) * n / (n + 1)
+        variance = ((p[seen] - p[seen].mean(0)) ** 2).sum()
+        expected = 1 - error[seen].sum() / variance
+        torch.testing.assert_close(shares[layer][part], expected.item(), rtol=1e-3, atol=1e-3)
+        replaced = out(fit).view(*val.shape, -1)
+        handle = ffn.register_forward_hook(lambda *_, replaced=replaced: replaced)
+        risen = model(val, targets)[1].item() - loss
+        handle.remove()
+        torch.testing.assert_close(losses[layer][part].mean().item(), risen, rtol=1e-3, atol=1e-5)
+
+
+def test_the_share_does_not_depend_on_how_often_a_token_occurred():
+    """Of rows that exist: half of the variance, from 2 places a token or from 50."""
+    torch.manual_seed(0)
+    rows = torch.randn(300, 64)
+    for n in (2, 50):
+        ids = torch.arange(300).repeat(n)
+        fit, explained = Fit(300, 64, CPU), Explained()
+        p = rows[ids] + torch.randn(len(ids), 64)
+        fit.add(ids[None], torch.ones_like(p)[None], p[None])
+        fresh = rows + torch.randn(300, 64)
+        explained.add(fresh, fit.rows(), n / (n + 1))
+        assert abs(explained.share - 0.5) < 0.02
+
+
+def test_it_prints_a_table_and_draws_a_picture(trained, data, tmp_path):
+    ckpts = [trained["dense"] / name for name in ("ckpt.pt", "best.pt")]
+    line = "lab/analyze.py token_share --tokens 500 --block_size 16 --plot share.png"
+    done = command(line, *ckpts, "--data_dir", data, cwd=tmp_path)
+    assert done.stdout.count("| 1 | ") == 2 and "in windows of 16" in done.stdout
+    assert (tmp_path / "share.png").read_bytes().startswith(b"\x89PNG")
+    assert "of --ffn stem" in refused(line, trained["stem"] / "ckpt.pt", "--data_dir", data)
