@@ -62,7 +62,7 @@ def token_share(
             above.plot([share[part] for share in shares], marker=".", label=part)
             below.plot([more[part].mean() for more in losses], marker=".", label=part)
         above.set(title=str(path), ylabel="share that the token explains", ylim=(0, 1))
-        below.set(xlabel="layer", ylabel="rise of the loss, nats", yscale="log")
+        below.set(xlabel="layer", ylabel="rise of the loss, nats", yscale="symlog")
         above.legend()
     save_figure(figure, picture)
     print(f"\nwrote {picture}")

@@ -13,7 +13,7 @@ from training.dense_to_stem import Explained, Fit, read_text
 def test_rows_shares_and_losses_are_those_of_the_formulas(trained, data):
     path = trained["dense"] / "ckpt.pt"
     model, encoding, _ = load_model(path, CPU)
-    (train, _), (val, targets) = read_text(path, model, encoding, str(data), 600, 16)
+    (train, _), (val, targets) = read_text(path, model, encoding, str(data), 1600, 16)
     val[1, 3] = 7
     assert not (train == 7).any()  # it has no row
     loss, shares, losses = token_share.measure(model, train, val, targets)

@@ -35,6 +35,7 @@ from originals import gradients
 import train
 from common import UserError
 from model import Decoder, ModelConfig
+from training.batches import Data
 from training.checkpoints import load_model
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
@@ -338,6 +339,16 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
             assert f"ckpt.pt on {folder}" in line and f"val loss {last['val_loss']:.5g}" in line
             assert f"val loss per byte {last['val_loss_per_byte']:.5g}" in line
         assert contents(out) == before
+
+
+def test_eval_only_reads_shorter_windows(trained, data):
+    out = trained["dense"]
+    model, _, _ = load_model(out / "ckpt.pt", CPU)
+    text = Data(str(data), "text", 8, seed=0, total=0).val[str(data)]
+    _, loss = model(*text.sequences(range(text.n_sequence)))
+    line = f"train.py --eval_only --eval_tokens 100000 --out_dir {out} --data_dir {data}"
+    assert f"val loss {loss.item():.4g}" in command(f"{line} --block_size 8").stdout
+    assert "reads 32 tokens at most" in refused(f"{line} --block_size 33")
 
 
 def test_the_code_of_the_pages_runs(data, tmp_path, monkeypatch, capsys):

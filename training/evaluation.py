@@ -19,6 +19,9 @@ def evaluate(settings: Settings) -> None:
     path = settings.init_from
     device = pick_device(settings.device)
     model, encoding, _ = load_model(path, device, settings.offload, verify=True)
+    block_size, longest = settings.model.block_size, model.config.block_size
+    if block_size > longest:
+        raise UserError(f"--block_size {block_size}: {path} reads {longest} tokens at most")
     boundary = encoding.eot_token if settings.doc_mask else None
     dtype = training_dtype(settings.dtype, device)
     objective = NextToken(model, device, dtype, boundary)
@@ -34,7 +37,7 @@ def evaluate(settings: Settings) -> None:
             raise UserError(
                 f"--data_dir {folder} holds pairs: --eval_only reads text and conversations"
             )
-        data = Data(str(folder), meta["kind"], model.config.block_size, settings.seed, total=0)
+        data = Data(str(folder), meta["kind"], block_size, settings.seed, total=0)
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
         print(f"{path} on {folder}: {format_figures(losses)}")
         ask(model, data)

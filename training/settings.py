@@ -64,7 +64,7 @@ FINE_TUNING = {
 # Flags allowed with --resume, as they change how a run computes, not what, or with --eval_only.
 MACHINE_FLAGS = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile", "deterministic")
-EVAL_FLAGS = (*MACHINE_FLAGS, "eval_only", "init_from", "out_dir", "eval_tokens")
+EVAL_FLAGS = (*MACHINE_FLAGS, "eval_only", "init_from", "out_dir", "eval_tokens", "block_size")
 
 
 def device_flag() -> str:
