@@ -21,13 +21,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from common import UserError
 from lab.pictures import markdown, plt, save_figure
 from model import Decoder
 from training.checkpoints import load_model
-from training.dense_to_stem import Explained, Fit, Stream, read_text, run_attention
+from training.dense_to_stem import Fit, Stream, angles_and_mask, read_text
 from training.placement import training_dtype
 
 PARTS = ("up", "gate", "whole")
@@ -35,12 +34,7 @@ SIZE = 4  # windows of training text in a forward pass
 
 
 def token_share(
-    paths: list[Path],
-    data_dir: str,
-    n_token: int,
-    block_size: int | None,
-    device: torch.device,
-    picture: Path,
+    paths: list[Path], data_dir: str, n_token: int, block_size: int | None, device, picture: Path
 ) -> None:
     """Print a table for each checkpoint, and draw all of them. UserError: one is not dense, or as
     `read_text`."""
@@ -50,102 +44,105 @@ def token_share(
         model, encoding, _ = load_model(path, device)
         if model.config.ffn != "dense":
             raise UserError(f"{path} is of --ffn {model.config.ffn}: token_share asks dense models")
-        train, val = read_text(path, model, encoding, data_dir, n_token, block_size)
+        (train, _), (val, targets) = read_text(path, model, encoding, data_dir, n_token, block_size)
         with torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32"):
-            loss, shares, losses = measure(model, train[0], *val)
+            loss, shares, losses = measure(model, train, val, targets)
         print(
-            f"\n{path}: rows from {train[0].numel():,} tokens, judged on {val[0].numel():,} others "
-            f"in windows of {val[0].shape[1]}, in {dtype}; loss {loss:.3f} (±: 95 % intervals)\n"
+            f"\n{path}: rows from {train.numel():,} tokens, judged on {val.numel():,} others in "
+            f"windows of {val.shape[1]}, in {dtype}; loss {loss:.3f}\n"
+            "share that the token explains, and rise of the loss where rows replace this part of "
+            "this layer (±: 95 % intervals)\n"
         )
-        print(markdown([row(*figures) for figures in enumerate(zip(shares, losses, strict=True))]))
-        for part in PARTS:
-            above.plot([share[part] for share in shares], marker=".", label=part)
-            below.plot([more[part].mean() for more in losses], marker=".", label=part)
+        margins = 1.96 * losses.std(-1) / len(val) ** 0.5
+        rises = losses.mean(-1)  # [n_layer, parts]
+        rows = []
+        for layer, figures in enumerate(zip(shares, rises, margins, strict=True)):
+            row = {"layer": str(layer)}
+            for part, share, rise, margin in zip(PARTS, *figures, strict=True):
+                row[part] = f"{share:.2f}, {rise:+.3f} ± {margin:.3f}"
+            rows.append(row)
+        print(markdown(rows))
+        above.plot(shares, marker=".")
+        below.plot(rises, marker=".")
         above.set(title=str(path), ylabel="share that the token explains", ylim=(0, 1))
         below.set(xlabel="layer", ylabel="rise of the loss, nats", yscale="symlog")
-        above.legend()
+        above.legend(PARTS)
     save_figure(figure, picture)
     print(f"\nwrote {picture}")
-
-
-def row(layer: int, figures: tuple[dict, dict]) -> dict[str, str]:
-    shares, losses = figures
-    cells = {"layer": str(layer)}
-    for part in PARTS:
-        more = losses[part]  # of each window
-        cells[part] = f"{shares[part]:.2f}"
-        cells[f"{part}: loss"] = f"{more.mean():+.3f}"
-        if len(more) > 1:
-            cells[f"{part}: loss"] += f" ± {1.96 * more.std() / len(more) ** 0.5:.3f}"
-    return cells
 
 
 @torch.no_grad()
 def measure(
     model: Decoder, train: Tensor, val: Tensor, targets: Tensor
-) -> tuple[float, list[dict[str, float]], list[dict[str, Tensor]]]:
+) -> tuple[float, Tensor, Tensor]:
     """Rows from windows `train` [N, T], judged on others, val and targets [M, T]: the loss as it
-    is, and for each layer by part the share that rows explain and the rise of the loss of each
-    window [M]."""
-    bar = tqdm(desc="measuring", unit="batch", disable=None)
-    text, other = Stream(model, train, SIZE, bar), Stream(model, val, 1, bar)
-    bar.total = len(model.blocks) * (text.n_batch + other.n_batch)
+    is, the shares that rows explain [n_layer, parts], and the rise of the loss of each window
+    [n_layer, parts, M]."""
+    config = model.config
+    text, other = Stream(model, train, SIZE), Stream(model, val, 1)
     tokens, counts = train.unique(return_counts=True)
     counts = F.pad(counts, (0, 1)).to(model.device)  # a row more, the mean, is that of all others
-    place = torch.full((model.config.vocab_size,), len(tokens))
-    place[tokens] = torch.arange(len(tokens))
-    place = place.to(model.device)
+    place = torch.full((config.vocab_size,), len(tokens), device=model.device)
+    place[tokens.to(model.device)] = torch.arange(len(tokens), device=model.device)
     shares, losses = [], []
     for layer, block in enumerate(model.blocks):
-        fits = {}
-        for ids, z, kept in text.attend(block):
-            for part, (b, p, _) in factors(block.ffn, z).items():
-                if part not in fits:
-                    fits[part] = Fit(len(counts), p.shape[-1], model.device)
-                fits[part].add(place[ids], b, p)
-            kept += p.to(kept.device)  # of the last part, the whole
-        rows = {part: fit.rows() for part, fit in fits.items()}
-        del fits
-        explained = {part: Explained() for part in PARTS}
-        of_windows = {part: [] for part in PARTS}
-        for (ids, z, kept), target in zip(other.attend(block), targets, strict=True):
-            x = kept.to(model.device)
-            at = place[ids]  # [1, T]
-            n = counts[at[0]]
-            for part, (b, p, out) in factors(block.ffn, z).items():
-                fit = b * rows[part][at]
-                explained[part].add(p[0][n > 0], fit[0][n > 0], (n / (n + 1))[n > 0])
-                loss = loss_above(model, layer, x + out(fit), target)
-                of_windows[part].append(loss)
-            kept += p.to(kept.device)
-        shares.append({part: explained[part].share for part in PARTS})
-        losses.append({part: torch.tensor(of_windows[part]) for part in PARTS})
-    bar.close()
-    before = [
-        loss_above(model, len(model.blocks), kept.to(model.device), target)
-        for (_, kept), target in zip(other.batches, targets, strict=True)
-    ]
-    before = torch.tensor(before)
-    losses = [{part: of[part] - before for part in PARTS} for of in losses]
-    return float(before.mean()), shares, losses
+        widths = (config.d_ff, config.d_ff, config.n_embd)
+        fits = [Fit(len(counts), width, model.device) for width in widths]
+        for ids, z, kept in text.attend(layer):
+            for fit, (b, p, _) in zip(fits, factors(block.ffn, z), strict=True):
+                fit.add(place[ids], b, p)
+            kept += p.to("cpu")  # of the last part, the whole
+        rows = [fit.rows() for fit in fits]
+        explained = [Explained() for _ in PARTS]
+        for (ids, z, kept), target in zip(other.attend(layer), targets, strict=True):
+            at = place[ids]
+            n = counts[at]  # [1, T]
+            for number, (b, p, out) in enumerate(factors(block.ffn, z)):
+                fit = b * rows[number][at]
+                explained[number].add(p[n > 0], fit[n > 0], (n / (n + 1))[n > 0])
+                x = kept.to(model.device) + out(fit)
+                losses.append(loss_above(model, layer + 1, x, target))
+            kept += p.to("cpu")
+        shares.append([part.share for part in explained])
+    ends = zip(other.batches, targets, strict=True)
+    loss = torch.tensor(
+        [loss_above(model, config.n_layer, kept, target) for (_, kept), target in ends]
+    )
+    losses = torch.tensor(losses).view(config.n_layer, len(val), len(PARTS)).transpose(1, 2)
+    return loss.mean().item(), torch.tensor(shares), losses - loss
 
 
-def factors(ffn: nn.Module, z: Tensor) -> dict[str, tuple]:
-    """What rows can replace in a dense FFN that reads z [B, T, n_embd], by part: b and p, where
-    b * row replaces p, and what then leads to the residual stream."""
+class Explained:
+    """1 - (squared error of a fit to p) / (variance of p), both summed over channels."""
+
+    def __init__(self) -> None:
+        self.n = self.errors = self.squares = self.sums = 0.0
+
+    def add(self, p: Tensor, fit: Tensor, weight: Tensor | float = 1.0) -> None:
+        """p and its fit [.., T, width], weight [.., T] of the errors."""
+        p = p.double()
+        self.n += p[..., 0].numel()
+        self.errors += ((p - fit).square().sum(-1) * weight).sum()
+        self.squares += p.square().sum()
+        self.sums += p.flatten(0, -2).sum(0)
+
+    @property
+    def share(self) -> float:
+        return float(1 - self.errors / (self.squares - self.sums.square().sum() / self.n))
+
+
+def factors(ffn: nn.Module, z: Tensor) -> tuple:
+    """What rows can replace in a dense FFN that reads z [B, T, n_embd], for each of PARTS: b and p,
+    where b * row replaces p, and what then leads to the residual stream."""
     g = F.silu(ffn.gate(z))  # [B, T, d_ff]
     u = ffn.up(z)
     y = ffn.down(g * u)  # [B, T, n_embd]
-    return {
-        "up": (g, g * u, ffn.down),
-        "gate": (u, g * u, ffn.down),
-        "whole": (torch.ones_like(y), y, nn.Identity()),
-    }
+    return (g, g * u, ffn.down), (u, g * u, ffn.down), (torch.ones_like(y), y, nn.Identity())
 
 
 def loss_above(model: Decoder, layer: int, x: Tensor, targets: Tensor) -> float:
-    """The loss in nats of a window whose stream above a layer is x [1, T, n_embd]."""
-    for block in model.blocks[layer + 1 :]:
-        x = run_attention(model, block, x)
-        x = x + block.ffn(block.ffn_norm(x), None)
-    return model.loss(model.norm(x)[0], targets.to(model.device)).item()
+    """The loss in nats of a window whose stream x [1, T, n_embd] goes into a layer."""
+    x = x.to(model.device)
+    for block in model.blocks[layer:]:
+        x = block(x, None, *angles_and_mask(block, x))
+    return model.loss(model.norm(x)[0], targets.to(x.device)).item()

@@ -6,7 +6,7 @@ from conftest import CPU, command, refused
 
 from lab import token_share
 from training.checkpoints import load_model
-from training.dense_to_stem import Explained, Fit, read_text
+from training.dense_to_stem import Fit, read_text
 
 
 @torch.no_grad()
@@ -47,16 +47,16 @@ def test_rows_shares_and_losses_are_those_of_the_formulas(trained, data):
     }
     n = (ids == val_ids[:, None]).sum(1)
     seen = n > 0
-    for part, (p, fit, out) in fits.items():
+    for number, (p, fit, out) in enumerate(fits.values()):
         error = ((p - fit) ** 2).sum(1) * n / (n + 1)
         variance = ((p[seen] - p[seen].mean(0)) ** 2).sum()
         expected = 1 - error[seen].sum() / variance
-        torch.testing.assert_close(shares[layer][part], expected.item(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(shares[layer, number], expected.float(), rtol=1e-3, atol=1e-3)
         replaced = out(fit).view(*val.shape, -1)
         handle = ffn.register_forward_hook(lambda *_, replaced=replaced: replaced)
         risen = model(val, targets)[1].item() - loss
         handle.remove()
-        torch.testing.assert_close(losses[layer][part].mean().item(), risen, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(losses[layer, number].mean().item(), risen, rtol=1e-3, atol=1e-5)
 
 
 def test_the_share_does_not_depend_on_how_often_a_token_occurred():
@@ -65,7 +65,7 @@ def test_the_share_does_not_depend_on_how_often_a_token_occurred():
     rows = torch.randn(300, 64)
     for n in (2, 50):
         ids = torch.arange(300).repeat(n)
-        fit, explained = Fit(300, 64, CPU), Explained()
+        fit, explained = Fit(300, 64, CPU), token_share.Explained()
         p = rows[ids] + torch.randn(len(ids), 64)
         fit.add(ids[None], torch.ones_like(p)[None], p[None])
         fresh = rows + torch.randn(300, 64)

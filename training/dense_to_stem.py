@@ -40,53 +40,41 @@ SEED = 1337  # of random rows and of the order of the text
 
 
 class Stream:
-    """The residual stream of a text: what comes out of a layer and goes into the next one, in
-    float32, 4 * n_embd bytes a token."""
+    """The residual stream of a text, windows [N, T]: what comes out of a layer and goes into the
+    next one, in float32, 4 * n_embd bytes a token, in a file without a name, which is gone when the
+    process ends, however it does. UserError: there is no room for it."""
 
-    def __init__(self, model: Decoder, ids: Tensor, size: int, bar: tqdm) -> None:
-        """ids: windows [N, T], of which `size` go through a layer at a time. UserError: there is no
-        room for the file."""
+    def __init__(self, model: Decoder, ids: Tensor, size: int) -> None:
+        """size: windows that go through a layer at a time."""
         self.model = model
-        self.bar = bar
-        self.n_batch = -(-len(ids) // size)
-        kept = mapped((*ids.shape, model.config.n_embd))
+        shape = (*ids.shape, model.config.n_embd)
+        n_byte = 4 * math.prod(shape)
+        with (
+            writing(f"{n_byte:,} bytes to {tempfile.gettempdir()} (TMPDIR names another folder)"),
+            tempfile.TemporaryFile() as file,
+        ):
+            file.truncate(n_byte)
+            if hasattr(os, "posix_fallocate"):  # a disk that fills up later would kill the process
+                os.posix_fallocate(file.fileno(), 0, n_byte)
+            kept = torch.from_numpy(np.memmap(file, np.float32, "r+", shape=shape))
         self.batches = list(zip(ids.split(size), kept.split(size), strict=True))
         for batch, x in self.batches:
             x.copy_(model.embed(batch))
 
-    def attend(self, block: Block) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Add the attention of a layer without rows. Yields for each batch its ids [B, T], what the
-        FFN reads [B, T, n_embd], and the stream, to which the caller adds what the FFN gives."""
-        for ids, kept in self.batches:
-            x = kept.to(self.model.device)
-            x = run_attention(self.model, block, x)
-            kept.copy_(x)
-            self.bar.update()
-            yield send(ids, x.device), block.ffn_norm(x), kept
-
-    def feed(self, block: Block, table: Tensor) -> None:
-        """Add what a STEM layer's FFN gives with the rows of a table [V, d_ff], after `attend`."""
-        for ids, kept in self.batches:
-            z = block.ffn_norm(kept.to(self.model.device))
-            kept += block.ffn(z, F.embedding(send(ids, z.device), table)).to(kept.device)
+    def attend(self, layer: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Add a layer's attention, which reads no rows. Yields for each batch its ids [B, T], what
+        the FFN reads [B, T, n_embd], and the stream, to which the caller adds the FFN's output."""
+        block, device = self.model.blocks[layer], self.model.device
+        about = f"layer {layer} of {len(self.model.blocks)}"
+        for ids, kept in tqdm(self.batches, about, leave=False, disable=None):
+            x = kept.to(device)
+            kept += block.attn(block.attn_norm(x), None, *angles_and_mask(block, x)).to("cpu")
+            yield send(ids, device), block.ffn_norm(kept.to(device)), kept
 
 
-def run_attention(model: Decoder, block: Block, x: Tensor) -> Tensor:
-    """x [B, T, n_embd] with the attention of a block added."""
-    angles = rotary(x.shape[1], model.config, x.device)
-    return x + block.attn(block.attn_norm(x), None, angles, block.attn.make_mask(x, 0, None))
-
-
-def mapped(shape: tuple[int, ...]) -> Tensor:
-    """A float32 tensor in a file without a name, which is gone when the process ends, however it
-    does. UserError: there is no room for it."""
-    n_byte = 4 * math.prod(shape)
-    place = f"{n_byte:,} bytes to {tempfile.gettempdir()} (TMPDIR names another folder)"
-    with writing(place), tempfile.TemporaryFile() as file:
-        file.truncate(n_byte)
-        if hasattr(os, "posix_fallocate"):  # a disk that fills up later would kill the process
-            os.posix_fallocate(file.fileno(), 0, n_byte)
-        return torch.from_numpy(np.memmap(file, np.float32, "r+", shape=shape))
+def angles_and_mask(block: Block, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the attention of a block needs to know about windows x [B, T, n_embd]."""
+    return rotary(x.shape[1], block.attn.config, x.device), block.attn.make_mask(x, 0, None)
 
 
 def read_text(
@@ -94,29 +82,25 @@ def read_text(
     model: Decoder,
     encoding: tiktoken.Encoding,
     data_dir: str,
-    n_token: int,
+    n: int,
     length: int | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets [N, T] of about `n_token` tokens of training text and, to judge rows by,
-    a thirty-second as many of validation text. UserError: it is of another tokenizer than
-    the checkpoint at `path`, or windows of this length (None: the model's) are too long.
-    """
+    """Inputs and targets [N, T] of about n tokens of training text and, to judge rows by, a 32nd
+    as many of validation text, of a mixture of its first part. UserError: it is of another
+    tokenizer than the checkpoint at `path`, or windows of this length (None: the model's) are too
+    long."""
     longest = model.config.block_size
     length = length or longest
     if not 0 < length <= longest:
         raise UserError(f"--block_size {length}: {path} reads 1 to {longest} tokens")
-    data = Data(data_dir, "text", length, SEED, total=n_token // length + 1)
+    data = Data(data_dir, "text", length, SEED, total=n // length + 1)
     check_tokenizer(data.metas[0]["tokenizer"], data_dir, tokenizer.fingerprint(encoding), path)
-    n_val = n_token // 32
-    wanted = [(data.train, n_token)]
-    wanted += [(val, n_val * w) for val, w in zip(data.val.values(), data.weights, strict=True)]
     texts = []
-    for source, n in wanted:
-        n_window = min(source.n_sequence, max(1, int(n) // length))
+    for source, part in ((data.train, n), (next(iter(data.val.values())), n // 32)):
+        n_window = min(source.n_sequence, max(1, part // length))
         # Spread over all of it.
-        texts.append(source.sequences([i * source.n_sequence // n_window for i in range(n_window)]))
-    train, *val = texts
-    return [train, tuple(map(torch.cat, zip(*val, strict=True)))]
+        texts.append(source.sequences(np.arange(n_window) * source.n_sequence // n_window))
+    return texts
 
 
 # --- rows ---
@@ -132,8 +116,8 @@ class Fit:
 
     def add(self, ids: Tensor, b: Tensor, p: Tensor) -> None:
         """ids [B, T], b and p [B, T, width]."""
-        self.bp.index_add_(0, ids.flatten(), (b * p).float().flatten(0, 1))
-        self.bb.index_add_(0, ids.flatten(), (b * b).float().flatten(0, 1))
+        for sums, values in ((self.bp, b * p), (self.bb, b * b)):
+            sums.index_add_(0, ids.flatten(), values.float().flatten(0, 1))
 
     def rows(self) -> Tensor:
         """[n_row, width]; of tokens that do not occur, for which the fit says nothing, the mean
@@ -142,64 +126,27 @@ class Fit:
         return torch.where(self.bb > 0, self.bp / self.bb, mean)
 
 
-class Explained:
-    """1 - (squared error of a fit to p) / (variance of p), both summed over channels."""
-
-    def __init__(self) -> None:
-        self.n = self.error = self.squares = self.sums = 0.0
-
-    def add(self, p: Tensor, fit: Tensor, weight: Tensor | float = 1.0) -> None:
-        """p and its fit [n, width], weight [n] of the errors."""
-        self.n += len(p)
-        self.error += float(((p - fit).float().square().sum(1) * weight).sum())
-        self.squares += float(p.float().square().sum())
-        self.sums += p.double().sum(0)
-
-    @property
-    def share(self) -> float:
-        return 1 - self.error / (self.squares - float(self.sums.square().sum()) / self.n)
-
-
-def fill_tables(
-    model: Decoder, up: dict[int, nn.Parameter], texts: list[Tensor], size: int
-) -> None:
+def fill_tables(model: Decoder, up: dict[int, nn.Parameter], ids: Tensor, size: int) -> None:
     """Fill the tables of a STEM model in place of up-projections [d_ff, n_embd] by layer, the
-    lowest first, and print how much of the variance of `g * u` the rows of each layer explain.
-
-    Args:
-        texts: windows [N, T] to fill rows from, and others to judge them.
-        size: windows in a forward pass.
-    """
-    config = model.config
-    table = 0
-    last = max(up)  # the layers above need not run
-    with tqdm(desc="converting", unit="batch", disable=None) as bar:
-        train, val = (Stream(model, ids, size, bar) for ids in texts)
-        bar.total = (last + 1) * (train.n_batch + val.n_batch)
-        for layer, block in enumerate(model.blocks[: last + 1]):
-            ffn = block.ffn
-            if layer not in up:
-                for text in (train, val):
-                    for _, z, kept in text.attend(block):
-                        kept += ffn(z, None).to(kept.device)
-                continue
-            w_u = up[layer].to(model.device, torch.float32)
-            fit = Fit(config.vocab_size, config.d_ff, model.device)
-            for ids, z, _ in train.attend(block):
-                g = F.silu(ffn.gate(z))  # [B, T, d_ff]
-                fit.add(ids, g, g * F.linear(z, w_u))
-            rows = fit.rows()
-            explained = Explained()
-            for ids, z, _ in val.attend(block):
-                g = F.silu(ffn.gate(z))
-                p = g * F.linear(z, w_u)
-                explained.add(p.flatten(0, 1), (g * F.embedding(ids, rows)).flatten(0, 1))
-            bar.write(f"layer {layer}: the token explains {explained.share:.1%} of the variance")
-            model.tables.weight[table].copy_(rows)
-            table += 1
-            if layer < last:
-                for text in (train, val):
-                    text.feed(block, rows)
+    lowest first, from windows ids [N, T], `size` in a forward pass."""
+    stream = Stream(model, ids, size)
+    tables = iter(model.tables.weight)
+    for layer in range(max(up) + 1):  # the layers above need not run
+        block = model.blocks[layer]
+        if layer not in up:
+            for _, z, kept in stream.attend(layer):
+                kept += block.ffn(z, None).to("cpu")
+            continue
+        table = next(tables)
+        w_u = up[layer].to(model.device, torch.float32)
+        fit = Fit(*table.shape, model.device)
+        for part, z, _ in stream.attend(layer):
+            g = F.silu(block.ffn.gate(z))  # [B, T, d_ff]
+            fit.add(part, g, g * F.linear(z, w_u))
+        table.copy_(fit.rows())
+        for part, kept in stream.batches:
+            z = block.ffn_norm(kept.to(model.device))
+            kept += block.ffn(z, table[part.to(model.device)]).to("cpu")
 
 
 @torch.no_grad()
@@ -237,6 +184,6 @@ def dense_to_stem(
             up[layer] = weights.pop(f"blocks.{layer}.ffn.up.weight")
     model.load_state_dict(weights)
     if n_token:
-        texts = read_text(path, model, encoding, data_dir, n_token, block_size)
-        fill_tables(model.to(device).eval(), up, [ids for ids, _ in texts], batch_size)
+        (ids, _), _ = read_text(path, model, encoding, data_dir, n_token, block_size)
+        fill_tables(model.to(device).eval(), up, ids, batch_size)
     return model, encoding, checkpoint["args"]
