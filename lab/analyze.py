@@ -16,8 +16,9 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python lab/analyze.py all --quick      # every question, with tiny models: a smoke test
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
-questions: run the command again to go on where it stopped. After a change of the code, --fresh
-trains anew. One analysis at a time works in a folder.
+questions: run the command again to go on where it stopped. A kind whose file in relatives/ changed is
+trained anew; after any other change of the code, --fresh trains all anew.
+One analysis at a time works in a folder.
 """
 
 import signal

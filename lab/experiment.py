@@ -1,10 +1,11 @@
 """What all questions share: runs are trained once, figures measured once, and both kept. A question
 is a function of an `Experiment`, which prints tables and may draw <out_dir>/<question>.png.
 
-A run is found again by its settings and its data, a figure by its run. After a change of the code,
---fresh begins anew.
+A run is found again by its settings, its data and its kind's files in relatives/, a figure by its
+run. After any other change of the code, --fresh begins anew.
 """
 
+import ast
 import hashlib
 import json
 import math
@@ -22,10 +23,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import model
 import prepare
 from common import UserError, atomic, check_ranges, flag, pick_device
 from lab.pictures import markdown, plt, save_figure
-from model import relatives
 from text.countries import write_corpus
 from text.dataset import read_meta
 from text.download import MOBY_DICK
@@ -47,7 +48,7 @@ KINDS = {
     "Embformer": {"ffn": "embformer"},
 }
 MAIN = tuple(KINDS)
-for name in relatives("Decoder"):
+for name in model.relatives("Decoder"):
     KINDS[name] = {"ffn": name}
 # Steps on the countries: more than the default run takes, as kinds learn facts at different times.
 COUNTRIES_STEPS = 1000
@@ -55,6 +56,28 @@ RATES = (0.5, 1, 2)  # learning rates, over the default, and further ones while 
 # With --quick all runs are tiny, and last two steps.
 QUICK_SHAPE = {"n_layer": 3, "n_head": 2, "n_embd": 16}
 QUICK_RUN = {"batch_size": 2, "max_iters": 2, "eval_interval": 2, "eval_tokens": 512}
+
+
+def sources(*names: str) -> dict[str, str]:
+    """The digest of each file of relatives/ that kinds of these names are made of: their own, if
+    they have one, and what it imports from there."""
+    found: dict[str, str] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        path = model.RELATIVES / f"{name}.py"
+        if name in found or not path.exists():
+            continue
+        code = path.read_bytes()
+        found[name] = hashlib.sha256(code).hexdigest()
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Import):
+                waiting += [alias.name.removeprefix("relatives.") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module in (None, "relatives"):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                waiting.append(node.module.removeprefix("relatives."))
+    return found
 
 
 def pick(*names: str) -> dict[str, Flags]:
@@ -122,6 +145,8 @@ class Experiment:
         settings = resolve_settings(**every).flat()
         for name in set(RESUMABLE_FLAGS) - {"dtype"}:
             settings.pop(name)  # changes no result
+        kinds = [kind.partition(":")[0] for kind in settings["attention"].split(",")]
+        settings["relatives"] = sources(settings["ffn"], *kinds)
         distinct = json.dumps([settings, read_meta(data_dir)], sort_keys=True)
         digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
         shown = [str(flags[name]) for name in flags if name not in ("data_dir", "init_from")]

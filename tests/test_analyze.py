@@ -5,10 +5,12 @@ import os
 import shutil
 import signal
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, change_json, command, losses, refused, start_process
+from conftest import ROOT, add_relative, change_json, command, losses, refused, start_process
 
 from common import UserError, locked
 from lab import analyze
@@ -133,6 +135,43 @@ def test_other_settings_or_data_are_another_folder(experiment, data, tmp_path):
     assert folder(data_dir=str(copy)) != same
     for given, steps in (({}, 1000), ({"max_iters": 9}, 9)):
         assert experiment.all_flags({"data_dir": copy, **given})["max_iters"] == steps
+
+
+def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
+    experiment, tmp_path, monkeypatch
+):
+    """Also one that it imports, by whatever statement."""
+    source = "import model\n\n\nclass Decoder(model.Decoder):\n    pass\n"
+    attention = "import model\n\n\nclass Attention(model.Attention):\n    pass\n"
+    add_relative(monkeypatch, tmp_path, "inner", source)
+    paths = {"inner": tmp_path / "inner.py"}
+    for name, statement in (
+        ("first", "from relatives import inner"),
+        ("second", "from relatives.first import model"),
+        ("third", "import relatives.inner"),
+        ("other", "import math"),
+    ):
+        paths[name] = tmp_path / f"{name}.py"
+        paths[name].write_text(f"{statement}\n{source}")
+        sys.modules.pop(f"relatives.{name}", None)
+    (tmp_path / "near.py").write_text(attention)
+
+    def folders() -> dict[str, Path]:
+        kinds = {name: {"ffn": name} for name in ("dense", *paths)}
+        kinds["near"] = {"ffn": "dense", "attention": "full,near:3"}
+        return {name: experiment.folder({"seed": 1, **flags}) for name, flags in kinds.items()}
+
+    def changed(name: str) -> set[str]:
+        before = folders()
+        assert before == folders()
+        with open(tmp_path / f"{name}.py", "a") as file:
+            file.write("# changed\n")
+        after = folders()
+        return {kind for kind in before if before[kind] != after[kind]}
+
+    assert changed("inner") == {"inner", "first", "second", "third"}
+    assert changed("second") == {"second"}
+    assert changed("near") == {"near"}
 
 
 def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experiment):
