@@ -3,6 +3,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
 
     python lab/analyze.py runs out/dense-* out/stem-* --plot loss.png   # compares; seeds averaged
     python lab/analyze.py ladder           # all kinds of layers, with controls, five seeds
+    python lab/analyze.py ladder scaled    # relatives/scaled.py beside dense and STEM alone
     python lab/analyze.py settings         # which initialization and learning rate suit a kind
     python lab/analyze.py stability        # loss spikes and gradients at rising learning rates
     python lab/analyze.py context          # parameters read by length, a needle in a haystack
@@ -16,9 +17,9 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python lab/analyze.py all --quick      # every question, with tiny models: a smoke test
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
-questions: run the command again to go on where it stopped. A kind whose file in relatives/ changed is
-trained anew; after any other change of the code, --fresh trains all anew.
-One analysis at a time works in a folder.
+questions: run the command again to go on where it stopped. A kind whose file in relatives/ has
+changed is trained anew; after any other change of the code, --fresh trains all anew. One analysis
+at a time works in a folder.
 """
 
 import signal
@@ -36,6 +37,7 @@ from lab.edits import edits, measure_checkpoint
 from lab.experiment import Experiment
 from lab.geometry import geometry
 from lab.ladder import ladder
+from lab.pictures import MEANING
 from lab.runs import runs
 from lab.settings import settings
 from lab.stability import stability
@@ -59,9 +61,10 @@ def main() -> None:
     names = ("runs", "token_share", *QUESTIONS, "all")
     parser.add_argument("question", nargs="?", choices=names, metavar="QUESTION")
     about = (
-        "for runs: folders of train.py; for token_share: checkpoints; for edits: likewise, or none"
+        "for runs: folders of train.py; for token_share: checkpoints; for edits: likewise, or none; "
+        "for ladder: kinds"
     )
-    parser.add_argument("paths", nargs="*", type=Path, help=about)
+    parser.add_argument("given", nargs="*", metavar="GIVEN", help=about)
     about = "picture of runs (loss.png), of token_share (token_share.png)"
     parser.add_argument("--plot", type=Path, help=about)
     about = "for token_share: training tokens to read (1000000)"
@@ -69,9 +72,10 @@ def main() -> None:
     about = "for token_share: length of windows (the model's context)"
     parser.add_argument("--block_size", type=int, help=about)
     add_flags(parser, Experiment)
-    flags = vars(parser.parse_intermixed_args())  # paths before and after flags
+    flags = vars(parser.parse_intermixed_args())  # those given stand before and after flags
     question = flags.pop("question")
-    paths = flags.pop("paths")
+    given = flags.pop("given")
+    paths = [Path(path) for path in given]
     plot = flags.pop("plot") or Path(f"{'loss' if question == 'runs' else question}.png")
     tokens = flags.pop("tokens")
     block_size = flags.pop("block_size")
@@ -88,9 +92,9 @@ def main() -> None:
             return
         for path in paths:
             measure_checkpoint(path, device)
-    elif question in ("runs", "token_share") or paths:
+    elif question in ("runs", "token_share") or (given and question != "ladder"):
         raise UserError(
-            "analyze.py: runs takes folders, token_share and edits checkpoints, all others no paths"
+            "analyze.py: runs takes folders, token_share and edits checkpoints, ladder kinds of --ffn"
         )
     else:
         experiment = Experiment(**flags)
@@ -100,7 +104,8 @@ def main() -> None:
                 experiment.clear()
             for name in QUESTIONS if question == "all" else [question]:
                 print(f"\n## {name}\n")
-                QUESTIONS[name](experiment)
+                QUESTIONS[name](experiment, *given)
+                print(f"\n{MEANING}")
 
 
 if __name__ == "__main__":

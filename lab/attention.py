@@ -10,7 +10,7 @@ import torch
 from lab.context import KEYS, SHORT, VALUES, write_documents
 from lab.edits import row_with_edits
 from lab.experiment import Experiment
-from lab.pictures import markdown, spread
+from lab.pictures import interval, markdown
 from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.questions import mean, score_answers
@@ -78,6 +78,6 @@ def attention(experiment: Experiment) -> None:
             if part == "pairs":
                 count = 4 if experiment.quick else 400
                 shares = experiment.measure(part, values_found, folders, count, experiment.on)
-                row["pairs found"] = spread(".1%", shares)
+                row["pairs found"] = interval(".1%", shares)
             rows.append(row)
         print(f"{part}:\n\n{markdown(rows)}\n")

@@ -19,7 +19,7 @@ import torch
 
 from lab.costs import SMALL, Costs
 from lab.experiment import MAIN, Experiment, Kinds, best_learning_rates, pick
-from lab.pictures import markdown, spread
+from lab.pictures import interval, markdown
 from model import ModelConfig
 from text import bpe
 from text.dataset import open_tokens, read_meta, read_tokenizer
@@ -221,8 +221,8 @@ def needles(experiment: Experiment) -> None:
             found = np.array([run[number] for run in runs])  # [runs, count]
             by_depth = found.reshape(len(runs), DEPTHS, -1).mean(-1)
             row = {"layers": name, "tokens": f"{length:,}"}
-            row["needles found"] = spread(".1%", found.mean(1))
-            row["at the worst depth"] = spread(".1%", by_depth.min(1))
+            row["needles found"] = interval(".1%", found.mean(1))
+            row["at the worst depth"] = interval(".1%", by_depth.min(1))
             rows.append(row)
     print(f"\nNeedles found (by chance {1 / len(VALUES):.1%}):\n")
     print(markdown(rows))

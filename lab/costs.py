@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lab.experiment import MAIN, Experiment, best_learning_rates, pick
-from lab.pictures import markdown, spread
+from lab.pictures import interval, markdown
 from lab.runs import last_start
 from model import Decoder, ModelConfig
 from text.dataset import open_tokens, read_meta
@@ -100,11 +100,11 @@ def returns(experiment: Experiment) -> str:
             dense_flops = flops
         row = {"trained": name, "FLOPs of dense": f"{flops / dense_flops:.3f}"}
         for measure, values in accuracies.items():
-            row[measure] = spread(".3f", values)
+            row[measure] = interval(".3f", values)
             row[f"return by {measure}"] = ""
             if dense[measure].any():  # not of text without questions, nor of a model without facts
                 over_dense = values / dense[measure].mean()
-                row[f"return by {measure}"] = spread(".2f", over_dense * dense_flops / flops)
+                row[f"return by {measure}"] = interval(".2f", over_dense * dense_flops / flops)
         rows.append(row)
     return markdown(rows)
 

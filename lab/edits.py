@@ -24,7 +24,7 @@ from tqdm import tqdm
 from common import UserError
 from edit import check_editable, edited_ids, spellings
 from lab.experiment import Experiment, Kinds, pick
-from lab.pictures import markdown, spread
+from lab.pictures import interval, markdown
 from lab.runs import last_start, row
 from model import Decoder
 from stem import ALIGNMENTS, substitute
@@ -220,7 +220,7 @@ def measure_edits(experiment: Experiment, folders: list[Path]) -> list[dict]:
 
 def success_of_edits(experiment: Experiment, folders: list[Path]) -> str:
     """The share of edits that succeed in runs, for names of one token."""
-    return spread(".1%", [report["success"] for report in measure_edits(experiment, folders)])
+    return interval(".1%", [report["success"] for report in measure_edits(experiment, folders)])
 
 
 def table_with_edits(experiment: Experiment, kinds: Kinds) -> str:
@@ -245,7 +245,7 @@ def table(reports: list[list[dict]]) -> str:
         row = parts[0].copy()
         for title, value in row.items():
             if not isinstance(value, str):
-                row[title] = spread(".1%", [part[title] for part in parts])
+                row[title] = interval(".1%", [part[title] for part in parts])
         rows.append(row)
     return markdown(rows)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lab.experiment import KINDS, Experiment
-from lab.pictures import markdown, spread
+from lab.pictures import interval, markdown
 from model import Decoder
 from text.dataset import open_tokens, read_meta
 from training.checkpoints import load_model
@@ -36,8 +36,8 @@ def geometry(experiment: Experiment) -> None:
         runs = experiment.measure("geometry", measure_run, folders, text, experiment.on)
         for layer in runs[0]:
             means, percentiles = zip(*(run[layer] for run in runs), strict=True)
-            row = {"cosines of": title, "layer": layer, "mean size": spread(".3f", means)}
-            rows.append({**row, "95 % are below": spread(".3f", percentiles)})
+            row = {"cosines of": title, "layer": layer, "mean size": interval(".3f", means)}
+            rows.append({**row, "95 % are below": interval(".3f", percentiles)})
     print(markdown(rows))
 
 

@@ -2,8 +2,8 @@
 controls that such claims need. Five seeds, intervals of 95 %, each kind at its best learning rate,
 which a sixth seed has found."""
 
-import math
 import statistics
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,17 +11,15 @@ import torch
 from common import UserError
 from lab.edits import measure_edits
 from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, pick
-from lab.pictures import markdown, plt
+from lab.pictures import interval, markdown, off, plt
 from lab.runs import last_start
-from model import Decoder, ModelConfig
+from model import Decoder, ModelConfig, relatives
 from text.dataset import read_meta
 from training.records import read_run
 from training.report import model_sizes
 
 SEEDS = [1337, 1, 2, 3, 4]
 SEARCHED = 5  # the seed that finds learning rates
-# Student's t for intervals of 95 %, by how many seeds there are.
-T95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 BYTES = 4  # of a number in float32
 
 # Variants, by the kind whose learning rate they take, as the search for each would take an hour.
@@ -41,7 +39,8 @@ VARIANTS = {
         "engram, half, in the FFN": {**ENGRAM, "engram_place": "ffn"},
     },
 }
-CONTROLS = ("dense", "engram, one row", "engram, random rows")
+HOLLOW = ("dense", "engram, one row", "engram, random rows")  # controls, in the picture
+CONTROLS = pick("dense", "STEM, third", "STEM, all")  # of one's own kinds
 
 
 class Direction(NamedTuple):
@@ -90,25 +89,37 @@ class Step(NamedTuple):
     edits: list[float]
 
 
-def ladder(experiment: Experiment) -> None:
+def ladder(experiment: Experiment, *own: str) -> None:
+    """All kinds or, given kinds of relatives/, these beside dense and STEM."""
+    known = relatives("Decoder")
+    for name in own:
+        if name not in known:
+            raise UserError(f"ladder {name}: relatives/ has {', '.join(known)}")
+    seeds = SEEDS if experiment.seeds is None else experiment.numbers
     if experiment.quick:
-        wanted, seeds = pick("dense", "STEM, third"), [1, 2]
+        seeds = [1, 2]
+    if len(seeds) < 2:
+        raise UserError(f"--seeds {experiment.seeds}: an interval needs 2 seeds or more")
+    variants = {}
+    directions = DIRECTIONS
+    if own:
+        wanted = {**CONTROLS, **{name: {"ffn": name} for name in own}}
+        directions = [Direction(name, other, "") for name in own for other in CONTROLS]
+    elif experiment.quick:
+        wanted = pick("dense", "STEM, third")
     else:
-        all_kinds = {**KINDS, **dense_of_equal_costs(experiment)}
-        variants = {name for group in VARIANTS.values() for name in group}
-        wanted = {name: all_kinds[name] for name in all_kinds if name not in variants}
-        seeds = SEEDS if experiment.seeds is None else experiment.numbers
-        if len(seeds) not in T95:
-            raise UserError(f"--seeds {experiment.seeds}: an interval needs 2 to 8 seeds")
+        variants = VARIANTS
+        derived = {name for group in VARIANTS.values() for name in group}
+        wanted = {**KINDS, **dense_of_equal_costs(experiment)}
+        wanted = {name: flags for name, flags in wanted.items() if name not in derived}
     kinds = best_learning_rates(experiment, wanted, SEARCHED)
-    if not experiment.quick:
-        for name, group in VARIANTS.items():
-            rate = kinds[name]["learning_rate"]
-            for variant, flags in group.items():
-                kinds[variant] = {**flags, "learning_rate": rate}
+    for name, group in variants.items():
+        rate = kinds[name]["learning_rate"]
+        for variant, flags in group.items():
+            kinds[variant] = {**flags, "learning_rate": rate}
     steps = measure(experiment, kinds, seeds)
     print(markdown([row(name, step) for name, step in steps.items()]) + "\n")
-    print(markdown(list(verdicts(steps))))
+    print(markdown(list(verdicts(steps, directions))))
     draw(experiment, steps)
 
 
@@ -149,18 +160,6 @@ def measure(experiment: Experiment, kinds: dict[str, Flags], seeds: list[int]) -
     return steps
 
 
-def interval(form: str, figures: list[float]) -> str:
-    """The mean and what it may be off, with 95 % confidence; nothing of nothing."""
-    if not figures:
-        return ""
-    return f"{format(statistics.fmean(figures), form)} ± {format(off(figures), form)}"
-
-
-def off(figures: list[float]) -> float:
-    n = len(figures)
-    return T95[n] * statistics.stdev(figures) / math.sqrt(n)
-
-
 def row(name: str, step: Step) -> dict[str, str]:
     sizes = step.sizes
     return {
@@ -176,9 +175,11 @@ def row(name: str, step: Step) -> dict[str, str]:
     }
 
 
-def verdicts(steps: dict[str, Step]):
+def verdicts(
+    steps: dict[str, Step], directions: Iterable[Direction] = DIRECTIONS
+) -> Iterator[dict[str, str]]:
     """A row for each direction: losses of the same seeds are compared in pairs."""
-    for better, worse, source in DIRECTIONS:
+    for better, worse, source in directions:
         if better not in steps or worse not in steps:
             continue
         pairs = zip(steps[better].losses, steps[worse].losses, strict=True)
@@ -186,12 +187,13 @@ def verdicts(steps: dict[str, Step]):
         gain, error = statistics.fmean(gains), off(gains)
         verdict = "undecided"
         if abs(gain) > error:
-            verdict = "reproduced" if gain > 0 else "the opposite"
+            holds = "reproduced" if source else "yes"
+            verdict = holds if gain > 0 else "the opposite"
         yield {
             "lower loss": better,
             "than": worse,
             "published": source,
-            "ours, nats": interval("+.3f", gains).replace("± +", "± "),
+            "ours, nats": interval("+.3f", gains),
             "verdict": verdict,
         }
 
@@ -210,10 +212,10 @@ def draw(experiment: Experiment, steps: dict[str, Step]) -> None:
         same = beside[size]
         x = BYTES * size / 1024 + 0.09 * (same.index(name) - (len(same) - 1) / 2)
         color = colors(number / len(names))
-        fill = "none" if name.startswith(CONTROLS) else color
+        fill = "none" if name.startswith(HOLLOW) else color
         options = {"fmt": "os^Dv"[number % 5], "color": color, "markerfacecolor": fill}
         axes.errorbar(x, statistics.fmean(losses), off(losses), capsize=2, label=name, **options)
     axes.set_xlabel("KiB of rows that a token reads (equal ones side by side)")
-    axes.set_ylabel("validation loss (nats per token)")
+    axes.set_ylabel("validation loss (nats per token), 95 % intervals")
     figure.legend(loc="outside right upper", fontsize=8)
     experiment.picture("ladder", figure)

@@ -2,18 +2,23 @@
 picture of their validation losses."""
 
 import json
+import statistics
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
 from common import UserError
 from lab.experiment import Run
-from lab.pictures import markdown, plt, save_figure, spread
+from lab.pictures import MEANING, interval, markdown, off, plt, save_figure
 from lab.stability import spike_rate
+from model import ModelConfig
 from training.records import read_run
+from training.settings import Settings
 
 # Settings that may differ among the runs of a row.
 NOT_COMPARED = ("seed", "out_dir", "resume", "overwrite")
+SHARED = {setting.name for kind in (Settings, ModelConfig) for setting in fields(kind)}
 
 
 def last_start(run: Run) -> dict:
@@ -33,7 +38,7 @@ def runs(folders: list[Path], out: Path) -> None:
     if len(texts) > 1:
         print("\nnote: not all have the same text and tokenizer, so losses are of different tokens")
     draw(groups, out)
-    print(f"\nwrote {out}")
+    print(f"\n{MEANING}, as is the band in the picture\n\nwrote {out}")
 
 
 def grouped(folders: list[Path]) -> dict[str, list[Run]]:
@@ -63,19 +68,20 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
     if all(run["recall"] for run in group):
         recalls = [run["recall"][-1]["recall"] for run in group]
     kind = args["ffn"]
-    if kind == "stem":
-        kind = f"stem, {args['stem_layers']}"
+    if kind not in ("dense", "embformer"):
+        kind += f", {args['stem_layers']}"
     return {
         "run": name,
         "runs": str(len(group)) if len(group) > 1 else "",
         "FFN": kind,
+        "own flags": ", ".join(f"{name}={args[name]}" for name in args if name not in SHARED),
         "learning rate": f"{args['learning_rate']:g}",
         "steps": " and ".join(f"{step:,}" for step in steps),
         "MFLOP a token": f"{sizes['flops_per_token'] / 1e6:.2f}",
-        "val loss": spread(".3f", [record["val_loss"] for record in last]),
-        "per byte": spread(".3f", [record.get("val_loss_per_byte") for record in last]),
-        "capitals recalled": spread(".1%", recalls),
-        "spikes in 1,000 steps": spread(".1f", [spike_rate(run) for run in group]),
+        "val loss": interval(".3f", [record["val_loss"] for record in last]),
+        "per byte": interval(".3f", [record.get("val_loss_per_byte") for record in last]),
+        "capitals recalled": interval(".1%", recalls),
+        "spikes in 1,000 steps": interval(".1f", [spike_rate(run) for run in group]),
         "parameters": f"{sizes['total'] / 1e6:.2f} M",
         "active": f"{sizes['active'] / 1e6:.2f} M",
     }
@@ -87,12 +93,12 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
     for name, group in groups.items():
         draw_validation(axes, group, label=name.replace("$", r"\$"))
     axes.set(xlabel="million tokens", ylabel="validation loss (nats per token)")
-    axes.legend()
+    axes.legend(title="mean, 95 % interval")
     save_figure(figure, out)
 
 
 def draw_validation(axes: plt.Axes, group: list[Run], label: str) -> None:
-    """Draw the mean of validation losses of runs, with a band from lowest to highest, over their
+    """Draw the mean of validation losses of runs, with a band, its 95 % interval, over their
     tokens, all rows counted as full. That of the random model, which comes first, would flatten
     all others."""
     by_step = []
@@ -100,8 +106,10 @@ def draw_validation(axes: plt.Axes, group: list[Run], label: str) -> None:
         by_step.append({record["step"]: record["val_loss"] for record in run["eval"]})
     common = set(by_step[0]).intersection(*by_step[1:])  # one may have stopped earlier
     steps = sorted(common)[1:]
-    losses = np.array([[of_run[step] for step in steps] for of_run in by_step])  # [runs, n]
+    losses = [[of_run[step] for of_run in by_step] for step in steps]  # [n, runs]
+    means = np.array([statistics.fmean(at_step) for at_step in losses])
+    errors = np.array([off(at_step) if len(group) > 1 else 0.0 for at_step in losses])
     args = last_start(group[0])["args"]
     x = np.array(steps) * args["batch_size"] * args["block_size"] / 1e6
-    axes.plot(x, losses.mean(0), marker=".", label=label)
-    axes.fill_between(x, losses.min(0), losses.max(0), alpha=0.2, linewidth=0)
+    axes.plot(x, means, marker=".", label=label)
+    axes.fill_between(x, means - errors, means + errors, alpha=0.2, linewidth=0)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from lab.experiment import KINDS, Experiment, Run
-from lab.pictures import markdown, plt, spread
+from lab.pictures import interval, markdown, plt
 
 REACH = 10  # steps before and after that a spike stands out of
 NAMES = ("dense", "STEM, all", "moe")
@@ -56,10 +56,10 @@ def measures(runs: list[Run]) -> dict[str, str]:
         largest.append(max(norms[warmup:]))
         last_losses.append(statistics.fmean(losses(run)[-25:]))
     return {
-        "spikes in 1,000 steps": spread(".1f", [spike_rate(run) for run in runs]),
-        "gradient norm, median": spread(".2f", medians),
-        "largest after warm-up": spread(".1f", largest),
-        "last training loss": spread(".3f", last_losses),
+        "spikes in 1,000 steps": interval(".1f", [spike_rate(run) for run in runs]),
+        "gradient norm, median": interval(".2f", medians),
+        "largest after warm-up": interval(".1f", largest),
+        "last training loss": interval(".3f", last_losses),
     }
 
 

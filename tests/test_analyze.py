@@ -10,13 +10,23 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, add_relative, change_json, command, losses, refused, start_process
+from conftest import (
+    ROOT,
+    add_relative,
+    change_json,
+    command,
+    losses,
+    refused,
+    small_run,
+    start_process,
+)
 
 from common import UserError, locked
-from lab import analyze
+from lab import analyze, ladder
 from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates
-from lab.ladder import Step, interval, verdicts
+from lab.ladder import Step, verdicts
+from lab.pictures import interval
 from lab.stability import REACH, spike_rate, spikes
 from text import countries
 from training.records import read_run
@@ -54,6 +64,43 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, tmp_path):
         ask(*wrong, fails=True)
 
 
+def test_runs_of_a_row_have_intervals_and_flags_of_their_own_a_column(data, tmp_path):
+    folders = [small_run(data, tmp_path / str(seed), ffn="value", seed=seed) for seed in range(3)]
+    gated = small_run(data, tmp_path / "gated", ffn="value", value_gate=True)
+    said = command("lab/analyze.py runs", *folders, gated, cwd=tmp_path).stdout
+    titles, _, *rows = (line.split(" | ") for line in said.splitlines() if line.startswith("|"))
+    assert [row[titles.index("own flags")] for row in rows] == [
+        f"value_gate={v}" for v in (0 > 1, True)
+    ]
+    final = [read_run(folder)["eval"][-1]["val_loss"] for folder in folders]
+    error = 4.3027 * statistics.stdev(final) / math.sqrt(3)  # Student's t of two degrees
+    assert rows[0][titles.index("val loss")] == f"{statistics.fmean(final):.3f} ± {error:.3f}"
+    assert "± is the 95 % interval" in said
+
+
+def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
+    data, tmp_path, monkeypatch, capsys
+):
+    source = "import model\n\n\nclass Decoder(model.Decoder):\n    pass\n"
+    add_relative(monkeypatch, tmp_path, "mine", source)
+    kinds = ("dense", "STEM, third", "STEM, all", "mine")
+    searched = []
+
+    def search(experiment, wanted, seed):
+        searched.extend(wanted)
+        rates = {"mine": 0.01}
+        return {name: {**wanted[name], "learning_rate": rates.get(name, 3e-3)} for name in wanted}
+
+    monkeypatch.setattr(ladder, "best_learning_rates", search)
+    experiment = Experiment(out_dir=tmp_path, data_dir=data, device="cpu", quick=True)
+    ladder.ladder(experiment, "mine")
+    assert tuple(searched) == kinds
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [row[1] for row in rows if row[0] == "| mine"][:4] == ["0.01", *kinds[:3]]
+    with pytest.raises(UserError, match="ladder mein: relatives/ has mine"):
+        ladder.ladder(experiment, "mein")
+
+
 def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, monkeypatch):
     """On fewer countries: the corpus of all takes seconds."""
     some = countries.table()[::4]
@@ -84,7 +131,7 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, 
 def test_what_an_analysis_refuses(data, tmp_path):
     line = ("lab/analyze.py costs --quick --data_dir", data, "--out_dir", tmp_path)
     assert "give numbers, as 1337" in refused(*line, "--seeds", "1,x")
-    assert "no paths" in refused("lab/analyze.py ladder a.pt", cwd=tmp_path)
+    assert "runs takes folders" in refused("lab/analyze.py costs a.pt", cwd=tmp_path)
     with locked(tmp_path / "quick"):
         assert "in use by another process" in refused(*line)
 
