@@ -441,7 +441,6 @@ class Decoder(nn.Module):
 
     config_class: type[ModelConfig] = ModelConfig
     n_address = 1  # rows of a table that a token reads, side by side
-    row_ffn: type[nn.Module] = StemFFN  # of (n_embd, d_ff), in the layers that have a table
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
         """tables: called as (n_table, n_row, width), makes the tables. UserError: sizes do not fit
@@ -471,9 +470,15 @@ class Decoder(nn.Module):
             qkv = RowQKV(config.n_kv_head, config.head_dim, config.norm_eps)
             ffn = EmbformerFFN(config.n_head, config.head_dim, config.embformer_act)
             return Block(config, layer, qkv, ffn)
-        has_rows = config.ffn != "dense" and layer in config.row_layers
-        ffn = self.row_ffn if has_rows else SwiGLU
-        return Block(config, layer, LinearQKV(config), ffn(config.n_embd, config.d_ff))
+        if config.ffn != "dense" and layer in config.row_layers:
+            ffn = self.row_ffn(config)
+        else:
+            ffn = SwiGLU(config.n_embd, config.d_ff)
+        return Block(config, layer, LinearQKV(config), ffn)
+
+    def row_ffn(self, config: ModelConfig) -> nn.Module:
+        """The FFN of a layer that has a table. A relative may name a class in its place."""
+        return StemFFN(config.n_embd, config.d_ff)
 
     def make_tables(self, tables: Callable[..., Tables], widths: list[int]) -> Tables:
         """The tables of the layers that have one; `widths` are those of their rows."""

@@ -11,9 +11,9 @@ import model
 
 
 class AdditiveFFN(model.SwiGLU):
-    def __init__(self, n_embd: int, d_ff: int) -> None:
-        super().__init__(n_embd, d_ff)
-        self.row_width = d_ff
+    def __init__(self, config: model.ModelConfig) -> None:
+        super().__init__(config.n_embd, config.d_ff)
+        self.row_width = config.d_ff
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows U_l[t] [B, T, d_ff] -> [B, T, n_embd]."""

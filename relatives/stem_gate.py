@@ -11,11 +11,11 @@ import model
 
 
 class GateFFN(nn.Module):
-    def __init__(self, n_embd: int, d_ff: int) -> None:
+    def __init__(self, config: model.ModelConfig) -> None:
         super().__init__()
-        self.row_width = d_ff
-        self.up = nn.Linear(n_embd, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, n_embd, bias=False)
+        self.row_width = config.d_ff
+        self.up = nn.Linear(config.n_embd, config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, config.n_embd, bias=False)
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [B, T, n_embd], rows U_l[t] [B, T, d_ff] -> [B, T, n_embd]."""

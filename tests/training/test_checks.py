@@ -36,9 +36,9 @@ class Decoder(model.Decoder):
 """
 IN_A_LIST = """
 class FFN(StemFFN):
-    def __init__(self, n_embd, d_ff):
-        super().__init__(n_embd, d_ff)
-        self.more = [nn.Linear(n_embd, n_embd)]
+    def __init__(self, config):
+        super().__init__(config.n_embd, config.d_ff)
+        self.more = [nn.Linear(config.n_embd, config.n_embd)]
 
     def forward(self, x, rows):
         return super().forward(self.more[0](x), rows)
@@ -48,9 +48,9 @@ class Decoder(model.Decoder):
 """
 NO_PARAMETER = """
 class FFN(StemFFN):
-    def __init__(self, n_embd, d_ff):
-        super().__init__(n_embd, d_ff)
-        self.scale = torch.randn(d_ff)
+    def __init__(self, config):
+        super().__init__(config.n_embd, config.d_ff)
+        self.scale = torch.randn(config.d_ff)
 
     def forward(self, x, rows):
         return super().forward(x, self.scale * rows)
@@ -61,9 +61,9 @@ class Decoder(model.Decoder):
 # A gate that begins at zero passes no gradient on in the first step; nothing is wrong.
 ZERO_AT_FIRST = """
 class FFN(StemFFN):
-    def __init__(self, n_embd, d_ff):
-        super().__init__(n_embd, d_ff)
-        self.gain = nn.Parameter(torch.zeros(d_ff))
+    def __init__(self, config):
+        super().__init__(config.n_embd, config.d_ff)
+        self.gain = nn.Parameter(torch.zeros(config.d_ff))
 
     def forward(self, x, rows):
         return super().forward(x, self.gain * rows)
