@@ -1,6 +1,9 @@
 """What is special about some layers of relatives/. Their formulas: test_attention.py. FLOPs:
 test_costs.py."""
 
+import collections
+import random
+
 import pytest
 import torch
 from conftest import CPU
@@ -18,6 +21,34 @@ def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
     assert torch.equal(ffn.hashes // 4, torch.arange(3).expand(100, 3))
     assert ffn.hashes.flatten().bincount().tolist() == [25] * 12
     assert len(set(map(tuple, ffn.hashes.tolist()))) > 30  # segments have hashes of their own
+
+
+# --- counts ---
+
+
+def test_counts_give_the_mean_of_the_heads_rows_of_what_followed():
+    """Of 3 tokens, a pair can be followed by 3. Of more than it keeps, the frequent ones stay."""
+    model = decoder(ffn="count", ngram_rows=999, n_next=3, vocab_size=3).train()
+    followed = collections.defaultdict(collections.Counter)
+    rng = random.Random(0)
+    for _ in range(40):
+        ids = torch.tensor([rng.choices(range(3), [1, 2, 4], k=9) for _ in range(2)])
+        for text in ids.tolist():
+            for before, token, after in zip([0, *text], text, text[1:], strict=False):
+                followed[before, token][after] += 1
+        model(ids, ids)
+    ids = torch.tensor([[1, 2, 2, 0]])
+    model.eval()
+    (rows,) = next(model.layer_rows(model.addresses(ids, 4)))  # [4, 32]
+    for pair, row in zip([(0, 1), (1, 2), (2, 2), (2, 0)], rows, strict=True):
+        mean = sum(n * model.head_weight[after] for after, n in followed[pair].items())
+        torch.testing.assert_close(row, mean / followed[pair].total())
+    model = decoder(ffn="count", n_next=2).train()
+    for after in [5, 6, 5, 7, 5, 8, 5, 9]:
+        ids = torch.tensor([[3, 4, after]])
+        model(ids, ids)
+    kept = model.next[model.addresses(ids, 2)[0, 0, 0]]
+    assert kept.tolist() == [5, 9]
 
 
 # --- the loss that balances the router ---
