@@ -43,7 +43,9 @@ def interval(form: str, figures: Sequence[float | None]) -> str:
 
 
 def off(figures: Sequence[float]) -> float:
-    """Half the interval in which the mean of at least two figures lies, with 95 % confidence."""
+    """Half the interval in which the mean of figures lies, with 95 % confidence; NaN of one."""
+    if len(figures) < 2:
+        return math.nan
     t = T95[min(len(figures) - 2, len(T95) - 1)]
     return t * statistics.stdev(figures) / math.sqrt(len(figures))
 

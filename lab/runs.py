@@ -108,7 +108,7 @@ def draw_validation(axes: plt.Axes, group: list[Run], label: str) -> None:
     steps = sorted(common)[1:]
     losses = [[of_run[step] for of_run in by_step] for step in steps]  # [n, runs]
     means = np.array([statistics.fmean(at_step) for at_step in losses])
-    errors = np.array([off(at_step) if len(group) > 1 else 0.0 for at_step in losses])
+    errors = np.array([off(at_step) for at_step in losses])
     args = last_start(group[0])["args"]
     x = np.array(steps) * args["batch_size"] * args["block_size"] / 1e6
     axes.plot(x, means, marker=".", label=label)

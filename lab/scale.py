@@ -1,9 +1,9 @@
 """scale: does the lead of rows hold when text is plenty? Kinds after more and more tokens, each at
-the learning rate that one more seed has found, at the size itself or the searched one below it.
-Figures are printed when all runs of a size are there; those that follow add to them."""
+the learning rate that one more seed has found at that size or, at 1.5 and 15 million tokens, at the
+size before. The table and the picture of what is there are made anew after each group of runs."""
 
-import statistics
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -19,13 +19,10 @@ from training.batches import Data
 from training.checkpoints import load_model
 
 FIRST = pick("dense", "STEM, third", "STEM, all", "Embformer")
-OTHERS = {
-    **pick("memory", "bank", "engram", "ple", "count", "bigram"),
-    "STEM, all, rows as drawn": {**KINDS["STEM, all"], "table_rate": 0.0},
-}
-# Millions of tokens, and at which of them the learning rate was searched.
-SIZES = {0.5: 0.5, 1.5: 0.5, 5: 5, 15: 5}
-# Kinds, millions of tokens, and of how many seeds: what decides most comes first.
+FROZEN = {"STEM, all, rows as drawn": {**KINDS["STEM, all"], "table_rate": 0.0}}
+OTHERS = {**pick("memory", "bank", "engram", "ple", "count", "bigram"), **FROZEN}
+SIZES = {0.5: 0.5, 1.5: 0.5, 5: 5, 15: 5}  # millions of tokens, and at how many rates are searched
+# Kinds, millions of tokens, and how many seeds: what decides most comes first.
 STAGES = (
     (FIRST, 0.5, 3),
     (FIRST, 1.5, 3),
@@ -35,25 +32,18 @@ STAGES = (
     (FIRST, 15, 1),
     (OTHERS, 5, 3),
 )
+QUICK = tuple((pick("dense", "STEM, third", "count"), million, 1) for million in SIZES)
 FEW = 10  # reads of a row
-GAPS = ("minus dense", "rare tokens", "middle", "frequent")
-Found = dict[float, dict[str, list[dict]]]  # figures of runs by size and kind
+GAPS = ("minus dense", "of rare tokens", "middle", "frequent")  # of losses
+
+Found = dict[float, dict[str, list[dict]]]  # figures of runs, by millions of tokens and kind
 
 
 def scale(experiment: Experiment) -> None:
-    n_token = read_meta(experiment.data_dir)["train"]["tokens"]
-    stages = STAGES
-    if experiment.quick:
-        some = pick("dense", "STEM, third", "count")
-        stages = [(some, million, 3) for million in SIZES]
-    elif n_token < 1e6 * max(SIZES):
-        raise UserError(
-            f"{experiment.data_dir} has {n_token:,} tokens, scale needs {max(SIZES)} million: "
-            "python prepare.py --dataset classics"
-        )
+    stages = QUICK if experiment.quick else STAGES
     rates = {}
     found: Found = {}
-    for number, (kinds, million, n_seed) in enumerate(stages):
+    for number, (kinds, million, n_seed) in enumerate(stages, 1):
         flags = flags_of_size(experiment, million)
         wanted = {name: {**kinds[name], **flags} for name in kinds}
         if SIZES[million] == million:
@@ -65,95 +55,91 @@ def scale(experiment: Experiment) -> None:
             runs = experiment.measure("scale", measure_run, folders, experiment.on)
             found.setdefault(million, {})[name] = runs
         report(experiment, found)
-        for others, size, _ in stages[number + 1 :]:
-            print(f"missing: {size} M tokens, {', '.join(others)}")
+        for others, size, _ in stages[number:]:
+            print(f"missing: {', '.join(others)} at {size} million tokens")
 
 
 def flags_of_size(experiment: Experiment, million: float) -> Flags:
+    """UserError: the text is shorter."""
     if experiment.quick:  # which takes two steps in any case
         return {"block_size": int(16 * million)}
+    n_token = read_meta(experiment.data_dir)["train"]["tokens"]
+    if n_token < 1e6 * million:
+        short = f"--data_dir {experiment.data_dir} has {n_token:,} tokens, not {million} million"
+        raise UserError(f"{short}: give the folder of prepare.py --dataset classics")
     settings = resolve_settings(**experiment.all_flags({}))
-    steps = round(million * 1e6 / (settings.batch_size * settings.model.block_size))
+    steps = round(1e6 * million / (settings.batch_size * settings.model.block_size))
     return {"max_iters": steps, "eval_interval": -(-steps // 4)}
 
 
 @torch.inference_mode()
 def measure_run(folder: Path, device: torch.device) -> dict:
-    """The tokens and rate of a run; its losses, of all tokens, and of those in the rare, middle and
-    frequent third of the vocabulary (as the token that is read, whose row it is, occurs in the
-    training text); how many ids it has read fewer than FEW times."""
+    """The rate of a run; its losses, of all tokens, and of those in the rare, middle and frequent
+    third of the vocabulary (as the token that is read, whose row it is, occurs in the training
+    text); how many ids it has read fewer than FEW times."""
     model, _, checkpoint = load_model(folder / "ckpt.pt", device)
-    args, vocab_size = checkpoint["args"], model.config.vocab_size
+    args = checkpoint["args"]
+    n_id = model.config.vocab_size
     data = Data(args["data_dir"], "text", model.config.block_size, args["seed"], total=1)
-    (held_out,) = data.val.values()
-    reads = np.zeros(vocab_size, dtype=np.int64)
+    reads = np.zeros(n_id, dtype=np.int64)
     for step in range(args["max_iters"]):
         ids, _ = data.train.batch(step, args["batch_size"])  # [B, T]
-        reads += np.bincount(ids.flatten(), minlength=vocab_size)
-    frequency = np.bincount(data.train.ids[::16], minlength=vocab_size)
-    third = np.empty(vocab_size, dtype=np.int64)  # 0, 1, 2: of each id
-    third[frequency.argsort(kind="stable")] = np.arange(vocab_size) * 3 // vocab_size
-    losses, thirds = [], []
+        reads += np.bincount(ids.flatten(), minlength=n_id)
+    third = np.empty(n_id, dtype=np.int64)  # 0, 1, 2: of each id
+    rarest_first = np.bincount(data.train.ids[::16], minlength=n_id).argsort(kind="stable")
+    third[rarest_first] = np.arange(n_id) * 3 // n_id
+    sums, counts = np.zeros(4), np.zeros(4)
+    (held_out,) = data.val.values()
     for number in held_out.spread(args["eval_tokens"]):
         ids, targets = held_out.sequences([number])  # [1, T]
         logits, _ = model(ids)  # [1, T, V]
-        loss = F.cross_entropy(logits[0].float(), targets[0].to(device), reduction="none")
-        losses.append(loss.cpu().numpy())
-        thirds.append(third[ids[0]])
-    loss, group = np.concatenate(losses), np.concatenate(thirds)
-    with np.errstate(invalid="ignore"):  # none may occur
-        by_third = np.bincount(group, loss, 3) / np.bincount(group, minlength=3)
-    return {
-        "tokens": args["max_iters"] * args["batch_size"] * model.config.block_size,
-        "rate": args["learning_rate"],
-        "losses": [float(loss.mean()), *by_third.tolist()],
-        "few": int((reads < FEW).sum()),
-    }
+        loss = F.cross_entropy(logits[0].float(), targets[0].to(device), reduction="none").cpu()
+        group = 1 + third[ids[0]]
+        sums += np.bincount(group, loss, 4)
+        counts += np.bincount(group, minlength=4)
+    sums[0], counts[0] = sums.sum(), counts.sum()
+    losses = [float(n) and float(total / n) for total, n in zip(sums, counts, strict=True)]
+    return {"rate": args["learning_rate"], "losses": losses, "few": int((reads < FEW).sum())}
 
 
 def report(experiment: Experiment, found: Found) -> None:
     """Print a table of what is there, and draw it."""
-    dense = [kinds["dense"] for kinds in found.values()]
     rows = []
-    points: dict[str, list[tuple]] = {}  # of a kind: tokens, losses, gaps to dense
-    for kinds in found.values():
+    curves: dict[str, list[tuple]] = {}  # of a kind: millions of tokens, losses, gaps to dense
+    for million, kinds in found.items():
         for name, runs in kinds.items():
-            pairs = zip(runs, kinds["dense"], strict=True)  # of the same seed
-            gaps = [np.subtract(run["losses"], other["losses"]) for run, other in pairs]
-            gaps = list(zip(*gaps, strict=True))  # of all tokens, rare, middle, frequent ones
-            losses = [run["losses"][0] for run in runs]
-            shown = [interval("+.3f", of_runs) for of_runs in gaps] if name != "dense" else [""] * 4
+            losses = np.array([run["losses"] for run in runs])  # [seeds, 4]
+            gaps = losses - [run["losses"] for run in kinds["dense"]]
             row = {
-                "M tokens": f"{runs[0]['tokens'] / 1e6:.3g}",
+                "M tokens": str(million),
                 f"ids read < {FEW} times": f"{runs[0]['few']:,}",
                 "kind": name,
                 "rate": f"{runs[0]['rate']:g}",
-                "val loss": interval(".3f", losses),
-                **dict(zip(GAPS, shown, strict=True)),
-                "dense needs": tokens_of_dense(runs, dense),
+                "val loss": interval(".3f", losses[:, 0]),
             }
+            for title, of_runs in zip(GAPS, gaps.T, strict=True):
+                row[title] = interval("+.3f", of_runs) if gaps.any() else ""
+            row["dense needs"] = tokens_of_dense(losses[:, 0].mean(), million, found)
             rows.append(row)
-            points.setdefault(name, []).append((runs[0]["tokens"], losses, gaps[0]))
-    print(f"{markdown(rows)}\n")
+            curves.setdefault(name, []).append((million, losses[:, 0], gaps[:, 0]))
+    print(markdown(rows))
     figure, both = plt.subplots(1, 2, figsize=(10, 4.5))
-    for name, of_kind in points.items():
-        n_token, *figures = zip(*of_kind, strict=True)
-        for axes, of_sizes in zip(both, figures, strict=True):
-            means = [statistics.fmean(of_runs) for of_runs in of_sizes]
-            errors = [off(of_runs) if len(of_runs) > 1 else 0 for of_runs in of_sizes]
-            axes.errorbar(n_token, means, errors, capsize=2, marker=".", label=name)
-    for axes, title in zip(both, ("validation loss", "its gap to dense"), strict=True):
-        axes.set(xscale="log", xlabel="tokens", ylabel=f"{title}, nats a token, 95 % intervals")
+    for name, points in curves.items():
+        millions, *figures = zip(*points, strict=True)
+        for axes, at_sizes in zip(both, figures, strict=True):
+            means, errors = [fmean(x) for x in at_sizes], [off(x) for x in at_sizes]
+            axes.errorbar(millions, means, errors, capsize=2, marker=".", label=name)
+    for axes, title in zip(both, ("validation loss", "minus that of dense"), strict=True):
+        axes.set(xscale="log", xlabel="million tokens", ylabel=f"{title} (nats, 95 % intervals)")
     both[0].legend(fontsize=8)
     experiment.picture("scale", figure)
 
 
-def tokens_of_dense(runs: list[dict], dense: list[list[dict]]) -> str:
-    """How many times as many tokens dense takes to the loss of these runs, its own losses drawn
-    as straight lines over the logarithm of tokens."""
-    loss = statistics.fmean(run["losses"][0] for run in runs)
-    known = [statistics.fmean(run["losses"][0] for run in at_size) for at_size in dense]
-    tokens = np.log([at_size[0]["tokens"] for at_size in dense])
-    sign = "> " if loss < min(known) else "< " if loss > max(known) else ""
-    times = np.exp(np.interp(-loss, -np.array(known), tokens)) / runs[0]["tokens"]
+def tokens_of_dense(loss: float, million: float, found: Found) -> str:
+    """How many times as many tokens dense takes to this loss, between sizes by a straight line over
+    the logarithm of tokens."""
+    known = {fmean(run["losses"][0] for run in found[size]["dense"]): size for size in found}
+    losses = sorted(known)
+    times = np.exp(np.interp(loss, losses, np.log([known[x] for x in losses]))) / million
+    sign = "> " if loss < losses[0] else "< " if loss > losses[-1] else ""
     return f"{sign}{times:.2f} x"

@@ -18,7 +18,7 @@ from torch import Tensor
 import model
 from common import flag
 from relatives import bigram
-from tables.tables import ResidentTables, Tables, send
+from tables.tables import Tables, send
 
 
 @dataclass
@@ -28,16 +28,16 @@ class Config(bigram.Config):
 
 
 class Decoder(bigram.Decoder):
-    """Differs: the mean is weighted by the counts; a pair keeps `n_next` tokens, the rarest of
-    which gives its place, and its count, to a new one (Space-Saving: Metwally et al., 2005), to one
-    in a step. Of several GPUs, each counts what it reads."""
+    """Differs: the mean is weighted by the counts. A pair keeps `n_next` tokens, the rarest of
+    which gives its place and its count to a new one (Space-Saving: Metwally et al., 2005); of
+    several new ones in a step, one gets in. Of several GPUs, each counts what it reads."""
 
     config_class = Config
 
-    def __init__(self, config: Config, tables: Callable[..., Tables] = ResidentTables) -> None:
-        super().__init__(config, tables)
+    def __init__(self, config: Config, *tables: Callable[..., Tables]) -> None:
+        super().__init__(config, *tables)
         shape = (self.n_rows[0], config.n_next)
-        self.register_buffer("next", torch.zeros(shape, dtype=torch.int64))
+        self.register_buffer("next", torch.full(shape, -1))
         self.register_buffer("counts", torch.zeros(shape, dtype=torch.int64))
 
     def make_tables(self, tables: Callable[..., Tables], widths: list[int]) -> Tables:
@@ -46,38 +46,29 @@ class Decoder(bigram.Decoder):
     def layer_rows(self, addresses: Tensor) -> Iterator[Tensor]:
         """addresses [B, T, 1] -> for each layer the same e [B, T, n_embd]."""
         address = send(addresses, self.device).flatten()  # [B * T]
-        counts = self.counts[address].to(self.head_weight.dtype)
-        share = counts / counts.sum(1, keepdim=True).clamp_min(1)  # [B * T, n_next]
+        counts = self.counts[address]  # [B * T, n_next]
+        share = counts / counts.sum(1, keepdim=True).clamp_min(1)
+        head = self.head_weight
         e = F.embedding_bag(
-            self.next[address], self.head_weight, per_sample_weights=share, mode="sum"
+            self.next[address].clamp_min(0), head, per_sample_weights=share.to(head), mode="sum"
         )
         return repeat(e.view(*addresses.shape[:2], -1))
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, **options) -> tuple:
         outputs = super().forward(ids, targets, **options)
         if self.training and targets is not None:
-            addresses = self.addresses(ids, ids.shape[1], options.get("documents"))
-            self.count(addresses[:, :-1].flatten(), ids[:, 1:].flatten())
+            addresses = self.addresses(ids, ids.shape[1], options.get("documents"))[:, :-1]
+            self.count(send(addresses, self.device).flatten(), send(ids, self.device)[:, 1:])
         return outputs
 
-    @torch.no_grad()
     def count(self, address: Tensor, token: Tensor) -> None:
-        """Count tokens [N] that follow the pairs at addresses [N]."""
-        # 1) each pair and token once, the most frequent last
-        size = self.config.vocab_size
-        followed = send(address * size + token, self.device)
-        followed, times = followed.unique(return_counts=True)
-        times, order = times.sort(stable=True)
-        address, token = followed[order] // size, followed[order] % size
-        # 2) those that have a place
-        known = (self.next[address] == token[:, None]) & (self.counts[address] > 0)  # [n, n_next]
-        row, place = known.nonzero(as_tuple=True)
-        self.counts[address[row], place] += times[row]
-        # 3) of the others, the last of each pair
-        new = (~known.any(1)).nonzero()[:, 0]
-        last = new.new_full((len(self.next),), -1)
-        last.scatter_reduce_(0, address[new], new, "amax")
-        new = last[last >= 0]
-        address, place = address[new], self.counts[address[new]].argmin(1)
+        """Count tokens [B, T - 1] that follow the pairs at addresses [B * (T - 1)]."""
+        token = token.flatten()
+        known = self.next[address] == token[:, None]  # [B * (T - 1), n_next]
+        number, place = known.nonzero(as_tuple=True)
+        self.counts.index_put_((address[number], place), torch.ones_like(place), accumulate=True)
+        new = ~known.any(1)
+        address = address[new]
+        place = self.counts[address].argmin(1)
         self.next[address, place] = token[new]
-        self.counts[address, place] += times[new]
+        self.counts[address, place] += 1

@@ -5,6 +5,7 @@ Keys of Embformer are rows of their own tokens, which do not know what came befo
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import model
@@ -19,8 +20,7 @@ class PreviousCache(LayerCache):
 
 
 class Attention(model.Attention):
-    """Full attention. A text's first token keeps its own key; with documents, the first token of
-    each has a key of the document before it."""
+    """Full attention. The first token of a text, or of a document in it, keeps its own key."""
 
     def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str) -> None:
         super().__init__(config, qkv)
@@ -32,19 +32,29 @@ class Attention(model.Attention):
     def make_cache(self, batch: int, room: int, like: Tensor) -> PreviousCache:
         return PreviousCache(self.config, batch, room, like)
 
+    def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> tuple:
+        """That of full attention, and where documents begin [B, T, 1, 1], if there are some."""
+        begins = None
+        if documents is not None:
+            begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))[:, :, None, None]
+        return super().make_mask(x, start, documents), begins
+
     def forward(
         self,
         x: Tensor,
         rows: Tensor | None,
         angles: Tensor,
-        mask: Tensor | None = None,
+        mask: tuple[Tensor | None, Tensor | None],
         cache: PreviousCache | None = None,
         start: int = 0,
     ) -> Tensor:
+        mask, begins = mask
         q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, T, n_kv_head, head_dim] twice
         own = k[:, :, : self.n]
         before = own[:, :1] if cache is None or start == 0 else cache.last_key
         moved = torch.cat((before, own[:, :-1]), dim=1)
+        if begins is not None:
+            moved = own.where(begins, moved)
         k = torch.cat((moved, k[:, :, self.n :]), dim=2)
         if cache is not None:
             cache.last_key = own[:, -1:].clone()

@@ -190,7 +190,7 @@ def naive_logits(config, w, ids, table_ids, documents):
     kv = config.n_kv_head * width
     i = torch.arange(len(ids))[:, None]
     j = torch.arange(len(ids))
-    before = (j - 1).clamp(min=0)
+    before = torch.where(documents == documents.roll(1), j - 1, j).clamp(min=0)
     causal = (j <= i) & (documents[:, None] == documents)
     key_head = torch.arange(config.n_head) // (config.n_head // config.n_kv_head)
     patterns = config.attention.split(",")

@@ -1,5 +1,6 @@
-"""What is special about some layers of relatives/. Their formulas: test_attention.py. FLOPs:
-test_costs.py."""
+"""What every kind of layer and of attention must hold, those that you add to relatives/ included:
+`python -m pytest tests/test_relatives.py -k NAME`. And what is special about some; their formulas:
+test_attention.py. FLOPs: test_costs.py."""
 
 import collections
 import random
@@ -7,13 +8,59 @@ import random
 import pytest
 import torch
 from conftest import CPU
-from naive import SIZES, decoder, tokens
+from naive import LAYERS, SIZES, decoder, tokens
 
+from model import Decoder, relatives
 from training.objectives import NextToken
 from training.optimizer import Optimizer
 from training.placement import cast_backbone
 from training.report import model_sizes
 from training.settings import Settings
+
+ARGUMENTS = {"window": ":3", "previous": ":2"}  # of kinds of attention that need one
+
+
+@pytest.fixture(params=[*LAYERS, *relatives("Attention")])
+def model(request) -> Decoder:
+    """A tiny decoder of a kind, with its default flags, that has seen a batch."""
+    name = request.param
+    kind = {"ffn": name}
+    if name in relatives("Attention"):
+        kind = {"ffn": "embformer", "attention": name + ARGUMENTS.get(name, "")}
+    made = decoder(**kind).train()
+    ids = tokens(2, 30, seed=2)
+    made(ids, ids)
+    return made.double().eval()  # in float32, rounding would hide small faults
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # angles are float32
+
+
+def test_with_a_cache_logits_are_those_of_the_whole_text(model):
+    ids = tokens(2, 29)
+    cache = model.make_cache(2)
+    parts = [model(part, cache=cache)[0] for part in ids.split([3, 1, 1, 9, 1, 14], dim=1)]
+    assert_close(torch.cat(parts, dim=1), model(ids)[0])
+
+
+@pytest.mark.parametrize("n", [1, 10, 28])
+def test_logits_depend_on_no_later_token_and_on_no_other_text(model, n):
+    ids = tokens(2, 29)
+    other = tokens(2, 29, seed=3)
+    other[0, :n] = ids[0, :n]
+    assert_close(model(other)[0][0, :n], model(ids)[0][0, :n])
+
+
+def test_a_document_has_the_logits_that_it_has_alone(model):
+    """Numbers of documents need not begin at 0, nor rise by 1."""
+    ids = tokens(2, 29)
+    documents = torch.full((2, 29), 4)
+    documents[:, 12:] = 5
+    documents[:, 13:] = 7
+    logits, _ = model(ids, documents=documents)
+    for part in (slice(12), slice(12, 13), slice(13, 29)):
+        assert_close(logits[:, part], model(ids[:, part])[0])
 
 
 def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
@@ -27,28 +74,31 @@ def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
 
 
 def test_counts_give_the_mean_of_the_heads_rows_of_what_followed():
-    """Of 3 tokens, a pair can be followed by 3. Of more than it keeps, the frequent ones stay."""
-    model = decoder(ffn="count", ngram_rows=999, n_next=3, vocab_size=3).train()
+    model = decoder(ffn="count", ngram_rows=999, n_next=3, vocab_size=4).train()
     followed = collections.defaultdict(collections.Counter)
     rng = random.Random(0)
-    for _ in range(40):
-        ids = torch.tensor([rng.choices(range(3), [1, 2, 4], k=9) for _ in range(2)])
-        for text in ids.tolist():
-            for before, token, after in zip([0, *text], text, text[1:], strict=False):
-                followed[before, token][after] += 1
+    for _ in range(100):  # texts without 0, which stands before them
+        a, b, c = rng.choices((1, 2, 3), (1, 2, 4), k=3)
+        followed[0, a][b] += 1
+        followed[a, b][c] += 1
+        ids = torch.tensor([[a, b, c]])
         model(ids, ids)
-    ids = torch.tensor([[1, 2, 2, 0]])
-    model.eval()
+    ids = torch.tensor([[3, 2, 2, 3]])
     (rows,) = next(model.layer_rows(model.addresses(ids, 4)))  # [4, 32]
-    for pair, row in zip([(0, 1), (1, 2), (2, 2), (2, 0)], rows, strict=True):
+    for pair, row in zip([(0, 3), (3, 2), (2, 2), (2, 3)], rows, strict=True):
         mean = sum(n * model.head_weight[after] for after, n in followed[pair].items())
         torch.testing.assert_close(row, mean / followed[pair].total())
-    model = decoder(ffn="count", n_next=2).train()
-    for after in [5, 6, 5, 7, 5, 8, 5, 9]:
-        ids = torch.tensor([[3, 4, after]])
-        model(ids, ids)
-    kept = model.next[model.addresses(ids, 2)[0, 0, 0]]
-    assert kept.tolist() == [5, 9]
+
+
+def test_counts_of_training_keep_the_tokens_that_follow_most_often():
+    model = decoder(ffn="count", n_next=2)
+    for mode, texts in ((model.eval, [9, 9, 9]), (model.train, [5, 6, 5, 7, 5, 8, 5, 9])):
+        mode()
+        for after in texts:
+            ids = torch.tensor([[3, 4, after]] * 3)
+            model(ids, ids)
+    pair = model.addresses(ids, 2)[0, 0]
+    assert sorted(model.next[pair][0].tolist()) == [5, 9]
 
 
 # --- the loss that balances the router ---
