@@ -59,7 +59,7 @@ def open_streams() -> None:
     os.close(number)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def run(main: Callable[[], None]) -> None:

@@ -64,8 +64,8 @@ def main() -> None:
     names = ("runs", "token_share", *QUESTIONS, "all")
     parser.add_argument("question", nargs="?", choices=names, metavar="QUESTION")
     about = (
-        "for runs: folders of train.py; for token_share: checkpoints; for edits: likewise, or none; "
-        "for ladder: kinds"
+        "for runs: folders of train.py; for token_share: checkpoints; for edits: checkpoints, or "
+        "none; for ladder: kinds"
     )
     parser.add_argument("given", nargs="*", metavar="GIVEN", help=about)
     about = "picture of runs (loss.png), of token_share (token_share.png)"
@@ -97,7 +97,8 @@ def main() -> None:
             measure_checkpoint(path, device)
     elif question in ("runs", "token_share") or (given and question != "ladder"):
         raise UserError(
-            "analyze.py: runs takes folders, token_share and edits checkpoints, ladder kinds of --ffn"
+            "analyze.py: runs takes folders, token_share and edits checkpoints, ladder kinds of "
+            "--ffn"
         )
     else:
         experiment = Experiment(**flags)
