@@ -308,10 +308,6 @@ def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
 def main() -> None:
     keys = textwrap.fill(KEYS, 96, subsequent_indent="  ")
     settings = parse(Settings, __doc__.replace("KNOWN_KEYS", keys))
-    if not settings.overwrite:
-        check_free(settings.out_dir)  # before minutes of work
-        if settings.hold_out_files:
-            check_free(settings.out_dir / HELD_OUT)
 
     # 1) what kind of documents, and which tokenizer
     generated = not settings.input and settings.dataset in CORPORA
@@ -325,6 +321,10 @@ def main() -> None:
     else:
         kind = DATASETS[settings.dataset][0].kind
     encoding = ready_tokenizer(settings.tokenizer, kind)
+    if not settings.overwrite:  # before minutes of work
+        check_free(settings.out_dir)
+        if settings.hold_out_files:
+            check_free(settings.out_dir / HELD_OUT)
 
     # 2) from documents to token files
     if generated:

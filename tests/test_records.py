@@ -78,6 +78,6 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
     folders.insert(1, made(tmp_path / "other", [run, *RECORDS[1:]]))
     _, _, stem, dense = table(folders).splitlines()
     assert stem.startswith("| stem-0 | 3 | ")
-    assert " | 7.500 ± 1.803 | " in stem  # by hand: sqrt((1.5² + 0.5² + 2²) / 2)
+    assert " | 7.500 ± 4.479 | " in stem  # 4.303 sqrt((1.5² + 0.5² + 2²) / 2 / 3)
     assert dense.startswith("| other |  | dense | 0.006 | 2 | 2.50 | 6.500 | 1.500 | 25.0%")
     draw(grouped(folders), tmp_path / "x.png")

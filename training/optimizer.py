@@ -158,7 +158,8 @@ class Optimizer:
 
     def state_dict(self) -> dict:
         return {
-            "adamw": self.adamw.state_dict(),
+            # Its groups are those of the settings, their rate that of the step.
+            "adamw": {"state": self.adamw.state_dict()["state"]},
             "rows": {name: rmsprop.state_dict() for name, rmsprop in self.rmsprops.items()},
             "scaler": self.scaler.state_dict(),
         }
@@ -181,8 +182,7 @@ class Optimizer:
 
     def load_state_dict(self, state: dict) -> None:
         self.scaler.load_state_dict(state["scaler"])
-        # Groups are those of the settings. A copy: else the file stays mapped.
-        moments = copy.deepcopy(state["adamw"]["state"])
+        moments = copy.deepcopy(state["adamw"]["state"])  # else the file stays mapped
         self.adamw.load_state_dict({**self.adamw.state_dict(), "state": moments})
         for name, rmsprop in self.rmsprops.items():
             rmsprop.load_state_dict(state["rows"][name])

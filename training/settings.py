@@ -293,7 +293,7 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
     else:
         n_sequence = PASSES * sum(meta["train"]["tokens"] for meta in metas)
         n_sequence /= settings.model.block_size
-        if not {"batch_size", "device_batch_size", "max_iters"} & set(said):
+        if not {"batch_size", "max_iters"} & set(said):
             while batch_size > 1 and n_sequence / batch_size < ENOUGH:
                 batch_size //= 2
         steps = min(max(1, round(n_sequence / batch_size)), MOST)
