@@ -345,6 +345,15 @@ def has_bfloat16(device: torch.device) -> bool:
     return False
 
 
+def training_dtype(dtype: str, device: torch.device) -> str:
+    """What --dtype auto means on a device: what it multiplies fastest."""
+    if dtype != "auto":
+        return dtype
+    if has_bfloat16(device):
+        return "bfloat16"
+    return "float16" if device.type == "cuda" else "float32"
+
+
 # --- files ---
 
 

@@ -54,8 +54,9 @@ from torch import Tensor
 from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
-from training.checkpoints import NOT_A_CHECKPOINT, clear, load_model, save_checkpoint
+from training.checkpoints import NOT_A_CHECKPOINT, load_model, save_checkpoint
 from training.dense_to_stem import dense_to_stem
+from training.folders import clear
 from training.report import model_sizes
 from training.settings import device_flag
 

@@ -45,7 +45,8 @@ from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from text.tokenizer import encode, typed
 from training import countries
-from training.checkpoints import checkpoint_of, clear, load_checkpoint, load_model, write_checkpoint
+from training.checkpoints import checkpoint_of, load_checkpoint, load_model, write_checkpoint
+from training.folders import clear
 from training.questions import score_answers
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import mean_rows, rows_of, train_rows

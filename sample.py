@@ -24,7 +24,7 @@ from model import Decoder
 from text import chat, tokenizer
 from text.tokenizer import encode, familiar, typed
 from training.checkpoints import load_model
-from training.placement import norm_keys
+from training.decoding import norm_keys
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 
 

@@ -36,6 +36,7 @@ from common import (
     run,
     stop_signals,
     torch_seed,
+    training_dtype,
 )
 
 # isort: split
@@ -53,19 +54,17 @@ from training.checkpoints import (
     FIX,
     check_state,
     checkpoint_of,
-    live_tables,
     load_checkpoint,
     read_checkpoint,
     read_encoding,
-    remove_run,
-    run_folder,
     save_checkpoint,
 )
 from training.checks import FirstSteps, check_saved
 from training.evaluation import evaluate
+from training.folders import live_tables, remove_run, run_folder
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
-from training.placement import make_tables, training_dtype
+from training.placement import make_tables
 from training.records import Log, Meter
 from training.report import describe, format_figures, model_sizes, report
 from training.settings import (
@@ -276,9 +275,7 @@ def fit(run: Run) -> None:
             is_last = run.step >= settings.max_iters
             is_due = is_last or run.step % settings.eval_interval == 0
             if is_due or run.step == first_step:  # of a run that resumes in between
-                meter.read()
-                losses = evaluate_and_save(run, log, is_due)
-                bar.write(f"step {run.step}: {format_figures({**losses, **meter.latest})}")
+                bar.write(evaluate_and_save(run, meter, is_due))
             if is_last:
                 break
             if ranks.wait(sum(received)):  # some rank was asked to stop
@@ -313,8 +310,8 @@ def fit(run: Run) -> None:
             bar.set_postfix_str(format_figures(meter.latest), refresh=False)
             bar.update()
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
-        hints = run.tables is None  # commands know no tables of other kinds
-        report(settings, data, model.eval(), log, run.best, hints)
+        # Commands know no tables of other kinds.
+        report(settings, data, model.eval(), log, run.best, hints=run.tables is None)
 
 
 def stop(run: Run, meter: Meter, bar: tqdm, received: list[int]) -> NoReturn:
@@ -326,15 +323,17 @@ def stop(run: Run, meter: Meter, bar: tqdm, received: list[int]) -> NoReturn:
     raise SystemExit(128 + sum(received))
 
 
-def evaluate_and_save(run: Run, log: Log, is_due: bool) -> dict[str, float]:
-    """Returns validation losses and, on the countries, the share of facts that are known. Once
-    something is trained, it writes ckpt.pt. If the evaluation is due (one that only a resumed run
-    makes is not) and its loss is the lowest so far, also best.pt."""
+def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
+    """Log validation losses and, on the countries, the share of facts that are known; returns them
+    as a line, with the figures of the last step. Once something is trained, it writes ckpt.pt. If
+    the evaluation is due (one that only a resumed run makes is not) and its loss is the lowest so
+    far, also best.pt."""
     settings, data = run.settings, run.data
+    meter.read()
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(settings, "validation", losses["val_loss"], run.step)
     losses.update(countries.ask(run.model, data.encoding, data.corpora, briefly=True))
-    log.write(type="eval", step=run.step, **losses)
+    meter.log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
         # With tables on disk, best.pt would need one more copy of them.
         keeps_best = not run.model.tables.on_disk
@@ -351,7 +350,7 @@ def evaluate_and_save(run: Run, log: Log, is_due: bool) -> dict[str, float]:
             save_checkpoint(
                 path, run.model, data.encoding, step=run.step, args=settings.flat(), data=data.metas
             )
-    return losses
+    return f"step {run.step}: {format_figures({**losses, **meter.latest})}"
 
 
 def check_finite(settings: Settings, kind: str, loss: float, step: int) -> None:

@@ -24,7 +24,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common import UserError, add_flags, check_ranges, flag, make_parser, pick_device, run
+from common import (
+    UserError,
+    add_flags,
+    check_ranges,
+    flag,
+    make_parser,
+    pick_device,
+    run,
+    training_dtype,
+)
 
 # isort: split
 import numpy as np
@@ -39,14 +48,9 @@ from model import Decoder, ModelConfig
 from offload import OffloadedTables
 from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
+from training.decoding import cast_backbone, norm_keys, use_column_major_weights
 from training.optimizer import Optimizer
-from training.placement import (
-    cast_backbone,
-    make_tables,
-    norm_keys,
-    training_dtype,
-    use_column_major_weights,
-)
+from training.placement import make_tables
 from training.report import model_sizes
 from training.settings import PRESETS, Settings, device_flag
 

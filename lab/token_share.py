@@ -22,12 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import UserError
+from common import UserError, training_dtype
 from lab.pictures import markdown, plt, save_figure
 from model import Decoder
 from training.checkpoints import load_model
 from training.dense_to_stem import Fit, Stream, angles_and_mask, read_text
-from training.placement import training_dtype
 
 PARTS = ("up", "gate", "whole")
 SIZE = 4  # windows of training text in a forward pass

@@ -8,7 +8,7 @@ from conftest import Largest
 from naive import SIZES, decoder, naive_logits, tokens
 
 from relatives import linear
-from training.placement import norm_keys
+from training.decoding import norm_keys
 
 PATTERNS = ("full", "window:5", "window:3,full", "previous:1,window:5,window:3", "linear,full")
 SLOW = [8.0, 1.0, 4.0, 32]

@@ -5,8 +5,7 @@ import torch
 from conftest import CPU
 
 import common
-from common import UserError, pick_device
-from training.placement import training_dtype
+from common import UserError, pick_device, training_dtype
 
 REAL_ZEROS = torch.zeros
 

@@ -85,3 +85,25 @@ def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):
         written.add((sampled.stdout, edited.stdout.replace(place, "")))
     assert len(written) == 1
     assert_same_run(tmp_path / "none", tmp_path / "disk")
+
+
+def test_a_file_of_ones_own_hides_no_help(tmp_path, monkeypatch):
+    source = """from dataclasses import dataclass
+
+import model
+from common import flag
+
+
+@dataclass
+class Config(model.ModelConfig):
+    share: float = flag(0.5, "of rows, 50 % is half")
+
+
+class Decoder(model.Decoder):
+    config_class = Config
+"""
+    add_relative(monkeypatch, tmp_path, "mine", source)
+    (tmp_path / "latin.py").write_bytes(
+        "# é\nclass Decoder(model.Decoder): pass\n".encode("latin1")
+    )
+    assert "of rows, 50 % is half" in command("train.py --ffn mine -h").stdout

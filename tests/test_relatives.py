@@ -11,9 +11,9 @@ from conftest import CPU
 from naive import LAYERS, SIZES, decoder, tokens
 
 from model import Decoder, relatives
+from training.decoding import cast_backbone
 from training.objectives import NextToken
 from training.optimizer import Optimizer
-from training.placement import cast_backbone
 from training.report import model_sizes
 from training.settings import Settings
 

@@ -6,6 +6,8 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -120,6 +122,15 @@ def test_a_run_that_goes_on_keeps_its_best(data, tmp_path, monkeypatch):
     assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 12
 
 
+def test_a_run_that_gets_worse_names_what_is_better(data, tmp_path, monkeypatch, capsys):
+    made_up = iter([9.0, 5.0, 5.2])  # steps 0, 6, 12
+    monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
+    small_run(data, tmp_path)
+    said = capsys.readouterr().out
+    assert "rose from 5.0000 at step 6 to 5.2000" in said
+    assert f"sample.py --ckpt {tmp_path}/best.pt" in said and "longer" not in said
+
+
 def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
     before = contents(out)
     line = f"train.py --out_dir {out} --data_dir {data} "
@@ -136,6 +147,14 @@ def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
     assert {str(path) for path in contents(out)} == FILES
     resume(out, max_iters=13)  # which replaces nothing
     assert losses(out)[:12] == losses(trained["stem"])
+
+
+def test_closed_streams_are_no_failure(data, tmp_path):
+    line = shlex.join([sys.executable, "train.py", *SMALL, "--data_dir", str(data), "--out_dir"])
+    done = subprocess.run(f"{line} {tmp_path}/x <&- >&- 2>&-", shell=True, cwd=ROOT)
+    assert done.returncode == 0
+    assert {str(path) for path in contents(tmp_path / "x")} == FILES
+    assert [record["step"] for record in read_run(tmp_path / "x")["eval"]] == [0, 6, 12]
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])

@@ -42,7 +42,7 @@ import train
 from common import UserError, locked, mixed
 from lab import runs
 from tables.tables import Tables
-from training import checkpoints
+from training import checkpoints, folders
 from training.batches import Data
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
 from training.records import read_run
@@ -173,7 +173,7 @@ def test_two_runs_do_not_write_where_links_lead(data, tmp_path):
         (tmp_path / name / "ckpt.pt").symlink_to("../shared/ckpt.pt")
     (tmp_path / "shared").mkdir()
     for folder in ("shared", "a"):
-        with checkpoints.run_folder(tmp_path / folder):
+        with folders.run_folder(tmp_path / folder):
             line = f"train.py --data_dir {data} --out_dir {tmp_path}/b --n_layer 2"
             assert "shared is in use" in refused(line)
     assert not list(tmp_path.rglob(".lock"))
@@ -184,8 +184,8 @@ def test_live_tables_may_be_on_a_faster_disk_of_several_runs(data, on_disk, tmp_
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "ckpt.live").symlink_to(fast)
-    with checkpoints.run_folder(tmp_path / "b"):
-        other = checkpoints.live_tables(tmp_path / "b") / "0"
+    with folders.run_folder(tmp_path / "b"):
+        other = folders.live_tables(tmp_path / "b") / "0"
         other.mkdir(parents=True)
         for _ in range(2):
             small_run(data, tmp_path / "a", offload="disk", overwrite=True)
@@ -214,7 +214,7 @@ def test_a_run_is_whole_until_its_replacement_begins_which_may_be_cut_off(
         with monkeypatch.context() as patch, contextlib.suppress(PowerCut):
             patch.setattr(Path, "unlink", partialmethod(until_cut, remove=Path.unlink))
             patch.setattr(shutil, "rmtree", partial(until_cut, remove=shutil.rmtree))
-            checkpoints.remove_run(out)
+            folders.remove_run(out)
         if (out / "ckpt.pt").exists():
             assert contents(out) == contents(on_disk)
         else:
@@ -226,7 +226,7 @@ def test_a_run_is_whole_until_its_replacement_begins_which_may_be_cut_off(
 
 def test_what_a_killed_run_left_goes_with_the_next_start(on_disk, data, tmp_path):
     out = interrupted(data, tmp_path / "killed", 9, offload="disk")
-    live = checkpoints.live_tables(out)
+    live = folders.live_tables(out)
     for folder in (live / "0", out / "ckpt.pt.tables/0123abcd"):
         shutil.copytree(snapshots(on_disk)[0], folder)
     for name in ("ckpt.pt.0123abcd", "best.pt.01234567", "metrics.jsonl.01234567"):

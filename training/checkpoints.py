@@ -1,21 +1,19 @@
 """Checkpoints: a ckpt.pt that is enough to sample, edit or resume.
 
-Tables on disk change while they train, in `live_tables`. So saving begins a file `.ckpt.pt.ID.tmp`,
-copies them to a snapshot, `ckpt.pt.tables/ID`, renames the file, which names this ID, to ckpt.pt,
-and only then deletes the snapshot of the earlier one. No matter when a crash comes, ckpt.pt finds
-its own tables, and which others nobody needs is said by a file of ours: an unfinished one, or
-ckpt.pt, of those it replaced. A checkpoint X has its tables in the folder X.tables.
+Tables on disk change while they train (`folders.live_tables`). So saving begins a file
+`.ckpt.pt.ID.tmp`, copies them to a snapshot, `ckpt.pt.tables/ID`, renames the file, which names
+this ID, to ckpt.pt, and only then deletes the snapshot of the earlier one. No matter when a crash
+comes, ckpt.pt finds its own tables, and which others nobody needs is said by a file of ours: an
+unfinished one, or ckpt.pt, of those it replaced. A checkpoint X has its tables in the folder
+X.tables.
 """
 
 import contextlib
 import os
 import re
-import secrets
-import shlex
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -31,19 +29,17 @@ from common import (
     UserError,
     atomic,
     has_bfloat16,
-    locked,
     reading,
     remove,
     require_fields,
-    temporary_path,
-    unfinished,
 )
 from model import Decoder, decoder_class
 from tables.storage import ARRAYS, DTYPES, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
-from training.placement import cast_backbone, make_tables, use_column_major_weights
+from training.decoding import cast_backbone, use_column_major_weights
+from training.placement import make_tables
 from training.settings import Settings
 
 FORMAT = 4  # to be raised when an older checkpoint would fail
@@ -90,89 +86,9 @@ def discard(temporary: Path) -> None:
     remove(temporary)
 
 
-def clear(path: str | Path) -> None:
-    """Delete what killed commands left of writing the checkpoint at `path`, and the tables that it
-    says it replaced. Other tables may be of a checkpoint that was moved: they are only named. The
-    caller must hold the lock."""
-    path = Path(os.path.realpath(path))
-    for temporary in unfinished(path):
-        discard(temporary)
-    used = None
-    if os.path.lexists(path):
-        try:
-            checkpoint = read_checkpoint(path)
-        except UserError:  # nobody knows whose tables these are
-            return
-        used = snapshot_of(checkpoint)
-        if checkpoint["replaced"]:
-            remove(tables_folder(path) / checkpoint["replaced"])
-    for snapshot in tables_folder(path).glob("[0-9a-f]" * 8):
-        if snapshot.name != used:
-            size = sum(file.stat().st_size for file in snapshot.glob("*")) / 2**20
-            print(
-                f"note: {snapshot} ({size:,.1f} MiB) are not the tables of {path}: if their "
-                "checkpoint X was moved, move them to X.tables, or delete them: "
-                f"{shlex.join(['rm', '-r', str(snapshot)])}",
-                file=sys.stderr,
-            )
-
-
 def snapshot_of(checkpoint: dict) -> str | None:
     """The ID of a checkpoint's tables, if they are on disk."""
     return checkpoint["tables"] and checkpoint["tables"]["id"]
-
-
-def remove_run(out_dir: Path) -> None:
-    """Delete the files of an earlier run. The caller must hold the lock."""
-    for name in ("ckpt.pt", "best.pt"):
-        path = out_dir / name
-        if os.path.isfile(path) and not path.is_symlink():
-            token = None
-            with contextlib.suppress(UserError):
-                token = snapshot_of(read_checkpoint(path))
-            # Renamed, it says that its tables are no longer needed, also if this is cut off.
-            given_up = temporary_path(path, token or secrets.token_hex(4))
-            os.replace(path, given_up)
-            discard(given_up)
-    for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
-        (out_dir / name).unlink(missing_ok=True)  # a link, or a file
-
-
-def live_tables(out_dir: Path) -> Path:
-    """Where the tables of a run are while they train, if on disk: a hidden folder in `out_dir`, or
-    in its ckpt.live, if somebody has made that a folder or a link to one, on a faster disk."""
-    place = out_dir / "ckpt.live"
-    folder = os.stat(out_dir)  # whose it is, as runs may share the faster disk
-    if not place.is_symlink() and not place.is_dir():
-        place = out_dir
-    return Path(os.path.realpath(place)) / f".live.{folder.st_dev:x}.{folder.st_ino:x}.tmp"
-
-
-@contextmanager
-def run_folder(out_dir: Path) -> Iterator[None]:
-    """Rank 0 locks the folder of a run, and those where links in it lead, and clears it of
-    unfinished files, before and after; the others wait for it."""
-    if ranks.rank:
-        ranks.wait()
-        yield
-        return
-    checkpoints = [out_dir / "ckpt.pt", out_dir / "best.pt"]
-    folders = {os.path.realpath(out_dir): out_dir}
-    for path in checkpoints:
-        folder = Path(os.path.realpath(path)).parent
-        folders.setdefault(str(folder), folder)
-    with contextlib.ExitStack() as stack:
-        for folder in folders.values():
-            stack.enter_context(locked(folder))
-        for path in checkpoints:
-            clear(path)
-        live = live_tables(out_dir)
-        remove(live)
-        ranks.wait()
-        try:
-            yield
-        finally:
-            remove(live)
 
 
 # --- writing ---

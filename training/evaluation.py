@@ -3,13 +3,12 @@
 import os
 from pathlib import Path
 
-from common import UserError, pick_device
+from common import UserError, pick_device, training_dtype
 from text import tokenizer
 from text.dataset import read_meta
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import load_model
 from training.objectives import NextToken, validate
-from training.placement import training_dtype
 from training.report import ask, format_figures
 from training.settings import Settings
 

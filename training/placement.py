@@ -1,15 +1,11 @@
-"""Where the tables of a run or a command are: --offload, on a device, in one process or several;
-and how weights lie for decoding."""
+"""Where the tables of a run or a command are: --offload, on a device, in one process or more."""
 
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from common import has_bfloat16
-from model import Decoder
 from offload import OffloadedTables
 from tables.storage import DiskStorage, RamStorage, check_room
 from tables.tables import STREAMS, ResidentTables, StoredTables, Tables
@@ -71,43 +67,3 @@ def make_tables(
         return kind(storage, device)
 
     return make
-
-
-def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:
-    """Cast all but the tables, whose rows are few in a step, and may be saved again."""
-    for name, module in model.named_children():
-        if name != "tables":
-            module.to(dtype)
-
-
-@torch.no_grad()
-def use_column_major_weights(model: Decoder) -> None:
-    """Store linear layers with more outputs than inputs column by column: on a CPU, multiplying a
-    single row by them is twice as fast. So lies a head that is the input embedding, too, where
-    the lookups of a long prompt take milliseconds more."""
-    matrices = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if model.head is None:
-        matrices.append(model.wte)
-    for module in matrices:
-        n_out, n_in = module.weight.shape
-        if n_out > n_in:
-            module.weight.data = module.weight.T.contiguous().T
-
-
-@torch.no_grad()
-def norm_keys(model: Decoder) -> None:
-    """Norm Embformer's keys in resident tables, once for all steps of decoding from ids. Only where
-    tables have the backbone's dtype: else keys would be rounded at another point."""
-    tables = model.tables
-    if isinstance(tables, ResidentTables) and tables.weight[0].dtype == model.head_weight.dtype:
-        for block, rows in zip(model.blocks, tables.weight, strict=True):
-            block.attn.qkv.norm_keys(rows)
-
-
-def training_dtype(dtype: str, device: torch.device) -> str:
-    """What --dtype auto means on a device: what it multiplies fastest."""
-    if dtype != "auto":
-        return dtype
-    if has_bfloat16(device):
-        return "bfloat16"
-    return "float16" if device.type == "cuda" else "float32"

@@ -146,8 +146,10 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
 def draw_loss(metrics: Path, out: Path) -> None:
     """Draw a run's losses over its steps and, where it was asked for facts, the share it knows.
     UserError: matplotlib finds no folder to write its cache to, or the picture cannot be."""
-    with writing(out):
+    try:
         from matplotlib.figure import Figure
+    except OSError as error:
+        raise UserError(f"matplotlib cannot start ({error!s:.90}): set MPLCONFIGDIR") from None
     records = read_metrics(metrics)
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()

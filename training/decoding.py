@@ -1,0 +1,38 @@
+"""What decoding does to a model that was loaded: the dtype of its weights, and how they lie."""
+
+import torch
+from torch import nn
+
+from model import Decoder
+from tables.tables import ResidentTables
+
+
+def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:
+    """Cast all but the tables, whose rows are few in a step, and may be saved again."""
+    for name, module in model.named_children():
+        if name != "tables":
+            module.to(dtype)
+
+
+@torch.no_grad()
+def use_column_major_weights(model: Decoder) -> None:
+    """Store linear layers with more outputs than inputs column by column: on a CPU, multiplying a
+    single row by them is twice as fast. So lies a head that is the input embedding, too, where
+    the lookups of a long prompt take milliseconds more."""
+    matrices = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if model.head is None:
+        matrices.append(model.wte)
+    for module in matrices:
+        n_out, n_in = module.weight.shape
+        if n_out > n_in:
+            module.weight.data = module.weight.T.contiguous().T
+
+
+@torch.no_grad()
+def norm_keys(model: Decoder) -> None:
+    """Norm Embformer's keys in resident tables, once for all steps of decoding from ids. Only where
+    tables have the backbone's dtype: else keys would be rounded at another point."""
+    tables = model.tables
+    if isinstance(tables, ResidentTables) and tables.weight[0].dtype == model.head_weight.dtype:
+        for block, rows in zip(model.blocks, tables.weight, strict=True):
+            block.attn.qkv.norm_keys(rows)

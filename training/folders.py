@@ -1,0 +1,95 @@
+"""The folder of a run, and those that checkpoints are written to: locked, cleared of what killed
+commands left, and of nothing else. Each file that goes is one that a file of ours gives up
+(checkpoints.py)."""
+
+import contextlib
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from common import UserError, locked, remove, temporary_path, unfinished
+from training import ranks
+from training.checkpoints import discard, read_checkpoint, snapshot_of, tables_folder
+
+
+def clear(path: str | Path) -> None:
+    """Delete what killed commands left of writing the checkpoint at `path`, and the tables that it
+    says it replaced. Other tables may be of a checkpoint that was moved: they are only named. The
+    caller must hold the lock."""
+    path = Path(os.path.realpath(path))
+    for temporary in unfinished(path):
+        discard(temporary)
+    used = None
+    if os.path.lexists(path):
+        try:
+            checkpoint = read_checkpoint(path)
+        except UserError:  # nobody knows whose tables these are
+            return
+        used = snapshot_of(checkpoint)
+        if checkpoint["replaced"]:
+            remove(tables_folder(path) / checkpoint["replaced"])
+    for snapshot in tables_folder(path).glob("[0-9a-f]" * 8):
+        if snapshot.name != used:
+            size = sum(file.stat().st_size for file in snapshot.glob("*")) / 2**20
+            print(
+                f"note: {snapshot} ({size:,.1f} MiB) are not the tables of {path}: if their "
+                "checkpoint X was moved, move them to X.tables, or delete them: "
+                f"{shlex.join(['rm', '-r', str(snapshot)])}",
+                file=sys.stderr,
+            )
+
+
+def remove_run(out_dir: Path) -> None:
+    """Delete the files of an earlier run. The caller must hold the lock."""
+    for name in ("ckpt.pt", "best.pt"):
+        path = out_dir / name
+        if os.path.isfile(path) and not path.is_symlink():
+            token = None
+            with contextlib.suppress(UserError):
+                token = snapshot_of(read_checkpoint(path))
+            # Renamed, it says that its tables are no longer needed, also if this is cut off.
+            given_up = temporary_path(path, token or secrets.token_hex(4))
+            os.replace(path, given_up)
+            discard(given_up)
+    for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
+        (out_dir / name).unlink(missing_ok=True)  # a link, or a file
+
+
+def live_tables(out_dir: Path) -> Path:
+    """Where the tables of a run are while they train, if on disk: a hidden folder in `out_dir`, or
+    in its ckpt.live, if somebody has made that a folder or a link to one, on a faster disk."""
+    place = out_dir / "ckpt.live"
+    folder = os.stat(out_dir)  # whose it is, as runs may share the faster disk
+    if not place.is_symlink() and not place.is_dir():
+        place = out_dir
+    return Path(os.path.realpath(place)) / f".live.{folder.st_dev:x}.{folder.st_ino:x}.tmp"
+
+
+@contextlib.contextmanager
+def run_folder(out_dir: Path) -> Iterator[None]:
+    """Rank 0 locks the folder of a run, and those where links in it lead, and clears it of
+    unfinished files, before and after; the others wait for it."""
+    if ranks.rank:
+        ranks.wait()
+        yield
+        return
+    checkpoints = [out_dir / "ckpt.pt", out_dir / "best.pt"]
+    folders = {os.path.realpath(out_dir): out_dir}
+    for path in checkpoints:
+        folder = Path(os.path.realpath(path)).parent
+        folders.setdefault(str(folder), folder)
+    with contextlib.ExitStack() as stack:
+        for folder in folders.values():
+            stack.enter_context(locked(folder))
+        for path in checkpoints:
+            clear(path)
+        live = live_tables(out_dir)
+        remove(live)
+        ranks.wait()
+        try:
+            yield
+        finally:
+            remove(live)
