@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from conftest import CPU, command, refused
 
 from lab import token_share
+from training.batches import Data
 from training.checkpoints import load_model
 from training.dense_to_stem import Fit, read_text
 
@@ -14,6 +15,9 @@ def test_rows_shares_and_losses_are_those_of_the_formulas(trained, data):
     path = trained["dense"] / "ckpt.pt"
     model, encoding, _ = load_model(path, CPU)
     (train, _), (val, targets) = read_text(path, model, encoding, str(data), 1600, 16)
+    text = Data(str(data), "text", 16, seed=0, total=0).val[str(data)]
+    third = text.sequence(2 * text.n_sequence // 3)  # windows are spread over the whole text
+    assert len(val) == 3 and val[2].tolist() == third[0].tolist()
     val[1, 3] = 7
     assert not (train == 7).any()  # it has no row
     loss, shares, losses = token_share.measure(model, train, val, targets)
