@@ -12,8 +12,8 @@ and how much the loss rises if this part of this layer alone is replaced.
 
 A row estimated from n places has an error of its own: where u spreads around the best row by s^2,
 the row of n places misses by s^2 (1 + 1/n). So the error at each place is multiplied by
-n / (n + 1), and the share is that of the best rows. It is taken over the places whose token
-occurred; the loss over all, with the mean over all tokens as the row of others.
+n / (n + 1), and the share is that of the best rows. Tokens that did not occur have no row: the
+share is taken over the places of others, and these are replaced.
 """
 
 from pathlib import Path
@@ -80,7 +80,7 @@ def measure(
     config = model.config
     text, other = Stream(model, train, SIZE), Stream(model, val, 1)
     tokens, counts = train.unique(return_counts=True)
-    counts = F.pad(counts, (0, 1)).to(model.device)  # a row more, the mean, is that of all others
+    counts = F.pad(counts, (0, 1)).to(model.device)  # the last row is that of all other tokens
     place = torch.full((config.vocab_size,), len(tokens), device=model.device)
     place[tokens.to(model.device)] = torch.arange(len(tokens), device=model.device)
     shares, losses = [], []
@@ -97,7 +97,7 @@ def measure(
             at = place[ids]
             n = counts[at]  # [1, T]
             for number, (b, p, out) in enumerate(factors(block.ffn, z)):
-                fit = b * rows[number][at]
+                fit = torch.where(n[..., None] > 0, b * rows[number][at], p)
                 explained[number].add(p[n > 0], fit[n > 0], (n / (n + 1))[n > 0])
                 x = kept.to(model.device) + out(fit)
                 losses.append(loss_above(model, layer + 1, x, target))
