@@ -57,16 +57,18 @@ class Decoder(bigram.Decoder):
     def forward(self, ids: Tensor, targets: Tensor | None = None, **options) -> tuple:
         outputs = super().forward(ids, targets, **options)
         if self.training and targets is not None:
-            addresses = self.addresses(ids, ids.shape[1], options.get("documents"))[:, :-1]
-            self.count(send(addresses, self.device).flatten(), send(ids, self.device)[:, 1:])
+            self.count(ids, options.get("documents"))
         return outputs
 
-    def count(self, address: Tensor, token: Tensor) -> None:
-        """Count tokens [B, T - 1] that follow the pairs at addresses [B * (T - 1)]."""
-        token = token.flatten()
-        known = self.next[address] == token[:, None]  # [B * (T - 1), n_next]
+    def count(self, ids: Tensor, documents: Tensor | None) -> None:
+        """Count what follows pairs of tokens in texts [B, T]."""
+        pairs = self.addresses(ids, ids.shape[1], documents)[:, :-1, 0]
+        address = send(pairs, self.device).flatten()  # [N]
+        token = send(ids[:, 1:], self.device).flatten()
+        known = self.next[address] == token[:, None]  # [N, n_next]
         number, place = known.nonzero(as_tuple=True)
-        self.counts.index_put_((address[number], place), torch.ones_like(place), accumulate=True)
+        one = torch.ones_like(place)
+        self.counts.index_put_((address[number], place), one, accumulate=True)
         new = ~known.any(1)
         address = address[new]
         place = self.counts[address].argmin(1)

@@ -1,5 +1,6 @@
 """lab/analyze.py: every question with tiny models, runs that are trained once, spikes."""
 
+import collections
 import math
 import os
 import shutil
@@ -9,8 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import (
+    CPU,
     ROOT,
     add_relative,
     change_json,
@@ -22,13 +25,16 @@ from conftest import (
 )
 
 from common import UserError, locked
-from lab import analyze, ladder
+from lab import analyze, ladder, scale
 from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates
 from lab.ladder import Step, verdicts
 from lab.pictures import interval
 from lab.stability import REACH, spike_rate, spikes
 from text import countries
+from train import resolve_settings as train_settings
+from training.batches import Data
+from training.checkpoints import load_model
 from training.records import read_run
 
 SMALL = {
@@ -305,6 +311,83 @@ def test_verdicts_are_those_of_students_t():
         (row,) = verdicts(steps)
         assert row["verdict"] == verdict
     assert interval(".4f", []) == ""
+
+
+# --- scale ---
+
+
+def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_the_one_before(
+    experiment, monkeypatch, capsys
+):
+    """Dense loses 6 - log10(tokens / 1 M), as others do after 10^0.1 times fewer tokens."""
+    with pytest.raises(UserError, match="tokens: give the folder of prepare"):
+        scale.scale(experiment)
+    monkeypatch.setattr(scale, "read_meta", lambda folder: {"train": {"tokens": 2e7}})
+    asked = []
+
+    def search(experiment, kinds, seed):
+        return {name: {**kinds[name], "learning_rate": kinds[name]["max_iters"]} for name in kinds}
+
+    def train(kinds, seeds):
+        for flags in kinds.values():
+            asked.append((flags["max_iters"], flags["learning_rate"], len(seeds)))
+        return {
+            name: [(name, flags["max_iters"], seed) for seed in seeds]
+            for name, flags in kinds.items()
+        }
+
+    def measure(name, function, runs, device):
+        found = []
+        for kind, steps, seed in runs:
+            loss = 6 - math.log10(steps * step / 1e6) - 0.1 * (kind != "dense") + seed
+            found.append({"losses": [loss, loss + 1, loss, loss - 1], "few": 7})
+        return found
+
+    monkeypatch.setattr(scale, "best_learning_rates", search)
+    monkeypatch.setattr(experiment, "train", train)
+    monkeypatch.setattr(experiment, "measure", measure)
+    settings = train_settings(data_dir=str(experiment.data_dir))
+    step = settings.batch_size * settings.model.block_size
+    scale.scale(experiment)
+    steps = {million: round(1e6 * million / step) for million in (0.5, 1.5, 5, 15)}
+    assert set(asked) == {
+        (steps[0.5], steps[0.5], 2),
+        (steps[1.5], steps[0.5], 2),
+        (steps[5], steps[5], 2),
+        (steps[15], steps[5], 1),
+    }
+    *_, last = capsys.readouterr().out.split("| kind |")
+    rows = {tuple(line.split(" | ")[:2]): line for line in last.splitlines() if line[:2] == "| "}
+    row = rows["| Embformer", "1.5"].split(" | ")
+    assert row[3:8] == [*["-0.100 ± 0.000"] * 4, f"{10**0.1:.2f} x"]
+    assert rows["| Embformer", "15"].split(" | ")[7] == "> 1.00 x"
+    assert (experiment.out_dir / "scale.png").read_bytes().startswith(PNG)
+
+
+def test_losses_by_frequency_are_those_of_the_run(trained, data, encoding):
+    run = trained["embformer"]
+    found = scale.measure_run(run, CPU)
+    assert found["losses"][0] == pytest.approx(read_run(run)["eval"][-1]["val_loss"], rel=1e-5)
+    n_id = encoding.n_vocab
+    text = np.fromfile(data / "train.bin", dtype=np.uint16)
+    rank = np.bincount(text[::16], minlength=n_id).argsort(kind="stable").tolist()
+    model, _, checkpoint = load_model(run / "ckpt.pt", CPU)
+    source = Data(str(data), "text", 32, 0, total=0).val[str(data)]
+    losses = [[], [], []]
+    for number in source.spread(1024):
+        ids, targets = source.sequences([number])
+        log_p = model(ids)[0].log_softmax(-1)[0]  # [T, V]
+        for token, target, log_p_of in zip(ids[0].tolist(), targets[0], log_p, strict=True):
+            losses[rank.index(token) * 3 // n_id].append(-log_p_of[target].item())
+    for loss, of_third in zip(found["losses"][1:], losses, strict=True):
+        expected = statistics.fmean(of_third) if of_third else math.nan
+        assert loss == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    reads = collections.Counter()
+    args = checkpoint["args"]
+    train = Data(str(data), "text", 32, args["seed"], total=1).train
+    for index in range(args["max_iters"] * args["batch_size"]):
+        reads.update(train.sequence(index)[0].tolist())
+    assert found["few"] == sum(reads[token] < 10 for token in range(n_id))
 
 
 def test_spikes_stand_out_of_the_steps_around():
