@@ -102,15 +102,15 @@ class Tables(nn.Module):
             for weight in self.weight:
                 yield F.embedding(ids, weight)
         else:
-            distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
-            yield from self.read_once(distinct, position)
+            yield from self.read_once(ids)
 
-    def read_once(self, distinct: Tensor, position: Tensor) -> Iterator[Tensor]:
-        """Yield the rows of each table [B, T, W]: of distinct tokens [n], each read once, expanded
-        by position [B, T]. Each row is one leaf of autograd, which sums the gradients of all places
-        of its token; `merge` collects them."""
+    def read_once(self, ids: Tensor) -> Iterator[Tensor]:
+        """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
+        Each row is one leaf of autograd, which sums the gradients of all places of its token;
+        `merge` collects them."""
         self.check_taken()  # merges: so a step holds the rows of one micro-batch, not of all
         self.n_read += 1
+        distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
         slots = self.slots(distinct)
         position = send(position, slots.device)
         leaves: list[Tensor] = []

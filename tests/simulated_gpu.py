@@ -65,6 +65,11 @@ class Agent:
     def wait_event(self, event: "Event") -> None:
         self.come_after(event.seen)
 
+    def record_event(self) -> "Event":
+        event = Event()
+        event.record(self)
+        return event
+
 
 class Event:
     seen = 0
@@ -79,7 +84,7 @@ class Event:
 
     def synchronize(self) -> None:
         host = SimulatedGpu.current.host
-        host.waits += 1
+        host.waits += bool((self.seen > host.seen).any())
         host.come_after(self.seen)
 
 
@@ -202,6 +207,8 @@ class SimulatedGpu(TorchDispatchMode):
         here = [x for x in given if isinstance(x, DeviceTensor)]
         raw_args, raw_kwargs = tree_map_only(DeviceTensor, lambda x: x.numbers, (args, kwargs))
         made = func(*raw_args, **raw_kwargs)
+        if func is aten.empty.memory_format and made.is_floating_point():
+            made.fill_(torch.nan)  # nobody may read what nobody wrote
         if func.is_view and here:
             share = partial(DeviceTensor, memory=here[0].memory)
             return tree_map_only(torch.Tensor, share, made)
@@ -224,7 +231,8 @@ class SimulatedGpu(TorchDispatchMode):
                 self.host.waits += not pinned  # as CUDA may wait
                 user = agent if pinned else self.host
             rows = None
-            if func in ROWS and x is args[0]:
+            # What is strided is written as a whole by PyTorch's deterministic algorithms.
+            if func in ROWS and x is args[0] and (x is not written or x.is_contiguous()):
                 (rows,) = tree_leaves(raw_args[ROWS[func]])
             self.use(user, x, x is written, rows)
         if waits:
