@@ -13,6 +13,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python lab/analyze.py costs            # FLOPs, parameters read, return on compute
     python lab/analyze.py edits            # how often swapped rows, and written facts, succeed
     python lab/analyze.py edits out/ckpt.pt    # swapped rows of this checkpoint
+    python lab/analyze.py counterfact      # facts written in sequence, beside ROME, MEMIT, LoRA
     python lab/analyze.py convert          # a dense model turned into tables, against controls
     python lab/analyze.py token_share out/dense/ckpt.pt     # what of a dense FFN the token explains
     python lab/analyze.py all --quick      # every question, with tiny models: a smoke test
@@ -34,6 +35,7 @@ from lab.attention import attention
 from lab.context import context
 from lab.convert import convert
 from lab.costs import costs
+from lab.counterfact import counterfact
 from lab.edits import edits, measure_checkpoint
 from lab.experiment import Experiment
 from lab.geometry import geometry
@@ -55,6 +57,7 @@ QUESTIONS = {
     "geometry": geometry,
     "costs": costs,
     "edits": edits,
+    "counterfact": counterfact,
     "convert": convert,
 }
 

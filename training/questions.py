@@ -66,7 +66,8 @@ def score_answers(
             logits[is_answer].float() / temperature, part_targets[is_answer], reduction="none"
         )
         losses.append(loss.sum(1))
-    return Scores(torch.cat(greedy), torch.cat(losses).neg().exp())
+    # In double precision, where less than 1e-38 is not zero.
+    return Scores(torch.cat(greedy), torch.cat(losses).double().neg().exp())
 
 
 def pad_together(

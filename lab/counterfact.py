@@ -1,0 +1,502 @@
+"""Facts written by the protocol of the field (CounterFact: Meng et al., arXiv 2202.05262; the
+harness of MEMIT, 2210.07229): one, and many in sequence with all earlier ones asked again, by rows
+of tokens and by the methods of lab/editors.py.
+
+    python lab/analyze.py counterfact    # hours on two cores; goes on where it stopped
+
+A record is a country, a relation, and another country whose value becomes its own. About it are
+asked, with the right answer and a wrong one:
+
+    edited        the prompt that was taught                                  new    old
+    paraphrases   three wordings that were never trained                      new    old
+    neighbors     countries that have the old value, or where none has, any   theirs new
+    others        the name's other facts                                      its    the other's
+    namesakes     countries whose names share tokens with this one            theirs new
+    implied       the region, once the subregion is another's                 new    old
+    reversed      the country whose capital is the new one                    it     the other
+    two hops      the fact, of the country whose capital is this one's        new    old
+
+A score is the share of questions whose right answer has fewer nats a token than the wrong one, and
+the share that greedy decoding answers in full. What is right follows all edits so far. About some
+countries nothing is written: their facts and texts show what else is lost.
+"""
+
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean, harmonic_mean
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from common import atomic
+from lab.editors import Editor, Request, trace
+from lab.experiment import KINDS, Experiment
+from lab.ladder import interval
+from lab.pictures import markdown, plt
+from text import countries
+from text.countries import NOUNS, RELATIONS, Country
+from text.dataset import open_tokens, read_meta
+from text.tokenizer import encode
+from training.checkpoints import load_model
+from training.questions import score_answers
+
+POINTS = (10, 100, 300, 1000)  # after so many edits in sequence all are asked
+N_ALONE = 20  # edits of a model as it was
+BATCH = 100  # edits at once, where a method can
+APART = 28  # countries about which nothing is written
+N_NEIGHBOR = 5
+SEARCHED, N_SEARCHED = 5, 10  # seed, and edits in sequence, that find a method's setting
+# A dense model of 1,000 steps knows three quarters of the capitals (docs/claims.md).
+MODELS = {
+    "STEM": KINDS["STEM, all"],
+    "dense": {"ffn": "dense", "learning_rate": 0.0015, "max_iters": 2000},
+}
+SCORES = ("edited", "paraphrases", "neighbors")  # ES, PS, NS, and S, their harmonic mean
+MORE = ("others", "namesakes", "implied", "reversed", "two hops")
+
+
+class Record(NamedTuple):
+    country: Country
+    relation: str
+    other: Country  # has the new value
+
+
+class Question(NamedTuple):
+    kind: str
+    prompt: str
+    right: str
+    wrong: str
+
+
+def records(seed: int) -> tuple[list[Record], list[Country]]:
+    """All records, in random order, but for those about some countries, which are returned, too."""
+    rng = random.Random(seed)
+    table = countries.table()
+    rng.shuffle(table)
+    drawn = []
+    for country in table[APART:]:
+        for relation in RELATIONS:
+            differ = [c for c in table if c.answer(relation) != country.answer(relation)]
+            drawn.append(Record(country, relation, rng.choice(differ)))
+    rng.shuffle(drawn)
+    return drawn, table[:APART]
+
+
+def said(country: Country, relation: str) -> str:
+    return f" {countries.stopped(country.answer(relation))}"
+
+
+def taught(country: Country, relation: str) -> str:
+    """A prompt in the words of training: "Country: Spain\\nThe country's capital is"."""
+    pattern = countries.seen(countries.PARAGRAPH, relation)[0]
+    return countries.paragraph(country, [countries.opening(pattern, country, relation)])
+
+
+def held_out(country: Country, relation: str, form: str = "paragraph") -> str:
+    return countries.questions(relation, form, country)[0].prompt
+
+
+def questions(
+    record: Record, truth: dict[str, Country], namesakes: Iterable[str]
+) -> list[Question]:
+    """What is asked about a record. truth: the countries by name as they are after all edits."""
+    country, relation, other = record
+    new, old = said(other, relation), said(country, relation)
+    asked = [Question("edited", taught(country, relation), new, old)]
+    for form in countries.FORMS:
+        asked.append(Question("paraphrases", held_out(country, relation, form), new, old))
+    rest = [c for c in countries.table() if c.name != country.name]
+    same = [c for c in rest if said(c, relation) == old] or rest
+    rng = random.Random(f"{country.name} {relation}")
+    near = [c.name for c in rng.sample(same, min(N_NEIGHBOR, len(same)))]
+    for kind, names in (("neighbors", near), ("namesakes", namesakes)):
+        for name in names:
+            right = said(truth[name], relation)
+            asked.append(Question(kind, taught(truth[name], relation), right, new))
+    now = truth[country.name]
+    for fact in RELATIONS:
+        if fact != relation:
+            answers = said(now, fact), said(other, fact)
+            asked.append(Question("others", held_out(now, fact), *answers))
+    if relation == "subregion" and now.region == country.region:
+        regions = said(other, "region"), said(country, "region")
+        asked.append(Question("implied", held_out(now, "region"), *regions))
+    if relation == "capital":
+        names = [f" {countries.with_article(c.name)}." for c in (country, other)]
+        asked.append(Question("reversed", f"The country whose capital is{new[:-1]} is", *names))
+    else:
+        hops = f"The {NOUNS[relation]} of the country whose capital is {now.capital} is"
+        asked.append(Question("two hops", hops, new, old))
+    return [question for question in asked if question.right != question.wrong]
+
+
+def ngram_entropy(ids: list[int]) -> float:
+    """Of a text's bigrams and trigrams, weighted as MEMIT's harness does, in bits."""
+    total = 0.0
+    for n, weight in ((2, 2 / 3), (3, 4 / 3)):
+        counts = Counter(zip(*(ids[i:] for i in range(n)), strict=False)).values()
+        shares = [count / sum(counts) for count in counts]
+        total -= weight / 2 * sum(share * math.log2(share) for share in shares)
+    return total
+
+
+class Bench:
+    """A model, its records, and what it was before all edits."""
+
+    def __init__(self, folder: Path, seed: int, data_dir: Path) -> None:
+        self.model, self.encoding, _ = load_model(folder / "ckpt.pt", torch.device("cpu"))
+        self.fresh = {name: weight.clone() for name, weight in self.model.state_dict().items()}
+        self.records, self.apart = records(seed)
+        self.table = {country.name: country for country in countries.table()}
+        tokens = {name: set(self.name(name)) for name in self.table}
+        self.namesakes = {
+            name: [other for other in tokens if other != name and tokens[other] & own]
+            for name, own in tokens.items()
+        }
+        meta = read_meta(data_dir)
+        size = self.model.config.block_size
+        ids = open_tokens(data_dir, "train", meta)[: 100 * size].astype("int64")
+        corpus = torch.from_numpy(ids).view(-1, size)
+        self.editor = Editor(self.model, self.encoding.eot_token, corpus, self.layers())
+
+        # Validation documents about the countries apart: the longest name that they have tells.
+        text = self.encoding.decode(open_tokens(data_dir, "val", meta).tolist())
+        names = sorted(self.table, key=len, reverse=True)
+        apart = {country.name for country in self.apart}
+        documents = text.split("<|endoftext|>")
+        about = [next((name for name in names if name in text), None) for text in documents]
+        texts = [text for text, name in zip(documents, about, strict=True) if name in apart]
+        ids = [torch.tensor(encode(self.encoding, text)) for text in texts[:64]]
+        self.ids = pad_sequence([text[:-1] for text in ids], batch_first=True)  # [N, T]
+        targets = pad_sequence([text[1:] for text in ids], batch_first=True, padding_value=-1)
+        self.predicted = targets >= 0
+        self.targets = targets[self.predicted]  # [n]
+        self.before = self.log_p()
+
+    def name(self, name: str) -> list[int]:
+        return self.encoding.encode_ordinary(f" {name}")
+
+    def request(self, record: Record) -> Request:
+        country, relation, other = record
+        prompt = encode(self.encoding, taught(country, relation))
+        answer = self.encoding.encode_ordinary(said(other, relation))
+        return Request(prompt, self.name(country.name), answer, self.name(other.name))
+
+    @torch.inference_mode()
+    def log_p(self) -> Tensor:
+        """Of what follows in the texts about the countries apart, [n, V]."""
+        return self.model(self.ids)[0][self.predicted].log_softmax(-1)
+
+    def layers(self) -> list[int]:
+        """Layers by how much of a fact their FFNs restore, see `editors.trace`."""
+        names = [c for c in self.table.values() if len(self.name(c.name)) == 1]
+        prompts = [encode(self.encoding, taught(c, "language")) for c in names]
+        positions = [prompts[i].index(*self.name(c.name)) for i, c in enumerate(names)]
+        answers = [self.encoding.encode_ordinary(said(c, "language"))[0] for c in names]
+        effects = trace(self.model, *map(torch.tensor, (prompts, positions, answers)))
+        return sorted(range(len(effects)), key=lambda layer: -effects[layer])
+
+    def answered(self, asked: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, bool]]:
+        """The nats a token of each answer to its prompt, and whether greedy decoding gives it."""
+        encoded = {}
+        for prompt, answer in asked:
+            ids = encode(self.encoding, prompt), self.encoding.encode_ordinary(answer)
+            encoded[prompt, answer] = ids
+        waiting = sorted(encoded, key=lambda pair: sum(map(len, encoded[pair])))
+        answered = {}
+        for start in range(0, len(waiting), 256):
+            part = waiting[start : start + 256]
+            prompts, answers = zip(*(encoded[pair] for pair in part), strict=True)
+            greedy, probability = score_answers(self.model, prompts, answers)
+            nats = -probability.log() / torch.tensor([len(answer) for answer in answers])
+            found = zip(nats.tolist(), greedy.tolist(), strict=True)
+            answered.update(zip(part, found, strict=True))
+        return answered
+
+    def ask(self, about: list[Record], truth: dict[str, Country]) -> dict:
+        """Ask about records. Of each and each kind of question, the shares that are right by nats,
+        right and wrong in greedy decoding; and what else the model knows and writes."""
+        asked = [questions(record, truth, self.namesakes[record.country.name]) for record in about]
+        pairs = []
+        for question in (question for each in asked for question in each):
+            pairs += [(question.prompt, question.right), (question.prompt, question.wrong)]
+        known = [(held_out(c, fact), said(c, fact)) for c in self.apart for fact in RELATIONS]
+        answered = self.answered([*pairs, *known])
+        scores = []
+        for each in asked:
+            found = {}
+            for kind, prompt, right, wrong in each:
+                (nats, greedy), (worse, old) = answered[prompt, right], answered[prompt, wrong]
+                found.setdefault(kind, []).append((float(nats < worse), greedy, old))
+            scores.append({kind: torch.tensor(of).mean(0).tolist() for kind, of in found.items()})
+        log_p = self.log_p()
+        loss = F.nll_loss(log_p, self.targets).item()
+        entropies = [0.0]
+        if math.isfinite(loss):
+            entropies = [ngram_entropy(self.writes(r.country)) for r in about[-4:]]
+        return {
+            "records": scores,
+            "other countries": fmean(answered[pair][1] for pair in known),
+            "KL": F.kl_div(log_p, self.before, reduction="batchmean", log_target=True).item(),
+            "loss": loss,
+            "entropy": fmean(entropies),
+        }
+
+    def writes(self, country: Country) -> list[int]:
+        prompt = torch.tensor([encode(self.encoding, countries.paragraph(country, []))])
+        return self.model.generate(prompt, 64, seed=0, top_k=5)[0, prompt.shape[1] :].tolist()
+
+
+@lru_cache(maxsize=2)
+def open_bench(folder: Path, seed: int, data_dir: Path) -> Bench:
+    return Bench(folder, seed, data_dir)
+
+
+def edited(truth: dict[str, Country], some: list[Record]) -> dict[str, Country]:
+    truth = dict(truth)
+    for country, relation, other in some:
+        changed = {relation: getattr(other, relation)}
+        truth[country.name] = replace(truth[country.name], **changed)
+    return truth
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append(path: Path, row: dict) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+class Method(NamedTuple):
+    model: str
+    function: str  # of an Editor
+    settings: list[dict]  # that are tried
+    batches: bool = False
+
+
+SWAPPED = [{"how": how} for how in ("copy", "pad", "subset")]
+WRITTEN = [{"keep": keep} for keep in (60, 20, 200)]
+VALUE = {"limit": 1.0, "rate": 0.5}  # of ROME and MEMIT
+ROME = [{"rank": rank, **VALUE} for rank in (0, 1, 2)]
+ROME += [{**ROME[0], "limit": 0.5}]
+MEMIT = [{"n_layer": 3, "weight": weight, **VALUE} for weight in (10, 1)]
+MEMIT += [{**MEMIT[0], "limit": 0.5}, {**MEMIT[0], "n_layer": 2}]
+TRAINED = [{"rate": 1e-4}, {"rate": 3e-5}, {"rate": 3e-4}, {"rate": 1e-4, "keep": 30}]
+BOUNDED = [{"rate": 1e-3, "bound": bound} for bound in (0.01, 0.02, 0.05)]
+LORA = [{"rank": 8, "rate": 1e-3}, {"rank": 8, "rate": 3e-4}, {"rank": 8, "rate": 3e-3}]
+LORA += [{**LORA[0], "keep": 30}]
+METHODS = {  # in the order in which they are measured
+    "no edits": Method("STEM", "nothing", [{}]),
+    "swapped rows": Method("STEM", "swap_rows", SWAPPED),
+    "ROME, STEM": Method("STEM", "rome", ROME),
+    "MEMIT, STEM": Method("STEM", "memit", MEMIT, batches=True),
+    "all weights": Method("STEM", "fine_tune", TRAINED, batches=True),
+    "FT-L": Method("STEM", "fine_tune_layer", BOUNDED, batches=True),
+    "LoRA": Method("STEM", "lora", LORA, batches=True),
+    "written rows": Method("STEM", "write_rows", WRITTEN),
+    "ROME, dense": Method("dense", "rome", ROME),
+    "MEMIT, dense": Method("dense", "memit", MEMIT, batches=True),
+}
+
+
+class Trial(NamedTuple):
+    """A method at a setting, in the model of a seed."""
+
+    experiment: Experiment
+    name: str
+    setting: dict
+    seed: int
+
+    def path(self, how: str) -> Path:
+        """The file of its figures, a line of JSON each."""
+        flags = {"seed": self.seed, **MODELS[METHODS[self.name].model]}
+        run = self.experiment.folder(flags).name
+        shown = ",".join([how, *(f"{key}={value}" for key, value in self.setting.items())])
+        path = self.experiment.out_dir / "figures/counterfact" / run / self.name / f"{shown}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def open(self) -> tuple[Bench, Callable[[list[Record]], None]]:
+        """The bench of the model, as it was, and what edits it."""
+        model, function, *_ = METHODS[self.name]
+        folder = self.experiment.train({model: MODELS[model]}, [self.seed])[model][0]
+        bench = open_bench(folder, self.seed, self.experiment.data_dir)
+        bench.model.load_state_dict(bench.fresh)
+
+        def edit(some: list[Record]) -> None:
+            requests = [bench.request(record) for record in some]
+            getattr(bench.editor, function)(requests, **self.setting)
+
+        return bench, edit
+
+    def alone(self, n: int) -> list[dict]:
+        """Write each of n facts into the model as it was."""
+        path = self.path("alone")
+        n_known = len(read(path))
+        if n_known < n:
+            bench, edit = self.open()
+            for record in tqdm(bench.records[n_known:n], f"{self.name}, alone"):
+                bench.model.load_state_dict(bench.fresh)
+                started = time.process_time()
+                edit([record])
+                seconds = time.process_time() - started
+                asked = bench.ask([record], edited(bench.table, [record]))
+                append(path, {"edits": 1, "seconds": seconds, **asked})
+        return read(path)[:n]
+
+    def in_sequence(self, points: Sequence[int], size: int = 1) -> list[dict]:
+        """Write facts one after another, or so many at once, and ask all at some points. The
+        weights are kept beside the figures, to go on with."""
+        path = self.path(f"by {size}")
+        waiting = sorted(set(points) - {row["edits"] for row in read(path)})
+        if waiting:
+            bench, edit = self.open()
+            n = 0
+            kept = path.with_suffix(".pt")
+            if kept.exists():
+                n, weights = torch.load(kept)
+                bench.model.load_state_dict(weights)
+            truth = edited(bench.table, bench.records[:n])
+            bar = tqdm(desc=f"{self.name}, by {size}", initial=n, total=waiting[-1])
+            while n < waiting[-1]:
+                some = bench.records[n : n + size]
+                edit(some)
+                truth = edited(truth, some)
+                n += size
+                bar.update(size)
+                if n in waiting:
+                    append(path, {"edits": n, **bench.ask(bench.records[:n], truth)})
+                if n in waiting or n % 10 == 0:
+                    with atomic(kept) as temporary:
+                        torch.save((n, bench.model.state_dict()), temporary)
+            bar.close()
+        return [row for row in read(path) if row["edits"] in points]
+
+
+def score(rows: list[dict], kind: str, which: int) -> float | None:
+    """The mean of a score over the records that have it: right by nats (0), right (1) and wrong (2)
+    in greedy decoding."""
+    found = [record[kind][which] for row in rows for record in row["records"] if kind in record]
+    return fmean(found) if found else None
+
+
+def harmonic(rows: list[dict], which: int, kinds: Sequence[str] = SCORES) -> float | None:
+    found = [score(rows, kind, which) for kind in kinds]
+    return None if None in found else harmonic_mean(found)
+
+
+def best_setting(experiment: Experiment, name: str) -> dict:
+    """The setting under which a name's facts and its neighbors' are answered best after some edits
+    of a model that is not counted."""
+    settings = METHODS[name].settings
+    if experiment.quick or len(settings) == 1:
+        return settings[0]
+    found = []
+    for setting in settings:
+        rows = Trial(experiment, name, setting, SEARCHED).in_sequence([N_SEARCHED])
+        found.append(harmonic(rows, 1, (*SCORES, "others")))
+    return settings[found.index(max(found))]
+
+
+def shown(form: str, figures: list[float | None]) -> str:
+    known = [figure for figure in figures if figure is not None]
+    return interval(form, known) if len(known) > 1 else "".join(format(one, form) for one in known)
+
+
+def cells(groups: list[list[dict]]) -> dict[str, str]:
+    """What the rows of each seed have in common."""
+    columns = {}
+    for which, how in enumerate(("nats", "greedy")):
+        for kind in SCORES:
+            columns[f"{kind}, {how}"] = [score(rows, kind, which) for rows in groups]
+        columns[f"S, {how}"] = [harmonic(rows, which) for rows in groups]
+    for kind in MORE:
+        columns[kind] = [score(rows, kind, 1) for rows in groups]
+    columns["other countries"] = [fmean(row["other countries"] for row in rows) for rows in groups]
+    shares = {title: shown(".1%", figures) for title, figures in columns.items()}
+    rest = {
+        title: shown(".3f", [fmean(row[title] for row in rows) for rows in groups])
+        for title in ("KL", "loss", "entropy")
+    }
+    return {**shares, **rest}
+
+
+def measure(
+    experiment: Experiment, name: str, seed: int, points: Sequence[int], n_alone: int
+) -> dict[str, list[dict]]:
+    """The rows of a method in a seed's model, by the number of edits."""
+    trial = Trial(experiment, name, best_setting(experiment, name), seed)
+    found = {"1": trial.alone(n_alone)}
+    for row in trial.in_sequence(points):
+        found[str(row["edits"])] = [row]
+    if METHODS[name].batches:
+        batch = 2 if experiment.quick else BATCH
+        for row in trial.in_sequence([n for n in points if n % batch == 0], batch):
+            found[f"{row['edits']} by {batch}"] = [row]
+    return found
+
+
+def picture(groups: dict[str, list[dict]]) -> plt.Figure:
+    """Scores over the number of edits, a line a method."""
+    figure, panels = plt.subplots(1, 3, figsize=(12, 4))
+    panels[0].set_title("S: of two answers, the right one is likelier")
+    panels[1].set_title("S: the whole answer, greedy")
+    panels[2].set_title("other facts of the names, greedy")
+    for name, seeds in groups.items():
+        numbers = [title for title in seeds[0] if title.isdigit()]
+        if name == "no edits":
+            continue
+        lines = [[], [], []]
+        for title in numbers:
+            rows = [found[title] for found in seeds]
+            lines[0].append(fmean(harmonic(one, 0) for one in rows))
+            lines[1].append(fmean(harmonic(one, 1) for one in rows))
+            lines[2].append(fmean(score(one, "others", 1) for one in rows))
+        for panel, line in zip(panels, lines, strict=True):
+            panel.semilogx([int(title) for title in numbers], line, "o-", ms=3, label=name)
+            panel.set(ylim=(-0.02, 1.02), xlabel="edits in sequence")
+    panels[0].legend(fontsize=7)
+    return figure
+
+
+def counterfact(experiment: Experiment) -> None:
+    points, n_alone = ((2,), 1) if experiment.quick else (POINTS, N_ALONE)
+    for number in experiment.numbers:  # what decides most comes first
+        for some, n in ((points[:2], 0), (points[:2], n_alone), (points, n_alone)):
+            for name in METHODS:
+                measure(experiment, name, number, some, n)
+    groups = {
+        name: [measure(experiment, name, number, points, n_alone) for number in experiment.numbers]
+        for name in METHODS
+    }
+    tables = {"all": [], "names that share tokens": []}
+    for name, seeds in groups.items():
+        for title in seeds[0]:
+            first = {"method": name, "edits": title}
+            rows = [found[title] for found in seeds]
+            tables["all"].append({**first, **cells(rows)})
+            some = [[sharing(row) for row in one] for one in rows]
+            if all(row["records"] for one in some for row in one):
+                tables["names that share tokens"].append({**first, **cells(some)})
+    for title, rows in tables.items():
+        if rows:
+            print(f"{title}:\n\n{markdown(rows)}\n")
+    experiment.picture("counterfact", picture(groups))
+
+
+def sharing(row: dict) -> dict:
+    """What was asked about names that share tokens with others."""
+    return {**row, "records": [record for record in row["records"] if "namesakes" in record]}
