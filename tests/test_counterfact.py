@@ -1,0 +1,263 @@
+"""lab/editors.py and lab/counterfact.py: what ROME and MEMIT promise, and scores counted again."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from lab import counterfact
+from lab.counterfact import Bench, Record, Trial, edited, ngram_entropy, questions, score
+from lab.editors import Editor, Request, at, ends, memit_update, rome_update, trace
+from model import Decoder, ModelConfig
+from text import bpe, countries
+from text.tokenizer import encode
+from text.writer import write_dataset
+from training.checkpoints import save_checkpoint
+
+COUNTRIES = countries.table()
+SIZE = 40
+
+
+def made(ffn: str, vocab_size: int = SIZE, block_size: int = 128) -> Decoder:
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size, block_size, 3, 2, 16, ffn=ffn, table_std=1.0, init_std=0.3)
+    return Decoder(config).eval()
+
+
+def an_editor(ffn: str) -> Editor:
+    corpus = torch.randint(SIZE, (64, 32), generator=torch.Generator().manual_seed(0))
+    return Editor(made(ffn), 0, corpus, [1, 0, 2])
+
+
+def asked(n: int) -> list[Request]:
+    """Names of two tokens, prompts of other lengths than each other's."""
+    return [
+        Request([0, *[9] * i, 10 + i, 20 + i, 5], [10 + i, 20 + i], [30 + i, 4], [12, 13])
+        for i in range(n)
+    ]
+
+
+def values(model: Decoder, layer: int, requests: list[Request]) -> dict[str, list]:
+    found = {"value": [], "state": []}
+    for request in requests:
+        prompt = torch.tensor([request.prompt])
+        position = torch.tensor([request.prompt.index(request.name[-1])])
+        site = at(model, layer, prompt, position)
+        assert ends(prompt, request.name).equal(position)
+        found["value"].append(site.value[0])
+        found["state"].append(site.state[0])
+    return {name: torch.stack(of) for name, of in found.items()}
+
+
+@pytest.mark.parametrize("ffn", ["stem", "dense"])
+def test_rome_gives_the_edited_key_the_edited_value(ffn, monkeypatch):
+    editor = an_editor(ffn)
+    (request,) = asked(1)
+    wanted = torch.randn(1, 16)
+    monkeypatch.setattr(Editor, "wanted_changes", lambda *_: wanted)
+    before = values(editor.model, 1, [request])["value"]
+    editor.rome([request], rank=0, limit=1, rate=0.5)
+    after = values(editor.model, 1, [request])["value"]
+    torch.testing.assert_close(after, before + wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("ffn", ["stem", "dense"])
+def test_memit_gives_all_names_the_wanted_states(ffn, monkeypatch):
+    editor = an_editor(ffn)
+    editor.prefixes = []  # where several texts give a key, its mean is edited
+    requests = asked(4)
+    wanted = torch.randn(4, 16)
+    monkeypatch.setattr(Editor, "wanted_changes", lambda *_: wanted)
+    before = values(editor.model, 1, requests)["state"]
+    editor.memit(requests, n_layer=2, weight=1e-9, limit=1, rate=0.5)
+    after = values(editor.model, 1, requests)["state"]
+    torch.testing.assert_close(after, before + wanted, atol=1e-4, rtol=0)
+
+
+def test_closed_forms_change_other_keys_least():
+    torch.manual_seed(0)
+    others = torch.randn(50, 8, dtype=torch.float64)
+    second = others.T @ others / 50
+    key, change = torch.randn(8).double(), torch.randn(3).double()
+    update = rome_update(second, key, key, change)
+    for _ in range(10):  # another update with the same promise
+        more = torch.randn(3, 8).double()
+        more -= torch.outer(more @ key, key) / (key @ key)
+        assert (others @ (update + more).T).norm() > (others @ update.T).norm()
+
+    keys, changes = torch.randn(5, 8).double(), torch.randn(5, 3).double()
+    left = torch.cat((others * (7 / 50) ** 0.5, keys))
+    right = torch.cat((torch.zeros(50, 3), changes)).double()
+    least = torch.linalg.lstsq(left, right).solution.T
+    torch.testing.assert_close(memit_update(second, keys, changes, 7.0), least)
+
+
+def test_wanted_changes_let_answers_follow():
+    editor = an_editor("stem")
+    requests = asked(2)
+
+    def nats() -> float:
+        total = 0.0
+        for prompt, _, (first, second), _ in requests:
+            log_p = editor.model(torch.tensor([[*prompt, first]]))[0][0].log_softmax(-1)
+            total -= log_p[-2, first] + log_p[-1, second]
+        return total.item()
+
+    before = nats()
+    editor.memit(requests, n_layer=2, weight=0.01, limit=2.0, rate=0.5)
+    assert nats() < before - 0.2  # random layers: a name has little to say
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("fine_tune", {"rate": 0.01, "keep": 1.0}),
+        ("fine_tune_layer", {"rate": 0.01, "bound": 0.02}),
+        ("lora", {"rank": 2, "rate": 0.01}),
+        ("swap_rows", {"how": "copy"}),
+    ],
+)
+def test_each_method_changes_what_it_says(name, how):
+    editor = an_editor("stem")
+    (request,) = asked(1)
+    before = {key: weight.clone() for key, weight in editor.model.state_dict().items()}
+    getattr(editor, name)([request], **how)
+    changed = {}
+    for key, weight in editor.model.state_dict().items():
+        if not torch.equal(weight, before[key]):
+            changed[key] = weight - before[key]
+    assert not any(parameter.requires_grad for parameter in editor.model.parameters())
+    if name == "fine_tune":
+        assert len(changed) > 10
+    elif name == "fine_tune_layer":
+        assert list(changed) == ["blocks.1.ffn.down.weight"]
+        assert changed["blocks.1.ffn.down.weight"].abs().max() <= 0.02 + 1e-6
+    elif name == "lora":
+        assert all(".ffn." in key for key in changed)
+        assert {torch.linalg.matrix_rank(of, rtol=1e-4).item() for of in changed.values()} == {2}
+    else:
+        assert len(changed) == 2  # tables
+        for key in changed:
+            rows = editor.model.state_dict()[key]
+            assert torch.equal(rows[request.name], before[key][request.donor])
+            assert changed[key].any(1).sum() == 2
+
+
+def test_tracing_finds_the_only_ffn_that_writes():
+    model = made("dense")
+    with torch.no_grad():
+        for layer in (0, 2):
+            model.blocks[layer].ffn.down.weight.zero_()
+    prompts = torch.tensor([[0, name, 5, 6] for name in range(10, 20)])
+    answers = model(prompts)[0][:, -1].argmax(-1)
+    effects = trace(model, prompts, torch.ones(10, dtype=torch.long), answers)
+    assert effects[0] == effects[2] == 0 and effects[1] > 0.01
+
+
+# --- the protocol ---
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    """A random model, a tokenizer in which some names are tokens, and a text about all."""
+    folder = tmp_path_factory.mktemp("bench")
+    encoding = bpe.train([" Spain", " Peru", " Japan"] * 20, 300)
+    texts = [countries.paragraph(c, [f"Its capital is {c.capital}."]) for c in COUNTRIES]
+    documents = [("train", text) for text in texts * 4] + [("val", text) for text in texts]
+    write_dataset(folder / "data", documents, encoding, "text", corpus="countries", seed=0)
+    save_checkpoint(folder / "ckpt.pt", made("stem", encoding.n_vocab, 192), encoding)
+    bench = Bench(folder, 1, folder / "data")
+    # Here nearly all names share bytes.
+    bench.namesakes = {name: sorted(found)[:2] for name, found in bench.namesakes.items()}
+    return bench
+
+
+def naive(bench: Bench, prompt: str, answer: str) -> tuple[float, bool]:
+    ids, rest = encode(bench.encoding, prompt), bench.encoding.encode_ordinary(answer)
+    nats, greedy = 0.0, True
+    for token in rest:
+        log_p = bench.model(torch.tensor([ids]))[0][0, -1].log_softmax(-1)
+        nats -= log_p[token].item()
+        greedy = greedy and log_p.argmax() == token
+        ids = [*ids, token]
+    return nats / len(rest), bool(greedy)
+
+
+def test_scores_are_those_of_a_naive_count(bench):
+    some = bench.records[:2]
+    truth = edited(bench.table, some)
+    found = bench.ask(some, truth)
+    counts = Counter()
+    for record, scores in zip(some, found["records"], strict=True):
+        for kind in scores:
+            mine = []
+            for question in questions(record, truth, bench.namesakes[record.country.name]):
+                if question.kind == kind:
+                    right, greedy = naive(bench, question.prompt, question.right)
+                    wrong, old = naive(bench, question.prompt, question.wrong)
+                    mine.append([right < wrong, greedy, old])
+            counts[kind] += len(mine)
+            assert scores[kind] == pytest.approx(torch.tensor(mine).float().mean(0).tolist())
+    assert counts["edited"] == 2 and counts["paraphrases"] == 6 and counts["neighbors"] > 5
+    mean = sum(record["neighbors"][0] for record in found["records"]) / 2
+    assert score([found], "neighbors", 0) == pytest.approx(mean)
+    assert found["KL"] == pytest.approx(0, abs=1e-6)
+
+
+def test_records_and_neighbors_are_of_the_table(bench):
+    apart = {country.name for country in bench.apart}
+    assert len(apart) == 28 and len(bench.records) == 6 * (195 - 28)
+    for country, relation, other in bench.records:
+        assert country.name not in apart
+        assert country.answer(relation) != other.answer(relation)
+    spain = bench.table["Spain"]
+    record = Record(spain, "currency", bench.table["Japan"])
+    truth = edited(bench.table, [record, Record(bench.table["France"], "currency", spain)])
+    found = questions(record, truth, ["Peru"])
+    prompts = [question.prompt for question in found if question.kind == "paraphrases"]
+    trained = "\n".join(countries.documents()[0][:20000])
+    assert len(set(prompts)) == 3 and not any(prompt in trained for prompt in prompts)
+    near = [question for question in found if question.kind == "neighbors"]
+    assert len(near) == 5 and {question.right for question in near} == {" the euro."}
+    assert {question.wrong for question in near} == {" the Japanese yen."}
+    assert sum(question.kind == "others" for question in found) == 5
+    hops = next(question for question in found if question.kind == "two hops")
+    assert hops.prompt == "The currency of the country whose capital is Madrid is"
+    assert hops.right == " the Japanese yen."
+
+
+def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
+    class Here(Trial):
+        def path(self, how):
+            return tmp_path / f"{self.seed} {how}.jsonl"
+
+        def open(self):
+            bench.model.load_state_dict(bench.fresh)
+            return bench, lambda some: bench.editor.swap_rows(list(map(bench.request, some)), "copy")
+
+    at_once = Here(None, "swapped rows", {}, 1).in_sequence([2, 3])
+    with_stop = Here(None, "swapped rows", {}, 2)
+    with_stop.in_sequence([2])
+    assert with_stop.in_sequence([2, 3]) == at_once
+    assert at_once[1]["KL"] > 0 and at_once[1]["edits"] == 3
+    monkeypatch.setattr(Here, "open", None)  # all is known
+    assert with_stop.in_sequence([2, 3]) == at_once
+
+
+def test_entropy_is_that_of_bigrams_and_trigrams():
+    assert ngram_entropy([1, 1, 1, 1]) == 0
+    # 8 distinct bigrams: 3 bits; 7 trigrams
+    expected = (2 / 3 * 3 + 4 / 3 * torch.tensor(7.0).log2().item()) / 2
+    assert ngram_entropy(list(range(9))) == pytest.approx(expected)
+
+
+def test_the_best_setting_answers_most(monkeypatch):
+    class Fixed(Trial):
+        def in_sequence(self, points):
+            right = {60: 0.5, 20: 0.9, 200: 0.7}[self.setting["keep"]]
+            kinds = (*counterfact.SCORES, "others")
+            return [{"records": [dict.fromkeys(kinds, [0, right, 0])]}]
+
+    monkeypatch.setattr(counterfact, "Trial", Fixed)
+    experiment = type("Experiment", (), {"quick": False})
+    assert counterfact.best_setting(experiment, "written rows") == {"keep": 20}
