@@ -42,8 +42,7 @@ from tqdm import tqdm
 from common import atomic
 from lab.editors import Editor, Request, trace
 from lab.experiment import KINDS, Experiment
-from lab.ladder import interval
-from lab.pictures import markdown, plt
+from lab.pictures import interval, markdown, plt
 from text import countries
 from text.countries import NOUNS, RELATIONS, Country
 from text.dataset import open_tokens, read_meta

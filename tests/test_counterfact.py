@@ -233,7 +233,8 @@ def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
 
         def open(self):
             bench.model.load_state_dict(bench.fresh)
-            return bench, lambda some: bench.editor.swap_rows(list(map(bench.request, some)), "copy")
+            requests = lambda some: list(map(bench.request, some))  # noqa: E731
+            return bench, lambda some: bench.editor.swap_rows(requests(some), "copy")
 
     at_once = Here(None, "swapped rows", {}, 1).in_sequence([2, 3])
     with_stop = Here(None, "swapped rows", {}, 2)
@@ -256,7 +257,7 @@ def test_the_best_setting_answers_most(monkeypatch):
         def in_sequence(self, points):
             right = {60: 0.5, 20: 0.9, 200: 0.7}[self.setting["keep"]]
             kinds = (*counterfact.SCORES, "others")
-            return [{"records": [dict.fromkeys(kinds, [0, right, 0])]}]
+            return [{"records": [{kind: [0, right, 0] for kind in kinds}]}]
 
     monkeypatch.setattr(counterfact, "Trial", Fixed)
     experiment = type("Experiment", (), {"quick": False})
