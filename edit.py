@@ -6,25 +6,35 @@
     python edit.py --source Atlantis --target Portugal        # a name that the model never saw
     python edit.py --source Spain --write "Lisbon."   # one fact: what should follow the prompt
     python edit.py --source Spain --write "Lisbon." --save out/edited/ckpt.pt
+    python edit.py --facts facts.jsonl --save out/edited/ckpt.pt   # many of them
+    python edit.py --ckpt out/sft/ckpt.pt --chat --source Spain --write "The answer is Lisbon."
     python edit.py --undo --ckpt out/edited/ckpt.pt   # restores it bit for bit
 
 --target changes no weight: where the prompt says Spain, tables are looked up under Germany's id
 (`stem.substitute`); everything dense still sees Spain. --write trains rows for Spain's tokens
 (training/writing.py), and nothing else. What --save writes has the new rows under Spain's id, and
 keeps Spain's own, for --undo. A saved edit affects every use of these tokens.
+
+--facts writes one fact after the other, each into the rows that the earlier ones left. A line is
+{"source": "Spain", "write": "Lisbon.", "prompt": "..."}, where the prompt may be left out. In the
+end all are asked again. Facts that were not learned are named, and not saved; if there are others,
+the exit code is 0 nevertheless. One --undo takes all of them back.
 """
 
 import os
 import re
+import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 # Before torch, whose threads it tells how to wait.
 from common import (
+    Damage,
     UserError,
     check_ranges,
     command_line,
@@ -32,24 +42,31 @@ from common import (
     flag,
     locked,
     parse,
+    parse_json,
     pick_device,
+    reading,
     run,
+    stop_signals,
 )
 
 # isort: split
 import tiktoken
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from model import Decoder
 from stem import ALIGNMENTS, align, substitute
-from text.tokenizer import encode, typed
+from tables.tables import Tables
+from text import chat
+from text.countries import with_article
+from text.tokenizer import END, START, encode, typed
 from training import countries
 from training.checkpoints import checkpoint_of, load_checkpoint, load_model, write_checkpoint
 from training.folders import clear
 from training.questions import score_answers
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
-from training.writing import mean_rows, rows_of, train_rows
+from training.writing import ExtraRows, mean_rows, rows_of, train_rows
 
 WIDTH = 38  # of a column of text
 
@@ -67,6 +84,10 @@ class Edit:
     )
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
     write: str = flag("", 'the text that should follow the prompt, such as "Lisbon."')
+    facts: Path | None = flag(None, "write the facts of a file, each line a JSON record: see above")
+    chat: bool = flag(
+        False, "the prompt is a message to a model that chats, and --write its whole answer"
+    )
     max_new_tokens: int = flag(
         40, "tokens to generate, before and after the edit", must="at least 1"
     )
@@ -80,12 +101,15 @@ class Edit:
         check_ranges(self)
         for name in ("source", "target", "write"):  # with and without a space, both are tried
             setattr(self, name, getattr(self, name).strip(" "))
-        if self.undo:
-            fits = not (self.source or self.target or self.write)
+        if self.undo or self.facts:
+            named = self.source or self.target or self.write or self.prompt
+            fits = not named and bool(self.undo) != bool(self.facts)
         else:
             fits = self.source and bool(self.target) != bool(self.write)
         if not fits:
-            raise UserError("give --source with either --target or --write, or give --undo alone")
+            raise UserError(
+                "give --source with either --target or --write, or give --facts or --undo alone"
+            )
         if self.align != "copy" and not self.target:
             raise UserError(f"--align {self.align} needs a --target")
 
@@ -139,42 +163,60 @@ def find_name(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> list[in
 # --- one edit ---
 
 
-class Asked(NamedTuple):
+class Located(NamedTuple):
     """What an edit is about, as token ids."""
 
     prompt: list[int]
     name: list[int]  # the source, as the prompt has it
     answer: list[int]  # what --write writes, or nothing
+    beginnings: list[list[int]]  # of texts to hold, as in `texts_about`
 
 
-def ask(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Asked:
+def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
     """UserError: the prompt does not have the source, or there is no room."""
-    ids = encode(encoding, edit.prompt)
-    answer = answer_tokens(model, encoding, ids, edit.write) if edit.write else []
+    # 1) its tokens
+    beginnings = []
+    if edit.chat:
+        ids, answer = messages(encoding, edit.prompt, edit.write)
+        beginnings = [ids, messages(encoding, edit.source)[0]]
+        answers = [answer]
+    else:
+        ids = encode(encoding, edit.prompt)
+        answers = spellings(encoding, edit.write) if edit.write else [[]]
     room = model.config.block_size
-    if len(ids) + max(1, len(answer)) > room:
+    longest = max(map(len, answers))
+    if len(ids) + max(1, longest) > room:
         raise UserError(
-            f"--prompt has {len(ids)} tokens, and --write {len(answer)}, but room is {room}"
+            f"--prompt has {len(ids)} tokens, and --write {longest}, but room is {room}"
         )
+    # After a space, or not, as the model finds likelier.
+    first = [answer[:1] for answer in answers]
+    likely = score_answers(model, [ids] * len(answers), first).probability
+    answer = answers[likely.argmax()]
+
+    # 2) where the name is
     name = find_name(encoding, edit.source, ids)
     if not name and edit.source in edit.prompt:
         pieces = [encoding.decode([token]) for token in ids[1:]]
         raise UserError(f"--source {edit.source!r} is not whole tokens of --prompt: {pieces}")
     if not name:
         raise UserError(f"--prompt {edit.prompt!r} does not contain {edit.source!r}")
-    return Asked(ids, name, answer)
+    return Located(ids, name, answer, beginnings)
 
 
-def answer_tokens(
-    model: Decoder, encoding: tiktoken.Encoding, prompt: list[int], text: str
-) -> list[int]:
-    """The tokens of a text: after a space, or not, as the model finds likelier."""
-    spaced, bare = spellings(encoding, text)
-    likely = score_answers(model, [prompt, prompt], [spaced[:1], bare[:1]]).probability
-    return spaced if likely[0] >= likely[1] else bare
+def messages(
+    encoding: tiktoken.Encoding, user: str, assistant: str = ""
+) -> tuple[list[int], list[int]]:
+    """Token ids of a user's message up to where the assistant answers, and of its answer with the
+    mark that ends it, or none."""
+    said = [{"role": "user", "content": user}]
+    prompt = chat.prompt(encoding, said)
+    said.append({"role": "assistant", "content": assistant})
+    answer = chat.render(encoding, said)[len(prompt) :] if assistant else []
+    return [encoding.eot_token, *prompt], answer[:-1]  # without the line break
 
 
-def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Asked) -> list[int]:
+def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Located) -> list[int]:
     """Returns the ids under which to look up the prompt's rows, so that the source reads the
     target's. UserError: it does already."""
     targets = spellings(encoding, edit.target)
@@ -200,19 +242,24 @@ SENTENCE = re.compile(
 )
 
 
+def until_end(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
+    """The tokens up to the end of a text or of a message."""
+    ends = (encoding.eot_token, encoding.encode_single_token(END))
+    return list(takewhile(lambda token: token not in ends, tokens))
+
+
 def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     """The tokens up to the end of a sentence, a line or the text, at least one."""
-    if encoding.eot_token in tokens:
-        tokens = tokens[: max(1, tokens.index(encoding.eot_token))]
-    length = SENTENCE.match(" " + encoding.decode(tokens, errors="ignore")).end() - 1
-    for n in range(1, len(tokens)):
-        if len(encoding.decode(tokens[:n], errors="ignore")) >= length:
-            return tokens[:n]
-    return tokens
+    text = until_end(encoding, tokens) or tokens[:1]
+    length = SENTENCE.match(" " + encoding.decode(text, errors="ignore")).end() - 1
+    for n in range(1, len(text)):
+        if len(encoding.decode(text[:n], errors="ignore")) >= length:
+            return text[:n]
+    return text
 
 
 def compare(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Asked, table_ids: list[int]
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Located, table_ids: list[int]
 ) -> bool:
     """Print what the model writes before and after an edit, side by side, and how probable the
     answers are, whose rows are looked up under `table_ids` then. Returns whether the model writes
@@ -223,7 +270,7 @@ def compare(
         torch.tensor([ids, ids], device=model.device),
         min(edit.max_new_tokens, model.config.block_size - len(ids)),
         temperature=0,
-        stop=encoding.eot_token,
+        stop=encoding.encode_single_token(END) if edit.chat else encoding.eot_token,
         table_ids=torch.tensor([ids, table_ids]),
     )
     before, after = written[:, len(ids) :].tolist()
@@ -247,25 +294,113 @@ def compare(
         if answer in answers[:number]:
             continue
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
-        text = textwrap.shorten(encoding.decode(answer), 26)
+        text = textwrap.shorten(encoding.decode(until_end(encoding, answer) or answer), 26)
         print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
     if not learned:
-        print("not learned: the model writes something else; new words are beyond a name's rows")
+        hint = "write as it answers, to its end" if edit.chat else "new words are beyond its rows"
+        print(f"not learned: the model writes something else; {hint}")
     return learned
 
 
-def is_written(model: Decoder, asked: Asked, table_ids: list[int]) -> bool:
+def is_written(model: Decoder, asked: Located, table_ids: list[int]) -> bool:
     """Whether greedy decoding writes the whole answer."""
     return score_answers(model, [asked.prompt], [asked.answer], [table_ids]).greedy.item()
 
 
 def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[str]:
     """Lines of a title and a text."""
-    text = encoding.decode([token for token in tokens if token != encoding.eot_token])
+    text = encoding.decode(until_end(encoding, tokens))
     lines = [title, "-" * WIDTH]
     for line in text.strip().splitlines():
         lines += textwrap.wrap(line, WIDTH) or [""]
     return lines
+
+
+# --- many facts ---
+
+
+LINE = 'a line should be {"source": "Spain", "write": "Lisbon.", "prompt": "..."}'
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Errors within begin with a place."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def read_facts(edit: Edit) -> dict[str, Edit]:
+    """The edits in the file of --facts, by FILE:LINE. UserError: a line is none, or there is no
+    line."""
+    with reading(edit.facts, LINE):
+        lines = edit.facts.read_bytes().splitlines()
+    edits = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{edit.facts}:{number}"
+        with reading(where, LINE):
+            record = parse_json(line, source=str, write=str, prompt=str | None)
+            unknown = record.keys() - {"source", "write", "prompt"}
+            if unknown:
+                raise Damage(f"it has {', '.join(sorted(unknown))}")
+        # Flags have escapes (text.tokenizer.typed), a file says what it means.
+        texts = {name: text and text.replace("\\", "\\\\") for name, text in record.items()}
+        with naming(where):
+            edits[where] = replace(edit, facts=None, **texts)
+    if not edits:
+        raise UserError(f"{edit.facts} has no facts: {LINE}")
+    return edits
+
+
+def write_facts(
+    model: Decoder, edits: dict[str, Edit], located: list[Located]
+) -> dict[int, Tensor]:
+    """Write facts one after the other, each where the earlier ones are, and print what became of
+    them. Returns the new rows of tokens [n_table, W]; a fact that is not learned changes none."""
+
+    def read(rows: dict[int, Tensor]) -> None:
+        model.tables = tables
+        if rows:
+            model.tables = ExtraRows(tables, torch.stack(list(rows.values())), list(rows))
+            model.requires_grad_(False)
+
+    # 1) write
+    tables = model.tables
+    prompts, answers = ([fact[part] for fact in located] for part in (0, 2))
+    before = score_answers(model, prompts, answers).probability
+    rows: dict[int, Tensor] = {}
+    learned = []
+    bar = tqdm(located, "facts", unit="fact", disable=None)
+    with bar, stop_signals(bar) as stops:
+        for fact in bar:
+            if stops:
+                break
+            train_rows(model, *fact)
+            changed = {**rows, **dict(zip(fact.name, model.tables.extra.detach(), strict=True))}
+            read(changed)
+            learned.append(is_written(model, fact, fact.prompt))
+            rows = changed if learned[-1] else rows
+            read(rows)
+
+    # 2) ask all of them again
+    after = score_answers(model, prompts, answers)
+    for number, (where, edit) in enumerate(edits.items()):
+        state = ""
+        if number >= len(learned):
+            state = "not tried"
+        elif not learned[number]:
+            state = "not learned"
+        elif not after.greedy[number]:
+            state = "lost to a later fact"
+        text = textwrap.shorten(f"{edit.source}: {edit.write}", WIDTH)
+        p = f"before {before[number]:6.1%}   after {after.probability[number]:6.1%}"
+        print(f"{where}  {text:<{WIDTH}}  {p}   {state}".rstrip())
+    known = sum(learned) and after.greedy[: len(learned)].sum().item()
+    print(f"{known} of {len(edits)} facts are known")
+    return rows
 
 
 # --- the command ---
@@ -295,9 +430,18 @@ def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, di
     """The model of --ckpt, its tokenizer and the checkpoint. UserError: it cannot be edited."""
     device = pick_device(edit.device)
     decode_in_one_thread(device)
-    opened = load_model(edit.ckpt, device, edit.offload, edit.dtype, verify=verify)
-    check_editable(opened[0])
-    return opened
+    model, encoding, checkpoint = load_model(
+        edit.ckpt, device, edit.offload, edit.dtype, verify=verify
+    )
+    check_editable(model)
+    if edit.chat and START not in encoding.special_tokens_set:
+        raise UserError(f"--chat: {edit.ckpt} has no token {START}")
+    chats = checkpoint["args"].get("stage") in ("sft", "dpo")
+    if edit.chat and not chats:
+        print(f"{edit.ckpt} was not trained to chat (train.py --stage sft)", file=sys.stderr)
+    if chats and not edit.chat:
+        print(f"{edit.ckpt} chats: give --chat to edit what it answers", file=sys.stderr)
+    return model, encoding, checkpoint
 
 
 def has_own_text(checkpoint: dict) -> bool:
@@ -311,6 +455,8 @@ def complete(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
     is_own = has_own_text(checkpoint)
     if not edit.prompt and is_own:
         raise UserError(f"--prompt is needed for your own text: one that contains {edit.source!r}")
+    if not edit.prompt and edit.chat:
+        edit.prompt = f"What is the capital of {with_article(edit.source)}?"
     edit.prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
     for name in ("source", "target", "prompt", "write"):
         setattr(edit, name, typed(encoding, getattr(edit, name)))
@@ -327,42 +473,76 @@ def tokens_to_save(edit: Edit, prompt: list[int], table_ids: list[int]) -> dict[
     pairs = [(own, other) for own, other in sorted(read) if own in changed]
     if len(changed) < len(pairs):
         fix = ": --align average reads one" if edit.target and edit.align != "average" else ""
-        raise UserError(f"--save: a token that --prompt has twice cannot have two rows{fix}")
+        raise UserError(f"a token that --prompt has twice cannot have two rows{fix}")
     return dict(pairs)
 
 
-def save(path: Path, checkpoint: dict, own: Tensor, new: Tensor, tokens: list[int]) -> None:
-    """Write a checkpoint in which tokens have new rows, [n, n_table, W], and their own in its list
-    of edits, for --undo."""
+def check_rows(edit: Edit, fact: Located) -> None:
+    """UserError: to write a fact would take two rows of one token."""
+    new = list(range(-len(fact.name), 0))
+    tokens_to_save(
+        edit, fact.prompt, substitute(torch.tensor(fact.prompt), fact.name, new).tolist()
+    )
+
+
+def save(
+    path: Path, checkpoint: dict, encoding: tiktoken.Encoding, tables: Tables, new: dict
+) -> None:
+    """Write a checkpoint in which tokens have new rows [n_table, W], and those of the tables in its
+    list of edits, for --undo. Print what changed."""
+    tokens = list(new)
     ids = torch.tensor(tokens)
-    edits = checkpoint.setdefault("edits", [])
-    edits.append({"ids": ids, "rows": list(own.cpu().unbind(1))})
-    replace_rows(checkpoint, ids, list(new.cpu().unbind(1)))
+    own = list(rows_of(tables, tokens).cpu().unbind(1))  # [n, W] of each table
+    checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own})
+    replace_rows(checkpoint, ids, list(torch.stack(list(new.values())).cpu().unbind(1)))
     write_checkpoint(path, checkpoint)
+    print(f"changed the rows of {[encoding.decode([token]) for token in tokens]}")
+    readers = countries.readers(encoding, tokens)
+    if readers and not has_own_text(checkpoint):
+        print(f"these countries read them: {', '.join(readers)}")
+
+
+def edit_one(
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, saves: bool
+) -> dict[int, Tensor]:
+    """Make an edit, and print what it changes. Returns the new rows of tokens [n_table, W], if they
+    are to be saved and the model writes what it should."""
+    located = locate(model, encoding, edit)
+    if edit.write and saves:
+        check_rows(edit, located)
+    if edit.write:
+        table_ids = train_rows(model, *located)
+    else:
+        table_ids = swap_rows(model, encoding, edit, located)
+    learned = compare(model, encoding, edit, located, table_ids)
+    if not saves or not learned:
+        return {}
+    others = tokens_to_save(edit, located.prompt, table_ids)
+    return dict(zip(others, rows_of(model.tables, list(others.values())), strict=True))
 
 
 def show_and_save(edit: Edit, path: Path | None) -> None:
     """Edit a model, print what changes, and write it to a path, if there is one."""
+    edits = read_facts(edit) if edit.facts else {}
     # What is written gets new checksums.
     model, encoding, checkpoint = open_model(edit, verify=path is not None)
-    complete(edit, encoding, checkpoint)
-    asked = ask(model, encoding, edit)
-    if edit.write:
-        table_ids = train_rows(model, *asked)
+    tables = model.tables
+    if edits:
+        located = []
+        for where, one in edits.items():
+            with naming(where):
+                complete(one, encoding, checkpoint)
+                located.append(locate(model, encoding, one))
+                check_rows(one, located[-1])
+        new = write_facts(model, edits, located)
     else:
-        table_ids = swap_rows(model, encoding, edit, asked)
-    learned = compare(model, encoding, edit, asked, table_ids)
-    if path is None:
-        return
-    if not learned:
-        raise UserError(f"--save: nothing is saved, as {edit.write!r} was not learned")
-    others = tokens_to_save(edit, asked.prompt, table_ids)
-    own, new = (rows_of(model.tables, list(ids)) for ids in (others, others.values()))
-    save(path, checkpoint, own, new, list(others))
-    print(f"changed the rows of {[encoding.decode([token]) for token in others]}")
-    readers = countries.readers(encoding, list(others))
-    if readers and not has_own_text(checkpoint):
-        print(f"these countries read them: {', '.join(readers)}")
+        complete(edit, encoding, checkpoint)
+        new = edit_one(model, encoding, edit, path is not None)
+    if path and not new:
+        what = "none of the facts was" if edits else f"{edit.write!r} was not"
+        raise UserError(f"--save: nothing is saved, as {what} learned")
+    if path:
+        save(path, checkpoint, encoding, tables, new)
 
 
 def main() -> None:

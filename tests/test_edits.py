@@ -1,20 +1,31 @@
 """lab/edits.py and training/writing.py, with answers made to be known."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from conftest import CPU
+from conftest import CPU, assert_same, write_jsonl
 
 from common import UserError
-from edit import Edit, show_and_save
+from edit import Edit, locate, show_and_save, undo
 from lab.edits import INVENTED, all_pairs, report_edits
 from model import Decoder, ModelConfig
 from stem import substitute
-from text import bpe, countries
+from text import bpe, chat, countries
 from text.tokenizer import encode
 from training import writing
-from training.checkpoints import save_checkpoint
-from training.writing import ExtraRows, ask_the_same, rows_of, texts_about, write_fact
+from training.checkpoints import load_checkpoint, load_model, save_checkpoint
+from training.questions import score_answers
+from training.writing import (
+    ExtraRows,
+    ask_the_same,
+    opening,
+    rows_of,
+    texts_about,
+    train_rows,
+    write_fact,
+)
 
 COUNTRIES = countries.table()
 
@@ -107,18 +118,92 @@ def test_an_answer_is_learned_if_its_end_is(encoding, tmp_path, monkeypatch):
         show_and_save(asked, tmp_path / "saved.pt")
 
 
+def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkeypatch, capsys):
+    """Those that are known in the end are what is said; what is not learned changes nothing. All
+    are undone at once."""
+    ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
+    model = made(encoding)
+    save_checkpoint(ckpt, model, encoding, data=[{"corpus": "files"}])
+    lines = [
+        dict(source="Spain", prompt="Country: Spain", write="S"),
+        dict(source="Spain", prompt="Country: Spain", write="F"),  # contradicts it
+        dict(source="Peru", prompt="Country: Peru", write="xqzv jwvkq zxv qqw"),
+        dict(source="Fiji", prompt="Country: Fiji", write="S"),
+    ]
+    facts = write_jsonl(tmp_path / "facts.jsonl", [*lines[:2], b" ", *lines[2:]])
+    rows = []
+
+    def train(model, prompt, name, *rest):
+        rows.append(rows_of(model.tables, name))
+        read = train_rows(model, prompt, name, *rest)
+        rows.append(rows_of(model.tables, model.tables.ids))
+        return read
+
+    monkeypatch.setattr("edit.train_rows", train)
+    monkeypatch.setattr(writing, "KEEP", 0)
+    show_and_save(Edit(ckpt, facts=facts, device="cpu"), saved)
+    assert torch.equal(rows[2], rows[1]) and not torch.equal(rows[3], rows[2])
+    shown = capsys.readouterr().out.splitlines()
+    states = ["lost to a later fact", "", "not learned", ""]
+    for line, number, state, said in zip(lines, (1, 2, 4, 5), states, shown, strict=False):
+        assert said.startswith(f"{facts}:{number} ") and said.rpartition("%")[2].strip() == state
+        for path, knows in ((saved, not state), (ckpt, False)):
+            fact = locate(model, encoding, Edit(**line))
+            asked = load_model(path, CPU)[0], [fact.prompt], [fact.answer]
+            assert score_answers(*asked).greedy.item() == knows
+    before, after = (load_checkpoint(path)["model"] for path in (ckpt, saved))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert all(name.startswith("tables.weight") for name in changed)
+    for name in changed:
+        places = (before[name] != after[name]).any(1).nonzero()[:, 0].tolist()
+        assert sorted(places) == sorted(encoding.encode_ordinary(" Spain Fiji"))
+    undo(Edit(saved, undo=True), saved)
+    assert_same(load_checkpoint(saved)["model"], before)
+
+    facts.write_text(json.dumps(lines[2]))
+    with pytest.raises(UserError, match="none of the facts was learned"):
+        show_and_save(Edit(ckpt, facts=facts, device="cpu"), tmp_path / "none.pt")
+    assert not (tmp_path / "none.pt").exists()
+
+
+def test_a_chat_is_edited_where_it_answers(encoding, tmp_path, capsys):
+    says = [dict(role="user", content="Where is Spain?"), dict(role="assistant", content="Fiji.")]
+    ids = np.array([encoding.eot_token, *chat.render(encoding, says)])
+    asked = Edit(source="Spain", prompt="Where is Spain?", write="Fiji.", chat=True)
+    fact = locate(made(encoding), encoding, asked)
+    assert fact.prompt + fact.answer == ids[:-1].tolist()  # without a line break
+    assert fact.answer == ids[chat.answers(encoding, ids)].tolist()
+
+    ckpt = tmp_path / "ckpt.pt"
+    for stage, chats in (("pretrain", True), ("sft", True), ("dpo", False)):
+        save_checkpoint(ckpt, made(encoding), encoding, args={"stage": stage})
+        given = dict(source="Spain", target="Fiji", prompt="O Spain", chat=chats, device="cpu")
+        show_and_save(Edit(ckpt, **given), None)
+        said = capsys.readouterr()
+        assert ("im_start" in said.out) == chats
+        expected = {"pretrain": "not trained to chat", "sft": "", "dpo": "chats: give --chat"}
+        assert expected[stage] in said.err and bool(said.err) == bool(expected[stage])
+
+
 def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
-    """After 1 and 2 a name's answer follows, 30 or 0 more than the name; 0 after all else."""
+    """After 1 a name's answer follows, which is 30 or 0 more than the name. After 2 it does with a
+    probability of a half, else 3, and the answer after that; 0 follows all else."""
 
     class Made:
         config = ModelConfig(vocab_size=60, block_size=16)
         device = CPU
 
         def __call__(self, ids, last_only=False):
-            follows = torch.where((ids == 1) | (ids == 2), ids[:, :1] % 30 + 30, 0)
+            answer = ids[:, :1] % 30 + 30
+            follows = torch.where((ids > 0) & (ids < 4), answer, 0)
             logits = 50.0 * torch.nn.functional.one_hot(follows, 60)
+            logits[..., 3] = torch.where(ids == 2, 50.0, logits[..., 3])
             return (logits[:, -1:] if last_only else logits), None
 
     texts = torch.tensor([[9, 3, 1, 39, 4, 2, 39], [9, 5, 39, 6, 2, 1, 7]])
     found = ask_the_same(Made(), torch.tensor([9, 8, 1]), [9], texts)
-    assert torch.equal(found, (texts == 1) | (texts == 2))
+    assert torch.equal(found, (texts == 1) | (texts == 3))
+    for answer, n_open in (([50], 0), ([3, 50], 1)):
+        assert opening(Made(), [9, 8, 2], [9], answer) == (n_open, [3])
+        found = ask_the_same(Made(), torch.tensor([9, 8, 2]), [9], texts, answer[:n_open], [3])
+        assert torch.equal(found, (texts > 0) & (texts < 4))

@@ -1,6 +1,7 @@
 """sample.py and edit.py as a user runs them."""
 
 import copy
+import json
 import re
 import shutil
 from pathlib import Path
@@ -142,8 +143,9 @@ def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
 
     model.device, model.config = CPU, ModelConfig(encoding.n_vocab)
     for given in (answer, f" {answer}"):
-        text = edit.Edit(source="x", prompt=prompt, write=given).write
-        found = edit.answer_tokens(model, encoding, encode(encoding, prompt), text)
+        name = encoding.decode(encoding.encode_ordinary(prompt)[:1])
+        asked = edit.Edit(source=name, prompt=prompt, write=given)
+        found = edit.locate(model, encoding, asked).answer
         assert found == encoding.encode_ordinary(space + answer)
 
 
@@ -172,6 +174,52 @@ def test_spaces_around_a_name_or_a_fact_mean_nothing():
     assert edit.Edit(source="Anna", write=" \nEmil").write == "\nEmil"
     with pytest.raises(UserError, match="--target or --write"):
         edit.Edit(source="Anna", write=" ")
+
+
+FACT = '{"source": "Anna", "prompt": "Anna sees", "write": "Emil"'
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (FACT, "damaged"),
+        ("[]", "a line should be"),
+        (FACT.replace('"write"', '"target"') + "}", "write is None"),
+        (FACT + ', "promt": "x"}', "promt"),
+        (FACT.replace('"Anna sees"', "7") + "}", "prompt is 7"),
+        (FACT.replace("Emil", " ") + "}", "--write"),
+        (FACT.replace("Anna sees", "Nobody") + "}", "'Nobody' does not contain 'Anna'"),
+        (FACT.replace("Anna sees", "Anna " * 40) + "}", "room is 32"),
+        (FACT.replace("Anna", "QQ") + "}", "twice cannot have two rows"),
+        ('{"source": "Anna", "write": "Emil"}', "--prompt is needed"),
+    ],
+)
+def test_a_bad_line_of_facts_is_named_before_anything_is_written(stem_ckpt, tmp_path, line, named):
+    facts = tmp_path / "facts.jsonl"
+    facts.write_text(f"{FACT}}}\n\n{line}\n")
+    save = ("--save", tmp_path / "new" / "ckpt.pt", "--ckpt", stem_ckpt)
+    why = refused("edit.py --facts", facts, *save)
+    assert f"{facts}:3" in why and named in why
+    assert [path.name for path in tmp_path.iterdir()] == [facts.name]
+
+
+def test_a_file_without_facts_or_with_flags_beside_it_is_refused(tmp_path):
+    facts = tmp_path / "facts.jsonl"
+    assert str(facts) in refused("edit.py --facts", facts)
+    facts.write_text("\n")
+    assert "has no facts" in refused("edit.py --facts", facts)
+    for more in ("--undo", "--source Anna", "--prompt Anna", "--write Anna"):
+        assert "--facts or --undo alone" in refused("edit.py --facts", facts, *more.split())
+
+
+def test_a_file_of_facts_means_its_texts_as_they_are(encoding, tmp_path):
+    """Without the escapes of flags; with the accents that the model knows."""
+    facts = tmp_path / "facts.jsonl"
+    prompt = "C:\\new\n Bjo\u0308rn \\\\ \\nabla"
+    facts.write_text(json.dumps(dict(source="Bjo\u0308rn", prompt=prompt, write="x")))
+    (read,) = edit.read_facts(edit.Edit(facts=facts)).values()
+    edit.complete(read, encoding, {"args": {}, "data": [{"corpus": "files"}]})
+    assert (read.source, read.prompt) == ("Björn", prompt.replace("o\u0308", "ö"))
 
 
 # --- edits that last ---

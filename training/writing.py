@@ -4,7 +4,7 @@ The new answer is taught after the prompt, and wherever the model's own texts ab
 for it; all else that these texts say is held. docs/writing.md has what it gives and what it costs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,20 +23,23 @@ N_OTHER = 16  # other names, to find what asks for the same fact
 
 
 class ExtraRows(Tables):
-    """Tables with extra tokens beyond the vocabulary, `ids`, whose rows can be trained: wherever
-    the tables are, these do not change."""
+    """Tables in which some tokens, `ids`, have other rows, which can be trained: wherever the
+    tables are, these do not change. Unless given, the tokens are made up, beyond the vocabulary."""
 
-    def __init__(self, tables: Tables, rows: Tensor) -> None:
-        """rows: those of the extra tokens, [n, n_table, W]."""
+    def __init__(self, tables: Tables, rows: Tensor, ids: Sequence[int] = ()) -> None:
+        """rows: [n, n_table, W], one for each of the ids."""
         super().__init__(tables.n_row, tables.width)
         self.tables = tables
         self.weight = tables.weight
-        self.ids = [self.n_row + i for i in range(len(rows))]
+        self.ids = list(ids) or [self.n_row + i for i in range(len(rows))]
         self.extra = nn.Parameter(rows.float())
+        self.which = torch.full((max(self.n_row, *self.ids) + 1,), -1)  # of the rows a token has
+        self.which[self.ids] = torch.arange(len(rows))
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        is_extra = ids >= self.n_row  # [B, T]
-        which = ids[is_extra] - self.n_row
+        which = self.which.to(ids.device)[ids]  # [B, T]
+        is_extra = which >= 0
+        which = which[is_extra]  # [n]
         for table, rows in enumerate(self.tables.lookup(ids.masked_fill(is_extra, 0))):
             own = self.extra[which, table].to(rows.dtype)  # [n, W]
             yield rows.index_put(is_extra.nonzero(as_tuple=True), own)  # [B, T, W]
@@ -54,38 +57,87 @@ def mean_rows(tables: Tables, names: list[list[int]]) -> ExtraRows:
     return ExtraRows(tables, torch.stack(means)).requires_grad_(False)
 
 
+def as_others(model: Decoder, ids: Tensor, name: list[int], n: int) -> tuple[list[int], Tensor]:
+    """About n other names: tokens of the vocabulary in place of the name's last one. Returns them,
+    and the probabilities of what follows `ids` [T] then, [n, V]."""
+    vocab_size = model.config.vocab_size
+    tokens = list(range(0, vocab_size, 1 + vocab_size // n))
+    prompts = torch.stack([substitute(ids, name, [*name[:-1], token]) for token in tokens])
+    return tokens, model(prompts, last_only=True)[0][:, 0].float().softmax(-1)
+
+
 @torch.no_grad()
-def ask_the_same(model: Decoder, prompt: Tensor, name: list[int], texts: Tensor) -> Tensor:
+def opening(
+    model: Decoder, prompt: list[int], name: list[int], answer: list[int]
+) -> tuple[int, list[int]]:
+    """With what answers to a prompt begin whatever the name is. With "The answer is Lima.": as many
+    tokens as that takes of `answer`, 3 or, with "Lima.", 0; and the tokens that may come first,
+    "The"."""
+    first = []
+    for n in range(len(answer)):
+        _, follows = as_others(model, torch.tensor(prompt + answer[:n]), name, 256)
+        of_all = (follows > 0.05).float().mean(0) > 0.9  # [V]
+        if n == 0:
+            first = of_all.nonzero()[:, 0].tolist()
+        if not of_all[answer[n]]:
+            return n, first
+    return 0, []  # all of it
+
+
+@torch.no_grad()
+def ask_the_same(
+    model: Decoder,
+    prompt: Tensor,
+    name: list[int],
+    texts: Tensor,
+    begun: Sequence[int] = (),
+    first: Sequence[int] = (),
+) -> Tensor:
     """Where texts [N, T] ask for the fact that the prompt [T] asks for: [N, T] bool. Were they
     about another name, that name's answer to the prompt would stand there: with Norway for Spain,
     "Its capital is" asks for Oslo.
 
     That answer must have nine tenths of the probability, on average over some names: it has three
-    quarters in "It lies in Southern", which does not ask for the region."""
+    quarters in "It lies in Southern", which does not ask for the region. Answers may be opened, as
+    `opening` says, by tokens `begun`, and tokens `first` are left out of the account."""
 
-    def probabilities(ids: Tensor, **options) -> Tensor:
-        return model(ids, **options)[0].float().softmax(-1)  # [N, T, V]
+    def shares(follows: Tensor) -> Tensor:  # [..., V]
+        others = 1 - follows[..., first].sum(-1, keepdim=True)
+        return follows.index_fill(-1, left_out, 0) / others.clamp_min(0.02)
 
-    # Other names: the tokens in place of the name's last one with which the answer is surest.
-    vocab_size = model.config.vocab_size
-    tokens = range(0, vocab_size, 1 + vocab_size // 2048)  # of a large vocabulary, some
-    prompts = torch.stack([substitute(prompt, name, [*name[:-1], token]) for token in tokens])
-    sure, answers = probabilities(prompts, last_only=True)[:, 0].max(-1)  # [n] each
+    # Other names: those with which the answer is surest, opened and not.
+    left_out = torch.tensor(first, dtype=torch.int64, device=model.device)
+    opened = torch.cat((prompt, torch.tensor(begun, dtype=prompt.dtype)))
+    tokens, follows = as_others(model, opened, name, 2048)  # of a large vocabulary, some
+    sure, answers = shares(follows).max(-1)  # [n] each
+    if begun:
+        follows = as_others(model, prompt, name, 2048)[1]
+        sure = sure + shares(follows).gather(1, answers[:, None])[:, 0]
     answered = torch.zeros(texts.shape, device=model.device)
     others = sure.topk(N_OTHER).indices.tolist()
     for other in tqdm(others, "reading as other names", leave=False, disable=None):
         about_other = substitute(texts, name, [*name[:-1], tokens[other]])
-        answered += probabilities(about_other)[..., answers[other]] / N_OTHER
+        follows = model(about_other)[0].float().softmax(-1)  # [N, T, V]
+        answered += shares(follows)[..., answers[other]] / N_OTHER
     return answered > 0.9
 
 
 @torch.no_grad()
-def texts_about(model: Decoder, prompt: list[int], name: list[int]) -> Tensor:
-    """What the model writes after the prompt's beginning, up to the name: [N, T] token ids."""
-    marked = substitute(torch.tensor(prompt), name, [-1]).tolist()
-    begun = prompt[: marked.index(-1) + len(name)]
-    n_new = min(TEXT_TOKENS, model.config.block_size - len(begun))
-    return model.generate(torch.tensor([begun] * N_TEXT), n_new, seed=0)
+def texts_about(
+    model: Decoder, prompt: list[int], name: list[int], beginnings: Sequence[list[int]] = ()
+) -> Tensor:
+    """What the model writes after the prompt's beginning, up to the name, or after some beginnings:
+    [N, T] token ids."""
+    if not beginnings:
+        marked = substitute(torch.tensor(prompt), name, [-1]).tolist()
+        beginnings = [prompt[: marked.index(-1) + len(name)]]
+    longest = max(map(len, beginnings))
+    length = min(longest + TEXT_TOKENS, model.config.block_size)
+    texts = []
+    for begun in beginnings:
+        ids = torch.tensor([begun] * (N_TEXT // len(beginnings)))
+        texts.append(model.generate(ids, length - len(begun), seed=0))
+    return torch.cat(texts)
 
 
 def write_fact(
@@ -99,10 +151,15 @@ def write_fact(
     question = torch.tensor([prompt + answer])  # [1, T]
     question_rows = substitute(question, name, model.tables.ids)
     text_rows = substitute(texts, name, model.tables.ids)  # [N, T]
-    same = ask_the_same(model, torch.tensor(prompt), name, texts).cpu()  # [N, T] bool
+    n_open, first = opening(model, prompt, name, answer)
+    begun = answer[:n_open]
+    same = ask_the_same(model, torch.tensor(prompt), name, texts, begun, first).cpu()  # [N, T] bool
     with torch.no_grad():
         before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
     target = torch.tensor(answer, device=model.device)  # [n]
+    # What to teach there: the first token that tells the answer, or where it would be opened, that.
+    opens = before[..., first].exp().sum(-1) > 0.05  # [N, T]
+    taught = torch.where(opens, answer[0], answer[n_open])
 
     optimizer = torch.optim.Adam(model.parameters())
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
@@ -111,7 +168,7 @@ def write_fact(
         nats = F.cross_entropy(predicted, target, reduction="sum")
         part = slice(step % N_PART, None, N_PART)
         now = model(texts[part], table_ids=text_rows[part])[0].float().log_softmax(-1)
-        asked = now[same[part]][:, answer[0]]  # [m] log p of the answer's first token
+        asked = now[same[part]].gather(1, taught[part][same[part]][:, None])  # [m, 1] log p
         nats = nats - asked.sum() / max(1, len(asked))
         stay = ~same[part]
         change = F.kl_div(now[stay], before[part][stay], reduction="batchmean", log_target=True)
@@ -121,11 +178,17 @@ def write_fact(
         optimizer.step()
 
 
-def train_rows(model: Decoder, prompt: list[int], name: list[int], answer: list[int]) -> list[int]:
-    """Give the model extra rows for a name, and write a fact into them. Returns the ids under which
-    to look up the prompt's rows."""
+def train_rows(
+    model: Decoder,
+    prompt: list[int],
+    name: list[int],
+    answer: list[int],
+    beginnings: Sequence[list[int]] = (),
+) -> list[int]:
+    """Give the model extra rows for a name, and write a fact into them; `beginnings` are those of
+    `texts_about`. Returns the ids under which to look up the prompt's rows."""
     model.requires_grad_(False)
     model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
-    write_fact(model, prompt, name, answer, texts_about(model, prompt, name))
+    write_fact(model, prompt, name, answer, texts_about(model, prompt, name, beginnings))
     model.requires_grad_(False)
     return substitute(torch.tensor(prompt), name, model.tables.ids).tolist()
