@@ -1,6 +1,6 @@
 """Facts written by the protocol of the field (CounterFact: Meng et al., arXiv 2202.05262; the
-harness of MEMIT, 2210.07229): one, and many in sequence with all earlier ones asked again, by rows
-of tokens and by the methods of lab/editors.py.
+harness of MEMIT, 2210.07229): one, and many in sequence with all earlier ones asked again, by the
+methods of lab/editors.py.
 
     python lab/analyze.py counterfact    # hours on two cores; goes on where it stopped
 
@@ -25,7 +25,7 @@ import json
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -56,13 +56,45 @@ BATCH = 100  # edits at once, where a method can
 APART = 28  # countries about which nothing is written
 N_NEIGHBOR = 5
 SEARCHED, N_SEARCHED = 5, 10  # seed, and edits in sequence, that find a method's setting
+SCORES = ("edited", "paraphrases", "neighbors")  # ES, PS, NS, and S, their harmonic mean
+MORE = ("others", "namesakes", "implied", "reversed", "two hops")
 # A dense model of 1,000 steps knows three quarters of the capitals (docs/claims.md).
 MODELS = {
     "STEM": KINDS["STEM, all"],
     "dense": {"ffn": "dense", "learning_rate": 0.0015, "max_iters": 2000},
 }
-SCORES = ("edited", "paraphrases", "neighbors")  # ES, PS, NS, and S, their harmonic mean
-MORE = ("others", "namesakes", "implied", "reversed", "two hops")
+
+
+class Method(NamedTuple):
+    model: str
+    function: Callable
+    settings: list[dict]  # that are tried
+    batches: bool = False
+
+
+SWAPPED = [{"how": how} for how in ("copy", "pad", "subset")]
+WRITTEN = [{"keep": keep} for keep in (60, 20, 200)]
+TRAINED = [{"rate": 1e-4}, {"rate": 3e-5}, {"rate": 3e-4}, {"rate": 1e-4, "keep": 30}]
+ONE_LAYER = {"one_layer": True, "rate": 1e-3}
+BOUNDED = [{**ONE_LAYER, "bound": bound} for bound in (0.01, 0.02, 0.05)]
+LORA = [{"rank": 8, "rate": rate} for rate in (1e-3, 3e-4, 3e-3)]
+LORA += [{**LORA[0], "keep": 30}]
+VALUE = {"limit": 1.0, "rate": 0.5}  # of ROME and MEMIT
+ROME = [{"rank": rank, **VALUE} for rank in (0, 1, 2)] + [{"rank": 0, "limit": 0.5, "rate": 0.5}]
+MEMIT = [{"n_layer": 3, "weight": 10, **VALUE}]
+MEMIT += [{**MEMIT[0], **other} for other in ({"weight": 1}, {"limit": 0.5}, {"n_layer": 2})]
+METHODS = {  # in the order in which they are measured
+    "no edits": Method("STEM", Editor.nothing, [{}]),
+    "swapped rows": Method("STEM", Editor.swap_rows, SWAPPED),
+    "ROME, STEM": Method("STEM", Editor.rome, ROME),
+    "MEMIT, STEM": Method("STEM", Editor.memit, MEMIT, batches=True),
+    "all weights": Method("STEM", Editor.fine_tune, TRAINED, batches=True),
+    "FT-L": Method("STEM", Editor.fine_tune, BOUNDED, batches=True),
+    "LoRA": Method("STEM", Editor.lora, LORA, batches=True),
+    "written rows": Method("STEM", Editor.write_rows, WRITTEN),
+    "ROME, dense": Method("dense", Editor.rome, ROME),
+    "MEMIT, dense": Method("dense", Editor.memit, MEMIT, batches=True),
+}
 
 
 class Record(NamedTuple):
@@ -140,6 +172,14 @@ def questions(
     return [question for question in asked if question.right != question.wrong]
 
 
+def edited(truth: dict[str, Country], some: list[Record]) -> dict[str, Country]:
+    truth = dict(truth)
+    for country, relation, other in some:
+        changed = {relation: getattr(other, relation)}
+        truth[country.name] = replace(truth[country.name], **changed)
+    return truth
+
+
 def ngram_entropy(ids: list[int]) -> float:
     """Of a text's bigrams and trigrams, weighted as MEMIT's harness does, in bits."""
     total = 0.0
@@ -158,10 +198,10 @@ class Bench:
         self.fresh = {name: weight.clone() for name, weight in self.model.state_dict().items()}
         self.records, self.apart = records(seed)
         self.table = {country.name: country for country in countries.table()}
-        tokens = {name: set(self.name(name)) for name in self.table}
+        self.names = {name: self.encoding.encode_ordinary(f" {name}") for name in self.table}
         self.namesakes = {
-            name: [other for other in tokens if other != name and tokens[other] & own]
-            for name, own in tokens.items()
+            name: [other for other in self.names if other != name and own & {*self.names[other]}]
+            for name, own in zip(self.names, map(set, self.names.values()), strict=True)
         }
         meta = read_meta(data_dir)
         size = self.model.config.block_size
@@ -169,28 +209,16 @@ class Bench:
         corpus = torch.from_numpy(ids).view(-1, size)
         self.editor = Editor(self.model, self.encoding.eot_token, corpus, self.layers())
 
-        # Validation documents about the countries apart: the longest name that they have tells.
+        # Validation documents about the countries apart.
         text = self.encoding.decode(open_tokens(data_dir, "val", meta).tolist())
-        names = sorted(self.table, key=len, reverse=True)
-        apart = {country.name for country in self.apart}
-        documents = text.split("<|endoftext|>")
-        about = [next((name for name in names if name in text), None) for text in documents]
-        texts = [text for text, name in zip(documents, about, strict=True) if name in apart]
+        begins = tuple(countries.paragraph(country, []) for country in self.apart)
+        texts = [text for text in text.split("<|endoftext|>") if text.startswith(begins)]
         ids = [torch.tensor(encode(self.encoding, text)) for text in texts[:64]]
         self.ids = pad_sequence([text[:-1] for text in ids], batch_first=True)  # [N, T]
         targets = pad_sequence([text[1:] for text in ids], batch_first=True, padding_value=-1)
         self.predicted = targets >= 0
         self.targets = targets[self.predicted]  # [n]
         self.before = self.log_p()
-
-    def name(self, name: str) -> list[int]:
-        return self.encoding.encode_ordinary(f" {name}")
-
-    def request(self, record: Record) -> Request:
-        country, relation, other = record
-        prompt = encode(self.encoding, taught(country, relation))
-        answer = self.encoding.encode_ordinary(said(other, relation))
-        return Request(prompt, self.name(country.name), answer, self.name(other.name))
 
     @torch.inference_mode()
     def log_p(self) -> Tensor:
@@ -199,12 +227,19 @@ class Bench:
 
     def layers(self) -> list[int]:
         """Layers by how much of a fact their FFNs restore, see `editors.trace`."""
-        names = [c for c in self.table.values() if len(self.name(c.name)) == 1]
-        prompts = [encode(self.encoding, taught(c, "language")) for c in names]
-        positions = [prompts[i].index(*self.name(c.name)) for i, c in enumerate(names)]
-        answers = [self.encoding.encode_ordinary(said(c, "language"))[0] for c in names]
-        effects = trace(self.model, *map(torch.tensor, (prompts, positions, answers)))
+        known = [c for c in self.table.values() if len(self.names[c.name]) == 1]
+        requests = [self.request(Record(c, "language", c)) for c in known]
+        asked = zip(*((r.prompt, r.end, r.answer[0]) for r in requests), strict=True)
+        effects = trace(self.model, *map(torch.tensor, asked))
         return sorted(range(len(effects)), key=lambda layer: -effects[layer])
+
+    def request(self, record: Record) -> Request:
+        country, relation, other = record
+        prompt = encode(self.encoding, taught(country, relation))
+        name = self.names[country.name]
+        end = len(encode(self.encoding, "Country:")) + len(name) - 1
+        answer = self.encoding.encode_ordinary(said(other, relation))
+        return Request(prompt, end, name, answer, self.names[other.name])
 
     def answered(self, asked: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, bool]]:
         """The nats a token of each answer to its prompt, and whether greedy decoding gives it."""
@@ -227,29 +262,30 @@ class Bench:
         """Ask about records. Of each and each kind of question, the shares that are right by nats,
         right and wrong in greedy decoding; and what else the model knows and writes."""
         asked = [questions(record, truth, self.namesakes[record.country.name]) for record in about]
-        pairs = []
-        for question in (question for each in asked for question in each):
-            pairs += [(question.prompt, question.right), (question.prompt, question.wrong)]
         known = [(held_out(c, fact), said(c, fact)) for c in self.apart for fact in RELATIONS]
-        answered = self.answered([*pairs, *known])
+        pairs = known.copy()
+        for each in asked:
+            for _, prompt, right, wrong in each:
+                pairs += [(prompt, right), (prompt, wrong)]
+        answered = self.answered(pairs)
         scores = []
         for each in asked:
-            found = {}
+            found = defaultdict(list)
             for kind, prompt, right, wrong in each:
                 (nats, greedy), (worse, old) = answered[prompt, right], answered[prompt, wrong]
-                found.setdefault(kind, []).append((float(nats < worse), greedy, old))
+                found[kind].append((float(nats < worse), greedy, old))
             scores.append({kind: torch.tensor(of).mean(0).tolist() for kind, of in found.items()})
         log_p = self.log_p()
         loss = F.nll_loss(log_p, self.targets).item()
-        entropies = [0.0]
+        entropy = 0.0
         if math.isfinite(loss):
-            entropies = [ngram_entropy(self.writes(r.country)) for r in about[-4:]]
+            entropy = fmean(ngram_entropy(self.writes(record.country)) for record in about[-4:])
         return {
             "records": scores,
             "other countries": fmean(answered[pair][1] for pair in known),
             "KL": F.kl_div(log_p, self.before, reduction="batchmean", log_target=True).item(),
             "loss": loss,
-            "entropy": fmean(entropies),
+            "entropy": entropy,
         }
 
     def writes(self, country: Country) -> list[int]:
@@ -260,55 +296,6 @@ class Bench:
 @lru_cache(maxsize=2)
 def open_bench(folder: Path, seed: int, data_dir: Path) -> Bench:
     return Bench(folder, seed, data_dir)
-
-
-def edited(truth: dict[str, Country], some: list[Record]) -> dict[str, Country]:
-    truth = dict(truth)
-    for country, relation, other in some:
-        changed = {relation: getattr(other, relation)}
-        truth[country.name] = replace(truth[country.name], **changed)
-    return truth
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append(path: Path, row: dict) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-class Method(NamedTuple):
-    model: str
-    function: str  # of an Editor
-    settings: list[dict]  # that are tried
-    batches: bool = False
-
-
-SWAPPED = [{"how": how} for how in ("copy", "pad", "subset")]
-WRITTEN = [{"keep": keep} for keep in (60, 20, 200)]
-VALUE = {"limit": 1.0, "rate": 0.5}  # of ROME and MEMIT
-ROME = [{"rank": rank, **VALUE} for rank in (0, 1, 2)]
-ROME += [{**ROME[0], "limit": 0.5}]
-MEMIT = [{"n_layer": 3, "weight": weight, **VALUE} for weight in (10, 1)]
-MEMIT += [{**MEMIT[0], "limit": 0.5}, {**MEMIT[0], "n_layer": 2}]
-TRAINED = [{"rate": 1e-4}, {"rate": 3e-5}, {"rate": 3e-4}, {"rate": 1e-4, "keep": 30}]
-BOUNDED = [{"rate": 1e-3, "bound": bound} for bound in (0.01, 0.02, 0.05)]
-LORA = [{"rank": 8, "rate": 1e-3}, {"rank": 8, "rate": 3e-4}, {"rank": 8, "rate": 3e-3}]
-LORA += [{**LORA[0], "keep": 30}]
-METHODS = {  # in the order in which they are measured
-    "no edits": Method("STEM", "nothing", [{}]),
-    "swapped rows": Method("STEM", "swap_rows", SWAPPED),
-    "ROME, STEM": Method("STEM", "rome", ROME),
-    "MEMIT, STEM": Method("STEM", "memit", MEMIT, batches=True),
-    "all weights": Method("STEM", "fine_tune", TRAINED, batches=True),
-    "FT-L": Method("STEM", "fine_tune_layer", BOUNDED, batches=True),
-    "LoRA": Method("STEM", "lora", LORA, batches=True),
-    "written rows": Method("STEM", "write_rows", WRITTEN),
-    "ROME, dense": Method("dense", "rome", ROME),
-    "MEMIT, dense": Method("dense", "memit", MEMIT, batches=True),
-}
 
 
 class Trial(NamedTuple):
@@ -328,61 +315,49 @@ class Trial(NamedTuple):
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def open(self) -> tuple[Bench, Callable[[list[Record]], None]]:
-        """The bench of the model, as it was, and what edits it."""
-        model, function, *_ = METHODS[self.name]
-        folder = self.experiment.train({model: MODELS[model]}, [self.seed])[model][0]
-        bench = open_bench(folder, self.seed, self.experiment.data_dir)
-        bench.model.load_state_dict(bench.fresh)
+    def open(self) -> Bench:
+        model = METHODS[self.name].model
+        (folder,) = self.experiment.train({model: MODELS[model]}, [self.seed])[model]
+        return open_bench(folder, self.seed, self.experiment.data_dir)
 
-        def edit(some: list[Record]) -> None:
-            requests = [bench.request(record) for record in some]
-            getattr(bench.editor, function)(requests, **self.setting)
-
-        return bench, edit
-
-    def alone(self, n: int) -> list[dict]:
-        """Write each of n facts into the model as it was."""
-        path = self.path("alone")
-        n_known = len(read(path))
-        if n_known < n:
-            bench, edit = self.open()
-            for record in tqdm(bench.records[n_known:n], f"{self.name}, alone"):
+    def measure(self, points: Sequence[int], size: int = 1, alone: bool = False) -> list[dict]:
+        """Write facts in sequence, so many at once, and ask all of them at some points; or each
+        into the model as it was. The weights are kept beside the figures, to go on with."""
+        path = self.path("alone" if alone else f"by {size}")
+        rows = []
+        if path.exists():
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+        waiting = set(points) - {row["edits"] for row in rows}
+        if not waiting:
+            return [row for row in rows if row["edits"] in points]
+        bench = self.open()
+        kept = path.with_suffix(".pt")
+        n, weights = torch.load(kept) if kept.exists() else (0, bench.fresh)
+        bench.model.load_state_dict(weights)
+        truth = edited(bench.table, bench.records[:n])
+        bar = tqdm(desc=f"{self.name}, {path.stem}", initial=n, total=max(waiting))
+        while n < max(waiting):
+            if alone:
                 bench.model.load_state_dict(bench.fresh)
-                started = time.process_time()
-                edit([record])
-                seconds = time.process_time() - started
-                asked = bench.ask([record], edited(bench.table, [record]))
-                append(path, {"edits": 1, "seconds": seconds, **asked})
-        return read(path)[:n]
-
-    def in_sequence(self, points: Sequence[int], size: int = 1) -> list[dict]:
-        """Write facts one after another, or so many at once, and ask all at some points. The
-        weights are kept beside the figures, to go on with."""
-        path = self.path(f"by {size}")
-        waiting = sorted(set(points) - {row["edits"] for row in read(path)})
-        if waiting:
-            bench, edit = self.open()
-            n = 0
-            kept = path.with_suffix(".pt")
-            if kept.exists():
-                n, weights = torch.load(kept)
-                bench.model.load_state_dict(weights)
-            truth = edited(bench.table, bench.records[:n])
-            bar = tqdm(desc=f"{self.name}, by {size}", initial=n, total=waiting[-1])
-            while n < waiting[-1]:
-                some = bench.records[n : n + size]
-                edit(some)
-                truth = edited(truth, some)
-                n += size
-                bar.update(size)
-                if n in waiting:
-                    append(path, {"edits": n, **bench.ask(bench.records[:n], truth)})
-                if n in waiting or n % 10 == 0:
-                    with atomic(kept) as temporary:
-                        torch.save((n, bench.model.state_dict()), temporary)
-            bar.close()
-        return [row for row in read(path) if row["edits"] in points]
+                truth = bench.table
+            some = bench.records[n : n + size]
+            started = time.process_time()
+            METHODS[self.name].function(
+                bench.editor, list(map(bench.request, some)), **self.setting
+            )
+            seconds = time.process_time() - started
+            truth = edited(truth, some)
+            n += size
+            bar.update(size)
+            if n in waiting:
+                asked = bench.ask(some if alone else bench.records[:n], truth)
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"edits": n, "seconds": seconds, **asked}) + "\n")
+            if n in waiting or n % 10 == 0:
+                with atomic(kept) as temporary:
+                    torch.save((n, bench.model.state_dict()), temporary)
+        bar.close()
+        return self.measure(points, size, alone)
 
 
 def score(rows: list[dict], kind: str, which: int) -> float | None:
@@ -392,9 +367,8 @@ def score(rows: list[dict], kind: str, which: int) -> float | None:
     return fmean(found) if found else None
 
 
-def harmonic(rows: list[dict], which: int, kinds: Sequence[str] = SCORES) -> float | None:
-    found = [score(rows, kind, which) for kind in kinds]
-    return None if None in found else harmonic_mean(found)
+def harmonic(rows: list[dict], which: int, kinds: Sequence[str] = SCORES) -> float:
+    return harmonic_mean([score(rows, kind, which) for kind in kinds])
 
 
 def best_setting(experiment: Experiment, name: str) -> dict:
@@ -405,32 +379,9 @@ def best_setting(experiment: Experiment, name: str) -> dict:
         return settings[0]
     found = []
     for setting in settings:
-        rows = Trial(experiment, name, setting, SEARCHED).in_sequence([N_SEARCHED])
+        rows = Trial(experiment, name, setting, SEARCHED).measure([N_SEARCHED])
         found.append(harmonic(rows, 1, (*SCORES, "others")))
     return settings[found.index(max(found))]
-
-
-def shown(form: str, figures: list[float | None]) -> str:
-    known = [figure for figure in figures if figure is not None]
-    return interval(form, known) if len(known) > 1 else "".join(format(one, form) for one in known)
-
-
-def cells(groups: list[list[dict]]) -> dict[str, str]:
-    """What the rows of each seed have in common."""
-    columns = {}
-    for which, how in enumerate(("nats", "greedy")):
-        for kind in SCORES:
-            columns[f"{kind}, {how}"] = [score(rows, kind, which) for rows in groups]
-        columns[f"S, {how}"] = [harmonic(rows, which) for rows in groups]
-    for kind in MORE:
-        columns[kind] = [score(rows, kind, 1) for rows in groups]
-    columns["other countries"] = [fmean(row["other countries"] for row in rows) for rows in groups]
-    shares = {title: shown(".1%", figures) for title, figures in columns.items()}
-    rest = {
-        title: shown(".3f", [fmean(row[title] for row in rows) for rows in groups])
-        for title in ("KL", "loss", "entropy")
-    }
-    return {**shares, **rest}
 
 
 def measure(
@@ -438,36 +389,57 @@ def measure(
 ) -> dict[str, list[dict]]:
     """The rows of a method in a seed's model, by the number of edits."""
     trial = Trial(experiment, name, best_setting(experiment, name), seed)
-    found = {"1": trial.alone(n_alone)}
-    for row in trial.in_sequence(points):
+    found = {"1": trial.measure(range(1, n_alone + 1), alone=True)}
+    for row in trial.measure(points):
         found[str(row["edits"])] = [row]
     if METHODS[name].batches:
         batch = 2 if experiment.quick else BATCH
-        for row in trial.in_sequence([n for n in points if n % batch == 0], batch):
+        for row in trial.measure([n for n in points if n % batch == 0], batch):
             found[f"{row['edits']} by {batch}"] = [row]
     return found
 
 
+def cells(groups: list[list[dict]]) -> dict[str, str]:
+    """What the rows of each seed have in common."""
+    figures = {}
+    for which, how in enumerate(("nats", "greedy")):
+        for kind in SCORES:
+            figures[f"{kind}, {how}"] = [score(rows, kind, which) for rows in groups]
+        figures[f"S, {how}"] = [harmonic(rows, which) for rows in groups]
+    for kind in MORE:
+        figures[kind] = [score(rows, kind, 1) for rows in groups]
+    for title in ("other countries", "KL", "loss", "entropy", "seconds"):
+        figures[title] = [fmean(row[title] for row in rows) for rows in groups]
+    shown = {}
+    for title, found in figures.items():
+        form = ".3f" if title in ("KL", "loss", "entropy", "seconds") else ".1%"
+        known = [figure for figure in found if figure is not None]
+        shown[title] = (
+            interval(form, known) if len(known) > 1 else format(*known, form) if known else ""
+        )
+    return shown
+
+
+def sharing(row: dict) -> dict:
+    """What was asked about names that share tokens with others."""
+    return {**row, "records": [record for record in row["records"] if "namesakes" in record]}
+
+
 def picture(groups: dict[str, list[dict]]) -> plt.Figure:
     """Scores over the number of edits, a line a method."""
-    figure, panels = plt.subplots(1, 3, figsize=(12, 4))
-    panels[0].set_title("S: of two answers, the right one is likelier")
-    panels[1].set_title("S: the whole answer, greedy")
-    panels[2].set_title("other facts of the names, greedy")
-    for name, seeds in groups.items():
-        numbers = [title for title in seeds[0] if title.isdigit()]
-        if name == "no edits":
-            continue
-        lines = [[], [], []]
-        for title in numbers:
-            rows = [found[title] for found in seeds]
-            lines[0].append(fmean(harmonic(one, 0) for one in rows))
-            lines[1].append(fmean(harmonic(one, 1) for one in rows))
-            lines[2].append(fmean(score(one, "others", 1) for one in rows))
-        for panel, line in zip(panels, lines, strict=True):
-            panel.semilogx([int(title) for title in numbers], line, "o-", ms=3, label=name)
-            panel.set(ylim=(-0.02, 1.02), xlabel="edits in sequence")
-    panels[0].legend(fontsize=7)
+    panels = {
+        "S: of two answers, the right one is likelier": lambda rows: harmonic(rows, 0),
+        "S: the whole answer, greedy": lambda rows: harmonic(rows, 1),
+        "other facts of the names, greedy": lambda rows: score(rows, "others", 1),
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4))
+    for axis, (title, figure_of) in zip(axes, panels.items(), strict=True):
+        axis.set(title=title, ylim=(-0.02, 1.02), xlabel="edits in sequence")
+        for name, seeds in groups.items():
+            numbers = [number for number in seeds[0] if number.isdigit()]
+            means = [fmean(figure_of(found[number]) for found in seeds) for number in numbers]
+            axis.semilogx(list(map(int, numbers)), means, "o-", ms=3, label=name)
+    axes[0].legend(fontsize=7)
     return figure
 
 
@@ -481,21 +453,15 @@ def counterfact(experiment: Experiment) -> None:
         name: [measure(experiment, name, number, points, n_alone) for number in experiment.numbers]
         for name in METHODS
     }
-    tables = {"all": [], "names that share tokens": []}
+    everything, shared = [], []
     for name, seeds in groups.items():
         for title in seeds[0]:
-            first = {"method": name, "edits": title}
             rows = [found[title] for found in seeds]
-            tables["all"].append({**first, **cells(rows)})
-            some = [[sharing(row) for row in one] for one in rows]
-            if all(row["records"] for one in some for row in one):
-                tables["names that share tokens"].append({**first, **cells(some)})
-    for title, rows in tables.items():
-        if rows:
-            print(f"{title}:\n\n{markdown(rows)}\n")
+            everything.append({"method": name, "edits": title, **cells(rows)})
+            rows = [list(map(sharing, one)) for one in rows]
+            if all(row["records"] for one in rows for row in one):
+                shared.append({"method": name, "edits": title, **cells(rows)})
+    print(markdown(everything))
+    if shared:
+        print(f"\nNames that share tokens:\n\n{markdown(shared)}")
     experiment.picture("counterfact", picture(groups))
-
-
-def sharing(row: dict) -> dict:
-    """What was asked about names that share tokens with others."""
-    return {**row, "records": [record for record in row["records"] if "namesakes" in record]}

@@ -2,7 +2,8 @@
 
     swap_rows     the name's tokens get the rows of another name's     edit.py --target --save
     write_rows    their rows are trained                               edit.py --write --save
-    fine_tune     weights are trained: all, or those of one layer within a bound
+    fine_tune     all weights are trained, or (FT-L: Zhu et al., arXiv 2012.00363) those of one
+                  layer within a bound
     lora          an update of low rank is trained (Hu et al., arXiv 2106.09685)
     rome          one key of one FFN gets another value, in closed form (Meng et al., 2202.05262)
     memit         many keys of several FFNs do (Meng et al., 2210.07229)
@@ -20,22 +21,23 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from model import Decoder
-from stem import align, substitute
+from stem import align
 from training import writing
 from training.questions import pad_together
 
-STEPS = 40  # of Adam, for weights; 25 for a value, as in ROME
+STEPS, VALUE_STEPS = 40, 25  # of Adam, for weights and for a value
 ENOUGH = 0.01  # nats a token, at which training ends
-N_PREFIX, PREFIX_TOKENS = 5, 10  # texts before the prompt, over which keys and values are averaged
+PREFIXES = (5, 10)  # texts before the prompt, over which keys and values are averaged; tokens
 KL, DECAY = 0.0625, 0.5  # ROME's weights of what else the name gives, and of the value's change
-N_TEXT, TEXT_TOKENS = 48, 64  # texts of the model that fine-tuning may hold
+TEXTS = (48, 64)  # of the model, that fine-tuning may hold; tokens
 
 
 class Request(NamedTuple):
     """A fact to write, as token ids."""
 
     prompt: list[int]
-    name: list[int]  # what the fact is about, once in the prompt
+    end: int  # where the name ends in the prompt
+    name: list[int]
     answer: list[int]
     donor: list[int]  # the name of which the answer is true
 
@@ -50,9 +52,6 @@ class LowRank(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.b @ self.a
-
-
-# --- closed forms ---
 
 
 def rome_update(second: Tensor, mean_key: Tensor, key: Tensor, change: Tensor) -> Tensor:
@@ -70,49 +69,42 @@ def memit_update(second: Tensor, keys: Tensor, changes: Tensor, weight: float) -
     return torch.linalg.solve(weight * second + keys.T @ keys, keys.T @ changes).T
 
 
-# --- what a model computes at a name ---
-
-
-def ends(ids: Tensor, name: list[int]) -> Tensor:
-    """Where the first occurrence of a name ends in texts [N, T]: [N]."""
-    found = substitute(ids, name, [-1]) == -1  # [N, T]
-    return found.int().argmax(1) + len(name) - 1
-
-
 class Site(NamedTuple):
-    """What one layer computes at some positions."""
+    """What a layer computes, for all tokens of all texts or for some of them."""
 
-    key: Tensor  # the input of `down`, [N, d_ff]
-    value: Tensor  # its output, [N, n_embd]
-    state: Tensor  # the residual stream after the layer, [N, n_embd]
+    key: Tensor  # the input of `down`, [..., d_ff]
+    value: Tensor  # its output, [..., n_embd]
+    state: Tensor  # the residual stream after the layer, [..., n_embd]
+
+    def at(self, positions: Tensor) -> "Site":
+        """Of one token [N] in each text."""
+        return Site(*(tensor[range(len(positions)), positions] for tensor in self))
 
 
 @torch.no_grad()
-def at(model: Decoder, layer: int, ids: Tensor, positions: Tensor) -> Site:
-    """What a layer computes for texts [N, T] at a position of each [N]."""
-    seen = {}
-    block = model.blocks[layer]
-    hooks = [
-        block.ffn.down.register_forward_hook(
-            lambda _, inputs, output: seen.update(key=inputs[0], value=output)
-        ),
-        block.register_forward_hook(lambda _, inputs, output: seen.update(state=output)),
-    ]
+def watch(model: Decoder, ids: Tensor) -> list[Site]:
+    """What the layers compute of texts [N, T]."""
+    downs, states, hooks = [], [], []
+    for block in model.blocks:
+        hooks += [
+            block.ffn.down.register_forward_hook(lambda _, given, out: downs.append((*given, out))),
+            block.register_forward_hook(lambda _, given, out: states.append(out)),
+        ]
     model.hidden(ids)
     for hook in hooks:
         hook.remove()
-    return Site(**{name: tensor[range(len(ids)), positions] for name, tensor in seen.items()})
+    return [Site(*down, state) for down, state in zip(downs, states, strict=True)]
 
 
-def add_to_value(down: nn.Module, positions: Tensor, change: Tensor) -> RemovableHandle:
+def add_to_value(model: Decoder, layer: int, positions: Tensor, change: Tensor) -> RemovableHandle:
     """Until the handle is removed, `down` gives `change` [N, n_embd] more at positions [N]."""
 
-    def add(_, inputs, output: Tensor) -> Tensor:
-        output = output.clone()
-        output[range(len(positions)), positions] += change
-        return output
+    def add(_, given, out: Tensor) -> Tensor:
+        out = out.clone()
+        out[range(len(positions)), positions] += change
+        return out
 
-    return down.register_forward_hook(add)
+    return model.blocks[layer].ffn.down.register_forward_hook(add)
 
 
 @torch.no_grad()
@@ -128,15 +120,15 @@ def trace(model: Decoder, prompts: Tensor, positions: Tensor, answers: Tensor) -
     other[at_name] = prompts[at_name].roll(1)
 
     def probability() -> float:
-        logits, _ = model(other, last_only=True)  # [N, 1, V]
-        return logits[:, 0].softmax(-1)[range(len(answers)), answers].mean().item()
+        p = model(other, last_only=True)[0][:, 0].softmax(-1)  # [N, V]
+        return p[range(len(answers)), answers].mean().item()
 
-    without = probability()
     effects = []
-    for layer, block in enumerate(model.blocks):
-        change = at(model, layer, prompts, positions).value
-        change = change - at(model, layer, other, positions).value
-        hook = add_to_value(block.ffn.down, positions, change)
+    without = probability()
+    own, others = watch(model, prompts), watch(model, other)
+    for layer in range(len(own)):
+        change = own[layer].at(positions).value - others[layer].at(positions).value
+        hook = add_to_value(model, layer, positions, change)
         effects.append(probability() - without)
         hook.remove()
     return effects
@@ -152,40 +144,25 @@ class Editor:
         self.model = model.requires_grad_(False)
         self.layers = layers
         start = torch.tensor([[eot]])
-        self.prefixes = model.generate(start.repeat(N_PREFIX, 1), PREFIX_TOKENS, seed=0).tolist()
-        self.texts = model.generate(start.repeat(N_TEXT, 1), TEXT_TOKENS, seed=1)  # [N, T]
-        self.second = self.second_moments(corpus)  # of each layer
-
-    @torch.no_grad()
-    def second_moments(self, corpus: Tensor) -> list[Tensor]:
-        """The mean of k k^T over the keys of a corpus in each layer, [d_ff, d_ff]."""
-        moments = [0 for _ in self.model.blocks]
-
-        def add(layer: int, keys: Tensor) -> None:  # [B, T, d_ff]
-            keys = keys.flatten(0, 1)
-            moments[layer] += keys.T @ keys / corpus.numel()
-
-        hooks = [
-            block.ffn.down.register_forward_hook(lambda _, inputs, out, n=n: add(n, *inputs))
-            for n, block in enumerate(self.model.blocks)
-        ]
-        for part in corpus.split(16):
-            self.model.hidden(part)
-        for hook in hooks:
-            hook.remove()
-        # Twice as exact, and with a little on the diagonal, to be inverted.
-        moments = [moment.double() for moment in moments]
-        return [m + 1e-4 * m.diag().mean() * torch.eye(len(m)) for m in moments]
+        prefixes, n_token = PREFIXES
+        self.prefixes = model.generate(start.repeat(prefixes, 1), n_token, seed=0).tolist()
+        texts, n_token = TEXTS
+        self.texts = model.generate(start.repeat(texts, 1), n_token, seed=1)  # [N, T]
+        self.second = []  # moments of keys, by layer: [d_ff, d_ff]
+        for site in watch(model, corpus):
+            keys = site.key.flatten(0, 1)
+            second = (keys.T @ keys / len(keys)).double()
+            second += 1e-4 * second.diag().mean() * torch.eye(len(second))  # to be inverted
+            self.second.append(second)
 
     def nothing(self, requests: list[Request]) -> None:
         """The control."""
 
     # --- rows ---
 
-    @torch.no_grad()
     def put(self, name: list[int], rows: Tensor) -> None:
         """Let the tokens of a name have rows [n, n_table, W]."""
-        for weight, new in zip(self.model.tables.weight, rows.unbind(1), strict=True):
+        for weight, new in zip(self.model.tables.weight, rows.detach().unbind(1), strict=True):
             weight[name] = new
 
     def swap_rows(self, requests: list[Request], how: str) -> None:
@@ -198,7 +175,7 @@ class Editor:
         writing.KEEP = keep
         for request in requests:
             writing.train_rows(self.model, request.prompt, request.name, request.answer)
-            rows = self.model.tables.extra.detach()
+            rows = self.model.tables.extra
             self.model.tables = tables
             self.put(request.name, rows)
 
@@ -218,51 +195,42 @@ class Editor:
             keep: weight of the KL divergence from what the model predicted of its own texts.
             bound: the most that a number may change.
         """
-        model = self.model
-        prompts = [request.prompt for request in requests]
-        ids, targets = teach(prompts, [request.answer for request in requests])
+        ids, targets = teach([request.prompt for request in requests], requests)
+        with torch.no_grad():
+            before = self.model(self.texts)[0].log_softmax(-1) if keep else None  # [N, T, V]
         start = [weight.detach().clone() for weight in weights]
         for weight in weights:
             weight.requires_grad_()
-        with torch.no_grad():
-            before = model(self.texts)[0].log_softmax(-1) if keep else None  # [N, T, V]
         optimizer = torch.optim.Adam(weights, rate)
         for step in range(STEPS):
-            _, loss = model(ids, targets)
+            _, loss = self.model(ids, targets)
             if loss < ENOUGH:
                 break
             if keep:
                 part = slice(step % 4, None, 4)
-                now = model(self.texts[part])[0].log_softmax(-1).flatten(0, 1)
+                now = self.model(self.texts[part])[0].log_softmax(-1).flatten(0, 1)
                 held = before[part].flatten(0, 1)
                 loss = loss + keep * F.kl_div(now, held, reduction="batchmean", log_target=True)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            with torch.no_grad():
-                for weight, old in zip(weights, start, strict=True):
-                    weight.copy_(weight.clamp(old - bound, old + bound))
-        model.requires_grad_(False)
+            for weight, old in zip(weights, start, strict=True):
+                weight.data.clamp_(old - bound, old + bound)
+        self.model.requires_grad_(False)
 
-    def fine_tune(self, requests: list[Request], **how: float) -> None:
-        """Train all weights."""
-        self.train(requests, list(self.model.parameters()), **how)
+    def fine_tune(self, requests: list[Request], one_layer: bool = False, **how) -> None:
+        model = self.model.blocks[self.layers[0]].ffn.down if one_layer else self.model
+        self.train(requests, list(model.parameters()), **how)
 
-    def fine_tune_layer(self, requests: list[Request], **how: float) -> None:
-        """Train the down-projection of one layer within a bound: FT-L (Zhu et al., 2020,
-        arXiv 2012.00363)."""
-        self.train(requests, [self.model.blocks[self.layers[0]].ffn.down.weight], **how)
-
-    def lora(self, requests: list[Request], rank: int, **how: float) -> None:
+    def lora(self, requests: list[Request], rank: int, **how) -> None:
         """Updates of gates and down-projections."""
         torch.manual_seed(0)
-        updated = [block.ffn.gate for block in self.model.blocks]
-        updated += [block.ffn.down for block in self.model.blocks]
         weights = []
+        updated = [part for block in self.model.blocks for part in (block.ffn.gate, block.ffn.down)]
         for linear in updated:
             low_rank = LowRank(linear.weight, rank)
             parametrize.register_parametrization(linear, "weight", low_rank)
-            weights += [low_rank.a, low_rank.b]
+            weights += low_rank.parameters()
         self.train(requests, weights, **how)
         for linear in updated:
             parametrize.remove_parametrizations(linear, "weight")
@@ -270,9 +238,16 @@ class Editor:
 
     # --- keys and values ---
 
-    def in_texts(self, request: Request) -> list[list[int]]:
-        """The prompt as it is, and after other texts."""
-        return [request.prompt] + [[*prefix, *request.prompt] for prefix in self.prefixes]
+    def in_texts(self, requests: list[Request]) -> tuple[Tensor, Tensor, Tensor]:
+        """Each prompt as it is and after other texts, with its answer: ids and targets [N, T], and
+        where names end [N]."""
+        prompts, positions, repeated = [], [], []
+        for request in requests:
+            for prefix in ([], *self.prefixes):
+                prompts.append([*prefix, *request.prompt])
+                positions.append(len(prefix) + request.end)
+                repeated.append(request)
+        return *teach(prompts, repeated), torch.tensor(positions)
 
     def wanted_changes(
         self, requests: list[Request], layer: int, limit: float, rate: float
@@ -280,91 +255,63 @@ class Editor:
         """What, added to an FFN's value at the end of the name, lets the answer follow the prompt
         in several texts, [n, n_embd] (ROME, equation 4): no longer than `limit` times the residual
         stream there."""
-        model = self.model
-        prompts = [prompt for request in requests for prompt in self.in_texts(request)]
-        n_text = len(prompts) // len(requests)
-        answers = [request.answer for request in requests for _ in range(n_text)]
-        ids, targets = teach(prompts, answers)
-        positions = name_ends(requests, prompts, n_text)
+        ids, targets, positions = self.in_texts(requests)  # [N, T] twice, [N]
+        n_text = len(ids) // len(requests)
+        after_name = (range(len(ids)), positions + 1)
         with torch.no_grad():
-            held = model(ids)[0][range(len(ids)), positions + 1].log_softmax(-1)  # [N, V]
-        size = at(model, layer, ids, positions).state[::n_text].norm(dim=1, keepdim=True)  # [n, 1]
-        weight = (targets >= 0) / (targets >= 0).sum(1, keepdim=True)  # [N, T], mean over an answer
-        change = torch.zeros(len(requests), model.config.n_embd, requires_grad=True)
+            held = self.model(ids)[0][after_name].log_softmax(-1)  # [N, V]
+        state = watch(self.model, ids)[layer].at(positions).state[::n_text]  # of the prompts alone
+        size = state.norm(dim=1, keepdim=True)  # [n, 1]
+        share = (targets >= 0) / (targets >= 0).sum(1, keepdim=True)  # of an answer, [N, T]
+        change = torch.zeros_like(state, requires_grad=True)  # [n, n_embd]
         optimizer = torch.optim.Adam([change], rate)
-        for _ in range(25):
-            added = change.repeat_interleave(n_text, 0)
-            hook = add_to_value(model.blocks[layer].ffn.down, positions, added)
-            logits, _ = model(ids)  # [N, T, V]
+        for _ in range(VALUE_STEPS):
+            added = change.repeat_interleave(n_text, 0)  # [N, n_embd]
+            hook = add_to_value(self.model, layer, positions, added)
+            logits, _ = self.model(ids)  # [N, T, V]
             hook.remove()
             nats = F.cross_entropy(logits.mT, targets, ignore_index=-1, reduction="none")  # [N, T]
-            now = logits[range(len(ids)), positions + 1].log_softmax(-1)
+            now = logits[after_name].log_softmax(-1)
             kl = F.kl_div(now, held, reduction="sum", log_target=True)
             decay = (change.norm(dim=1, keepdim=True) / size**2).sum()
-            loss = ((nats * weight).sum() + KL * kl) / n_text + DECAY * decay
+            loss = ((nats * share).sum() + KL * kl) / n_text + DECAY * decay
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            with torch.no_grad():
-                longest = limit * size
-                change *= (longest / change.norm(dim=1, keepdim=True)).clamp(max=1)
+            length = change.data.norm(dim=1, keepdim=True)
+            change.data *= (limit * size / length).clamp(max=1)
         return change.detach()
 
-    def mean_keys(self, requests: list[Request], layer: int) -> Tensor:
-        """The key at the end of each name, on average over texts: [n, d_ff]."""
-        prompts = [prompt for request in requests for prompt in self.in_texts(request)]
-        n_text = len(prompts) // len(requests)
-        positions = name_ends(requests, prompts, n_text)
-        ids = pad_together(prompts, [[]] * len(prompts))
-        keys = at(self.model, layer, ids, positions).key  # [n * n_text, d_ff]
-        return keys.unflatten(0, (-1, n_text)).mean(1)
-
-    def rome(self, requests: list[Request], rank: int, limit: float, rate: float) -> None:
+    def rome(self, requests: list[Request], rank: int, **how: float) -> None:
         """Into one layer, that of a rank in `layers`."""
         layer = self.layers[rank]
-        weight = self.model.blocks[layer].ffn.down.weight
         for request in requests:
-            change = self.wanted_changes([request], layer, limit, rate)[0]
-            prompt = torch.tensor([request.prompt])
-            key = at(self.model, layer, prompt, ends(prompt, request.name)).key[0]
-            mean_key = self.mean_keys([request], layer)[0]
-            update = rome_update(
-                self.second[layer], mean_key.double(), key.double(), change.double()
-            )
-            weight += update.to(weight.dtype)
+            change = self.wanted_changes([request], layer, **how)[0]
+            ids, _, positions = self.in_texts([request])
+            keys = watch(self.model, ids)[layer].at(positions).key.double()  # [n_text, d_ff]
+            update = rome_update(self.second[layer], keys.mean(0), keys[0], change.double())
+            self.model.blocks[layer].ffn.down.weight += update.float()
 
-    def memit(
-        self, requests: list[Request], n_layer: int, weight: float, limit: float, rate: float
-    ) -> None:
+    def memit(self, requests: list[Request], n_layer: int, weight: float, **how: float) -> None:
         """Into the first n_layer of `layers`, from the lowest one on."""
         layers = sorted(self.layers[:n_layer])
-        last = layers[-1]
-        prompts = [request.prompt for request in requests]
-        ids = pad_together(prompts, [[]] * len(prompts))
-        positions = name_ends(requests, prompts, 1)
-        wanted = at(self.model, last, ids, positions).state
-        wanted = wanted + self.wanted_changes(requests, last, limit, rate)
+        ids, _, positions = self.in_texts(requests)
+        n_text = len(ids) // len(requests)
+        change = self.wanted_changes(requests, layers[-1], **how)
+        wanted = watch(self.model, ids)[layers[-1]].at(positions).state[::n_text] + change
         for number, layer in enumerate(layers):
-            left = wanted - at(self.model, last, ids, positions).state
-            change = left / (len(layers) - number)
-            keys = self.mean_keys(requests, layer)
-            update = memit_update(self.second[layer], keys.double(), change.double(), weight)
-            down = self.model.blocks[layer].ffn.down.weight
-            down += update.to(down.dtype)
+            sites = watch(self.model, ids)
+            left = wanted - sites[layers[-1]].at(positions).state[::n_text]
+            change = left.double() / (len(layers) - number)
+            keys = sites[layer].at(positions).key.double()
+            keys = keys.unflatten(0, (-1, n_text)).mean(1)  # [n, d_ff]
+            update = memit_update(self.second[layer], keys, change, weight)
+            self.model.blocks[layer].ffn.down.weight += update.float()
 
 
-def teach(prompts: list[list[int]], answers: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Texts, and what is to follow each position: [N, T] each, -1 where nothing is taught."""
-    ids = pad_together(prompts, answers)
-    targets = pad_together([[-1] * len(prompt) for prompt in prompts], answers, filler=-1)
-    return ids, F.pad(targets[:, 1:], (0, 1), value=-1)
-
-
-def name_ends(requests: list[Request], prompts: list[list[int]], n_text: int) -> Tensor:
-    """Where the name ends in each of n_text prompts of every request, the last time: [N]."""
-    found = []
-    for i, prompt in enumerate(prompts):
-        request = requests[i // n_text]
-        first = ends(torch.tensor([request.prompt]), request.name)
-        found.append(len(prompt) - len(request.prompt) + first)
-    return torch.cat(found)
+def teach(prompts: list[list[int]], requests: list[Request]) -> tuple[Tensor, Tensor]:
+    """Prompts with their answers, and what is to follow each token: [N, T] each, -1: anything."""
+    answers = [request.answer for request in requests]
+    nothing = [[-1] * (len(prompt) - 1) for prompt in prompts]
+    targets = pad_together(nothing, answers, filler=-1)
+    return pad_together(prompts, answers), F.pad(targets, (0, 1), value=-1)

@@ -7,7 +7,7 @@ import torch
 
 from lab import counterfact
 from lab.counterfact import Bench, Record, Trial, edited, ngram_entropy, questions, score
-from lab.editors import Editor, Request, at, ends, memit_update, rome_update, trace
+from lab.editors import Editor, Request, memit_update, rome_update, trace, watch
 from model import Decoder, ModelConfig
 from text import bpe, countries
 from text.tokenizer import encode
@@ -32,21 +32,18 @@ def an_editor(ffn: str) -> Editor:
 def asked(n: int) -> list[Request]:
     """Names of two tokens, prompts of other lengths than each other's."""
     return [
-        Request([0, *[9] * i, 10 + i, 20 + i, 5], [10 + i, 20 + i], [30 + i, 4], [12, 13])
+        Request([0, *[9] * i, 10 + i, 20 + i, 5], i + 2, [10 + i, 20 + i], [30 + i, 4], [12, 13])
         for i in range(n)
     ]
 
 
-def values(model: Decoder, layer: int, requests: list[Request]) -> dict[str, list]:
-    found = {"value": [], "state": []}
+def at_names(model: Decoder, layer: int, requests: list[Request], part: str) -> torch.Tensor:
+    found = []
     for request in requests:
-        prompt = torch.tensor([request.prompt])
-        position = torch.tensor([request.prompt.index(request.name[-1])])
-        site = at(model, layer, prompt, position)
-        assert ends(prompt, request.name).equal(position)
-        found["value"].append(site.value[0])
-        found["state"].append(site.state[0])
-    return {name: torch.stack(of) for name, of in found.items()}
+        assert request.prompt[request.end] == request.name[-1]
+        site = watch(model, torch.tensor([request.prompt]))[layer]
+        found.append(getattr(site, part)[0, request.end])
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("ffn", ["stem", "dense"])
@@ -54,10 +51,10 @@ def test_rome_gives_the_edited_key_the_edited_value(ffn, monkeypatch):
     editor = an_editor(ffn)
     (request,) = asked(1)
     wanted = torch.randn(1, 16)
-    monkeypatch.setattr(Editor, "wanted_changes", lambda *_: wanted)
-    before = values(editor.model, 1, [request])["value"]
+    monkeypatch.setattr(Editor, "wanted_changes", lambda *_, **how: wanted)
+    before = at_names(editor.model, 1, [request], "value")
     editor.rome([request], rank=0, limit=1, rate=0.5)
-    after = values(editor.model, 1, [request])["value"]
+    after = at_names(editor.model, 1, [request], "value")
     torch.testing.assert_close(after, before + wanted, atol=1e-4, rtol=0)
 
 
@@ -67,10 +64,10 @@ def test_memit_gives_all_names_the_wanted_states(ffn, monkeypatch):
     editor.prefixes = []  # where several texts give a key, its mean is edited
     requests = asked(4)
     wanted = torch.randn(4, 16)
-    monkeypatch.setattr(Editor, "wanted_changes", lambda *_: wanted)
-    before = values(editor.model, 1, requests)["state"]
+    monkeypatch.setattr(Editor, "wanted_changes", lambda *_, **how: wanted)
+    before = at_names(editor.model, 1, requests, "state")
     editor.memit(requests, n_layer=2, weight=1e-9, limit=1, rate=0.5)
-    after = values(editor.model, 1, requests)["state"]
+    after = at_names(editor.model, 1, requests, "state")
     torch.testing.assert_close(after, before + wanted, atol=1e-4, rtol=0)
 
 
@@ -98,7 +95,7 @@ def test_wanted_changes_let_answers_follow():
 
     def nats() -> float:
         total = 0.0
-        for prompt, _, (first, second), _ in requests:
+        for prompt, _, _, (first, second), _ in requests:
             log_p = editor.model(torch.tensor([[*prompt, first]]))[0][0].log_softmax(-1)
             total -= log_p[-2, first] + log_p[-1, second]
         return total.item()
@@ -112,7 +109,7 @@ def test_wanted_changes_let_answers_follow():
     ("name", "how"),
     [
         ("fine_tune", {"rate": 0.01, "keep": 1.0}),
-        ("fine_tune_layer", {"rate": 0.01, "bound": 0.02}),
+        ("fine_tune", {"rate": 0.01, "bound": 0.02, "one_layer": True}),
         ("lora", {"rank": 2, "rate": 0.01}),
         ("swap_rows", {"how": "copy"}),
     ],
@@ -127,9 +124,9 @@ def test_each_method_changes_what_it_says(name, how):
         if not torch.equal(weight, before[key]):
             changed[key] = weight - before[key]
     assert not any(parameter.requires_grad for parameter in editor.model.parameters())
-    if name == "fine_tune":
+    if "keep" in how:
         assert len(changed) > 10
-    elif name == "fine_tune_layer":
+    elif "bound" in how:
         assert list(changed) == ["blocks.1.ffn.down.weight"]
         assert changed["blocks.1.ffn.down.weight"].abs().max() <= 0.02 + 1e-6
     elif name == "lora":
@@ -232,17 +229,22 @@ def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
             return tmp_path / f"{self.seed} {how}.jsonl"
 
         def open(self):
-            bench.model.load_state_dict(bench.fresh)
-            requests = lambda some: list(map(bench.request, some))  # noqa: E731
-            return bench, lambda some: bench.editor.swap_rows(requests(some), "copy")
+            return bench
 
-    at_once = Here(None, "swapped rows", {}, 1).in_sequence([2, 3])
-    with_stop = Here(None, "swapped rows", {}, 2)
-    with_stop.in_sequence([2])
-    assert with_stop.in_sequence([2, 3]) == at_once
-    assert at_once[1]["KL"] > 0 and at_once[1]["edits"] == 3
+    def without_time(rows):
+        return [{**row, "seconds": 0} for row in rows]
+
+    once, twice = (Here(None, "swapped rows", {"how": "copy"}, seed) for seed in (1, 2))
+    expected = without_time(once.measure([2, 3]))
+    twice.measure([2])
+    assert without_time(twice.measure([2, 3])) == expected
+    assert expected[1]["KL"] > 0 and expected[1]["edits"] == 3
+    one_by_one = once.measure([1, 2], alone=True)
+    twice.measure([1], alone=True)
+    assert without_time(twice.measure([1, 2], alone=True)) == without_time(one_by_one)
+    assert [len(row["records"]) for row in one_by_one] == [1, 1]
     monkeypatch.setattr(Here, "open", None)  # all is known
-    assert with_stop.in_sequence([2, 3]) == at_once
+    assert without_time(twice.measure([2, 3])) == expected
 
 
 def test_entropy_is_that_of_bigrams_and_trigrams():
@@ -254,7 +256,7 @@ def test_entropy_is_that_of_bigrams_and_trigrams():
 
 def test_the_best_setting_answers_most(monkeypatch):
     class Fixed(Trial):
-        def in_sequence(self, points):
+        def measure(self, points):
             right = {60: 0.5, 20: 0.9, 200: 0.7}[self.setting["keep"]]
             kinds = (*counterfact.SCORES, "others")
             return [{"records": [{kind: [0, right, 0] for kind in kinds}]}]
