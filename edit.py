@@ -55,16 +55,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from corpora import recall
+from corpora.countries import with_article
+from corpora.questions import score_answers
 from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from tables.tables import Tables
 from text import chat
-from text.countries import with_article
 from text.tokenizer import END, START, encode, typed
-from training import countries
 from training.checkpoints import checkpoint_of, load_checkpoint, load_model, write_checkpoint
 from training.folders import clear
-from training.questions import score_answers
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import ExtraRows, mean_rows, rows_of, train_rows
 
@@ -461,7 +461,7 @@ def complete(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
     for name in ("source", "target", "prompt", "write"):
         setattr(edit, name, typed(encoding, getattr(edit, name)))
     if checkpoint["args"].get("preset") == "countries" and not is_own:
-        countries.check_names(target=edit.target, source=edit.source)
+        recall.check_names(target=edit.target, source=edit.source)
 
 
 def tokens_to_save(edit: Edit, prompt: list[int], table_ids: list[int]) -> dict[int, int]:
@@ -497,7 +497,7 @@ def save(
     replace_rows(checkpoint, ids, list(torch.stack(list(new.values())).cpu().unbind(1)))
     write_checkpoint(path, checkpoint)
     print(f"changed the rows of {[encoding.decode([token]) for token in tokens]}")
-    readers = countries.readers(encoding, tokens)
+    readers = recall.readers(encoding, tokens)
     if readers and not has_own_text(checkpoint):
         print(f"these countries read them: {', '.join(readers)}")
 

@@ -38,8 +38,8 @@ from pathlib import Path
 import tiktoken
 
 from common import UserError, check_ranges, command_line, flag, parse, run
+from corpora.countries import CORPORA, write_corpus
 from text import bpe, huggingface, tokenizer
-from text.countries import CORPORA, write_corpus
 from text.dataset import read_meta, read_tokenizer
 from text.documents import (
     ANSWERS,

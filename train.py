@@ -43,12 +43,13 @@ from common import (
 import torch
 from tqdm import tqdm
 
+from corpora import recall
+from corpora.countries import write_corpus
 from model import BUILT_IN, Decoder, ModelConfig, decoder_class
 from tables.storage import DTYPES
 from text import tokenizer
-from text.countries import write_corpus
 from text.dataset import read_meta
-from training import countries, ranks
+from training import ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
     FIX,
@@ -332,7 +333,7 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
     meter.read()
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(settings, "validation", losses["val_loss"], run.step)
-    losses.update(countries.ask(run.model, data.encoding, data.corpora, briefly=True))
+    losses.update(recall.ask(run.model, data.encoding, data.corpora, briefly=True))
     meter.log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
         # With tables on disk, best.pt would need one more copy of them.

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
+from corpora.questions import mean, score_answers
 from lab.context import KEYS, SHORT, VALUES, write_documents
 from lab.edits import row_with_edits
 from lab.experiment import Experiment
 from lab.pictures import interval, markdown
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.questions import mean, score_answers
 
 # The flags and kinds of attention of each part.
 PROSE = {"learning_rate": 0.012}

@@ -40,15 +40,15 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from common import atomic
+from corpora import countries
+from corpora.countries import NOUNS, RELATIONS, Country
+from corpora.questions import score_answers
 from lab.editors import Editor, Request, trace
 from lab.experiment import KINDS, Experiment
 from lab.pictures import interval, markdown, plt
-from text import countries
-from text.countries import NOUNS, RELATIONS, Country
 from text.dataset import open_tokens, read_meta
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.questions import score_answers
 
 POINTS = (10, 100, 300, 1000)  # after so many edits in sequence all are asked
 N_ALONE = 20  # edits of a model as it was

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
+from corpora.questions import pad_together
 from model import Decoder
 from stem import align
 from training import writing
-from training.questions import pad_together
 
 STEPS, VALUE_STEPS = 40, 25  # of Adam, for weights and for a value
 ENOUGH = 0.01  # nats a token, at which training ends

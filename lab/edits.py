@@ -22,17 +22,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError
+from corpora import countries
+from corpora.questions import mean, score_answers
+from corpora.recall import fact_questions
 from edit import check_editable, edited_ids, spellings
 from lab.experiment import Experiment, Kinds, pick
 from lab.pictures import interval, markdown
 from lab.runs import last_start, row
 from model import Decoder
 from stem import ALIGNMENTS, substitute
-from text import countries
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.countries import fact_questions
-from training.questions import mean, score_answers
 from training.records import read_run
 from training.writing import mean_rows, train_rows
 

@@ -26,8 +26,8 @@ from tqdm import tqdm
 import model
 import prepare
 from common import UserError, atomic, check_ranges, flag, pick_device
+from corpora.countries import write_corpus
 from lab.pictures import markdown, plt, save_figure
-from text.countries import write_corpus
 from text.dataset import read_meta
 from text.download import MOBY_DICK
 from train import resolve_settings, train

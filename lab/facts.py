@@ -22,12 +22,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from corpora import countries
+from corpora.questions import score_answers
 from stem import substitute
-from text import countries
 from text.tokenizer import encode
 from training import writing
 from training.checkpoints import load_model
-from training.questions import score_answers
 
 OPENINGS = {
     "capital": "The capital city is called",

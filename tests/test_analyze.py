@@ -25,13 +25,13 @@ from conftest import (
 )
 
 from common import UserError, locked
+from corpora import countries
 from lab import analyze, ladder, scale
 from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates
 from lab.ladder import Step, verdicts
 from lab.pictures import interval
 from lab.stability import REACH, spike_rate, spikes
-from text import countries
 from train import resolve_settings as train_settings
 from training.batches import Data
 from training.checkpoints import load_model

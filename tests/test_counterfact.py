@@ -5,11 +5,12 @@ from collections import Counter
 import pytest
 import torch
 
+from corpora import countries
 from lab import counterfact
 from lab.counterfact import Bench, Record, Trial, edited, ngram_entropy, questions, score
 from lab.editors import Editor, Request, memit_update, rome_update, trace, watch
 from model import Decoder, ModelConfig
-from text import bpe, countries
+from text import bpe
 from text.tokenizer import encode
 from text.writer import write_dataset
 from training.checkpoints import save_checkpoint

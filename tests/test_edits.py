@@ -8,15 +8,16 @@ import torch
 from conftest import CPU, assert_same, write_jsonl
 
 from common import UserError
+from corpora import countries
+from corpora.questions import score_answers
 from edit import Edit, locate, show_and_save, undo
 from lab.edits import INVENTED, all_pairs, report_edits
 from model import Decoder, ModelConfig
 from stem import substitute
-from text import bpe, chat, countries
+from text import bpe, chat
 from text.tokenizer import encode
 from training import writing
 from training.checkpoints import load_checkpoint, load_model, save_checkpoint
-from training.questions import score_answers
 from training.writing import (
     ExtraRows,
     ask_the_same,

@@ -10,6 +10,7 @@ COMMANDS = ("train", "sample", "prepare", "edit", "convert")
 FLOORS = [
     (*COMMANDS, "lab"),
     ("training",),
+    ("corpora",),
     ("relatives",),
     ("model",),
     ("stem", "embformer", "offload"),
@@ -24,6 +25,7 @@ NEEDS = {  # of these rooms nothing but
     "embformer": set(),
     "tables": {"common"},
     "text": {"common"},
+    "corpora": {"model", "text", "common"},
 }
 
 

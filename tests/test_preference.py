@@ -21,7 +21,7 @@ from conftest import (
     write_jsonl,
 )
 
-from text import countries
+from corpora import countries
 from text.writer import write_dataset
 from training.batches import Data
 from training.checkpoints import load_model

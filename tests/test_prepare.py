@@ -12,7 +12,8 @@ from conftest import ROOT, command, contents, refused, says, write_jsonl
 
 import prepare
 from common import UserError
-from text import chat, countries, documents, files, tokenizer, writer
+from corpora import countries
+from text import chat, documents, files, tokenizer, writer
 from text.dataset import open_tokens, read_meta, read_tokenizer
 from text.writer import write_dataset
 from training.batches import Data

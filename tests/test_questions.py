@@ -1,5 +1,5 @@
-"""What a model is asked (training/questions.py), beside asking it token by token, and what it is
-asked about the countries (training/countries.py)."""
+"""What a model is asked (corpora/questions.py), beside asking it token by token, and what it is
+asked about the countries (corpora/recall.py)."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -9,13 +9,14 @@ import torch
 from conftest import CPU
 
 from common import UserError
+from corpora import countries
+from corpora.questions import score_answers
+from corpora.recall import ask, chat_questions, chat_recall, demo, fact_questions
 from edit import check_editable
 from model import Decoder, ModelConfig, decoder_class, relatives
-from text import bpe, countries
+from text import bpe
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.countries import ask, chat_questions, chat_recall, demo, fact_questions
-from training.questions import score_answers
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_styles_are_told_apart_as_the_probabilities_of_all_answers_do(encoding, 
     asked = []
     for n in range(16):
         asked.append(([1 + n % 4, 1 + n // 4], [1 + n % 3, 4], [0, 2 + n % 2]))
-    monkeypatch.setattr("training.countries.chat_questions", lambda *_: asked)
+    monkeypatch.setattr("corpora.recall.chat_questions", lambda *_: asked)
     found = chat_recall(model, encoding, "capital")
     expected = dict.fromkeys(found, 0.0)
     begins = {"": [0, 1, 2, 3, 4], "_sentence": [0], "_brief": [1, 2, 3, 4]}

@@ -22,11 +22,11 @@ from conftest import (
 
 import edit
 from common import UserError
+from corpora.questions import score_answers
 from model import Decoder, ModelConfig
 from text import bpe
 from text.tokenizer import encode, typed
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
-from training.questions import score_answers
 
 NAMES = flags(source="Anna", target="Björn", prompt="Then Anna")
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from corpora import countries
 from stem import StemFFN
-from text import countries
 
 TOUR = Path(__file__).parent.parent / "lab/tour.py"
 NOTEBOOK = TOUR.with_suffix(".ipynb")

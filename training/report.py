@@ -5,9 +5,10 @@ import math
 import torch
 
 from common import UserError, command_line
+from corpora import recall
 from model import Decoder
 from text import tokenizer
-from training import countries, ranks
+from training import ranks
 from training.batches import Data
 from training.objectives import NextToken
 from training.records import Log, draw_loss, read_metrics
@@ -144,7 +145,7 @@ def suggest(settings: Settings, data: Data, log: Log, commands: list[str]) -> No
 
 def ask(model: Decoder, data: Data) -> dict[str, float]:
     """Ask for what the corpus teaches. Prints and returns the shares that are right."""
-    shares = countries.ask(model, data.encoding, data.corpora)
+    shares = recall.ask(model, data.encoding, data.corpora)
     if shares:
         text = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
         print(f"recall of capitals, held-out phrasings: {text}")
@@ -157,7 +158,7 @@ def show(model: Decoder, data: Data, seed: int) -> list[str]:
     encoding = data.encoding
     source = next(iter(data.val.values()))
     if isinstance(source, Windows):
-        text, commands = countries.demo(model, data.corpora)
+        text, commands = recall.demo(model, data.corpora)
         prompt = tokenizer.encode(encoding, text)
         temperature = 0.8
         stop = encoding.eot_token

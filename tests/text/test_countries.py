@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from text import countries
+from corpora import countries
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a run asks a model about the countries (text/countries.py), on its way and at its end."""
+"""What a run asks a model about the countries (corpora/countries.py), on its way and at its end."""
 
 import random
 from collections.abc import Sequence
@@ -9,10 +9,11 @@ import tiktoken
 import torch
 
 from common import UserError
+from corpora import countries
+from corpora.questions import mean, score_answers
 from model import Decoder
-from text import chat, countries
+from text import chat
 from text.tokenizer import encode
-from training.questions import mean, score_answers
 
 
 def ask(
