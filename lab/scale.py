@@ -8,11 +8,13 @@ from statistics import fmean
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common import UserError
 from lab.experiment import KINDS, Experiment, Kinds, best_learning_rates, pick
 from lab.ladder import SEARCHED
 from lab.pictures import interval, markdown, off, plt
+from model import Decoder
 from text.dataset import read_meta
 from train import resolve_settings
 from training.batches import Data
@@ -59,11 +61,10 @@ def with_size(experiment: Experiment, kinds: Kinds, million: float) -> Kinds:
     return {name: {**kinds[name], **size} for name in kinds}
 
 
-@torch.inference_mode()
 def measure_run(folder: Path, device: torch.device) -> dict:
     """The losses of a run: of all tokens, and where the token that is read, whose row it is,
-    belongs to the rare, middle and frequent third of the vocabulary in the training text. And how
-    many ids it has read fewer than FEW times."""
+    belongs to the rare, middle and frequent third of the vocabulary in the training text; of whole
+    books held out, if there are some. And how many ids it has read fewer than FEW times."""
     model, _, checkpoint = load_model(folder / "ckpt.pt", device)
     args, n_id = checkpoint["args"], model.config.vocab_size
     data = Data(args["data_dir"], "text", model.config.block_size, args["seed"], total=1)
@@ -71,16 +72,27 @@ def measure_run(folder: Path, device: torch.device) -> dict:
     reads = torch.cat(batches).flatten().bincount(minlength=n_id)
     rank = np.bincount(data.train.ids[::16], minlength=n_id).argsort(kind="stable").argsort()
     third = torch.from_numpy(rank * 3 // n_id)  # 0, 1, 2: of each id
-    losses, thirds = [], []
-    (held_out,) = data.val.values()
-    for number in held_out.spread(args["eval_tokens"]):
-        ids, targets = held_out.sequences([number])  # [1, T]
+    loss, ids = token_losses(model, data, args["eval_tokens"])
+    by_third = [loss[third[ids] == number].mean().item() for number in range(3)]
+    figures = {"losses": [loss.mean().item(), *by_third], "few": int((reads < FEW).sum())}
+    books = Path(args["data_dir"], "held_out")  # of prepare.py --hold_out_files
+    if books.exists():
+        data = Data(str(books), "text", model.config.block_size, 0, total=0)
+        figures["books"] = token_losses(model, data, args["eval_tokens"])[0].mean().item()
+    return figures
+
+
+@torch.inference_mode()
+def token_losses(model: Decoder, data: Data, n_token: int) -> tuple[Tensor, Tensor]:
+    """The losses [N] in nats of predictions in held-out text, and the ids [N] they are made at."""
+    losses, read = [], []
+    (source,) = data.val.values()
+    for number in source.spread(n_token):
+        ids, targets = source.sequences([number])  # [1, T]
         logits = model(ids)[0][0].float().cpu()  # [T, V]
         losses.append(F.cross_entropy(logits, targets[0], reduction="none"))
-        thirds.append(third[ids[0]])
-    loss, group = torch.cat(losses), torch.cat(thirds)
-    by_third = [loss[group == number].mean().item() for number in range(3)]
-    return {"losses": [loss.mean().item(), *by_third], "few": int((reads < FEW).sum())}
+        read.append(ids[0])
+    return torch.cat(losses), torch.cat(read)
 
 
 def report(experiment: Experiment, found: Found) -> None:
@@ -99,6 +111,7 @@ def report(experiment: Experiment, found: Found) -> None:
                 "kind": name,
                 "M tokens": str(million),
                 "val loss": interval(".3f", points[-1][1]),
+                "of other books": interval(".3f", [run.get("books") for run in kinds[name]]),
             }
             for title, of_runs in zip(GAPS, gaps.T, strict=True):
                 row[title] = "" if name == "dense" else interval("+.3f", of_runs)

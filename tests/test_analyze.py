@@ -367,6 +367,7 @@ def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_t
 def test_losses_by_frequency_are_those_of_the_run(trained, data, encoding):
     run = trained["embformer"]
     found = scale.measure_run(run, CPU)
+    assert "books" not in found
     assert found["losses"][0] == pytest.approx(read_run(run)["eval"][-1]["val_loss"], rel=1e-5)
     n_id = encoding.n_vocab
     text = np.fromfile(data / "train.bin", dtype=np.uint16)
@@ -388,6 +389,9 @@ def test_losses_by_frequency_are_those_of_the_run(trained, data, encoding):
     for index in range(args["max_iters"] * args["batch_size"]):
         reads.update(train.sequence(index)[0].tolist())
     assert found["few"] == sum(reads[token] < 10 for token in range(n_id))
+    shutil.copytree(data, data / "held_out")  # of the same text, the loss is the same
+    assert scale.measure_run(run, CPU)["books"] == found["losses"][0]
+    shutil.rmtree(data / "held_out")
 
 
 def test_spikes_stand_out_of_the_steps_around():
