@@ -49,7 +49,6 @@ from lab.token_share import token_share
 
 QUESTIONS = {
     "ladder": ladder,
-    "scale": scale,
     "settings": settings,
     "stability": stability,
     "context": context,
@@ -59,6 +58,7 @@ QUESTIONS = {
     "edits": edits,
     "counterfact": counterfact,
     "convert": convert,
+    "scale": scale,  # last, as it refuses short texts
 }
 
 
