@@ -7,6 +7,8 @@
     python lab/bench.py cache                # decoding from keys and values, and from ids
     python lab/bench.py offload              # where tables live: device, RAM, disk
     python lab/bench.py offload --table_gib 32 --dir /big    # larger than memory, sparse
+    python lab/bench.py gpu                  # all rows of docs/ that a GPU has measured, in 6 parts
+    python lab/bench.py gpu --part 2         # one of them: minutes
 
 Contenders take turns, so what slows the machine for a while slows all of them. Speeds are medians
 over the turns; ratios are medians of the ratios to a baseline within a turn. Token ids are random
@@ -81,6 +83,7 @@ class Bench:
     quick: bool = flag(False, "small models, two turns, nothing compiled: does it run?")
     table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
     dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
+    part: int | None = flag(None, "of gpu: one part", shown="all", choices=range(1, 7))
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -297,8 +300,9 @@ def bench_offload(bench: Bench) -> dict:
         "decode 1": partial(decode, batch=1, context=1, new=128),
         "decode 8": partial(decode, batch=8, context=1, new=64),
         "prefill": prefill,
-        # The last update of a turn has nothing to hide behind: more steps where steps are short.
-        "train": partial(train, steps=5 if bench.cuda else 2),
+        # A turn's first rows and last update have nothing to hide behind: more steps where they
+        # are short.
+        "train": partial(train, steps=20 if bench.cuda else 2),
     }
     config = bench.model(ffn=bench.ffn, stem_layers="all")
     with tempfile.TemporaryDirectory(dir=bench.dir, prefix="bench-") as folder:
@@ -336,9 +340,34 @@ COMPARISONS = {
 }
 
 
+WIDE = dict(n_layer=8, n_head=16, n_embd=2048, block_size=512, batch_size=32)
+MINIMIND = dict(preset="minimind-26m")
+GPU_PARTS = [
+    ("offload", dict(rounds=5)),
+    ("offload", dict(MINIMIND, batch_size=16, vocab_size=100_000, rounds=3)),
+    ("offload", dict(WIDE, rounds=2)),
+    ("train", dict(MINIMIND, batch_size=64, rounds=5)),
+    ("train", dict(WIDE, rounds=3)),
+    ("decode", dict(rounds=3)),
+]
+
+
+def bench_gpu(given: dict) -> None:
+    """The parts of docs/offloading.md and docs/claims.md; `given` are flags that override theirs.
+    UserError: there is no GPU."""
+    if not Bench(**given).cuda and not given.get("quick"):
+        raise UserError("gpu: there is no CUDA device (with --quick, small models try it anyway)")
+    for number, (name, flags) in enumerate(GPU_PARTS, 1):
+        if given.get("part", number) == number:
+            print(f"\npart {number}: {name} {flags}")
+            if given.get("quick"):
+                flags = {}
+            COMPARISONS[name](Bench(**{**flags, **given}))
+
+
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("what", choices=(*COMPARISONS, "all"), help="what to compare")
+    parser.add_argument("what", choices=(*COMPARISONS, "all", "gpu"), help="what to compare")
     add_flags(parser, Bench)
     flags = vars(parser.parse_args())
     what = flags.pop("what")
@@ -347,8 +376,13 @@ def main() -> None:
         for name in ("n_layer", "n_head", "n_embd", "block_size", "quick"):
             if name in flags:
                 raise UserError(f"--{name}: not with --preset, whose shape is given")
-    sizes = QUICK if "quick" in flags else {}
-    bench = Bench(**{**sizes, **flags})
+    if "quick" in flags:
+        flags = {**QUICK, **flags}
+    if what == "gpu":
+        return bench_gpu(flags)
+    if "part" in flags:
+        raise UserError("--part: only of gpu")
+    bench = Bench(**flags)
     for name in COMPARISONS if what == "all" else [what]:
         COMPARISONS[name](bench)
 

@@ -49,8 +49,18 @@ def test_all_of_it_in_a_quick_run(tmp_path):
     assert not re.search("inf|nan", printed)
 
 
+def test_all_that_a_gpu_measures(tmp_path):
+    assert "no CUDA device" in refused("lab/bench.py gpu --device cpu", cwd=tmp_path)
+    flags = "gpu --quick --rounds 1 --block_size 4 --device cpu"
+    printed = command(f"lab/bench.py {flags}", cwd=tmp_path).stdout
+    titles = ["tables", "tables", "tables", "train", "train", "decode"]
+    assert re.findall(r"^\| (\w+) .*\n\|-", printed, re.MULTILINE) == titles
+    one = command(f"lab/bench.py {flags} --part 6", cwd=tmp_path).stdout
+    assert re.findall(r"^\| (\w+) .*\n\|-", one, re.MULTILINE) == titles[5:]
+
+
 @pytest.mark.parametrize(
-    "flag", ["--rounds 0", "--n_head 5", "--dir gone", "--n_embd 64 --preset prose"]
+    "flag", ["--rounds 0", "--n_head 5", "--dir gone", "--part 1", "--n_embd 64 --preset prose"]
 )
 def test_bad_flags_are_one_clear_line(tmp_path, flag):
     assert flag.split()[0][2:] in refused(f"lab/bench.py offload --device cpu {flag}", cwd=tmp_path)
