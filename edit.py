@@ -66,7 +66,7 @@ from text.tokenizer import END, START, encode, typed
 from training.checkpoints import checkpoint_of, load_checkpoint, load_model, write_checkpoint
 from training.folders import clear
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
-from training.writing import ExtraRows, mean_rows, rows_of, train_rows
+from training.writing import ExtraRows, mean_rows, opening, rows_of, train_rows
 
 WIDTH = 38  # of a column of text
 
@@ -286,10 +286,11 @@ def compare(
     print()
 
     # 3) how probable the answers are, before and after
-    answers = [first_sentence(encoding, before), asked.answer or first_sentence(encoding, after)]
     learned = not asked.answer or is_written(model, asked, table_ids)
-    if not learned:
-        answers.append(first_sentence(encoding, after))
+    first, last = (first_sentence(encoding, text) for text in (before, after))
+    answers = [first, asked.answer or last]
+    if asked.answer != after[: len(asked.answer)]:
+        answers.append(last)
     for number, answer in enumerate(answers):
         if answer in answers[:number]:
             continue
@@ -297,14 +298,27 @@ def compare(
         text = textwrap.shorten(encoding.decode(until_end(encoding, answer) or answer), 26)
         print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
     if not learned:
-        hint = "write as it answers, to its end" if edit.chat else "new words are beyond its rows"
-        print(f"not learned: the model writes something else; {hint}")
+        print("not learned: the model writes something else; new words are beyond a name's rows")
     return learned
 
 
 def is_written(model: Decoder, asked: Located, table_ids: list[int]) -> bool:
-    """Whether greedy decoding writes the whole answer."""
-    return score_answers(model, [asked.prompt], [asked.answer], [table_ids]).greedy.item()
+    """Whether greedy decoding writes the whole answer; in a chat also if it opens it in another way
+    ("The answer is Lima." for "Lima.")."""
+    prompt, name, answer, _ = asked
+    if score_answers(model, [prompt], [answer], [table_ids]).greedy.item():
+        return True
+    if not asked.beginnings:
+        return False
+    reply = model.generate(  # [1, T + n_new]
+        torch.tensor([prompt], device=model.device),
+        min(len(answer) + 16, model.config.block_size - len(prompt)),
+        temperature=0,
+        stop=answer[-1],
+        table_ids=torch.tensor([table_ids]),
+    )[0, len(prompt) :].tolist()
+    said, expected = (text[opening(model, prompt, name, text)[0] :] for text in (reply, answer))
+    return said == expected
 
 
 def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[str]:
@@ -369,7 +383,8 @@ def write_facts(
 
     # 1) write
     tables = model.tables
-    prompts, answers = ([fact[part] for fact in located] for part in (0, 2))
+    prompts = [fact.prompt for fact in located]
+    answers = [fact.answer for fact in located]
     before = score_answers(model, prompts, answers).probability
     rows: dict[int, Tensor] = {}
     learned = []
@@ -377,6 +392,7 @@ def write_facts(
     with bar, stop_signals(bar) as stops:
         for fact in bar:
             if stops:
+                bar.write(f"only the first {len(learned)} of {len(edits)} facts were tried")
                 break
             train_rows(model, *fact)
             changed = {**rows, **dict(zip(fact.name, model.tables.extra.detach(), strict=True))}
@@ -386,20 +402,17 @@ def write_facts(
             read(rows)
 
     # 2) ask all of them again
-    after = score_answers(model, prompts, answers)
-    for number, (where, edit) in enumerate(edits.items()):
+    after = score_answers(model, prompts, answers).probability
+    known = [is_written(model, fact, fact.prompt) for fact in located]
+    parts = zip(edits.items(), learned, known, before, after, strict=False)  # learned: if tried
+    for (where, edit), was_learned, is_known, p_before, p_after in parts:
         state = ""
-        if number >= len(learned):
-            state = "not tried"
-        elif not learned[number]:
-            state = "not learned"
-        elif not after.greedy[number]:
-            state = "lost to a later fact"
+        if not is_known:
+            state = "lost to a later fact" if was_learned else "not learned"
         text = textwrap.shorten(f"{edit.source}: {edit.write}", WIDTH)
-        p = f"before {before[number]:6.1%}   after {after.probability[number]:6.1%}"
+        p = f"before {p_before:6.1%}   after {p_after:6.1%}"
         print(f"{where}  {text:<{WIDTH}}  {p}   {state}".rstrip())
-    known = sum(learned) and after.greedy[: len(learned)].sum().item()
-    print(f"{known} of {len(edits)} facts are known")
+    print(f"{sum(known)} of {len(known)} facts are known")
     return rows
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from model import Decoder
@@ -80,7 +81,7 @@ def opening(
         if n == 0:
             first = of_all.nonzero()[:, 0].tolist()
         if not of_all[answer[n]]:
-            return n, first
+            return n, [token for token in first if token != answer[n]]
     return 0, []  # all of it
 
 
@@ -124,30 +125,39 @@ def ask_the_same(
 
 @torch.no_grad()
 def texts_about(
-    model: Decoder, prompt: list[int], name: list[int], beginnings: Sequence[list[int]] = ()
+    model: Decoder,
+    prompt: list[int],
+    name: list[int],
+    beginnings: Sequence[list[int]] = (),
+    stop: int = -1,
 ) -> Tensor:
     """What the model writes after the prompt's beginning, up to the name, or after some beginnings:
-    [N, T] token ids."""
+    [N, T] token ids. Texts that end with a token `stop` repeat it."""
     if not beginnings:
         marked = substitute(torch.tensor(prompt), name, [-1]).tolist()
         beginnings = [prompt[: marked.index(-1) + len(name)]]
-    longest = max(map(len, beginnings))
-    length = min(longest + TEXT_TOKENS, model.config.block_size)
     texts = []
     for begun in beginnings:
         ids = torch.tensor([begun] * (N_TEXT // len(beginnings)))
-        texts.append(model.generate(ids, length - len(begun), seed=0))
-    return torch.cat(texts)
+        n_new = min(TEXT_TOKENS, model.config.block_size - len(begun))
+        texts += model.generate(ids, n_new, seed=0, stop=stop)
+    return pad_sequence(texts, batch_first=True, padding_value=stop)
 
 
 def write_fact(
-    model: Decoder, prompt: list[int], name: list[int], answer: list[int], texts: Tensor
+    model: Decoder,
+    prompt: list[int],
+    name: list[int],
+    answer: list[int],
+    texts: Tensor,
+    stop: int = -1,
 ) -> None:
     """Let `answer` follow `prompt`, in a model whose tables are ExtraRows of the tokens `name`, by
     training what of it requires gradients.
 
     What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
-    divergence from those before. Where they ask for the same fact, the answer is taught, too."""
+    divergence from those before. Where they ask for the same fact, the answer is taught, too: what
+    it says, however it is opened. `stop`: the token that texts repeat where they have ended."""
     question = torch.tensor([prompt + answer])  # [1, T]
     question_rows = substitute(question, name, model.tables.ids)
     text_rows = substitute(texts, name, model.tables.ids)  # [N, T]
@@ -157,9 +167,6 @@ def write_fact(
     with torch.no_grad():
         before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
     target = torch.tensor(answer, device=model.device)  # [n]
-    # What to teach there: the first token that tells the answer, or where it would be opened, that.
-    opens = before[..., first].exp().sum(-1) > 0.05  # [N, T]
-    taught = torch.where(opens, answer[0], answer[n_open])
 
     optimizer = torch.optim.Adam(model.parameters())
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
@@ -168,9 +175,12 @@ def write_fact(
         nats = F.cross_entropy(predicted, target, reduction="sum")
         part = slice(step % N_PART, None, N_PART)
         now = model(texts[part], table_ids=text_rows[part])[0].float().log_softmax(-1)
-        asked = now[same[part]].gather(1, taught[part][same[part]][:, None])  # [m, 1] log p
-        nats = nats - asked.sum() / max(1, len(asked))
-        stay = ~same[part]
+        asked = now[same[part]]  # [m, V]
+        if first:  # log p of what is not opened
+            left_out = torch.tensor(first, device=model.device)
+            asked = asked.index_fill(1, left_out, -torch.inf).log_softmax(-1)
+        nats = nats - asked[:, answer[n_open]].sum() / max(1, len(asked))
+        stay = ~same[part] & (texts[part] != stop)
         change = F.kl_div(now[stay], before[part][stay], reduction="batchmean", log_target=True)
         optimizer.zero_grad()
         (nats + KEEP * change).backward()
@@ -189,6 +199,8 @@ def train_rows(
     `texts_about`. Returns the ids under which to look up the prompt's rows."""
     model.requires_grad_(False)
     model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
-    write_fact(model, prompt, name, answer, texts_about(model, prompt, name, beginnings))
+    stop = answer[-1] if beginnings else -1
+    texts = texts_about(model, prompt, name, beginnings, stop)
+    write_fact(model, prompt, name, answer, texts, stop)
     model.requires_grad_(False)
     return substitute(torch.tensor(prompt), name, model.tables.ids).tolist()
