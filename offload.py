@@ -15,7 +15,7 @@ nobody announced a batch, as with a prompt, the first table comes first, then tw
 
 Records go in chunks through a ring of a few buffers. Three things could go wrong:
 
-    H1  staging memory is refilled while a copy still reads it: `send_records` waits for the copy
+    H1  staging memory is refilled while a copy still reads it: `fetch` waits for the copy
     H2  slots are refilled while the compute stream still reads or updates them: each transfer waits
         for the event `free`, recorded on the compute stream when slots were last given back
     H3  records are fetched before their update is stored: one worker does one job after the other,
@@ -64,17 +64,13 @@ class TransferRing:
     def fetch(self, *records) -> torch.cuda.Event:
         """Job: bring records, said as in `chunks`, to the device. Returns the event of arrival."""
         for stored, part, on_device, at in self.chunks(*records):
-            on_device.index_copy_(0, at, self.send_records(stored, part).flatten(0, 1))
+            staging, copied = self.next_staging(stored, len(part))
+            copied.synchronize()  # H1
+            torch.index_select(stored, 0, part, out=staging)
+            rows = staging.flatten(0, 1).to(self.stream.device, non_blocking=True)
+            on_device.index_copy_(0, at, rows)
+            copied.record()
         return self.stream.record_event()
-
-    def send_records(self, stored: Tensor, ids: Tensor) -> Tensor:
-        """A chunk: records of tokens `ids` [n] on the device, [n, n_table, W]."""
-        staging, copied = self.next_staging(stored, len(ids))
-        copied.synchronize()  # H1
-        torch.index_select(stored, 0, ids, out=staging)
-        records = staging.to(self.stream.device, non_blocking=True)
-        copied.record()
-        return records
 
     def write_back(self, *records) -> None:
         """Job: store records, said as in `chunks`, that are on the device."""
@@ -140,9 +136,8 @@ class OffloadedTables(StoredTables):
         chunk_bytes: int = 8 << 20,
     ) -> None:
         super().__init__(storage, device)
-        self.record_bytes = 4 * len(self.weight) * self.width  # or half of it
-        # At least one record must fit.
-        self.ring = TransferRing(self.device, n_buffer, max(chunk_bytes, self.record_bytes))
+        record_bytes = 4 * len(self.weight) * self.width  # or half of it: at least one must fit
+        self.ring = TransferRing(self.device, n_buffer, max(chunk_bytes, record_bytes))
         # The working set: on the device [n_table, n_slot, W] of rows and, in training, maybe state.
         self.working_set = {"rows": self.new_slots(0, storage.arrays["rows"])}
         self.token_in = torch.empty(0, dtype=torch.int64)  # of each slot, -1: it is free
@@ -167,7 +162,7 @@ class OffloadedTables(StoredTables):
         ids = ids.cpu()
         if self.in_training():
             rows = self.read_once(ids)
-        elif ids.shape[1] == 1 and ids.numel() * self.record_bytes <= self.ring.chunk_bytes:
+        elif ids.shape[1] == 1:
             return self.decode(ids)
         else:
             rows = self.read(ids)
@@ -187,11 +182,12 @@ class OffloadedTables(StoredTables):
             yield F.embedding(slots, self.rows(table))
 
     def decode(self, ids: Tensor) -> Iterator[Tensor]:
-        """Rows of one step, tokens [B, 1]. So few records are sent at once, by this thread."""
-        self.flush()  # the storage must have their latest values, and the worker be idle
+        """Rows of one step, tokens [B, 1]. So few records are sent directly, bypassing the ring."""
+        self.flush()  # the storage must have their latest values
         self.storage.read_ahead(ids)
-        records = self.ring.send_records(self.storage.arrays["rows"], ids.flatten())
-        return iter(records.unflatten(0, ids.shape).unbind(-2))  # [B, 1, W] each
+        records = self.storage.arrays["rows"].index_select(0, ids.flatten())
+        records = send(records, self.device).unflatten(0, ids.shape)  # [B, 1, n_table, W]
+        return iter(records.unbind(-2))  # [B, 1, W] each
 
     # --- training ---
 

@@ -300,7 +300,7 @@ def test_ids_out_of_range_are_refused():
         assert all_equal(gpu, tables, batch(0))
 
 
-@pytest.mark.parametrize("shape", [(2, 5), (2, 1), (20, 1), (2, 5, 1), (2, 1, 3)])
+@pytest.mark.parametrize("shape", [(2, 5), (2, 1), (2, 5, 1), (2, 1, 3)])
 def test_tokens_may_have_one_address_or_several(gpu, shape):
     assert all_equal(gpu, offloaded(gpu), batch(0, shape))
 
