@@ -119,7 +119,7 @@ class TransferRing:
 def store(stored: Tensor, ids: Tensor, staging: Tensor, copied: torch.cuda.Event) -> None:
     """Put the records of tokens `ids`, once they are copied to staging, where they are stored."""
     copied.synchronize()  # H3
-    stored[ids] = staging  # with several threads, if there are: index_copy_ has one
+    stored.index_copy_(0, ids, staging)
 
 
 class OffloadedTables(StoredTables):
