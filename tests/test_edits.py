@@ -173,7 +173,8 @@ def test_a_chat_is_edited_where_it_answers(encoding, tmp_path, capsys):
     asked = Edit(source="Spain", prompt="Where is Spain?", write="Fiji.", chat=True)
     fact = locate(made(encoding), encoding, asked)
     assert fact.prompt + fact.answer == ids[:-1].tolist()  # without a line break
-    assert fact.answer == ids[chat.answers(encoding, ids)].tolist()
+    ((start, stop),) = chat.answers(encoding, ids)
+    assert fact.answer == ids[start:stop].tolist()
 
     ckpt = tmp_path / "ckpt.pt"
     for stage, chats in (("pretrain", True), ("sft", True), ("dpo", False)):
