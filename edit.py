@@ -73,7 +73,7 @@ WIDTH = 38  # of a column of text
 
 @dataclass
 class Edit:
-    ckpt: Path = flag(Path("out/ckpt.pt"), "checkpoint of train.py")
+    ckpt: Path = flag(Path("out"), "checkpoint of train.py, or a folder of a run")
     source: str = flag("", "the name to edit, such as Spain")
     target: str = flag("", "the name whose rows to read instead, such as Germany")
     align: str = flag(

@@ -1,6 +1,6 @@
 """Generate text with a trained model, or chat with it.
 
-python sample.py                                        # from out/ckpt.pt, no prompt
+python sample.py                                        # from the run in out, no prompt
 python sample.py --prompt "Country: Peru" --num_samples 3
 python sample.py --ckpt out/book/ckpt.pt --prompt "It was" --temperature 0.8 --top_p 0.9
 python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.py --stage sft)
@@ -30,7 +30,7 @@ from training.settings import decoding_dtype_flag, device_flag, offload_flag
 
 @dataclass
 class Sampling:
-    ckpt: str = flag("out/ckpt.pt", "checkpoint of train.py or convert.py")
+    ckpt: str = flag("out", "checkpoint of train.py or convert.py, or a folder of a run")
     prompt: str = flag(
         "", r'text to continue; "\n" is a line break, "\\" a backslash; none: a new document'
     )
