@@ -233,7 +233,8 @@ def check_values(kind: type, values: dict[str, Any]) -> None:
         must, choices = map(setting.metadata.get, ("must", "choices"))
         name, value = f"--{setting.name}", values[setting.name]
         if not fits(value, kinds[setting.name]):
-            raise UserError(f"{name} {value!r:.40} is not of type {setting.type}")
+            expected = getattr(setting.type, "__name__", setting.type)
+            raise UserError(f"{name} {value!r:.40} is not of type {expected}")
         if value is None:
             continue
         if must is not None and not RANGES[must](value):

@@ -446,8 +446,11 @@ class Decoder(nn.Module):
         """tables: called as (n_table, n_row, width), makes the tables. UserError: sizes do not fit
         together."""
         super().__init__()
-        if not isinstance(self, decoder_class(config.ffn)):
-            raise UserError(f"--ffn {config.ffn} is another decoder: decoder_class({config.ffn!r})")
+        relative = type(self).__module__.partition("relatives.")[2]
+        if relative not in ("", config.ffn) or not isinstance(self, decoder_class(config.ffn)):
+            kind = relative or config.ffn
+            made = f"Decoder = decoder_class({kind!r}); Decoder(Decoder.config_class(ffn={kind!r}))"
+            raise UserError(f"--ffn {config.ffn} is not of this decoder: {made}")
         self.config = config
         if config.tie_head:
             self.wte = nn.Embedding(config.vocab_size, config.n_embd)

@@ -48,7 +48,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 class Tables(nn.Module):
     """Base class: looks up rows and collects their gradients. `weight[i]` is the table of layer
-    `config.row_layers[i]` in a STEM model, of layer i in Embformer.
+    `config.row_layers[i]` in a STEM model, of layer i in Embformer (of the i-th with a row_width).
 
     A kind of tables sets `weight` and may override lookup, rows, states, slots, updated,
     prefetch, add_state, init_rows, draw, mean_square and flush."""
@@ -197,10 +197,11 @@ class Tables(nn.Module):
             self.taken_by = n_step
         assert n_step <= self.taken_by and self.n_read <= MOST_READS, (
             f"the gradients of {self.n_read} lookups were not taken: AdamW(model.parameters()) "
-            "does not train tables. Make a RowRMSprop(model.tables) and call its step(lr) after "
-            "each step; the same for model.wte where the head is not tied. (Tables that are to "
-            "stay as they are: model.tables.eval(). More micro-batches in a step, on purpose: "
-            "raise tables.tables.MOST_READS.)"
+            "does not train tables, nor an embedding that is not the head. Take "
+            "training.optimizer.Optimizer, or give each of them a tables.rmsprop.RowRMSprop, and "
+            "call its step(lr) after each step. (Those that are to stay as they are: .eval(), "
+            "after each model.train(). More micro-batches in a step, on purpose: raise "
+            "tables.tables.MOST_READS.)"
         )
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:

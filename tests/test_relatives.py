@@ -10,7 +10,8 @@ import torch
 from conftest import CPU
 from naive import LAYERS, SIZES, decoder, tokens
 
-from model import Decoder, relatives
+from common import UserError
+from model import Decoder, ModelConfig, decoder_class, relatives
 from training.decoding import cast_backbone
 from training.objectives import NextToken
 from training.optimizer import Optimizer
@@ -163,3 +164,13 @@ def test_numbers_of_experts_are_not_rounded_in_16_bits():
     cast_backbone(model, torch.bfloat16)  # as for decoding
     logits, _ = model(ids)
     torch.testing.assert_close(logits.float(), wanted, atol=0.05, rtol=0.05)
+
+
+def test_a_config_of_another_kind_is_refused():
+    moe = decoder_class("moe")
+    for made in (lambda: Decoder(ModelConfig(ffn="moe")), lambda: moe(moe.config_class())):
+        with pytest.raises(UserError, match=r"config_class\(ffn='moe'\)"):
+            made()
+    for wrong in ("Dense", "sterm"):
+        with pytest.raises(UserError, match=f"--ffn {wrong} is not one of dense, stem"):
+            Decoder(ModelConfig(ffn=wrong))

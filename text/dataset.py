@@ -25,7 +25,8 @@ OF_SPLIT = dict(documents=int, tokens=int, sha256=str)
 def again(folder: Path) -> str:
     """What to do where a file of a folder is missing or damaged."""
     prepare = command_line("prepare.py", "--out_dir", folder)
-    return f"run {prepare}, with --input or --dataset, and --overwrite"
+    replaces = ", and --overwrite" if folder.exists() else ""
+    return f"run {prepare}, with --input or --dataset{replaces}"
 
 
 def read_meta(folder: Path) -> dict:

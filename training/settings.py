@@ -38,7 +38,7 @@ class Stage:
     """How a stage differs from pretraining; MiniMind fine-tunes at 1e-5 after 5e-4."""
 
     reads: str = "text"  # the kind of sequences, see batches.Data
-    rate: float = 1.0  # peak learning rate, over that of pretraining
+    rate: float = 1.0  # peak learning rate, over the preset's
     epochs: int | None = None  # passes over the data, in place of the preset's max_iters
     objective: type[NextToken] = NextToken
     settings: dict = field(default_factory=dict)
