@@ -5,6 +5,7 @@ word's own tokens, with these tokens' weights in the head. docs/writing.md has w
     python lab/new_word.py out/ckpt.pt Toledo
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from tqdm import tqdm
 
-from lab.pictures import markdown
 from model import Decoder
 from stem import substitute
 from text.tokenizer import encode
@@ -86,8 +86,7 @@ def main() -> None:
     model, encoding, _ = load_model(given.ckpt, torch.device("cpu"))
     answer = encoding.encode_ordinary(f" {given.word}.")
     pieces = [encoding.decode([token]) for token in answer]
-    table = []
-    for way in tqdm(WAYS, "ways"):
+    for way in tqdm(WAYS, "ways", disable=None):
         parts = []
         for country in ABOUT:
             prompt = encode(encoding, f"Country: {country}\nThe capital city is called")
@@ -95,8 +94,8 @@ def main() -> None:
             parts.append(probabilities(model, name, prompt, answer, WAYS[way]))
         means = torch.tensor(parts).mean(0).tolist()
         row = {repr(piece): f"{p:.1%}" for piece, p in zip(pieces, means, strict=True)}
-        table.append({"trained": way, **row, "all": f"{torch.tensor(parts).prod(1).mean():.1%}"})
-    print(markdown(table))
+        row["all"] = f"{torch.tensor(parts).prod(1).mean():.1%}"
+        tqdm.write(json.dumps({"trained": way, **row}))
 
 
 if __name__ == "__main__":
