@@ -426,6 +426,18 @@ def replace_rows(checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
         checkpoint["model"][f"tables.weight.{table}"][ids] = new
 
 
+def check_edit(path: Path, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
+    """UserError: an edit in a checkpoint does not fit its tables."""
+    weights = checkpoint["model"]
+    tables = [weights[name] for name in weights if name.startswith("tables.weight.")]
+    fits = ids.dtype == torch.int64 and ids.dim() == 1 and len(rows) == len(tables) > 0
+    for table, new in zip(tables, rows, strict=False):
+        fits = fits and set(ids.tolist()) <= set(range(len(table)))
+        fits = fits and new.shape == (len(ids), table.shape[1]) and bool(new.isfinite().all())
+    if not fits:
+        raise UserError(f"{path} is damaged (its last edit is not of its tables): restore it")
+
+
 def undo(edit: Edit, path: Path) -> None:
     """Write --ckpt without its last edit."""
     checkpoint = load_checkpoint(edit.ckpt, verify=True)
@@ -435,6 +447,7 @@ def undo(edit: Edit, path: Path) -> None:
             f"{edit.ckpt} holds no edit to undo: training keeps none of those that --save wrote"
         )
     last = edits.pop()
+    check_edit(edit.ckpt, checkpoint, **last)
     replace_rows(checkpoint, last["ids"], last["rows"])
     write_checkpoint(path, checkpoint)
 

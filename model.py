@@ -90,6 +90,10 @@ class ModelConfig:
         if self.init_std is None:  # docs/claims.md measures both
             root = float(f"{self.n_embd**-0.5:.2g}")  # two digits, to be typed: 0.088 for 128
             self.init_std = 0.02 if self.embedding_only else root
+        if self.rope_scaling is not None:
+            fits = len(self.rope_scaling) == 4 and all(map(math.isfinite, self.rope_scaling))
+            if not fits or min(self.rope_scaling) <= 0:
+                raise UserError(f"rope_scaling {self.rope_scaling} is not four positive numbers")
         n_embd, n_head, n_kv_head = self.n_embd, self.n_head, self.n_kv_head
         if n_embd % (2 * n_head) != 0:  # heads share channels, positions rotate pairs of them
             raise UserError(f"--n_embd {n_embd} must be a multiple of 2 * n_head, {2 * n_head}")

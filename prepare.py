@@ -212,7 +212,9 @@ def prepare_files(
     )
     if report.bad:
         print(f"skipped {report}")
-    for note, count in (+report.notes).most_common(NOTES):
+    notes = (+report.notes).most_common()
+    notes.sort(key=lambda note: "ignored" in note[0])  # keys that mean nothing here come last
+    for note, count in notes[:NOTES]:
         print(f"note: {count:,} {note}")
     if len(+report.notes) > NOTES:
         print(f"note: {len(+report.notes) - NOTES:,} other notes are not shown")

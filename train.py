@@ -62,7 +62,7 @@ from training.checkpoints import (
 )
 from training.checks import FirstSteps, check_saved
 from training.evaluation import evaluate
-from training.folders import live_tables, remove_run, run_folder
+from training.folders import has_run, live_tables, remove_run, run_folder
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
 from training.placement import make_tables
@@ -187,7 +187,7 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
             )
     elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
-    elif not settings.overwrite and {"ckpt.pt", "best.pt"} & set(os.listdir(out_dir)):
+    elif not settings.overwrite and has_run(out_dir):
         ways = "--resume goes on with it, --overwrite replaces it, or choose another --out_dir"
         raise UserError(f"{out_dir} has the run of an earlier command: {ways}")
 

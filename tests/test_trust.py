@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -670,3 +671,18 @@ def test_samples_of_seeds_that_differ_above_32_bits_differ(stem_ckpt):
         for seed in (3, 3 + 2**32, 3 + 2**33)
     }
     assert len(drawn) == 3
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png"])
+def test_files_of_ones_own_by_names_of_a_run_are_not_replaced(data, tmp_path, name):
+    (tmp_path / name).write_text("mine\n")
+    assert "--overwrite" in refused(f"train.py --data_dir {data} --out_dir {tmp_path}")
+    assert (tmp_path / name).read_text() == "mine\n"
+
+
+def test_weights_that_are_no_numbers_are_named(out):
+    saved = torch.load(out / "ckpt.pt", weights_only=True)
+    saved["model"]["blocks.0.attn.out.weight"].fill_(math.nan)
+    torch.save(saved, out / "ckpt.pt")
+    for line in (f"sample.py --ckpt {out}", f"train.py --resume --out_dir {out} --max_iters 13"):
+        assert "blocks.0.attn.out.weight" in refused(line)

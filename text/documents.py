@@ -196,6 +196,8 @@ def take_pair(left: dict, notes: Counter[str]) -> tuple[Messages, Messages]:
     chosen, rejected = (take(left, [key], "assistant", notes) for key in ("chosen", "rejected"))
     if len(chosen) < 2:  # the answers alone
         talk += take_question(left, notes)
+    for message in chosen + rejected:
+        message.pop("weight", None)  # the last answers are compared, nothing else is learned
     if chosen[:-1] != rejected[:-1] or chosen == rejected:
         raise ValueError("chosen and rejected must differ in their last answer alone")
     pair = talk + chosen, talk + rejected

@@ -159,6 +159,8 @@ def checkpoint_of(path: str | Path, resumes: bool = False) -> Path:
     last, best = path / "ckpt.pt", path / "best.pt"
     if resumes or not os.path.exists(best):
         return last
+    if not os.path.exists(last):
+        return best
     checkpoint = read_checkpoint(last)
     if "optimizer" not in checkpoint or "edits" in checkpoint:  # no training wrote it as it is
         return last
@@ -235,6 +237,17 @@ def check_fields(checkpoint: dict) -> None:
     for name in names:
         if not ID.fullmatch(name):
             raise Damage(f"tables named {name!r:.40}")
+    counts = [checkpoint.get("step", 0)]
+    if "optimizer" in checkpoint:
+        counts += [rows["steps"] for rows in checkpoint["optimizer"]["rows"].values()]
+    if min(counts) < 0:
+        raise Damage(f"{min(counts)} steps")
+    for name, weight in checkpoint["model"].items():
+        is_odd = weight.is_floating_point() and weight.dtype != torch.float32
+        if weight.layout != torch.strided or weight.is_meta:
+            raise Damage(f"{name} is {weight.layout} on {weight.device}")
+        if is_odd and not name.startswith("tables."):
+            raise Damage(f"{name} is {weight.dtype}")
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
@@ -244,6 +257,10 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     path = checkpoint_of(path, resumes=True)
     checkpoint = read_checkpoint(path, verify=True)
     del checkpoint["replaced"]  # which is about the file, not what it holds
+    with reading(path, FIX):
+        for name, weight in checkpoint["model"].items():
+            if not name.startswith("tables.") and not weight.isfinite().all():
+                raise Damage(f"{name} has numbers that are not finite")
     checkpoint["storage"] = None
     saved = checkpoint["tables"]
     if saved is None:
@@ -273,6 +290,15 @@ def read_encoding(path: str | Path, checkpoint: dict) -> tiktoken.Encoding:
         if encoding.n_vocab != n_token or "<|endoftext|>" not in encoding.special_tokens_set:
             raise Damage(f"its tokenizer is of {encoding.n_vocab} tokens, its model of {n_token}")
     return encoding
+
+
+def check_sizes(path: str | Path, config: dict, weights: dict[str, Tensor]) -> None:
+    """UserError: a model has more layers than weights, or wider ones, which would take a long time
+    to build in vain."""
+    widest = max((max(weight.shape, default=0) for weight in weights.values()), default=0)
+    for name, most in (("n_layer", len(weights)), ("n_embd", widest)):
+        if config[name] > most:
+            raise UserError(f"{path}: {name} {config[name]} is more than its weights have: {FIX}")
 
 
 def check_state(path: str | Path, saved: Any, like: Any) -> None:
@@ -325,6 +351,7 @@ def load_model(
     if tables is None:
         rows = weights.get("tables.weight.0", torch.empty(0))
         tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
+    check_sizes(path, checkpoint["config"], weights)
     kind = decoder_class(checkpoint["config"]["ffn"])
     model = kind(kind.config_class(**checkpoint["config"]), tables)
     check_state(path, weights, model.state_dict())

@@ -13,6 +13,7 @@ from tables.tables import Tables
 from training.checkpoints import load_model
 
 STEPS = 10  # in which everything should get a gradient: what begins at zero passes none at first
+FEWEST = 3  # steps that allow a verdict
 MOST_PARAMETERS = 1 << 28  # of a model that is loaded beside itself
 
 
@@ -21,7 +22,7 @@ class FirstSteps:
 
     def __init__(self, model: Decoder, max_iters: int) -> None:
         self.model = model
-        self.left = min(STEPS, max_iters)
+        self.left = min(STEPS, max_iters) if max_iters >= FEWEST else 0
         self.silent: set[str] | None = None  # what got none so far
 
     @torch.no_grad()
@@ -61,8 +62,8 @@ def check_saved(path: Path, model: Decoder, ids: Tensor, tables: Callable | None
     model.eval()
     losses = [float(each(ids[:, :-1], ids[:, 1:])[1]) for each in (model, other)]
     model.train()
-    if abs(losses[0] - losses[1]) > 1e-3 * losses[0]:
+    if abs(losses[0] - losses[1]) > 1e-5 * losses[0]:
         tqdm.write(
-            f"note: {path} does not keep the whole model: its loss is {losses[0]:.4f}, loaded "
-            f"{losses[1]:.4f}: make what it learns or draws an nn.Parameter, nn.Module, or buffer"
+            f"note: {path} does not keep the whole model: its loss is {losses[0]:.6f}, loaded "
+            f"{losses[1]:.6f}: make what it learns or draws an nn.Parameter, nn.Module, or buffer"
         )

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import UserError, locked, remove, temporary_path, unfinished
+from common import UserError, locked, remove, temporary_path, unfinished, writing
 from training import ranks
 from training.checkpoints import discard, read_checkpoint, snapshot_of, tables_folder
+from training.records import read_metrics
 
 
 def clear(path: str | Path) -> None:
@@ -29,7 +30,7 @@ def clear(path: str | Path) -> None:
         except UserError:  # nobody knows whose tables these are
             return
         used = snapshot_of(checkpoint)
-        if checkpoint["replaced"]:
+        if checkpoint["replaced"] not in (None, used):
             remove(tables_folder(path) / checkpoint["replaced"])
     for snapshot in tables_folder(path).glob("[0-9a-f]" * 8):
         if snapshot.name != used:
@@ -40,6 +41,21 @@ def clear(path: str | Path) -> None:
                 f"{shlex.join(['rm', '-r', str(snapshot)])}",
                 file=sys.stderr,
             )
+
+
+def has_run(out_dir: Path) -> bool:
+    """Whether a folder has files that a new run would replace. What a run that was killed before it
+    saved has left is none."""
+    names = set(os.listdir(out_dir))
+    if {"ckpt.pt", "best.pt", "loss.png"} & names:
+        return True
+    if "metrics.jsonl" not in names:
+        return False
+    try:
+        records = read_metrics(out_dir / "metrics.jsonl")
+    except UserError:  # somebody's own
+        return True
+    return any(record["type"] == "eval" and record["step"] for record in records)
 
 
 def remove_run(out_dir: Path) -> None:
@@ -55,7 +71,8 @@ def remove_run(out_dir: Path) -> None:
             os.replace(path, given_up)
             discard(given_up)
     for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
-        (out_dir / name).unlink(missing_ok=True)  # a link, or a file
+        with writing(out_dir / name):
+            (out_dir / name).unlink(missing_ok=True)  # a link, or a file
 
 
 def live_tables(out_dir: Path) -> Path:

@@ -334,4 +334,5 @@ def changed_settings(given: dict, args: dict, allowed: tuple[str, ...]) -> Setti
     other = [f"--{name}" for name in given if name not in allowed]
     if other:
         raise UserError(f"{', '.join(other)}: not with --resume or --eval_only, leave it out")
-    return Settings.from_flat({**args, **given})
+    here = dict.fromkeys(("resume", "overwrite", "eval_only"), False)
+    return Settings.from_flat({**args, **here, **given})

@@ -81,6 +81,7 @@ class Decoder(model.Decoder):
         (UNUSED, "not trained: blocks.0.scale:"),
         (IN_A_LIST, "does not keep the whole model"),
         (NO_PARAMETER, "does not keep the whole model"),
+        (NO_PARAMETER.replace("randn", "rand"), "does not keep the whole model"),
         (ZERO_AT_FIRST, None),
     ],
 )
