@@ -595,10 +595,9 @@ class Decoder(nn.Module):
         start = 0 if cache is None else cache.length
         if start > 0:
             ids = torch.cat((cache.ids[:, :start], ids), dim=1)  # the text so far
-        if cache is None:
-            return self.layer_rows(self.addresses(ids, n, documents))
-        cache.ids = ids
-        if cache.layers[0] is not None:
+        if cache is not None:
+            cache.ids = ids
+        if cache is None or cache.layers[0] is not None:
             return self.layer_rows(self.addresses(ids, n, documents))
         n_seen = [block.attn.n_past(start) + n for block in self.blocks]
         layer_rows = self.layer_rows(self.addresses(ids, max(n_seen), documents))

@@ -216,8 +216,8 @@ def prepare_files(
     notes.sort(key=lambda note: "ignored" in note[0])  # keys that mean nothing here come last
     for note, count in notes[:NOTES]:
         print(f"note: {count:,} {note}")
-    if len(+report.notes) > NOTES:
-        print(f"note: {len(+report.notes) - NOTES:,} other notes are not shown")
+    if len(notes) > NOTES:
+        print(f"note: {len(notes) - NOTES:,} other notes are not shown")
     return meta
 
 

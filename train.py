@@ -97,8 +97,7 @@ def resolve_settings(**given) -> Settings:
         return settings
     if given.get("eval_only"):
         given["init_from"] = path = checkpoint_of(given.get("init_from", out_dir))
-        saved = read_checkpoint(path)
-        args = {**saved["args"], **saved["config"], "offload": "none", "device": "auto"}
+        args = {**read_checkpoint(path)["args"], "offload": "none", "device": "auto"}
         if "device_batch_size" in given:  # it need not divide the run's
             args["batch_size"] = given["device_batch_size"]
         return changed_settings(given, args, EVAL_FLAGS)

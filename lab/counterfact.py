@@ -415,7 +415,7 @@ def cells(groups: list[list[dict]]) -> dict[str, str]:
     shown = {}
     for title, found in figures.items():
         form = ".3f" if title in ("KL", "loss", "entropy", "seconds") else ".1%"
-        shown[title] = interval(form, [figure for figure in found if figure is not None])
+        shown[title] = interval(form, found)
     return shown
 
 

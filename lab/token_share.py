@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import UserError, training_dtype
-from lab.pictures import markdown, plt, save_figure
+from lab.pictures import interval, markdown, plt, save_figure
 from model import Decoder
 from training.checkpoints import load_model
 from training.dense_to_stem import Fit, Stream, angles_and_mask, read_text
@@ -50,19 +50,17 @@ def token_share(
             f"\n{path}: rows from {train.numel():,} tokens, judged on {val.numel():,} others in "
             f"windows of {val.shape[1]}, in {dtype}; loss {loss:.3f}\n"
             "share that the token explains, and rise of the loss where rows replace this part of "
-            "this layer (±: 95 % intervals)\n"
+            "this layer (±: 95 % intervals over windows, Student's t)\n"
         )
-        margins = 1.96 * losses.std(-1) / len(val) ** 0.5
-        rises = losses.mean(-1)  # [n_layer, parts]
         rows = []
-        for layer, figures in enumerate(zip(shares, rises, margins, strict=True)):
+        for layer, figures in enumerate(zip(shares, losses.tolist(), strict=True)):
             row = {"layer": str(layer)}
-            for part, share, rise, margin in zip(PARTS, *figures, strict=True):
-                row[part] = f"{share:.2f}, {rise:+.3f} ± {margin:.3f}"
+            for part, share, rises in zip(PARTS, *figures, strict=True):
+                row[part] = f"{share:.2f}, {interval('+.3f', rises)}"
             rows.append(row)
         print(markdown(rows))
         above.plot(shares, marker=".")
-        below.plot(rises, marker=".")
+        below.plot(losses.mean(-1), marker=".")  # [n_layer, parts]
         above.set(title=str(path), ylabel="share that the token explains", ylim=(0, 1))
         below.set(xlabel="layer", ylabel="rise of the loss, nats")
         below.set_yscale("symlog", linthresh=0.01)

@@ -97,9 +97,7 @@ def read_text(
     check_tokenizer(data.metas[0]["tokenizer"], data_dir, tokenizer.fingerprint(encoding), path)
     texts = []
     for source, part in ((data.train, n), (next(iter(data.val.values())), n // 32)):
-        n_window = min(source.n_sequence, max(1, part // length))
-        # Spread over all of it.
-        texts.append(source.sequences(np.arange(n_window) * source.n_sequence // n_window))
+        texts.append(source.sequences(source.spread(part)))
     return texts
 
 
