@@ -69,7 +69,11 @@ class Decoder(bigram.Decoder):
         number, place = known.nonzero(as_tuple=True)
         one = torch.ones_like(place)
         self.counts.index_put_((address[number], place), one, accumulate=True)
-        new = ~known.any(1)
+        # Of new tokens at one address, the last: which of several writes stays is chance on a GPU.
+        places = torch.arange(len(address), device=address.device)
+        latest = torch.full_like(self.next[:, 0], -1)  # of each address
+        latest.scatter_reduce_(0, address, places.masked_fill(known.any(1), -1), "amax")
+        new = latest[address] == places
         address = address[new]
         place = self.counts[address].argmin(1)
         self.next[address, place] = token[new]

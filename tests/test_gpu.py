@@ -12,7 +12,7 @@ from model import Decoder, decoder_class
 from offload import OffloadedTables
 from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage, RamStorage
-from tables.tables import ResidentTables
+from tables.tables import ResidentTables, Tables
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,10 +44,11 @@ def offloaded(n_table: int, n_row: int, width: int) -> OffloadedTables:
 def train(model: Decoder, steps: int = 3) -> list[float]:
     """A few steps of plain SGD on the backbone and RMSprop on the tables."""
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = None
-    if len(model.tables.weight):
-        # eps: a gradient that is zero but for rounding must not become a step.
-        rows = RowRMSprop(model.tables, eps=1e-4)
+    rmsprops = []
+    for tables in (model.tables, model.wte):
+        if isinstance(tables, Tables) and len(tables.weight):
+            # eps: a gradient that is zero but for rounding must not become a step.
+            rmsprops.append(RowRMSprop(tables, eps=1e-4))
     losses = []
     for number in range(steps):
         ids = batch(number, (4, 32)) % 60
@@ -58,7 +59,7 @@ def train(model: Decoder, steps: int = 3) -> list[float]:
         losses.append(loss.item())
         sgd.step()
         sgd.zero_grad()
-        if rows is not None:
+        for rows in rmsprops:
             rows.step(lr=0.01)
     model.tables.flush()
     return losses
@@ -110,9 +111,9 @@ def test_copies_overlap_compute(tmp_path):
         found = list(tables.lookup(ids))
         tables.prefetch(later)
         for rows in found:
-            for _ in range(20):  # as long as it takes to gather the next rows
+            for _ in range(60):  # longer than it takes to gather the next rows
                 rows = rows @ square
-        tables.ring.last.result()
+        tables.transfers.finish()
         torch.cuda.synchronize()
 
     with torch.no_grad():
