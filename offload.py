@@ -3,28 +3,38 @@
 The host stores, the GPU computes. What a token owns, its rows of all tables side by side (and
 likewise what the optimizer keeps for them), travels as a record. The records of the last batch stay
 on the device, in the slots of a *working set*. Records that the next batch needs and the device
-lacks are fetched during this batch's backward pass; only those that leave are written back. Where
-nobody announced a batch, as with a prompt, the first table comes first, then two, then four:
+lacks are fetched during this batch's backward pass; only those that leave are written back:
 
     compute stream  | forward | backward          | update | forward ...
-    side stream               |copy|copy|                  |copy| write back
-    worker thread          gather|gather|                       scatter|
+    side stream               |fetch|                      |write back|
 
-    fetch:       stored arrays --worker--> pinned staging --side stream--> slots
-    write back:  slots --side stream--> pinned staging --worker--> stored arrays
+How they travel depends on where they are stored:
 
-Records go in chunks through a ring of a few buffers. Three things could go wrong:
+    RAM      pinned arrays <--a kernel of the side stream, over the bus--> slots
+    files    mapped files <--worker thread--> pinned staging <--copies of the side stream--> slots
+
+A kernel reads and writes the host's memory where it is (*zero-copy*): the host only launches it.
+Files cannot be pinned, so their records go in chunks through a ring of a few buffers. Of a prompt,
+which nobody announced, the first table comes first, then two, then four.
+
+Three things could go wrong:
 
     H1  staging memory is refilled while a copy still reads it: `fetch` waits for the copy
     H2  slots are refilled while the compute stream still reads or updates them: each transfer waits
         for the event `free`, recorded on the compute stream when slots were last given back
-    H3  records are fetched before their update is stored: one worker does one job after the other,
-        and a write-back waits for its copies and ends when all is stored
+    H3  records are fetched before their update is stored: the side stream keeps its order, and so
+        does the one worker, where a write-back waits for its copies and ends when all is stored
 """
 
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from itertools import cycle
+from subprocess import CalledProcessError
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +43,110 @@ from torch import Tensor
 from tables.storage import TableStorage
 from tables.tables import StoredTables, send
 
+try:  # comes with PyTorch for CUDA
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+# Programs that copy rows, and numbers that each has on its way: enough to fill the bus, and few
+# enough that most processors of a GPU (an H200 has 132) stay with the layers.
+PROGRAMS, BLOCK = 8, 8192
+
+if triton:
+
+    @triton.jit
+    def copy_kernel(source, rows, target, at, n, width: tl.constexpr, block: tl.constexpr):
+        for i in range(tl.program_id(0), n, tl.num_programs(0)):
+            read = source + tl.load(rows + i) * width
+            written = target + tl.load(at + i) * width
+            for start in range(0, width, block):
+                column = start + tl.arange(0, block)
+                numbers = tl.load(read + column, mask=column < width)
+                tl.store(written + column, numbers, mask=column < width)
+
+
+@cache
+def triton_works(device: torch.device) -> bool:
+    """Whether Triton compiles here: it takes a C compiler, and Python's headers."""
+    if triton is None or device.type != "cuda":
+        return False
+    numbers = torch.zeros(1, 1, device=device)
+    rows = torch.zeros(0, dtype=torch.int64, device=device)
+    try:
+        copy_kernel[(1,)](numbers, rows, numbers, rows, 0, 1, 1)
+    except (RuntimeError, OSError, CalledProcessError):
+        return False
+    return True
+
+
+def copy_rows(source: Tensor, rows: Tensor, target: Tensor, at: Tensor) -> None:
+    """target[at] = source[rows], for matrices of equal width and row numbers [n]. One of the
+    matrices may be memory of the host, see `seen_by_gpu`."""
+    if triton_works(source.device):
+        width = source.shape[1]
+        block = min(BLOCK, triton.next_power_of_2(width))
+        copy_kernel[(PROGRAMS,)](source, rows, target, at, len(rows), width, block, num_warps=8)
+    else:
+        target.index_copy_(0, at, source.index_select(0, rows))
+
+
+class ZeroCopy:
+    """Moves records by kernels of a side stream that read and write arrays of the host, see
+    `seen_by_gpu`."""
+
+    def __init__(self, stream: torch.cuda.Stream, arrays: dict[str, Tensor]) -> None:
+        self.stream = stream
+        self.arrays = arrays
+        self.last: torch.cuda.Event | None = None  # the end of transfers nobody waited for
+
+    def run(self, job: Callable, *args) -> Future:
+        """As `TransferRing.run`, done at once."""
+        done: Future = Future()
+        with torch.cuda.stream(self.stream):
+            done.set_result(job(*args))
+            self.last = self.stream.record_event()
+        return done
+
+    def fetch(self, *records) -> torch.cuda.Event:
+        """Job: bring records, said as in `places`, to the device. Returns the event of arrival."""
+        for stored, rows, on_device, at in self.matrices(*records):
+            copy_rows(stored, rows, on_device, at)
+        return self.stream.record_event()
+
+    def write_back(self, *records) -> None:
+        """Job: store records, said as in `places`, that are on the device."""
+        for stored, rows, on_device, at in self.matrices(*records):
+            copy_rows(on_device, at, stored, rows)
+
+    def matrices(self, *records) -> Iterator[tuple]:
+        """`places`, with stored arrays as matrices, too, and rows [n * n_table] on the device."""
+        for stored, ids, tables, on_device, at in places(self.stream, *records):
+            numbers = torch.arange(stored.shape[1])[tables]
+            rows = stored.shape[1] * ids[:, None] + numbers  # [n, n_table]
+            rows, at = send(torch.stack((rows, at)).flatten(1), self.stream.device)
+            yield stored.flatten(0, 1), rows, on_device, at
+
+    def read(self, ids: Tensor) -> Tensor:
+        """The records [n, n_table, W] of tokens `ids` [n], by the calling stream."""
+        return self.arrays["rows"].index_select(0, send(ids, self.stream.device))
+
+    def finish(self) -> None:
+        """Let the host wait until all that was changed is stored."""
+        if self.last:
+            self.last.synchronize()
+            self.last = None
+
 
 class TransferRing:
-    """A thread with a stream of its own that moves records through a few buffers in turn."""
+    """A thread with a side stream that moves records through a few buffers in turn."""
 
-    def __init__(self, device: torch.device, n_buffer: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, stream: torch.cuda.Stream, arrays: dict[str, Tensor], n_buffer: int, chunk_bytes: int
+    ) -> None:
+        self.stream = stream
+        self.arrays = arrays
         self.chunk_bytes = chunk_bytes
-        self.stream = torch.cuda.Stream(device)
         memory = torch.empty(n_buffer, chunk_bytes, dtype=torch.uint8, pin_memory=True)
         buffers = [(part, torch.cuda.Event(blocking=True)) for part in memory]
         self.next_buffer = cycle(buffers)
@@ -62,7 +169,7 @@ class TransferRing:
         return self.last
 
     def fetch(self, *records) -> torch.cuda.Event:
-        """Job: bring records, said as in `chunks`, to the device. Returns the event of arrival."""
+        """As `ZeroCopy.fetch`."""
         for stored, part, on_device, at in self.chunks(*records):
             staging, copied = self.next_staging(stored, len(part))
             copied.synchronize()  # H1
@@ -73,7 +180,7 @@ class TransferRing:
         return self.stream.record_event()
 
     def write_back(self, *records) -> None:
-        """Job: store records, said as in `chunks`, that are on the device."""
+        """As `ZeroCopy.write_back`."""
         before = None
         for stored, part, on_device, at in self.chunks(*records):
             staging, copied = self.next_staging(stored, len(part))
@@ -84,29 +191,14 @@ class TransferRing:
             before = (stored, part, staging, copied)
         store(*before)  # before anything more is fetched (H3)
 
-    def chunks(
-        self, ids: Tensor, slots: Tensor, arrays: list[tuple], free: torch.cuda.Event
-    ) -> Iterator[tuple]:
-        """Once the event `free` has come, yield the records of tokens `ids` [n] in as many parts as
-        buffers need.
-
-        Args:
-            slots: [n], of the tokens in the working set.
-            arrays: pairs of a stored array [V, n_table, W] and of these tables in the working set,
-                [n_table, n_slot, W].
-
-        Yields:
-            A stored array, a part of the tokens; all rows on the device as one matrix, and which
-            of them are the tokens'.
-        """
-        self.stream.wait_event(free)  # H2
-        for stored, on_device in arrays:
-            n_table, n_slot, _ = on_device.shape
-            at = slots[:, None] + n_slot * torch.arange(n_table)  # [n, n_table]
+    def chunks(self, *records) -> Iterator[tuple]:
+        """`places` in as many parts as buffers need, the last on the device."""
+        for stored, ids, tables, on_device, at in places(self.stream, *records):
+            stored = stored[:, tables]
             at = send(at, self.stream.device)
             n = self.chunk_bytes // stored[0].nbytes
             for part, part_at in zip(ids.split(n), at.split(n), strict=True):
-                yield stored, part, on_device.flatten(0, 1), part_at.flatten()
+                yield stored, part, on_device, part_at.flatten()
 
     def next_staging(self, stored: Tensor, n: int) -> tuple[Tensor, torch.cuda.Event]:
         """Pinned memory for n records [n, n_table, W] of an array, and the event of the last copy
@@ -115,6 +207,14 @@ class TransferRing:
         numbers = memory[: n * stored[0].nbytes].view(stored.dtype)
         return numbers.view(n, *stored.shape[1:]), copied
 
+    def read(self, ids: Tensor) -> Tensor:
+        """As `ZeroCopy.read`. So few records are sent directly, bypassing the ring."""
+        return send(self.arrays["rows"].index_select(0, ids), self.stream.device)
+
+    def finish(self) -> None:
+        """As `ZeroCopy.finish`. Raises what ended a job."""
+        self.last.result()
+
 
 def store(stored: Tensor, ids: Tensor, staging: Tensor, copied: torch.cuda.Event) -> None:
     """Put the records of tokens `ids`, once they are copied to staging, where they are stored."""
@@ -122,11 +222,64 @@ def store(stored: Tensor, ids: Tensor, staging: Tensor, copied: torch.cuda.Event
     stored.index_copy_(0, ids, staging)
 
 
+def places(
+    stream: torch.cuda.Stream,
+    ids: Tensor,
+    slots: Tensor,
+    tables: slice,
+    arrays: list[tuple],
+    free: torch.cuda.Event,
+) -> Iterator[tuple]:
+    """Where the records of tokens `ids` [n] are, once the event `free` has come.
+
+    Args:
+        slots: [n], of the tokens on the device.
+        tables: those that travel.
+        arrays: pairs of a stored array [V, n_table, W] and of slots on the device,
+            [n_table, n_slot, W].
+
+    Yields:
+        A stored array, the tokens, the tables; all rows on the device as one matrix, and which of
+        them are the tokens' [n, n_table].
+    """
+    stream.wait_event(free)  # H2
+    for stored, on_device in arrays:
+        n_table, n_slot, _ = on_device.shape
+        at = slots[:, None] + n_slot * torch.arange(n_table)[tables]  # [n, n_table]
+        yield stored, ids, tables, on_device.flatten(0, 1), at
+
+
+def seen_by_gpu(array: Tensor, device: torch.device, owner: object) -> Tensor:
+    """The same memory as a CUDA tensor, which kernels read and write over the bus, as long as its
+    owner lives. It is pinned in place: what is allocated pinned takes a power of two. OSError: it
+    cannot be pinned."""
+    address = array.data_ptr()
+    with torch.cuda.device(device):
+        # Windows' GPUs see memory of the host at other addresses.
+        error = sys.platform == "win32" or int(
+            torch.cuda.cudart().cudaHostRegister(address, array.nbytes, 0)
+        )
+        if error:
+            with suppress(RuntimeError):  # the error is kept, and raised by the next kernel
+                torch.zeros(1, device=device)
+            raise OSError(f"CUDA error {int(error)}")
+        weakref.finalize(owner, unpin, address, device)
+        number = {2: "<i2", 4: "<f4"}[array.itemsize]  # the protocol has no bfloat16
+        shown = {"shape": (array.numel(),), "typestr": number, "data": (address, False)}
+        memory = SimpleNamespace(__cuda_array_interface__={**shown, "version": 2})
+        return torch.as_tensor(memory, device=device).view(array.dtype).view(array.shape)
+
+
+def unpin(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # kernels may still be reading
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
 class OffloadedTables(StoredTables):
-    """All tables of a model in RAM or on disk, used by a GPU through a ring of `n_buffer` buffers
-    of `chunk_bytes`, pinned. A token's record: absent -fetch_missing-> coming -wait_for-> in its
-    slot -updated-> dirty -evict_except-> absent. On the device each table lies by itself: with
-    --deterministic, PyTorch would write a strided one back as a whole."""
+    """All tables of a model in RAM or on disk, used by a GPU: files, and RAM that cannot be pinned,
+    through a ring of `n_buffer` buffers of `chunk_bytes`. A token's record: absent -fetch_missing->
+    coming -wait_for-> in its slot -updated-> dirty -evict_except-> absent. On the device each table
+    lies by itself: with --deterministic, PyTorch would write a strided one back as a whole."""
 
     def __init__(
         self,
@@ -137,71 +290,89 @@ class OffloadedTables(StoredTables):
     ) -> None:
         super().__init__(storage, device)
         record_bytes = 4 * len(self.weight) * self.width  # or half of it: at least one must fit
-        self.ring = TransferRing(self.device, n_buffer, max(chunk_bytes, record_bytes))
+        self.buffers = n_buffer, max(chunk_bytes, record_bytes)
+        self.stream = torch.cuda.Stream(self.device)  # the side stream
+        self.seen: dict[str, Tensor] = {}  # arrays in RAM, as the device sees them
+        self.open_transfers()
         # The working set: on the device [n_table, n_slot, W] of rows and, in training, maybe state.
-        self.working_set = {"rows": self.new_slots(0, storage.arrays["rows"])}
+        self.working_set = {"rows": self.new_slots("rows", 0)}
         self.token_in = torch.empty(0, dtype=torch.int64)  # of each slot, -1: it is free
         self.slot_of = torch.full((self.n_row,), -1)  # of each token, -1: it has none
         self.dirty = torch.zeros(self.n_row, dtype=torch.bool)  # changed, not written back
         self.announced = self.token_in  # tokens of the next batch: none
-        # Of each table, the latest fetch; and the latest of what was looked up.
-        self.fetched = self.looked_up = [self.ring.last] * len(self.weight)
+        self.fetched = self.transfers.run(torch.cuda.Event)  # the latest fetch: none
+
+    def open_transfers(self) -> None:
+        """Choose what moves the records of all arrays, while nothing is under way."""
+        arrays = self.storage.arrays
+        if not self.on_disk:
+            try:
+                for name in arrays.keys() - self.seen.keys():
+                    self.seen[name] = seen_by_gpu(arrays[name], self.device, owner=self)
+            except OSError as error:
+                print(f"note: tables in RAM cannot be pinned ({error}): slower", file=sys.stderr)
+        if self.seen.keys() == arrays.keys():
+            self.transfers = ZeroCopy(self.stream, self.seen)
+        else:
+            self.transfers = TransferRing(self.stream, arrays, *self.buffers)
 
     def add_state(self) -> list[Tensor]:
         self.flush()  # no slot has a row without its state
         super().add_state()
-        stored = self.storage.arrays["state"]
-        self.working_set["state"] = self.new_slots(len(self.token_in), stored)
+        self.open_transfers()
+        self.working_set["state"] = self.new_slots("state", len(self.token_in))
         return self.state
 
     # --- reading ---
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """As `Tables.lookup`. Rows are on their way when this returns. The iterator raises what
-        went wrong in the worker."""
+        """As `Tables.lookup`. The iterator raises what went wrong in the worker."""
         ids = ids.cpu()
         if self.in_training():
-            rows = self.read_once(ids)
-        elif ids.shape[1] == 1:
-            return self.decode(ids)
-        else:
-            rows = self.read(ids)
-            if not self.n_read:  # what training read stays until it is updated
-                self.evict_except(ids)  # so evaluation keeps one batch
-        self.fetch_missing(ids)
-        self.looked_up = self.fetched
-        return rows
-
-    def read(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the rows [B, T, W] of tokens [B, T]."""
-        free = None
-        for table in range(len(self.weight)):
-            if free is not self.free:  # at first, and when another lookup may have evicted some
-                slots = self.slots(ids)
-                free = self.free
-            yield F.embedding(slots, self.rows(table))
+            self.wait_for(self.fetched)  # what was announced
+            return self.read_once(ids)
+        self.slot_of.index_select(0, ids.flatten())  # on a GPU a wrong id would be no IndexError
+        self.settle()  # what is stored must have the latest values
+        self.storage.read_ahead(ids)
+        return self.decode(ids) if ids.shape[1] == 1 else self.read(ids)
 
     def decode(self, ids: Tensor) -> Iterator[Tensor]:
-        """Rows of one step, tokens [B, 1]. So few records are sent directly, bypassing the ring."""
-        self.flush()  # the storage must have their latest values
-        self.storage.read_ahead(ids)
-        records = self.storage.arrays["rows"].index_select(0, ids.flatten())
-        records = send(records, self.device).unflatten(0, ids.shape)  # [B, 1, n_table, W]
+        """Rows of one step, tokens [B, 1], by the compute stream."""
+        records = self.transfers.read(ids.flatten()).unflatten(0, ids.shape)  # [B, 1, n_table, W]
         return iter(records.unbind(-2))  # [B, 1, W] each
+
+    def read(self, ids: Tensor) -> Iterator[Tensor]:
+        """Rows of a prompt, or of evaluation, tokens [B, T]. They come a few tables at a time, so
+        that a layer waits for its own."""
+        distinct, position = self.distinct(ids)  # [n], [B, T]
+        slots = torch.arange(len(distinct))
+        rows = self.new_slots("rows", len(distinct))
+        arrivals: list[Future] = []
+        while len(arrivals) < len(self.weight):
+            n = len(arrivals) + 1  # 1, 2, 4, ...
+            tables = slice(len(arrivals), len(arrivals) + n)
+            coming = self.transfer(self.transfers.fetch, distinct, slots, {"rows": rows}, tables)
+            arrivals += n * [coming]
+        return self.arrived(rows, arrivals, send(position, self.device))
+
+    def arrived(self, rows: Tensor, arrivals: list[Future], position: Tensor) -> Iterator[Tensor]:
+        """Yield the rows [B, T, W] of each table, once they are there."""
+        for table in range(len(self.weight)):
+            self.wait_for(arrivals[table])
+            yield F.embedding(position, rows[table])
 
     # --- training ---
 
     def prefetch(self, ids: Tensor) -> None:
-        self.announced = ids.cpu()
-        self.fetch_missing(self.announced, len(self.weight))
+        self.announced, _ = self.distinct(ids.cpu())
+        self.fetch_missing(self.announced)
 
     def slots(self, ids: Tensor) -> Tensor:
         if self.fetch_missing(ids):
-            self.looked_up = self.fetched
+            self.wait_for(self.fetched)
         return send(self.slot_of[ids], self.device)
 
     def rows(self, table: int) -> Tensor:
-        self.wait_for(self.looked_up[table])
         return self.working_set["rows"][table]
 
     def states(self, table: int) -> Tensor:
@@ -214,11 +385,10 @@ class OffloadedTables(StoredTables):
 
     # --- the working set ---
 
-    def fetch_missing(self, ids: Tensor, n: int = 1) -> bool:
-        """Begin to fetch those of tokens `ids` that are not on the device: the first n tables, then
-        twice as many, and so on. Returns whether there are any. IndexError: an id out of range."""
-        ids = ids.flatten()
-        missing = torch.unique(ids[self.slot_of.index_select(0, ids) < 0])
+    def fetch_missing(self, ids: Tensor) -> bool:
+        """Begin to fetch those of distinct tokens `ids` [n] that are not on the device. Returns
+        whether there are any. IndexError: an id out of range."""
+        missing = ids[self.slot_of.index_select(0, ids) < 0]
         if len(missing) == 0:
             return False
         lacking = len(missing) - int((self.token_in < 0).sum())
@@ -227,20 +397,21 @@ class OffloadedTables(StoredTables):
         slots = (self.token_in < 0).nonzero()[: len(missing), 0]
         self.token_in[slots] = missing
         self.slot_of[missing] = slots
-        self.ring.run(self.storage.read_ahead, missing, list(self.working_set))
-        self.fetched = []
-        while len(self.fetched) < len(self.weight):
-            tables = slice(len(self.fetched), len(self.fetched) + n)
-            self.fetched += n * [self.transfer(self.ring.fetch, missing, tables)]
-            n *= 2
+        self.transfers.run(self.storage.read_ahead, missing, list(self.working_set))
+        self.fetched = self.transfer(self.transfers.fetch, missing, slots, self.working_set)
         return True
 
-    def transfer(self, job: Callable, ids: Tensor, tables: slice) -> Future:
-        """Have the ring fetch or write back tokens `ids` [n] of these tables."""
-        arrays = []
-        for name, part in self.working_set.items():
-            arrays.append((self.storage.arrays[name][:, tables], part[tables]))
-        return self.ring.run(job, ids, self.slot_of[ids], arrays, self.free)
+    def transfer(
+        self,
+        job: Callable,
+        ids: Tensor,
+        slots: Tensor,
+        on_device: dict[str, Tensor],
+        tables: slice = slice(None),
+    ) -> Future:
+        """Fetch or write back tokens `ids` [n], in these slots of arrays on the device."""
+        arrays = [(self.transfers.arrays[name], part) for name, part in on_device.items()]
+        return self.transfers.run(job, ids, slots, tables, arrays, self.free)
 
     def wait_for(self, arrival: Future) -> None:
         """Let the compute stream wait for a fetch and those before, and the host for the worker."""
@@ -256,7 +427,8 @@ class OffloadedTables(StoredTables):
         changed = leaving[self.dirty[leaving]]
         if len(changed):
             self.dirty[changed] = False
-            self.transfer(self.ring.write_back, changed, slice(None))
+            at = self.slot_of[changed]
+            self.transfer(self.transfers.write_back, changed, at, self.working_set)
         self.token_in[leaves] = -1
         self.slot_of[leaving] = -1
 
@@ -264,28 +436,33 @@ class OffloadedTables(StoredTables):
         """Make later transfers wait for all work queued on the compute stream so far (H2)."""
         self.free = torch.cuda.current_stream(self.device).record_event()
 
-    def new_slots(self, n_slot: int, like: Tensor) -> Tensor:
-        """Room for records like those of an array. Earlier kernels may still use this memory."""
-        shape = len(self.weight), n_slot, self.width
-        slots = torch.empty(shape, dtype=like.dtype, device=self.device)
-        slots.record_stream(self.ring.stream)  # no other owner before the last transfer's end
+    @torch.inference_mode(False)  # the worker is never in that mode
+    def new_slots(self, name: str, n: int) -> Tensor:
+        """Room for n records of an array. Earlier kernels may still use this memory."""
+        shape = len(self.weight), n, self.width
+        slots = torch.empty(shape, dtype=self.storage.arrays[name].dtype, device=self.device)
+        slots.record_stream(self.stream)  # no other owner before the last transfer's end
         self.record_free()
         return slots
 
-    @torch.inference_mode(False)  # training may use what evaluation made
     def grow(self, n: int) -> None:
         """Add n slots, and a quarter of all. The host waits for the worker."""
         n_old = len(self.token_in)
         n_slot = min(self.n_row, (n_old + n) * 5 // 4)
-        self.wait_for(self.fetched[-1])
+        self.wait_for(self.fetched)
         for name, old in self.working_set.items():
-            new = self.new_slots(n_slot, old)
+            new = self.new_slots(name, n_slot)
             new[:, :n_old] = old
             self.working_set[name] = new  # jobs under way have the old one
         self.token_in = F.pad(self.token_in, (0, n_slot - n_old), value=-1)
         self.record_free()
 
     def flush(self) -> None:
+        self.settle()
+        torch.cuda.current_stream(self.device).synchronize()  # decoding may still read
+
+    def settle(self) -> None:
+        """Evict all, and let the host wait until it is stored."""
         if (self.token_in >= 0).any():
             self.evict_except(self.announced[:0])
-        self.ring.last.result()
+        self.transfers.finish()

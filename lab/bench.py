@@ -134,8 +134,8 @@ class Contender:
 
     def now(self) -> float:
         """Seconds, once what is under way has ended: kernels, and transfers of rows."""
-        if hasattr(self.model.tables, "ring"):
-            self.model.tables.ring.last.result()
+        if isinstance(self.model.tables, OffloadedTables):
+            self.model.tables.transfers.finish()
         if self.bench.cuda:
             torch.cuda.synchronize()
         return timer()

@@ -52,8 +52,10 @@ class RamStorage(TableStorage):
         self.add("rows", dtype)
 
     def add(self, name: str, dtype: torch.dtype) -> Tensor:
-        check_room(math.prod(self.shape) * dtype.itemsize)
-        self.arrays[name] = torch.zeros(self.shape, dtype=dtype)
+        n_byte = math.prod(self.shape) * dtype.itemsize
+        check_room(n_byte)
+        # Pages of its own: one that holds other things, too, cannot be pinned twice (offload.py).
+        self.arrays[name] = torch.frombuffer(mmap.mmap(-1, n_byte), dtype=dtype).view(self.shape)
         return self.arrays[name]
 
 

@@ -110,7 +110,7 @@ class Tables(nn.Module):
         `merge` collects them."""
         self.check_taken()  # merges: so a step holds the rows of one micro-batch, not of all
         self.n_read += 1
-        distinct, position = torch.unique(ids, return_inverse=True)  # [n], [B, T]
+        distinct, position = self.distinct(ids)  # [n], [B, T]
         slots = self.slots(distinct)
         position = send(position, slots.device)
         leaves: list[Tensor] = []
@@ -121,6 +121,17 @@ class Tables(nn.Module):
             # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back, in
             # float32: whoever computes in 16 bits casts the result.
             yield F.embedding(position, leaf)
+
+    def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What `torch.unique` returns with the inverse. To mark ids is two to six times as fast as
+        to sort them, unless the tables have so many rows that marks are mostly of others."""
+        if self.n_row > 64 * ids.numel():
+            return torch.unique(ids, return_inverse=True)
+        present = torch.zeros(self.n_row, dtype=torch.bool, device=ids.device)
+        distinct = present.index_fill_(0, ids.flatten(), True).nonzero()[:, 0]  # [n]
+        position = torch.empty(self.n_row, dtype=torch.int64, device=ids.device)
+        position[distinct] = torch.arange(len(distinct), device=ids.device)
+        return distinct, position.index_select(0, ids.flatten()).view(ids.shape)
 
     # --- weights in a list that PyTorch does not see: the keys of a ParameterList ---
 

@@ -21,6 +21,7 @@ which every build knows autograd.
 """
 
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -64,6 +65,9 @@ class Agent:
 
     def wait_event(self, event: "Event") -> None:
         self.come_after(event.seen)
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
 
     def record_event(self) -> "Event":
         event = Event()
@@ -161,6 +165,11 @@ class SimulatedGpu(TorchDispatchMode):
     current: "SimulatedGpu | None" = None
     device = DEVICE
 
+    def __init__(self, pins: bool = True) -> None:
+        """pins: whether arrays of the host can be pinned in place."""
+        super().__init__()
+        self.pins = pins
+
     def __enter__(self) -> "SimulatedGpu":
         SimulatedGpu.current = self
         self.agents = []
@@ -175,7 +184,9 @@ class SimulatedGpu(TorchDispatchMode):
         self.patch.setattr(torch.cuda, "Event", Event)
         self.patch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream)
         self.patch.setattr(torch.cuda, "set_stream", partial(setattr, self, "stream"))
+        self.patch.setattr(torch.cuda, "stream", self.in_stream)
         self.patch.setattr(offload, "ThreadPoolExecutor", Worker)
+        self.patch.setattr(offload, "seen_by_gpu", self.seen_by_gpu)
         self.patch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor.clone()))
         tables.STREAMS.add(DEVICE.type)
         return super().__enter__()
@@ -191,6 +202,20 @@ class SimulatedGpu(TorchDispatchMode):
         event = Event()
         event.record()
         event.synchronize()
+
+    @contextmanager
+    def in_stream(self, stream: Agent):
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+    def seen_by_gpu(self, array: torch.Tensor, *_, **__) -> DeviceTensor:
+        """Memory of the host that the device uses where it is."""
+        if not self.pins:
+            raise OSError("CUDA error 801")
+        address = array.untyped_storage().data_ptr()
+        memory, _ = self.shared.setdefault(address, (Memory(self, array), array))
+        return DeviceTensor(array, memory)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         self.pinned.add(tensor.untyped_storage().data_ptr())

@@ -104,7 +104,7 @@ def work(make, state: str = "number") -> list[torch.Tensor]:
     seen = []
     tables.prefetch(ids(1)[:, :2])
     tables.prefetch(ids(1))  # slots grow while records are on their way
-    for number in range(9):
+    for number in range(11):
         if number in (2, 4):  # lookups that are left: half-way, and after all was read
             rows = tables.lookup(ids(11))
             seen += [row.detach() * 2 for row in (rows if number == 4 else [next(rows)])]
@@ -126,11 +126,14 @@ def work(make, state: str = "number") -> list[torch.Tensor]:
             with torch.no_grad():
                 if number == 5:
                     next(tables.lookup(ids(11)))  # is left
-                for part in (ids(number), *ids(number)[:, :3].split(1, dim=1), ids(number + 1)):
+                few = ids(number)[:, :4].split(1, dim=1)
+                for part in (ids(number), *few[:3], ids(number + 1), few[3]):
                     seen += [row * 2 for row in tables.lookup(part)]
             tables.train()
-        if number in (1, 3, 6):
+        if number in (1, 3, 5, 6):
             tables.flush()
+            with torch.no_grad():
+                tables.weight[0].add_(1)  # by hand, where they are stored
             seen += [weight.detach().to("cpu", copy=True) for weight in tables.weight]
     tables.flush()
     stored = [*tables.weight, *optimizer.state, optimizer.last]
@@ -146,7 +149,7 @@ def check(
         stored = storage or RamStorage(ROWS, torch.float32)
         made = filled(module.OffloadedTables(stored, gpu.device, n_buffer, chunk_bytes=CHUNK))
         if full:
-            list(made.eval().lookup(torch.arange(V)[None]))
+            made.prefetch(torch.arange(V)[None])
         return made.train()
 
     for mine, there in zip(work(make, state), expected, strict=True):
@@ -170,7 +173,8 @@ def expected() -> list[torch.Tensor]:
     return work(resident)
 
 
-WAYS = [(2, False), (3, True), (9, True)]
+WAYS = [(True, 3, False), (True, 3, True)]  # by kernels; and by a ring, of so many buffers
+WAYS += [(False, 2, False), (False, 3, True), (False, 9, True)]
 LINES = inspect.getsource(offload).splitlines()
 GUARDS = (".synchronize()", ".wait_event(", ".record(", ".record_event(", ".record_stream(")
 GUARDS += (
@@ -179,14 +183,13 @@ GUARDS += (
     "self.flush()",
     "store(*",
     ".last.result()",
-    "looked_up = self.",
 )
 GUARDED = [n for n, line in enumerate(LINES) if any(g in line.split("#")[0] for g in GUARDS)]
 
 
 def test_no_guard_is_overlooked():
     """They are found by what they call: under another name one would not be tested."""
-    assert len(GUARDED) == 21
+    assert len(GUARDED) == 24
 
 
 @pytest.mark.parametrize("number", GUARDED, ids=lambda n: LINES[n].strip())
@@ -200,8 +203,9 @@ def test_every_guard_is_needed(number, expected):
     exec("\n".join(lines), without.__dict__)
     without.ThreadPoolExecutor = Worker
     with pytest.raises((AssertionError, RuntimeError)):
-        for way in WAYS:
-            with SimulatedGpu() as gpu:
+        for pins, *way in WAYS:
+            with SimulatedGpu(pins) as gpu:
+                without.seen_by_gpu = gpu.seen_by_gpu
                 check(gpu, expected, *way, module=without)
 
 
@@ -221,7 +225,7 @@ def test_the_host_waits_in_no_step_of_training_and_of_decoding(make, monkeypatch
         assert gpu.host.waits == before
         assert all_equal(gpu, tables, torch.tensor([[9], [3], [9]]))  # stores what training left
         before = gpu.host.waits
-        monkeypatch.setattr(offload.TransferRing, "run", lambda *job: pytest.fail("a transfer"))
+        monkeypatch.setattr(type(tables), "transfer", lambda *_: pytest.fail("one"), raising=False)
         with torch.no_grad():
             list(tables.eval().lookup(torch.tensor([[5], [5]])))
         assert gpu.host.waits == before
@@ -229,13 +233,14 @@ def test_the_host_waits_in_no_step_of_training_and_of_decoding(make, monkeypatch
 
 def test_what_crosses_the_bus_is_what_comes_and_what_leaves(monkeypatch):
     crossed = []
-    next_staging = offload.TransferRing.next_staging
+    places = offload.places
 
-    def counted(ring, stored: torch.Tensor, n: int):
-        crossed.append(n * stored.shape[1] / L)
-        return next_staging(ring, stored, n)
+    def counted(*records):
+        for stored, ids, tables, *rest in places(*records):
+            crossed.append(len(ids) * len(range(L)[tables]) / L)
+            yield stored, ids, tables, *rest
 
-    monkeypatch.setattr(offload.TransferRing, "next_staging", counted)
+    monkeypatch.setattr(offload, "places", counted)
     with SimulatedGpu() as gpu:
         tables = offloaded(gpu)
         optimizer = RowRMSprop(tables)
@@ -254,11 +259,12 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(monkeypatch):
         assert sum(crossed) == 1 + 3  # what is only read is not written back
 
 
-def test_a_layer_of_a_prompt_waits_for_its_table_not_for_later_ones():
-    """What was announced comes at once."""
-    with SimulatedGpu() as gpu:
+@pytest.mark.parametrize("pins", [False, True])
+def test_a_layer_of_a_prompt_waits_for_its_table_not_for_later_ones(pins):
+    with SimulatedGpu(pins) as gpu:
         tables = offloaded(gpu).eval()
-        side, worker = tables.ring.stream.number, tables.ring.worker.agent.number
+        side = tables.stream.number
+        worker = side if pins else tables.transfers.worker.agent.number
 
         def waited(ids: torch.Tensor) -> list[tuple]:
             """How far the ring was when the compute stream, and the host, waited for each row."""
@@ -266,10 +272,8 @@ def test_a_layer_of_a_prompt_waits_for_its_table_not_for_later_ones():
             return [tuple(a < b for a, b in zip(*pair, strict=True)) for pair in pairwise(seen)]
 
         with torch.no_grad():
-            assert waited(batch(0)) == [(True, True), (False, False)]  # one table, then two
-            tables.flush()
-            tables.prefetch(batch(1))
-            assert waited(batch(1)) == [(False, False)] * 2
+            # One table, then two. The host waits for a worker alone.
+            assert waited(batch(0)) == [(True, not pins), (False, False)]
 
 
 def test_device_memory_does_not_grow_with_the_vocabulary():
@@ -316,7 +320,7 @@ def test_rows_that_another_lookup_evicted_are_fetched_again():
 
 
 def test_records_half_way_between_steps_are_never_read_or_saved(monkeypatch):
-    with SimulatedGpu() as gpu:
+    with SimulatedGpu(pins=False) as gpu:
         tables = offloaded(gpu)
         optimizer = RowRMSprop(tables)
         monkeypatch.setattr(offload, "store", Mock(side_effect=OSError("bad sector")))
