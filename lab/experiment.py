@@ -156,15 +156,22 @@ class Experiment:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def train(self, kinds: Kinds, seeds: list[int] | None = None) -> dict[Hashable, list[Path]]:
-        """The folders of each kind's runs, one for each seed; `init_from` is a list with a
-        checkpoint for each of them. What is not trained yet is trained, `jobs` runs at a time; a
-        run whose loss diverged is done, too."""
+    def train(
+        self,
+        kinds: Kinds,
+        seeds: list[int] | None = None,
+        then: Callable[[Path], object] = lambda folder: None,
+    ) -> dict[Hashable, list[Path]]:
+        """The folders of each kind's runs, one for each seed or for its own `seed`; `init_from` is
+        a list with a checkpoint for each of them. What is not trained yet is trained, `jobs` runs
+        at a time, in the order of `kinds`; a run whose loss diverged is done, too. `then` is
+        called with the folder of each run that ends, while others train."""
         folders = {}
         waiting = {}
         for name, flags in kinds.items():
             folders[name] = []
-            for number, seed in enumerate(seeds or self.numbers):
+            own = [flags["seed"]] if "seed" in flags else None
+            for number, seed in enumerate(own or seeds or self.numbers):
                 with_seed = {"seed": seed, **flags}
                 if "init_from" in flags:
                     with_seed["init_from"] = flags["init_from"][number]
@@ -179,7 +186,7 @@ class Experiment:
         if waiting and self.quick:
             train_here(waiting)
         elif waiting:
-            train_all(waiting, self.jobs)
+            train_all(waiting, self.jobs, then)
         return folders
 
     def train_and_read(self, kinds: Kinds) -> dict[Hashable, list[Run]]:
@@ -191,7 +198,7 @@ class Experiment:
         """What `function(folder, *arguments)` returns about each run. It is kept in a file of
         <out_dir>/figures/<name>, for the next time."""
         figures = []
-        for folder in tqdm(folders, name):
+        for folder in tqdm(folders, name, leave=None):
             path = self.out_dir / "figures" / name / f"{folder.name}.json"
             if not path.exists():
                 figure = function(folder, *arguments)
@@ -240,9 +247,10 @@ def train_apart(folder: Path, flags: Flags, threads: int) -> None:
         raise UserError(f"{folder}: exit code {code}, see its log.txt")
 
 
-def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
-    """Run train.py with flags by output folder, so many at a time. After an error no more begin;
-    nor after Ctrl-C, which reaches every process of a terminal: those that run save and end."""
+def train_all(waiting: dict[Path, Flags], at_once: int, then: Callable[[Path], object]) -> None:
+    """Run train.py with flags by output folder, so many at a time, and call `then` with each folder
+    whose run has ended. After an error no more begin; nor after Ctrl-C, which reaches every process
+    of a terminal: those that run save and end."""
     threads = max(1, torch.get_num_threads() // at_once)
     bar = tqdm(desc=f"training, {at_once} at a time", total=len(waiting), unit="run")
 
@@ -251,11 +259,12 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
         train_apart(folder, flags, threads)
 
     pool = ThreadPoolExecutor(at_once)
-    runs = [pool.submit(train_shown, *run) for run in waiting.items()]
+    runs = {pool.submit(train_shown, *run): run[0] for run in waiting.items()}
     try:
         for run in as_completed(runs):
             run.result()
             bar.update()
+            then(runs[run])
     except KeyboardInterrupt:
         print("stopping: runs save, and the same command goes on with them", file=sys.stderr)
         raise
