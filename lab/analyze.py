@@ -4,7 +4,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python lab/analyze.py runs out/dense-* out/stem-* --plot loss.png   # compares; seeds averaged
     python lab/analyze.py ladder           # all kinds of layers, with controls, five seeds
     python lab/analyze.py ladder scaled    # relatives/scaled.py beside dense and STEM alone
-    python lab/analyze.py scale --data_dir data/classics    # after 0.5 to 15 million tokens
+    python lab/analyze.py scale --data_dir data/classics    # after 0.5 to 113 million tokens
     python lab/analyze.py settings         # which initialization and learning rate suit a kind
     python lab/analyze.py stability        # loss spikes and gradients at rising learning rates
     python lab/analyze.py context          # parameters read by length, a needle in a haystack

@@ -1,6 +1,6 @@
 """scale: does the lead of rows hold when text is plenty? Kinds after more and more tokens, each at
-the learning rate that one more seed has found at that size or, at 1.5 and 15 million tokens, at the
-size before. The table and the picture of what is there are made anew after each group of runs."""
+the learning rate that one more seed has found after 0.5 or 5 million. The table and the picture of
+what is there are made anew after each stage."""
 
 from pathlib import Path
 from statistics import fmean
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import UserError
-from lab.experiment import KINDS, Experiment, Kinds, best_learning_rates, pick
-from lab.ladder import SEARCHED
+from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, diverged
+from lab.ladder import SEARCHED, dense_of_equal_costs
 from lab.pictures import interval, markdown, off, plt
 from model import Decoder
 from text.dataset import read_meta
@@ -20,45 +20,74 @@ from train import resolve_settings
 from training.batches import Data
 from training.checkpoints import load_model
 
-FIRST = pick("dense", "STEM, third", "STEM, all", "Embformer")
-OTHERS = pick("memory", "bank", "engram", "ple", "count", "bigram")
-OTHERS["STEM, all, rows as drawn"] = {**KINDS["STEM, all"], "table_rate": 0.0}
-SIZES = {0.5: 0.5, 1.5: 0.5, 5: 5, 15: 5}  # millions of tokens, and at how many rates are searched
-# Kinds, millions of tokens, and how many seeds: what decides most comes first.
-STAGES = [(FIRST, 0.5, 3), (FIRST, 1.5, 3), (FIRST, 5, 3), (OTHERS, 0.5, 3), (OTHERS, 1.5, 3)]
-STAGES += [(FIRST, 15, 1), (OTHERS, 5, 3)]
-QUICK = [(pick("dense", "count"), million, 1) for million in (0.5, 1.5)]
+FIRST = ("dense", "STEM, third", "STEM, all", "Embformer")
+EQUAL = ("dense, as many parameters",)  # as STEM in all layers
+DRAWN = "STEM, all, rows as drawn"
+OTHERS = ("memory", "bank", "engram", "ple", "count", "bigram", DRAWN)
+# Millions of tokens (two passes at most), and after how many rates are compared.
+SIZES = {0.5: 0.5, 1.5: 0.5, 5: 5, 15: 5, 56.4: 5, 112.8: 5}
+# A stage: a preset, and kinds with how many seeds at each size, which train together and begin in
+# this order. 0 seeds: rates are compared there, to see whether they have moved. What decides most
+# comes first.
+STAGES = [
+    ("prose", [(FIRST, {56.4: 1, 5: 3, 1.5: 3, 0.5: 3, 15: 3})]),
+    ("prose", [(EQUAL, {15: 1, 5: 3}), (OTHERS, {5: 3, 1.5: 3, 0.5: 3})]),
+    ("prose", [(EQUAL, {56.4: 1}), (FIRST, {56.4: 3})]),
+    ("prose", [(("dense", "STEM, all"), {15: 0})]),
+    ("minimind-26m", [(FIRST, {56.4: 1, 5: 1})]),
+    ("prose", [(FIRST, {112.8: 1})]),
+]
+QUICK = [("prose", [(("dense", "count"), {0.5: 1, 1.5: 1})])]
 GAPS = ("minus dense", "rare", "middle", "frequent")
 FEW = 10  # reads of a row
-Found = dict[float, dict[str, list[dict]]]  # figures of runs, by millions of tokens and kind
+BATCH = 8  # windows that are read at once
+# Figures of runs, by millions of tokens, kind and seed.
+Found = dict[float, dict[str, dict[int, dict]]]
 
 
 def scale(experiment: Experiment) -> None:
-    stages = QUICK if experiment.quick else STAGES
     n_token = read_meta(experiment.data_dir)["train"]["tokens"]
-    if n_token < 1e6 * max(SIZES) and not experiment.quick:
-        fix = "give the folder of prepare.py --dataset classics"
+    if n_token < 1e6 * max(SIZES) / 2 and not experiment.quick:
+        fix = "give the folder of classics (docs/data-and-stages.md)"
         raise UserError(f"--data_dir {experiment.data_dir} has {n_token:,} tokens: {fix}")
-    found: Found = {million: {} for million in SIZES}
-    for number, (kinds, million, n_seed) in enumerate(stages, 1):
-        searched = with_size(experiment, kinds, SIZES[million])
+    kinds = {**KINDS, **dense_of_equal_costs(experiment)}
+    kinds[DRAWN] = {**KINDS["STEM, all"], "table_rate": 0.0}
+    found: dict[str, Found] = {}  # by preset
+
+    def measure(folder: Path) -> list[dict]:
+        if diverged(folder):
+            return []
+        return experiment.measure("scale", measure_run, [folder], experiment.on)
+
+    for preset, groups in QUICK if experiment.quick else STAGES:
+        asked = []
+        for names, sizes in groups:
+            asked += [(million, name, n) for million, n in sizes.items() for name in names]
+        searched = {}
+        for million, name, n_seed in asked:
+            size = SIZES[million] if n_seed else million
+            flags = {**kinds[name], "preset": preset}
+            searched[f"{name}, {size} M"] = with_size(experiment, flags, size)
         best = best_learning_rates(experiment, searched, SEARCHED)
-        wanted = with_size(experiment, best, million)
-        for name, folders in experiment.train(wanted, experiment.numbers[:n_seed]).items():
-            found[million][name] = experiment.measure("scale", measure_run, folders, experiment.on)
-        report(experiment, found)
-        for others, size, _ in stages[number:]:
-            print(f"missing: {', '.join(others)} at {size} million tokens")
+        wanted = {}
+        for million, name, n_seed in asked:
+            for seed in experiment.numbers[:n_seed]:
+                flags = with_size(experiment, best[f"{name}, {SIZES[million]} M"], million)
+                wanted[million, name, seed] = {**flags, "seed": seed}
+        of_preset = found.setdefault(preset, {size: {} for size in SIZES})
+        for (million, name, seed), folders in experiment.train(wanted, then=measure).items():
+            for figures in measure(folders[0]):
+                of_preset[million].setdefault(name, {})[seed] = figures
+        report(experiment, preset, of_preset)
 
 
-def with_size(experiment: Experiment, kinds: Kinds, million: float) -> Kinds:
-    """Kinds, with the steps of so many tokens."""
-    size = {"block_size": int(16 * million)}  # of quick runs, which take two steps
-    if not experiment.quick:
-        settings = resolve_settings(**experiment.all_flags({}))
-        steps = round(1e6 * million / (settings.batch_size * settings.model.block_size))
-        size = {"max_iters": steps, "eval_interval": -(-steps // 4)}
-    return {name: {**kinds[name], **size} for name in kinds}
+def with_size(experiment: Experiment, flags: Flags, million: float) -> Flags:
+    """Flags, with the steps of so many tokens."""
+    if experiment.quick:  # two steps
+        return {**flags, "block_size": int(16 * million)}
+    settings = resolve_settings(**experiment.all_flags({**flags, "max_iters": 1}))
+    steps = round(1e6 * million / (settings.batch_size * settings.model.block_size))
+    return {**flags, "max_iters": steps, "eval_interval": -(-steps // 4)}
 
 
 def measure_run(folder: Path, device: torch.device) -> dict:
@@ -68,8 +97,10 @@ def measure_run(folder: Path, device: torch.device) -> dict:
     model, _, checkpoint = load_model(folder / "ckpt.pt", device)
     args, n_id = checkpoint["args"], model.config.vocab_size
     data = Data(args["data_dir"], "text", model.config.block_size, args["seed"], total=1)
-    batches = [data.train.batch(step, args["batch_size"])[0] for step in range(args["max_iters"])]
-    reads = torch.cat(batches).flatten().bincount(minlength=n_id)
+    reads = torch.zeros(n_id, dtype=torch.int64)
+    for step in range(args["max_iters"]):
+        ids, _ = data.train.batch(step, args["batch_size"])
+        reads += ids.flatten().bincount(minlength=n_id)
     rank = np.bincount(data.train.ids[::16], minlength=n_id).argsort(kind="stable").argsort()
     third = torch.from_numpy(rank * 3 // n_id)  # 0, 1, 2: of each id
     loss, ids = token_losses(model, data, args["eval_tokens"])
@@ -87,46 +118,52 @@ def token_losses(model: Decoder, data: Data, n_token: int) -> tuple[Tensor, Tens
     """The losses [N] in nats of predictions in held-out text, and the ids [N] they are made at."""
     losses, read = [], []
     (source,) = data.val.values()
-    for number in source.spread(n_token):
-        ids, targets = source.sequences([number])  # [1, T]
-        logits = model(ids)[0][0].float().cpu()  # [T, V]
-        losses.append(F.cross_entropy(logits, targets[0], reduction="none"))
-        read.append(ids[0])
+    numbers = source.spread(n_token)
+    for first in range(0, len(numbers), BATCH):
+        ids, targets = source.sequences(numbers[first : first + BATCH])  # [B, T]
+        logits = model(ids)[0].flatten(0, 1).float()  # [B * T, V]
+        targets = targets.flatten().to(logits.device)
+        losses.append(F.cross_entropy(logits, targets, reduction="none").cpu())
+        read.append(ids.flatten())
     return torch.cat(losses), torch.cat(read)
 
 
-def report(experiment: Experiment, found: Found) -> None:
+def report(experiment: Experiment, preset: str, found: Found) -> None:
     """Print a table of what is there, and draw it."""
     rows = []
     figure, both = plt.subplots(1, 2, figsize=(10, 4.5))
     for name in {name: None for kinds in found.values() for name in kinds}:
-        points = []  # millions of tokens, losses and their gaps to dense [seeds, 4]
+        points = []  # millions of tokens, losses, gaps to dense
         for million, kinds in found.items():
             if name not in kinds:
                 continue
-            losses, dense = ([run["losses"] for run in kinds[n]] for n in (name, "dense"))
-            gaps = np.subtract(losses, dense)
-            points.append((million, np.array(losses)[:, 0], gaps[:, 0]))
+            runs, dense = kinds[name], kinds["dense"]
+            losses = [run["losses"][0] for run in runs.values()]
+            pairs = [
+                (runs[seed]["losses"], dense[seed]["losses"]) for seed in runs if seed in dense
+            ]
+            gaps = np.array([np.subtract(*pair) for pair in pairs]).T  # [4, seeds]
+            points.append((million, losses, gaps[0]))
             row = {
                 "kind": name,
                 "M tokens": str(million),
-                "val loss": interval(".3f", points[-1][1]),
-                "of other books": interval(".3f", [run.get("books") for run in kinds[name]]),
+                "val loss": interval(".3f", losses),
+                "of other books": interval(".3f", [run.get("books") for run in runs.values()]),
             }
-            for title, of_runs in zip(GAPS, gaps.T, strict=True):
+            for title, of_runs in zip(GAPS, gaps, strict=True):
                 row[title] = "" if name == "dense" else interval("+.3f", of_runs)
-            row["dense needs"] = tokens_of_dense(fmean(points[-1][1]), million, found)
-            row[f"ids read < {FEW} times"] = f"{kinds[name][0]['few']:,}"
+            row["dense needs"] = tokens_of_dense(fmean(losses), million, found)
+            row[f"ids read < {FEW} times"] = f"{next(iter(runs.values()))['few']:,}"
             rows.append(row)
         millions, *figures = zip(*points, strict=True)
         for axes, at_sizes in zip(both, figures, strict=True):
             means, errors = [fmean(x) for x in at_sizes], [off(x) for x in at_sizes]
             axes.errorbar(millions, means, errors, capsize=2, marker=".", label=name)
-    print(markdown(rows))
+    print(f"--preset {preset}:\n\n{markdown(rows)}")
     for axes, title in zip(both, ("validation loss", "minus that of dense"), strict=True):
         axes.set(xscale="log", xlabel="million tokens", ylabel=f"{title} (nats, 95 % intervals)")
     both[0].legend(fontsize=8)
-    experiment.picture("scale", figure)
+    experiment.picture(f"scale-{preset}", figure)
 
 
 def tokens_of_dense(loss: float, million: float, found: Found) -> str:
@@ -135,7 +172,7 @@ def tokens_of_dense(loss: float, million: float, found: Found) -> str:
     known = {}  # millions of tokens, by dense's loss
     for size, kinds in found.items():
         if kinds:
-            known[fmean(run["losses"][0] for run in kinds["dense"])] = size
+            known[fmean(run["losses"][0] for run in kinds["dense"].values())] = size
     losses = sorted(known)
     times = np.exp(np.interp(loss, losses, np.log([known[x] for x in losses]))) / million
     sign = "> " if loss < losses[0] else "< " if loss > losses[-1] else ""

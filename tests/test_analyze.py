@@ -1,6 +1,7 @@
 """lab/analyze.py: every question with tiny models, runs that are trained once, spikes."""
 
 import collections
+import json
 import math
 import os
 import shutil
@@ -150,7 +151,7 @@ def experiment(data, tmp_path):
 def test_runs_are_trained_once_and_go_on_where_they_were_stopped(experiment, monkeypatch):
     trained = []
 
-    def train_all(waiting, at_once):
+    def train_all(waiting, *_):
         trained.extend(waiting)
         shared.train_here(waiting)
 
@@ -166,7 +167,7 @@ def test_runs_are_trained_once_and_go_on_where_they_were_stopped(experiment, mon
     # A second stage is another run for each model that it goes on with.
     origins = [run / "ckpt.pt" for run in (first, second)]
     further = {"stage": "context", "block_size": 32, "init_from": origins}
-    monkeypatch.setattr(shared, "train_all", lambda waiting, _: trained.extend(waiting))
+    monkeypatch.setattr(shared, "train_all", lambda waiting, *_: trained.extend(waiting))
     assert experiment.train({"": further})[""] == trained[3:]
     assert len(set(trained)) == 4
 
@@ -239,6 +240,9 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experi
     log = (ended / "log.txt").read_text()
     assert experiment.train({"": diverging}, [1])[""] == [ended]  # nothing is left to train
     assert (ended / "log.txt").read_text() == log
+    done = []
+    assert experiment.train({"": {**SMALL, "seed": 2}}, [1], done.append)[""] == done
+    assert done == [experiment.folder({**SMALL, "seed": 2})]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -319,49 +323,47 @@ def test_verdicts_are_those_of_students_t():
 def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_the_one_before(
     experiment, monkeypatch, capsys
 ):
-    """Dense loses 6 - log10(tokens / 1 M), as others do after 10^0.1 times fewer tokens."""
-    with pytest.raises(UserError, match="tokens: give the folder of prepare"):
+    """Dense loses 6 - log10(tokens / 1 M), as others do after 10^0.1 times fewer tokens. One run
+    has diverged."""
+    with pytest.raises(UserError, match="tokens: give the folder of classics"):
         scale.scale(experiment)
-    monkeypatch.setattr(scale, "read_meta", lambda folder: {"train": {"tokens": 2e7}})
-    asked = []
+    monkeypatch.setattr(scale, "read_meta", lambda folder: {"train": {"tokens": 6e7}})
+    asked = {}
 
     def search(experiment, kinds, seed):
         return {name: {**kinds[name], "learning_rate": kinds[name]["max_iters"]} for name in kinds}
 
-    def train(kinds, seeds):
-        for flags in kinds.values():
-            asked.append((flags["max_iters"], flags["learning_rate"], len(seeds)))
-        return {
-            name: [(name, flags["max_iters"], seed) for seed in seeds]
-            for name, flags in kinds.items()
-        }
+    def train(kinds, then):
+        for (million, _, seed), flags in kinds.items():
+            if flags["preset"] == "prose":
+                asked[million] = flags["max_iters"], flags["learning_rate"]
+            assert seed == flags["seed"]
+        return {run: [Path(json.dumps(run))] for run in kinds}
 
-    def measure(name, function, runs, device):
+    def measure(name, function, folders, device):
         found = []
-        for kind, steps, seed in runs:
-            loss = 6 - math.log10(steps * step / 1e6) - 0.1 * (kind != "dense") + seed
+        for folder in folders:
+            million, kind, seed = json.loads(folder.name)
+            loss = 6 - math.log10(million) - 0.1 * (kind != "dense") + seed
             found.append({"losses": [loss, loss + 1, loss, loss - 1], "few": 7})
         return found
 
     monkeypatch.setattr(scale, "best_learning_rates", search)
+    monkeypatch.setattr(scale, "diverged", lambda folder: folder.name == '[15, "Embformer", 2]')
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(experiment, "measure", measure)
-    settings = train_settings(data_dir=str(experiment.data_dir))
-    step = settings.batch_size * settings.model.block_size
     scale.scale(experiment)
-    steps = {million: round(1e6 * million / step) for million in (0.5, 1.5, 5, 15)}
-    assert set(asked) == {
-        (steps[0.5], steps[0.5], 2),
-        (steps[1.5], steps[0.5], 2),
-        (steps[5], steps[5], 2),
-        (steps[15], steps[5], 1),
-    }
+    settings = train_settings(data_dir=str(experiment.data_dir), max_iters=1)
+    step = settings.batch_size * settings.model.block_size
+    steps = {million: round(1e6 * million / step) for million in scale.SIZES}
+    assert asked == {size: (steps[size], steps[scale.SIZES[size]]) for size in steps}
     *_, last = capsys.readouterr().out.split("| kind |")
     rows = {tuple(line.split(" | ")[:2]): line for line in last.splitlines() if line[:2] == "| "}
     row = rows["| Embformer", "1.5"].split(" | ")
     assert row[3:8] == [*["-0.100 ± 0.000"] * 4, f"{10**0.1:.2f} x"]
-    assert rows["| Embformer", "15"].split(" | ")[7] == "> 1.00 x"
-    assert (experiment.out_dir / "scale.png").read_bytes().startswith(PNG)
+    assert rows["| Embformer", "15"].split(" | ")[3] == "-0.100"
+    assert rows["| Embformer", "112.8"].split(" | ")[7] == "> 1.00 x"
+    assert (experiment.out_dir / "scale-prose.png").read_bytes().startswith(PNG)
 
 
 def test_losses_by_frequency_are_those_of_the_run(trained, data, encoding):
