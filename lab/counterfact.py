@@ -2,7 +2,7 @@
 harness of MEMIT, 2210.07229): one, and many in sequence with all earlier ones asked again, by the
 methods of lab/editors.py.
 
-    python lab/analyze.py counterfact    # hours on two cores; goes on where it stopped
+    python lab/analyze.py counterfact --jobs 16    # processes; goes on where it stopped
 
 A record is a country, a relation, and another country whose value becomes its own. About it are
 asked, with the right answer and a wrong one:
@@ -19,6 +19,10 @@ asked, with the right answer and a wrong one:
 A score is the share of questions whose right answer has fewer nats a token than the wrong one, and
 the share that greedy decoding answers in full. What is right follows all edits so far. About some
 countries nothing is written: their facts and texts show what else is lost.
+
+The protocol is fixed in this file, before any model of the counted seeds is edited: the settings
+that each method tries, the seed on which they are tried, what the best one is (`search`), and the
+seeds that are counted. To change a list is to begin anew, with other seeds.
 """
 
 import json
@@ -27,8 +31,10 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import NamedTuple
@@ -50,9 +56,12 @@ from text.dataset import open_tokens, read_meta
 from text.tokenizer import encode
 from training.checkpoints import load_model
 
-POINTS = (10, 100, 300, 1000)  # after so many edits in sequence all are asked
-N_ALONE = 20  # edits of a model as it was
-BATCH = 100  # edits at once, where a method can
+COUNTED = (11, 12, 13)  # seeds
+# What is measured, in this order: so many edits at once (0: each in the model as it was), and after
+# how many all are asked.
+STAGES = ((0, range(1, 21)), (1, (10, 100)), (100, (100,)), (1, (300,)), (100, (300,)))
+STAGES += ((1, (1000,)), (100, (1000,)))
+QUICK = ((0, (1,)), (1, (1,)), (2, (2,)))
 APART = 28  # countries about which nothing is written
 N_NEIGHBOR = 5
 SEARCHED, N_SEARCHED = 5, 10  # seed, and edits in sequence, that find a method's setting
@@ -69,7 +78,11 @@ class Method(NamedTuple):
     model: str
     function: Callable
     settings: list[dict]  # that are tried
-    batches: bool = False
+    batches: bool = False  # writes several facts at once
+    share: float = 0.0  # of the cores, for one trial
+
+    def threads(self, cores: int) -> int:
+        return max(1, int(self.share * cores))
 
 
 SWAPPED = [{"how": how} for how in ("copy", "pad", "subset")]
@@ -86,16 +99,17 @@ MEMIT = [{"n_layer": 3, "weight": 10, **VALUE}]
 OTHER = ({"weight": 1}, {"limit": 0.5}, {"limit": 0.7}, {"n_layer": 2})
 MEMIT += [{**MEMIT[0], **other} for other in OTHER]
 METHODS = {  # in the order in which they are measured
-    "no edits": Method("STEM", Editor.nothing, [{}]),
+    "written rows": Method("STEM", Editor.write_rows, WRITTEN, share=0.2),
+    "no edits, STEM": Method("STEM", Editor.nothing, [{}]),
+    "no edits, dense": Method("dense", Editor.nothing, [{}]),
     "swapped rows": Method("STEM", Editor.swap_rows, SWAPPED),
     "ROME, STEM": Method("STEM", Editor.rome, ROME),
     "MEMIT, STEM": Method("STEM", Editor.memit, MEMIT, batches=True),
-    "all weights": Method("STEM", Editor.fine_tune, TRAINED, batches=True),
-    "FT-L": Method("STEM", Editor.fine_tune, BOUNDED, batches=True),
-    "LoRA": Method("STEM", Editor.lora, LORA, batches=True),
-    "written rows": Method("STEM", Editor.write_rows, WRITTEN),
     "ROME, dense": Method("dense", Editor.rome, ROME),
     "MEMIT, dense": Method("dense", Editor.memit, MEMIT, batches=True),
+    "FT-L": Method("STEM", Editor.fine_tune, BOUNDED, batches=True),
+    "LoRA": Method("STEM", Editor.lora, LORA, batches=True),
+    "all weights": Method("STEM", Editor.fine_tune, TRAINED, batches=True),
 }
 
 
@@ -295,7 +309,7 @@ class Bench:
         return self.model.generate(prompt, 64, seed=0, top_k=5)[0, prompt.shape[1] :].tolist()
 
 
-@lru_cache(maxsize=2)
+@cache
 def open_bench(folder: Path, seed: int, data_dir: Path) -> Bench:
     return Bench(folder, seed, data_dir)
 
@@ -303,63 +317,88 @@ def open_bench(folder: Path, seed: int, data_dir: Path) -> Bench:
 class Trial(NamedTuple):
     """A method at a setting, in the model of a seed."""
 
-    experiment: Experiment
+    run: Path  # folder of the model
+    data_dir: Path
+    figures: Path  # folder
+    seed: int
     name: str
     setting: dict
-    seed: int
+    size: int = 1  # edits at once; 0: each in the model as it was
 
-    def path(self, how: str) -> Path:
+    @property
+    def path(self) -> Path:
         """The file of its figures, a line of JSON each."""
-        flags = {"seed": self.seed, **MODELS[METHODS[self.name].model]}
-        run = self.experiment.folder(flags).name
+        how = f"by {self.size}" if self.size else "alone"
         shown = ",".join([how, *(f"{key}={value}" for key, value in self.setting.items())])
-        path = self.experiment.out_dir / "figures/counterfact" / run / self.name / f"{shown}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        return self.figures / self.run.name / self.name / f"{shown}.jsonl"
 
-    def open(self) -> Bench:
-        model = METHODS[self.name].model
-        (folder,) = self.experiment.train({model: MODELS[model]}, [self.seed])[model]
-        return open_bench(folder, self.seed, self.experiment.data_dir)
+    def rows(self) -> dict[int, dict]:
+        """The figures so far, by the number of edits."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        rows = map(json.loads, lines)
+        return {row["edits"]: row for row in rows}
 
-    def measure(self, points: Sequence[int], size: int = 1, alone: bool = False) -> list[dict]:
-        """Write facts in sequence, so many at once, and ask all of them at some points; or each
-        into the model as it was. The weights are kept beside the figures, to go on with."""
-        path = self.path("alone" if alone else f"by {size}")
-        rows = []
-        if path.exists():
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-        waiting = set(points) - {row["edits"] for row in rows}
-        if not waiting:
-            return [row for row in rows if row["edits"] in points]
-        bench = self.open()
-        kept = path.with_suffix(".pt")
+    def measure(self, points: Sequence[int], threads: int = 1) -> None:
+        """Write facts, and ask all of them at some points. The weights are kept beside the figures,
+        to go on with."""
+        torch.set_num_threads(threads)
+        bench = open_bench(self.run, self.seed, self.data_dir)
+        rows = self.rows()
+        kept = self.path.with_suffix(".pt")
         n, weights = torch.load(kept) if kept.exists() else (0, bench.fresh)
+        if not self.size:
+            n = len(rows)
         bench.model.load_state_dict(weights)
         truth = edited(bench.table, bench.records[:n])
-        bar = tqdm(desc=f"{self.name}, {path.stem}", initial=n, total=max(waiting))
-        while n < max(waiting):
-            if alone:
+        while n < max(points):
+            if not self.size:
                 bench.model.load_state_dict(bench.fresh)
                 truth = bench.table
-            some = bench.records[n : n + size]
+            some = bench.records[n : n + max(1, self.size)]
             started = time.process_time()
-            METHODS[self.name].function(
-                bench.editor, list(map(bench.request, some)), **self.setting
-            )
+            requests = list(map(bench.request, some))
+            METHODS[self.name].function(bench.editor, requests, **self.setting)
             seconds = time.process_time() - started
             truth = edited(truth, some)
-            n += size
-            bar.update(size)
-            if n in waiting:
-                asked = bench.ask(some if alone else bench.records[:n], truth)
-                with open(path, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"edits": n, "seconds": seconds, **asked}) + "\n")
-            if n in waiting or n % 10 == 0:
+            n += len(some)
+            parent = parent_process()
+            if parent and not parent.is_alive():  # another command may go on with this file
+                return
+            if n in points and n not in rows:
+                asked = bench.ask(bench.records[:n] if self.size else some, truth)
+                rows[n] = {"edits": n, "seconds": seconds, **asked}
+                with atomic(self.path) as temporary:
+                    temporary.write_text("".join(f"{json.dumps(row)}\n" for row in rows.values()))
+            if self.size and (n in points or n % 25 == 0):
                 with atomic(kept) as temporary:
                     torch.save((n, bench.model.state_dict()), temporary)
-        bar.close()
-        return self.measure(points, size, alone)
+
+
+def measure_all(waiting: list[tuple[Trial, Sequence[int]]], cores: int) -> None:
+    """Measure trials at points, the first ones first, on so many cores. A trial that is listed
+    twice goes on once its earlier points are measured: a file has one writer."""
+    waiting = [(trial, points) for trial, points in waiting if {*points} - {*trial.rows()}]
+    bar = tqdm(desc=f"trials, on {cores} cores", total=len(waiting), unit="trial")
+    running = {}
+    with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
+        try:
+            while waiting or running:
+                for trial, points in waiting.copy():
+                    threads = METHODS[trial.name].threads(cores)
+                    free = cores - sum(used for _, used in running.values())
+                    if threads <= free and all(trial != other for other, _ in running.values()):
+                        waiting.remove((trial, points))
+                        running[pool.submit(trial.measure, points, threads)] = trial, threads
+                        bar.set_postfix_str(f"{trial.name}, {trial.path.stem}")
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    running.pop(future)
+                    future.result()
+                    bar.update()
+        except BaseException:
+            for child in active_children():
+                child.terminate()
+            raise
+    bar.close()
 
 
 def score(rows: list[dict], kind: str, which: int) -> float | None:
@@ -373,31 +412,29 @@ def harmonic(rows: list[dict], which: int, kinds: Sequence[str] = SCORES) -> flo
     return harmonic_mean([score(rows, kind, which) for kind in kinds])
 
 
-def best_setting(experiment: Experiment, name: str) -> dict:
-    """The setting under which a name's facts and its neighbors' are answered best after some edits
-    of a model that is not counted."""
-    settings = METHODS[name].settings
-    if experiment.quick or len(settings) == 1:
-        return settings[0]
-    found = []
-    for setting in settings:
-        rows = Trial(experiment, name, setting, SEARCHED).measure([N_SEARCHED])
-        found.append(harmonic(rows, 1, (*SCORES, "others")))
-    return settings[found.index(max(found))]
+def search(tried: dict[str, list[Trial]]) -> dict[str, dict]:
+    """Of the settings of each method, the one with which the names' facts, theirs and their
+    neighbors', are answered best in greedy decoding, after some edits in sequence."""
+
+    def answered(trial: Trial) -> float:
+        return harmonic([trial.rows()[N_SEARCHED]], 1, (*SCORES, "others"))
+
+    return {name: max(trials, key=answered).setting for name, trials in tried.items()}
 
 
-def measure(
-    experiment: Experiment, name: str, seed: int, points: Sequence[int], n_alone: int
-) -> dict[str, list[dict]]:
-    """The rows of a method in a seed's model, by the number of edits."""
-    trial = Trial(experiment, name, best_setting(experiment, name), seed)
-    found = {"1": trial.measure(range(1, n_alone + 1), alone=True)}
-    for row in trial.measure(points):
-        found[str(row["edits"])] = [row]
-    if METHODS[name].batches:
-        batch = 1 if experiment.quick else BATCH
-        for row in trial.measure([n for n in points if n % batch == 0], batch):
-            found[f"{row['edits']} by {batch}"] = [row]
+def by_edits(trials: dict[int, Trial], stages: Iterable) -> dict[str, list[dict]]:
+    """What is measured of a method, given by size, in a seed's model: rows by the number of
+    edits."""
+    found = {}
+    for size, points in stages:
+        if size in trials:
+            rows = trials[size].rows()
+            known = [rows[n] for n in points if n in rows]
+            if size:
+                by = f" by {size}" if size > 1 else ""
+                found.update({f"{row['edits']}{by}": [row] for row in known})
+            elif len(known) == len(points):
+                found["1"] = known
     return found
 
 
@@ -442,19 +479,13 @@ def picture(groups: dict[str, list[dict]]) -> plt.Figure:
     return figure
 
 
-def counterfact(experiment: Experiment) -> None:
-    points, n_alone = ((1,), 1) if experiment.quick else (POINTS, N_ALONE)
-    for number in experiment.numbers:  # what decides most comes first
-        for n_point, n in ((1, 0), (2, 0), (2, n_alone), (len(points), n_alone)):
-            for name in METHODS:
-                measure(experiment, name, number, points[:n_point], n)
-    groups = {
-        name: [measure(experiment, name, number, points, n_alone) for number in experiment.numbers]
-        for name in METHODS
-    }
-    everything, shared = [], []
+def report(experiment: Experiment, groups: dict[str, list[dict]]) -> None:
+    """Tables and a picture of what is measured in the models of all seeds."""
+    everything, shared, common = [], [], {}
     for name, seeds in groups.items():
-        for title in seeds[0]:
+        titles = [title for title in seeds[0] if all(title in found for found in seeds)]
+        common[name] = [{title: found[title] for title in titles} for found in seeds]
+        for title in titles:
             rows = [found[title] for found in seeds]
             everything.append({"method": name, "edits": title, **cells(rows)})
             rows = [list(map(sharing, one)) for one in rows]
@@ -463,4 +494,50 @@ def counterfact(experiment: Experiment) -> None:
     print(markdown(everything))
     if shared:
         print(f"\nNames that share tokens:\n\n{markdown(shared)}")
-    experiment.picture("counterfact", picture(groups))
+    experiment.picture("counterfact", picture(common))
+
+
+def counterfact(experiment: Experiment) -> None:
+    stages, numbers = STAGES, experiment.numbers if experiment.seeds else COUNTED
+    if experiment.quick:
+        stages, numbers = QUICK, numbers[:1]
+    folders = experiment.train(MODELS, [*numbers, SEARCHED])
+
+    def trials(name: str, setting: dict, sizes: Iterable[int] = (1,)) -> list[dict[int, Trial]]:
+        """By size, for each seed; those of the search last."""
+        found = []
+        for seed, run in zip((*numbers, SEARCHED), folders[METHODS[name].model], strict=True):
+            where = run, experiment.data_dir, experiment.out_dir / "figures/counterfact"
+            found.append({size: Trial(*where, seed, name, setting, size) for size in sizes})
+        return found
+
+    best = {name: method.settings[0] for name, method in METHODS.items()}
+    if not experiment.quick:
+        tried = {
+            name: [trials(name, setting)[-1][1] for setting in method.settings]
+            for name, method in METHODS.items()
+        }
+        every = [trial for of_method in tried.values() for trial in of_method]
+        measure_all([(trial, (N_SEARCHED,)) for trial in every], experiment.jobs)
+        best = search(tried)
+        chosen = [{"method": name, "setting": str(best[name])} for name in METHODS]
+        print(f"{markdown(chosen)}\n", flush=True)
+
+    counted = {}
+    for name, method in METHODS.items():
+        sizes = {size for size, _ in stages if size < 2 or method.batches}
+        counted[name] = trials(name, best[name], sizes)[:-1]
+    waiting = [
+        (seed[size], points)
+        for size, points in stages
+        for name in METHODS
+        for seed in counted[name]
+        if size in seed
+    ]
+    # Of several threads first: they would never find so many free cores.
+    waiting.sort(key=lambda task: -METHODS[task[0].name].threads(experiment.jobs))
+    measure_all(waiting, experiment.jobs)
+    report(
+        experiment,
+        {name: [by_edits(seed, stages) for seed in seeds] for name, seeds in counted.items()},
+    )

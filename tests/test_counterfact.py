@@ -7,7 +7,18 @@ import torch
 
 from corpora import countries
 from lab import counterfact
-from lab.counterfact import Bench, Record, Trial, edited, ngram_entropy, questions, score
+from lab.counterfact import (
+    Bench,
+    Record,
+    Trial,
+    by_edits,
+    edited,
+    measure_all,
+    ngram_entropy,
+    questions,
+    score,
+    search,
+)
 from lab.editors import Editor, Request, memit_update, rome_update, trace, watch
 from model import Decoder, ModelConfig
 from text import bpe
@@ -165,6 +176,7 @@ def bench(tmp_path_factory) -> Bench:
     write_dataset(folder / "data", documents, encoding, "text", corpus="countries", seed=0)
     save_checkpoint(folder / "ckpt.pt", made("stem", encoding.n_vocab, 192), encoding)
     bench = Bench(folder, 1, folder / "data")
+    bench.folder = folder
     # Here nearly all names share bytes.
     bench.namesakes = {name: sorted(found)[:2] for name, found in bench.namesakes.items()}
     return bench
@@ -224,28 +236,47 @@ def test_records_and_neighbors_are_of_the_table(bench):
     assert hops.right == " the Japanese yen."
 
 
+def without_time(rows: dict[int, dict]) -> dict[int, dict]:
+    return {n: {**row, "seconds": 0} for n, row in rows.items()}
+
+
 def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
-    class Here(Trial):
-        def path(self, how):
-            return tmp_path / f"{self.seed} {how}.jsonl"
+    monkeypatch.setattr(counterfact, "open_bench", lambda *_: bench)
 
-        def open(self):
-            return bench
+    def trial(folder: str, size: int) -> Trial:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        where = tmp_path / "run", tmp_path, tmp_path / folder
+        return Trial(*where, 1, "swapped rows", {"how": "copy"}, size)
 
-    def without_time(rows):
-        return [{**row, "seconds": 0} for row in rows]
+    for size, points in ((1, (2, 3)), (0, (1, 2)), (2, (2, 4))):
+        once, twice = trial("once", size), trial("twice", size)
+        once.measure(points)
+        twice.measure(points[:1])
+        assert [*twice.rows()] == [points[0]]
+        twice.measure(points)
+        assert without_time(twice.rows()) == without_time(once.rows())
+        assert [len(row["records"]) for row in once.rows().values()] == (
+            [1, 1] if size == 0 else list(points)
+        )
+        assert once.rows()[points[1]]["KL"] > 0
+    trials = {size: trial("once", size) for size in (0, 1, 2)}
+    found = by_edits(trials, [(0, (1, 2)), (1, (2, 3)), (2, (2,)), (1, (1000,))])
+    assert [*found] == ["1", "2", "3", "2 by 2"] and len(found["1"]) == 2
 
-    once, twice = (Here(None, "swapped rows", {"how": "copy"}, seed) for seed in (1, 2))
-    expected = without_time(once.measure([2, 3]))
-    twice.measure([2])
-    assert without_time(twice.measure([2, 3])) == expected
-    assert expected[1]["KL"] > 0 and expected[1]["edits"] == 3
-    one_by_one = once.measure([1, 2], alone=True)
-    twice.measure([1], alone=True)
-    assert without_time(twice.measure([1, 2], alone=True)) == without_time(one_by_one)
-    assert [len(row["records"]) for row in one_by_one] == [1, 1]
-    monkeypatch.setattr(Here, "open", None)  # all is known
-    assert without_time(twice.measure([2, 3])) == expected
+
+def test_processes_measure_what_one_would(bench, tmp_path):
+    """And a trial that is listed twice, which goes on, is never in two of them."""
+
+    def trials(figures: str) -> list[Trial]:
+        where = bench.folder, bench.folder / "data", tmp_path / figures, 1
+        return [Trial(*where, "swapped rows", {"how": how}) for how in ("copy", "pad")]
+
+    apart, here = trials("apart"), trials("here")
+    measure_all([(trial, points) for points in ((1,), (2,)) for trial in apart], 2)
+    for one, other in zip(here, apart, strict=True):
+        one.measure((1, 2))
+        assert without_time(one.rows()) == without_time(other.rows())
+    assert apart[0].rows() != apart[1].rows()
 
 
 def test_entropy_is_that_of_bigrams_and_trigrams():
@@ -255,13 +286,12 @@ def test_entropy_is_that_of_bigrams_and_trigrams():
     assert ngram_entropy(list(range(9))) == pytest.approx(expected)
 
 
-def test_the_best_setting_answers_most(monkeypatch):
+def test_the_best_setting_answers_most():
     class Fixed(Trial):
-        def measure(self, points):
+        def rows(self):
             right = {60: 0.5, 20: 0.9, 200: 0.7}[self.setting["keep"]]
             kinds = (*counterfact.SCORES, "others")
-            return [{"records": [{kind: [0, right, 0] for kind in kinds}]}]
+            return {10: {"records": [{kind: [0, right, 0] for kind in kinds}]}}
 
-    monkeypatch.setattr(counterfact, "Trial", Fixed)
-    experiment = type("Experiment", (), {"quick": False})
-    assert counterfact.best_setting(experiment, "written rows") == {"keep": 20}
+    trials = [Fixed(*[None] * 4, "written rows", {"keep": keep}) for keep in (60, 20, 200)]
+    assert search({"written rows": trials}) == {"written rows": {"keep": 20}}
