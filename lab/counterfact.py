@@ -27,6 +27,7 @@ seeds that are counted. To change a list is to begin anew, with other seeds.
 
 import json
 import math
+import os
 import random
 import time
 from collections import Counter, defaultdict
@@ -37,6 +38,7 @@ from functools import cache
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from statistics import fmean, harmonic_mean
+from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -361,9 +363,6 @@ class Trial(NamedTuple):
             seconds = time.process_time() - started
             truth = edited(truth, some)
             n += len(some)
-            parent = parent_process()
-            if parent and not parent.is_alive():  # another command may go on with this file
-                return
             if n in points and n not in rows:
                 asked = bench.ask(bench.records[:n] if self.size else some, truth)
                 rows[n] = {"edits": n, "seconds": seconds, **asked}
@@ -374,13 +373,24 @@ class Trial(NamedTuple):
                     torch.save((n, bench.model.state_dict()), temporary)
 
 
+def end_with_parent() -> None:
+    """End this process when the one that started it ends, in whatever way: the next command goes on
+    with its files."""
+
+    def watch_parent() -> None:
+        parent_process().join()
+        os._exit(1)
+
+    Thread(target=watch_parent, daemon=True).start()
+
+
 def measure_all(waiting: list[tuple[Trial, Sequence[int]]], cores: int) -> None:
     """Measure trials at points, the first ones first, on so many cores. A trial that is listed
     twice goes on once its earlier points are measured: a file has one writer."""
     waiting = [(trial, points) for trial, points in waiting if {*points} - {*trial.rows()}]
     bar = tqdm(desc=f"trials, on {cores} cores", total=len(waiting), unit="trial")
     running = {}
-    with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(cores, get_context("spawn"), end_with_parent) as pool:
         try:
             while waiting or running:
                 for trial, points in waiting.copy():
