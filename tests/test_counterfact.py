@@ -1,5 +1,7 @@
 """lab/editors.py and lab/counterfact.py: what ROME and MEMIT promise, and scores counted again."""
 
+import json
+import time
 from collections import Counter
 
 import pytest
@@ -176,7 +178,6 @@ def bench(tmp_path_factory) -> Bench:
     write_dataset(folder / "data", documents, encoding, "text", corpus="countries", seed=0)
     save_checkpoint(folder / "ckpt.pt", made("stem", encoding.n_vocab, 192), encoding)
     bench = Bench(folder, 1, folder / "data")
-    bench.folder = folder
     # Here nearly all names share bytes.
     bench.namesakes = {name: sorted(found)[:2] for name, found in bench.namesakes.items()}
     return bench
@@ -264,19 +265,27 @@ def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
     assert [*found] == ["1", "2", "3", "2 by 2"] and len(found["1"]) == 2
 
 
-def test_processes_measure_what_one_would(bench, tmp_path):
-    """And a trial that is listed twice, which goes on, is never in two of them."""
+class Exclusive(Trial):
+    def measure(self, points, threads=1):
+        busy = self.path.with_suffix(".busy")
+        busy.parent.mkdir(parents=True, exist_ok=True)
+        busy.touch(exist_ok=False)  # an error if another process measures this trial
+        time.sleep(0.2)
+        with open(self.path, "a") as file:
+            file.writelines(
+                json.dumps({"edits": n, "before": [*self.rows()]}) + "\n" for n in points
+            )
+        busy.unlink()
 
-    def trials(figures: str) -> list[Trial]:
-        where = bench.folder, bench.folder / "data", tmp_path / figures, 1
-        return [Trial(*where, "swapped rows", {"how": how}) for how in ("copy", "pad")]
 
-    apart, here = trials("apart"), trials("here")
-    measure_all([(trial, points) for points in ((1,), (2,)) for trial in apart], 2)
-    for one, other in zip(here, apart, strict=True):
-        one.measure((1, 2))
-        assert without_time(one.rows()) == without_time(other.rows())
-    assert apart[0].rows() != apart[1].rows()
+def test_a_trial_is_in_one_process_at_a_time(tmp_path):
+    where = tmp_path / "run", tmp_path, tmp_path, 1
+    trials = [Exclusive(*where, "swapped rows", {"how": how}) for how in ("copy", "pad")]
+    listed = [(trial, points) for trial in trials for points in ((10,), (100,), (300,))]
+    measure_all(listed, 2)
+    for trial in trials:
+        found = trial.rows()
+        assert [found[n]["before"] for n in found] == [[], [10], [10, 100]]
 
 
 def test_entropy_is_that_of_bigrams_and_trigrams():
