@@ -33,7 +33,7 @@ def decoder(ffn: str, device: str, tables: Callable = ResidentTables) -> Decoder
     torch.manual_seed(0)
     kind = decoder_class(ffn)
     config = kind.config_class(60, 32, 3, 4, 64, n_kv_head=2, ffn=ffn, table_std=0.5)
-    return kind(config, tables=tables).to(device)
+    return kind(config, tables).to(device)
 
 
 def offloaded(n_table: int, n_row: int, width: int) -> OffloadedTables:
