@@ -39,7 +39,17 @@ VARIANTS = {
         "engram, half, in the FFN": {**ENGRAM, "engram_place": "ffn"},
     },
 }
-HOLLOW = ("dense", "engram, one row", "engram, random rows")  # controls, in the picture
+# In the picture, and on which side of its name a point stands.
+NAMED = {
+    "dense": "left",
+    "STEM, third": "left",
+    "STEM, all": "left",
+    "Embformer": "left",
+    "memory": "right",
+    "ple": "left",
+    "engram": "left",
+    "stem_ngrams": "left",
+}
 CONTROLS = pick("dense", "STEM, third", "STEM, all")  # of one's own kinds
 
 
@@ -199,23 +209,20 @@ def verdicts(
 
 
 def draw(experiment: Experiment, steps: dict[str, Step]) -> None:
-    """Losses over what a token reads of tables, those that read as much side by side around their
-    place; controls are hollow, the legend is in the order of losses."""
-    figure, axes = plt.subplots(figsize=(10, 6))
-    colors = plt.get_cmap("turbo")
-    names = sorted(steps, key=lambda name: statistics.fmean(steps[name].losses))
-    beside: dict[int, list[str]] = {}  # kinds by what they read
-    for name in names:
-        beside.setdefault(steps[name].sizes["rows"], []).append(name)
-    for number, name in enumerate(names):
-        losses, size = steps[name].losses, steps[name].sizes["rows"]
-        same = beside[size]
-        x = BYTES * size / 1024 + 0.09 * (same.index(name) - (len(same) - 1) / 2)
-        color = colors(number / len(names))
-        fill = "none" if name.startswith(HOLLOW) else color
-        options = {"fmt": "os^Dv"[number % 5], "color": color, "markerfacecolor": fill}
-        axes.errorbar(x, statistics.fmean(losses), off(losses), capsize=2, label=name, **options)
-    axes.set_xlabel("KiB of rows that a token reads (equal ones side by side)")
+    """Losses over what a token reads of tables. Of many kinds, most are gray and without a name."""
+    figure, axes = plt.subplots(figsize=(9, 5))
+    for name in sorted(steps, key=lambda name: name in NAMED):  # these above the others
+        named = name in NAMED or len(steps) <= len(NAMED)
+        losses, x = steps[name].losses, BYTES * steps[name].sizes["rows"] / 1024
+        y, side = statistics.fmean(losses), NAMED.get(name, "left")
+        bars = axes.errorbar(x, y, off(losses), fmt="o", capsize=2, color=None if named else "0.8")
+        if named:
+            place = {"xytext": (6 if side == "left" else -6, 0), "textcoords": "offset points"}
+            color = bars.lines[0].get_color()
+            axes.annotate(name, (x, y), ha=side, va="center", color=color, **place)
+    axes.set_xscale("symlog", linthresh=0.25, base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.margins(x=0.14)  # for names
+    axes.set_xlabel("KiB of rows that a token reads")
     axes.set_ylabel("validation loss (nats per token), 95 % intervals")
-    figure.legend(loc="outside right upper", fontsize=8)
     experiment.picture("ladder", figure)
