@@ -87,7 +87,7 @@ class ModelConfig:
             self.d_ff = math.ceil(8 * self.n_embd / (3 * 64)) * 64
         if self.tie_head is None:
             self.tie_head = self.embedding_only
-        if self.init_std is None:  # docs/claims.md measures both
+        if self.init_std is None:  # docs/results.md measures both
             root = float(f"{self.n_embd**-0.5:.2g}")  # two digits, to be typed: 0.088 for 128
             self.init_std = 0.02 if self.embedding_only else root
         if self.rope_scaling is not None:
@@ -501,7 +501,7 @@ class Decoder(nn.Module):
             all others, the embedding included                 Normal(0, init_std)
 
         The third is GPT-2's (Radford et al., 2019, section 2.3). Rows start small because facts
-        settle in small rows (docs/claims.md)."""
+        settle in small rows (docs/results.md)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or name.startswith("tables."):
                 continue

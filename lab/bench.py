@@ -353,7 +353,7 @@ GPU_PARTS = [
 
 
 def bench_gpu(given: dict) -> None:
-    """The parts of docs/offloading.md and docs/claims.md; `given` are flags that override theirs.
+    """The parts of docs/offloading.md and docs/results.md; `given` are flags that override theirs.
     UserError: there is no GPU."""
     if not Bench(**given).cuda and not given.get("quick"):
         raise UserError("gpu: there is no CUDA device (with --quick, small models try it anyway)")

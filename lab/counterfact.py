@@ -69,7 +69,7 @@ N_NEIGHBOR = 5
 SEARCHED, N_SEARCHED = 5, 10  # seed, and edits in sequence, that find a method's setting
 SCORES = ("edited", "paraphrases", "neighbors")  # ES, PS, NS, and S, their harmonic mean
 MORE = ("others", "namesakes", "implied", "reversed", "two hops")
-# A dense model of 1,000 steps knows three quarters of the capitals (docs/claims.md).
+# A dense model of 1,000 steps knows three quarters of the capitals (docs/results.md).
 MODELS = {
     "STEM": KINDS["STEM, all"],
     "dense": {"ffn": "dense", "learning_rate": 0.0015, "max_iters": 2000},
