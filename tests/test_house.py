@@ -68,6 +68,19 @@ def test_every_command_has_help():
     assert "dropout probability (0.0)" in command("train.py -h").stdout
 
 
+def test_links_of_the_pages_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "relatives/README.md"]:
+        links = re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8"))
+        assert links
+        for name, anchor in links:
+            target = page.parent / name if name else page
+            assert target.exists(), f"{page}: {name}"
+            if anchor:
+                heads = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE)
+                anchors = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+                assert anchor in anchors, f"{page}: {name}#{anchor}"
+
+
 def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = re.search(r"```python\n(# relatives/(\w+)\.py\n.*?)```", text, re.DOTALL)
