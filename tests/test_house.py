@@ -71,7 +71,6 @@ def test_every_command_has_help():
 def test_links_of_the_pages_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "relatives/README.md"]:
         links = re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8"))
-        assert links
         for name, anchor in links:
             target = page.parent / name if name else page
             assert target.exists(), f"{page}: {name}"
