@@ -245,33 +245,37 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experi
     assert done == [experiment.folder({**SMALL, "seed": 2})]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_path, number):
-    args = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", 2, "--device", "cpu"]
-    process = start_process(
-        ROOT / "lab/analyze.py", "stability", *args, cwd=tmp_path, start_new_session=True
-    )
+def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_path):
+    folders = {number: tmp_path / number.name for number in (signal.SIGINT, signal.SIGTERM)}
+    processes = {}
+    for number, out in folders.items():  # side by side: Python takes seconds to start
+        args = ["--out_dir", out, "--data_dir", data, "--jobs", 2, "--device", "cpu"]
+        processes[number] = start_process(
+            ROOT / "lab/analyze.py", "stability", *args, cwd=tmp_path, start_new_session=True
+        )
 
-    def steps() -> list[bool]:
-        return ['"type": "step"' in p.read_text() for p in tmp_path.glob("runs/*/metrics.jsonl")]
+    def steps(out: Path) -> list[bool]:
+        return ['"type": "step"' in p.read_text() for p in out.glob("runs/*/metrics.jsonl")]
 
-    while steps() != [True, True]:
-        assert process.poll() is None
-        time.sleep(0.05)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
-    else:
-        process.terminate()  # alone, as a scheduler does
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == (130 if number == signal.SIGINT else 143)
-    assert ("the same command goes on" in said) == (number == signal.SIGINT)
-    logs = list(tmp_path.glob("runs/*/log.txt"))
-    assert len(logs) == 2
-    for log in logs:
-        assert "continue with" in log.read_text()
-        assert log.with_name("ckpt.pt").exists()
-        with locked(log.parent):  # its process has ended
-            pass
+    for number, out in folders.items():
+        process = processes[number]
+        while steps(out) != [True, True]:
+            assert process.poll() is None
+            time.sleep(0.05)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.terminate()  # alone, as a scheduler does
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == (130 if number == signal.SIGINT else 143)
+        assert ("the same command goes on" in said) == (number == signal.SIGINT)
+        logs = list(out.glob("runs/*/log.txt"))
+        assert len(logs) == 2
+        for log in logs:
+            assert "continue with" in log.read_text()
+            assert log.with_name("ckpt.pt").exists()
+            with locked(log.parent):  # its process has ended
+                pass
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge
