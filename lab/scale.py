@@ -2,6 +2,8 @@
 the learning rate that one more seed has found after 0.5 or 5 million. The table and the picture of
 what is there are made anew after each stage."""
 
+import math
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -30,19 +32,21 @@ SIZES = {0.5: 0.5, 1.5: 0.5, 5: 5, 15: 5, 56.4: 5, 112.8: 5}
 # this order. 0 seeds: rates are compared there, to see whether they have moved. What decides most
 # comes first.
 STAGES = [
-    ("prose", [(FIRST, {56.4: 1, 5: 3, 1.5: 3, 0.5: 3, 15: 3})]),
-    ("prose", [(EQUAL, {15: 1, 5: 3}), (OTHERS, {5: 3, 1.5: 3, 0.5: 3})]),
-    ("prose", [(EQUAL, {56.4: 1}), (FIRST, {56.4: 3})]),
-    ("prose", [(("dense", "STEM, all"), {15: 0})]),
-    ("minimind-26m", [(FIRST, {56.4: 1, 5: 1})]),
-    ("prose", [(FIRST, {112.8: 1})]),
+    ("prose", FIRST, {56.4: 1, 5: 3, 1.5: 3, 0.5: 3, 15: 3}),
+    ("prose", EQUAL, {15: 1, 5: 3}),
+    ("prose", OTHERS, {5: 3, 1.5: 3, 0.5: 3}),
+    ("prose", EQUAL, {56.4: 1}),
+    ("prose", FIRST, {56.4: 3}),
+    ("prose", ("dense", "STEM, all"), {15: 0}),
+    ("minimind-26m", FIRST, {56.4: 1, 5: 1}),
+    ("prose", FIRST, {112.8: 1}),
 ]
-QUICK = [("prose", [(("dense", "count"), {0.5: 1, 1.5: 1})])]
+QUICK = [("prose", ("dense", "count"), {0.5: 1, 1.5: 1})]
 GAPS = ("minus dense", "rare", "middle", "frequent")
 FEW = 10  # reads of a row
 BATCH = 8  # windows that are read at once
-# Figures of runs, by millions of tokens, kind and seed.
-Found = dict[float, dict[str, dict[int, dict]]]
+# Figures of runs by kind and millions of tokens, then by seed.
+Found = dict[tuple[str, float], dict[int, dict]]
 
 
 def scale(experiment: Experiment) -> None:
@@ -53,31 +57,24 @@ def scale(experiment: Experiment) -> None:
     kinds = {**KINDS, **dense_of_equal_costs(experiment)}
     kinds[DRAWN] = {**KINDS["STEM, all"], "table_rate": 0.0}
     found: dict[str, Found] = {}  # by preset
-
-    def measure(folder: Path) -> list[dict]:
-        if diverged(folder):
-            return []
-        return experiment.measure("scale", measure_run, [folder], experiment.on)
-
-    for preset, groups in QUICK if experiment.quick else STAGES:
-        asked = []
-        for names, sizes in groups:
-            asked += [(million, name, n) for million, n in sizes.items() for name in names]
+    for preset, names, sizes in QUICK if experiment.quick else STAGES:
         searched = {}
-        for million, name, n_seed in asked:
-            size = SIZES[million] if n_seed else million
+        for million, name in product(sizes, names):
+            size = SIZES[million] if sizes[million] else million
             flags = {**kinds[name], "preset": preset}
             searched[f"{name}, {size} M"] = with_size(experiment, flags, size)
         best = best_learning_rates(experiment, searched, SEARCHED)
         wanted = {}
-        for million, name, n_seed in asked:
-            for seed in experiment.numbers[:n_seed]:
+        for million, name in product(sizes, names):
+            for seed in experiment.numbers[: sizes[million]]:
                 flags = with_size(experiment, best[f"{name}, {SIZES[million]} M"], million)
-                wanted[million, name, seed] = {**flags, "seed": seed}
-        of_preset = found.setdefault(preset, {size: {} for size in SIZES})
-        for (million, name, seed), folders in experiment.train(wanted, then=measure).items():
-            for figures in measure(folders[0]):
-                of_preset[million].setdefault(name, {})[seed] = figures
+                wanted[name, million, seed] = {**flags, "seed": seed}
+        trained = experiment.train(wanted).items()
+        folders = {run: folder for run, (folder,) in trained if not diverged(folder)}
+        measured = experiment.measure("scale", measure_run, folders.values(), experiment.on)
+        of_preset = found.setdefault(preset, {})
+        for (name, million, seed), figures in zip(folders, measured, strict=True):
+            of_preset.setdefault((name, million), {})[seed] = figures
         report(experiment, preset, of_preset)
 
 
@@ -115,65 +112,62 @@ def measure_run(folder: Path, device: torch.device) -> dict:
 
 @torch.inference_mode()
 def token_losses(model: Decoder, data: Data, n_token: int) -> tuple[Tensor, Tensor]:
-    """The losses [N] in nats of predictions in held-out text, and the ids [N] they are made at."""
-    losses, read = [], []
+    """The losses [N, T] in nats of predictions in held-out text, and the ids they are made at."""
     (source,) = data.val.values()
-    numbers = source.spread(n_token)
-    for first in range(0, len(numbers), BATCH):
-        ids, targets = source.sequences(numbers[first : first + BATCH])  # [B, T]
-        logits = model(ids)[0].flatten(0, 1).float()  # [B * T, V]
-        targets = targets.flatten().to(logits.device)
-        losses.append(F.cross_entropy(logits, targets, reduction="none").cpu())
-        read.append(ids.flatten())
-    return torch.cat(losses), torch.cat(read)
+    ids, targets = source.sequences(source.spread(n_token))  # [N, T]
+    losses = []
+    for part, target in zip(ids.split(BATCH), targets.to(model.device).split(BATCH), strict=True):
+        logits = model(part)[0].float()  # [B, T, V]
+        losses.append(F.cross_entropy(logits.mT, target, reduction="none").cpu())
+    return torch.cat(losses), ids
 
 
 def report(experiment: Experiment, preset: str, found: Found) -> None:
     """Print a table of what is there, and draw it."""
     rows = []
-    figure, both = plt.subplots(1, 2, figsize=(10, 4.5))
-    for name in {name: None for kinds in found.values() for name in kinds}:
-        points = []  # millions of tokens, losses, gaps to dense
-        for million, kinds in found.items():
-            if name not in kinds:
-                continue
-            runs, dense = kinds[name], kinds["dense"]
-            losses = [run["losses"][0] for run in runs.values()]
-            pairs = [
-                (runs[seed]["losses"], dense[seed]["losses"]) for seed in runs if seed in dense
-            ]
-            gaps = np.array([np.subtract(*pair) for pair in pairs]).T  # [4, seeds]
-            points.append((million, losses, gaps[0]))
-            row = {
-                "kind": name,
-                "M tokens": str(million),
-                "val loss": interval(".3f", losses),
-                "of other books": interval(".3f", [run.get("books") for run in runs.values()]),
-            }
-            for title, of_runs in zip(GAPS, gaps, strict=True):
-                row[title] = "" if name == "dense" else interval("+.3f", of_runs)
-            row["dense needs"] = tokens_of_dense(fmean(losses), million, found)
-            row[f"ids read < {FEW} times"] = f"{next(iter(runs.values()))['few']:,}"
-            rows.append(row)
-        millions, *figures = zip(*points, strict=True)
-        for axes, at_sizes in zip(both, figures, strict=True):
-            means, errors = [fmean(x) for x in at_sizes], [off(x) for x in at_sizes]
-            axes.errorbar(millions, means, errors, capsize=2, marker=".", label=name)
+    lines = {}  # by kind and millions of tokens: losses and gaps to dense of the seeds
+    for name, million in sorted(found, key=lambda run: run[1]):
+        runs, dense = found[name, million], found.get(("dense", million), {})
+        losses = losses_of(runs)
+        pairs = [(runs[seed]["losses"], dense[seed]["losses"]) for seed in runs if seed in dense]
+        gaps = np.array([np.subtract(*pair) for pair in pairs]).reshape(-1, len(GAPS)).T
+        row = {
+            "M tokens": str(million),
+            "kind": name,
+            "seeds": str(len(runs)),
+            "val loss": interval(".3f", losses),
+            "of other books": interval(".3f", [run.get("books") for run in runs.values()]),
+        }
+        for title, of_seeds in zip(GAPS, gaps, strict=True):
+            row[title] = "" if name == "dense" else interval("+.3f", of_seeds)
+        row["dense needs"] = tokens_of_dense(fmean(losses), million, found)
+        row[f"ids read < {FEW} times"] = f"{next(iter(runs.values()))['few']:,}"
+        rows.append(row)
+        lines.setdefault(name, {})[million] = losses, gaps[0] if pairs else [math.nan]
     print(f"--preset {preset}:\n\n{markdown(rows)}")
-    for axes, title in zip(both, ("validation loss", "minus that of dense"), strict=True):
+    figure, both = plt.subplots(1, 2, figsize=(10, 4.5))
+    for number, title in enumerate(("validation loss", "minus that of dense")):
+        axes = both[number]
+        for name, points in lines.items():
+            figures = [point[number] for point in points.values()]
+            means, errors = [fmean(x) for x in figures], [off(x) for x in figures]
+            axes.errorbar(list(points), means, errors, capsize=2, marker=".", label=name)
         axes.set(xscale="log", xlabel="million tokens", ylabel=f"{title} (nats, 95 % intervals)")
     both[0].legend(fontsize=8)
     experiment.picture(f"scale-{preset}", figure)
 
 
+def losses_of(runs: dict[int, dict]) -> list[float]:
+    return [run["losses"][0] for run in runs.values()]
+
+
 def tokens_of_dense(loss: float, million: float, found: Found) -> str:
     """How many times as many tokens dense takes to this loss, between sizes by a straight line over
     the logarithm of tokens."""
-    known = {}  # millions of tokens, by dense's loss
-    for size, kinds in found.items():
-        if kinds:
-            known[fmean(run["losses"][0] for run in kinds["dense"].values())] = size
-    losses = sorted(known)
-    times = np.exp(np.interp(loss, losses, np.log([known[x] for x in losses]))) / million
+    sizes = {fmean(losses_of(found[run])): run[1] for run in found if run[0] == "dense"}
+    if not sizes:
+        return ""
+    losses = sorted(sizes)
+    times = np.exp(np.interp(loss, losses, np.log([sizes[x] for x in losses]))) / million
     sign = "> " if loss < losses[0] else "< " if loss > losses[-1] else ""
     return f"{sign}{times:.2f} x"
