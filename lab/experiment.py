@@ -156,16 +156,10 @@ class Experiment:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def train(
-        self,
-        kinds: Kinds,
-        seeds: list[int] | None = None,
-        then: Callable[[Path], object] = lambda folder: None,
-    ) -> dict[Hashable, list[Path]]:
+    def train(self, kinds: Kinds, seeds: list[int] | None = None) -> dict[Hashable, list[Path]]:
         """The folders of each kind's runs, one for each seed or for its own `seed`; `init_from` is
         a list with a checkpoint for each of them. What is not trained yet is trained, `jobs` runs
-        at a time, in the order of `kinds`; a run whose loss diverged is done, too. `then` is
-        called with the folder of each run that ends, while others train."""
+        at a time, in the order of `kinds`; a run whose loss diverged is done, too."""
         folders = {}
         waiting = {}
         for name, flags in kinds.items():
@@ -186,7 +180,7 @@ class Experiment:
         if waiting and self.quick:
             train_here(waiting)
         elif waiting:
-            train_all(waiting, self.jobs, then)
+            train_all(waiting, self.jobs)
         return folders
 
     def train_and_read(self, kinds: Kinds) -> dict[Hashable, list[Run]]:
@@ -247,10 +241,9 @@ def train_apart(folder: Path, flags: Flags, threads: int) -> None:
         raise UserError(f"{folder}: exit code {code}, see its log.txt")
 
 
-def train_all(waiting: dict[Path, Flags], at_once: int, then: Callable[[Path], object]) -> None:
-    """Run train.py with flags by output folder, so many at a time, and call `then` with each folder
-    whose run has ended. After an error no more begin; nor after Ctrl-C, which reaches every process
-    of a terminal: those that run save and end."""
+def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
+    """Run train.py with flags by output folder, so many at a time. After an error no more begin;
+    nor after Ctrl-C, which reaches every process of a terminal: those that run save and end."""
     threads = max(1, torch.get_num_threads() // at_once)
     bar = tqdm(desc=f"training, {at_once} at a time", total=len(waiting), unit="run")
 
@@ -259,12 +252,11 @@ def train_all(waiting: dict[Path, Flags], at_once: int, then: Callable[[Path], o
         train_apart(folder, flags, threads)
 
     pool = ThreadPoolExecutor(at_once)
-    runs = {pool.submit(train_shown, *run): run[0] for run in waiting.items()}
+    runs = [pool.submit(train_shown, *run) for run in waiting.items()]
     try:
         for run in as_completed(runs):
             run.result()
             bar.update()
-            then(runs[run])
     except KeyboardInterrupt:
         print("stopping: runs save, and the same command goes on with them", file=sys.stderr)
         raise
