@@ -36,7 +36,6 @@ from common import (
     check_ranges,
     command_line,
     flag,
-    locked,
     parse,
     parse_json,
     pick_device,
@@ -52,13 +51,15 @@ import torch
 from torch import Tensor
 
 from model import Decoder, ModelConfig
+from tables import storage
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
 from training.checkpoints import NOT_A_CHECKPOINT, load_model, save_checkpoint
 from training.dense_to_stem import dense_to_stem
-from training.folders import clear
+from training.folders import live_tables, run_folder
+from training.placement import make_tables
 from training.report import model_sizes
-from training.settings import device_flag
+from training.settings import device_flag, offload_flag
 
 
 @dataclass
@@ -80,15 +81,20 @@ class Settings:
     batch_size: int = flag(
         8, "windows in a forward pass; fewer take less memory", must="at least 1"
     )
+    offload: str = offload_flag()
+    table_dtype: str = flag(
+        "float32", "dtype of table rows; bfloat16 halves their size", choices=storage.DTYPES
+    )
     device: str = device_flag()
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if (self.out is None) == (self.export is None) or (self.export and self.ffn):
             raise UserError("give --out FILE, or --export FOLDER without --ffn")
-        for name in ("stem_layers", "data_dir", "tokens", "block_size", "batch_size", "device"):
-            if self.ffn is None and getattr(self, name) != getattr(Settings, name):
-                raise UserError(f"--{name} {getattr(self, name)} needs --ffn stem")
+        for name, value in vars(self).items():
+            of_all = name in ("source", "out", "export", "ffn")
+            if self.ffn is None and not of_all and value != getattr(Settings, name):
+                raise UserError(f"--{name} {value} needs --ffn stem")
 
 
 # --- 1. a folder of Hugging Face ---
@@ -387,7 +393,7 @@ def main() -> None:
     settings = parse(Settings, __doc__)
     path = settings.export or settings.out
     # Before minutes of work, so that no run begins there meanwhile.
-    with locked(Path(os.path.realpath(path)).parent):
+    with run_folder(path.parent, (path.name,)):
         if os.path.lexists(path):
             raise UserError(f"{path} exists: choose another name")
         if settings.export:
@@ -395,11 +401,18 @@ def main() -> None:
             write_llama(path, model, encoding)
             print(f"wrote {path}: AutoModelForCausalLM.from_pretrained reads it")
             return
-        clear(path)
         if settings.ffn is None:
             model, encoding = read_folder(settings.source)
             args = {"preset": PRESETS[model.config.ffn]}
         else:
+            device = pick_device(settings.device)
+            tables = make_tables(
+                settings.offload,
+                device,
+                storage.DTYPES[settings.table_dtype],
+                live=live_tables(path.parent),
+                fresh=not settings.tokens,
+            )
             model, encoding, args = dense_to_stem(
                 settings.source,
                 settings.stem_layers,
@@ -407,7 +420,8 @@ def main() -> None:
                 settings.tokens,
                 block_size=settings.block_size,
                 batch_size=settings.batch_size,
-                device=pick_device(settings.device),
+                device=device,
+                tables=tables,
             )
         save_checkpoint(path, model, encoding, args=args)
     config = model.config

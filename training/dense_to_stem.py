@@ -15,7 +15,7 @@ layer above it: between two layers, the residual stream of all tokens is in a fi
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,7 +144,8 @@ def fill_tables(model: Decoder, up: dict[int, nn.Parameter], ids: Tensor, size: 
         table.copy_(fit.rows())
         for part, kept in stream.batches:
             z = block.ffn_norm(kept.to(model.device))
-            kept += block.ffn(z, table[part.to(model.device)]).to("cpu")
+            rows = table[part.to(table.device)].to(model.device)
+            kept += block.ffn(z, rows).to("cpu")
 
 
 @torch.no_grad()
@@ -157,6 +158,7 @@ def dense_to_stem(
     block_size: int | None = None,
     batch_size: int = 8,
     device: torch.device,
+    tables: Callable | None = None,
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint with tables in some layers, its tokenizer, and the settings of its
     training run.
@@ -165,6 +167,7 @@ def dense_to_stem(
         n_token: of the training text of `data_dir`, to fill rows from; 0: rows stay random.
         block_size: length of the windows of text; None: the model's.
         batch_size: windows in a forward pass.
+        tables: makes the tables (training/placement.make_tables); None: in the device's memory.
 
     Raises:
         UserError: the model is not dense, or as `read_text`.
@@ -174,7 +177,7 @@ def dense_to_stem(
     ffn = dense.config.ffn
     if ffn != "dense":
         raise UserError(f"{path} is of --ffn {ffn}: only dense can be converted")
-    model = Decoder(replace(dense.config, ffn="stem", stem_layers=stem_layers))
+    model = Decoder(replace(dense.config, ffn="stem", stem_layers=stem_layers), tables)
     weights = {**model.state_dict(), **dense.state_dict()}  # the rows are new, all else is not
     up = {}  # the up-projections that the rows replace, by layer
     for layer, block in enumerate(model.blocks):

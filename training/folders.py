@@ -86,14 +86,14 @@ def live_tables(out_dir: Path) -> Path:
 
 
 @contextlib.contextmanager
-def run_folder(out_dir: Path) -> Iterator[None]:
-    """Rank 0 locks the folder of a run, and those where links in it lead, and clears it of
-    unfinished files, before and after; the others wait for it."""
+def run_folder(out_dir: Path, names: tuple[str, ...] = ("ckpt.pt", "best.pt")) -> Iterator[None]:
+    """Rank 0 locks the folder of a run, and those where links of these names in it lead, and clears
+    it of unfinished files, before and after; the others wait for it."""
     if ranks.rank:
         ranks.wait()
         yield
         return
-    checkpoints = [out_dir / "ckpt.pt", out_dir / "best.pt"]
+    checkpoints = [out_dir / name for name in names]
     folders = {os.path.realpath(out_dir): out_dir}
     for path in checkpoints:
         folder = Path(os.path.realpath(path)).parent
