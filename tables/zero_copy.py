@@ -30,11 +30,13 @@ PROGRAMS, BLOCK = 8, 8192
 
 if triton:
 
-    @triton.jit
-    def copy_kernel(source, rows, target, at, n, width: tl.constexpr, block: tl.constexpr):
+    @triton.jit(do_not_specialize=["n"])  # else Triton compiles anew in the middle of a run
+    def copy_kernel(
+        source, rows, target, at, n, stride: tl.constexpr, width: tl.constexpr, block: tl.constexpr
+    ):
         for i in range(tl.program_id(0), n, tl.num_programs(0)):
-            read = source + tl.load(rows + i) * width
-            written = target + tl.load(at + i) * width
+            read = source + tl.load(rows + i * stride) * width
+            written = target + tl.load(at + i * stride) * width
             for start in range(0, width, block):
                 column = start + tl.arange(0, block)
                 numbers = tl.load(read + column, mask=column < width)
@@ -49,19 +51,21 @@ def triton_works(device: torch.device) -> bool:
     numbers = torch.zeros(1, 1, device=device)
     rows = torch.zeros(0, dtype=torch.int64, device=device)
     try:
-        copy_kernel[(1,)](numbers, rows, numbers, rows, 0, 1, 1)
+        copy_kernel[(1,)](numbers, rows, numbers, rows, 0, 1, 1, 1)
     except (RuntimeError, OSError, CalledProcessError):
         return False
     return True
 
 
 def copy_rows(source: Tensor, rows: Tensor, target: Tensor, at: Tensor) -> None:
-    """target[at] = source[rows], for matrices of equal width and row numbers [n]. One of the
-    matrices may be memory of the host, see `seen_by_gpu`."""
+    """target[at] = source[rows], for matrices of equal width and row numbers [n] of equal stride.
+    One of the matrices may be memory of the host, see `seen_by_gpu`."""
     if triton_works(source.device):
         width = source.shape[1]
         block = min(BLOCK, triton.next_power_of_2(width))
-        copy_kernel[(PROGRAMS,)](source, rows, target, at, len(rows), width, block, num_warps=8)
+        stride = rows.stride(0)
+        where = (source, rows, target, at, len(rows), stride, width, block)
+        copy_kernel[(PROGRAMS,)](*where, num_warps=8)
     else:
         target.index_copy_(0, at, source.index_select(0, rows))
 
@@ -99,7 +103,8 @@ class ZeroCopy:
         for stored, ids, tables, on_device, at in places(self.stream, *records):
             numbers = torch.arange(stored.shape[1])[tables]
             rows = stored.shape[1] * ids[:, None] + numbers  # [n, n_table]
-            rows, at = send(torch.stack((rows, at)).flatten(1), self.stream.device)
+            moves = send(torch.stack((rows, at), dim=-1), self.stream.device)  # [n, n_table, 2]
+            rows, at = moves.flatten(0, 1).unbind(1)  # 16 and 8 bytes aligned, whatever n is
             yield stored.flatten(0, 1), rows, on_device, at
 
     def read(self, ids: Tensor) -> Tensor:
