@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from common import UserError, writing
 from model import Block, Decoder, rotary
-from tables.tables import send
+from tables.tables import ResidentTables, Tables, send
 from text import tokenizer
 from training.batches import Data, check_tokenizer
 from training.checkpoints import load_model
@@ -158,7 +158,7 @@ def dense_to_stem(
     block_size: int | None = None,
     batch_size: int = 8,
     device: torch.device,
-    tables: Callable | None = None,
+    tables: Callable[..., Tables] = ResidentTables,
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint with tables in some layers, its tokenizer, and the settings of its
     training run.
@@ -167,7 +167,7 @@ def dense_to_stem(
         n_token: of the training text of `data_dir`, to fill rows from; 0: rows stay random.
         block_size: length of the windows of text; None: the model's.
         batch_size: windows in a forward pass.
-        tables: makes the tables (training/placement.make_tables); None: in the device's memory.
+        tables: makes the tables, see training/placement.make_tables.
 
     Raises:
         UserError: the model is not dense, or as `read_text`.
