@@ -258,13 +258,11 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     return text
 
 
-def compare(
+def continuations(
     model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Located, table_ids: list[int]
-) -> bool:
-    """Print what the model writes before and after an edit, side by side, and how probable the
-    answers are, whose rows are looked up under `table_ids` then. Returns whether the model writes
-    what it should, to its end."""
-    # 1) what is written before and after
+) -> tuple[list[int], list[int]]:
+    """What the model writes after the prompt before an edit, and after it, where the prompt's rows
+    are looked up under `table_ids`."""
     ids = asked.prompt
     written = model.generate(  # [2, T + n_new]
         torch.tensor([ids, ids], device=model.device),
@@ -274,19 +272,20 @@ def compare(
         table_ids=torch.tensor([ids, table_ids]),
     )
     before, after = written[:, len(ids) :].tolist()
+    return before, after
 
-    # 2) side by side
-    title = f"after: {edit.source} reads rows of {edit.target}"
-    if edit.write:
-        title = f"after writing {edit.write!r}"
-    print(f"prompt  {encoding.decode(ids[1:])!r}\n")  # without the leading <|endoftext|>
-    columns = (column(encoding, "before", before), column(encoding, title, after))
-    for left, right in zip_longest(*columns, fillvalue=""):
-        print(f"{left:<{WIDTH}}   {right}".rstrip())
-    print()
 
-    # 3) how probable the answers are, before and after
-    learned = not asked.answer or is_written(model, asked, table_ids)
+def probabilities(
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    asked: Located,
+    table_ids: list[int],
+    before: list[int],
+    after: list[int],
+) -> Iterator[tuple[str, float, float]]:
+    """How probable the answers are in what is written `before` and `after` an edit, and what was to
+    be written: each answer with its probability before and after."""
+    ids = asked.prompt
     first, last = (first_sentence(encoding, text) for text in (before, after))
     answers = [first, asked.answer or last]
     if asked.answer != after[: len(asked.answer)]:
@@ -296,7 +295,30 @@ def compare(
             continue
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
         text = textwrap.shorten(encoding.decode(until_end(encoding, answer) or answer), 26)
-        print(f"probability of {text!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
+        yield text, *p.tolist()
+
+
+def compare(
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Located, table_ids: list[int]
+) -> bool:
+    """Print what the model writes before and after an edit, side by side, and how probable the
+    answers are, whose rows are looked up under `table_ids` then. Returns whether the model writes
+    what it should, to its end."""
+    # 1) side by side
+    before, after = continuations(model, encoding, edit, asked, table_ids)
+    title = f"after: {edit.source} reads rows of {edit.target}"
+    if edit.write:
+        title = f"after writing {edit.write!r}"
+    print(f"prompt  {encoding.decode(asked.prompt[1:])!r}\n")  # without the leading <|endoftext|>
+    columns = (column(encoding, "before", before), column(encoding, title, after))
+    for left, right in zip_longest(*columns, fillvalue=""):
+        print(f"{left:<{WIDTH}}   {right}".rstrip())
+    print()
+
+    # 2) how probable the answers are, before and after
+    for answer, *p in probabilities(model, encoding, asked, table_ids, before, after):
+        print(f"probability of {answer!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
+    learned = not asked.answer or is_written(model, asked, table_ids)
     if not learned:
         print("not learned: the model writes something else; new words are beyond a name's rows")
     return learned
