@@ -550,18 +550,25 @@ def save(
         print(f"these countries read them: {', '.join(readers)}")
 
 
+def new_rows(
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, saves: bool
+) -> tuple[Located, list[int]]:
+    """Make an edit: what it is about, and the ids under which the prompt's rows are those that it
+    reads then. `saves`: whether what is written must be of rows that a checkpoint can have."""
+    located = locate(model, encoding, edit)
+    if edit.write and saves:
+        check_rows(edit, located)
+    if edit.write:
+        return located, train_rows(model, *located)
+    return located, swap_rows(model, encoding, edit, located)
+
+
 def edit_one(
     model: Decoder, encoding: tiktoken.Encoding, edit: Edit, saves: bool
 ) -> dict[int, Tensor]:
     """Make an edit, and print what it changes. Returns the new rows of tokens [n_table, W], if they
     are to be saved and the model writes what it should."""
-    located = locate(model, encoding, edit)
-    if edit.write and saves:
-        check_rows(edit, located)
-    if edit.write:
-        table_ids = train_rows(model, *located)
-    else:
-        table_ids = swap_rows(model, encoding, edit, located)
+    located, table_ids = new_rows(model, encoding, edit, saves)
     learned = compare(model, encoding, edit, located, table_ids)
     if not saves or not learned:
         return {}

@@ -1,0 +1,76 @@
+"""What the page and the tour show of rows: their neighbors, what they make a model say, and what it
+says if they are swapped in some tables."""
+
+from collections.abc import Sequence
+
+import tiktoken
+import torch
+import torch.nn.functional as F
+
+from edit import Edit, Located, continuations, probabilities, until_end
+from model import Decoder
+from tables.tables import Tables
+from training.writing import ExtraRows, rows_of
+
+Weighed = list[tuple[str, float]]  # tokens, each with a figure
+
+
+def swapped(
+    tables: Tables, ids: list[int], table_ids: list[int], where: Sequence[int]
+) -> ExtraRows:
+    """Tables with an extra token for each of `ids` [T]. In the tables `where` it has the row of the
+    one in `table_ids` [T], in all others its own."""
+    rows, others = (rows_of(tables, read) for read in (ids, table_ids))  # [T, n_table, W]
+    rows[:, where] = others[:, where]
+    return ExtraRows(tables, rows)
+
+
+@torch.inference_mode()
+def nearest(
+    tables: Tables, encoding: tiktoken.Encoding, ids: list[int], table: int, n: int = 6
+) -> list[tuple[str, Weighed]]:
+    """Each of the tokens `ids` [T] with the n whose rows in a table point most nearly the same way,
+    as a rule itself among them, and with their cosines."""
+    rows = F.normalize(rows_of(tables, ids)[:, table].float())  # [T, W]
+    all_rows = F.normalize(tables.weight[table].float())  # [V, W]
+    cosines, near = (rows @ all_rows.T).topk(n)  # [T, n] each
+    found = []
+    for token, of_token, others in zip(ids, cosines.tolist(), near.tolist(), strict=True):
+        pairs = zip([encoding.decode([other]) for other in others], of_token, strict=True)
+        found.append((encoding.decode([token]), list(pairs)))
+    return found
+
+
+@torch.inference_mode()
+def weighed(
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    prompt: list[int],
+    table_ids: list[int],
+    text: list[int],
+) -> Weighed:
+    """The tokens of a text, to its end, and how probable each is after a prompt whose rows are
+    those of `table_ids`."""
+    text = until_end(encoding, text)
+    ids = torch.tensor([prompt + text], device=model.device)  # [1, T]
+    logits, _ = model(ids, table_ids=torch.tensor([table_ids + text]))
+    p = logits[0, len(prompt) - 1 :].float().softmax(-1)  # [n + 1, V]
+    return [(encoding.decode([token]), p[at, token].item()) for at, token in enumerate(text)]
+
+
+def compared(
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    edit: Edit,
+    asked: Located,
+    table_ids: list[int],
+) -> dict[str, list]:
+    """What the model writes `before` and `after` an edit, as `weighed`, and the `answers` in it, as
+    `edit.probabilities`."""
+    ids = asked.prompt
+    before, after = continuations(model, encoding, edit, asked, table_ids)
+    return {
+        "before": weighed(model, encoding, ids, ids, before),
+        "after": weighed(model, encoding, ids, table_ids, after),
+        "answers": list(probabilities(model, encoding, asked, table_ids, before, after)),
+    }

@@ -1,0 +1,159 @@
+"""The page in the browser, by its HTTP interface."""
+
+import json
+import re
+import threading
+from http.client import HTTPConnection
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import CPU, command, refused
+
+from lab.page import Page
+from sample import Chat
+from text.tokenizer import encode
+from training import writing
+from training.checkpoints import load_model
+
+SWAP = dict(source="Anna", target="Chloë", prompt="Anna sees")
+FACT = dict(source="Anna", write="at", prompt="Anna")
+
+
+@pytest.fixture
+def ckpt(trained):
+    return trained["embformer"] / "ckpt.pt"  # which has a table in each of its two layers
+
+
+@pytest.fixture
+def page(ckpt):
+    with Page(str(ckpt), 0) as page:
+        thread = threading.Thread(target=page.serve_forever, args=(0.01,))
+        thread.start()
+        yield page
+        page.shutdown()
+        thread.join()
+
+
+def request(page, method: str, path: str, body: str = "{}", **headers) -> tuple[int, str]:
+    connection = HTTPConnection("127.0.0.1", page.server_port, timeout=60)
+    connection.request(method, path, body, headers)
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+def ask(page, action: str, **form) -> list[dict]:
+    status, text = request(page, "POST", f"/{action}", json.dumps(form))
+    assert status == 200
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_only_the_ticked_tables_are_swapped(page, ckpt):
+    assert ask(page, "about")[0]["layers"] == [0, 1]
+    whole = ask(page, "change", texts=SWAP, tables=[0, 1])[0]
+    for swapped in ([], [0], [1], [0, 1]):
+        shown = ask(page, "change", texts=SWAP, tables=swapped)[0]
+        assert shown["before"] == whole["before"]
+        model, encoding, _ = load_model(ckpt, CPU)
+        source, target = (encoding.encode_ordinary(SWAP[name]) for name in ("source", "target"))
+        names = list(zip(source[::-1], target[::-1] + target[:1] * len(source), strict=False))
+        for table in swapped:  # as if the source had the target's rows, aligned at their ends
+            rows = model.tables.weight[table]
+            for one, other in [(one, rows[other].clone()) for one, other in names]:
+                rows[one] = other
+        ids = torch.tensor([encode(encoding, SWAP["prompt"])])
+        with torch.inference_mode():
+            p, token = model(ids, last_only=True)[0][0, 0].softmax(-1).max(-1)
+        assert shown["after"][0][0] == encoding.decode([token])
+        assert shown["after"][0][1] == pytest.approx(p.item(), rel=1e-4)
+    assert shown == whole and shown["after"] != shown["before"]
+
+
+def test_a_fact_stays_until_it_is_undone(page, monkeypatch):
+    monkeypatch.setattr(writing, "N_TEXT", 4)
+    plain = ask(page, "change", texts=SWAP, tables=[0])
+    p = [0.0]
+    for n in (1, 2):
+        written, state = ask(page, "change", texts=FACT, tables=[])
+        assert state["facts"] == ["Anna: at"] * n
+        before, after = {answer: ps for answer, *ps in written["answers"]}["at"]
+        assert before == pytest.approx(p[-1], rel=1e-4) or n == 1
+        assert after > before
+        p.append(after)
+    for n in (1, 0):
+        assert ask(page, "undo")[-1]["facts"] == ["Anna: at"] * n
+    assert ask(page, "change", texts=SWAP, tables=[0]) == plain
+    assert "no fact" in ask(page, "undo")[0]["error"]
+
+
+def test_one_request_at_a_time_which_the_stop_button_ends(page):
+    told = []
+
+    def meanwhile(*_):
+        if not told:
+            told.append(ask(page, "change", texts=SWAP, tables=[]))
+            told.append(ask(page, "stop"))
+
+    page.model.register_forward_hook(meanwhile)
+    ended = ask(page, "change", texts=FACT, tables=[])
+    assert "one request" in told[0][0]["error"] and told[1] == []
+    assert ended[0] == {"error": "stopped"} and ended[1]["facts"] == []
+    assert "before" in ask(page, "change", texts=SWAP, tables=[])[0]
+
+
+def test_errors_are_a_line_of_the_page(page, ckpt):
+    for texts, named in (
+        (dict(SWAP, source="Bert"), "'Anna sees' does not contain 'Bert'"),
+        (dict(SWAP, target=""), "either target or write"),
+        (dict(SWAP, target="Anna"), "reads these rows already"),
+    ):
+        error, state = ask(page, "change", texts=texts, tables=[])
+        assert named in error["error"] and "--" not in error["error"]
+        assert state["facts"] == []
+    assert "python lab/page.py out/chats" in command("lab/page.py -h").stdout
+    assert "choose another" in refused("lab/page.py", ckpt, "--port", page.server_port)
+
+
+def test_neighbors_are_those_of_the_largest_cosines(page, ckpt):
+    model, encoding, _ = load_model(ckpt, CPU)
+    rows = ask(page, "rows", prompt="Anna sees", table=0)[0]["rows"]
+    weight = model.tables.weight[0]
+    for token, (piece, near) in zip(encode(encoding, "Anna sees"), rows, strict=True):
+        cosines = F.cosine_similarity(weight[token][None], weight)
+        best = cosines.argsort(descending=True)[: len(near)].tolist()
+        assert piece == encoding.decode([token])
+        assert [other for other, _ in near] == [encoding.decode([other]) for other in best]
+        assert [p for _, p in near] == pytest.approx(cosines[best].tolist(), rel=1e-4)
+
+
+def test_chat_comes_in_pieces_and_goes_on(page, ckpt):
+    talk = Chat(*load_model(ckpt, CPU)[:2])
+    for model in (talk.model, page.model):
+        model.config.block_size = 256  # room for several turns
+    for seed, new in ((1, True), (2, False), (3, True)):
+        talk.turns = [] if new else talk.turns
+        torch.manual_seed(seed)
+        pieces = list(talk.reply("Anna?", 200, temperature=0.8))
+        torch.manual_seed(seed)
+        *answer, _ = ask(page, "chat", message="Anna?", new=new)
+        assert answer == [{"piece": piece} for piece in pieces]
+
+
+def test_the_page_is_one_file_for_itself_alone(page):
+    status, html = request(page, "GET", "/", "")
+    assert status == 200 and not re.search(r'(src|href)="(?!data:)|https?:|@import', html)
+    named, there = (set(re.findall(form, html)) for form in (r'\$\("(\w+)"\)', r'id="(\w+)"'))
+    assert named and named <= there
+    own = f"localhost:{page.server_port}"
+    assert request(page, "POST", "/about", Host=own, Origin=f"http://{own}")[0] == 200
+    for headers in (
+        dict(Host="example.com"),
+        dict(Origin="https://example.com"),
+        dict(Origin="null"),
+        dict(Host=own, Origin=f"http://127.0.0.1:{page.server_port + 1}"),
+    ):
+        for method, path in (("GET", "/"), ("POST", "/about"), ("POST", "/stop")):
+            assert request(page, method, path, **headers)[0] == 403
+    assert not page.stop.is_set()
+    for method, path in (("GET", "/page.py"), ("POST", "/shutdown"), ("POST", "/__init__")):
+        assert request(page, method, path)[0] == 404
