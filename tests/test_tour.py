@@ -44,6 +44,7 @@ def cells() -> list[dict]:
 def executed(notebook: list[dict]) -> dict:
     """Run the cells in order, and add what they print and draw. Returns their variables."""
     scope = {"__name__": "__main__"}
+    plt.close("all")  # others' pictures
     count = 0
     for cell in notebook:
         if cell["cell_type"] != "code":
