@@ -71,7 +71,7 @@ def main() -> None:
         "none; for ladder: kinds"
     )
     parser.add_argument("given", nargs="*", metavar="GIVEN", help=about)
-    about = "picture of runs (loss.png), of token_share (token_share.png)"
+    about = "picture of runs (out/runs.png), of token_share (out/token_share.png)"
     parser.add_argument("--plot", type=Path, help=about)
     about = "for token_share: training tokens to read (1000000)"
     parser.add_argument("--tokens", type=int, default=10**6, help=about)
@@ -82,7 +82,7 @@ def main() -> None:
     question = flags.pop("question")
     given = flags.pop("given")
     paths = [Path(path) for path in given]
-    plot = flags.pop("plot") or Path(f"{'loss' if question == 'runs' else question}.png")
+    plot = flags.pop("plot") or Path("out", f"{question}.png")
     tokens = flags.pop("tokens")
     block_size = flags.pop("block_size")
     if question is None:
