@@ -318,6 +318,8 @@ def compare(
     # 2) how probable the answers are, before and after
     for answer, *p in probabilities(model, encoding, asked, table_ids, before, after):
         print(f"probability of {answer!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
+    if before == after:
+        print("note: the edit moves nothing here: does the model say so by this name's rows?")
     learned = not asked.answer or is_written(model, asked, table_ids)
     if not learned:
         print("not learned: the model writes something else; new words are beyond a name's rows")

@@ -56,6 +56,7 @@ class Page(ThreadingHTTPServer):
         self.chats = self.checkpoint["args"].get("stage") in ("sft", "dpo")
         self.about = {"ckpt": ckpt, "layers": layers, "chats": self.chats}
         self.facts = [("", self.model.tables)]  # each with the tables that have it
+        self.talk: Chat | None = None
         self.busy = threading.Lock()
         self.stop = threading.Event()
 
@@ -75,6 +76,8 @@ class Page(ThreadingHTTPServer):
             self.stop.clear()
             if path != "/about":
                 yield from getattr(self, path[1:])(**json.loads(body))
+        except json.JSONDecodeError as error:
+            yield {"error": f"the request is no JSON: {error}"}
         except UserError as error:
             yield {"error": str(error).replace("--", "")}  # fields are named like flags
         except KeyboardInterrupt:
@@ -116,7 +119,7 @@ class Page(ThreadingHTTPServer):
 
     def chat(self, message: str, new: bool) -> Iterator[dict]:
         """An answer as it comes, in a conversation, which may be new."""
-        if new:
+        if new or self.talk is None:
             self.talk = Chat(self.model, self.encoding)
         pieces = self.talk.reply(message, Sampling.max_new_tokens, temperature=Sampling.temperature)
         for piece in pieces:
