@@ -50,6 +50,9 @@ def model_sizes(model: Decoder) -> dict[str, int]:
     }
 
 
+FEW_PASSES = 4  # of fine-tuning: no stage asks for more, unless there are few conversations
+
+
 def describe(settings: Settings, data: Data, objective: NextToken) -> None:
     """Say what is trained, and on how much of what."""
     config, sizes = objective.model.config, model_sizes(objective.model)
@@ -70,6 +73,8 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
         print(
             "note: all tokens are learned; --stage sft learns the answers, --stage dpo the chosen"
         )
+    if settings.stage == "sft" and passes(settings, data) > FEW_PASSES:
+        print("note: of so few conversations a larger --learning_rate learns more, such as 2e-3")
     n_cut = getattr(data.train, "n_cut", 0)
     if n_cut:
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
