@@ -32,7 +32,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import cache
 from multiprocessing import active_children, get_context, parent_process
@@ -81,10 +81,6 @@ class Method(NamedTuple):
     function: Callable
     settings: list[dict]  # that are tried
     batches: bool = False  # writes several facts at once
-    share: float = 0.0  # of the cores, for one trial
-
-    def threads(self, cores: int) -> int:
-        return max(1, int(self.share * cores))
 
 
 SWAPPED = [{"how": how} for how in ("copy", "pad", "subset")]
@@ -101,7 +97,7 @@ MEMIT = [{"n_layer": 3, "weight": 10, **VALUE}]
 OTHER = ({"weight": 1}, {"limit": 0.5}, {"limit": 0.7}, {"n_layer": 2})
 MEMIT += [{**MEMIT[0], **other} for other in OTHER]
 METHODS = {  # in the order in which they are measured
-    "written rows": Method("STEM", Editor.write_rows, WRITTEN, share=0.2),
+    "written rows": Method("STEM", Editor.write_rows, WRITTEN),
     "no edits, STEM": Method("STEM", Editor.nothing, [{}]),
     "no edits, dense": Method("dense", Editor.nothing, [{}]),
     "swapped rows": Method("STEM", Editor.swap_rows, SWAPPED),
@@ -340,10 +336,10 @@ class Trial(NamedTuple):
         rows = map(json.loads, lines)
         return {row["edits"]: row for row in rows}
 
-    def measure(self, points: Sequence[int], threads: int = 1) -> None:
+    def measure(self, points: Sequence[int]) -> None:
         """Write facts, and ask all of them at some points. The weights are kept beside the figures,
         to go on with."""
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
         bench = open_bench(self.run, self.seed, self.data_dir)
         rows = self.rows()
         kept = self.path.with_suffix(".pt")
@@ -384,31 +380,19 @@ def end_with_parent() -> None:
     Thread(target=watch_parent, daemon=True).start()
 
 
-def measure_all(waiting: list[tuple[Trial, Sequence[int]]], cores: int) -> None:
-    """Measure trials at points, the first ones first, on so many cores. A trial that is listed
-    twice goes on once its earlier points are measured: a file has one writer."""
-    waiting = [(trial, points) for trial, points in waiting if {*points} - {*trial.rows()}]
-    bar = tqdm(desc=f"trials, on {cores} cores", total=len(waiting), unit="trial")
-    running = {}
+def measure_all(trials: Iterable[Trial], points: Sequence[int], cores: int) -> None:
+    """Measure trials at points, one on each core at a time."""
+    waiting = [trial for trial in trials if {*points} - {*trial.rows()}]
     with ProcessPoolExecutor(cores, get_context("spawn"), end_with_parent) as pool:
         try:
-            while waiting or running:
-                for trial, points in waiting.copy():
-                    threads = METHODS[trial.name].threads(cores)
-                    free = cores - sum(used for _, used in running.values())
-                    if threads <= free and all(trial != other for other, _ in running.values()):
-                        waiting.remove((trial, points))
-                        running[pool.submit(trial.measure, points, threads)] = trial, threads
-                        bar.set_postfix_str(f"{trial.name}, {trial.path.stem}")
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    running.pop(future)
-                    future.result()
-                    bar.update()
+            running = [pool.submit(trial.measure, points) for trial in waiting]
+            shown = f"trials, {cores} at a time", len(running)
+            for future in tqdm(as_completed(running), *shown, unit="trial"):
+                future.result()
         except BaseException:
             for child in active_children():
                 child.terminate()
             raise
-    bar.close()
 
 
 def score(rows: list[dict], kind: str, which: int) -> float | None:
@@ -432,19 +416,19 @@ def search(tried: dict[str, list[Trial]]) -> dict[str, dict]:
     return {name: max(trials, key=answered).setting for name, trials in tried.items()}
 
 
-def by_edits(trials: dict[int, Trial], stages: Iterable) -> dict[str, list[dict]]:
-    """What is measured of a method, given by size, in a seed's model: rows by the number of
-    edits."""
+def by_edits(seeds: list[dict[int, Trial]], stages: Iterable) -> dict[str, list[list[dict]]]:
+    """What is measured of a method, given by size for each seed: the rows of each seed by the
+    number of edits, where all seeds have them."""
     found = {}
     for size, points in stages:
-        if size in trials:
-            rows = trials[size].rows()
-            known = [rows[n] for n in points if n in rows]
-            if size:
-                by = f" by {size}" if size > 1 else ""
-                found.update({f"{row['edits']}{by}": [row] for row in known})
-            elif len(known) == len(points):
-                found["1"] = known
+        if size in seeds[0]:
+            rows = [trials[size].rows() for trials in seeds]
+            groups = {f"{n} by {size}" if size > 1 else str(n): [n] for n in points}
+            if not size:
+                groups = {"1": points}
+            for title, wanted in groups.items():
+                if all(n in row for row in rows for n in wanted):
+                    found[title] = [[row[n] for n in wanted] for row in rows]
     return found
 
 
@@ -466,88 +450,82 @@ def cells(groups: list[list[dict]]) -> dict[str, str]:
     return shown
 
 
-def sharing(row: dict) -> dict:
+def of_shared_names(row: dict) -> dict:
     """What was asked about names that share tokens with others."""
     return {**row, "records": [record for record in row["records"] if "namesakes" in record]}
 
 
-def picture(groups: dict[str, list[dict]]) -> plt.Figure:
+def picture(groups: dict[str, dict[str, list[list[dict]]]]) -> plt.Figure:
     """Scores over the number of edits, a line a method."""
     panels = {
-        "S: of two answers, the right one is likelier": lambda rows: harmonic(rows, 0),
-        "S: the whole answer, greedy": lambda rows: harmonic(rows, 1),
-        "other facts of the names, greedy": lambda rows: score(rows, "others", 1),
+        "S: new facts and neighbors": lambda rows: harmonic(rows, 1),
+        "other facts of the names": lambda rows: score(rows, "others", 1),
+        "other countries": lambda rows: fmean(row["other countries"] for row in rows),
     }
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4))
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)
+    colors = {}
     for axis, (title, figure_of) in zip(axes, panels.items(), strict=True):
-        axis.set(title=title, ylim=(-0.02, 1.02), xlabel="edits in sequence")
-        for name, seeds in groups.items():
-            numbers = [number for number in seeds[0] if number.isdigit()]
-            means = [fmean(figure_of(found[number]) for found in seeds) for number in numbers]
-            axis.semilogx(list(map(int, numbers)), means, "o-", ms=3, label=name)
-    axes[0].legend(fontsize=7)
+        axis.set(title=title, ylim=(-2, 102), xlabel="edits in sequence", xscale="log")
+        for name, found in groups.items():
+            method, _, model = name.partition(", ")
+            color = colors.setdefault(method, f"C{len(colors)}")
+            numbers = [number for number in found if number.isdigit()]
+            means = [100 * fmean(map(figure_of, found[number])) for number in numbers]
+            line = "o--" if model == "dense" else "o-"
+            axis.plot(list(map(int, numbers)), means, line, color=color, ms=3, label=name)
+        axis.xaxis.set_major_formatter("{x:.0f}")
+    axes[0].set_ylabel("whole answers, %")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure
 
 
-def report(experiment: Experiment, groups: dict[str, list[dict]]) -> None:
+def report(experiment: Experiment, groups: dict[str, dict[str, list[list[dict]]]]) -> None:
     """Tables and a picture of what is measured in the models of all seeds."""
-    everything, shared, common = [], [], {}
-    for name, seeds in groups.items():
-        titles = [title for title in seeds[0] if all(title in found for found in seeds)]
-        common[name] = [{title: found[title] for title in titles} for found in seeds]
-        for title in titles:
-            rows = [found[title] for found in seeds]
-            everything.append({"method": name, "edits": title, **cells(rows)})
-            rows = [list(map(sharing, one)) for one in rows]
-            if all(row["records"] for one in rows for row in one):
-                shared.append({"method": name, "edits": title, **cells(rows)})
+    everything, shared = [], []
+    for name, found in groups.items():
+        for title, seeds in found.items():
+            about = {"method": name, "edits": title}
+            everything.append({**about, **cells(seeds)})
+            sharing = [list(map(of_shared_names, rows)) for rows in seeds]
+            if all(row["records"] for rows in sharing for row in rows):
+                shared.append({**about, **cells(sharing)})
     print(markdown(everything))
     if shared:
         print(f"\nNames that share tokens:\n\n{markdown(shared)}")
-    experiment.picture("counterfact", picture(common))
+    experiment.picture("counterfact", picture(groups))
 
 
 def counterfact(experiment: Experiment) -> None:
     stages, numbers = STAGES, experiment.numbers if experiment.seeds else COUNTED
     if experiment.quick:
         stages, numbers = QUICK, numbers[:1]
-    folders = experiment.train(MODELS, [*numbers, SEARCHED])
+    seeds = [*numbers, SEARCHED]
+    folders = experiment.train(MODELS, seeds)
 
-    def trials(name: str, setting: dict, sizes: Iterable[int] = (1,)) -> list[dict[int, Trial]]:
-        """By size, for each seed; those of the search last."""
-        found = []
-        for seed, run in zip((*numbers, SEARCHED), folders[METHODS[name].model], strict=True):
-            where = run, experiment.data_dir, experiment.out_dir / "figures/counterfact"
-            found.append({size: Trial(*where, seed, name, setting, size) for size in sizes})
-        return found
+    def trial(name: str, setting: dict, seed: int, size: int = 1) -> Trial:
+        run = folders[METHODS[name].model][seeds.index(seed)]
+        figures = experiment.out_dir / "figures/counterfact"
+        return Trial(run, experiment.data_dir, figures, seed, name, setting, size)
 
     best = {name: method.settings[0] for name, method in METHODS.items()}
     if not experiment.quick:
         tried = {
-            name: [trials(name, setting)[-1][1] for setting in method.settings]
+            name: [trial(name, setting, SEARCHED) for setting in method.settings]
             for name, method in METHODS.items()
         }
         every = [trial for of_method in tried.values() for trial in of_method]
-        measure_all([(trial, (N_SEARCHED,)) for trial in every], experiment.jobs)
+        measure_all(every, (N_SEARCHED,), experiment.jobs)
         best = search(tried)
         chosen = [{"method": name, "setting": str(best[name])} for name in METHODS]
         print(f"{markdown(chosen)}\n", flush=True)
 
-    counted = {}
+    counted = {}  # by size, of each seed
     for name, method in METHODS.items():
         sizes = {size for size, _ in stages if size < 2 or method.batches}
-        counted[name] = trials(name, best[name], sizes)[:-1]
-    waiting = [
-        (seed[size], points)
-        for size, points in stages
-        for name in METHODS
-        for seed in counted[name]
-        if size in seed
-    ]
-    # Of several threads first: they would never find so many free cores.
-    waiting.sort(key=lambda task: -METHODS[task[0].name].threads(experiment.jobs))
-    measure_all(waiting, experiment.jobs)
-    report(
-        experiment,
-        {name: [by_edits(seed, stages) for seed in seeds] for name, seeds in counted.items()},
-    )
+        counted[name] = [
+            {size: trial(name, best[name], seed, size) for size in sizes} for seed in numbers
+        ]
+    for size, points in stages:
+        of_size = [by[size] for seeds in counted.values() for by in seeds if size in by]
+        measure_all(of_size, points, experiment.jobs)
+    report(experiment, {name: by_edits(seeds, stages) for name, seeds in counted.items()})

@@ -1,7 +1,7 @@
 """lab/editors.py and lab/counterfact.py: what ROME and MEMIT promise, and scores counted again."""
 
 import json
-import time
+import os
 from collections import Counter
 
 import pytest
@@ -261,31 +261,30 @@ def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
         )
         assert once.rows()[points[1]]["KL"] > 0
     trials = {size: trial("once", size) for size in (0, 1, 2)}
-    found = by_edits(trials, [(0, (1, 2)), (1, (2, 3)), (2, (2,)), (1, (1000,))])
-    assert [*found] == ["1", "2", "3", "2 by 2"] and len(found["1"]) == 2
+    stages = [(0, (1, 2)), (1, (2, 3)), (2, (2,)), (1, (1000,))]
+    found = by_edits([trials, trials], stages)
+    assert [*found] == ["1", "2", "3", "2 by 2"]
+    assert [len(rows) for rows in found["1"]] == [2, 2]
+    started = {size: trial("new", size) for size in trials}  # nothing: no seed's alone are shown
+    assert by_edits([trials, started], stages) == {}
 
 
-class Exclusive(Trial):
-    def measure(self, points, threads=1):
-        busy = self.path.with_suffix(".busy")
-        busy.parent.mkdir(parents=True, exist_ok=True)
-        busy.touch(exist_ok=False)  # an error if another process measures this trial
-        time.sleep(0.2)
+class Noted(Trial):
+    def measure(self, points):
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a") as file:
-            file.writelines(
-                json.dumps({"edits": n, "before": [*self.rows()]}) + "\n" for n in points
-            )
-        busy.unlink()
+            file.writelines(f'{{"edits": {n}, "by": {os.getpid()}}}\n' for n in points)
 
 
-def test_a_trial_is_in_one_process_at_a_time(tmp_path):
+def test_a_trial_is_measured_once_and_in_another_process(tmp_path):
     where = tmp_path / "run", tmp_path, tmp_path, 1
-    trials = [Exclusive(*where, "swapped rows", {"how": how}) for how in ("copy", "pad")]
-    listed = [(trial, points) for trial in trials for points in ((10,), (100,), (300,))]
-    measure_all(listed, 2)
+    trials = [Noted(*where, "swapped rows", {"how": how}) for how in ("copy", "pad")]
+    for some, points in ((trials[:1], [10]), (trials, [10]), (trials, [100])):
+        measure_all(some, points, 2)
     for trial in trials:
-        found = trial.rows()
-        assert [found[n]["before"] for n in found] == [[], [10], [10, 100]]
+        lines = [json.loads(line) for line in trial.path.read_text().splitlines()]
+        assert [line["edits"] for line in lines] == [10, 100]
+        assert os.getpid() not in {line["by"] for line in lines}
 
 
 def test_entropy_is_that_of_bigrams_and_trigrams():
