@@ -11,7 +11,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python lab/analyze.py attention        # windows: worse? keys of the token before?
     python lab/analyze.py geometry         # angles between rows
     python lab/analyze.py costs            # FLOPs, parameters read, return on compute
-    python lab/analyze.py edits            # how often swapped rows, and written facts, succeed
+    python lab/analyze.py edits            # how often swapped rows succeed
     python lab/analyze.py edits out/ckpt.pt    # swapped rows of this checkpoint
     python lab/analyze.py counterfact      # facts written in sequence, beside ROME, MEMIT, LoRA
     python lab/analyze.py convert          # a dense model turned into tables, against controls

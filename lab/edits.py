@@ -24,21 +24,19 @@ from tqdm import tqdm
 from common import UserError
 from corpora import countries
 from corpora.questions import mean, score_answers
-from corpora.recall import fact_questions
 from edit import check_editable, edited_ids, spellings
 from lab.experiment import Experiment, Kinds, pick
 from lab.pictures import interval, markdown
 from lab.runs import last_start, row
 from model import Decoder
-from stem import ALIGNMENTS, substitute
+from stem import ALIGNMENTS
 from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.records import read_run
-from training.writing import mean_rows, train_rows
+from training.writing import mean_rows
 
 RELATIONS = ("capital", "language", "region")
 MOST = 500  # random pairs of each sort, for each relation
-WRITTEN = 40  # facts, for each relation
 # Names that no country has, of one to seven tokens of the countries corpus.
 INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
 INVENTED += ("Utopia", "Lilliput", "Krakozhia", "Sokovia", "Panem", "Oceania", "Eurasia")
@@ -147,71 +145,6 @@ def report_edits(path: Path, most: int, device: torch.device) -> dict:
     return {"success": fmean(successes), "parts": parts}
 
 
-def answered_after_writing(
-    model: Decoder, encoding: Encoding, source: Asked, target: Asked, relation: str
-) -> Tensor:
-    """Write the target's fact about the source, as `edit.py --write` does it, after words that
-    training uses. Which held-out questions about the source are answered rightly then, with the new
-    fact and its other ones: [relation, form, phrasing] bool."""
-    changed = replace(source.country, **{relation: getattr(target.country, relation)})
-    opening = countries.opening(countries.OWN[relation][1], changed, relation)
-    prompt = encode(encoding, countries.paragraph(changed, [opening]))
-    name = encoding.encode_ordinary(f" {changed.name}")
-    tables = model.tables
-    train_rows(model, prompt, name, target.answer)
-
-    questions = fact_questions(encoding, [changed], countries.RELATIONS)
-    prompts, answers = zip(*questions, strict=True)
-    read = [substitute(torch.tensor(ids), name, model.tables.ids) for ids in prompts]
-    greedy = score_answers(model, prompts, answers, read).greedy
-    model.tables = tables
-    return greedy.view(len(countries.RELATIONS), len(countries.FORMS), -1)
-
-
-def shares_after_writing(
-    model: Decoder, encoding: Encoding, relation: str, pairs: list[Pair]
-) -> dict[str, float]:
-    """Once the target's fact is written about the source, on average over pairs: the share of
-    questions about the source that are answered with the new fact, by their form, and with the
-    other facts that it had."""
-    answered = []
-    for pair in tqdm(pairs, f"writing, {relation}"):
-        answered.append(answered_after_writing(model, encoding, *pair, relation))
-    shares = torch.stack(answered).float().mean((0, 3)).tolist()  # [relation][form]
-    known = dict(zip(countries.RELATIONS, shares, strict=True))
-    by_form = dict(zip(countries.FORMS, known.pop(relation), strict=True))
-    others = [fmean(forms) for forms in known.values()]
-    return {**by_form, "others of the name": fmean(others), "worst of them": min(others)}
-
-
-def report_writing(folder: Path, most: int, device: torch.device) -> list[dict]:
-    """What a run's model knows of a country once a false fact about it is written, for each
-    relation, of `most` countries."""
-    model, encoding, _ = load_model(folder / "ckpt.pt", device)
-    parts = []
-    for relation in RELATIONS:
-        asked = openings(encoding, relation, countries.table())
-        rng = random.Random(0)
-        pairs = []
-        for source in rng.sample(asked, most):
-            others = [other for other in asked if other.answer != source.answer]
-            pairs.append((source, rng.choice(others)))
-        shares = shares_after_writing(model, encoding, relation, pairs)
-        parts.append({"fact written": relation, **shares})
-    return parts
-
-
-def report_failing(folder: Path, most: int, device: torch.device) -> list[dict]:
-    """Does writing a capital help where reading the rows of a longer target fails? Of `most` of the
-    pairs that `report_edits` asks about: none is answered after an edit."""
-    model, encoding, _ = load_model(folder / "ckpt.pt", device)
-    pairs = some(all_pairs(encoding, "capital")["longer target"], MOST)
-    answered = answered_after_edit(model, encoding, pairs).tolist()
-    failing = [pair for pair, right in zip(pairs, answered, strict=True) if not right]
-    shares = shares_after_writing(model, encoding, "capital", failing[:most])
-    return [{"fact written": "capital of a longer name", **shares}]
-
-
 def measure_edits(experiment: Experiment, folders: list[Path]) -> list[dict]:
     """A report about each run."""
     most = 32 if experiment.quick else MOST
@@ -260,7 +193,3 @@ def edits(experiment: Experiment) -> None:
     for name, folders in groups.items():
         reports = measure_edits(experiment, folders)
         print(f"{name}:\n\n{table([report['parts'] for report in reports])}\n")
-    most = 1 if experiment.quick else WRITTEN
-    for name, report in (("writing", report_writing), ("failing", report_failing)):
-        reports = experiment.measure(name, report, groups["STEM, all"], most, experiment.on)
-        print(f"STEM, all, one fact written ({name}):\n\n{table(reports)}\n")

@@ -132,7 +132,7 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, 
         figure.write_text('{"1": [77.0, 78.0]}')
     assert "| 77.000 | 78.000 |" in ask("geometry")
     assert ask("geometry", "--fresh") == first
-    assert picture.exists() and not (tmp_path / "quick/figures/writing").exists()
+    assert picture.exists() and not (tmp_path / "quick/figures/edits-32").exists()
 
 
 def test_what_an_analysis_refuses(data, tmp_path):
