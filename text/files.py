@@ -77,7 +77,7 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             if not path.exists():
-                raise UserError(f"--input {path}: there is no such file or folder")
+                raise UserError(f"--input {path}: No such file or folder")
             if kind_of_file(path) not in TEXTS | RECORDS:
                 raise UserError(f"--input {path}: it is none of {KNOWN}")
             found.append(path)
