@@ -381,8 +381,12 @@ def end_with_parent() -> None:
 
 
 def measure_all(trials: Iterable[Trial], points: Sequence[int], cores: int) -> None:
-    """Measure trials at points, one on each core at a time."""
+    """Measure trials at points, one on each core at a time; on 0 cores, in this process."""
     waiting = [trial for trial in trials if {*points} - {*trial.rows()}]
+    if not cores:
+        for trial in waiting:
+            trial.measure(points)
+        return
     with ProcessPoolExecutor(cores, get_context("spawn"), end_with_parent) as pool:
         try:
             running = [pool.submit(trial.measure, points) for trial in waiting]
@@ -497,8 +501,9 @@ def report(experiment: Experiment, groups: dict[str, dict[str, list[list[dict]]]
 
 def counterfact(experiment: Experiment) -> None:
     stages, numbers = STAGES, experiment.numbers if experiment.seeds else COUNTED
-    if experiment.quick:
-        stages, numbers = QUICK, numbers[:1]
+    cores = experiment.jobs
+    if experiment.quick:  # trials take less time than Python takes to start
+        stages, numbers, cores = QUICK, numbers[:1], 0
     seeds = [*numbers, SEARCHED]
     folders = experiment.train(MODELS, seeds)
 
@@ -514,7 +519,7 @@ def counterfact(experiment: Experiment) -> None:
             for name, method in METHODS.items()
         }
         every = [trial for of_method in tried.values() for trial in of_method]
-        measure_all(every, (N_SEARCHED,), experiment.jobs)
+        measure_all(every, (N_SEARCHED,), cores)
         best = search(tried)
         chosen = [{"method": name, "setting": str(best[name])} for name in METHODS]
         print(f"{markdown(chosen)}\n", flush=True)
@@ -527,5 +532,5 @@ def counterfact(experiment: Experiment) -> None:
         ]
     for size, points in stages:
         of_size = [by[size] for seeds in counted.values() for by in seeds if size in by]
-        measure_all(of_size, points, experiment.jobs)
+        measure_all(of_size, points, cores)
     report(experiment, {name: by_edits(seeds, stages) for name, seeds in counted.items()})
