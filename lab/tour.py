@@ -92,7 +92,7 @@ print(f"numbers in the table: {table.numel():,}, of which a token reads {d_ff}")
 #
 # The model of `python train.py` has six layers, of which all but the first have a table. It learned
 # from text about the world's 195 states. Which rows a prompt reads is known before the first layer
-# runs. The picture is what layer 1 reads: a line for each token, equal lines for equal tokens.
+# runs. The picture is what layer 1 reads: a line for each token.
 
 
 # %%
