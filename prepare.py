@@ -347,7 +347,9 @@ def main() -> None:
         tell(settings.out_dir / HELD_OUT, read_meta(settings.out_dir / HELD_OUT), "val")
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
     name = {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
-    stage = ["--stage", name, "--init_from", "CKPT", "--out_dir", f"out/{name}"]
+    given = str(settings.tokenizer)  # of a checkpoint, it is that of the model to go on with
+    origin = given if given.endswith(".pt") else "CKPT"
+    stage = ["--stage", name, "--init_from", origin, "--out_dir", f"out/{name}"]
     more = ["--out_dir", f"out/{settings.out_dir.name}"] if kind == "text" else stage
     print(f"next: {command_line('train.py', '--data_dir', settings.out_dir, *more)}")
     if settings.hold_out_files:
