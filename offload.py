@@ -71,7 +71,7 @@ class TransferRing:
         return self.last
 
     def fetch(self, *records) -> torch.cuda.Event:
-        """As `ZeroCopy.fetch`."""
+        """As `ZeroCopy.fetch`. Returns the event of arrival."""
         for stored, part, on_device, at in self.chunks(*records):
             staging, copied = self.next_staging(stored, len(part))
             copied.synchronize()  # H1
@@ -168,7 +168,8 @@ class OffloadedTables(StoredTables):
     def add_state(self) -> list[Tensor]:
         self.flush()  # no slot has a row without its state
         super().add_state()
-        self.open_transfers()
+        if isinstance(self.transfers, ZeroCopy):  # a ring moves any array
+            self.open_transfers()
         self.working_set["state"] = self.new_slots("state", len(self.token_in))
         return self.state
 
@@ -182,11 +183,11 @@ class OffloadedTables(StoredTables):
             return self.read_once(ids)
         self.slot_of.index_select(0, ids.flatten())  # on a GPU a wrong id would be no IndexError
         self.settle()  # what is stored must have the latest values
-        self.storage.read_ahead(ids)
         return self.decode(ids) if ids.shape[1] == 1 else self.read(ids)
 
     def decode(self, ids: Tensor) -> Iterator[Tensor]:
         """Rows of one step, tokens [B, 1], by the compute stream."""
+        self.storage.read_ahead(ids)
         records = self.transfers.read(ids.flatten()).unflatten(0, ids.shape)  # [B, 1, n_table, W]
         return iter(records.unbind(-2))  # [B, 1, W] each
 
@@ -196,6 +197,7 @@ class OffloadedTables(StoredTables):
         distinct, position = self.distinct(ids)  # [n], [B, T]
         slots = torch.arange(len(distinct))
         rows = self.new_slots("rows", len(distinct))
+        self.transfers.run(self.storage.read_ahead, distinct)
         arrivals: list[Future] = []
         while len(arrivals) < len(self.weight):
             n = len(arrivals) + 1  # 1, 2, 4, ...

@@ -80,18 +80,18 @@ class ZeroCopy:
         self.last: torch.cuda.Event | None = None  # the end of transfers nobody waited for
 
     def run(self, job: Callable, *args) -> Future:
-        """As `TransferRing.run`, done at once."""
+        """As `TransferRing.run`, done at once. The result is the event of the job's end."""
         done: Future = Future()
         with torch.cuda.stream(self.stream):
-            done.set_result(job(*args))
+            job(*args)
             self.last = self.stream.record_event()
+        done.set_result(self.last)
         return done
 
-    def fetch(self, *records) -> torch.cuda.Event:
-        """Job: bring records, said as in `places`, to the device. Returns the event of arrival."""
+    def fetch(self, *records) -> None:
+        """Job: bring records, said as in `places`, to the device."""
         for stored, rows, on_device, at in self.matrices(*records):
             copy_rows(stored, rows, on_device, at)
-        return self.stream.record_event()
 
     def write_back(self, *records) -> None:
         """Job: store records, said as in `places`, that are on the device."""

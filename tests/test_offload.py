@@ -195,7 +195,7 @@ GUARDED = [found for found in LINES if any(g in found[2].split("#")[0] for g in 
 
 def test_no_guard_is_overlooked():
     """They are found by what they call: under another name one would not be tested."""
-    assert len(GUARDED) == 24
+    assert len(GUARDED) == 23
 
 
 @pytest.mark.parametrize("guard", GUARDED, ids=lambda guard: guard[2])
@@ -326,6 +326,30 @@ def test_rows_that_another_lookup_evicted_are_fetched_again():
             list(tables.lookup(batch(2)))
             for number in (0, 1):
                 assert torch.equal(rows[number].cpu(), F.embedding(batch(number), weight))
+
+
+def test_memory_that_cannot_be_pinned_is_said_once_and_moved_by_one_ring(capsys):
+    with SimulatedGpu(pins=False) as gpu:
+        tables = offloaded(gpu)
+        ring = tables.transfers
+        optimizer = RowRMSprop(tables, state="number")
+        train(tables, optimizer, batch(0))
+        assert tables.transfers is ring
+        assert capsys.readouterr().err.count("cannot be pinned") == 1
+
+
+def test_pages_of_a_prompt_are_requested_by_the_worker(monkeypatch, tmp_path):
+    asked = []
+
+    def noted(storage, ids, names=("rows",)):
+        asked.append((SimulatedGpu.current.host, ids.tolist()))
+
+    monkeypatch.setattr(DiskStorage, "read_ahead", noted)
+    with SimulatedGpu() as gpu, torch.no_grad():
+        storage = DiskStorage.create(tmp_path / "tables", ROWS, torch.float32)
+        tables = filled(OffloadedTables(storage, gpu.device, chunk_bytes=CHUNK)).eval()
+        list(tables.lookup(torch.tensor([[7, 3, 7, 9]])))
+        assert asked == [(tables.transfers.worker.agent, [3, 7, 9])]
 
 
 def test_records_half_way_between_steps_are_never_read_or_saved(monkeypatch):

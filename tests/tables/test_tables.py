@@ -68,6 +68,15 @@ def test_gradients_equal_the_touched_rows_of_a_dense_gradient(n_part):
         made.gradients()
 
 
+@pytest.mark.parametrize("n_row", [50, 5000])  # the ids are marked, or sorted
+@pytest.mark.parametrize("shape", [(2, 9), (3, 4, 2)])
+def test_distinct_ids_are_those_of_unique(n_row, shape):
+    ids = torch.randint(n_row, shape, generator=torch.Generator().manual_seed(0)) // 2
+    found = ResidentTables(1, n_row, 4).distinct(ids)
+    for mine, theirs in zip(found, torch.unique(ids, return_inverse=True), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_gradients_count_only_what_was_differentiated():
     made = tables()
     list(made.eval().lookup(BATCH))
