@@ -318,7 +318,7 @@ def compare(
     # 2) how probable the answers are, before and after
     for answer, *p in probabilities(model, encoding, asked, table_ids, before, after):
         print(f"probability of {answer!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
-    if before == after:
+    if before == after and not asked.answer:
         print("note: the edit moves nothing here: does the model say so by this name's rows?")
     learned = not asked.answer or is_written(model, asked, table_ids)
     if not learned:
@@ -456,7 +456,7 @@ def check_edit(path: Path, checkpoint: dict, ids: Tensor, rows: list[Tensor]) ->
     tables = [weights[name] for name in weights if name.startswith("tables.weight.")]
     fits = ids.dtype == torch.int64 and ids.dim() == 1 and len(rows) == len(tables) > 0
     for table, new in zip(tables, rows, strict=False):
-        fits = fits and set(ids.tolist()) <= set(range(len(table)))
+        fits = fits and all(0 <= token < len(table) for token in ids.tolist())
         fits = fits and new.shape == (len(ids), table.shape[1]) and bool(new.isfinite().all())
     if not fits:
         raise UserError(f"{path} is damaged (its last edit is not of its tables): restore it")

@@ -110,6 +110,7 @@ def test_errors_are_a_line_of_the_page(page, ckpt):
         error, state = ask(page, "change", texts=texts, tables=[])
         assert named in error["error"] and "--" not in error["error"]
         assert state["facts"] == []
+    assert "the request is no JSON" in request(page, "POST", "/rows", "{")[1]
     assert "python lab/page.py out/chats" in command("lab/page.py -h").stdout
     assert "choose another" in refused("lab/page.py", ckpt, "--port", page.server_port)
 

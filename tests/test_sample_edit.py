@@ -273,6 +273,16 @@ def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits
     assert_same(before, read(saved))
 
 
+def test_a_swap_that_moves_nothing_says_so(stem_ckpt, monkeypatch, capsys):
+    model, encoding, _ = load_model(stem_ckpt, CPU)
+    wanted = edit.Edit(source="Anna", target="Björn", prompt="Anna sees")
+    asked = edit.locate(model, encoding, wanted)
+    for after in (5, 6):
+        monkeypatch.setattr(edit, "continuations", lambda *_, after=after: ([5], [after]))
+        edit.compare(model, encoding, wanted, asked, asked.prompt)
+        assert ("moves nothing" in capsys.readouterr().out) == (after == 5)
+
+
 def test_saved_edits_are_undone_last_first_to_the_bit(edits):
     """One in another file, one in place. Which rows they change: test_alignments.py."""
     ckpt, run = edits

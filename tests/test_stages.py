@@ -1,5 +1,6 @@
 """The stages after pretraining, on text and conversations of the made-up story."""
 
+import json
 import random
 import re
 from pathlib import Path
@@ -41,7 +42,7 @@ def chat(stem_ckpt, tmp_path_factory) -> Path:
         chats.append({"conversations": rng.choice((1, 1, 2)) * turn})
     path = write_jsonl(folder / "chat.jsonl", chats)
     line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
-    command(line, stem_ckpt)
+    assert f"--init_from {stem_ckpt} " in command(line, stem_ckpt).stdout
     return folder / "data"
 
 
@@ -77,6 +78,17 @@ def test_the_whole_chain(stage, trained, chat, tmp_path, capsys):
     before, after = checkpoint(trained["stem"]), checkpoint(out)
     assert after["config"] == {**before["config"], "block_size": 64}
     assert after["tokenizer"] == before["tokenizer"]
+
+
+@pytest.mark.parametrize("rate", [1e-4, 2e-3])
+@pytest.mark.parametrize("n_pass", [2, 9])
+def test_few_conversations_are_said_to_want_a_larger_rate(
+    stage, chat, tmp_path, capsys, n_pass, rate
+):
+    n_chat = json.loads((chat / "meta.json").read_text())["train"]["documents"]
+    sizes = dict(batch_size=n_pass * n_chat, device_batch_size=16, max_iters=1, warmup=0.0)
+    small_run(**stage("sft", learning_rate=rate, **sizes), out=tmp_path)
+    assert ("few conversations" in capsys.readouterr().out) == (n_pass == 9 and rate < 2e-3)
 
 
 @pytest.mark.parametrize("name", ["midtrain", "context", "sft"])

@@ -15,6 +15,10 @@ from training.records import Log, draw_loss, read_metrics
 from training.settings import STAGES, Settings
 from training.sources import Windows
 
+# Of fine-tuning: more passes than a stage takes by itself, unless there are few conversations, and
+# a rate at which these are learned.
+FEW_PASSES, FEW_RATE = 4, 2e-3
+
 
 def model_sizes(model: Decoder) -> dict[str, int]:
     """Numbers of parameters (a tied head counts once) and FLOPs of a forward pass:
@@ -50,9 +54,6 @@ def model_sizes(model: Decoder) -> dict[str, int]:
     }
 
 
-FEW_PASSES = 4  # of fine-tuning: no stage asks for more, unless there are few conversations
-
-
 def describe(settings: Settings, data: Data, objective: NextToken) -> None:
     """Say what is trained, and on how much of what."""
     config, sizes = objective.model.config, model_sizes(objective.model)
@@ -73,8 +74,9 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
         print(
             "note: all tokens are learned; --stage sft learns the answers, --stage dpo the chosen"
         )
-    if settings.stage == "sft" and passes(settings, data) > FEW_PASSES:
-        print("note: of so few conversations a larger --learning_rate learns more, such as 2e-3")
+    is_slow = passes(settings, data) > FEW_PASSES and settings.learning_rate < FEW_RATE
+    if settings.stage == "sft" and is_slow:
+        print(f"note: few conversations: a larger --learning_rate learns more, such as {FEW_RATE}")
     n_cut = getattr(data.train, "n_cut", 0)
     if n_cut:
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
