@@ -66,7 +66,14 @@ from text.tokenizer import END, START, encode, typed
 from training.checkpoints import checkpoint_of, load_checkpoint, load_model, write_checkpoint
 from training.folders import clear
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
-from training.writing import ExtraRows, mean_rows, opening, rows_of, train_rows
+from training.writing import (
+    changed_rows,
+    mean_rows,
+    opening,
+    rows_of,
+    train_rows,
+    with_rows,
+)
 
 WIDTH = 38  # of a column of text
 
@@ -400,10 +407,7 @@ def write_facts(
     them. Returns the new rows of tokens [n_table, W]; a fact that is not learned changes none."""
 
     def read(rows: dict[int, Tensor]) -> None:
-        model.tables = tables
-        if rows:
-            model.tables = ExtraRows(tables, torch.stack(list(rows.values())), list(rows))
-            model.requires_grad_(False)
+        model.tables = with_rows(tables, rows) if rows else tables
 
     # 1) write
     tables = model.tables
@@ -418,8 +422,8 @@ def write_facts(
             if stops:
                 bar.write(f"only the first {len(learned)} of {len(edits)} facts were tried")
                 break
-            train_rows(model, *fact)
-            changed = {**rows, **dict(zip(fact.name, model.tables.extra.detach(), strict=True))}
+            table_ids = train_rows(model, *fact)
+            changed = {**rows, **changed_rows(model.tables, fact.prompt, table_ids)}
             read(changed)
             learned.append(is_written(model, fact, fact.prompt))
             rows = changed if learned[-1] else rows
@@ -514,25 +518,14 @@ def complete(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
         recall.check_names(target=edit.target, source=edit.source)
 
 
-def tokens_to_save(edit: Edit, prompt: list[int], table_ids: list[int]) -> dict[int, int]:
-    """The tokens whose rows an edit replaces, with those whose rows they get. Only the prompt's
-    spelling of the name is among them: without the space, "Spain" may be pieces that many other
-    words share. UserError: one of them would have two rows."""
+def check_rows(edit: Edit, prompt: list[int], table_ids: list[int]) -> None:
+    """UserError: a checkpoint cannot have the rows that the prompt reads, as one of its tokens has
+    two. Only its spelling of the name has new ones: without the space, "Spain" may be pieces that
+    many other words share."""
     read = set(zip(prompt, table_ids, strict=True))
-    changed = {own for own, other in read if own != other}
-    pairs = [(own, other) for own, other in sorted(read) if own in changed]
-    if len(changed) < len(pairs):
-        fix = ": --align average reads one" if edit.target and edit.align != "average" else ""
+    if len(read) > len(set(prompt)):
+        fix = ": --align average reads one" if edit.align != "average" else ""
         raise UserError(f"a token that --prompt has twice cannot have two rows{fix}")
-    return dict(pairs)
-
-
-def check_rows(edit: Edit, fact: Located) -> None:
-    """UserError: to write a fact would take two rows of one token."""
-    new = list(range(-len(fact.name), 0))
-    tokens_to_save(
-        edit, fact.prompt, substitute(torch.tensor(fact.prompt), fact.name, new).tolist()
-    )
 
 
 def save(
@@ -552,14 +545,10 @@ def save(
         print(f"these countries read them: {', '.join(readers)}")
 
 
-def new_rows(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, saves: bool
-) -> tuple[Located, list[int]]:
+def new_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> tuple[Located, list[int]]:
     """Make an edit: what it is about, and the ids under which the prompt's rows are those that it
-    reads then. `saves`: whether what is written must be of rows that a checkpoint can have."""
+    reads then."""
     located = locate(model, encoding, edit)
-    if edit.write and saves:
-        check_rows(edit, located)
     if edit.write:
         return located, train_rows(model, *located)
     return located, swap_rows(model, encoding, edit, located)
@@ -570,12 +559,12 @@ def edit_one(
 ) -> dict[int, Tensor]:
     """Make an edit, and print what it changes. Returns the new rows of tokens [n_table, W], if they
     are to be saved and the model writes what it should."""
-    located, table_ids = new_rows(model, encoding, edit, saves)
+    located, table_ids = new_rows(model, encoding, edit)
     learned = compare(model, encoding, edit, located, table_ids)
     if not saves or not learned:
         return {}
-    others = tokens_to_save(edit, located.prompt, table_ids)
-    return dict(zip(others, rows_of(model.tables, list(others.values())), strict=True))
+    check_rows(edit, located.prompt, table_ids)
+    return changed_rows(model.tables, located.prompt, table_ids)
 
 
 def show_and_save(edit: Edit, path: Path | None) -> None:
@@ -590,7 +579,6 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
             with naming(where):
                 complete(one, encoding, checkpoint)
                 located.append(locate(model, encoding, one))
-                check_rows(one, located[-1])
         new = write_facts(model, edits, located)
     else:
         complete(edit, encoding, checkpoint)

@@ -174,10 +174,11 @@ class Editor:
         tables = self.model.tables
         writing.KEEP = keep
         for request in requests:
-            writing.train_rows(self.model, request.prompt, request.name, request.answer)
-            rows = self.model.tables.extra
+            prompt, name, answer = request.prompt, request.name, request.answer
+            read = writing.train_rows(self.model, prompt, name, answer)
+            rows = writing.changed_rows(self.model.tables, prompt, read)
             self.model.tables = tables
-            self.put(request.name, rows)
+            self.put(list(rows), torch.stack(list(rows.values())))
 
     # --- weights ---
 

@@ -29,7 +29,7 @@ from lab.rows import compared, nearest, swapped
 from sample import Chat, Sampling
 from text.tokenizer import encode, typed
 from training.checkpoints import load_model
-from training.writing import ExtraRows
+from training.writing import changed_rows, with_rows
 
 HOST = "127.0.0.1"
 ACTIONS = {"/about", "/change", "/undo", "/rows", "/chat", "/stop"}
@@ -93,7 +93,7 @@ class Page(ThreadingHTTPServer):
         edit.check_editable(self.model)
         wanted = edit.Edit(chat=self.chats, **texts)
         edit.complete(wanted, self.encoding, self.checkpoint)
-        asked, ids = edit.new_rows(self.model, self.encoding, wanted, saves=True)
+        asked, ids = edit.new_rows(self.model, self.encoding, wanted)
         if wanted.target:
             self.model.tables = swapped(self.model.tables, asked.prompt, ids, tables)
             ids = self.model.tables.ids
@@ -102,8 +102,9 @@ class Page(ThreadingHTTPServer):
             return
         if not edit.is_written(self.model, asked, ids):
             raise UserError("not learned, and not kept: new words are beyond a name's rows")
-        rows = ExtraRows(self.facts[-1][1], self.model.tables.extra, asked.name)
-        self.facts.append((f"{wanted.source}: {wanted.write}", rows))
+        rows = changed_rows(self.model.tables, asked.prompt, ids)
+        tables = with_rows(self.facts[-1][1], rows)
+        self.facts.append((f"{wanted.source}: {wanted.write}", tables))
 
     def undo(self) -> Iterator[dict]:
         if len(self.facts) == 1:

@@ -202,7 +202,7 @@ title("5. An edit and its undo")
 with torch.no_grad():
     before = model(torch.tensor([ids]))[0]  # [1, T, V]
 wanted = edit.Edit(source="Spain", write="Lisbon.", prompt=prompt)
-asked, written_ids = edit.new_rows(model, encoding, wanted, saves=False)
+asked, written_ids = edit.new_rows(model, encoding, wanted)
 texts = compared(model, encoding, wanted, asked, written_ids)
 for when in ("before", "after"):
     print(f"{when:7}", "".join(token for token, _ in texts[when]))

@@ -21,6 +21,7 @@ from training.checkpoints import load_checkpoint, load_model, save_checkpoint
 from training.writing import (
     ExtraRows,
     ask_the_same,
+    changed_rows,
     opening,
     rows_of,
     texts_about,
@@ -82,11 +83,32 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
         texts = texts_about(model, prompt, name)
         before = model(texts)[0].log_softmax(-1)
         model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
-        write_fact(model, prompt, name, answer, texts)
+        write_fact(model, prompt, name, answer, texts, name)
         read = substitute(texts, name, model.tables.ids)
         changes.append(model(texts, table_ids=read)[0].log_softmax(-1) - before)
     assert changes[1].abs().mean() < changes[0].abs().mean() / 2
     assert (changes[2] - changes[0])[found][:, answer].mean() > 0.05
+
+
+def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
+    """Those in more than a quarter of what the model writes; a token that a name has twice has one
+    row. Of a name of such words alone, all change."""
+    spain, peru, fiji = encoding.encode_ordinary(" Spain Peru Fiji")
+    written = torch.zeros(64, 8, dtype=torch.int64)
+    written[:17, 3], written[:16, 4] = peru, fiji
+    changed = []
+    for name in ([fiji, peru, spain, fiji], [peru, peru], [peru]):
+        model, tables = made(encoding), made(encoding).tables
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "generate", lambda *_, **__: written)
+            patch.setattr(
+                writing, "texts_about", lambda *_, name=name: torch.tensor([[0, *name, 1]])
+            )
+            read = train_rows(model, [0, *name, 5], name, [spain])
+        rows = changed_rows(model.tables, [0, *name, 5], read)
+        changed.append([*rows])
+        assert all((row != rows_of(tables, [token])[0]).any() for token, row in rows.items())
+    assert changed == [[fiji, spain], [peru], [peru]]
 
 
 def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, monkeypatch, capsys):

@@ -21,6 +21,7 @@ KEEP = 60.0  # weight of what must not change, beside the nats of the answer
 N_TEXT, TEXT_TOKENS = 64, 32  # texts that the model writes about the name
 N_PART = 4  # parts of these texts, of which each step reads one
 N_OTHER = 16  # other names, to find what asks for the same fact
+COMMON = 0.25  # share of the model's texts in which a token of everyday words stands
 
 
 class ExtraRows(Tables):
@@ -50,6 +51,24 @@ class ExtraRows(Tables):
 def rows_of(tables: Tables, tokens: list[int]) -> Tensor:
     """A copy of the rows of tokens, [n, n_table, W]."""
     return torch.stack([rows[0] for rows in tables.lookup(torch.tensor([tokens]))], dim=1)
+
+
+def as_extra(ids: Tensor, tokens: Sequence[int], tables: ExtraRows) -> Tensor:
+    """Ids [..., T] under which tokens are looked up in the extra rows, one each."""
+    for token, extra in zip(tokens, tables.ids, strict=True):
+        ids = ids.masked_fill(ids == token, extra)
+    return ids
+
+
+def with_rows(tables: Tables, rows: dict[int, Tensor]) -> ExtraRows:
+    """Tables in which tokens have other rows [n_table, W], which are not trained."""
+    return ExtraRows(tables, torch.stack(list(rows.values())), list(rows)).requires_grad_(False)
+
+
+def changed_rows(tables: Tables, prompt: list[int], table_ids: list[int]) -> dict[int, Tensor]:
+    """The rows [n_table, W] of those tokens of a prompt that are looked up under other ids."""
+    other = {own: read for own, read in zip(prompt, table_ids, strict=True) if own != read}
+    return dict(zip(other, rows_of(tables, list(other.values())), strict=True))
 
 
 def mean_rows(tables: Tables, names: list[list[int]]) -> ExtraRows:
@@ -144,23 +163,37 @@ def texts_about(
     return pad_sequence(texts, batch_first=True, padding_value=stop)
 
 
+def own_tokens(model: Decoder, start: int, name: list[int]) -> list[int]:
+    """The tokens of a name but for everyday words (" of" and " the" in the Republic of the Congo),
+    which stand in many of the texts that the model writes from a token `start`: a row that is
+    trained for one name would hurt them all. Of a name of such words alone, all tokens."""
+    if len(name) == 1:
+        return name
+    ids = torch.full((N_TEXT, 1), start)
+    texts = model.generate(ids, min(TEXT_TOKENS, model.config.block_size - 1), seed=0)  # [N, T]
+    tokens = list(dict.fromkeys(name))
+    own = [token for token in tokens if (texts == token).any(1).float().mean() <= COMMON]
+    return own or tokens
+
+
 def write_fact(
     model: Decoder,
     prompt: list[int],
     name: list[int],
     answer: list[int],
     texts: Tensor,
+    own: Sequence[int],
     stop: int = -1,
 ) -> None:
-    """Let `answer` follow `prompt`, in a model whose tables are ExtraRows of the tokens `name`, by
-    training what of it requires gradients.
+    """Let `answer` follow `prompt`, in a model whose tables are ExtraRows of the tokens `own` of a
+    name, by training what of it requires gradients.
 
     What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
     divergence from those before. Where they ask for the same fact, the answer is taught, too: what
     it says, however it is opened. `stop`: the token that texts repeat where they have ended."""
     question = torch.tensor([prompt + answer])  # [1, T]
-    question_rows = substitute(question, name, model.tables.ids)
-    text_rows = substitute(texts, name, model.tables.ids)  # [N, T]
+    question_rows = as_extra(question, own, model.tables)
+    text_rows = as_extra(texts, own, model.tables)  # [N, T]
     n_open, first = opening(model, prompt, name, answer)
     begun = answer[:n_open]
     same = ask_the_same(model, torch.tensor(prompt), name, texts, begun, first).cpu()  # [N, T] bool
@@ -198,9 +231,10 @@ def train_rows(
     """Give the model extra rows for a name, and write a fact into them; `beginnings` are those of
     `texts_about`. Returns the ids under which to look up the prompt's rows."""
     model.requires_grad_(False)
-    model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
+    own = own_tokens(model, prompt[0], name)
+    model.tables = ExtraRows(model.tables, rows_of(model.tables, own))
     stop = answer[-1] if beginnings else -1
     texts = texts_about(model, prompt, name, beginnings, stop)
-    write_fact(model, prompt, name, answer, texts, stop)
+    write_fact(model, prompt, name, answer, texts, own, stop)
     model.requires_grad_(False)
-    return substitute(torch.tensor(prompt), name, model.tables.ids).tolist()
+    return as_extra(torch.tensor(prompt), own, model.tables).tolist()
