@@ -32,7 +32,6 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
 
 import numpy as np
 import torch
-from torch._dynamo.exc import TorchDynamoException
 from tqdm import tqdm
 
 try:
@@ -123,13 +122,13 @@ def flag(default: Any, about: str, **more) -> Any:
 
 
 def add_flags(
-    parser: ArgumentParser, kind: type, ffn: str = "", defaults: dict[str, Any] | None = None
+    parser: ArgumentParser, cls: type, ffn: str = "", defaults: dict[str, Any] | None = None
 ) -> None:
     """Add the flags of a dataclass to a parser, without those that this --ffn does not have. A
     field without a default is given without its name. What is not given stays out of the
     namespace; `-h` shows the default of `defaults` or of the dataclass."""
-    kinds = get_type_hints(kind)
-    for setting in fields(kind):
+    types = get_type_hints(cls)
+    for setting in fields(cls):
         more = setting.metadata
         if "about" not in more or ("of" in more and not more["of"](ffn)):
             continue
@@ -142,7 +141,7 @@ def add_flags(
         options = {"help": more["about"].replace("%", "%%"), "default": SUPPRESS}
         if shown or type(shown) in (int, float):  # also 0, but not False
             options["help"] += f" ({shown})"
-        value_type = (get_args(kinds[setting.name]) or [kinds[setting.name]])[0]  # of `int | None`
+        value_type = (get_args(types[setting.name]) or [types[setting.name]])[0]  # of `int | None`
         is_path = value_type is Path or setting.name in ("ckpt", "data_dir", "tokenizer")
         if value_type is not bool:
             given = partial(expanded, value_type) if is_path else value_type
@@ -154,9 +153,9 @@ def add_flags(
         parser.add_argument(name, **options)
 
 
-def expanded(kind: type, text: str) -> Any:
+def expanded(path_type: type, text: str) -> Any:
     """A path, or several, with the home folder for each `~` that a shell has left there."""
-    return kind(",".join(map(os.path.expanduser, text.split(","))))
+    return path_type(",".join(map(os.path.expanduser, text.split(","))))
 
 
 class Parser(ArgumentParser):
@@ -185,22 +184,22 @@ def make_parser(description: str) -> Parser:
     )
 
 
-def parse(kind: type, description: str) -> Any:
+def parse(cls: type, description: str) -> Any:
     """The flags of the command line as an object of a dataclass."""
     parser = make_parser(description)
-    add_flags(parser, kind)
-    return kind(**vars(parser.parse_args()))
+    add_flags(parser, cls)
+    return cls(**vars(parser.parse_args()))
 
 
 ALSO = {float: (int, float), Path: (str, Path), str: (str, Path)}  # what will do, too
 
 
-def fits(value: Any, kind: Any) -> bool:
+def fits(value: Any, wanted: Any) -> bool:
     """Whether a value, and all in it, is of a type such as str, int | None, dict[str, int], or a
     record that has fields of some types, {"step": int}."""
-    if isinstance(kind, dict):
-        return fits(value, dict) and all(fits(value.get(name), kind[name]) for name in kind)
-    origin, parts = get_origin(kind), get_args(kind)
+    if isinstance(wanted, dict):
+        return fits(value, dict) and all(fits(value.get(name), wanted[name]) for name in wanted)
+    origin, parts = get_origin(wanted), get_args(wanted)
     if origin in (Union, UnionType):
         return any(fits(value, part) for part in parts)
     if origin is Literal:
@@ -214,8 +213,8 @@ def fits(value: Any, kind: Any) -> bool:
     if parts:  # of a list
         return isinstance(value, origin) and all(fits(each, parts[0]) for each in value)
     if isinstance(value, bool):  # which Python takes for a number
-        return kind in (bool, Any, object)
-    return kind is Any or isinstance(value, ALSO.get(kind, kind))
+        return wanted in (bool, Any, object)
+    return wanted is Any or isinstance(value, ALSO.get(wanted, wanted))
 
 
 def check_ranges(settings: Any) -> None:
@@ -224,15 +223,15 @@ def check_ranges(settings: Any) -> None:
     check_values(type(settings), vars(settings))
 
 
-def check_values(kind: type, values: dict[str, Any]) -> None:
+def check_values(cls: type, values: dict[str, Any]) -> None:
     """The same of values for some fields of a dataclass, by name; other names are ignored."""
-    kinds = get_type_hints(kind)
-    for setting in fields(kind):
+    types = get_type_hints(cls)
+    for setting in fields(cls):
         if setting.name not in values:
             continue
         must, choices = map(setting.metadata.get, ("must", "choices"))
         name, value = f"--{setting.name}", values[setting.name]
-        if not fits(value, kinds[setting.name]):
+        if not fits(value, types[setting.name]):
             expected = getattr(setting.type, "__name__", setting.type)
             raise UserError(f"{name} {value!r:.40} is not of type {expected}")
         if value is None:
@@ -306,7 +305,7 @@ def check_compiler(device: torch.device) -> None:
     """UserError: torch.compile does not work here, as it finds no compiler for this device."""
     try:
         torch.compile(torch.neg)(torch.ones(2, device=device))
-    except TorchDynamoException as error:
+    except torch._dynamo.exc.TorchDynamoException as error:  # loaded by now: it takes seconds
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--compile does not work here ({reason:.90}): leave it out") from None
 

@@ -63,7 +63,7 @@ from training.settings import device_flag, offload_flag
 
 
 @dataclass
-class Settings:
+class Conversion:
     """The flags of this command."""
 
     source: Path = flag(MISSING, "a folder of Hugging Face, or a dense ckpt.pt")
@@ -93,7 +93,7 @@ class Settings:
             raise UserError("give --out FILE, or --export FOLDER without --ffn")
         for name, value in vars(self).items():
             of_all = name in ("source", "out", "export", "ffn")
-            if self.ffn is None and not of_all and value != getattr(Settings, name):
+            if self.ffn is None and not of_all and value != getattr(Conversion, name):
                 raise UserError(f"--{name} {value} needs --ffn stem")
 
 
@@ -390,7 +390,7 @@ def check_weights(folder: Path, weights: dict[str, Tensor], expected: dict[str, 
 
 
 def main() -> None:
-    settings = parse(Settings, __doc__)
+    settings = parse(Conversion, __doc__)
     path = settings.export or settings.out
     # Before minutes of work, so that no run begins there meanwhile.
     with run_folder(path.parent, (path.name,)):

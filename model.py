@@ -136,23 +136,23 @@ class ModelConfig:
 RELATIVES = Path(__file__).parent / "relatives"
 
 
-def relatives(kind: str) -> list[str]:
+def relatives(class_name: str) -> list[str]:
     """The files in relatives/ that have a class of this name, `Decoder` or `Attention`."""
     found = []
     for path in RELATIVES.glob("*.py"):
         # One that is not UTF-8 is shown, and named by Python when it is asked for.
-        if f"\nclass {kind}(" in path.read_text(encoding="utf-8", errors="replace"):
+        if f"\nclass {class_name}(" in path.read_text(encoding="utf-8", errors="replace"):
             found.append(path.stem)
     return sorted(found)
 
 
-def relative(kind: str, name: str, given: str) -> type:
-    """The class `kind` of relatives/NAME.py. UserError: there is no such file; `given` is the flag
-    that asked for it."""
-    known = relatives(kind)
+def relative(class_name: str, name: str, given: str) -> type:
+    """The class of this name in relatives/NAME.py. UserError: there is no such file; `given` is the
+    flag that asked for it."""
+    known = relatives(class_name)
     if name not in known:
         raise UserError(f"{given}, nor of relatives/: {', '.join(known)}")
-    return getattr(importlib.import_module(f"relatives.{name}"), kind)
+    return getattr(importlib.import_module(f"relatives.{name}"), class_name)
 
 
 def decoder_class(ffn: str) -> type["Decoder"]:

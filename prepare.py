@@ -87,7 +87,7 @@ for name, files in DATASETS.items():
 
 
 @dataclass
-class Settings:
+class Preparation:
     """The flags of this command."""
 
     input: Sequence[Path] = flag((), "files of your own, or folders of them", nargs="+")
@@ -177,7 +177,10 @@ def standard(name: str) -> tiktoken.Encoding:
 
 
 def prepare_files(
-    settings: Settings, paths: Sequence[Path], kind: str, encoding: tiktoken.Encoding | None = None
+    settings: Preparation,
+    paths: Sequence[Path],
+    kind: str,
+    encoding: tiktoken.Encoding | None = None,
 ) -> dict:
     """Write the token folder of documents in files and folders, which are read once or, to train a
     tokenizer first, twice; they are never all in memory. Returns meta.json."""
@@ -243,7 +246,7 @@ def to_validate(documents: Iterable[Document]) -> Iterator[tuple[str, Document]]
 
 
 def labelled(
-    documents: Iterable[Document], settings: Settings, notes: Counter[str]
+    documents: Iterable[Document], settings: Preparation, notes: Counter[str]
 ) -> Iterator[tuple[str, Document]]:
     """Yield documents, each with its split, by its hash. Copies of what is for validation are
     trained on, as who repeats something wants it to be learned; the notes count them."""
@@ -309,7 +312,7 @@ def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
 
 def main() -> None:
     keys = textwrap.fill(KEYS, 96, subsequent_indent="  ")
-    settings = parse(Settings, __doc__.replace("KNOWN_KEYS", keys))
+    settings = parse(Preparation, __doc__.replace("KNOWN_KEYS", keys))
 
     # 1) what kind of documents, and which tokenizer
     generated = not settings.input and settings.dataset in CORPORA
@@ -318,7 +321,7 @@ def main() -> None:
     elif generated:
         kind, _ = CORPORA[settings.dataset]
         for name in ("val_fraction", "hold_out_files", "columns"):
-            if getattr(settings, name) != getattr(Settings, name):
+            if getattr(settings, name) != getattr(Preparation, name):
                 raise UserError(f"--{name} is for files: generated text has its own share")
     else:
         kind = DATASETS[settings.dataset][0].kind

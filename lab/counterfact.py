@@ -63,7 +63,7 @@ COUNTED = (11, 12, 13)  # seeds
 # how many all are asked.
 STAGES = ((0, range(1, 21)), (1, (10, 100)), (100, (100,)), (1, (300,)), (100, (300,)))
 STAGES += ((1, (1000,)), (100, (1000,)))
-QUICK = ((0, (1,)), (1, (1,)), (2, (2,)))
+QUICK = ((1, (1,)), (2, (2,)))
 APART = 28  # countries about which nothing is written
 N_NEIGHBOR = 5
 SEARCHED, N_SEARCHED = 5, 10  # seed, and edits in sequence, that find a method's setting

@@ -122,7 +122,7 @@ class Experiment:
         if folder.name == "countries":
             write_corpus("countries", folder)
         elif folder.name == "moby-dick":
-            settings = prepare.Settings(dataset="moby-dick", out_dir=folder)
+            settings = prepare.Preparation(dataset="moby-dick", out_dir=folder)
             prepare.prepare_files(settings, [MOBY_DICK], "text")
 
     def all_flags(self, flags: Flags) -> Flags:

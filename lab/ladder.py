@@ -3,6 +3,7 @@ controls that such claims need. Five seeds, intervals of 95 %, each kind at its 
 which a sixth seed has found."""
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -150,7 +151,9 @@ def dense_of_equal_costs(experiment: Experiment) -> dict[str, Flags]:
         ("dense, as many FLOPs", "flops_per_token", hidden),
     ):
         wanted = size(KINDS["STEM, all"], figure)
-        kinds[name] = min(tried, key=lambda flags: abs(size(flags, figure) - wanted))
+        larger = bisect_left(tried, wanted, key=lambda flags: size(flags, figure))
+        nearest = tried[max(0, larger - 1) : larger + 1]
+        kinds[name] = min(nearest, key=lambda flags: abs(size(flags, figure) - wanted))
     return kinds
 
 

@@ -54,7 +54,10 @@ class Page(ThreadingHTTPServer):
         self.model.register_forward_pre_hook(self.check_stop)
         layers = [layer for layer, block in enumerate(self.model.blocks) if block.row_width]
         self.chats = self.checkpoint["args"].get("stage") in ("sft", "dpo")
-        self.about = {"ckpt": ckpt, "layers": layers, "chats": self.chats}
+        example = {"source": "Spain", "target": "Germany", "write": "Lisbon."}
+        if edit.has_own_text(self.checkpoint):
+            example = {}
+        self.about = {"ckpt": ckpt, "layers": layers, "chats": self.chats, "example": example}
         self.facts = [("", self.model.tables)]  # each with the tables that have it
         self.talk: Chat | None = None
         self.busy = threading.Lock()

@@ -21,7 +21,7 @@ from training.batches import Data
 
 def from_files(out, path, encoding=None, kind="text", **flags):
     """prepare_files() of one file, with flags as on the command line."""
-    settings = prepare.Settings(input=[path], out_dir=out, **flags)
+    settings = prepare.Preparation(input=[path], out_dir=out, **flags)
     return prepare.prepare_files(settings, [path], kind, encoding)
 
 
@@ -118,11 +118,11 @@ ODD = {
 
 def test_only_a_small_text_is_cut_to_validate_with_and_after_lines(monkeypatch):
     monkeypatch.setattr(prepare, "MANY", 10)
-    settings = prepare.Settings(val_fraction=1e-9)
+    settings = prepare.Preparation(val_fraction=1e-9)
     texts = [f"Document {i}" for i in range(13)]
     splits, found = zip(*prepare.labelled(texts, settings, Counter()), strict=True)
     assert list(found) == texts and splits.count("val") == 1
-    half = prepare.Settings(val_fraction=0.5)
+    half = prepare.Preparation(val_fraction=0.5)
     numbers = [str(number) for number in range(60)]
     for n in (11, 21, 31, 41):  # added ones move none
         splits = [
@@ -141,7 +141,7 @@ def test_copies_are_trained_on(monkeypatch, first):
     """All but one, also of what is for validation by its hash; the notes count them."""
     if not first:
         monkeypatch.setattr(prepare, "MANY", 50)
-    settings = prepare.Settings(val_fraction=0.1)
+    settings = prepare.Preparation(val_fraction=0.1)
     texts = [f"Document number {i}" for i in range(800)]
     held = [text for text in texts if documents.is_validation(documents.hashed(text), 0.1)]
     many = texts[:50] + 300 * held[-1:] + texts[50:]

@@ -61,6 +61,8 @@ class Data:
             ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:
             fix = f"lower --block_size {block_size} to {len(ids) - 1} or less"
+            if meta["kind"] == "chat":
+                fix = "--stage sft reads its conversations as they are"
             raise UserError(f"{folder}/{split}.bin has only {len(ids)} tokens: {fix}")
         return Windows(ids, block_size, seed)
 

@@ -167,8 +167,9 @@ def checkpoint_of(path: str | Path, resumes: bool = False) -> Path:
     step, (loss, best_step) = checkpoint["step"], checkpoint["best"]
     settings = Settings.from_flat(checkpoint["args"])
     evaluated = step
-    if step < settings.max_iters:  # it was stopped
-        evaluated -= step % settings.eval_interval
+    if step < settings.max_iters:
+        print(f"{path} is a run at step {step} of {settings.max_iters}", file=sys.stderr)
+        evaluated -= step % settings.eval_interval  # it was stopped
     if best_step >= evaluated or read_checkpoint(best).get("step") != best_step:
         return last
     print(

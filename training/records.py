@@ -151,7 +151,7 @@ def draw_loss(metrics: Path, out: Path) -> None:
     except OSError as error:
         raise UserError(f"matplotlib cannot start ({error!s:.90}): set MPLCONFIGDIR") from None
     records = read_metrics(metrics)
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2))
     axes = figure.subplots()
     steps, losses = curve(records, "step", "train_loss")
     axes.plot(steps, losses, label="training", alpha=0.3, linewidth=0.8)
@@ -168,7 +168,7 @@ def draw_loss(metrics: Path, out: Path) -> None:
         percent = [100 * recall for recall in recalls]
         right.plot(steps, percent, marker=".", color="C2", label="facts recalled")
         right.set(ylabel="held-out questions answered (%)", ylim=(0, 100))
-    figure.legend(loc="outside upper center", ncols=3)
+    figure.legend(loc="upper center", ncols=3)
     with atomic(out) as temporary:
         figure.savefig(temporary, dpi=130, format="png")
 
