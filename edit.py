@@ -13,7 +13,8 @@
 --target changes no weight: where the prompt says Spain, tables are looked up under Germany's id
 (`stem.substitute`); everything dense still sees Spain. --write trains rows for Spain's tokens
 (training/writing.py), and nothing else. What --save writes has the new rows under Spain's id, and
-keeps Spain's own, for --undo. A saved edit affects every use of these tokens.
+keeps Spain's own, for --undo. A saved edit affects every use of these tokens. So rows of everyday
+words of a name (" of", " the") stay.
 
 --facts writes one fact after the other, each into the rows that the earlier ones left. A line is
 {"source": "Spain", "write": "Lisbon.", "prompt": "..."}, where the prompt may be left out. In the
@@ -70,6 +71,7 @@ from training.writing import (
     changed_rows,
     mean_rows,
     opening,
+    own_tokens,
     rows_of,
     train_rows,
     with_rows,
@@ -234,8 +236,10 @@ def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Lo
         means = model.tables.ids
     elif len(target) > len(asked.name):
         read = encoding.decode(align(target, len(asked.name), edit.align))
-        print(f"of {edit.target!r} only the rows of {read!r} are read: see --align, --write\n")
+        print(f"of {edit.target!r}, only the rows of {read!r} fit: --align average reads all\n")
     ids = edited_ids(encoding, asked.prompt, edit.source, edit.target, edit.align, means)
+    own = own_tokens(model, asked.prompt[0], asked.name)
+    ids = [read if token in own else token for token, read in zip(asked.prompt, ids, strict=True)]
     if ids == asked.prompt:
         raise UserError(f"--prompt {edit.prompt!r} reads these rows already")
     return ids
@@ -326,7 +330,7 @@ def compare(
     for answer, *p in probabilities(model, encoding, asked, table_ids, before, after):
         print(f"probability of {answer!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
     if before == after and not asked.answer:
-        print("note: the edit moves nothing here: does the model say so by this name's rows?")
+        print("note: the swap moves nothing here: this name's rows may not hold what was asked")
     learned = not asked.answer or is_written(model, asked, table_ids)
     if not learned:
         print("not learned: the model writes something else; new words are beyond a name's rows")
@@ -471,9 +475,7 @@ def undo(edit: Edit, path: Path) -> None:
     checkpoint = load_checkpoint(edit.ckpt, verify=True)
     edits = checkpoint.get("edits", [])
     if not edits:
-        raise UserError(
-            f"{edit.ckpt} holds no edit to undo: training keeps none of those that --save wrote"
-        )
+        raise UserError(f"{edit.ckpt} holds no edit to undo: training drops those it starts from")
     last = edits.pop()
     check_edit(edit.ckpt, checkpoint, **last)
     replace_rows(checkpoint, last["ids"], last["rows"])
@@ -542,7 +544,7 @@ def save(
     print(f"changed the rows of {[encoding.decode([token]) for token in tokens]}")
     readers = recall.readers(encoding, tokens)
     if readers and not has_own_text(checkpoint):
-        print(f"these countries read them: {', '.join(readers)}")
+        print(f"these countries read them and may change: {', '.join(readers)}")
 
 
 def new_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> tuple[Located, list[int]]:
@@ -550,8 +552,14 @@ def new_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> tuple[L
     reads then."""
     located = locate(model, encoding, edit)
     if edit.write:
-        return located, train_rows(model, *located)
-    return located, swap_rows(model, encoding, edit, located)
+        table_ids = train_rows(model, *located)
+    else:
+        table_ids = swap_rows(model, encoding, edit, located)
+    changed = {own for own, read in zip(located.prompt, table_ids, strict=True) if own != read}
+    kept = [encoding.decode([token]) for token in located.name if token not in changed]
+    if kept:  # everyday words, and what both names share
+        print(f"of {edit.source!r}, the rows of {kept} stay as they are\n")
+    return located, table_ids
 
 
 def edit_one(
