@@ -73,7 +73,9 @@ class Conversion:
     )
     ffn: str | None = flag(None, "convert a dense checkpoint to this kind of FFN", choices=["stem"])
     stem_layers: str = flag("third", "layers to get a table: third, half, all or 0,2,5")
-    data_dir: str = flag("data/countries", "text to fill rows from: a folder or a mixture")
+    data_dir: str | None = flag(
+        None, "text to fill rows from: a folder or a mixture", shown="what the model was trained on"
+    )
     tokens: int = flag(10**6, "training tokens to read; 0: rows stay random", must="0 or more")
     block_size: int | None = flag(
         None, "length of the windows of text", shown="the model's context", must="at least 1"
@@ -429,7 +431,7 @@ def main() -> None:
         f"wrote {path}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
         f"vocabulary {config.vocab_size:,}, {model_sizes(model)['total'] / 1e6:.2f} M parameters"
     )
-    data_dir = settings.data_dir if settings.ffn else "DATA"
+    data_dir = settings.data_dir or args.get("data_dir", "DATA")
     more = ("--data_dir", data_dir, "--out_dir", "out/trained")
     print(f"next: {command_line('train.py', '--init_from', path, *more)}")
 

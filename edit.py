@@ -330,7 +330,7 @@ def compare(
     for answer, *p in probabilities(model, encoding, asked, table_ids, before, after):
         print(f"probability of {answer!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
     if before == after and not asked.answer:
-        print("note: the swap moves nothing here: this name's rows may not hold what was asked")
+        print("note: the swap moves nothing here, not one word: do this name's rows hold the fact?")
     learned = not asked.answer or is_written(model, asked, table_ids)
     if not learned:
         print("not learned: the model writes something else; new words are beyond a name's rows")

@@ -68,6 +68,7 @@ LEAST_VAL = 8000  # characters to validate with, or a twentieth of what there is
 NOTES = 20  # are shown
 HELD_OUT = "held_out"  # the folder of files that are held out
 COPIES = "copies of documents of val.bin are trained on"
+CUT = "long documents were cut at line breaks, to have pieces to validate with"
 
 KEYS = (
     f"- Known keys, and columns: text; of a question {', '.join(QUESTIONS)}; of its answer "
@@ -254,7 +255,9 @@ def labelled(
     first = list(islice(documents, MANY))
     total = sum(len(as_one_text(document)) for document in first)
     least = min(LEAST_VAL, max(1, total // 20))
-    first = [piece for document in first for piece in cut(document, total // 5, least)]
+    pieces = [cut(document, total // 5, least) for document in first]
+    notes.update(CUT for parts in pieces if len(parts) > 1)
+    first = list(chain.from_iterable(pieces))
     chosen = for_validation(first, least, settings.val_fraction)
     seen = {hashed(first[number]) for number in chosen}
     for number, document in enumerate(chain(first, documents)):
@@ -349,6 +352,8 @@ def main() -> None:
     if settings.hold_out_files:
         tell(settings.out_dir / HELD_OUT, read_meta(settings.out_dir / HELD_OUT), "val")
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
+    if meta["val"]["tokens"] < 1000:
+        print("note: that is little to validate with: small differences in its loss mean nothing")
     name = {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
     given = str(settings.tokenizer)  # of a checkpoint, it is that of the model to go on with
     origin = given if given.endswith(".pt") else "CKPT"

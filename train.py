@@ -61,6 +61,7 @@ from training.checkpoints import (
     save_checkpoint,
 )
 from training.checks import FirstSteps, check_saved
+from training.digests import digests
 from training.evaluation import evaluate
 from training.folders import has_run, live_tables, remove_run, run_folder
 from training.objectives import NextToken, validate
@@ -261,7 +262,13 @@ def fit(run: Run) -> None:
     """Train to the last step, and report what was learned."""
     settings, model, data = run.settings, run.model, run.data
     log = Log(settings.out_dir / "metrics.jsonl", run.step, silent=ranks.rank > 0)
-    log.write(type="run", args=settings.flat(), sizes=model_sizes(model), data=data.metas)
+    log.write(
+        type="run",
+        args=settings.flat(),
+        sizes=model_sizes(model),
+        data=data.metas,
+        relatives=digests(settings.model.ffn, settings.model.attention),
+    )
     meter = Meter(log, partial(check_finite, settings, "training"))
     first_step = run.step
     watch = FirstSteps(model, settings.max_iters)

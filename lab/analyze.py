@@ -60,6 +60,7 @@ QUESTIONS = {
     "convert": convert,
     "scale": scale,  # last, as it refuses short texts
 }
+SMOKE = "; --quick is a smoke test: after two steps of training, no figure means anything"
 
 
 def main() -> None:
@@ -112,7 +113,7 @@ def main() -> None:
             for name in QUESTIONS if question == "all" else [question]:
                 print(f"\n## {name}\n")
                 QUESTIONS[name](experiment, *given)
-                print(f"\n{MEANING}")
+                print(f"\n{MEANING}{SMOKE if experiment.quick else ''}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ A run is found again by its settings, its data and its kind's files in relatives
 run. After any other change of the code, --fresh begins anew.
 """
 
-import ast
 import hashlib
 import json
 import math
@@ -31,6 +30,7 @@ from lab.pictures import markdown, plt, save_figure
 from text.dataset import read_meta
 from text.download import MOBY_DICK
 from train import resolve_settings, train
+from training.digests import digests
 from training.records import read_run
 from training.settings import RESUMABLE_FLAGS, device_flag
 
@@ -56,28 +56,6 @@ RATES = (0.5, 1, 2)  # learning rates, over the default, and further ones while 
 # With --quick all runs are tiny, and last two steps.
 QUICK_SHAPE = {"n_layer": 3, "n_head": 2, "n_embd": 16}
 QUICK_RUN = {"batch_size": 2, "max_iters": 2, "eval_interval": 2, "eval_tokens": 512}
-
-
-def sources(*names: str) -> dict[str, str]:
-    """The digest of each file of relatives/ that kinds of these names are made of: their own, if
-    they have one, and what it imports from there."""
-    found: dict[str, str] = {}
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        path = model.RELATIVES / f"{name}.py"
-        if name in found or not path.exists():
-            continue
-        code = path.read_bytes()
-        found[name] = hashlib.sha256(code).hexdigest()
-        for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.Import):
-                waiting += [alias.name.removeprefix("relatives.") for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module in (None, "relatives"):
-                waiting += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                waiting.append(node.module.removeprefix("relatives."))
-    return found
 
 
 def pick(*names: str) -> dict[str, Flags]:
@@ -145,8 +123,7 @@ class Experiment:
         settings = resolve_settings(**every).flat()
         for name in set(RESUMABLE_FLAGS) - {"dtype"}:
             settings.pop(name)  # changes no result
-        kinds = [kind.partition(":")[0] for kind in settings["attention"].split(",")]
-        settings["relatives"] = sources(settings["ffn"], *kinds)
+        settings["relatives"] = digests(settings["ffn"], settings["attention"])
         distinct = json.dumps([settings, read_meta(data_dir)], sort_keys=True)
         digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
         shown = [str(flags[name]) for name in flags if name not in ("data_dir", "init_from")]

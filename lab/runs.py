@@ -3,6 +3,7 @@ picture of their validation losses."""
 
 import json
 import statistics
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -32,11 +33,13 @@ def runs(folders: list[Path], out: Path) -> None:
         raise UserError(f"--plot {out}: name a .png, .svg or .pdf file")
     groups = grouped(folders)
     print(markdown([row(name, group) for name, group in groups.items()]))
-    texts = set()
-    for group in groups.values():
-        texts.update(json.dumps(last_start(run)["data"]) for run in group)
-    if len(texts) > 1:
+    starts = [last_start(run) for group in groups.values() for run in group]
+    if len({json.dumps(start["data"]) for start in starts}) > 1:
         print("\nnote: not all have the same text and tokenizer, so losses are of different tokens")
+    files = {pair for start in starts for pair in (start.get("relatives") or {}).items()}
+    for name, n in Counter(name for name, _ in files).items():
+        if n > 1:
+            print(f"\nnote: relatives/{name}.py changed between these runs")
     draw(groups, out)
     print(f"\n{MEANING}, as is the band in the picture\n\nwrote {out}")
 
@@ -50,6 +53,7 @@ def grouped(folders: list[Path]) -> dict[str, list[Run]]:
         run = read_run(folder)
         args = last_start(run)["args"]
         compared = {name: args[name] for name in args if name not in NOT_COMPARED}
+        compared["relatives"] = last_start(run).get("relatives")
         settings = json.dumps(compared, sort_keys=True)
         if settings not in names:
             names[settings] = str(folder) if folder.name in groups else folder.name

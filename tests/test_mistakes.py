@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EDIT, ROOT, SMALL, add_relative, command, flags, refused, small_run
+from conftest import CPU, EDIT, ROOT, SMALL, add_relative, command, flags, refused, small_run
 
 import common
 import model
 import train
 from common import UserError
+from lab.runs import runs
 from training import batches
+from training.checkpoints import load_model
 from training.settings import Settings
 
 # What somebody adds to the project. A mistake is a line that is put in at its `place`.
@@ -124,6 +126,25 @@ def test_a_mistake_of_ones_own_is_a_traceback_that_ends_there(
         ]
         assert ours[-1].filename == str(path) and ours[-1].line == line
         assert caught.value.__cause__ is None
+
+
+def test_a_file_that_changed_since_is_named(right, data, tmp_path, monkeypatch, capsys):
+    """Where a checkpoint is read, and where its run would stand beside one of the new file."""
+    run_folders = []
+    for line, seed in (("pass", 1), ("x = 2 * x", 2)):
+        path = add_mine(monkeypatch, tmp_path, "forward", line)
+        load_model(right / "ckpt.pt", CPU)
+        note = f"relatives/{path.name} has changed since {right}"
+        assert (note in capsys.readouterr().err) == (line != "pass")
+        out = tmp_path / str(seed)
+        run_folders.append(small_run(data, out, ffn="mine", max_iters=1, seed=seed))
+    runs(run_folders, tmp_path / "runs.png")
+    said = capsys.readouterr().out
+    assert "note: relatives/mine.py changed between these runs" in said
+    assert [line.split(" | ")[0] for line in said.splitlines() if "| mine" in line] == [
+        "| 1",
+        "| 2",
+    ]
 
 
 CONFIG = """

@@ -131,7 +131,9 @@ def test_only_a_small_text_is_cut_to_validate_with_and_after_lines(monkeypatch):
         ]
         assert splits[0][:n] == splits[1]
     text = "On that day somebody bought a lamp, and it was red.\n" * 300
-    splits, found = zip(*prepare.labelled([text], settings, Counter()), strict=True)
+    notes = Counter()
+    splits, found = zip(*prepare.labelled([text], settings, notes), strict=True)
+    assert notes[prepare.CUT] == 1
     assert "".join(found) == text and {*splits} == {"train", "val"}
     assert all(part.endswith("\n") for part in found)
 
@@ -258,7 +260,7 @@ BLANKS = b" " * 10**6
         (b'{"chosen": "a", "rejected": "b"}', "chosen and rejected must end with an answer"),
         ({"chosen": TALK, "rejected": TALK}, "chosen and rejected must differ in their last"),
         ({"messages": TALK}, "chat, while the first document is text"),
-        (b'{"messages": "Hi"}', 'no answers to learn among "user": its keys are messages'),
+        (b'{"messages": "Hi"}', 'no answers to learn among "user".*: its keys are messages'),
         (b'{"prompt": "a", "chosen": "b", "rejected": null}', "no answers to learn"),
         (b'{"messages": [{"role": ["user"], "content": ""}]}', '.*need "role" and "content"'),
         ({"messages": [says("user", [{"type": "image"}])]}, "content that is not text: .*image"),

@@ -186,7 +186,7 @@ def take_talk(left: dict, notes: Counter[str]) -> Messages:
     answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
     if not all(map(str.strip, answers or [""])):
         roles = ", ".join(message["role"] for message in talk)
-        raise ValueError(f'no answers to learn among "{roles:.60}"')
+        raise ValueError(f'no answers to learn among "{roles:.60}" (--columns names them)')
     return talk
 
 

@@ -39,6 +39,7 @@ from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
 from training.decoding import cast_backbone, use_column_major_weights
+from training.digests import changed, digests
 from training.placement import make_tables
 from training.settings import Settings
 
@@ -67,6 +68,7 @@ OPTIONAL = dict(
     step=int,
     edits=list[OF_EDIT],
     replaced=str | None,
+    relatives=dict[str, str],
 )
 OF_TABLES = dict(id=str, shape=tuple[int, int, int], dtype=torch.dtype, crc32=dict[str, int])
 ID = re.compile("[0-9a-f]{8}")  # of a snapshot
@@ -103,6 +105,7 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
+        "relatives": digests(model.config.ffn, model.config.attention),
         "args": {},  # all settings of a run
         **state,
     }
@@ -258,6 +261,9 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     path = checkpoint_of(path, resumes=True)
     checkpoint = read_checkpoint(path, verify=True)
     del checkpoint["replaced"]  # which is about the file, not what it holds
+    now = digests(checkpoint["config"]["ffn"], checkpoint["config"]["attention"])
+    for name in changed(checkpoint.get("relatives", now), now):
+        print(f"note: relatives/{name}.py has changed since {path} was written", file=sys.stderr)
     with reading(path, FIX):
         for name, weight in checkpoint["model"].items():
             if not name.startswith("tables.") and not weight.isfinite().all():

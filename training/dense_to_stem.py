@@ -152,7 +152,7 @@ def fill_tables(model: Decoder, up: dict[int, nn.Parameter], ids: Tensor, size: 
 def dense_to_stem(
     path: Path,
     stem_layers: str,
-    data_dir: str,
+    data_dir: str | None,
     n_token: int,
     *,
     block_size: int | None = None,
@@ -164,7 +164,8 @@ def dense_to_stem(
     training run.
 
     Args:
-        n_token: of the training text of `data_dir`, to fill rows from; 0: rows stay random.
+        data_dir: None: what the model was trained on.
+        n_token: of its training text, to fill rows from; 0: rows stay random.
         block_size: length of the windows of text; None: the model's.
         batch_size: windows in a forward pass.
         tables: makes the tables, see training/placement.make_tables.
@@ -185,6 +186,7 @@ def dense_to_stem(
             up[layer] = weights.pop(f"blocks.{layer}.ffn.up.weight")
     model.load_state_dict(weights)
     if n_token:
+        data_dir = data_dir or checkpoint["args"].get("data_dir", "data/countries")
         (ids, _), _ = read_text(path, model, encoding, data_dir, n_token, block_size)
         fill_tables(model.to(device).eval(), up, ids, batch_size)
     return model, encoding, checkpoint["args"]

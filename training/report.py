@@ -120,15 +120,17 @@ def report(
     print(f"wrote {settings.out_dir / 'ckpt.pt'}, {', '.join(written)}\n")
     commands = show(model, data, settings.seed)
     if hints and ranks.rank == 0:
-        suggest(settings, data, log, commands)
+        suggest(settings, data, log, best, commands)
 
 
-def suggest(settings: Settings, data: Data, log: Log, commands: list[str]) -> None:
+def suggest(
+    settings: Settings, data: Data, log: Log, best: tuple[float, int], commands: list[str]
+) -> None:
     """Print what to try next: commands with the checkpoint, and a longer run, unless this one got
     worse."""
     ckpt = settings.out_dir / "ckpt.pt"
     evaluations = [record for record in read_metrics(log.path) if record["type"] == "eval"]
-    lowest, step = min((record["val_loss"], record["step"]) for record in evaluations)
+    lowest, step = min([best, *((record["val_loss"], record["step"]) for record in evaluations)])
     last = evaluations[-1]["val_loss"]
     is_worse = last > 1.01 * lowest  # by more than it wavers
     if is_worse:
