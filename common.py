@@ -158,6 +158,11 @@ def expanded(path_type: type, text: str) -> Any:
     return path_type(",".join(map(os.path.expanduser, text.split(","))))
 
 
+def initials(name: str) -> str:
+    """Of a flag: --lr of --learning_rate."""
+    return "--" + "".join(word[:1] for word in name.lstrip("-").split("_"))
+
+
 class Parser(ArgumentParser):
     """A parser whose errors are one line, and exit code 2."""
 
@@ -166,7 +171,9 @@ class Parser(ArgumentParser):
     def parse_args(self, *arguments) -> Namespace:
         given, unknown = self.parse_known_args(*arguments)
         if unknown:
-            close = get_close_matches(unknown[0], self._option_string_actions, 1, 0.8)
+            known = list(self._option_string_actions)
+            close = get_close_matches(unknown[0], known, 1, 0.8)
+            close += [name for name in known if initials(name) == unknown[0]]  # --lr
             meant = f"; did you mean {close[0]}?" if close else ""
             self.error(f"unrecognized{self.chosen}: {' '.join(unknown)}{meant}")
         return given

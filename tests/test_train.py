@@ -311,6 +311,7 @@ def test_documents_are_masked_at_their_boundaries():
             "--max_iter 3",
             "unrecognized with --ffn stem: --max_iter 3; did you mean --max_iters?",
         ),
+        ("--lr 1", "--lr 1; did you mean --learning_rate?"),
         ("--resume --n_layer 4 --out_dir {stem}", "--n_layer"),
         ("--resume --max_iters 3 --out_dir {stem}", "already at step 12"),
         ("--eval_only --seed 3 --out_dir {stem}", "--seed"),
