@@ -228,7 +228,7 @@ def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
     assert changed("near") == {"near"}
 
 
-def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experiment):
+def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experiment, monkeypatch):
     diverging = {**SMALL, "learning_rate": 1e8, "warmup": 0.0}
     broken = experiment.folder({"seed": 1, **SMALL})
     (broken / "ckpt.pt").write_text("x")
@@ -240,6 +240,7 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experi
     log = (ended / "log.txt").read_text()
     assert experiment.train({"": diverging}, [1])[""] == [ended]  # nothing is left to train
     assert (ended / "log.txt").read_text() == log
+    monkeypatch.setattr(shared, "train_all", lambda waiting, *_: shared.train_here(waiting))
     other = {**SMALL, "seed": 2}  # a kind with a seed of its own
     assert experiment.train({"": other}, [1])[""] == [experiment.folder(other)]
 
@@ -253,12 +254,12 @@ def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_pat
             ROOT / "lab/analyze.py", "stability", *args, cwd=tmp_path, start_new_session=True
         )
 
-    def steps(out: Path) -> list[bool]:
-        return ['"type": "step"' in p.read_text() for p in out.glob("runs/*/metrics.jsonl")]
+    def begun(out: Path) -> list[bool]:
+        return ['"type": "eval"' in p.read_text() for p in out.glob("runs/*/metrics.jsonl")]
 
     for number, out in folders.items():
         process = processes[number]
-        while steps(out) != [True]:
+        while begun(out) != [True]:
             assert process.poll() is None
             time.sleep(0.05)
         if number == signal.SIGINT:
