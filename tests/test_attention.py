@@ -50,8 +50,7 @@ def documents_of(ids: torch.Tensor) -> torch.Tensor:
         *itertools.product(SIZES, ["full"]),  # of which attention knows nothing
     ],
 )
-@pytest.mark.parametrize("n", [3, 29])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("n", "masked"), [(3, False), (29, False), (29, True)])
 def test_logits_and_gradients_equal_those_of_a_naive_decoder(kind, attention, n, masked):
     options = {**KINDS, **SIZES}[kind]
     model = decoder(ffn=kind.split(",")[0], attention=attention, **options).double()

@@ -212,7 +212,7 @@ def test_every_guard_is_needed(guard, expected, monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, without)
     without.ThreadPoolExecutor = Worker
     with pytest.raises((AssertionError, RuntimeError)):
-        for pins, *way in WAYS:
+        for pins, *way in WAYS if of_module is zero_copy else WAYS[2:] + WAYS[:2]:
             with SimulatedGpu(pins) as gpu:
                 without.seen_by_gpu = gpu.seen_by_gpu
                 check(gpu, expected, *way, module=without)
