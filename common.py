@@ -171,7 +171,7 @@ class Parser(ArgumentParser):
     def parse_args(self, *arguments) -> Namespace:
         given, unknown = self.parse_known_args(*arguments)
         if unknown:
-            known = list(self._option_string_actions)
+            known = self._option_string_actions
             close = get_close_matches(unknown[0], known, 1, 0.8)
             close += [name for name in known if initials(name) == unknown[0]]  # --lr
             meant = f"; did you mean {close[0]}?" if close else ""

@@ -71,6 +71,7 @@ from training.writing import (
     changed_rows,
     mean_rows,
     opening,
+    other_ids,
     own_tokens,
     rows_of,
     train_rows,
@@ -555,7 +556,7 @@ def new_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> tuple[L
         table_ids = train_rows(model, *located)
     else:
         table_ids = swap_rows(model, encoding, edit, located)
-    changed = {own for own, read in zip(located.prompt, table_ids, strict=True) if own != read}
+    changed = other_ids(located.prompt, table_ids)
     kept = [encoding.decode([token]) for token in located.name if token not in changed]
     if kept:  # everyday words, and what both names share
         print(f"of {edit.source!r}, the rows of {kept} stay as they are\n")

@@ -483,3 +483,13 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     with locked(tmp_path):
         assert "in use" in refused(f"convert.py {dense} {stem}", cwd=tmp_path)
     assert not (tmp_path / "new.pt").exists() and not (tmp_path / "no").exists()
+
+
+def test_rows_are_of_the_text_that_the_model_was_trained_on(trained, data, tmp_path):
+    line = ("convert.py", trained["dense"] / "ckpt.pt", "--ffn", "stem", "--tokens", 512, "--out")
+    found = []
+    for name, given in (("a", ()), ("b", ("--data_dir", data))):
+        said = command(*line, tmp_path / f"{name}.pt", *given).stdout
+        assert f"--data_dir {data} " in said
+        found.append(load_checkpoint(tmp_path / f"{name}.pt")["model"])
+    assert_same(*found)

@@ -49,7 +49,9 @@ def ask(page, action: str, **form) -> list[dict]:
 
 
 def test_only_the_ticked_tables_are_swapped(page, ckpt):
-    assert ask(page, "about")[0]["layers"] == [0, 1]
+    about = ask(page, "about")[0]
+    assert about["layers"] == [0, 1]
+    assert about["example"] == {}  # which is of the countries
     whole = ask(page, "change", texts=SWAP, tables=[0, 1])[0]
     for swapped in ([], [0], [1], [0, 1]):
         shown = ask(page, "change", texts=SWAP, tables=swapped)[0]

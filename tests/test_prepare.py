@@ -162,8 +162,9 @@ def test_any_text_leaves_some_to_validate_with(tmp_path, name, as_json):
     path.write_text("".join(ODD[name]))
     if as_json:
         path = write_jsonl(tmp_path / "a.jsonl", [{"text": part} for part in ODD[name]])
-    command("prepare.py --vocab_size 300 --out_dir out --input", path, cwd=tmp_path)
+    said = command("prepare.py --vocab_size 300 --out_dir out --input", path, cwd=tmp_path).stdout
     meta = read_meta(tmp_path / "out")
+    assert ("little to validate with" in said) == (meta["val"]["tokens"] < 1000)
     n_all = meta["train"]["bytes"] + meta["val"]["bytes"]
     least = min(8000, n_all // 20) // 2
     assert least <= meta["val"]["bytes"] <= max(1, 0.3 * n_all)

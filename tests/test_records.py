@@ -2,13 +2,17 @@
 
 import json
 import math
+import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common import UserError
 from lab import pictures
 from lab.runs import draw, grouped, row
-from training import records
+from training import records, report
+from training.checkpoints import checkpoint_of
 
 ARGS = {
     "ffn": "stem",
@@ -81,3 +85,23 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
     assert " | 7.500 ± 4.479 | " in stem  # 4.303 sqrt((1.5² + 0.5² + 2²) / 2 / 3)
     assert dense.startswith("| other |  | dense | 0.006 | 2 | 2.50 | 6.500 | 1.500 | 25.0%")
     draw(grouped(folders), tmp_path / "x.png")
+
+
+def test_a_folder_whose_run_has_not_ended_says_so(trained, tmp_path, capsys):
+    shutil.copytree(trained["dense"], tmp_path / "run")
+    path = tmp_path / "run/ckpt.pt"
+    for ends, said in ((12, ""), (99, f"{tmp_path}/run is a run at step 12 of 99\n")):
+        saved = torch.load(path, weights_only=True)
+        saved["args"]["max_iters"] = ends
+        torch.save(saved, path)
+        checkpoint_of(path.parent)
+        assert capsys.readouterr().err == said
+
+
+def test_the_lowest_loss_is_the_one_that_best_has(tmp_path, capsys):
+    """A run that resumed evaluated again where it had been lowest."""
+    log = records.Log(tmp_path / "metrics.jsonl", 0)
+    for step, loss in ((30, 3.0), (40, 3.5)):
+        log.write(type="eval", step=step, val_loss=loss)
+    report.suggest(SimpleNamespace(out_dir=tmp_path), None, log, (2.5, 40), [])
+    assert "rose from 2.5000 at step 40 to 3.5000" in capsys.readouterr().out

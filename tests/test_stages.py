@@ -23,6 +23,7 @@ from conftest import (
     write_jsonl,
 )
 
+from common import UserError
 from model import Decoder, ModelConfig
 from training.batches import Data
 from training.objectives import NextToken, validate
@@ -44,6 +45,11 @@ def chat(stem_ckpt, tmp_path_factory) -> Path:
     line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
     assert f"--init_from {stem_ckpt} " in command(line, stem_ckpt).stdout
     return folder / "data"
+
+
+def test_conversations_too_short_as_text_name_their_stage(chat):
+    with pytest.raises(UserError, match=r"\.bin has only .* --stage sft reads"):
+        Data(str(chat), "text", 10**6, 1, total=1)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
             continue
         code = path.read_bytes()
         found[name] = hashlib.sha256(code).hexdigest()
-        for node in ast.walk(ast.parse(code)):
+        for node in ast.walk(ast.parse(code, str(path))):
             if isinstance(node, ast.Import):
                 waiting += [alias.name.removeprefix("relatives.") for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module in (None, "relatives"):

@@ -65,9 +65,14 @@ def with_rows(tables: Tables, rows: dict[int, Tensor]) -> ExtraRows:
     return ExtraRows(tables, torch.stack(list(rows.values())), list(rows)).requires_grad_(False)
 
 
+def other_ids(prompt: list[int], table_ids: list[int]) -> dict[int, int]:
+    """The tokens of a prompt that are looked up under other ids, with these."""
+    return {own: read for own, read in zip(prompt, table_ids, strict=True) if own != read}
+
+
 def changed_rows(tables: Tables, prompt: list[int], table_ids: list[int]) -> dict[int, Tensor]:
     """The rows [n_table, W] of those tokens of a prompt that are looked up under other ids."""
-    other = {own: read for own, read in zip(prompt, table_ids, strict=True) if own != read}
+    other = other_ids(prompt, table_ids)
     return dict(zip(other, rows_of(tables, list(other.values())), strict=True))
 
 
