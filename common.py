@@ -1,6 +1,7 @@
 """What every command shares: errors a user can act on, flags, devices, files."""
 
 import contextlib
+import errno
 import glob
 import json
 import os
@@ -73,13 +74,15 @@ def run(main: Callable[[], None]) -> None:
         sys.exit("error: " + " ".join(str(error).split()))
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports Ctrl-C
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         try:
             print(flush=True)
-        except BrokenPipeError:  # nobody reads our standard output any more, as behind `| head`
+        except OSError:  # of our standard output: nobody reads it, as behind `| head`, or no room
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
-        raise  # another pipe is broken: a bug
+            sys.exit(1 if error.errno == errno.EPIPE else f"error: stdout: {error.strerror}")
+        raise  # of another pipe or file: a bug
     except (MemoryError, RuntimeError) as error:
         by_type = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if not by_type and not any(words in str(error) for words in OUT_OF_MEMORY):

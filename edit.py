@@ -329,7 +329,8 @@ def compare(
 
     # 2) how probable the answers are, before and after
     for answer, *p in probabilities(model, encoding, asked, table_ids, before, after):
-        print(f"probability of {answer!r:<28} before {p[0]:6.1%}   after {p[1]:6.1%}")
+        form = "6.1%" if max(p) > 0.0005 else "6.0e"  # of a long answer, both are tiny
+        print(f"probability of {answer!r:<28} before {p[0]:{form}}   after {p[1]:{form}}")
     if before == after and not asked.answer:
         print("note: the swap moves nothing here, not one word: do this name's rows hold the fact?")
     learned = not asked.answer or is_written(model, asked, table_ids)

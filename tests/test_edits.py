@@ -100,7 +100,7 @@ def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
     for name in ([fiji, peru, spain, fiji], [peru, peru], [peru]):
         model, tables = made(encoding), made(encoding).tables
         with monkeypatch.context() as patch:
-            patch.setattr(model, "generate", lambda *_, **__: written)
+            patch.setattr(writing, "continued", lambda *_: written)
             patch.setattr(
                 writing, "texts_about", lambda *_, name=name: torch.tensor([[0, *name, 1]])
             )

@@ -1,6 +1,7 @@
 """Who modifies the code makes mistakes: each ends in Python's traceback, which names the mistaken
 line. What a user does wrong, such as a file that is damaged, is one line without a traceback."""
 
+import errno
 import importlib
 import os
 import re
@@ -206,6 +207,23 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(monkeypatch):
         monkeypatch.setattr(sys, "stdout", pipe)
         common.run(lambda: print("x" * 10**6))
     assert ended.value.code == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_without_room_is_one_line(monkeypatch):
+    with open("/dev/full", "w") as full, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", full)
+        common.run(lambda: print("x"))
+    assert ended.value.code == "error: stdout: No space left on device"
+    monkeypatch.undo()
+    no_room = OSError(errno.ENOSPC, "full")
+    with pytest.raises(OSError) as caught:  # for a file of ours: a bug
+
+        def fail() -> None:
+            raise no_room
+
+        common.run(fail)
+    assert caught.value is no_room
 
 
 def test_a_config_of_a_billion_layers_is_refused_at_once():

@@ -282,6 +282,18 @@ def test_a_swap_that_moves_nothing_says_so(stem_ckpt, monkeypatch, capsys):
         assert ("moves nothing" in capsys.readouterr().out) == (after == 5)
 
 
+def test_probabilities_of_long_answers_are_told_apart(stem_ckpt, monkeypatch, capsys):
+    model, encoding, _ = load_model(stem_ckpt, CPU)
+    asked = edit.Located(encode(encoding, "Then Anna"), [1], [], [])
+    for p, expected in (
+        ((0.4, 1e-9), "before  40.0%   after   0.0%"),
+        ((3e-7, 2e-9), "3e-07   after  2e-09"),
+    ):
+        monkeypatch.setattr(edit, "probabilities", lambda *_, p=p: [("It was", *p)])
+        edit.compare(model, encoding, edit.Edit(source="Anna", target="Emil"), asked, asked.prompt)
+        assert expected in capsys.readouterr().out
+
+
 def test_saved_edits_are_undone_last_first_to_the_bit(edits):
     """One in another file, one in place. Which rows they change: test_alignments.py."""
     ckpt, run = edits

@@ -147,6 +147,15 @@ def ask_the_same(
     return answered > 0.9
 
 
+def continued(model: Decoder, ids: Tensor, stop: int = -1) -> Tensor:
+    """Beginnings [N, T] with what the model writes after them, as many of TEXT_TOKENS as there is
+    room for."""
+    n_new = min(TEXT_TOKENS, model.config.block_size - ids.shape[1])
+    tokens = model.stream(ids, n_new, seed=0, stop=stop)
+    bar = tqdm(tokens, "reading the model's texts", n_new, leave=False, disable=None)
+    return torch.cat((ids, *(token[:, None] for token in bar)), dim=1)
+
+
 @torch.no_grad()
 def texts_about(
     model: Decoder,
@@ -162,9 +171,7 @@ def texts_about(
         beginnings = [prompt[: marked.index(-1) + len(name)]]
     texts = []
     for begun in beginnings:
-        ids = torch.tensor([begun] * (N_TEXT // len(beginnings)))
-        n_new = min(TEXT_TOKENS, model.config.block_size - len(begun))
-        texts += model.generate(ids, n_new, seed=0, stop=stop)
+        texts += continued(model, torch.tensor([begun] * (N_TEXT // len(beginnings))), stop)
     return pad_sequence(texts, batch_first=True, padding_value=stop)
 
 
@@ -174,8 +181,7 @@ def own_tokens(model: Decoder, start: int, name: list[int]) -> list[int]:
     trained for one name would hurt them all. Of a name of such words alone, all tokens."""
     if len(name) == 1:
         return name
-    ids = torch.full((N_TEXT, 1), start)
-    texts = model.generate(ids, min(TEXT_TOKENS, model.config.block_size - 1), seed=0)  # [N, T]
+    texts = continued(model, torch.full((N_TEXT, 1), start))  # [N, T]
     tokens = list(dict.fromkeys(name))
     own = [token for token in tokens if (texts == token).any(1).float().mean() <= COMMON]
     return own or tokens
