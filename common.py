@@ -109,7 +109,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "0 or more and below 1": lambda value: 0 <= value < 1,
     "between 0 and 1": lambda value: 0 < value < 1,
     "above 0 and at most 1": lambda value: 0 < value <= 1,
-    "0 or more, and fit 63 bits": lambda value: 0 <= value < 2**63,
+    "0 or more, and fit 32 bits": lambda value: 0 <= value < 2**32,
 }
 
 
@@ -321,17 +321,9 @@ def check_compiler(device: torch.device) -> None:
 
 
 def mixed(*numbers: int) -> int:
-    """A seed of 32 bits that depends on every bit of the numbers, of up to 64: on CPUs, PyTorch's
-    generators look at no more."""
-    low, high = zip(*(divmod(number, 2**32)[::-1] for number in numbers), strict=True)
-    # In one sequence, 2^32 + 5, 7 would be the same as 5, 1, 7.
-    sequence = np.random.SeedSequence(low, spawn_key=high if any(high) else ())
-    return int(sequence.generate_state(1)[0])
-
-
-def torch_seed(seed: int) -> int:
-    """A seed for PyTorch's generators, by which those that differ above 32 bits differ, too."""
-    return seed if seed < 2**32 else mixed(seed)
+    """A seed that depends on every bit of these, of 32 each: on CPUs, PyTorch's generators look at
+    no more."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def decode_in_one_thread(device: torch.device) -> None:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError, check_ranges, flag, torch_seed
+from common import UserError, check_ranges, flag
 from embformer import EmbformerFFN, RowQKV
 from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
@@ -686,7 +686,7 @@ class Decoder(nn.Module):
         block_size = self.config.block_size
         generator = None
         if seed is not None:
-            generator = torch.Generator(self.device).manual_seed(torch_seed(seed))
+            generator = torch.Generator(self.device).manual_seed(seed)
         # On the CPU, where tables in RAM and the caller need them: one wait for the GPU a token.
         ids = ids.cpu()[:, -block_size:]
         table_ids = ids if table_ids is None else table_ids.cpu()[:, -block_size:]

@@ -46,7 +46,7 @@ class Sampling:
     )
     num_samples: int = flag(1, "samples, drawn side by side", must="at least 1")
     cache: str = flag("kv", "what decoding keeps; ids: only the text", choices=("kv", "ids"))
-    seed: int = flag(1337, "of what is drawn", must="0 or more, and fit 63 bits")
+    seed: int = flag(1337, "of what is drawn", must="0 or more, and fit 32 bits")
     device: str = device_flag()
     offload: str = offload_flag()
     dtype: str = decoding_dtype_flag()

@@ -35,7 +35,6 @@ from common import (
     require_fields,
     run,
     stop_signals,
-    torch_seed,
     training_dtype,
 )
 
@@ -207,7 +206,7 @@ def start(
     # 2) the model
     device = pick_device(settings.device)
     dtype = training_dtype(settings.dtype, device)
-    torch.manual_seed(torch_seed(settings.seed))
+    torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     if settings.deterministic and device.type == "cuda":
         # Else attention's backward pass adds up in whatever order its threads come.

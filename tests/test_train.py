@@ -303,6 +303,7 @@ def test_documents_are_masked_at_their_boundaries():
     ("given", "named"),
     [
         ("--device_batch_size 3", "--device_batch_size 3"),
+        ("--seed 4294967296", "--seed 4294967296 must be 0 or more, and fit 32 bits"),
         ("--out_dir " + "x" * 300, "xxx"),
         ("--offload disk --table_optimizer adamw", "--table_optimizer adamw"),
         ("--table_rate 0 --table_optimizer adamw", "--table_rate 1"),

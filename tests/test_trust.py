@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import json
 import math
 import os
@@ -13,7 +12,6 @@ import sys
 from functools import partial, partialmethod
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -40,7 +38,7 @@ import convert
 import edit
 import sample
 import train
-from common import UserError, locked, mixed
+from common import UserError, locked
 from lab import runs
 from tables.tables import Tables
 from training import checkpoints, folders
@@ -644,33 +642,13 @@ def test_neighboring_seeds_draw_other_weights_and_dropout_of_their_own_in_every_
     real = torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda seed: (seeds.append(seed), real(seed))[1])
     found = []
-    for seed in (1, 2, 1 + 2**32, 1 + 2**62):
+    for seed in (1, 2):
         out = small_run(data, tmp_path / str(seed), seed=seed, dropout=0.1, max_iters=4)
         found.append(read_run(out)["eval"][0]["val_loss"])  # before any step
-    assert len(set(found)) == 4
+    assert len(set(found)) == 2
     # PyTorch's generators on a CPU look at 32 bits of a seed: one for weights, one for each step.
     drawn = [seed % 2**32 for seed in seeds]
-    assert len(set(drawn)) == len(drawn) == 4 * 5
-
-
-def test_mixed_seeds_stay_and_do_not_collide():
-    """Nor do those of 64 bits with several of 32, as NumPy takes numbers apart."""
-    assert mixed(1337) == np.random.SeedSequence(1337).generate_state(1)[0]
-    assert mixed(1337, 5, 2) == np.random.SeedSequence((1337, 5, 2)).generate_state(1)[0]
-    some = (0, 1, 5, 2**32, 2**32 + 1, 2**32 + 5, 2**33, 2**63 - 1)
-    triples = list(itertools.product(some, some, some))
-    assert len({mixed(*triple) for triple in triples}) == len(triples)
-
-
-@torch.no_grad()
-def test_samples_of_seeds_that_differ_above_32_bits_differ(stem_ckpt):
-    model, _, _ = load_model(stem_ckpt, CPU)
-    ids = torch.zeros(1, 1, dtype=torch.int64)
-    drawn = {
-        tuple(model.generate(ids, 9, temperature=2.0, seed=seed)[0].tolist())
-        for seed in (3, 3 + 2**32, 3 + 2**33)
-    }
-    assert len(drawn) == 3
+    assert len(set(drawn)) == len(drawn) == 2 * 5
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png"])

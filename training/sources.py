@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import torch_seed
-
 
 def shuffled(seed: int, epoch: int, n_sequence: int, n_offset: int) -> tuple[np.ndarray, int]:
     """The order of all sequences in an epoch [n_sequence], and an offset below `n_offset`."""
-    rng = np.random.default_rng((torch_seed(seed), epoch))
+    rng = np.random.default_rng((seed, epoch))
     offset = int(rng.integers(n_offset))
     return rng.permutation(n_sequence), offset
 
