@@ -178,21 +178,6 @@ def test_two_runs_do_not_write_where_links_lead(data, tmp_path):
     assert not list(tmp_path.rglob(".lock"))
 
 
-def test_live_tables_may_be_on_a_faster_disk_of_several_runs(data, on_disk, tmp_path):
-    fast = tmp_path / "fast"
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "ckpt.live").symlink_to(fast)
-    with folders.run_folder(tmp_path / "b"):
-        other = folders.live_tables(tmp_path / "b") / "0"
-        other.mkdir(parents=True)
-        for _ in range(2):
-            small_run(data, tmp_path / "a", offload="disk", overwrite=True)
-            assert_same_run(tmp_path / "a", on_disk)
-            assert list(fast.rglob("*")) == [other.parent, other]
-    assert not list(fast.iterdir())
-
-
 # --- kills ---
 
 

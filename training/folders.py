@@ -76,13 +76,8 @@ def remove_run(out_dir: Path) -> None:
 
 
 def live_tables(out_dir: Path) -> Path:
-    """Where the tables of a run are while they train, if on disk: a hidden folder in `out_dir`, or
-    in its ckpt.live, if somebody has made that a folder or a link to one, on a faster disk."""
-    place = out_dir / "ckpt.live"
-    folder = os.stat(out_dir)  # whose it is, as runs may share the faster disk
-    if not place.is_symlink() and not place.is_dir():
-        place = out_dir
-    return Path(os.path.realpath(place)) / f".live.{folder.st_dev:x}.{folder.st_ino:x}.tmp"
+    """Where the tables of a run are while they train, if on disk: a hidden folder."""
+    return Path(os.path.realpath(out_dir)) / ".live.tmp"
 
 
 @contextlib.contextmanager
