@@ -70,7 +70,7 @@ from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import (
     changed_rows,
     mean_rows,
-    opening,
+    opening_of,
     other_ids,
     own_tokens,
     rows_of,
@@ -354,7 +354,7 @@ def is_written(model: Decoder, asked: Located, table_ids: list[int]) -> bool:
         stop=answer[-1],
         table_ids=torch.tensor([table_ids]),
     )[0, len(prompt) :].tolist()
-    said, expected = (text[opening(model, prompt, name, text)[0] :] for text in (reply, answer))
+    said, expected = (text[opening_of(model, prompt, name, text)[0] :] for text in (reply, answer))
     return said == expected
 
 
@@ -507,7 +507,7 @@ def has_own_text(checkpoint: dict) -> bool:
     return "files" in {meta["corpus"] for meta in checkpoint.get("data", [])}
 
 
-def complete(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
+def fill_in(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
     """Give an edit a prompt, and its texts as the model knows them. UserError: there is none, or
     no such country."""
     is_own = has_own_text(checkpoint)
@@ -587,11 +587,11 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
         located = []
         for where, one in edits.items():
             with naming(where):
-                complete(one, encoding, checkpoint)
+                fill_in(one, encoding, checkpoint)
                 located.append(locate(model, encoding, one))
         new = write_facts(model, edits, located)
     else:
-        complete(edit, encoding, checkpoint)
+        fill_in(edit, encoding, checkpoint)
         new = edit_one(model, encoding, edit, path is not None)
     if path and not new:
         what = "none of the facts was" if edits else f"{edit.write!r} was not"

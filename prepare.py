@@ -192,7 +192,7 @@ def prepare_files(
     columns = settings.column_names
     if encoding is None:
         documents = read(found, Report(report.max_bad, kind), "counting words", columns)
-        texts = sample(labelled(documents, settings, Counter()), SAMPLE / text_size(found))
+        texts = sampled(labelled(documents, settings, Counter()), SAMPLE / text_size(found))
         encoding = bpe.train(texts, settings.vocab_size or 6400)
     if books:
         write_dataset(
@@ -303,7 +303,7 @@ def cut(document: Document, longest: int, size: int) -> list[Document]:
     return [*pieces, document]
 
 
-def sample(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
+def sampled(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
     """Yield the first and this share of the other training documents."""
     train = (document for split, document in documents if split == "train")
     yield from islice(train, 1)

@@ -132,11 +132,11 @@ def seen(patterns: list[str], relation: str) -> list[str]:
 
 def opening(pattern: str, country: Country, relation: str) -> str:
     """A pattern filled in, up to where the answer goes."""
-    text = ask(pattern, country, relation)
+    text = in_words(pattern, country, relation)
     return f"Question: {text}\nAnswer:" if pattern in QUESTION else text[0].upper() + text[1:]
 
 
-def ask(pattern: str, country: Country, relation: str) -> str:
+def in_words(pattern: str, country: Country, relation: str) -> str:
     return pattern.format(noun=NOUNS[relation], name=with_article(country.name))
 
 
@@ -214,7 +214,7 @@ def exchange(pattern: str, country: Country, relation: str, brief: bool) -> list
     answer = stopped(country.answer(relation))
     said = answer[0].upper() + answer[1:] if brief else f"The answer is {answer}"
     return [
-        {"role": "user", "content": ask(pattern, country, relation)},
+        {"role": "user", "content": in_words(pattern, country, relation)},
         {"role": "assistant", "content": said},
     ]
 

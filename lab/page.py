@@ -95,7 +95,7 @@ class Page(ThreadingHTTPServer):
         tables, or a fact is written, which stays if the model says it then."""
         edit.check_editable(self.model)
         wanted = edit.Edit(chat=self.chats, **texts)
-        edit.complete(wanted, self.encoding, self.checkpoint)
+        edit.fill_in(wanted, self.encoding, self.checkpoint)
         asked, ids = edit.new_rows(self.model, self.encoding, wanted)
         if wanted.target:
             self.model.tables = swapped(self.model.tables, asked.prompt, ids, tables)

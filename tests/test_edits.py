@@ -22,7 +22,7 @@ from training.writing import (
     ExtraRows,
     ask_the_same,
     changed_rows,
-    opening,
+    opening_of,
     rows_of,
     texts_about,
     train_rows,
@@ -230,6 +230,6 @@ def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
     found = ask_the_same(Made(), torch.tensor([9, 8, 1]), [9], texts)
     assert torch.equal(found, (texts == 1) | (texts == 3))
     for answer, n_open in (([50], 0), ([3, 50], 1)):
-        assert opening(Made(), [9, 8, 2], [9], answer) == (n_open, [3])
+        assert opening_of(Made(), [9, 8, 2], [9], answer) == (n_open, [3])
         found = ask_the_same(Made(), torch.tensor([9, 8, 2]), [9], texts, answer[:n_open], [3])
         assert torch.equal(found, (texts > 0) & (texts < 4))

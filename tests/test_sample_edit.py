@@ -217,7 +217,7 @@ def test_a_file_of_facts_means_its_texts_as_they_are(encoding, tmp_path):
     prompt = "C:\\new\n Bjo\u0308rn \\\\ \\nabla"
     facts.write_text(json.dumps(dict(source="Bjo\u0308rn", prompt=prompt, write="x")))
     (read,) = edit.read_facts(edit.Edit(facts=facts)).values()
-    edit.complete(read, encoding, {"args": {}, "data": [{"corpus": "files"}]})
+    edit.fill_in(read, encoding, {"args": {}, "data": [{"corpus": "files"}]})
     assert (read.source, read.prompt) == ("Björn", prompt.replace("o\u0308", "ö"))
 
 

@@ -241,12 +241,12 @@ def without_marks(
         elif fence:
             plain = line
         else:
-            plain = unmarked(line.removesuffix("\n")) + "\n" * line.endswith("\n")
+            plain = plain_line(line.removesuffix("\n")) + "\n" * line.endswith("\n")
         notes[NO_MARKS] += max(0, len(line) - len(plain))
         yield number, plain
 
 
-def unmarked(line: str) -> str:
+def plain_line(line: str) -> str:
     if not ANY.search(line):
         return line
     line = LINK.sub(r"\1", IMAGE.sub("", line))

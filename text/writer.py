@@ -95,7 +95,7 @@ def write_dataset(
             splits = {"train": SplitWriter(train_file, dtype), "val": SplitWriter(val_file, dtype)}
             documents = iter(documents)
             while block := list(islice(documents, BLOCK)):
-                encoded = encode(encoding, kind, [document for _, document in block])
+                encoded = encode_documents(encoding, kind, [document for _, document in block])
                 for (split, _), ids in zip(block, encoded, strict=True):
                     splits[split].write(encoding, ids)
         for name, split in splits.items():
@@ -118,7 +118,7 @@ def write_dataset(
     return meta
 
 
-def encode(encoding: tiktoken.Encoding, kind: str, documents: list) -> list[list[int]]:
+def encode_documents(encoding: tiktoken.Encoding, kind: str, documents: list) -> list[list[int]]:
     """Token ids of each document, without the <|endoftext|> that precedes it."""
     if kind == "text":
         return encoding.encode_ordinary_batch(documents)

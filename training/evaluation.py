@@ -9,7 +9,7 @@ from text.dataset import read_meta
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import load_model
 from training.objectives import NextToken, validate
-from training.report import ask, format_figures
+from training.report import format_figures, report_recall
 from training.settings import Settings
 
 
@@ -39,4 +39,4 @@ def evaluate(settings: Settings) -> None:
         data = Data(str(folder), meta["kind"], block_size, settings.seed, total=0)
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
         print(f"{path} on {folder}: {format_figures(losses)}")
-        ask(model, data)
+        report_recall(model, data)

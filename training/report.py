@@ -106,7 +106,7 @@ def report(
 ) -> None:
     """Say what a finished run has learned, log it, and draw its losses; and, as `hints`, say what
     to try next."""
-    shares = ask(model, data)
+    shares = report_recall(model, data)
     if shares:
         log.write(type="recall", step=settings.max_iters, **shares)
     written = ["metrics.jsonl", "loss.png"]
@@ -152,7 +152,7 @@ def suggest(
         print(f"  {command_line('train.py', *longer)}  {about}")
 
 
-def ask(model: Decoder, data: Data) -> dict[str, float]:
+def report_recall(model: Decoder, data: Data) -> dict[str, float]:
     """Ask for what the corpus teaches. Prints and returns the shares that are right."""
     shares = recall.ask(model, data.encoding, data.corpora)
     if shares:

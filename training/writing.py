@@ -92,7 +92,7 @@ def as_others(model: Decoder, ids: Tensor, name: list[int], n: int) -> tuple[lis
 
 
 @torch.no_grad()
-def opening(
+def opening_of(
     model: Decoder, prompt: list[int], name: list[int], answer: list[int]
 ) -> tuple[int, list[int]]:
     """With what answers to a prompt begin whatever the name is. With "The answer is Lima.": as many
@@ -124,7 +124,7 @@ def ask_the_same(
 
     That answer must have nine tenths of the probability, on average over some names: it has three
     quarters in "It lies in Southern", which does not ask for the region. Answers may be opened, as
-    `opening` says, by tokens `begun`, and tokens `first` are left out of the account."""
+    `opening_of` says, by tokens `begun`, and tokens `first` are left out of the account."""
 
     def shares(follows: Tensor) -> Tensor:  # [..., V]
         others = 1 - follows[..., first].sum(-1, keepdim=True)
@@ -205,7 +205,7 @@ def write_fact(
     question = torch.tensor([prompt + answer])  # [1, T]
     question_rows = as_extra(question, own, model.tables)
     text_rows = as_extra(texts, own, model.tables)  # [N, T]
-    n_open, first = opening(model, prompt, name, answer)
+    n_open, first = opening_of(model, prompt, name, answer)
     begun = answer[:n_open]
     same = ask_the_same(model, torch.tensor(prompt), name, texts, begun, first).cpu()  # [N, T] bool
     with torch.no_grad():

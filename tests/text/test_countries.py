@@ -124,9 +124,9 @@ def test_conversations_hold_out_phrasings_and_tell_the_truth():
     for country in countries.table():
         for relation in countries.RELATIONS:
             for pattern in countries.QUESTION:
-                fact_of[countries.ask(pattern, country, relation)] = country, relation
+                fact_of[countries.in_words(pattern, country, relation)] = country, relation
             patterns = countries.held_out(countries.QUESTION, relation)
-            hidden = {countries.ask(pattern, country, relation) for pattern in patterns}
+            hidden = {countries.in_words(pattern, country, relation) for pattern in patterns}
             assert len(hidden & asked) == 1 and not hidden & said
     relation_of = {}  # by a question with a noun alone
     for relation, noun in countries.NOUNS.items():
