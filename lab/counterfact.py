@@ -95,6 +95,7 @@ ROME = [{"rank": rank, **VALUE} for rank in (0, 1, 2)]
 ROME += [{**ROME[rank], "limit": limit} for rank, limit in ((0, 0.5), (1, 0.7), (2, 0.7))]
 MEMIT = [{"n_layer": 3, "weight": 10, **VALUE}]
 OTHER = ({"weight": 1}, {"limit": 0.5}, {"limit": 0.7}, {"n_layer": 2})
+OTHER += ({"n_layer": 2, "again": True},)
 MEMIT += [{**MEMIT[0], **other} for other in OTHER]
 METHODS = {  # in the order in which they are measured
     "written rows": Method("STEM", Editor.write_rows, WRITTEN),
@@ -348,15 +349,18 @@ class Trial(NamedTuple):
             n = len(rows)
         bench.model.load_state_dict(weights)
         truth = edited(bench.table, bench.records[:n])
+        bench.editor.written = list(map(bench.request, bench.records[:n]))
         while n < max(points):
             if not self.size:
                 bench.model.load_state_dict(bench.fresh)
                 truth = bench.table
+                bench.editor.written = []
             some = bench.records[n : n + max(1, self.size)]
             started = time.process_time()
             requests = list(map(bench.request, some))
             METHODS[self.name].function(bench.editor, requests, **self.setting)
             seconds = time.process_time() - started
+            bench.editor.written += requests
             truth = edited(truth, some)
             n += len(some)
             if n in points and n not in rows:

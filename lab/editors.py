@@ -143,6 +143,7 @@ class Editor:
         numbers of all, those first whose FFNs know most of names (see `trace`)."""
         self.model = model.requires_grad_(False)
         self.layers = layers
+        self.written: list[Request] = []  # before those that a method is given
         start = torch.tensor([[eot]])
         prefixes, n_token = PREFIXES
         self.prefixes = model.generate(start.repeat(prefixes, 1), n_token, seed=0).tolist()
@@ -175,7 +176,8 @@ class Editor:
         writing.KEEP = keep
         for request in requests:
             prompt, name, answer = request.prompt, request.name, request.answer
-            read = writing.train_rows(self.model, prompt, name, answer)
+            earlier = [(before.prompt, before.answer) for before in self.written]
+            read = writing.train_rows(self.model, prompt, name, answer, earlier=earlier)
             rows = writing.changed_rows(self.model.tables, prompt, read)
             self.model.tables = tables
             self.put(list(rows), torch.stack(list(rows.values())))
@@ -293,8 +295,13 @@ class Editor:
             update = rome_update(self.second[layer], keys.mean(0), keys[0], change.double())
             self.model.blocks[layer].ffn.down.weight += update.float()
 
-    def memit(self, requests: list[Request], n_layer: int, weight: float, **how: float) -> None:
-        """Into the first n_layer of `layers`, from the lowest one on."""
+    def memit(
+        self, requests: list[Request], n_layer: int, weight: float, again: bool = False, **how
+    ) -> None:
+        """Into the first n_layer of `layers`, from the lowest one on; `again` with what was written
+        about the same names."""
+        names = [request.name for request in requests]
+        requests = requests + [old for old in self.written if again and old.name in names]
         layers = sorted(self.layers[:n_layer])
         ids, _, positions = self.in_texts(requests)
         n_text = len(ids) // len(requests)

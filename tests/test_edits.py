@@ -83,7 +83,7 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
         texts = texts_about(model, prompt, name)
         before = model(texts)[0].log_softmax(-1)
         model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
-        write_fact(model, prompt, name, answer, texts, name)
+        write_fact(model, [(prompt, answer)], name, texts, name)
         read = substitute(texts, name, model.tables.ids)
         changes.append(model(texts, table_ids=read)[0].log_softmax(-1) - before)
     assert changes[1].abs().mean() < changes[0].abs().mean() / 2

@@ -5,6 +5,7 @@ for it; all else that these texts say is held. docs/writing.md has what it gives
 """
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ N_TEXT, TEXT_TOKENS = 64, 32  # texts that the model writes about the name
 N_PART = 4  # parts of these texts, of which each step reads one
 N_OTHER = 16  # other names, to find what asks for the same fact
 COMMON = 0.25  # share of the model's texts in which a token of everyday words stands
+
+Fact: TypeAlias = tuple[list[int], list[int]]  # a prompt and its answer, as token ids
 
 
 class ExtraRows(Tables):
@@ -189,34 +192,37 @@ def own_tokens(model: Decoder, start: int, name: list[int]) -> list[int]:
 
 def write_fact(
     model: Decoder,
-    prompt: list[int],
+    facts: Sequence[Fact],
     name: list[int],
-    answer: list[int],
     texts: Tensor,
     own: Sequence[int],
     stop: int = -1,
 ) -> None:
-    """Let `answer` follow `prompt`, in a model whose tables are ExtraRows of the tokens `own` of a
-    name, by training what of it requires gradients.
+    """Let the answer of the first of `facts` follow its prompt, in a model whose tables are
+    ExtraRows of the tokens `own` of a name, by training what of it requires gradients. The other
+    facts were written earlier: they are taught again.
 
     What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
     divergence from those before. Where they ask for the same fact, the answer is taught, too: what
     it says, however it is opened. `stop`: the token that texts repeat where they have ended."""
-    question = torch.tensor([prompt + answer])  # [1, T]
-    question_rows = as_extra(question, own, model.tables)
+    prompt, answer = facts[0]
+    taught = [torch.tensor(prompt + answer) for prompt, answer in facts]
+    questions = pad_sequence(taught, batch_first=True)  # [n, T]
+    question_rows = as_extra(questions, own, model.tables)
     text_rows = as_extra(texts, own, model.tables)  # [N, T]
     n_open, first = opening_of(model, prompt, name, answer)
     begun = answer[:n_open]
     same = ask_the_same(model, torch.tensor(prompt), name, texts, begun, first).cpu()  # [N, T] bool
     with torch.no_grad():
         before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
-    target = torch.tensor(answer, device=model.device)  # [n]
+    targets = torch.cat([torch.tensor(answer) for _, answer in facts]).to(model.device)  # [k]
+    places = [slice(len(prompt) - 1, len(prompt + answer) - 1) for prompt, answer in facts]
 
     optimizer = torch.optim.Adam(model.parameters())
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
-        logits, _ = model(question, table_ids=question_rows)  # [1, T, V]
-        predicted = logits[0, len(prompt) - 1 : -1].float()  # [n, V]
-        nats = F.cross_entropy(predicted, target, reduction="sum")
+        logits, _ = model(questions, table_ids=question_rows)  # [n, T, V]
+        predicted = [row[place].float() for row, place in zip(logits, places, strict=True)]
+        nats = F.cross_entropy(torch.cat(predicted), targets, reduction="sum")
         part = slice(step % N_PART, None, N_PART)
         now = model(texts[part], table_ids=text_rows[part])[0].float().log_softmax(-1)
         asked = now[same[part]]  # [m, V]
@@ -238,14 +244,26 @@ def train_rows(
     name: list[int],
     answer: list[int],
     beginnings: Sequence[list[int]] = (),
+    earlier: Sequence[Fact] = (),
 ) -> list[int]:
-    """Give the model extra rows for a name, and write a fact into them; `beginnings` are those of
-    `texts_about`. Returns the ids under which to look up the prompt's rows."""
+    """Give the model extra rows for a name, and write a fact into them.
+
+    Args:
+        beginnings: as of `texts_about`.
+        earlier: facts that were written before, the oldest first. Those whose prompts read the same
+            rows are taught again: else they are lost to the next ones about their name.
+
+    Returns:
+        The ids under which to look up the prompt's rows.
+    """
     model.requires_grad_(False)
     own = own_tokens(model, prompt[0], name)
     model.tables = ExtraRows(model.tables, rows_of(model.tables, own))
     stop = answer[-1] if beginnings else -1
     texts = texts_about(model, prompt, name, beginnings, stop)
-    write_fact(model, prompt, name, answer, texts, own, stop)
+    kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
+    kept.pop(tuple(prompt), None)
+    facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
+    write_fact(model, facts, name, texts, own, stop)
     model.requires_grad_(False)
     return as_extra(torch.tensor(prompt), own, model.tables).tolist()
