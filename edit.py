@@ -14,7 +14,8 @@
 (`stem.substitute`); everything dense still sees Spain. --write trains rows for Spain's tokens
 (training/writing.py), and nothing else. What --save writes has the new rows under Spain's id, and
 keeps Spain's own, for --undo. A saved edit affects every use of these tokens. So rows of everyday
-words of a name (" of", " the") stay.
+words of a name (" of", " the") stay. Facts that were written into the same rows before, and saved,
+are taught again with the next one, which would change them.
 
 --facts writes one fact after the other, each into the rows that the earlier ones left. A line is
 {"source": "Spain", "write": "Lisbon.", "prompt": "..."}, where the prompt may be left out. In the
@@ -68,6 +69,7 @@ from training.checkpoints import checkpoint_of, load_checkpoint, load_model, wri
 from training.folders import clear
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import (
+    Fact,
     changed_rows,
     mean_rows,
     opening_of,
@@ -407,10 +409,11 @@ def read_facts(edit: Edit) -> dict[str, Edit]:
 
 
 def write_facts(
-    model: Decoder, edits: dict[str, Edit], located: list[Located]
-) -> dict[int, Tensor]:
+    model: Decoder, edits: dict[str, Edit], located: list[Located], earlier: list[Fact]
+) -> tuple[dict[int, Tensor], list[Fact]]:
     """Write facts one after the other, each where the earlier ones are, and print what became of
-    them. Returns the new rows of tokens [n_table, W]; a fact that is not learned changes none."""
+    them. Returns the new rows of tokens [n_table, W], and the facts that are known then; one that
+    is not learned changes no row."""
 
     def read(rows: dict[int, Tensor]) -> None:
         model.tables = with_rows(tables, rows) if rows else tables
@@ -428,11 +431,13 @@ def write_facts(
             if stops:
                 bar.write(f"only the first {len(learned)} of {len(edits)} facts were tried")
                 break
-            table_ids = train_rows(model, *fact)
+            table_ids = train_rows(model, *fact, earlier=earlier)
             changed = {**rows, **changed_rows(model.tables, fact.prompt, table_ids)}
             read(changed)
             learned.append(is_written(model, fact, fact.prompt))
-            rows = changed if learned[-1] else rows
+            if learned[-1]:
+                rows = changed
+                earlier = [*earlier, (fact.prompt, fact.answer)]
             read(rows)
 
     # 2) ask all of them again
@@ -447,7 +452,8 @@ def write_facts(
         p = f"before {p_before:6.1%}   after {p_after:6.1%}"
         print(f"{where}  {text:<{WIDTH}}  {p}   {state}".rstrip())
     print(f"{sum(known)} of {len(known)} facts are known")
-    return rows
+    tried = zip(located, learned, known, strict=False)
+    return rows, [(fact.prompt, fact.answer) for fact, *both in tried if all(both)]
 
 
 # --- the command ---
@@ -472,6 +478,21 @@ def check_edit(path: Path, checkpoint: dict, ids: Tensor, rows: list[Tensor]) ->
         raise UserError(f"{path} is damaged (its last edit is not of its tables): restore it")
 
 
+def written_facts(path: Path, checkpoint: dict, model: Decoder) -> list[Fact]:
+    """The facts that edits have written into a checkpoint and that the model still says: other rows
+    may have come in their place. UserError: they are damaged."""
+    facts = [fact for edit in checkpoint.get("edits", []) for fact in edit.get("facts") or []]
+    for prompt, answer in facts:
+        ids = prompt + answer
+        fits = prompt and answer and len(ids) <= model.config.block_size
+        if not fits or not 0 <= min(ids) <= max(ids) < model.config.vocab_size:
+            raise UserError(f"{path} is damaged (a fact of its edits is {ids!r:.40}): restore it")
+    if not facts:
+        return []
+    said = score_answers(model, *zip(*facts, strict=True)).greedy
+    return [fact for fact, is_said in zip(facts, said.tolist(), strict=True) if is_said]
+
+
 def undo(edit: Edit, path: Path) -> None:
     """Write --ckpt without its last edit."""
     checkpoint = load_checkpoint(edit.ckpt, verify=True)
@@ -479,7 +500,7 @@ def undo(edit: Edit, path: Path) -> None:
     if not edits:
         raise UserError(f"{edit.ckpt} holds no edit to undo: training drops those it starts from")
     last = edits.pop()
-    check_edit(edit.ckpt, checkpoint, **last)
+    check_edit(edit.ckpt, checkpoint, last["ids"], last["rows"])
     replace_rows(checkpoint, last["ids"], last["rows"])
     write_checkpoint(path, checkpoint)
 
@@ -533,14 +554,19 @@ def check_rows(edit: Edit, prompt: list[int], table_ids: list[int]) -> None:
 
 
 def save(
-    path: Path, checkpoint: dict, encoding: tiktoken.Encoding, tables: Tables, new: dict
+    path: Path,
+    checkpoint: dict,
+    encoding: tiktoken.Encoding,
+    tables: Tables,
+    new: dict[int, Tensor],
+    facts: list[Fact],
 ) -> None:
     """Write a checkpoint in which tokens have new rows [n_table, W], and those of the tables in its
-    list of edits, for --undo. Print what changed."""
+    list of edits, for --undo, with the facts that were written. Print what changed."""
     tokens = list(new)
     ids = torch.tensor(tokens)
     own = list(rows_of(tables, tokens).cpu().unbind(1))  # [n, W] of each table
-    checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own})
+    checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own, "facts": facts})
     replace_rows(checkpoint, ids, list(torch.stack(list(new.values())).cpu().unbind(1)))
     write_checkpoint(path, checkpoint)
     print(f"changed the rows of {[encoding.decode([token]) for token in tokens]}")
@@ -549,12 +575,14 @@ def save(
         print(f"these countries read them and may change: {', '.join(readers)}")
 
 
-def new_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> tuple[Located, list[int]]:
-    """Make an edit: what it is about, and the ids under which the prompt's rows are those that it
-    reads then."""
+def new_rows(
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, earlier: Sequence[Fact] = ()
+) -> tuple[Located, list[int]]:
+    """Make an edit, after earlier ones that wrote facts: what it is about, and the ids under which
+    the prompt's rows are those that it reads then."""
     located = locate(model, encoding, edit)
     if edit.write:
-        table_ids = train_rows(model, *located)
+        table_ids = train_rows(model, *located, earlier=earlier)
     else:
         table_ids = swap_rows(model, encoding, edit, located)
     changed = other_ids(located.prompt, table_ids)
@@ -565,16 +593,17 @@ def new_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> tuple[L
 
 
 def edit_one(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, saves: bool
-) -> dict[int, Tensor]:
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, earlier: list[Fact], saves: bool
+) -> tuple[dict[int, Tensor], list[Fact]]:
     """Make an edit, and print what it changes. Returns the new rows of tokens [n_table, W], if they
-    are to be saved and the model writes what it should."""
-    located, table_ids = new_rows(model, encoding, edit)
+    are to be saved and the model writes what it should, and what was written."""
+    located, table_ids = new_rows(model, encoding, edit, earlier)
     learned = compare(model, encoding, edit, located, table_ids)
     if not saves or not learned:
-        return {}
+        return {}, []
     check_rows(edit, located.prompt, table_ids)
-    return changed_rows(model.tables, located.prompt, table_ids)
+    facts = [(located.prompt, located.answer)] if edit.write else []
+    return changed_rows(model.tables, located.prompt, table_ids), facts
 
 
 def show_and_save(edit: Edit, path: Path | None) -> None:
@@ -583,21 +612,22 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     # What is written gets new checksums.
     model, encoding, checkpoint = open_model(edit, verify=path is not None)
     tables = model.tables
+    earlier = written_facts(edit.ckpt, checkpoint, model)
     if edits:
         located = []
         for where, one in edits.items():
             with naming(where):
                 fill_in(one, encoding, checkpoint)
                 located.append(locate(model, encoding, one))
-        new = write_facts(model, edits, located)
+        new, facts = write_facts(model, edits, located, earlier)
     else:
         fill_in(edit, encoding, checkpoint)
-        new = edit_one(model, encoding, edit, path is not None)
+        new, facts = edit_one(model, encoding, edit, earlier, path is not None)
     if path and not new:
         what = "none of the facts was" if edits else f"{edit.write!r} was not"
         raise UserError(f"--save: nothing is saved, as {what} learned")
     if path:
-        save(path, checkpoint, encoding, tables, new)
+        save(path, checkpoint, encoding, tables, new, facts)
 
 
 def main() -> None:

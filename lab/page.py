@@ -59,6 +59,7 @@ class Page(ThreadingHTTPServer):
             example = {}
         self.about = {"ckpt": ckpt, "layers": layers, "chats": self.chats, "example": example}
         self.facts = [("", self.model.tables)]  # each with the tables that have it
+        self.earlier = edit.written_facts(Path(ckpt), self.checkpoint, self.model)
         self.talk: Chat | None = None
         self.busy = threading.Lock()
         self.stop = threading.Event()
@@ -96,7 +97,7 @@ class Page(ThreadingHTTPServer):
         edit.check_editable(self.model)
         wanted = edit.Edit(chat=self.chats, **texts)
         edit.fill_in(wanted, self.encoding, self.checkpoint)
-        asked, ids = edit.new_rows(self.model, self.encoding, wanted)
+        asked, ids = edit.new_rows(self.model, self.encoding, wanted, self.earlier)
         if wanted.target:
             self.model.tables = swapped(self.model.tables, asked.prompt, ids, tables)
             ids = self.model.tables.ids
@@ -108,11 +109,13 @@ class Page(ThreadingHTTPServer):
         rows = changed_rows(self.model.tables, asked.prompt, ids)
         tables = with_rows(self.facts[-1][1], rows)
         self.facts.append((f"{wanted.source}: {wanted.write}", tables))
+        self.earlier.append((asked.prompt, asked.answer))
 
     def undo(self) -> Iterator[dict]:
         if len(self.facts) == 1:
             raise UserError("no fact was written")
         self.facts.pop()
+        self.earlier.pop()
         yield {}
 
     def rows(self, prompt: str, table: int) -> Iterator[dict]:

@@ -17,7 +17,7 @@ from stem import substitute
 from text import bpe, chat
 from text.tokenizer import encode
 from training import writing
-from training.checkpoints import load_checkpoint, load_model, save_checkpoint
+from training.checkpoints import load_checkpoint, load_model, save_checkpoint, write_checkpoint
 from training.writing import (
     ExtraRows,
     ask_the_same,
@@ -158,9 +158,9 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
     facts = write_jsonl(tmp_path / "facts.jsonl", [*lines[:2], b" ", *lines[2:]])
     rows = []
 
-    def train(model, prompt, name, *rest):
+    def train(model, prompt, name, *rest, earlier):
         rows.append(rows_of(model.tables, name))
-        read = train_rows(model, prompt, name, *rest)
+        read = train_rows(model, prompt, name, *rest, earlier)
         rows.append(rows_of(model.tables, model.tables.ids))
         return read
 
@@ -189,6 +189,60 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
     with pytest.raises(UserError, match="none of the facts was learned"):
         show_and_save(Edit(ckpt, facts=facts, device="cpu"), tmp_path / "none.pt")
     assert not (tmp_path / "none.pt").exists()
+
+
+def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
+    """... unless it has the same prompt. Facts about others are not even read."""
+    spain, fiji, yes, no = (
+        encoding.encode_ordinary(text) for text in (" Spain", " Fiji", "S", "F")
+    )
+    first, second = (encode(encoding, text) for text in ("Country: Spain", "O Spain"))
+    monkeypatch.setattr(writing, "KEEP", 0)
+    known = []
+    for earlier in ([], [([*fiji, 10**6], yes), (first, yes)], [(second, yes), (first, yes)]):
+        model = made(encoding)
+        for prompt, answer, before in ((first, yes, []), (second, no, earlier)):
+            tables = model.tables
+            read = train_rows(model, prompt, spain, answer, earlier=before)
+            rows = changed_rows(model.tables, prompt, read)
+            model.tables = writing.with_rows(tables, rows)
+        known.append(score_answers(model, [first, second], [yes, no]).greedy.tolist())
+    assert known == [[False, True], [True, True], [True, True]]
+
+
+def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monkeypatch):
+    """Until they are undone, or other rows come in their place."""
+    ckpt, found = tmp_path / "ckpt.pt", []
+    save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": "files"}])
+    monkeypatch.setattr(writing, "KEEP", 0)
+
+    def train(*fact, earlier):
+        found.append(earlier)
+        return train_rows(*fact, earlier)
+
+    monkeypatch.setattr("edit.train_rows", train)
+
+    def change(save=ckpt, **given) -> None:
+        given = {"prompt": f"Country: {given['source']}", **given}
+        show_and_save(Edit(ckpt, device="cpu", **given), save)
+
+    for name in ("Spain", "Fiji"):
+        change(source=name, write="S")
+    facts = [(encode(encoding, f"Country: {name}"), found[1][0][1]) for name in ("Spain", "Fiji")]
+    change(source="Peru", write="F", save=None)
+    change(source="Spain", target="Peru Japan", align="average")
+    change(source="Peru", write="F", save=None)
+    for _ in range(2):
+        undo(Edit(ckpt, undo=True), ckpt)
+        change(source="Peru", write="F", save=None)
+    assert found == [[], facts[:1], facts, facts[1:], facts, facts[:1]]
+
+    saved = load_checkpoint(ckpt)
+    for wrong in (([], [1]), ([1], []), ([-1], [1]), ([1], [10**6]), ([1] * 200, [1])):
+        saved["edits"][0]["facts"] = [wrong]
+        write_checkpoint(ckpt, saved)
+        with pytest.raises(UserError, match="damaged"):
+            change(source="Peru", write="F", save=None)
 
 
 def test_a_chat_is_edited_where_it_answers(encoding, tmp_path, capsys):

@@ -50,7 +50,7 @@ NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, 
 FIELDS = dict(config=dict[str, Any], model=dict[str, Tensor], tokenizer=str, args=dict[str, Any])
 OF_ROWS = {"last": Tensor, "steps": int, "state": list[Tensor] | None}
 OF_DATA = {"corpus": str}
-OF_EDIT = {"ids": Tensor, "rows": list[Tensor]}
+OF_EDIT = {"ids": Tensor, "rows": list[Tensor], "facts": list[tuple[list[int], list[int]]] | None}
 RESUMABLE = dict(
     step=int,
     best=tuple[float, int],
