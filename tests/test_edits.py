@@ -156,9 +156,10 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
         dict(source="Fiji", prompt="Country: Fiji", write="S"),
     ]
     facts = write_jsonl(tmp_path / "facts.jsonl", [*lines[:2], b" ", *lines[2:]])
-    rows = []
+    rows, known = [], []
 
     def train(model, prompt, name, *rest, earlier):
+        known.append(len(earlier))
         rows.append(rows_of(model.tables, name))
         read = train_rows(model, prompt, name, *rest, earlier)
         rows.append(rows_of(model.tables, model.tables.ids))
@@ -168,6 +169,7 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
     monkeypatch.setattr(writing, "KEEP", 0)
     show_and_save(Edit(ckpt, facts=facts, device="cpu"), saved)
     assert torch.equal(rows[2], rows[1]) and not torch.equal(rows[3], rows[2])
+    assert known == [0, 1, 2, 2]
     shown = capsys.readouterr().out.splitlines()
     states = ["lost to a later fact", "", "not learned", ""]
     for line, number, state, said in zip(lines, (1, 2, 4, 5), states, shown, strict=False):
