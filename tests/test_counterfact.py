@@ -103,6 +103,19 @@ def test_closed_forms_change_other_keys_least():
     torch.testing.assert_close(memit_update(second, keys, changes, 7.0), least)
 
 
+def test_memit_may_write_earlier_facts_of_the_name_again(monkeypatch):
+    editor, given = an_editor("stem"), []
+    monkeypatch.setattr(
+        Editor, "wanted_changes", lambda _, r, *a, **k: given.append(r) or torch.zeros(len(r), 16)
+    )
+    one, two, three = asked(3)
+    later = one._replace(answer=[31, 4])
+    editor.written = [one, two]
+    for again in (False, True):
+        editor.memit([later, three], n_layer=2, weight=1.0, again=again, limit=1, rate=0.5)
+    assert given == [[later, three], [later, three, one]]
+
+
 def test_wanted_changes_let_answers_follow():
     editor = an_editor("stem")
     requests = asked(2)
@@ -267,6 +280,21 @@ def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
     assert [len(rows) for rows in found["1"]] == [2, 2]
     started = {size: trial("new", size) for size in trials}  # nothing: no seed's alone are shown
     assert by_edits([trials, started], stages) == {}
+
+
+def test_a_method_is_told_what_was_written_before(bench, tmp_path, monkeypatch):
+    """Also where a sequence goes on; not of single edits."""
+    monkeypatch.setattr(counterfact, "open_bench", lambda *_: bench)
+    told = []
+
+    def note(editor, requests):
+        told.append([request.prompt for request in editor.written])
+
+    monkeypatch.setitem(counterfact.METHODS, "noted", counterfact.Method("STEM", note, [{}]))
+    prompts = [bench.request(record).prompt for record in bench.records[:3]]
+    for size, points in ((1, (2,)), (1, (3,)), (0, (1, 2))):
+        Trial(tmp_path / "run", tmp_path, tmp_path, 1, "noted", {}, size).measure(points)
+    assert told == [prompts[:0], prompts[:1], prompts[:2], [], []]
 
 
 class Noted(Trial):
