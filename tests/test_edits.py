@@ -200,6 +200,7 @@ def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
     )
     first, second = (encode(encoding, text) for text in ("Country: Spain", "O Spain"))
     monkeypatch.setattr(writing, "KEEP", 0)
+    monkeypatch.setattr(writing, "N_TEXT", 8)
     known = []
     for earlier in ([], [([*fiji, 10**6], yes), (first, yes)], [(second, yes), (first, yes)]):
         model = made(encoding)
@@ -217,6 +218,7 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monke
     ckpt, found = tmp_path / "ckpt.pt", []
     save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": "files"}])
     monkeypatch.setattr(writing, "KEEP", 0)
+    monkeypatch.setattr(writing, "N_TEXT", 8)
 
     def train(*fact, earlier):
         found.append(earlier)
