@@ -412,8 +412,8 @@ def write_facts(
     model: Decoder, edits: dict[str, Edit], located: list[Located], earlier: list[Fact]
 ) -> tuple[dict[int, Tensor], list[Fact]]:
     """Write facts one after the other, each where the earlier ones are, and print what became of
-    them. Returns the new rows of tokens [n_table, W], and the facts that are known then; one that
-    is not learned changes no row."""
+    them. Returns the new rows of tokens [n_table, W], and the facts that were learned; another one
+    changes no row."""
 
     def read(rows: dict[int, Tensor]) -> None:
         model.tables = with_rows(tables, rows) if rows else tables
@@ -424,20 +424,20 @@ def write_facts(
     answers = [fact.answer for fact in located]
     before = score_answers(model, prompts, answers).probability
     rows: dict[int, Tensor] = {}
-    learned = []
+    learned, written = [], []
     bar = tqdm(located, "facts", unit="fact", disable=None)
     with bar, stop_signals(bar) as stops:
         for fact in bar:
             if stops:
                 bar.write(f"only the first {len(learned)} of {len(edits)} facts were tried")
                 break
-            table_ids = train_rows(model, *fact, earlier=earlier)
+            table_ids = train_rows(model, *fact, earlier=earlier + written)
             changed = {**rows, **changed_rows(model.tables, fact.prompt, table_ids)}
             read(changed)
             learned.append(is_written(model, fact, fact.prompt))
             if learned[-1]:
                 rows = changed
-                earlier = [*earlier, (fact.prompt, fact.answer)]
+                written.append((fact.prompt, fact.answer))
             read(rows)
 
     # 2) ask all of them again
@@ -452,8 +452,7 @@ def write_facts(
         p = f"before {p_before:6.1%}   after {p_after:6.1%}"
         print(f"{where}  {text:<{WIDTH}}  {p}   {state}".rstrip())
     print(f"{sum(known)} of {len(known)} facts are known")
-    tried = zip(located, learned, known, strict=False)
-    return rows, [(fact.prompt, fact.answer) for fact, *both in tried if all(both)]
+    return rows, written
 
 
 # --- the command ---

@@ -39,15 +39,11 @@ def score_answers(
     Raises:
         UserError: a prompt and its answer are longer than block_size.
     """
-    ids = pad_together(prompts, answers).to(model.device)  # [N, T]
+    ids, targets = (tensor.to(model.device) for tensor in with_answers(prompts, answers))  # [N, T]
     table_ids = pad_together(table_prompts or prompts, answers)  # [N, T]
     block_size = model.config.block_size
     if ids.shape[1] > block_size:
         raise UserError(f"prompt and answer have {ids.shape[1]} tokens, block_size is {block_size}")
-    # Position t predicts token t + 1: a token of the answer, or nothing (-1).
-    nothing = [[-1] * (len(prompt) - 1) for prompt in prompts]
-    targets = pad_together(nothing, answers, filler=-1).to(model.device)  # [N, T - 1]
-    targets = F.pad(targets, (0, 1), value=-1)  # [N, T]
 
     size = max(1, min(256, 2**22 // model.config.vocab_size))  # so many logits take about a GB
     parts = zip(ids.split(size), table_ids.split(size), targets.split(size), strict=True)
@@ -68,6 +64,16 @@ def score_answers(
         losses.append(loss.sum(1))
     # In double precision, where less than 1e-38 is not zero.
     return Scores(torch.cat(greedy), torch.cat(losses).double().neg().exp())
+
+
+def with_answers(
+    prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> tuple[Tensor, Tensor]:
+    """Prompts with their answers, and what each position predicts, a token of the answer or nothing
+    (-1): [N, T] each."""
+    nothing = [[-1] * (len(prompt) - 1) for prompt in prompts]
+    targets = pad_together(nothing, answers, filler=-1)  # [N, T - 1]
+    return pad_together(prompts, answers), F.pad(targets, (0, 1), value=-1)
 
 
 def pad_together(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from corpora.questions import pad_together
+from corpora.questions import with_answers
 from model import Decoder
 from stem import align
 from training import writing
@@ -198,7 +198,8 @@ class Editor:
             keep: weight of the KL divergence from what the model predicted of its own texts.
             bound: the most that a number may change.
         """
-        ids, targets = teach([request.prompt for request in requests], requests)
+        facts = [(request.prompt, request.answer) for request in requests]
+        ids, targets = with_answers(*zip(*facts, strict=True))
         with torch.no_grad():
             before = self.model(self.texts)[0].log_softmax(-1) if keep else None  # [N, T, V]
         start = [weight.detach().clone() for weight in weights]
@@ -244,13 +245,13 @@ class Editor:
     def in_texts(self, requests: list[Request]) -> tuple[Tensor, Tensor, Tensor]:
         """Each prompt as it is and after other texts, with its answer: ids and targets [N, T], and
         where names end [N]."""
-        prompts, positions, repeated = [], [], []
+        prompts, positions, answers = [], [], []
         for request in requests:
             for prefix in ([], *self.prefixes):
                 prompts.append([*prefix, *request.prompt])
                 positions.append(len(prefix) + request.end)
-                repeated.append(request)
-        return *teach(prompts, repeated), torch.tensor(positions)
+                answers.append(request.answer)
+        return *with_answers(prompts, answers), torch.tensor(positions)
 
     def wanted_changes(
         self, requests: list[Request], layer: int, limit: float, rate: float
@@ -315,11 +316,3 @@ class Editor:
             keys = keys.unflatten(0, (-1, n_text)).mean(1)  # [n, d_ff]
             update = memit_update(self.second[layer], keys, change, weight)
             self.model.blocks[layer].ffn.down.weight += update.float()
-
-
-def teach(prompts: list[list[int]], requests: list[Request]) -> tuple[Tensor, Tensor]:
-    """Prompts with their answers, and what is to follow each token: [N, T] each, -1: anything."""
-    answers = [request.answer for request in requests]
-    nothing = [[-1] * (len(prompt) - 1) for prompt in prompts]
-    targets = pad_together(nothing, answers, filler=-1)
-    return pad_together(prompts, answers), F.pad(targets, (0, 1), value=-1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from corpora.questions import with_answers
 from model import Decoder
 from stem import substitute
 from tables.tables import Tables
@@ -206,8 +207,8 @@ def write_fact(
     divergence from those before. Where they ask for the same fact, the answer is taught, too: what
     it says, however it is opened. `stop`: the token that texts repeat where they have ended."""
     prompt, answer = facts[0]
-    taught = [torch.tensor(prompt + answer) for prompt, answer in facts]
-    questions = pad_sequence(taught, batch_first=True)  # [n, T]
+    questions, targets = with_answers(*zip(*facts, strict=True))  # [n, T] each
+    is_answer = targets >= 0
     question_rows = as_extra(questions, own, model.tables)
     text_rows = as_extra(texts, own, model.tables)  # [N, T]
     n_open, first = opening_of(model, prompt, name, answer)
@@ -215,14 +216,12 @@ def write_fact(
     same = ask_the_same(model, torch.tensor(prompt), name, texts, begun, first).cpu()  # [N, T] bool
     with torch.no_grad():
         before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
-    targets = torch.cat([torch.tensor(answer) for _, answer in facts]).to(model.device)  # [k]
-    places = [slice(len(prompt) - 1, len(prompt + answer) - 1) for prompt, answer in facts]
+    targets = targets[is_answer].to(model.device)  # [k]
 
     optimizer = torch.optim.Adam(model.parameters())
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
         logits, _ = model(questions, table_ids=question_rows)  # [n, T, V]
-        predicted = [row[place].float() for row, place in zip(logits, places, strict=True)]
-        nats = F.cross_entropy(torch.cat(predicted), targets, reduction="sum")
+        nats = F.cross_entropy(logits[is_answer].float(), targets, reduction="sum")
         part = slice(step % N_PART, None, N_PART)
         now = model(texts[part], table_ids=text_rows[part])[0].float().log_softmax(-1)
         asked = now[same[part]]  # [m, V]
