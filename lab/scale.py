@@ -38,7 +38,7 @@ STAGES = [
     ("prose", EQUAL, {56.4: 1}),
     ("prose", FIRST, {56.4: 3}),
     ("prose", ("dense", "STEM, all"), {15: 0}),
-    ("minimind-26m", FIRST, {56.4: 1, 5: 1}),
+    ("minimind-26m", FIRST, {56.4: 1, 5: 3}),
     ("prose", FIRST, {112.8: 1}),
 ]
 QUICK = [("prose", ("dense", "count"), {0.5: 1, 1.5: 1})]
