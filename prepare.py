@@ -59,6 +59,7 @@ from text.download import DATASETS, fetch
 from text.files import find_files, text_size
 from text.writer import check_free, write_dataset
 from training.checkpoints import read_checkpoint, read_encoding
+from training.settings import PRESETS
 
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
@@ -359,7 +360,11 @@ def main() -> None:
     origin = given if given.endswith(".pt") else "CKPT"
     stage = ["--stage", name, "--init_from", origin, "--out_dir", f"out/{name}"]
     more = ["--out_dir", f"out/{settings.out_dir.name}"] if kind == "text" else stage
-    print(f"next: {command_line('train.py', '--data_dir', settings.out_dir, *more)}")
+    words = ["--data_dir", settings.out_dir, *more]
+    longest = meta["val"]["tokens"] - 1  # the last token is a target alone
+    if kind == "text" and longest < PRESETS["prose"]["block_size"]:
+        words += ["--block_size", longest]
+    print(f"next: {command_line('train.py', *words)}")
     if settings.hold_out_files:
         both = ["--data_dir", f"{settings.out_dir},{settings.out_dir / HELD_OUT}"]
         words = ["--eval_only", "--init_from", f"{more[-1]}/ckpt.pt", *both]

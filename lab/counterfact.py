@@ -507,7 +507,8 @@ def counterfact(experiment: Experiment) -> None:
     stages, numbers = STAGES, experiment.numbers if experiment.seeds else COUNTED
     cores = experiment.jobs
     if experiment.quick:  # trials take less time than Python takes to start
-        stages, numbers, cores = QUICK, numbers[:1], 0
+        stages, cores = QUICK, 0
+        numbers = numbers if experiment.seeds else numbers[:1]
     seeds = [*numbers, SEARCHED]
     folders = experiment.train(MODELS, seeds)
 

@@ -76,7 +76,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        numbers = (self.seeds or "1337,1,2").split(",")
+        numbers = (self.seeds or ("1337" if self.quick else "1337,1,2")).split(",")
         if not all(number.isdecimal() for number in numbers):
             raise UserError(f"--seeds {self.seeds}: give numbers, as 1337,1,2")
         self.numbers = [int(number) for number in numbers]
@@ -85,7 +85,6 @@ class Experiment:
             self.jobs = (os.cpu_count() or 1) if self.on.type == "cpu" else 1
         if self.quick:
             self.out_dir = self.out_dir / "quick"
-            self.numbers = self.numbers[:1]
         self.ensure_prepared(self.data_dir)
 
     def clear(self) -> None:

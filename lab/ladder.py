@@ -106,9 +106,9 @@ def ladder(experiment: Experiment, *own: str) -> None:
     for name in own:
         if name not in known:
             raise UserError(f"ladder {name}: relatives/ has {', '.join(known)}")
-    seeds = SEEDS if experiment.seeds is None else experiment.numbers
-    if experiment.quick:
-        seeds = [1, 2]
+    seeds = experiment.numbers
+    if experiment.seeds is None:
+        seeds = [1, 2] if experiment.quick else SEEDS
     if len(seeds) < 2:
         raise UserError(f"--seeds {experiment.seeds}: an interval needs 2 seeds or more")
     variants = {}

@@ -106,6 +106,10 @@ def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
     assert [row[1] for row in rows if row[0] == "| mine"][:4] == ["0.01", *kinds[:3]]
     with pytest.raises(UserError, match="ladder mein: relatives/ has mine"):
         ladder.ladder(experiment, "mein")
+    ours = Experiment(out_dir=tmp_path, data_dir=data, device="cpu", quick=True, seeds="5,6,7")
+    ladder.ladder(ours, "mine")
+    trained = {read_run(run)["run"][0]["args"]["seed"] for run in ours.out_dir.glob("runs/*")}
+    assert trained == {1, 2, 5, 6, 7}
 
 
 def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, monkeypatch):

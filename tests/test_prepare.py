@@ -155,6 +155,15 @@ def test_copies_are_trained_on(monkeypatch, first):
     assert {text for split, text in splits if split == "val"} >= {*held}
 
 
+def test_the_next_command_trains_on_a_page(tmp_path):
+    (tmp_path / "page.txt").write_text("It was the best of times, it was the worst of times. " * 40)
+    said = command("prepare.py --vocab_size 300 --input page.txt --out_dir d", cwd=tmp_path).stdout
+    words = said.split("next: python ")[1].splitlines()[0].split()
+    tiny = ("--n_layer", 2, "--n_head", 2, "--n_embd", 16, "--max_iters", 1, "--device", "cpu")
+    command("train.py", *words[1:], *tiny, cwd=tmp_path)
+    assert (tmp_path / "out/d/ckpt.pt").exists()
+
+
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("as_json", [True, False])
 def test_any_text_leaves_some_to_validate_with(tmp_path, name, as_json):
