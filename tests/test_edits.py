@@ -184,6 +184,8 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
     for name in changed:
         places = (before[name] != after[name]).any(1).nonzero()[:, 0].tolist()
         assert sorted(places) == sorted(encoding.encode_ordinary(" Spain Fiji"))
+    show_and_save(Edit(saved, source="Peru", prompt="Country: Peru", write="F", device="cpu"), None)
+    assert known[-1] == 2  # they were saved as what later facts are to leave
     undo(Edit(saved, undo=True), saved)
     assert_same(load_checkpoint(saved)["model"], before)
 
