@@ -504,11 +504,11 @@ def report(experiment: Experiment, groups: dict[str, dict[str, list[list[dict]]]
 
 
 def counterfact(experiment: Experiment) -> None:
-    stages, numbers = STAGES, experiment.numbers if experiment.seeds else COUNTED
-    cores = experiment.jobs
+    stages, numbers, cores = STAGES, COUNTED, experiment.jobs
     if experiment.quick:  # trials take less time than Python takes to start
-        stages, cores = QUICK, 0
-        numbers = numbers if experiment.seeds else numbers[:1]
+        stages, numbers, cores = QUICK, COUNTED[:1], 0
+    if experiment.seeds:
+        numbers = experiment.numbers
     seeds = [*numbers, SEARCHED]
     folders = experiment.train(MODELS, seeds)
 

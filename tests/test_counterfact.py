@@ -22,6 +22,7 @@ from lab.counterfact import (
     search,
 )
 from lab.editors import Editor, Request, memit_update, rome_update, trace, watch
+from lab.experiment import Experiment
 from model import Decoder, ModelConfig
 from text import bpe
 from text.tokenizer import encode
@@ -331,3 +332,20 @@ def test_the_best_setting_answers_most():
 
     trials = [Fixed(*[None] * 4, "written rows", {"keep": keep}) for keep in (60, 20, 200)]
     assert search({"written rows": trials}) == {"written rows": {"keep": 20}}
+
+
+def test_a_quick_trial_edits_models_of_the_seeds_that_are_given(tmp_path, monkeypatch):
+    asked = []
+
+    def train(experiment, kinds, seeds):
+        asked.append(seeds)
+        raise InterruptedError
+
+    monkeypatch.setattr(Experiment, "train", train)
+    folders = {"out_dir": tmp_path, "data_dir": tmp_path / "mine"}
+    for seeds in (None, "6,7"):
+        experiment = Experiment(**folders, device="cpu", quick=True, seeds=seeds)
+        with pytest.raises(InterruptedError):
+            counterfact.counterfact(experiment)
+    searched = counterfact.SEARCHED
+    assert asked == [[counterfact.COUNTED[0], searched], [6, 7, searched]]
