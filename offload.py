@@ -37,17 +37,17 @@ from torch import Tensor
 
 from tables.storage import TableStorage
 from tables.tables import StoredTables, send
-from tables.zero_copy import ZeroCopy, places, seen_by_gpu
+from tables.zero_copy import ZeroCopy, done, places, seen_by_gpu
 
 
 class TransferRing:
     """A thread with a side stream that moves records through a few buffers in turn."""
 
     def __init__(
-        self, stream: torch.cuda.Stream, arrays: dict[str, Tensor], n_buffer: int, chunk_bytes: int
+        self, stream: torch.cuda.Stream, storage: TableStorage, n_buffer: int, chunk_bytes: int
     ) -> None:
         self.stream = stream
-        self.arrays = arrays
+        self.storage = storage
         self.chunk_bytes = chunk_bytes
         memory = torch.empty(n_buffer, chunk_bytes, dtype=torch.uint8, pin_memory=True)
         buffers = [(part, torch.cuda.Event(blocking=True)) for part in memory]
@@ -70,8 +70,18 @@ class TransferRing:
         self.last = self.worker.submit(do)
         return self.last
 
-    def fetch(self, *records) -> torch.cuda.Event:
-        """As `ZeroCopy.fetch`. Returns the event of arrival."""
+    def fetch(self, parts: list[slice], *records) -> list[Future]:
+        """As `ZeroCopy.fetch`, by jobs of the worker."""
+        ids, _, on_device, _ = records
+        self.run(self.storage.read_ahead, ids, list(on_device))
+        return [self.run(self.do_fetch, part, *records) for part in parts]
+
+    def write_back(self, *records) -> None:
+        """As `ZeroCopy.write_back`, by a job of the worker."""
+        self.run(self.do_write_back, slice(0, self.storage.shape[1]), *records)
+
+    def do_fetch(self, *records) -> torch.cuda.Event:
+        """Job: bring records of one part to the device. Returns the event of arrival."""
         for stored, part, on_device, at in self.chunks(*records):
             staging, copied = self.next_staging(stored, len(part))
             copied.synchronize()  # H1
@@ -81,8 +91,8 @@ class TransferRing:
             copied.record()
         return self.stream.record_event()
 
-    def write_back(self, *records) -> None:
-        """As `ZeroCopy.write_back`."""
+    def do_write_back(self, *records) -> None:
+        """Job: store records of one part that are on the device."""
         before = None
         for stored, part, on_device, at in self.chunks(*records):
             staging, copied = self.next_staging(stored, len(part))
@@ -93,14 +103,24 @@ class TransferRing:
             before = (stored, part, staging, copied)
         store(*before)  # before anything more is fetched (H3)
 
-    def chunks(self, *records) -> Iterator[tuple]:
-        """`places` in as many parts as buffers need, the last on the device."""
-        for stored, ids, tables, on_device, at in places(self.stream, *records):
-            stored = stored[:, tables]
+    def chunks(
+        self,
+        tables: slice,
+        ids: Tensor,
+        slots: Tensor,
+        on_device: dict[str, Tensor],
+        free: torch.cuda.Event,
+    ) -> Iterator[tuple]:
+        """Yield as many tokens as a buffer takes: the stored array [V, tables, W], the tokens [n],
+        all slots as a matrix, and which of its rows are theirs [n * tables], on the device."""
+        self.stream.wait_event(free)  # H2
+        for name, numbers in on_device.items():
+            stored = self.storage.arrays[name][:, tables]
+            at = places(slots, numbers.shape[1], torch.arange(tables.start, tables.stop))
             at = send(at, self.stream.device)
             n = self.chunk_bytes // stored[0].nbytes
             for part, part_at in zip(ids.split(n), at.split(n), strict=True):
-                yield stored, part, on_device, part_at.flatten()
+                yield stored, part, numbers.flatten(0, 1), part_at.flatten()
 
     def next_staging(self, stored: Tensor, n: int) -> tuple[Tensor, torch.cuda.Event]:
         """Pinned memory for n records [n, n_table, W] of an array, and the event of the last copy
@@ -111,7 +131,7 @@ class TransferRing:
 
     def read(self, ids: Tensor) -> Tensor:
         """As `ZeroCopy.read`. So few records are sent directly, bypassing the ring."""
-        return send(self.arrays["rows"].index_select(0, ids), self.stream.device)
+        return send(self.storage.arrays["rows"].index_select(0, ids), self.stream.device)
 
     def finish(self) -> None:
         """As `ZeroCopy.finish`. Raises what ended a job."""
@@ -146,10 +166,10 @@ class OffloadedTables(StoredTables):
         # The working set: on the device [n_table, n_slot, W] of rows and, in training, maybe state.
         self.working_set = {"rows": self.new_slots("rows", 0)}
         self.token_in = torch.empty(0, dtype=torch.int64)  # of each slot, -1: it is free
+        self.dirty = torch.empty(0, dtype=torch.bool)  # of each slot: changed, not written back
         self.slot_of = torch.full((self.n_row,), -1)  # of each token, -1: it has none
-        self.dirty = torch.zeros(self.n_row, dtype=torch.bool)  # changed, not written back
-        self.announced = self.token_in  # tokens of the next batch: none
-        self.fetched = self.transfers.run(torch.cuda.Event)  # the latest fetch: none
+        self.announced = self.token_in  # tokens of the next batch, which have slots: none
+        self.fetched = done(torch.cuda.Event())  # the latest fetch: none
 
     def open_transfers(self) -> None:
         """Choose what moves the records of all arrays, while nothing is under way."""
@@ -163,7 +183,7 @@ class OffloadedTables(StoredTables):
         if self.seen.keys() == arrays.keys():
             self.transfers = ZeroCopy(self.stream, self.seen)
         else:
-            self.transfers = TransferRing(self.stream, arrays, *self.buffers)
+            self.transfers = TransferRing(self.stream, self.storage, *self.buffers)
 
     def add_state(self) -> list[Tensor]:
         self.flush()  # no slot has a row without its state
@@ -195,28 +215,27 @@ class OffloadedTables(StoredTables):
         """Rows of a prompt, or of evaluation, tokens [B, T]. They come a few tables at a time, so
         that a layer waits for its own."""
         distinct, position = self.distinct(ids)  # [n], [B, T]
-        slots = torch.arange(len(distinct))
         rows = self.new_slots("rows", len(distinct))
-        self.transfers.run(self.storage.read_ahead, distinct)
-        arrivals: list[Future] = []
-        while len(arrivals) < len(self.weight):
-            n = len(arrivals) + 1  # 1, 2, 4, ...
-            tables = slice(len(arrivals), len(arrivals) + n)
-            coming = self.transfer(self.transfers.fetch, distinct, slots, {"rows": rows}, tables)
-            arrivals += n * [coming]
-        return self.arrived(rows, arrivals, send(position, self.device))
+        parts = list(growing(len(self.weight)))
+        slots = torch.arange(len(distinct))
+        arrivals = self.transfers.fetch(parts, distinct, slots, {"rows": rows}, self.free)
+        return self.arrived(rows, parts, arrivals, send(position, self.device))
 
-    def arrived(self, rows: Tensor, arrivals: list[Future], position: Tensor) -> Iterator[Tensor]:
+    def arrived(
+        self, rows: Tensor, parts: list[slice], arrivals: list[Future], position: Tensor
+    ) -> Iterator[Tensor]:
         """Yield the rows [B, T, W] of each table, once they are there."""
-        for table in range(len(self.weight)):
-            self.wait_for(arrivals[table])
-            yield F.embedding(position, rows[table])
+        for tables, arrival in zip(parts, arrivals, strict=True):
+            self.wait_for(arrival)
+            for table in rows[tables]:
+                yield F.embedding(position, table)
 
     # --- training ---
 
     def prefetch(self, ids: Tensor) -> None:
-        self.announced, _ = self.distinct(ids.cpu())
-        self.fetch_missing(self.announced)
+        distinct, _ = self.distinct(ids.cpu())
+        self.fetch_missing(distinct)
+        self.announced = distinct
 
     def slots(self, ids: Tensor) -> Tensor:
         if self.fetch_missing(ids):
@@ -230,9 +249,8 @@ class OffloadedTables(StoredTables):
         return self.working_set["state"][table]
 
     def updated(self, ids: Tensor) -> None:
-        self.dirty[ids] = True
+        self.dirty.index_fill_(0, self.slot_of.index_select(0, ids), True)
         self.evict_except(self.announced)
-        self.announced = self.announced[:0]
 
     # --- the working set ---
 
@@ -242,27 +260,16 @@ class OffloadedTables(StoredTables):
         missing = ids[self.slot_of.index_select(0, ids) < 0]
         if len(missing) == 0:
             return False
-        lacking = len(missing) - int((self.token_in < 0).sum())
-        if lacking > 0:
-            self.grow(lacking)
-        slots = (self.token_in < 0).nonzero()[: len(missing), 0]
-        self.token_in[slots] = missing
-        self.slot_of[missing] = slots
-        self.transfers.run(self.storage.read_ahead, missing, list(self.working_set))
-        self.fetched = self.transfer(self.transfers.fetch, missing, slots, self.working_set)
+        free = (self.token_in < 0).nonzero()[:, 0]
+        if len(free) < len(missing):
+            self.grow(len(missing) - len(free))
+            free = (self.token_in < 0).nonzero()[:, 0]
+        slots = free[: len(missing)]
+        self.token_in.index_copy_(0, slots, missing)
+        self.slot_of.index_copy_(0, missing, slots)
+        every = [slice(0, len(self.weight))]
+        (self.fetched,) = self.transfers.fetch(every, missing, slots, self.working_set, self.free)
         return True
-
-    def transfer(
-        self,
-        job: Callable,
-        ids: Tensor,
-        slots: Tensor,
-        on_device: dict[str, Tensor],
-        tables: slice = slice(None),
-    ) -> Future:
-        """Fetch or write back tokens `ids` [n], in these slots of arrays on the device."""
-        arrays = [(self.transfers.arrays[name], part) for name, part in on_device.items()]
-        return self.transfers.run(job, ids, slots, tables, arrays, self.free)
 
     def wait_for(self, arrival: Future) -> None:
         """Let the compute stream wait for a fetch and those before, and the host for the worker."""
@@ -271,17 +278,18 @@ class OffloadedTables(StoredTables):
     def evict_except(self, ids: Tensor) -> None:
         """Evict all tokens but `ids`: write back those that changed, and free their slots."""
         self.record_free()
-        slots = self.slot_of[ids]
         leaves = self.token_in >= 0  # [n_slot]
-        leaves[slots[slots >= 0]] = False
-        leaving = self.token_in[leaves]
-        changed = leaving[self.dirty[leaving]]
-        if len(changed):
-            self.dirty[changed] = False
-            at = self.slot_of[changed]
-            self.transfer(self.transfers.write_back, changed, at, self.working_set)
-        self.token_in[leaves] = -1
-        self.slot_of[leaving] = -1
+        leaves.index_fill_(0, self.slot_of.index_select(0, ids), False)
+        slots = leaves.nonzero()[:, 0]
+        tokens = self.token_in.index_select(0, slots)
+        changed = self.dirty.index_select(0, slots)
+        if changed.any():
+            records = tokens[changed], slots[changed], self.working_set
+            self.transfers.write_back(*records, self.free)
+        self.dirty.index_fill_(0, slots, False)
+        self.token_in.index_fill_(0, slots, -1)
+        self.slot_of.index_fill_(0, tokens, -1)
+        self.announced = ids[:0]
 
     def record_free(self) -> None:
         """Make later transfers wait for all work queued on the compute stream so far (H2)."""
@@ -306,6 +314,7 @@ class OffloadedTables(StoredTables):
             new[:, :n_old] = old
             self.working_set[name] = new  # jobs under way have the old one
         self.token_in = F.pad(self.token_in, (0, n_slot - n_old), value=-1)
+        self.dirty = F.pad(self.dirty, (0, n_slot - n_old))
         self.record_free()
 
     def flush(self) -> None:
@@ -317,3 +326,12 @@ class OffloadedTables(StoredTables):
         if (self.token_in >= 0).any():
             self.evict_except(self.announced[:0])
         self.transfers.finish()
+
+
+def growing(n_table: int) -> Iterator[slice]:
+    """One table, two, four, ... of all."""
+    start = 0
+    while start < n_table:
+        stop = min(2 * start + 1, n_table)
+        yield slice(start, stop)
+        start = stop

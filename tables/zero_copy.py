@@ -6,7 +6,6 @@ to the device (offload.py). The host only launches it.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
@@ -29,18 +28,34 @@ except ImportError:
 PROGRAMS, BLOCK = 8, 8192
 
 if triton:
-
-    @triton.jit(do_not_specialize=["n"])  # else Triton compiles anew in the middle of a run
+    # Sizes are not specialized: else Triton compiles anew in the middle of a run.
+    @triton.jit(do_not_specialize=["n", "first", "n_moved", "n_slot"])
     def copy_kernel(
-        source, rows, target, at, n, stride: tl.constexpr, width: tl.constexpr, block: tl.constexpr
+        stored,
+        on_device,
+        moves,
+        n,
+        first,
+        n_moved,
+        n_slot,
+        n_table: tl.constexpr,
+        width: tl.constexpr,
+        block: tl.constexpr,
+        to_device: tl.constexpr,
     ):
-        for i in range(tl.program_id(0), n, tl.num_programs(0)):
-            read = source + tl.load(rows + i * stride) * width
-            written = target + tl.load(at + i * stride) * width
+        for i in range(tl.program_id(0), n * n_moved, tl.num_programs(0)):
+            move = moves + 2 * (i // n_moved)
+            table = first + i % n_moved
+            far = stored + (tl.load(move) * n_table + table) * width
+            near = on_device + (tl.load(move + 1) + table * n_slot) * width
             for start in range(0, width, block):
                 column = start + tl.arange(0, block)
-                numbers = tl.load(read + column, mask=column < width)
-                tl.store(written + column, numbers, mask=column < width)
+                if to_device:
+                    numbers = tl.load(far + column, mask=column < width)
+                    tl.store(near + column, numbers, mask=column < width)
+                else:
+                    numbers = tl.load(near + column, mask=column < width)
+                    tl.store(far + column, numbers, mask=column < width)
 
 
 @cache
@@ -49,25 +64,41 @@ def triton_works(device: torch.device) -> bool:
     if triton is None or device.type != "cuda":
         return False
     numbers = torch.zeros(1, 1, device=device)
-    rows = torch.zeros(0, dtype=torch.int64, device=device)
+    moves = torch.zeros(0, 2, dtype=torch.int64, device=device)
     try:
-        copy_kernel[(1,)](numbers, rows, numbers, rows, 0, 1, 1, 1)
+        copy_kernel[(1,)](numbers, numbers, moves, 0, 0, 1, 1, 1, 1, 1, True)
     except (RuntimeError, OSError, CalledProcessError):
         return False
     return True
 
 
-def copy_rows(source: Tensor, rows: Tensor, target: Tensor, at: Tensor) -> None:
-    """target[at] = source[rows], for matrices of equal width and row numbers [n] of equal stride.
-    One of the matrices may be memory of the host, see `seen_by_gpu`."""
-    if triton_works(source.device):
-        width = source.shape[1]
+def copy_records(
+    stored: Tensor, on_device: Tensor, moves: Tensor, tables: slice, to_device: bool
+) -> None:
+    """Copy rows of some tables between an array of the host [V, n_table, W], see `seen_by_gpu`, and
+    slots [n_table, n_slot, W]. moves [n, 2], on the device: tokens, and their slots."""
+    _, n_table, width = stored.shape
+    n_slot = on_device.shape[1]
+    if triton_works(moves.device):
         block = min(BLOCK, triton.next_power_of_2(width))
-        stride = rows.stride(0)
-        where = (source, rows, target, at, len(rows), stride, width, block)
-        copy_kernel[(PROGRAMS,)](*where, num_warps=8)
+        sizes = len(moves), tables.start, tables.stop - tables.start, n_slot
+        fixed = n_table, width, block, to_device
+        copy_kernel[(PROGRAMS,)](stored, on_device, moves, *sizes, *fixed, num_warps=8)
+        return
+    numbers = torch.arange(tables.start, tables.stop, device=moves.device)
+    rows = (n_table * moves[:, :1] + numbers).flatten()  # [n * tables]
+    at = places(moves[:, 1], n_slot, numbers).flatten()
+    stored, on_device = stored.flatten(0, 1), on_device.flatten(0, 1)
+    if to_device:
+        on_device.index_copy_(0, at, stored.index_select(0, rows))
     else:
-        target.index_copy_(0, at, source.index_select(0, rows))
+        stored.index_copy_(0, rows, on_device.index_select(0, at))
+
+
+def places(slots: Tensor, n_slot: int, tables: Tensor) -> Tensor:
+    """Which rows of all tables' slots, [n_table * n_slot, W], belong to `slots` [n] of some tables:
+    [n, tables]."""
+    return slots[:, None] + n_slot * tables
 
 
 class ZeroCopy:
@@ -79,33 +110,44 @@ class ZeroCopy:
         self.arrays = arrays
         self.last: torch.cuda.Event | None = None  # the end of transfers nobody waited for
 
-    def run(self, job: Callable, *args) -> Future:
-        """As `TransferRing.run`, done at once. The result is the event of the job's end."""
-        done: Future = Future()
-        with torch.cuda.stream(self.stream):
-            job(*args)
-            self.last = self.stream.record_event()
-        done.set_result(self.last)
-        return done
+    def fetch(self, parts: list[slice], *records) -> list[Future]:
+        """Bring records to the device, one part of the tables after the other.
 
-    def fetch(self, *records) -> None:
-        """Job: bring records, said as in `places`, to the device."""
-        for stored, rows, on_device, at in self.matrices(*records):
-            copy_rows(stored, rows, on_device, at)
+        Args:
+            parts: tables that travel together.
+            ids, slots: [n], tokens, and where they go.
+            on_device: slots [n_table, n_slot, W] of arrays, by name.
+            free: an event after which these slots may be written, or read.
+
+        Returns:
+            The event of each part's arrival, as the result of a job.
+        """
+        return [done(event) for event in self.copy(True, parts, *records)]
 
     def write_back(self, *records) -> None:
-        """Job: store records, said as in `places`, that are on the device."""
-        for stored, rows, on_device, at in self.matrices(*records):
-            copy_rows(on_device, at, stored, rows)
+        """Store records, said as in `fetch`, that are on the device."""
+        n_table = self.arrays["rows"].shape[1]
+        self.copy(False, [slice(0, n_table)], *records)
 
-    def matrices(self, *records) -> Iterator[tuple]:
-        """`places`, with stored arrays as matrices, too, and rows [n * n_table] on the device."""
-        for stored, ids, tables, on_device, at in places(self.stream, *records):
-            numbers = torch.arange(stored.shape[1])[tables]
-            rows = stored.shape[1] * ids[:, None] + numbers  # [n, n_table]
-            moves = send(torch.stack((rows, at), dim=-1), self.stream.device)  # [n, n_table, 2]
-            rows, at = moves.flatten(0, 1).unbind(1)  # 16 and 8 bytes aligned, whatever n is
-            yield stored.flatten(0, 1), rows, on_device, at
+    def copy(
+        self,
+        to_device: bool,
+        parts: list[slice],
+        ids: Tensor,
+        slots: Tensor,
+        on_device: dict[str, Tensor],
+        free: torch.cuda.Event,
+    ) -> list[torch.cuda.Event]:
+        ends = []
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(free)  # H2
+            moves = send(torch.stack((ids, slots), dim=1), self.stream.device)  # [n, 2]
+            for tables in parts:
+                for name, numbers in on_device.items():
+                    copy_records(self.arrays[name], numbers, moves, tables, to_device)
+                self.last = self.stream.record_event()
+                ends.append(self.last)
+        return ends
 
     def read(self, ids: Tensor) -> Tensor:
         """The records [n, n_table, W] of tokens `ids` [n], by the calling stream."""
@@ -118,31 +160,11 @@ class ZeroCopy:
             self.last = None
 
 
-def places(
-    stream: torch.cuda.Stream,
-    ids: Tensor,
-    slots: Tensor,
-    tables: slice,
-    arrays: list[tuple],
-    free: torch.cuda.Event,
-) -> Iterator[tuple]:
-    """Where the records of tokens `ids` [n] are, once the event `free` has come.
-
-    Args:
-        slots: [n], of the tokens on the device.
-        tables: those that travel.
-        arrays: pairs of a stored array [V, n_table, W] and of slots on the device,
-            [n_table, n_slot, W].
-
-    Yields:
-        A stored array, the tokens, the tables; all rows on the device as one matrix, and which of
-        them are the tokens' [n, n_table].
-    """
-    stream.wait_event(free)  # H2
-    for stored, on_device in arrays:
-        n_table, n_slot, _ = on_device.shape
-        at = slots[:, None] + n_slot * torch.arange(n_table)[tables]  # [n, n_table]
-        yield stored, ids, tables, on_device.flatten(0, 1), at
+def done(result: object) -> Future:
+    """A job that has ended."""
+    future: Future = Future()
+    future.set_result(result)
+    return future
 
 
 def seen_by_gpu(array: Tensor, device: torch.device, owner: object) -> Tensor:
