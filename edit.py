@@ -631,7 +631,7 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
 
 def main() -> None:
     edit = parse(Edit, __doc__)
-    edit.ckpt = checkpoint_of(edit.ckpt, resumes=edit.undo)
+    edit.ckpt = checkpoint_of(edit.ckpt)
     path = edit.save or (edit.ckpt if edit.undo else None)
     if path is None:
         show_and_save(edit, None)

@@ -152,15 +152,15 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
 # --- reading ---
 
 
-def checkpoint_of(path: str | Path, resumes: bool = False) -> Path:
-    """The checkpoint that a path names: of a run's folder ckpt.pt or, for who does not go on with
-    it, best.pt if the validation loss has risen since, which is said. UserError: as
+def checkpoint_of(path: str | Path) -> Path:
+    """The checkpoint that a path names: of a run's folder ckpt.pt or best.pt, if the validation
+    loss has risen since, which is said. Who resumes names ckpt.pt. UserError: as
     `read_checkpoint`."""
     path = Path(path)
     if not os.path.isdir(path):
         return path
     last, best = path / "ckpt.pt", path / "best.pt"
-    if resumes or not os.path.exists(best):
+    if not os.path.exists(best):
         return last
     if not os.path.exists(last):
         return best
@@ -187,7 +187,6 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
     """Read ckpt.pt alone, without tables on disk. It is mapped into memory: what nobody touches is
     not read, except to `verify` checksums; settings and names are always verified. UserError: it is
     missing, damaged or something else."""
-    path = checkpoint_of(path, resumes=True)
     with reading(path, FIX), open(path, "rb") as file:
         # PyTorch opens it by name, twice: the file that is open, not one that replaces it.
         name = f"/dev/fd/{file.fileno()}"
@@ -258,7 +257,6 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     """Read a whole checkpoint, whose checksums are verified. Tables on disk are mapped, too, and
     appear in `model` like any others; `storage` says where they are, or is None. To `verify` them
     reads all of them."""
-    path = checkpoint_of(path, resumes=True)
     checkpoint = read_checkpoint(path, verify=True)
     del checkpoint["replaced"]  # which is about the file, not what it holds
     now = digests(checkpoint["config"]["ffn"], checkpoint["config"]["attention"])
