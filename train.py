@@ -200,8 +200,8 @@ def start(
     n_part = math.lcm(settings.batch_size // settings.device_batch_size, ranks.size)
     if settings.batch_size % n_part:
         raise UserError(f"with {ranks.size} processes, --batch_size must be a multiple of {n_part}")
-    if ranks.size > 1 and settings.table_optimizer == "adamw":
-        raise UserError("--table_optimizer adamw works in one process only")
+    if ranks.size > 1 and (settings.table_optimizer == "adamw" or own_tables):
+        raise UserError("--table_optimizer adamw and tables of your own: in one process only")
 
     # 2) the model
     device = pick_device(settings.device)
@@ -233,8 +233,7 @@ def start(
 
     # 4) what was trained before
     if checkpoint is not None:
-        ranks.change_columns(checkpoint, "wte", whole=False)
-        ranks.change_columns(checkpoint, "tables", whole=False)
+        ranks.change_columns(checkpoint, ["wte", "tables"], whole=False)
         check_state(settings.origin, checkpoint["model"], model.state_dict())
         model.load_state_dict(checkpoint["model"])
     if settings.resume:
@@ -293,13 +292,15 @@ def fit(run: Run) -> None:
             train_loss = torch.zeros((), device=model.device)
             # For dropout: no two steps, ranks or seeds draw the same.
             torch.manual_seed(mixed(settings.seed, run.step, ranks.rank))
-            parts = ranks.micro_batches(ids, targets, run.n_part)
-            for number, (part_ids, part_targets) in enumerate(parts, 1):
-                loss = run.objective(part_ids, part_targets)
+            # Part k of n is sequences k, k + n, k + 2n, ...; with several ranks, some of them.
+            numbers = range(ranks.rank, run.n_part, ranks.size)
+            for number in numbers:
+                part_targets = targets[number :: run.n_part]
+                loss = run.objective(ids[number :: run.n_part], part_targets)
                 # A mean of means would weigh tokens unequally.
                 loss = loss * (run.objective.count(part_targets) / n_target)
                 train_loss += loss.detach()
-                if number == len(parts) and run.step + 1 < settings.max_iters:
+                if number == numbers[-1] and run.step + 1 < settings.max_iters:
                     # While a GPU still computes: the next batch, whose rows are prefetched.
                     ids, targets = data.train.batch(run.step + 1, settings.batch_size)
                     run.objective.prefetch(ids)

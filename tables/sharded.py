@@ -82,16 +82,10 @@ def columns_per_rank(width: int) -> int:
     return width // n_rank
 
 
-def shard(tables: Tables) -> Tables:
-    """This rank's columns of resident tables, which it has as a whole."""
-    if isinstance(tables, ShardedTables):
-        return tables
-    assert type(tables) is ResidentTables, f"{type(tables).__name__} cannot be split over processes"
-    width = columns_per_rank(tables.width)
-    dtype = tables.weight[0].dtype if len(tables.weight) else torch.float32
-    mine = sharded(ResidentTables)(len(tables.weight), tables.n_row, width, dtype)
-    for columns, whole in zip(mine.weight, tables.weight, strict=True):
-        columns.data = my_columns(whole.data).clone()
+def shard(tables: ResidentTables) -> Tables:
+    """This rank's columns of an embedding, which it has as a whole."""
+    mine = sharded(ResidentTables)(1, tables.n_row, columns_per_rank(tables.width))
+    mine.weight[0].data = my_columns(tables.weight[0].data).clone()
     return mine
 
 

@@ -109,9 +109,7 @@ def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encodin
         "args": {},  # all settings of a run
         **state,
     }
-    ranks.change_columns(checkpoint, "wte", whole=True)
-    if storage is None:
-        ranks.change_columns(checkpoint, "tables", whole=True)
+    ranks.change_columns(checkpoint, ["wte"] if storage else ["wte", "tables"], whole=True)
     if ranks.rank == 0:
         write_checkpoint(Path(path), checkpoint)
     elif storage is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from offload import OffloadedTables
+from tables import sharded
 from tables.storage import DiskStorage, RamStorage, check_room
 from tables.tables import STREAMS, ResidentTables, StoredTables, Tables
 from training import ranks
@@ -46,7 +47,8 @@ def make_tables(
         is_stored = n_table > 0 and (on_disk or far)
         if is_stored:  # a GPU reads them through the ring, others in place
             kind = OffloadedTables if far else StoredTables
-        kind, width = ranks.tables_of_rank(kind, width)
+        if ranks.size > 1:
+            kind, width = sharded.sharded(kind), sharded.columns_per_rank(width)
         shape = (n_row, n_table, width)
 
         # 1) in the memory of the device

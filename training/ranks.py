@@ -17,7 +17,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from common import UserError
 from model import Decoder
 from tables import sharded
-from tables.tables import Tables
 
 rank = 0  # of this process
 size = 1  # how many there are
@@ -81,34 +80,17 @@ def wait(number: int = 0) -> int:
     return int(total)
 
 
-def micro_batches(ids: Tensor, targets: Tensor, n_part: int) -> list[tuple[Tensor, Tensor]]:
-    """This rank's parts of a batch [B, T]: part k of n is sequences k, k + n, k + 2n, ..."""
-    numbers = range(rank, n_part, size)
-    return [(ids[number::n_part], targets[number::n_part]) for number in numbers]
-
-
 # --- tables, of which each rank has columns ---
 
 
-def tables_of_rank(kind: type[Tables], width: int) -> tuple[type[Tables], int]:
-    """The kind of tables that has this rank's columns, and how many of `width` these are.
-    UserError: the ranks do not divide them."""
-    if size == 1:
-        return kind, width
-    return sharded.sharded(kind), sharded.columns_per_rank(width)
-
-
 def keep_columns(model: Decoder) -> None:
-    """Leave a decoder this rank's columns of tables that it still has as a whole."""
-    if size == 1:
-        return
-    model.tables = sharded.shard(model.tables)
-    if isinstance(model.wte, Tables):
+    """Leave a decoder this rank's columns of an embedding that is a table, which it has whole."""
+    if size > 1 and model.head is not None:
         model.wte = sharded.shard(model.wte)
 
 
-def change_columns(checkpoint: dict, name: str, whole: bool) -> None:
-    """In a checkpoint, change rows and state of the tables `name` from whole ones, as files have
+def change_columns(checkpoint: dict, names: list[str], whole: bool) -> None:
+    """In a checkpoint, change rows and state of the tables `names` from whole ones, as files have
     them, to this rank's columns; or back to `whole` ones, in the RAM of rank 0."""
     if size == 1:
         return
@@ -119,9 +101,10 @@ def change_columns(checkpoint: dict, name: str, whole: bool) -> None:
         received = list(sharded.gather_columns(tensor))
         return torch.cat(received) if received else tensor  # rank 0 receives
 
-    for key in checkpoint["model"]:
-        if key.startswith(f"{name}.weight."):
-            checkpoint["model"][key] = changed(checkpoint["model"][key])
     rows = checkpoint["optimizer"]["rows"] if "optimizer" in checkpoint else {}
-    if name in rows and rows[name]["state"][0].shape[1] > 1:  # else it is of whole rows
-        rows[name]["state"] = [changed(tensor) for tensor in rows[name]["state"]]
+    for name in names:
+        for key in checkpoint["model"]:
+            if key.startswith(f"{name}.weight."):
+                checkpoint["model"][key] = changed(checkpoint["model"][key])
+        if name in rows and rows[name]["state"][0].shape[1] > 1:  # else it is of whole rows
+            rows[name]["state"] = [changed(tensor) for tensor in rows[name]["state"]]
