@@ -57,7 +57,7 @@ RESUMABLE = dict(
     optimizer={
         "adamw": {"state": dict[int, dict[str, Tensor]]},
         "rows": dict[str, OF_ROWS],
-        "scaler": dict,
+        "scaler": dict[str, float],
     },
     data=list[OF_DATA],
     weights=list[float],

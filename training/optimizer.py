@@ -69,9 +69,9 @@ class LossScaler:
 
     def load_state_dict(self, state: dict) -> None:
         """A checkpoint of another precision has nothing to load."""
-        if self.enabled and state:
-            self.factor = state["scale"]
-            self.clean_steps = state["clean_steps"]
+        if self.enabled:
+            self.factor = state.get("scale", self.factor)
+            self.clean_steps = state.get("clean_steps", self.clean_steps)
 
 
 class Optimizer:
@@ -165,7 +165,8 @@ class Optimizer:
         }
 
     def compared(self, saved: dict) -> tuple[dict, dict]:
-        """What `load_state_dict` reads of a saved state, and the like of it here."""
+        """What `load_state_dict` reads of a saved state for parameters and rows, and the like of it
+        here."""
         moments = saved["adamw"]["state"]  # of each parameter that had a gradient
         parameters = [p for group in self.adamw.param_groups for p in group["params"]]
         ours = {}
@@ -173,12 +174,7 @@ class Optimizer:
             if number in moments:
                 ours[number] = {"step": torch.zeros(()), "exp_avg": p, "exp_avg_sq": p}
         rows = {name: rmsprop.state_dict() for name, rmsprop in self.rmsprops.items()}
-        scaler = self.scaler.state_dict() if saved["scaler"] else {}
-        theirs = {name: saved["scaler"][name] for name in scaler.keys() & saved["scaler"]}
-        return (
-            {"adamw": moments, "rows": saved["rows"], "scaler": theirs},
-            {"adamw": ours, "rows": rows, "scaler": scaler},
-        )
+        return {"adamw": moments, "rows": saved["rows"]}, {"adamw": ours, "rows": rows}
 
     def load_state_dict(self, state: dict) -> None:
         self.scaler.load_state_dict(state["scaler"])
