@@ -31,8 +31,6 @@ from common import (
     command_line,
     mixed,
     pick_device,
-    reading,
-    require_fields,
     run,
     stop_signals,
     training_dtype,
@@ -51,7 +49,6 @@ from text.dataset import read_meta
 from training import ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
-    FIX,
     check_state,
     checkpoint_of,
     load_checkpoint,
@@ -239,13 +236,11 @@ def start(
     if settings.resume:
         check_state(settings.origin, *optimizer.compared(checkpoint["optimizer"]))
         optimizer.load_state_dict(checkpoint["optimizer"])
-        with reading(settings.origin, FIX):
-            require_fields(checkpoint.get("objective", {}), **objective.saved_fields)
         run.step = checkpoint["step"]
         run.best = checkpoint["best"]
     elif ranks.rank == 0:
         remove_run(settings.out_dir)
-    objective.begin(data, checkpoint.get("objective", {}) if settings.resume else None)
+    objective.begin(data, checkpoint["objective"] if settings.resume else None)
     if settings.compile:
         check_compiler(device)
         for block in model.blocks:  # not the model: lookups and offloading stay outside

@@ -43,7 +43,7 @@ from training.digests import changed, digests
 from training.placement import make_tables
 from training.settings import Settings
 
-FORMAT = 4  # to be raised when an older checkpoint would fail
+FORMAT = 5  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise.
 NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
 # What a checkpoint holds, each with its type: always, if --resume can go on with it, and maybe.
@@ -59,11 +59,11 @@ RESUMABLE = dict(
         "rows": dict[str, OF_ROWS],
         "scaler": dict[str, float],
     },
+    objective=dict[bytes, float],
     data=list[OF_DATA],
     weights=list[float],
 )
 OPTIONAL = dict(
-    objective=dict,
     data=RESUMABLE["data"],
     step=int,
     edits=list[OF_EDIT],

@@ -1,7 +1,6 @@
 """What training minimizes: the cross-entropy of the next token."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,12 +22,11 @@ class NextToken:
     dtype: str
     boundary: int | None = None
     per_byte = True  # whether the loss of a byte means something
-    saved_fields: ClassVar[dict] = {}  # what `state_dict` has, by type
 
-    def begin(self, data: Data, saved: dict | None) -> None:
+    def begin(self, data: Data, saved: dict[bytes, float] | None) -> None:
         """Prepare for a run, whose checkpoint has `saved` of `state_dict` if it resumes."""
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[bytes, float]:
         return {}
 
     def figures(self) -> dict[str, float]:

@@ -10,7 +10,6 @@ are computed once, before the first step, and kept in checkpoints: who resumes h
 
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,17 +30,16 @@ class Preference(NextToken):
     """The loss of pairs of conversations, ids and targets [B, 2, T], chosen and rejected."""
 
     per_byte = False
-    saved_fields: ClassVar = dict(keys=list[bytes], log_q=Tensor)
 
     def __init__(self, model: Decoder, *args, **options) -> None:
         super().__init__(model, *args, **options)
         self.reference: dict[bytes, float] = {}  # log q by the tokens of a conversation
         self.margins: list[Tensor] = []  # of pairs that were evaluated
 
-    def begin(self, data: Data, saved: dict | None) -> None:
+    def begin(self, data: Data, saved: dict[bytes, float] | None) -> None:
         """Compute log q of all pairs by the model as it is, or take them from `saved`."""
         if saved is not None:
-            self.reference = dict(zip(saved["keys"], saved["log_q"].tolist(), strict=True))
+            self.reference = saved
             return
         self.model.eval()
         for source in (data.train, *data.val.values()):
@@ -57,8 +55,8 @@ class Preference(NextToken):
             keys = keys_of(ids.flatten(0, 1), targets.flatten(0, 1))
             self.reference.update(zip(keys, log_q.tolist(), strict=True))
 
-    def state_dict(self) -> dict:
-        return {"keys": list(self.reference), "log_q": torch.tensor(list(self.reference.values()))}
+    def state_dict(self) -> dict[bytes, float]:
+        return self.reference
 
     def prefetch(self, ids: Tensor) -> None:
         super().prefetch(ids.flatten(0, 1))
