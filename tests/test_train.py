@@ -55,7 +55,7 @@ def test_a_run_leaves_what_it_promises(trained):
         assert [record["step"] for record in records["step"]] == list(range(1, 13))
         assert [record["step"] for record in records["eval"]] == [0, 6, 12]
         assert records["eval"][-1]["val_loss"] < records["eval"][0]["val_loss"]
-        assert checkpoint(folder)["config"]["ffn"] == ffn
+        assert checkpoint(folder)["args"]["ffn"] == ffn
 
 
 # --- going on ---

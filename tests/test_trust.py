@@ -376,9 +376,6 @@ def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, t
 FOREIGN = {
     "crc32": ("../../mine/notes", "{root}/mine/notes", "mine/notes", "", "rows\n"),
     "id": ("../../mine", "{root}/mine", "..", "", "mine", "0123abcd/../mine"),
-    "out_dir": ("{root}/mine", "mine"),
-    "data_dir": ("{root}/mine",),
-    "overwrite": (True,),
     "ffn": ("../mine/code", "{root}/mine/code", "lab.analyze"),
     "attention": ("../mine/code:1", "os:1"),
 }
@@ -402,7 +399,7 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, data, tmp_path, pl
         if place == "crc32":
             part, changed = "tables", {"crc32": {**saved["tables"]["crc32"], name: 1}}
         else:
-            part, changed = "tables" if place == "id" else "config", {place: name}
+            part, changed = "tables" if place == "id" else "args", {place: name}
         torch.save({**saved, part: {**saved[part], **changed}}, out / "ckpt.pt")
         before = contents(tmp_path)
         for line in (
@@ -413,6 +410,18 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, data, tmp_path, pl
         ):
             refused(line, cwd=tmp_path)
             assert contents(tmp_path) == before, (name, line)
+
+
+def test_a_run_writes_nowhere_that_a_checkpoint_says(out, data, tmp_path):
+    saved = checkpoint(out)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/ckpt.pt").write_text("mine")
+    place = {"out_dir": f"{tmp_path}/mine", "overwrite": True}
+    torch.save({**saved, "args": {**saved["args"], **place}}, out / "ckpt.pt")
+    small = f"--data_dir {data} --max_iters 1 --eval_tokens 64"
+    command(f"train.py --init_from out/ckpt.pt --out_dir new {small}", cwd=tmp_path)
+    command("train.py --resume --out_dir out --max_iters 13", cwd=tmp_path)
+    assert contents(tmp_path / "mine") == {Path("ckpt.pt"): b"mine"}
 
 
 def test_best_pt_is_not_resumed(trained, tmp_path):

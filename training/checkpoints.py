@@ -33,7 +33,7 @@ from common import (
     remove,
     require_fields,
 )
-from model import Decoder, decoder_class
+from model import Decoder, ModelConfig, decoder_class
 from tables.storage import ARRAYS, DTYPES, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
@@ -47,7 +47,7 @@ FORMAT = 5  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise.
 NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
 # What a checkpoint holds, each with its type: always, if --resume can go on with it, and maybe.
-FIELDS = dict(config=dict[str, Any], model=dict[str, Tensor], tokenizer=str, args=dict[str, Any])
+FIELDS = dict(model=dict[str, Tensor], tokenizer=str, args=dict[str, Any])
 OF_ROWS = {"last": Tensor, "steps": int, "state": list[Tensor] | None}
 OF_DATA = {"corpus": str}
 OF_EDIT = {"ids": Tensor, "rows": list[Tensor], "facts": list[tuple[list[int], list[int]]] | None}
@@ -96,17 +96,23 @@ def snapshot_of(checkpoint: dict) -> str | None:
 # --- writing ---
 
 
-def save_checkpoint(path: str | Path, model: Decoder, encoding: tiktoken.Encoding, **state) -> None:
-    """Write a checkpoint: config, weights, tokenizer, and `state`. All ranks call it."""
+def save_checkpoint(
+    path: str | Path,
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    args: dict | None = None,
+    **state,
+) -> None:
+    """Write a checkpoint: weights, tokenizer, `args`, the settings of a run, if there was one, with
+    those of the model, and `state`. All ranks call it."""
     storage = model.tables.storage if model.tables.on_disk else None
     checkpoint = {
         "format": FORMAT,
-        "config": asdict(model.config),
+        "args": {**(args or {}), **asdict(model.config)},
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
         "relatives": digests(model.config.ffn, model.config.attention),
-        "args": {},  # all settings of a run
         **state,
     }
     ranks.change_columns(checkpoint, ["wte"] if storage else ["wte", "tables"], whole=True)
@@ -123,6 +129,7 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
     path = Path(os.path.realpath(path))  # follow a link; resolve() fails on a circle of them
     checkpoint = dict(checkpoint)
     storage = checkpoint.pop("storage")
+    checkpoint.pop("config", None)  # which `read_checkpoint` makes of args
     checkpoint["tables"] = None
     checkpoint["replaced"] = None  # the tables of the checkpoint that was there
     if os.path.exists(path):  # Path.exists fails on long names
@@ -183,8 +190,8 @@ def checkpoint_of(path: str | Path) -> Path:
 
 def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
     """Read ckpt.pt alone, without tables on disk. It is mapped into memory: what nobody touches is
-    not read, except to `verify` checksums; settings and names are always verified. UserError: it is
-    missing, damaged or something else."""
+    not read, except to `verify` checksums; settings and names are always verified. `config` is the
+    model's, of the settings `args`. UserError: it is missing, damaged or something else."""
     with reading(path, FIX), open(path, "rb") as file:
         # PyTorch opens it by name, twice: the file that is open, not one that replaces it.
         name = f"/dev/fd/{file.fileno()}"
@@ -207,17 +214,10 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
         if checkpoint["format"] != FORMAT:
             raise Damage(f"format {checkpoint['format']}, not {FORMAT}")
         check_fields(checkpoint)
-    config = checkpoint["config"]
-    checkpoint["args"] |= config  # the model's shape is said in one place
     try:
-        settings = Settings.from_flat(checkpoint["args"])
+        checkpoint["config"] = Settings.from_flat(checkpoint["args"]).model
     except UserError as error:  # it speaks of flags
         raise UserError(f"{path}: {error}") from None
-    checkpoint["config"] = asdict(settings.model)
-    # Else a model's config would say where a run that starts from it writes.
-    foreign = config.keys() - checkpoint["config"].keys()
-    if foreign:
-        raise UserError(f"{path}: its config sets {', '.join(sorted(foreign))!r:.40}")
     return checkpoint
 
 
@@ -257,7 +257,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     reads all of them."""
     checkpoint = read_checkpoint(path, verify=True)
     del checkpoint["replaced"]  # which is about the file, not what it holds
-    now = digests(checkpoint["config"]["ffn"], checkpoint["config"]["attention"])
+    now = digests(checkpoint["config"].ffn, checkpoint["config"].attention)
     for name in changed(checkpoint.get("relatives", now), now):
         print(f"note: relatives/{name}.py has changed since {path} was written", file=sys.stderr)
     with reading(path, FIX):
@@ -289,19 +289,20 @@ def read_encoding(path: str | Path, checkpoint: dict) -> tiktoken.Encoding:
     """The tokenizer of a checkpoint. UserError: it is damaged."""
     with reading(path, FIX):
         encoding = tokenizer.loads(checkpoint["tokenizer"])
-        n_token = checkpoint["config"]["vocab_size"]
+        n_token = checkpoint["config"].vocab_size
         if encoding.n_vocab != n_token or "<|endoftext|>" not in encoding.special_tokens_set:
             raise Damage(f"its tokenizer is of {encoding.n_vocab} tokens, its model of {n_token}")
     return encoding
 
 
-def check_sizes(path: str | Path, config: dict, weights: dict[str, Tensor]) -> None:
+def check_sizes(path: str | Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
     """UserError: a model has more layers than weights, or wider ones, which would take a long time
     to build in vain."""
     widest = max((max(weight.shape, default=0) for weight in weights.values()), default=0)
     for name, most in (("n_layer", len(weights)), ("n_embd", widest)):
-        if config[name] > most:
-            raise UserError(f"{path}: {name} {config[name]} is more than its weights have: {FIX}")
+        size = getattr(config, name)
+        if size > most:
+            raise UserError(f"{path}: {name} {size} is more than its weights have: {FIX}")
 
 
 def check_state(path: str | Path, saved: Any, like: Any) -> None:
@@ -350,13 +351,12 @@ def load_model(
     path = checkpoint_of(path)
     checkpoint = load_checkpoint(path, verify)
     encoding = read_encoding(path, checkpoint)
-    weights = checkpoint["model"]
+    config, weights = checkpoint["config"], checkpoint["model"]
     if tables is None:
         rows = weights.get("tables.weight.0", torch.empty(0))
         tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
-    check_sizes(path, checkpoint["config"], weights)
-    kind = decoder_class(checkpoint["config"]["ffn"])
-    model = kind(kind.config_class(**checkpoint["config"]), tables)
+    check_sizes(path, config, weights)
+    model = decoder_class(config.ffn)(config, tables)
     check_state(path, weights, model.state_dict())
     # A GPU copies them, tables on disk are used where they are mapped; a CPU would keep the file.
     if offload != "disk" and device.type == "cpu":

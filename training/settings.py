@@ -270,7 +270,7 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
     values = {
         "batch_size": Settings.batch_size,
         **PRESETS[preset],
-        **(inherited_shape(given, base["config"]) if base else {}),
+        **(inherited_shape(given, asdict(base["config"])) if base else {}),
         **stage.settings,
         "learning_rate": rate * stage.rate,
     }
