@@ -9,6 +9,7 @@ are computed once, before the first step, and kept in checkpoints: who resumes h
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import torch
@@ -16,26 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from model import Decoder
 from tables.tables import send
 from training import ranks
 from training.batches import Data
-from training.conversations import Pairs
 from training.objectives import NextToken
 
 BETA = 0.15  # MiniMind's
 
 
+@dataclass
 class Preference(NextToken):
     """The loss of pairs of conversations, ids and targets [B, 2, T], chosen and rejected."""
 
     per_byte = False
+    reference: dict[bytes, float] = field(default_factory=dict)  # log q, see `keys_of`
+    margins: list[Tensor] = field(default_factory=list)  # of pairs that were evaluated
 
-    def __init__(self, model: Decoder, *args, **options) -> None:
-        super().__init__(model, *args, **options)
-        self.reference: dict[bytes, float] = {}  # log q by the tokens of a conversation
-        self.margins: list[Tensor] = []  # of pairs that were evaluated
-
+    @torch.no_grad()
     def begin(self, data: Data, saved: dict[bytes, float] | None) -> None:
         """Compute log q of all pairs by the model as it is, or take them from `saved`."""
         if saved is not None:
@@ -43,17 +41,13 @@ class Preference(NextToken):
             return
         self.model.eval()
         for source in (data.train, *data.val.values()):
-            self.add_reference(source, size=32)
+            numbers = torch.arange(source.n_sequence).split(32)
+            for some in tqdm(numbers, "reference", leave=False, disable=None):
+                ids, targets = source.pairs(some.tolist())  # [32, 2, T]
+                ids, targets = ids.flatten(0, 1), targets.flatten(0, 1)  # [64, T]
+                log_q = self.log_p(ids, targets).tolist()
+                self.reference.update(zip(keys_of(ids, targets), log_q, strict=True))
         self.model.train()
-
-    @torch.no_grad()
-    def add_reference(self, source: Pairs, size: int) -> None:
-        starts = range(0, source.n_sequence, size)
-        for start in tqdm(starts, "reference", leave=False, disable=None):
-            ids, targets = source.pairs(range(start, min(start + size, source.n_sequence)))
-            log_q = self.log_p(ids.flatten(0, 1), targets.flatten(0, 1))
-            keys = keys_of(ids.flatten(0, 1), targets.flatten(0, 1))
-            self.reference.update(zip(keys, log_q.tolist(), strict=True))
 
     def state_dict(self) -> dict[bytes, float]:
         return self.reference
