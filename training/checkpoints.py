@@ -39,7 +39,7 @@ from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
 from training.decoding import cast_backbone, use_column_major_weights
-from training.digests import changed, digests
+from training.digests import digests
 from training.placement import make_tables
 from training.settings import Settings
 
@@ -47,7 +47,7 @@ FORMAT = 5  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise.
 NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
 # What a checkpoint holds, each with its type: always, if --resume can go on with it, and maybe.
-FIELDS = dict(model=dict[str, Tensor], tokenizer=str, args=dict[str, Any])
+FIELDS = dict(model=dict[str, Tensor], tokenizer=str, args=dict[str, Any], relatives=dict[str, str])
 OF_ROWS = {"last": Tensor, "steps": int, "state": list[Tensor] | None}
 OF_DATA = {"corpus": str}
 OF_EDIT = {"ids": Tensor, "rows": list[Tensor], "facts": list[tuple[list[int], list[int]]] | None}
@@ -68,7 +68,6 @@ OPTIONAL = dict(
     step=int,
     edits=list[OF_EDIT],
     replaced=str | None,
-    relatives=dict[str, str],
 )
 OF_TABLES = dict(id=str, shape=tuple[int, int, int], dtype=torch.dtype, crc32=dict[str, int])
 ID = re.compile("[0-9a-f]{8}")  # of a snapshot
@@ -257,9 +256,12 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     reads all of them."""
     checkpoint = read_checkpoint(path, verify=True)
     del checkpoint["replaced"]  # which is about the file, not what it holds
+    then = checkpoint["relatives"]
     now = digests(checkpoint["config"].ffn, checkpoint["config"].attention)
-    for name in changed(checkpoint.get("relatives", now), now):
-        print(f"note: relatives/{name}.py has changed since {path} was written", file=sys.stderr)
+    for name in sorted({*then, *now}):
+        if then.get(name) != now.get(name):
+            note = f"note: relatives/{name}.py has changed since {path} was written"
+            print(note, file=sys.stderr)
     with reading(path, FIX):
         for name, weight in checkpoint["model"].items():
             if not name.startswith("tables.") and not weight.isfinite().all():

@@ -1,4 +1,4 @@
-"""Which files of relatives/ a model is made of, and whether they have changed since."""
+"""Which files of relatives/ a model is made of."""
 
 import ast
 import hashlib
@@ -26,8 +26,3 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
             elif isinstance(node, ast.ImportFrom):
                 waiting.append(node.module.removeprefix("relatives."))
     return found
-
-
-def changed(saved: dict[str, str], now: dict[str, str]) -> list[str]:
-    """The names whose digests differ."""
-    return sorted(name for name in {*saved, *now} if saved.get(name) != now.get(name))
