@@ -264,7 +264,7 @@ def fit(run: Run) -> None:
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
     first_step = run.step
-    watch = FirstSteps(model, settings.max_iters)
+    watch = FirstSteps(model, run.optimizer, settings.max_iters)
     if run.step < settings.max_iters:
         ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.

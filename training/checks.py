@@ -9,8 +9,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import Decoder
-from tables.tables import Tables
 from training.checkpoints import load_model
+from training.optimizer import Optimizer
 
 STEPS = 10  # in which everything should get a gradient: what begins at zero passes none at first
 FEWEST = 3  # steps that allow a verdict
@@ -20,8 +20,9 @@ MOST_PARAMETERS = 1 << 28  # of a model that is loaded beside itself
 class FirstSteps:
     """Watches the first steps of a run for what gets no gradient."""
 
-    def __init__(self, model: Decoder, max_iters: int) -> None:
+    def __init__(self, model: Decoder, optimizer: Optimizer, max_iters: int) -> None:
         self.model = model
+        self.optimizer = optimizer
         self.left = min(STEPS, max_iters) if max_iters >= FEWEST else 0
         self.silent: set[str] | None = None  # what got none so far
 
@@ -30,7 +31,7 @@ class FirstSteps:
         """Called between backward pass and update. When all has got one, it costs nothing."""
         if not self.left:
             return
-        found = without_gradient(self.model)
+        found = without_gradient(self.model, self.optimizer)
         self.silent = found if self.silent is None else self.silent & found
         self.left = self.left - 1 if self.silent else 0
         if self.silent and not self.left:
@@ -38,17 +39,15 @@ class FirstSteps:
             tqdm.write(f"note: no gradient so far, so not trained: {names}: does a layer use them?")
 
 
-def without_gradient(model: Decoder) -> set[str]:
+def without_gradient(model: Decoder, optimizer: Optimizer) -> set[str]:
     """Names of the parameters and tables whose gradient is missing or zero everywhere."""
     names = set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any()):
             names.add(name)
-    for name in ("tables", "wte"):
-        tables = getattr(model, name)
-        if isinstance(tables, Tables) and len(tables.weight) and not tables.weight[0].requires_grad:
-            _, grads = tables.gradients()
-            names |= {f"{name}.weight.{i}" for i, grad in enumerate(grads) if not grad.any()}
+    for name, rmsprop in optimizer.rmsprops.items():
+        _, grads = rmsprop.tables.gradients()
+        names |= {f"{name}.weight.{i}" for i, grad in enumerate(grads) if not grad.any()}
     return names
 
 

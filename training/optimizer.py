@@ -173,7 +173,7 @@ class Optimizer:
         for number, p in enumerate(parameters):
             if number in moments:
                 ours[number] = {"step": torch.zeros(()), "exp_avg": p, "exp_avg_sq": p}
-        rows = {name: rmsprop.state_dict() for name, rmsprop in self.rmsprops.items()}
+        rows = self.state_dict()["rows"]
         return {"adamw": moments, "rows": saved["rows"]}, {"adamw": ours, "rows": rows}
 
     def load_state_dict(self, state: dict) -> None:
