@@ -1,4 +1,4 @@
-"""Is it worth converting a dense model to tables (convert.py), and for which layers?
+"""Is it worth converting a dense model to tables (convert.py)?
 
 Dense models are converted and trained on, and compared with the alternatives: training them as they
 are, beginning with random rows, or training STEM from scratch for as many tokens in all.
@@ -14,31 +14,27 @@ from train import resolve_settings
 from training.checkpoints import save_checkpoint
 from training.dense_to_stem import dense_to_stem
 
-TOKENS = 10**6  # of the training text, to fill rows from; 0: rows are random
-DECAY = {"weight_decay": 3.0}  # what weights forget, rows have to learn
+TOKENS = 10**6  # of the training text, to fill rows from
 
 
 class Model(NamedTuple):
     """Models to be trained, one for each seed."""
 
     origin: str = ""  # the name of the model to go on with
-    stem_layers: str = ""  # the layers to convert before
-    tokens: int = TOKENS  # to fill rows from
+    tokens: int | None = None  # to fill rows from, as it is converted before; 0: rows are random
     flags: Flags = {}  # noqa: RUF012
     totals: tuple[float, ...] = (1,)  # tokens in all over those of the dense model
 
 
 MODELS = {
     "dense": Model(flags=KINDS["dense"]),
-    "converted": Model("dense", "all"),
-    "dense, trained on": Model("dense", totals=(1.1, 1.3, 2)),
-    "converted, trained on": Model("converted", totals=(1.1, 1.3, 2)),
-    "random rows, trained on": Model("dense", "all", tokens=0, totals=(1.1, 1.3)),
+    "converted": Model("dense", TOKENS),
+    "dense, trained on": Model("dense", totals=(1.3, 2)),
+    "converted, trained on": Model("converted", totals=(1.3, 2)),
+    "random rows, trained on": Model("dense", tokens=0, totals=(1.3,)),
     "STEM from scratch": Model(flags=KINDS["STEM, all"], totals=(1.3,)),
-    "a third": Model("dense", "third"),
-    "dense, weight decay": Model("dense", flags=DECAY, totals=(1.3,)),
-    "converted, weight decay": Model("converted", flags=DECAY, totals=(1.3,)),
-    "a third, weight decay": Model("a third", flags=DECAY, totals=(1.3,)),
+    # What weights forget, rows have to learn.
+    "converted, weight decay": Model("converted", flags={"weight_decay": 3.0}, totals=(1.3,)),
 }
 
 
@@ -70,8 +66,8 @@ def train_models(
         if model.origin:
             trained = 1
             origins = [folder / "ckpt.pt" for folder in folders[model.origin, 1]]
-            if model.stem_layers:
-                origins = [converted(experiment, path, data_dir, model) for path in origins]
+            if model.tokens is not None:
+                origins = [converted(experiment, path, data_dir, model.tokens) for path in origins]
             flags["init_from"] = origins
         wanted = {}
         for total in model.totals:
@@ -80,15 +76,15 @@ def train_models(
     return folders
 
 
-def converted(experiment: Experiment, dense: Path, data_dir: Path, model: Model) -> Path:
-    """A dense checkpoint with some layers converted to tables, as by convert.py, unless it is
-    there."""
-    tokens = 4096 if experiment.quick else model.tokens
-    name = f"{dense.parent.name}-{model.stem_layers}-{tokens}"
-    out = experiment.out_dir / "converted" / name / "ckpt.pt"
+def converted(experiment: Experiment, dense: Path, data_dir: Path, tokens: int) -> Path:
+    """A dense checkpoint with all layers but the first converted to tables, as by convert.py,
+    unless it is there."""
+    if experiment.quick:
+        tokens = 4096
+    out = experiment.out_dir / "converted" / f"{dense.parent.name}-{tokens}" / "ckpt.pt"
     if not out.exists():
         tables, encoding, args = dense_to_stem(
-            dense, model.stem_layers, str(data_dir), tokens, device=experiment.on
+            dense, "all", str(data_dir), tokens, device=experiment.on
         )
         save_checkpoint(out, tables, encoding, args=args)
     return out

@@ -1,8 +1,7 @@
 """Which way do the rows of a table point, beside what they replace?
 
 Layer by layer, the cosines of all pairs of tokens in the training text: of the rows of STEM's
-tables, and of a dense model's `W_u x`, for each token its mean over the text; of trained models and
-of untrained ones.
+tables, trained and as drawn, and of a dense model's `W_u x`, for each token its mean over the text.
 """
 
 from pathlib import Path
@@ -22,7 +21,6 @@ COMPARED = {
     "STEM rows": KINDS["STEM, all"],
     "dense W_u x": KINDS["dense"],
     "STEM rows, untrained": {**KINDS["STEM, all"], "max_iters": 0},
-    "dense W_u x, untrained": {**KINDS["dense"], "max_iters": 0},
 }
 
 

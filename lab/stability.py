@@ -46,19 +46,16 @@ def stability(experiment: Experiment) -> None:
 
 def measures(runs: list[Run]) -> dict[str, str]:
     """The cells of a table about runs of one kind and learning rate."""
-    medians = []
     largest = []
     last_losses = []
     for run in runs:
         norms = [step["grad_norm"] for step in run["step"]]
         warmup = len(norms) // 10
-        medians.append(statistics.median(norms))
         largest.append(max(norms[warmup:]))
         last_losses.append(statistics.fmean(losses(run)[-25:]))
     return {
         "spikes in 1,000 steps": interval(".1f", [spike_rate(run) for run in runs]),
-        "gradient norm, median": interval(".2f", medians),
-        "largest after warm-up": interval(".1f", largest),
+        "largest gradient norm after warm-up": interval(".1f", largest),
         "last training loss": interval(".3f", last_losses),
     }
 
