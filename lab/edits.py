@@ -114,16 +114,6 @@ def answered_after_edit(
     return greedy
 
 
-def share_edited(model: Decoder, encoding: Encoding, pairs: list[Pair], how: str = "copy") -> float:
-    """The share of pairs that answer with the target's fact after the edit."""
-    return mean(answered_after_edit(model, encoding, pairs, how))
-
-
-def some(pairs: list[Pair], most: int) -> list[Pair]:
-    """Random ones, always the same."""
-    return random.Random(0).sample(pairs, min(most, len(pairs)))
-
-
 def report_edits(path: Path, most: int, device: torch.device) -> dict:
     """The share of edits that succeed in a checkpoint, or in that of a run's folder, of `most`
     pairs of each sort, always the same: in `parts` by the sort of names, what is asked for and, of
@@ -134,10 +124,11 @@ def report_edits(path: Path, most: int, device: torch.device) -> dict:
     for relation in tqdm(RELATIONS, "editing", leave=False, disable=None):
         for sort, pairs in all_pairs(encoding, relation).items():
             part = {"names": sort, "asked for": relation}
+            some = random.Random(0).sample(pairs, min(most, len(pairs)))
             for how in ALIGNMENTS:
                 part[how] = None
                 if how == "copy" or sort.startswith("longer"):
-                    part[how] = share_edited(model, encoding, some(pairs, most), how)
+                    part[how] = mean(answered_after_edit(model, encoding, some, how))
             parts.append(part)
     successes = [part["copy"] for part in parts if part["names"] == "one token"]
     if not successes:
@@ -151,11 +142,6 @@ def measure_edits(experiment: Experiment, folders: list[Path]) -> list[dict]:
     return experiment.measure(f"edits-{most}", report_edits, folders, most, experiment.on)
 
 
-def success_of_edits(experiment: Experiment, folders: list[Path]) -> str:
-    """The share of edits that succeed in runs, for names of one token."""
-    return interval(".1%", [report["success"] for report in measure_edits(experiment, folders)])
-
-
 def table_with_edits(experiment: Experiment, kinds: Kinds) -> str:
     """A table of trained kinds, and of the edits that succeed in them."""
     groups = experiment.train(kinds)
@@ -163,12 +149,15 @@ def table_with_edits(experiment: Experiment, kinds: Kinds) -> str:
 
 
 def row_with_edits(experiment: Experiment, name: str, folders: list[Path]) -> dict[str, str]:
+    """A row about runs of a kind; where rows belong to names, with the share of edits that succeed,
+    for names of one token."""
     group = [read_run(folder) for folder in folders]
     cells = row(name, group)
-    edits = ""
-    if cells["capitals recalled"] and last_start(group[0])["args"]["ffn"] in ("stem", "embformer"):
-        edits = success_of_edits(experiment, folders)
-    return {**cells, "edits that succeed": edits}
+    start = last_start(group[0])
+    successes = []
+    if cells["capitals recalled"] and start["sizes"]["table"] and "ngram_rows" not in start["args"]:
+        successes = [report["success"] for report in measure_edits(experiment, folders)]
+    return {**cells, "edits that succeed": interval(".1%", successes)}
 
 
 def table(reports: list[list[dict]]) -> str:

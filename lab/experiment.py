@@ -222,13 +222,8 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
     nor after Ctrl-C, which reaches every process of a terminal: those that run save and end."""
     threads = max(1, torch.get_num_threads() // at_once)
     bar = tqdm(desc=f"training, {at_once} at a time", total=len(waiting), unit="run")
-
-    def train_shown(folder: Path, flags: Flags) -> None:
-        bar.set_postfix_str(folder.name)  # the run that began last
-        train_apart(folder, flags, threads)
-
     pool = ThreadPoolExecutor(at_once)
-    runs = [pool.submit(train_shown, *run) for run in waiting.items()]
+    runs = [pool.submit(train_apart, *run, threads) for run in waiting.items()]
     try:
         for run in as_completed(runs):
             run.result()

@@ -4,6 +4,7 @@ Layer by layer, the cosines of all pairs of tokens in the training text: of the 
 tables, trained and as drawn, and of a dense model's `W_u x`, for each token its mean over the text.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from lab.pictures import interval, markdown
 from model import Decoder
 from text.dataset import open_tokens, read_meta
 from training.checkpoints import load_model
+from training.dense_to_stem import Fit, Stream
 
 COMPARED = {
     "STEM rows": KINDS["STEM, all"],
@@ -63,27 +65,20 @@ def rows_by_layer(model: Decoder, text: Tensor) -> dict[int, Tensor]:
     return {layer: of_table[0] for layer, of_table in zip(layers, rows, strict=True)}
 
 
-def up_outputs(model: Decoder, text: Tensor) -> Tensor:
+def up_outputs(model: Decoder, text: Tensor) -> Iterator[Tensor]:
     """W_u x in each layer of a dense model that reads a text [T] in parts of block_size: for each
-    of its tokens the mean, [n_layer, n, d_ff]."""
+    of its tokens the mean, [n, d_ff]."""
     config = model.config
-    outputs: list[Tensor] = []  # of the last batch, [B, T, d_ff] of each layer
-
-    def keep(module, inputs, output: Tensor) -> None:
-        outputs.append(output)
-
-    for block in model.blocks:
-        block.ffn.up.register_forward_hook(keep)
-    whole = len(text) // config.block_size * config.block_size
-    text = text[:whole]
-    sums = torch.zeros(config.n_layer, config.vocab_size, config.d_ff, device=model.device)
-    for ids in text.view(-1, config.block_size).split(16):  # [B, T]
-        outputs.clear()
-        model.hidden(ids)
-        of_layers = torch.stack(outputs)  # [n_layer, B, T, d_ff]
-        sums.index_add_(1, ids.flatten().to(model.device), of_layers.flatten(1, 2))
-    tokens, counts = text.unique(return_counts=True)
-    return sums[:, tokens] / counts[:, None].to(model.device)
+    size = config.block_size
+    text = text[: len(text) // size * size]
+    stream = Stream(model, text.view(-1, size), 16)
+    for layer, block in enumerate(model.blocks):
+        fit = Fit(config.vocab_size, config.d_ff, model.device)  # of a factor 1, the mean
+        for ids, z, kept in stream.attend(layer):
+            u = block.ffn.up(z)  # [B, T, d_ff]
+            fit.add(ids, torch.ones_like(u), u)
+            kept += block.ffn(z, None).to("cpu")
+        yield fit.rows()[text.unique()]
 
 
 def cosines(vectors: Tensor) -> Tensor:

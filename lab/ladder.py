@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from common import UserError
-from lab.edits import measure_edits
+from lab.edits import row_with_edits
 from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, pick
 from lab.pictures import interval, markdown, off, plt
 from lab.runs import last_start
@@ -90,16 +90,6 @@ DIRECTIONS = (
 )
 
 
-class Step(NamedTuple):
-    """A kind on the ladder: its flags, and figures of its runs, one for each seed."""
-
-    flags: Flags
-    sizes: dict[str, int]
-    losses: list[float]
-    recalls: list[float]
-    edits: list[float]
-
-
 def ladder(experiment: Experiment, *own: str) -> None:
     """All kinds or, given kinds of relatives/, these beside dense and STEM."""
     known = relatives("Decoder")
@@ -128,10 +118,16 @@ def ladder(experiment: Experiment, *own: str) -> None:
         rate = kinds[name]["learning_rate"]
         for variant, flags in group.items():
             kinds[variant] = {**flags, "learning_rate": rate}
-    steps = measure(experiment, kinds, seeds)
-    print(markdown([row(name, step) for name, step in steps.items()]) + "\n")
-    print(markdown(list(verdicts(steps, directions))))
-    draw(experiment, steps)
+    table, losses, read = [], {}, {}
+    for name, folders in experiment.train(kinds, seeds).items():
+        runs = [read_run(folder) for folder in folders]
+        losses[name] = [run["eval"][-1]["val_loss"] for run in runs]
+        read[name] = BYTES * last_start(runs[0])["sizes"]["rows"]
+        cells = row_with_edits(experiment, name, folders)
+        table.append({**cells, "bytes of rows": f"{read[name]:,}"})
+    print(markdown(table) + "\n")
+    print(markdown(list(verdicts(losses, directions))))
+    draw(experiment, losses, read)
 
 
 def dense_of_equal_costs(experiment: Experiment) -> dict[str, Flags]:
@@ -157,45 +153,14 @@ def dense_of_equal_costs(experiment: Experiment) -> dict[str, Flags]:
     return kinds
 
 
-def measure(experiment: Experiment, kinds: dict[str, Flags], seeds: list[int]) -> dict[str, Step]:
-    steps = {}
-    for name, folders in experiment.train(kinds, seeds).items():
-        runs = [read_run(folder) for folder in folders]
-        losses = [run["eval"][-1]["val_loss"] for run in runs]
-        recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
-        start = last_start(runs[0])
-        sizes = start["sizes"]
-        edits = []
-        of_tokens = "ngram_rows" not in start["args"]
-        if recalls and sizes["table"] and of_tokens:
-            edits = [report["success"] for report in measure_edits(experiment, folders)]
-        steps[name] = Step(kinds[name], sizes, losses, recalls, edits)
-    return steps
-
-
-def row(name: str, step: Step) -> dict[str, str]:
-    sizes = step.sizes
-    return {
-        "kind": name,
-        "rate": f"{step.flags['learning_rate']:g}",
-        "val loss": interval(".3f", step.losses),
-        "recalled": interval(".1%", step.recalls),
-        "edits": interval(".1%", step.edits),
-        "parameters": f"{sizes['total'] / 1e6:.2f} M",
-        "active": f"{sizes['active'] / 1e6:.2f} M",
-        "MFLOP": f"{sizes['flops_per_token'] / 1e6:.2f}",
-        "bytes of rows": f"{BYTES * sizes['rows']:,}",
-    }
-
-
 def verdicts(
-    steps: dict[str, Step], directions: Iterable[Direction] = DIRECTIONS
+    losses: dict[str, list[float]], directions: Iterable[Direction] = DIRECTIONS
 ) -> Iterator[dict[str, str]]:
     """A row for each direction: losses of the same seeds are compared in pairs."""
     for better, worse, source in directions:
-        if better not in steps or worse not in steps:
+        if better not in losses or worse not in losses:
             continue
-        pairs = zip(steps[better].losses, steps[worse].losses, strict=True)
+        pairs = zip(losses[better], losses[worse], strict=True)
         gains = [other - loss for loss, other in pairs]
         gain, error = statistics.fmean(gains), off(gains)
         verdict = "undecided"
@@ -211,14 +176,15 @@ def verdicts(
         }
 
 
-def draw(experiment: Experiment, steps: dict[str, Step]) -> None:
-    """Losses over what a token reads of tables. Of many kinds, most are gray and without a name."""
+def draw(experiment: Experiment, losses: dict[str, list[float]], read: dict[str, int]) -> None:
+    """Losses over the bytes that a token reads of tables. Of many kinds, most are gray and without
+    a name."""
     figure, axes = plt.subplots(figsize=(9, 5))
-    for name in sorted(steps, key=lambda name: name in NAMED):  # these above the others
-        named = name in NAMED or len(steps) <= len(NAMED)
-        losses, x = steps[name].losses, BYTES * steps[name].sizes["rows"] / 1024
-        y, side = statistics.fmean(losses), NAMED.get(name, "left")
-        bars = axes.errorbar(x, y, off(losses), fmt="o", capsize=2, color=None if named else "0.8")
+    for name in sorted(losses, key=lambda name: name in NAMED):  # these above the others
+        named = name in NAMED or len(losses) <= len(NAMED)
+        x, y, error = read[name] / 1024, statistics.fmean(losses[name]), off(losses[name])
+        side = NAMED.get(name, "left")
+        bars = axes.errorbar(x, y, error, fmt="o", capsize=2, color=None if named else "0.8")
         if named:
             place = {"xytext": (6 if side == "left" else -6, 0), "textcoords": "offset points"}
             color = bars.lines[0].get_color()

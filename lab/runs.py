@@ -92,28 +92,23 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
 
 
 def draw(groups: dict[str, list[Run]], out: Path) -> None:
-    """Draw the validation losses of groups of runs."""
+    """Draw the means of validation losses of groups of runs, with bands, their 95 % intervals, over
+    tokens, all rows counted as full. That of the random model, which comes first, would flatten
+    all others."""
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for name, group in groups.items():
-        draw_validation(axes, group, label=name.replace("$", r"\$"))
+        by_step = []
+        for run in group:
+            by_step.append({record["step"]: record["val_loss"] for record in run["eval"]})
+        common = set(by_step[0]).intersection(*by_step[1:])  # one may have stopped earlier
+        steps = sorted(common)[1:]
+        losses = [[of_run[step] for of_run in by_step] for step in steps]  # [n, runs]
+        means = np.array([statistics.fmean(at_step) for at_step in losses])
+        errors = np.array([off(at_step) for at_step in losses])
+        args = last_start(group[0])["args"]
+        x = np.array(steps) * args["batch_size"] * args["block_size"] / 1e6
+        axes.plot(x, means, marker=".", label=name.replace("$", r"\$"))
+        axes.fill_between(x, means - errors, means + errors, alpha=0.2, linewidth=0)
     axes.set(xlabel="million tokens", ylabel="validation loss (nats per token)")
     axes.legend(title="mean, 95 % interval")
     save_figure(figure, out)
-
-
-def draw_validation(axes: plt.Axes, group: list[Run], label: str) -> None:
-    """Draw the mean of validation losses of runs, with a band, its 95 % interval, over their
-    tokens, all rows counted as full. That of the random model, which comes first, would flatten
-    all others."""
-    by_step = []
-    for run in group:
-        by_step.append({record["step"]: record["val_loss"] for record in run["eval"]})
-    common = set(by_step[0]).intersection(*by_step[1:])  # one may have stopped earlier
-    steps = sorted(common)[1:]
-    losses = [[of_run[step] for of_run in by_step] for step in steps]  # [n, runs]
-    means = np.array([statistics.fmean(at_step) for at_step in losses])
-    errors = np.array([off(at_step) for at_step in losses])
-    args = last_start(group[0])["args"]
-    x = np.array(steps) * args["batch_size"] * args["block_size"] / 1e6
-    axes.plot(x, means, marker=".", label=label)
-    axes.fill_between(x, means - errors, means + errors, alpha=0.2, linewidth=0)
