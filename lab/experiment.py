@@ -52,7 +52,6 @@ for name in model.relatives("Decoder"):
     KINDS[name] = {"ffn": name}
 # Steps on the countries: more than the default run takes, as kinds learn facts at different times.
 COUNTRIES_STEPS = 1000
-RATES = (0.5, 1, 2)  # learning rates, over the default, and further ones while the best is an end
 # With --quick all runs are tiny, and last two steps.
 QUICK_SHAPE = {"n_layer": 3, "n_head": 2, "n_embd": 16}
 QUICK_RUN = {"batch_size": 2, "max_iters": 2, "eval_interval": 2, "eval_tokens": 512}
@@ -242,15 +241,14 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
 
 def best_learning_rates(experiment: Experiment, kinds: Kinds, seed: int | None = None) -> Kinds:
     """The kinds, each with the learning rate of its lowest validation loss with one seed (the
-    first): of RATES and, until those are tried, of half and of twice the best one."""
+    first): of the default and, until those are tried, of half and of twice the best one."""
     if seed is None:
         seed = experiment.numbers[0]
     losses = {name: {} for name in kinds}  # by rate
     wanted = []
     for name, flags in kinds.items():
         default = resolve_settings(**experiment.all_flags(flags)).learning_rate
-        rates = RATES[1:2] if experiment.quick else RATES
-        wanted.extend((name, default * rate) for rate in rates)
+        wanted.append((name, default))
     while wanted:
         runs = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in wanted}
         for (name, rate), folders in experiment.train(runs, [seed]).items():
