@@ -146,16 +146,14 @@ def edited_ids(
     encoding: tiktoken.Encoding,
     ids: list[int],
     source: str,
-    target: str,
+    targets: Sequence[list[int]],
     how: str = "copy",
-    means: Sequence[int] = (),
 ) -> list[int]:
-    """The ids to look up tables under: `target`'s, aligned as by `stem.align`, wherever `ids` say
-    `source`, with or without a space before it, also within a longer name (Guinea in Equatorial
-    Guinea). `means`: for average, the tokens that have the mean rows of both spellings."""
+    """The ids to look up tables under: those of a target, aligned as by `stem.align`, wherever
+    `ids` say `source`, also within a longer name (Guinea in Equatorial Guinea). `targets`: for a
+    source with a space before it, and for one without."""
     original = torch.tensor(ids)  # [T]
     edited = original
-    targets = [[mean] for mean in means] or spellings(encoding, target)
     for source_ids, target_ids in zip(spellings(encoding, source), targets, strict=True):
         aligned = align(target_ids, len(source_ids), how, encoding.eot_token)
         changed = substitute(original, source_ids, aligned)
@@ -233,14 +231,13 @@ def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Lo
     target's. UserError: it does already."""
     targets = spellings(encoding, edit.target)
     target = targets[spellings(encoding, edit.source).index(asked.name)]
-    means = []
     if edit.align == "average":
         model.tables = mean_rows(model.tables, targets)
-        means = model.tables.ids
+        targets = [[mean] for mean in model.tables.ids]
     elif len(target) > len(asked.name):
         read = encoding.decode(align(target, len(asked.name), edit.align))
         print(f"of {edit.target!r}, only the rows of {read!r} fit: --align average reads all\n")
-    ids = edited_ids(encoding, asked.prompt, edit.source, edit.target, edit.align, means)
+    ids = edited_ids(encoding, asked.prompt, edit.source, targets, edit.align)
     own = own_tokens(model, asked.prompt[0], asked.name)
     ids = [read if token in own else token for token, read in zip(asked.prompt, ids, strict=True)]
     if ids == asked.prompt:

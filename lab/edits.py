@@ -96,19 +96,17 @@ def answered_after_edit(
     """Which pairs answer with the target's fact after an edit that aligns names as `--align how`:
     [N] bool."""
     tables = model.tables
-    means = [()] * len(pairs)
+    targets = [spellings(encoding, target.country.name) for _, target in pairs]
     if how == "average":
-        targets = [spellings(encoding, target.country.name) for _, target in pairs]
         model.tables = mean_rows(tables, [tokens for both in targets for tokens in both])
-        means = zip(model.tables.ids[::2], model.tables.ids[1::2], strict=True)
-    prompts = []
-    answers = []
-    table_prompts = []
-    for (source, target), mean_ids in zip(pairs, means, strict=True):
-        names = (source.country.name, target.country.name)
-        prompts.append(source.prompt)
-        answers.append(target.answer)
-        table_prompts.append(edited_ids(encoding, source.prompt, *names, how, mean_ids))
+        means = [[mean] for mean in model.tables.ids]
+        targets = list(zip(means[::2], means[1::2], strict=True))
+    prompts = [source.prompt for source, _ in pairs]
+    answers = [target.answer for _, target in pairs]
+    table_prompts = [
+        edited_ids(encoding, source.prompt, source.country.name, both, how)
+        for (source, _), both in zip(pairs, targets, strict=True)
+    ]
     greedy = score_answers(model, prompts, answers, table_prompts).greedy
     model.tables = tables
     return greedy

@@ -46,9 +46,9 @@ def test_a_name_is_found_with_and_without_a_space():
     encoding = bpe.train(texts, 400)
     ids = encoding.encode_ordinary("Chad and Chad")
     spaced, bare = spellings(encoding, "New Zealand")
-    found = edited_ids(encoding, ids, "Chad", "New Zealand")
+    found = edited_ids(encoding, ids, "Chad", spellings(encoding, "New Zealand"))
     assert found == [bare[-1], *ids[1:-1], spaced[-1]]
-    found = edited_ids(encoding, ids, "Chad", "New Zealand", "average", means=[900, 901])
+    found = edited_ids(encoding, ids, "Chad", [[900], [901]], "average")
     assert found == [901, *ids[1:-1], 900]
 
 
@@ -104,11 +104,11 @@ def test_pairs_are_asked_under_their_own_rows_and_tables_stay(encoding, how):
     pairs = []
     for source, target in permutations(("Anna", "Björn at", "QQQ the river"), 2):
         ids = encode(encoding, f"Then {source}")
-        means = ()
+        targets = spellings(encoding, target)
         if how == "average":
-            model.tables = mean_rows(tables, spellings(encoding, target))
-            means = model.tables.ids
-        read = torch.tensor([edited_ids(encoding, ids, source, target, how, means)])
+            model.tables = mean_rows(tables, targets)
+            targets = [[mean] for mean in model.tables.ids]
+        read = torch.tensor([edited_ids(encoding, ids, source, targets, how)])
         said = model(torch.tensor([ids]), table_ids=read)[0][0, -1].argmax().item()
         model.tables = tables
         said = (said + len(pairs) % 2) % encoding.n_vocab  # every second one is wrong
