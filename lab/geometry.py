@@ -31,14 +31,14 @@ def geometry(experiment: Experiment) -> None:
     text = torch.from_numpy(ids.astype(np.int64))
     if experiment.quick:
         text = text[:4096]
-    rows = []
+    table = []
     for title, folders in experiment.train(COMPARED).items():
         runs = experiment.measure("geometry", measure_run, folders, text, experiment.on)
         for layer in runs[0]:
             means, percentiles = zip(*(run[layer] for run in runs), strict=True)
             row = {"cosines of": title, "layer": layer, "mean size": interval(".3f", means)}
-            rows.append({**row, "95 % are below": interval(".3f", percentiles)})
-    print(markdown(rows))
+            table.append({**row, "95 % are below": interval(".3f", percentiles)})
+    print(markdown(table))
 
 
 @torch.inference_mode()
@@ -47,22 +47,21 @@ def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, t
     mean, and the 95th percentile, of which the STEM paper speaks."""
     model, _, _ = load_model(folder / "ckpt.pt", device)
     if model.config.ffn == "dense":
-        vectors = dict(enumerate(up_outputs(model, text)))
+        vectors = enumerate(up_outputs(model, text))
     else:
-        vectors = rows_by_layer(model, text)
+        vectors = zip(model.config.row_layers, rows(model, text), strict=True)
     sizes = {}
-    for layer, of_layer in vectors.items():
+    for layer, of_layer in vectors:
         size = cosines(of_layer).abs()
         percentile = size.kthvalue(max(1, int(0.95 * len(size)))).values
         sizes[str(layer)] = (size.mean().item(), percentile.item())
     return sizes
 
 
-def rows_by_layer(model: Decoder, text: Tensor) -> dict[int, Tensor]:
-    """The rows [n, W] of the tokens of a text [T], by the layer that reads them."""
-    layers = [number for number, block in enumerate(model.blocks) if block.row_width]
-    rows = model.tables.lookup(text.unique()[None])  # of each table [1, n, W]
-    return {layer: of_table[0] for layer, of_table in zip(layers, rows, strict=True)}
+def rows(model: Decoder, text: Tensor) -> Iterator[Tensor]:
+    """The rows [n, W] of the tokens of a text [T], of each table."""
+    for of_table in model.tables.lookup(text.unique()[None]):  # [1, n, W]
+        yield of_table[0]
 
 
 def up_outputs(model: Decoder, text: Tensor) -> Iterator[Tensor]:
