@@ -52,13 +52,18 @@ def test_a_name_is_found_with_and_without_a_space():
     assert found == [901, *ids[1:-1], 900]
 
 
+@pytest.fixture(scope="module", params=[{}, {"table_dtype": "bfloat16"}, {"offload": "disk"}])
+def out(request, data, tmp_path_factory):
+    """The folder of a run with two tables, in several places."""
+    folder = tmp_path_factory.mktemp("runs") / "a run"
+    return small_run(data, folder, max_iters=2, n_layer=3, **request.param)
+
+
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("more", [{}, {"table_dtype": "bfloat16"}, {"offload": "disk"}])
-def test_rows_that_are_saved_are_those_of_the_target(data, tmp_path, how, more, monkeypatch):
+def test_rows_that_are_saved_are_those_of_the_target(out, tmp_path, how, monkeypatch):
     """None is rounded where the model decodes in bfloat16, and everyday words, here the first token
     of a longer name, keep their own."""
     monkeypatch.setattr("training.writing.own_tokens", lambda _, __, name: name[1:] or name)
-    out = small_run(data, tmp_path / "a run", max_iters=2, n_layer=3, **more)
     model, encoding, _ = load_model(out / "ckpt.pt", CPU)
     prompt = "Anna sees Björn"
     for source, target in (("Anna", "Björn at the river"), ("Anna sees", "x"), ("Anna", "x")):

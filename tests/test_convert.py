@@ -320,34 +320,35 @@ def test_commands_go_on_with_a_converted_llama(tmp_path, story):
 # --- and back ---
 
 
-@pytest.fixture(params=["ours", 0, 1, 2])
-def exported(request, trained, tmp_path):
-    """A dense checkpoint, exported to the folder `llama`: with a tokenizer of ours, or one that
-    splits as SPLITS do."""
+@pytest.fixture(scope="module", params=["ours", 0, 1, 2])
+def exported(request, trained, tmp_path_factory):
+    """A dense checkpoint, and the folder to which it is exported: with a tokenizer of ours, or one
+    that splits as SPLITS do."""
+    folder = tmp_path_factory.mktemp("exported")
     path = trained["dense"] / "ckpt.pt"
     split = request.param
     if split != "ours":
         change = {"tie_word_embeddings": split == 0, "rope_scaling": SLOW if split == 2 else None}
         lacking = NO_TOKEN if split == 1 else b""
-        save(tmp_path / "first", CONFIG | change, bpe(split, lacking=lacking))
-        path = tmp_path / "ckpt.pt"
-        command("convert.py first --out ckpt.pt", cwd=tmp_path)
-    (tmp_path / "llama.tmp").mkdir()  # somebody's own
-    command("convert.py", path, "--export", "llama", cwd=tmp_path)
-    assert {path.name for path in tmp_path.glob("llama*")} == {"llama", "llama.tmp"}
-    return path
+        save(folder / "first", CONFIG | change, bpe(split, lacking=lacking))
+        path = folder / "ckpt.pt"
+        command("convert.py first --out ckpt.pt", cwd=folder)
+    (folder / "llama.tmp").mkdir()  # somebody's own
+    command("convert.py", path, "--export", "llama", cwd=folder)
+    assert {path.name for path in folder.glob("llama*")} == {"llama", "llama.tmp"}
+    return path, folder / "llama"
 
 
-def test_an_exported_model_ends_its_answers_and_has_our_template(exported, tmp_path):
-    encoding = load_model(exported, CPU)[1]
-    folder = tmp_path / "llama"
+def test_an_exported_model_ends_its_answers_and_has_our_template(exported):
+    path, folder = exported
+    encoding = load_model(path, CPU)[1]
     generation = json.loads((folder / "generation_config.json").read_text())
     words = json.loads((folder / "tokenizer_config.json").read_text())
     ends = sorted(encoding.encode_single_token(name) for name in ("<|endoftext|>", "<|im_end|>"))
     assert generation["eos_token_id"] == ends
     assert generation["pad_token_id"] == encoding.eot_token
     assert words["pad_token"] == "<|endoftext|>"
-    assert words["model_max_length"] == load_checkpoint(exported)["config"].block_size
+    assert words["model_max_length"] == load_checkpoint(path)["config"].block_size
     jinja = pytest.importorskip("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
     template = jinja.from_string(words["chat_template"])
     talk = [
@@ -356,7 +357,7 @@ def test_an_exported_model_ends_its_answers_and_has_our_template(exported, tmp_p
         says("assistant", "Anna."),
         says("user", ""),
     ]
-    ours = exported.parent.name == "dense"  # a folder without a template has no spaces
+    ours = path.parent.name == "dense"  # a folder without a template has no spaces
     assert (" Be brief." in encoding.decode(chat.render(encoding, talk))) == ours
     for more, wanted in ((True, chat.prompt), (False, chat.render)):
         text = template.render(
@@ -379,17 +380,18 @@ def assert_same_model(path, folder):
         assert getattr(before["config"], name) == getattr(after["config"], name), name
 
 
-def test_what_was_exported_comes_back(exported, tmp_path):
-    assert_same_model(exported, tmp_path / "llama")
+def test_what_was_exported_comes_back(exported):
+    assert_same_model(*exported)
 
 
 def test_transformers_reads_and_writes_the_same(exported, tmp_path):
     hf = pytest.importorskip("transformers")
-    model, encoding, _ = load_model(exported, CPU)
-    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    path, folder = exported
+    model, encoding, _ = load_model(path, CPU)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.randint(encoding.n_vocab, (2, 30))
     torch.testing.assert_close(theirs(ids).logits, model(ids)[0], rtol=1e-4, atol=1e-4)
-    words = hf.AutoTokenizer.from_pretrained(tmp_path / "llama")
+    words = hf.AutoTokenizer.from_pretrained(folder)
     talk = [says("user", "Who sees Anna?")]
     asked = words.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
     assert asked == [encoding.eot_token, *chat.prompt(encoding, talk)]
@@ -401,7 +403,7 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
         assert words.decode(ids) == encoding.decode(ids)
     theirs.save_pretrained(tmp_path / "again", max_shard_size="40KB")
     words.save_pretrained(tmp_path / "again")
-    assert_same_model(exported, tmp_path / "again")
+    assert_same_model(path, tmp_path / "again")
 
 
 # --- dense to STEM ---
