@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from common import UserError
 from lab import pictures
 from lab.runs import draw, grouped, row
-from training import records, report
+from training import records
 from training.checkpoints import checkpoint_of
 
 ARGS = {
@@ -96,12 +95,3 @@ def test_a_folder_whose_run_has_not_ended_says_so(trained, tmp_path, capsys):
         torch.save(saved, path)
         checkpoint_of(path.parent)
         assert capsys.readouterr().err == said
-
-
-def test_the_lowest_loss_is_the_one_that_best_has(tmp_path, capsys):
-    """A run that resumed evaluated again where it had been lowest."""
-    log = records.Log(tmp_path / "metrics.jsonl", 0)
-    for step, loss in ((30, 3.0), (40, 3.5)):
-        log.write(type="eval", step=step, val_loss=loss)
-    report.suggest(SimpleNamespace(out_dir=tmp_path), None, log, (2.5, 40), [])
-    assert "rose from 2.5000 at step 40 to 3.5000" in capsys.readouterr().out
