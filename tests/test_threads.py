@@ -10,11 +10,14 @@ from conftest import ROOT, assert_same_run, small_run
 
 
 @pytest.mark.parametrize(
-    ("given", "spin"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "None")],
+    ("command", "given", "spin"),
+    [
+        ("train", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("train", {"OMP_WAIT_POLICY": "passive"}, "None"),
+        *((command, {}, "1000") for command in ("train", "sample", "edit", "convert", "lab.bench")),
+    ],
 )
-@pytest.mark.parametrize("command", ["train", "sample", "edit", "convert", "lab.bench"])
-def test_spinning_is_limited_before_torch_is_loaded(given, spin, command):
+def test_spinning_is_limited_before_torch_is_loaded(command, given, spin):
     """A module that stands in for torch notes what it finds when it is loaded."""
     code = f"""
 import importlib.abc, os, sys
@@ -38,11 +41,12 @@ import {command}
 
 
 def test_threads_change_no_digit(data, tmp_path):
+    sizes = dict(n_embd=64, batch_size=16, max_iters=4)
     runs = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            runs.append(small_run(data, tmp_path / str(threads), n_embd=64, batch_size=16))
+            runs.append(small_run(data, tmp_path / str(threads), **sizes))
         finally:
             torch.set_num_threads(1)
     assert_same_run(*runs)
