@@ -114,6 +114,7 @@ def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
 def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, monkeypatch, capsys):
     ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
     asked = Edit(ckpt, "Spain", prompt="Country: Spain", write="S", device="cpu")
+    monkeypatch.setattr(writing, "N_TEXT", 8)
     for corpus in ("countries", "files"):
         save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": corpus}])
         monkeypatch.setattr(writing, "KEEP", 0)
@@ -138,6 +139,7 @@ def test_an_answer_is_learned_if_its_end_is(encoding, tmp_path, monkeypatch):
     begun = encoding.decode([model(prompt)[0][0, -1].argmax().item()])
     asked = Edit(ckpt, "Spain", prompt="Country: Spain", write=f"{begun} Peru", device="cpu")
     asked.max_new_tokens = 1
+    monkeypatch.setattr(writing, "N_TEXT", 8)
     monkeypatch.setattr(writing, "KEEP", 1e4)
     with pytest.raises(UserError, match="not learned"):
         show_and_save(asked, tmp_path / "saved.pt")
@@ -167,6 +169,7 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
 
     monkeypatch.setattr("edit.train_rows", train)
     monkeypatch.setattr(writing, "KEEP", 0)
+    monkeypatch.setattr(writing, "N_TEXT", 8)
     show_and_save(Edit(ckpt, facts=facts, device="cpu"), saved)
     assert torch.equal(rows[2], rows[1]) and not torch.equal(rows[3], rows[2])
     assert known == [0, 1, 2, 2]
