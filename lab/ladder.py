@@ -3,6 +3,7 @@ controls that such claims need. Five seeds, intervals of 95 %, each kind at its 
 which a sixth seed has found."""
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -134,20 +135,22 @@ def dense_of_equal_costs(experiment: Experiment) -> dict[str, Flags]:
     to it in parameters, by its width, and in FLOPs, by its hidden units."""
     vocab_size = read_meta(experiment.data_dir)["vocab_size"]
 
-    def sizes(flags: Flags) -> dict[str, int]:
+    def size(flags: Flags, figure: str) -> int:
         with torch.device("meta"):  # shapes, but no numbers
-            return model_sizes(Decoder(ModelConfig(vocab_size=vocab_size, **flags)))
-
-    def nearest(tried: list[Flags], figure: str) -> Flags:
-        wanted = sizes(KINDS["STEM, all"])[figure]
-        return min(tried, key=lambda flags: abs(sizes(flags)[figure] - wanted))
+            return model_sizes(Decoder(ModelConfig(vocab_size=vocab_size, **flags)))[figure]
 
     widths = [{"ffn": "dense", "n_head": n, "n_embd": 32 * n} for n in range(4, 33)]
     hidden = [{"ffn": "dense", "d_ff": 8 * n} for n in range(1, 65)]
-    return {
-        "dense, as many parameters": nearest(widths, "total"),
-        "dense, as many FLOPs": nearest(hidden, "flops_per_token"),
-    }
+    kinds = {}
+    for name, figure, tried in (
+        ("dense, as many parameters", "total", widths),
+        ("dense, as many FLOPs", "flops_per_token", hidden),
+    ):
+        wanted = size(KINDS["STEM, all"], figure)
+        larger = bisect_left(tried, wanted, key=lambda flags: size(flags, figure))
+        nearest = tried[max(0, larger - 1) : larger + 1]
+        kinds[name] = min(nearest, key=lambda flags: abs(size(flags, figure) - wanted))
+    return kinds
 
 
 def verdicts(

@@ -27,13 +27,14 @@ from conftest import (
 
 from common import UserError, locked
 from corpora import countries
-from lab import analyze, ladder, scale
+from lab import analyze, editors, ladder, scale
 from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates
 from lab.ladder import verdicts
 from lab.pictures import interval
 from lab.stability import REACH, spike_rate, spikes
 from train import resolve_settings as train_settings
+from training import writing
 from training.batches import Data
 from training.checkpoints import load_model
 from training.records import read_run
@@ -108,6 +109,8 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, 
     """On fewer countries: the corpus of all takes seconds."""
     some = countries.table()[::4]
     monkeypatch.setattr(countries, "table", lambda: some)
+    for module in (editors, writing):
+        monkeypatch.setattr(module, "STEPS", 2)
     (tmp_path / "lab").mkdir()  # in the working folder: not the package
     folders = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
 
