@@ -46,7 +46,8 @@ TALKS = ("conversations", "messages")
 SYSTEMS = ("system", "system_prompt")
 QUESTIONS = ("instruction", "prompt", "question", "query", "input")
 ANSWERS = ("output", "completion", "response", "answer")
-CONTENTS = {*TALKS, *SYSTEMS, *QUESTIONS, *ANSWERS, "chosen", "rejected"}
+PAIR = {"chosen", "rejected"}
+CONTENTS = {*TALKS, *SYSTEMS, *QUESTIONS, *ANSWERS, *PAIR}
 ALPACA = {"instruction", "output"}  # a record of these has the text of both, too
 # Other names of roles, and the keys of a message that have a meaning here.
 ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "model"), "assistant")
@@ -144,8 +145,10 @@ def parse_record(record: object, columns: Sequence[str], report: Report) -> tupl
         elif "text" in left and not left.keys() & {*TALKS} and not left.keys() >= ALPACA:
             kind, document = "text", plain_text(left.pop("text"))
             left = {key: left[key] for key in left.keys() & CONTENTS}  # others are about the text
-        elif left.keys() >= {"chosen", "rejected"}:
+        elif left.keys() >= PAIR:
             kind, document = "preference", take_pair(left, notes)
+        elif left.keys() & PAIR and record.keys() >= PAIR:
+            raise ValueError(f'"{(PAIR - left.keys()).pop()}" is empty')
         elif left.keys() & {*TALKS, *QUESTIONS, *ANSWERS}:
             kind, document = "chat", take_talk(left, notes)
         elif "text" in record:
@@ -183,8 +186,12 @@ def take_talk(left: dict, notes: Counter[str]) -> Messages:
     talk = take(left, SYSTEMS, "system", notes) + take_question(left, notes)
     if not is_talk:
         talk += take(left, ANSWERS, "assistant", notes)
+    if [message["role"] for message in talk[:2]] == ["system", "system"]:
+        raise ValueError("a system message beside messages that begin with one")
     answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
-    if not all(map(str.strip, answers or [""])):
+    if not all(map(str.strip, answers)):
+        raise ValueError('an answer is empty: "weight": 0 leaves it out')
+    if not answers:
         roles = ", ".join(message["role"] for message in talk)
         raise ValueError(f'no answers to learn among "{roles:.60}" (--columns names them)')
     return talk
@@ -196,6 +203,8 @@ def take_pair(left: dict, notes: Counter[str]) -> tuple[Messages, Messages]:
     chosen, rejected = (take(left, [key], "assistant", notes) for key in ("chosen", "rejected"))
     if len(chosen) < 2:  # the answers alone
         talk += take_question(left, notes)
+        if talk and talk[-1]["role"] == "assistant":
+            raise ValueError("messages must end with the question that chosen and rejected answer")
     for message in chosen + rejected:
         message.pop("weight", None)  # the last answers are compared, nothing else is learned
     if chosen[:-1] != rejected[:-1] or chosen == rejected:
