@@ -533,7 +533,7 @@ class Decoder(nn.Module):
         For all else see `hidden`."""
         x = self.hidden(ids, table_ids=table_ids, documents=documents, cache=cache)
         if targets is not None:
-            return None, self.loss(x.flatten(0, 1), send(targets, x.device).flatten())
+            return None, self.loss(x.flatten(0, 1), send(targets.long(), x.device).flatten())
         if last_only:
             x = x[:, -1:]
         return F.linear(x, self.head_weight), None
@@ -555,13 +555,14 @@ class Decoder(nn.Module):
                 Rotary positions are relative: they need not begin again.
             cache: of earlier tokens, which ids continue; they are added to it. Without documents.
         """
+        ids = ids.long()  # addresses of n-grams need 64 bits
         n = ids.shape[1]
         start = 0 if cache is None else cache.length
         room = self.config.block_size if cache is None else cache.room
         assert start + n <= room, f"{start + n} tokens: there is room for {room}"
 
         # 1) What layers read beside x: rows, positions, masks.
-        layer_rows = self.look_up(ids if table_ids is None else table_ids, documents, cache)
+        layer_rows = self.look_up(ids if table_ids is None else table_ids.long(), documents, cache)
         x = F.dropout(self.embed(ids), self.config.dropout, self.training)
         if documents is not None:
             documents = send(documents, x.device)

@@ -71,6 +71,13 @@ def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
     assert len(set(map(tuple, ffn.hashes.tolist()))) > 30  # segments have hashes of their own
 
 
+@pytest.mark.parametrize("ffn", ["dense", "engram", "stem_ngrams"])
+def test_ids_of_32_bits_are_the_same_ids(ffn):
+    model, ids = decoder(ffn=ffn), tokens(2, 9)
+    assert torch.equal(model(ids.int())[0], model(ids)[0])
+    assert torch.equal(model(ids.int(), ids.int())[1], model.train()(ids, ids)[1])
+
+
 # --- counts ---
 
 
