@@ -241,6 +241,8 @@ def check_values(cls: type, values: dict[str, Any]) -> None:
             continue
         must, choices = map(setting.metadata.get, ("must", "choices"))
         name, value = f"--{setting.name}", values[setting.name]
+        if isinstance(value, np.generic):  # which checkpoints do not hold
+            raise UserError(f"{name} {value!r:.40}: give a plain value, {value.item()!r:.40}")
         if not fits(value, types[setting.name]):
             expected = getattr(setting.type, "__name__", setting.type)
             raise UserError(f"{name} {value!r:.40} is not of type {expected}")

@@ -9,6 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import CPU, EDIT, ROOT, SMALL, add_relative, command, flags, refused, small_run
@@ -192,6 +193,22 @@ def test_settings_from_python_are_checked_as_flags_are(data, name):
         with pytest.raises(UserError, match=f"--{name} "):
             train.resolve_settings(data_dir=data, **{name: wrong})
     assert train.resolve_settings(data_dir=data, out_dir="x").data_dir == str(data)
+
+
+def test_numbers_of_numpy_are_refused_as_no_checkpoint_holds_them():
+    for name, value in (("learning_rate", np.float64(1e-3)), ("ffn", np.str_("stem"))):
+        with pytest.raises(UserError, match=f"--{name} .*give a plain value"):
+            train.resolve_settings(**{name: value})
+
+
+@pytest.mark.parametrize("field", ["seed: int = 7", "seed: int = flag(7, 'seed')"])
+def test_a_setting_of_a_relative_is_none_of_every_run(field, tmp_path, monkeypatch):
+    """Else it would take the value that the run was given."""
+    code = CONFIG.replace("    sizes:", f"    {field}\n    sizes:")
+    add_relative(monkeypatch, tmp_path, "clash", code)
+    assert "clash.py: the setting seed" in refused("train.py --ffn clash --seed 3")
+    with pytest.raises(UserError, match=r"clash\.py: the setting seed"):
+        train.resolve_settings(ffn="clash", seed=3)
 
 
 def test_no_memory_is_one_line():

@@ -215,13 +215,22 @@ class Settings:
     @classmethod
     def from_flat(cls, flat: dict) -> "Settings":
         """The inverse of `flat`; what is missing has its default. UserError: a value is wrong."""
-        config_class = decoder_class(flat.get("ffn", ModelConfig.ffn)).config_class
+        config_class = config_class_of(flat.get("ffn", ModelConfig.ffn))
         shape = {f.name: flat[f.name] for f in fields(config_class) if f.name in flat}
         of_run = {name: value for name, value in flat.items() if name not in shape}
         unknown = set(of_run) - {f.name for f in fields(cls)}
         if unknown:
             raise UserError(f"unknown settings: {', '.join(sorted(unknown))}")
         return cls(**of_run, model=config_class(**shape))
+
+
+def config_class_of(ffn: str) -> type[ModelConfig]:
+    """Of a kind of --ffn. UserError: there is none, or a setting of its own is one of a run's."""
+    config_class = decoder_class(ffn).config_class
+    for name in {f.name for f in fields(config_class)} & {f.name for f in fields(Settings)}:
+        where = f"relatives/{ffn}.py: the setting {name}"
+        raise UserError(f"{where} is one of every run: give it another name")
+    return config_class
 
 
 def parse_args(description: str) -> dict:
@@ -241,7 +250,7 @@ def parse_args(description: str) -> dict:
         f"model, --ffn {ffn} (defaults: --init_from's or the preset's; further kinds, with flags "
         f"of their own, in relatives/: {others}; --attention: {kinds_of_attention})"
     )
-    add_flags(group, decoder_class(ffn).config_class, ffn, preset)
+    add_flags(group, config_class_of(ffn), ffn, preset)
     parser.chosen = f" with --ffn {ffn}"
     return vars(parser.parse_args())
 
