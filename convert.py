@@ -24,6 +24,7 @@ and dense checkpoints to STEM.
 import json
 import math
 import os
+import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -175,14 +176,19 @@ def named_weights(model: Decoder) -> dict[str, Tensor]:
 
 def read_folder(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     """The model in a folder of Hugging Face and its tokenizer. UserError: see `read_model`."""
-    model, bos_id = read_model(folder)
-    return model, read_tokenizer(folder / "tokenizer.json", model.config.vocab_size, bos_id)
+    model, bos_id, eos_ids = read_model(folder)
+    encoding = read_tokenizer(folder / "tokenizer.json", model.config.vocab_size, bos_id)
+    ends = {encoding.decode([i]) for i in eos_ids if 0 <= i < encoding.n_vocab}
+    if ends and not ends & {"<|endoftext|>", tokenizer.END}:
+        note = f"note: {folder} ends texts with {', '.join(sorted(ends))}: sampling goes on there"
+        print(note, file=sys.stderr)
+    return model, encoding
 
 
-def read_model(folder: Path) -> tuple[Decoder, int | None]:
-    """A Llama or an Embformer in a folder of Hugging Face, its weights in float32, and the id that
-    begins a text. UserError: a file is missing or damaged, or asks for what this decoder does not
-    do."""
+def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
+    """A Llama or an Embformer in a folder of Hugging Face, its weights in float32, the id that
+    begins a text and those that end one. UserError: a file is missing or damaged, or asks for what
+    this decoder does not do."""
     path = folder / "config.json"
     with reading(path, "name a folder of Hugging Face, or give --ffn stem with a dense ckpt.pt"):
         record = parse_json(path.read_bytes())
@@ -191,6 +197,7 @@ def read_model(folder: Path) -> tuple[Decoder, int | None]:
         record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
         record["rope"] = record.get("rope_scaling") or record.get("rope_parameters") or {}
         require_fields(record, rope=dict, bos_token_id=int | None)
+        require_fields(record, eos_token_id=int | list[int] | None)
     weights = read_weights(folder)
     config = their_config(path, record, weights)
     if config.tie_head:
@@ -204,7 +211,8 @@ def read_model(folder: Path) -> tuple[Decoder, int | None]:
         weight.copy_(weights[name])
         if not weight.isfinite().all():
             raise UserError(f"{folder}: {name} has numbers that are not finite: download it again")
-    return model, record.get("bos_token_id")
+    ends = record.get("eos_token_id", [])
+    return model, record.get("bos_token_id"), ends if isinstance(ends, list) else [ends]
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -405,7 +413,7 @@ def main() -> None:
             return
         if settings.ffn is None:
             model, encoding = read_folder(settings.source)
-            args = {"preset": PRESETS[model.config.ffn]}
+            training = {"args": {"preset": PRESETS[model.config.ffn]}}
         else:
             device = pick_device(settings.device)
             tables = make_tables(
@@ -415,7 +423,7 @@ def main() -> None:
                 live=live_tables(path.parent),
                 fresh=not settings.tokens,
             )
-            model, encoding, args = dense_to_stem(
+            model, encoding, training = dense_to_stem(
                 settings.source,
                 settings.stem_layers,
                 settings.data_dir,
@@ -425,13 +433,13 @@ def main() -> None:
                 device=device,
                 tables=tables,
             )
-        save_checkpoint(path, model, encoding, args=args)
+        save_checkpoint(path, model, encoding, **training)
     config = model.config
     print(
         f"wrote {path}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
         f"vocabulary {config.vocab_size:,}, {model_sizes(model)['total'] / 1e6:.2f} M parameters"
     )
-    data_dir = settings.data_dir or args.get("data_dir", "DATA")
+    data_dir = settings.data_dir or training["args"].get("data_dir", "DATA")
     more = ("--data_dir", data_dir, "--out_dir", "out/trained")
     print(f"next: {command_line('train.py', '--init_from', path, *more)}")
 

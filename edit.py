@@ -520,8 +520,10 @@ def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, di
 
 
 def has_own_text(checkpoint: dict) -> bool:
-    """Text of one's own may have other names, also with the preset of a model it continues."""
-    return "files" in {meta["corpus"] for meta in checkpoint.get("data", [])}
+    """Text of one's own may have other names, also with the preset of a model it continues, and so
+    may text that nobody knows, of a model from elsewhere."""
+    corpora = {meta["corpus"] for meta in checkpoint.get("data", [])}
+    return not corpora or "files" in corpora
 
 
 def fill_in(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
@@ -545,8 +547,10 @@ def check_rows(edit: Edit, prompt: list[int], table_ids: list[int]) -> None:
     many other words share."""
     read = set(zip(prompt, table_ids, strict=True))
     if len(read) > len(set(prompt)):
-        fix = ": --align average reads one" if edit.align != "average" else ""
-        raise UserError(f"a token that --prompt has twice cannot have two rows{fix}")
+        fix = "give a --prompt that has the name's tokens in the name alone"
+        if edit.align != "average":
+            fix += ", or --align average if it does"
+        raise UserError(f"a token that --prompt has twice cannot have two rows: {fix}")
 
 
 def save(

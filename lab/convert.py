@@ -83,8 +83,8 @@ def converted(experiment: Experiment, dense: Path, data_dir: Path, tokens: int) 
         tokens = 4096
     out = experiment.out_dir / "converted" / f"{dense.parent.name}-{tokens}" / "ckpt.pt"
     if not out.exists():
-        tables, encoding, args = dense_to_stem(
+        tables, encoding, training = dense_to_stem(
             dense, "all", str(data_dir), tokens, device=experiment.on
         )
-        save_checkpoint(out, tables, encoding, args=args)
+        save_checkpoint(out, tables, encoding, **training)
     return out

@@ -171,6 +171,14 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
     assert encoding.eot_token == 0 and " ".join(names[i] for i in ids) == spelled
 
 
+def test_an_end_of_texts_that_is_not_ours_is_named(tmp_path, capsys):
+    words = bpe(special=[*SPECIAL, "<|eot|>"])
+    for ends, other in ((3, True), ([3], True), ([0, 3], False), (0, False), (None, False)):
+        save(tmp_path, CONFIG | {"bos_token_id": 0, "eos_token_id": ends}, words)
+        convert.read_folder(tmp_path)
+        assert ("ends texts with <|eot|>: sampling goes on" in capsys.readouterr().err) == other
+
+
 @pytest.mark.parametrize(
     ("config", "words", "reason"),
     [
@@ -428,7 +436,8 @@ def test_rows_are_the_weighted_means_of_what_they_replace(
     files = {file.name for file in tmp_path.iterdir() if not file.name.startswith(".lock")}
     assert files == {"run", "new.pt"} | ({"new.pt.tables"} if "disk" in more else set())
     dense, encoding, checkpoint = load_model(path, CPU)
-    converted, _, _ = load_model(tmp_path / "new.pt", CPU)
+    converted, _, saved = load_model(tmp_path / "new.pt", CPU)
+    assert saved["data"] == checkpoint["data"]  # by which edit.py knows whose text it is
     (ids, _), _ = read_text(path, dense, encoding, str(data), 2000, length)  # [N, T]
     assert 1900 < ids.numel() <= 2000 and ids.shape[1] == (length or 32)
     tokens = ids.flatten()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import UserError
+from common import UserError, command_line
 from text.dataset import open_tokens, read_meta, read_tokenizer, unmarked
 from training.conversations import Conversations, Pairs
 from training.sources import Mixture, Source, Windows
@@ -79,7 +79,9 @@ def check_tokenizer(fingerprint: str, folder: object, expected: str, owner: obje
     """Refuse data whose token ids mean something else; tokenizers by their fingerprints."""
     if fingerprint != expected:
         made = f"--data_dir {folder} was made with a different tokenizer than {owner}"
-        raise UserError(f"{made}: make it again with prepare.py --tokenizer {owner} --overwrite")
+        flags = ("--tokenizer", owner, "--out_dir", folder, "--overwrite")
+        again = f"make it again with {command_line('prepare.py', *flags)}"
+        raise UserError(f"{made}: {again} and its --input or --dataset, or name another folder")
 
 
 def parse_mixture(data_dir: str | Path) -> dict[Path, float]:

@@ -30,7 +30,7 @@ from common import UserError, writing
 from model import Block, Decoder, rotary
 from tables.tables import ResidentTables, Tables, send
 from text import tokenizer
-from training.batches import Data, check_tokenizer
+from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import load_model
 
 SEED = 1337  # of random rows and of the order of the text
@@ -94,7 +94,8 @@ def read_text(
     if not 0 < length <= longest:
         raise UserError(f"--block_size {length}: {path} reads 1 to {longest} tokens")
     data = Data(data_dir, "text", length, SEED, total=n // length + 1)
-    check_tokenizer(data.metas[0]["tokenizer"], data_dir, tokenizer.fingerprint(encoding), path)
+    folder = next(iter(parse_mixture(data_dir)))
+    check_tokenizer(data.metas[0]["tokenizer"], folder, tokenizer.fingerprint(encoding), path)
     texts = []
     for source, part in ((data.train, n), (next(iter(data.val.values())), n // 32)):
         texts.append(source.sequences(source.spread(part)))
@@ -160,8 +161,8 @@ def dense_to_stem(
     device: torch.device,
     tables: Callable[..., Tables] = ResidentTables,
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """The model of a checkpoint with tables in some layers, its tokenizer, and the settings of its
-    training run.
+    """The model of a checkpoint with tables in some layers, its tokenizer, and what is known of its
+    training: the settings `args`, and `data`, what it has read.
 
     Args:
         data_dir: None: what the model was trained on.
@@ -189,4 +190,4 @@ def dense_to_stem(
         data_dir = data_dir or checkpoint["args"].get("data_dir", "data/countries")
         (ids, _), _ = read_text(path, model, encoding, data_dir, n_token, block_size)
         fill_tables(model.to(device).eval(), up, ids, batch_size)
-    return model, encoding, checkpoint["args"]
+    return model, encoding, {"args": checkpoint["args"], "data": checkpoint.get("data", [])}
