@@ -50,6 +50,7 @@ from training import ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
     check_state,
+    check_tables,
     checkpoint_of,
     load_checkpoint,
     read_checkpoint,
@@ -170,7 +171,8 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
     out_dir, origin = settings.out_dir, settings.origin
     if checkpoint is not None:
         theirs = tokenizer.fingerprint(read_encoding(origin, checkpoint))
-        check_tokenizer(data.metas[0]["tokenizer"], settings.data_dir, theirs, origin)
+        folder = next(iter(parse_mixture(settings.data_dir)))
+        check_tokenizer(data.metas[0]["tokenizer"], folder, theirs, origin)
     if settings.resume:
         if "optimizer" not in checkpoint:
             raise UserError(
@@ -230,12 +232,15 @@ def start(
 
     # 4) what was trained before
     if checkpoint is not None:
+        check_tables(settings.origin, checkpoint, own_tables)
         ranks.change_columns(checkpoint, ["wte", "tables"], whole=False)
         check_state(settings.origin, checkpoint["model"], model.state_dict())
         model.load_state_dict(checkpoint["model"])
     if settings.resume:
         check_state(settings.origin, *optimizer.compared(checkpoint["optimizer"]))
         optimizer.load_state_dict(checkpoint["optimizer"])
+        if checkpoint.get("edits") and ranks.rank == 0:
+            print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
         run.step = checkpoint["step"]
         run.best = checkpoint["best"]
     elif ranks.rank == 0:
@@ -337,9 +342,7 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
     losses.update(recall.ask(run.model, data.encoding, data.corpora, briefly=True))
     meter.log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
-        # With tables on disk, best.pt would need one more copy of them.
-        keeps_best = not run.model.tables.on_disk
-        if keeps_best and is_due and losses["val_loss"] < run.best[0]:
+        if is_due and losses["val_loss"] < run.best[0]:
             run.best = (losses["val_loss"], run.step)
         path = settings.out_dir / "ckpt.pt"
         is_first = not path.exists()
@@ -347,7 +350,8 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
         if is_first and ranks.size == 1 and (run.tables or settings.model.ffn not in BUILT_IN):
             ids, _ = data.train.batch(0, 1)
             check_saved(path, run.model, ids.reshape(-1, ids.shape[-1])[:1], run.tables)
-        if keeps_best and run.step == run.best[1]:  # also after a crash between the two
+        # Also after a crash between the two. With tables on disk, it would be another copy of them.
+        if run.step == run.best[1] and not run.model.tables.on_disk:
             path = settings.out_dir / "best.pt"
             save_checkpoint(
                 path, run.model, data.encoding, step=run.step, args=settings.flat(), data=data.metas

@@ -16,6 +16,7 @@ import torch
 from conftest import (
     CPU,
     ROOT,
+    SHAPE,
     SMALL,
     PowerCut,
     assert_same,
@@ -38,7 +39,7 @@ import train
 from common import UserError
 from model import Decoder, ModelConfig
 from training.batches import Data
-from training.checkpoints import load_model
+from training.checkpoints import checkpoint_of, load_model
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
 from training.records import read_run
@@ -125,6 +126,26 @@ def test_a_run_that_goes_on_keeps_its_best_and_names_it(data, tmp_path, monkeypa
     said = capsys.readouterr().out
     assert "rose from 2.0000 at step 12 to 3.5000" in said
     assert f"sample.py --ckpt {tmp_path}/best.pt" in said and "longer" not in said
+
+
+def test_a_run_that_goes_on_with_tables_on_disk_leaves_best_pt_behind(data, tmp_path, capsys):
+    small_run(data, tmp_path)
+    resume(tmp_path, max_iters=18, offload="disk")
+    said = capsys.readouterr().out
+    assert said.count("best.pt (val loss") == 1  # of the first run
+    assert checkpoint_of(tmp_path) == tmp_path / "ckpt.pt"
+
+
+def test_a_run_that_only_gets_worse_is_told_so(data, tmp_path, monkeypatch, capsys):
+    small_run(data, tmp_path / "first")
+    made_up = iter([1.0, 2.0, 3.0])  # steps 0, 6, 12
+    monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
+    capsys.readouterr()
+    first = tmp_path / "first/ckpt.pt"
+    small_run(data, tmp_path / "next", init_from=first, **dict.fromkeys(SHAPE))
+    said = capsys.readouterr().out
+    assert "rose from 1.0000 at step 0 to 3.0000: no step has lowered it. Lower --learn" in said
+    assert f"{tmp_path}/next/best.pt has the weights of step 6" in said
 
 
 def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):

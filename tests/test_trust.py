@@ -17,6 +17,7 @@ import torch
 from conftest import (
     CPU,
     ROOT,
+    SHAPE,
     PowerCut,
     assert_same,
     assert_same_run,
@@ -40,10 +41,16 @@ import sample
 import train
 from common import UserError, locked
 from lab import runs
-from tables.tables import Tables
+from tables.tables import ResidentTables, Tables
 from training import checkpoints, folders
 from training.batches import Data
-from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
+from training.checkpoints import (
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+    tables_folder,
+    write_checkpoint,
+)
 from training.records import read_run
 
 EDIT = "--source Anna --target Björn --prompt Anna"
@@ -479,6 +486,34 @@ def test_own_tables_with_a_plain_list_are_saved_and_what_is_missing_is_an_error(
     for read in (partial(load_model, device=CPU, tables=Listed), lambda path: resume(out, Listed)):
         with pytest.raises(UserError, match=r"tables\.weight\.0"):
             read(out / "ckpt.pt")
+
+
+def test_own_tables_of_the_usual_shapes_are_not_taken_for_plain_ones(data, tmp_path):
+    class Shuffled(ResidentTables):
+        def lookup(self, ids):
+            return super().lookup(self.n_row - 1 - ids)
+
+    out = small_run(data, tmp_path / "own", Shuffled)
+    model, _, _ = load_model(out / "ckpt.pt", CPU, tables=Shuffled)
+    assert isinstance(model.tables, Shuffled)
+    for read in (partial(load_model, device=CPU), resume):
+        with pytest.raises(UserError, match="tables of another kind, Shuffled"):
+            read(out)
+    with pytest.raises(UserError, match="tables of another kind, Shuffled"):
+        small_run(data, tmp_path / "next", init_from=out, **dict.fromkeys(SHAPE))
+
+
+def test_what_could_not_be_opened_is_not_written(stem_ckpt, tmp_path):
+    model, encoding, _ = load_model(stem_ckpt, CPU)
+    path = tmp_path / "ckpt.pt"
+    save_checkpoint(path, model, encoding)
+    before = path.read_bytes()
+    for more in (dict(args={"note": "x"}), dict(step=5, optimizer={})):
+        with pytest.raises(UserError, match=r"note|best"):
+            save_checkpoint(path, model, encoding, **more)
+    with pytest.raises(UserError, match=r"wte\.weight\.0 is torch\.bfloat16"):
+        save_checkpoint(path, model.to(torch.bfloat16), encoding)
+    assert path.read_bytes() == before
 
 
 def test_a_checkpoint_is_that_of_one_moment(stem_ckpt, trained, tmp_path, monkeypatch):

@@ -67,9 +67,11 @@ OPTIONAL = dict(
     data=RESUMABLE["data"],
     step=int,
     edits=list[OF_EDIT],
+    own_tables=str | None,
     replaced=str | None,
 )
 OF_TABLES = dict(id=str, shape=tuple[int, int, int], dtype=torch.dtype, crc32=dict[str, int])
+OUR_TABLES = ("tables.tables", "tables.sharded", "offload")  # modules of kinds that commands know
 ID = re.compile("[0-9a-f]{8}")  # of a snapshot
 FIX = "train one with `python train.py`, or name another ckpt.pt (for --out_dir: its folder)"
 
@@ -103,17 +105,25 @@ def save_checkpoint(
     **state,
 ) -> None:
     """Write a checkpoint: weights, tokenizer, `args`, the settings of a run, if there was one, with
-    those of the model, and `state`. All ranks call it."""
-    storage = model.tables.storage if model.tables.on_disk else None
+    those of the model, and `state`. All ranks call it. UserError: it could not be opened again."""
+    tables = model.tables
+    storage = tables.storage if tables.on_disk else None
+    is_own = len(tables.weight) and type(tables).__module__ not in OUR_TABLES
+    settings = Settings.from_flat({**(args or {}), **asdict(model.config)})
     checkpoint = {
         "format": FORMAT,
-        "args": {**(args or {}), **asdict(model.config)},
+        "args": settings.flat(),
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
         "relatives": digests(model.config.ffn, model.config.attention),
+        "own_tables": type(tables).__name__ if is_own else None,
         **state,
     }
+    try:
+        check_fields({**checkpoint, "tables": None})
+    except Damage as error:
+        raise UserError(f"cannot write {path}: {error}") from None
     ranks.change_columns(checkpoint, ["wte"] if storage else ["wte", "tables"], whole=True)
     if ranks.rank == 0:
         write_checkpoint(Path(path), checkpoint)
@@ -307,6 +317,14 @@ def check_sizes(path: str | Path, config: ModelConfig, weights: dict[str, Tensor
             raise UserError(f"{path}: {name} {size} is more than its weights have: {FIX}")
 
 
+def check_tables(path: str | Path, checkpoint: dict, tables: Callable | None) -> None:
+    """UserError: the checkpoint has tables of somebody's own, which are not given."""
+    own = checkpoint.get("own_tables")
+    if own and tables is None:
+        fix = "from Python, give them as tables="
+        raise UserError(f"{path} has tables of another kind, {own}: {fix}")
+
+
 def check_state(path: str | Path, saved: Any, like: Any) -> None:
     """UserError: the tensors of a checkpoint, in dicts and lists, do not have the names, shapes and
     types of those that they are to replace."""
@@ -354,6 +372,7 @@ def load_model(
     checkpoint = load_checkpoint(path, verify)
     encoding = read_encoding(path, checkpoint)
     config, weights = checkpoint["config"], checkpoint["model"]
+    check_tables(path, checkpoint, tables)
     if tables is None:
         rows = weights.get("tables.weight.0", torch.empty(0))
         tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])

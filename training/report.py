@@ -1,6 +1,6 @@
 """What a run tells people: what is trained at its start, what was learned at its end."""
 
-import math
+from pathlib import Path
 
 import torch
 
@@ -10,6 +10,7 @@ from model import Decoder
 from text import tokenizer
 from training import ranks
 from training.batches import Data
+from training.checkpoints import read_checkpoint
 from training.objectives import NextToken
 from training.records import Log, draw_loss, read_metrics
 from training.settings import STAGES, Settings
@@ -115,12 +116,19 @@ def report(
             draw_loss(log.path, log.path.with_name("loss.png"))
         except UserError as error:  # a container may let matplotlib write nowhere
             written = [f"metrics.jsonl, but no loss.png: {error}"]
-    if math.isfinite(best[0]):
+    if has_best(settings.out_dir, best):
         written.insert(0, f"best.pt (val loss {best[0]:.4f}, step {best[1]})")
     print(f"wrote {settings.out_dir / 'ckpt.pt'}, {', '.join(written)}\n")
     commands = show(model, data, settings.seed)
     if hints and ranks.rank == 0:
         suggest(settings, data, log, best, commands)
+
+
+def has_best(out_dir: Path, best: tuple[float, int]) -> bool:
+    """Whether best.pt is that of this lowest loss and step. With tables on disk there is none, or
+    that of an earlier command."""
+    path = out_dir / "best.pt"
+    return path.exists() and read_checkpoint(path).get("step") == best[1]
 
 
 def suggest(
@@ -134,14 +142,19 @@ def suggest(
     last = evaluations[-1]["val_loss"]
     is_worse = last > 1.01 * lowest  # by more than it wavers
     if is_worse:
+        advice = (
+            "what the model learns by heart helps no other text. More text or fewer steps "
+            f"(--max_iters {step}) end lower."
+        )
+        if step == 0:
+            advice = f"no step has lowered it. Lower --learning_rate {settings.learning_rate:g}."
         print(
             f"\nnote: the validation loss rose from {lowest:.4f} at step {step} to {last:.4f}: "
-            "what the model learns by heart helps no other text. More text or fewer steps "
-            f"(--max_iters {max(step, 1)}) end lower."
+            f"{advice}"
         )
-        if (settings.out_dir / "best.pt").exists():  # not of tables on disk
+        if has_best(settings.out_dir, best):
             ckpt = settings.out_dir / "best.pt"
-            print(f"{ckpt} has the weights of step {step}")
+            print(f"{ckpt} has the weights of step {best[1]}")
     print("\nnext:")
     for command in commands:
         print(f"  {command_line(*command.split(), '--ckpt', ckpt)}")
