@@ -374,6 +374,17 @@ def test_records_half_way_between_steps_are_never_read_or_saved(monkeypatch):
                 use()
 
 
+def test_changed_rows_that_stay_while_slots_grow_are_stored(gpu):
+    tables, other = offloaded(gpu), resident().to(gpu.device)
+    ids = torch.tensor([[1, 2]])
+    train(tables, RowRMSprop(tables), ids, later=torch.tensor([[2]]))  # which so stays
+    tables.prefetch(torch.arange(40)[None])
+    tables.flush()
+    train(other, RowRMSprop(other), ids)
+    for mine, there in zip(tables.weight, other.weight, strict=True):
+        assert torch.equal(mine, there.cpu())
+
+
 def test_what_is_loaded_replaces_what_is_on_the_device(gpu):
     tables = offloaded(gpu)
     optimizer = RowRMSprop(tables, state="number")
