@@ -106,4 +106,6 @@ class Decoder(model.Decoder):
         if loss is not None and self.training:
             balance = torch.stack([block.ffn.auxiliary_loss for block in self.blocks]).sum()
             loss = loss + balance
+            for block in self.blocks:  # a copy of the model cannot have its graph
+                block.ffn.auxiliary_loss = None
         return logits, loss

@@ -3,6 +3,7 @@
 test_attention.py. FLOPs: test_costs.py."""
 
 import collections
+import copy
 import random
 
 import pytest
@@ -69,6 +70,12 @@ def test_hashes_give_every_expert_of_a_segment_equally_many_ids():
     assert torch.equal(ffn.hashes // 4, torch.arange(3).expand(100, 3))
     assert ffn.hashes.flatten().bincount().tolist() == [25] * 12
     assert len(set(map(tuple, ffn.hashes.tolist()))) > 30  # segments have hashes of their own
+
+
+def test_experts_can_be_copied_between_steps():
+    model, ids = decoder(ffn="moe").train(), tokens(2, 9)
+    model(ids, ids)[1].backward()
+    assert torch.equal(copy.deepcopy(model)(ids, ids)[1], model(ids, ids)[1])
 
 
 @pytest.mark.parametrize("ffn", ["dense", "engram", "stem_ngrams"])
