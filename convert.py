@@ -196,8 +196,8 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
         record = {**OPTIONAL, **given}
         record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
         record["rope"] = record.get("rope_scaling") or record.get("rope_parameters") or {}
-        require_fields(record, rope=dict, bos_token_id=int | None)
-        require_fields(record, eos_token_id=int | list[int] | None)
+        ids = dict(bos_token_id=int | None, eos_token_id=int | list[int] | None)
+        require_fields(record, rope=dict, **ids)
     weights = read_weights(folder)
     config = their_config(path, record, weights)
     if config.tie_head:

@@ -289,7 +289,7 @@ class OffloadedTables(StoredTables):
         self.dirty.index_fill_(0, slots, False)
         self.token_in.index_fill_(0, slots, -1)
         self.slot_of.index_fill_(0, tokens, -1)
-        self.announced = ids[:0]
+        self.announced = ids[:0]  # they may have no slots by the next call
 
     def record_free(self) -> None:
         """Make later transfers wait for all work queued on the compute stream so far (H2)."""

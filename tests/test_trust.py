@@ -507,6 +507,8 @@ def test_what_could_not_be_opened_is_not_written(stem_ckpt, tmp_path):
     model, encoding, _ = load_model(stem_ckpt, CPU)
     path = tmp_path / "ckpt.pt"
     save_checkpoint(path, model, encoding)
+    # No defaults of a run that there was not: --init_from would take its preset from them.
+    assert checkpoint(tmp_path)["args"].keys() == vars(model.config).keys() - {"attention_kinds"}
     before = path.read_bytes()
     for more in (dict(args={"note": "x"}), dict(step=5, optimizer={})):
         with pytest.raises(UserError, match=r"note|best"):

@@ -109,10 +109,11 @@ def save_checkpoint(
     tables = model.tables
     storage = tables.storage if tables.on_disk else None
     is_own = len(tables.weight) and type(tables).__module__ not in OUR_TABLES
-    settings = Settings.from_flat({**(args or {}), **asdict(model.config)})
+    args = {**(args or {}), **asdict(model.config)}
+    flat = Settings.from_flat(args).flat()
     checkpoint = {
         "format": FORMAT,
-        "args": settings.flat(),
+        "args": {name: flat[name] for name in args},  # defaults are those of who reads it
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
@@ -121,7 +122,7 @@ def save_checkpoint(
         **state,
     }
     try:
-        check_fields({**checkpoint, "tables": None})
+        check_fields(dict(checkpoint))
     except Damage as error:
         raise UserError(f"cannot write {path}: {error}") from None
     ranks.change_columns(checkpoint, ["wte"] if storage else ["wte", "tables"], whole=True)
