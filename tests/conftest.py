@@ -215,6 +215,14 @@ def no_gpu(request, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that a test starts
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_power_cuts():
+    """Tests do not wait until a disk has what is written, which takes milliseconds each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_loss_png(monkeypatch):
     """Runs within a test do not draw their loss.png, which takes a fifth of a second each: those of

@@ -209,7 +209,7 @@ def main():
                 try:
                     trial(world, rng, out, offload)
                 except (AssertionError, common.UserError) as error:
-                    print(f"--seed {seed} --n 1, {trial.__name__}: {error}")
+                    print(f"--seed {seed} --n 1, {trial.__name__}: {error}", file=sys.stderr)
                     n_broken += 1
                 shutil.rmtree(out.parent)
     sys.exit(n_broken and f"{n_broken} broken promises")

@@ -8,24 +8,22 @@ import shutil
 import signal
 import statistics
 import sys
-import time
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 from conftest import (
     CPU,
-    ROOT,
     add_relative,
     change_json,
     command,
     losses,
     refused,
     small_run,
-    start_process,
 )
 
-from common import UserError, locked
+from common import UserError, locked, run
 from corpora import countries
 from lab import analyze, editors, ladder, scale
 from lab import experiment as shared
@@ -107,7 +105,7 @@ def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
 
 def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, monkeypatch):
     """On fewer countries: the corpus of all takes seconds."""
-    some = countries.table()[::4]
+    some = countries.table()[::6]
     monkeypatch.setattr(countries, "table", lambda: some)
     for module in (editors, writing):
         monkeypatch.setattr(module, "STEPS", 2)
@@ -244,35 +242,40 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experi
     assert experiment.train({"": other}, [1])[""] == [experiment.folder(other)]
 
 
-def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(data, tmp_path):
-    folders = {number: tmp_path / number.name for number in (signal.SIGINT, signal.SIGTERM)}
-    processes = {}
-    for number, out in folders.items():  # side by side: Python takes seconds to start
-        args = ["--out_dir", out, "--data_dir", data, "--jobs", 1, "--device", "cpu"]
-        processes[number] = start_process(
-            ROOT / "lab/analyze.py", "stability", *args, cwd=tmp_path, start_new_session=True
-        )
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(
+    number, data, tmp_path, monkeypatch, capsys
+):
+    ended = Event()
 
-    def begun(out: Path) -> list[bool]:
-        return ['"type": "eval"' in p.read_text() for p in out.glob("runs/*/metrics.jsonl")]
+    def stop() -> None:
+        """... once a run has begun: all processes, as a terminal does, or this one alone, as a
+        scheduler does."""
+        while not ended.wait(0.05):
+            if any('"eval"' in log.read_text() for log in tmp_path.glob("runs/*/metrics.jsonl")):
+                if number == signal.SIGINT:
+                    shared.children[-1].send_signal(number)
+                os.kill(os.getpid(), number)
+                break
 
-    for number, out in folders.items():
-        process = processes[number]
-        while begun(out) != [True]:
-            assert process.poll() is None
-            time.sleep(0.05)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as a terminal does
-        else:
-            process.terminate()  # alone, as a scheduler does
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode == (130 if number == signal.SIGINT else 143)
-        assert ("the same command goes on" in said) == (number == signal.SIGINT)
-        (log,) = out.glob("runs/*/log.txt")
-        assert "continue with" in log.read_text()
-        assert log.with_name("ckpt.pt").exists()
-        with locked(log.parent):  # its process has ended
-            pass
+    line = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", 1, "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["analyze.py", "stability", *map(str, line)])
+    before = signal.getsignal(signal.SIGTERM)
+    stopper = Thread(target=stop)
+    stopper.start()
+    with pytest.raises(SystemExit) as stopped:
+        run(analyze.main)
+    ended.set()
+    stopper.join()
+    signal.signal(signal.SIGTERM, before)
+    assert stopped.value.code == 128 + number
+    said = capsys.readouterr().err
+    assert ("the same command goes on" in said) == (number == signal.SIGINT)
+    (log,) = tmp_path.glob("runs/*/log.txt")
+    assert "continue with" in log.read_text()
+    assert log.with_name("ckpt.pt").exists()
+    with locked(log.parent):  # its process has ended
+        pass
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge

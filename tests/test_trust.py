@@ -16,7 +16,6 @@ import pytest
 import torch
 from conftest import (
     CPU,
-    ROOT,
     SHAPE,
     PowerCut,
     assert_same,
@@ -30,7 +29,6 @@ from conftest import (
     refused,
     resume,
     small_run,
-    start_process,
 )
 from tqdm import tqdm
 
@@ -652,9 +650,7 @@ def test_the_tour_says_in_one_line_what_is_wrong(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
 def test_a_short_soak_breaks_no_promise():
-    process = start_process(ROOT / "tests" / "soak.py", "--n", 1, cwd=ROOT)
-    said, _ = process.communicate()
-    assert process.returncode == 0, said
+    command("tests/soak.py --n 1")
 
 
 # --- seeds ---
