@@ -144,11 +144,16 @@ def add_flags(
         options = {"help": more["about"].replace("%", "%%"), "default": SUPPRESS}
         if shown or type(shown) in (int, float):  # also 0, but not False
             options["help"] += f" ({shown})"
-        value_type = (get_args(types[setting.name]) or [types[setting.name]])[0]  # of `int | None`
+        value_type, choices = types[setting.name], more.get("choices")
+        if get_origin(value_type) is not Literal:
+            value_type = (get_args(value_type) or [value_type])[0]  # of `int | None`
+        if get_origin(value_type) is Literal:
+            choices = get_args(value_type)
+            value_type = type(choices[0])
         is_path = value_type is Path or setting.name in ("ckpt", "data_dir", "tokenizer")
         if value_type is not bool:
             given = partial(expanded, value_type) if is_path else value_type
-            options.update(type=given, choices=more.get("choices"), nargs=more.get("nargs"))
+            options.update(type=given, choices=choices, nargs=more.get("nargs"))
         elif shown or setting.default is None:
             options["action"] = BooleanOptionalAction
         else:

@@ -159,7 +159,8 @@ from common import flag
 @dataclass
 class Config(model.ModelConfig):
     rank: Optional[int] = flag(None, "rank", must="at least 1")
-    shape: Literal["flat", "deep"] = "flat"
+    shape: Literal["flat", "deep"] = flag("flat", "shape")
+    depth: Optional[Literal[1, 2]] = flag(None, "depth")
     sizes: tuple[int, ...] = (1, 2)
     rates: Optional[dict[str, float]] = None
 
@@ -172,7 +173,10 @@ def test_a_config_may_have_types_as_python_writes_them(data, tmp_path, monkeypat
     add_relative(monkeypatch, tmp_path, "typed", CONFIG)
     more = flags(data_dir=data, out_dir=tmp_path / "out", ffn="typed", max_iters=1)
     assert "--rank" in refused("train.py", *SMALL, *more, "--rank", "0")
-    command("train.py", *SMALL, *more, "--rank", "3")
+    assert "invalid choice: 3" in refused("train.py", *SMALL, *more, "--depth", "3")
+    command("train.py", *SMALL, *more, "--rank", "3", "--shape", "deep", "--depth", "2")
+    config = load_model(tmp_path / "out", CPU)[0].config
+    assert (config.shape, config.depth) == ("deep", 2)
     Config = importlib.import_module("relatives.typed").Config
     right = dict(rank=2, shape="deep", sizes=(3,), rates={"a": 1})
     assert Config(**right).rank == 2
