@@ -138,18 +138,12 @@ class DiskStorage(TableStorage):
         mmap.madvise, during which no other thread runs: a GPU would wait for launches.)"""
         if not hasattr(os, "posix_fadvise"):  # macOS, Windows
             return
-        runs: list[list[int]] = []  # [first, end] of neighbors, which are asked for as one
-        for token in torch.unique(ids).tolist():
-            if runs and runs[-1][1] == token:
-                runs[-1][1] += 1
-            else:
-                runs.append([token, token + 1])
+        tokens = torch.unique(ids).tolist()
         for name in names:
             file = self.files[name].fileno()
             n_byte = self.arrays[name][0].nbytes  # of a token
-            for first, end in runs:
-                size = (end - first) * n_byte
-                os.posix_fadvise(file, first * n_byte, size, os.POSIX_FADV_WILLNEED)
+            for token in tokens:
+                os.posix_fadvise(file, token * n_byte, n_byte, os.POSIX_FADV_WILLNEED)
 
     def copy(self, folder: Path) -> dict:
         """Write what the arrays hold now to a new folder. Returns what opens and verifies it."""
