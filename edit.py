@@ -65,7 +65,8 @@ from stem import ALIGNMENTS, align, substitute
 from tables.tables import Tables
 from text import chat
 from text.tokenizer import END, START, encode, typed
-from training.checkpoints import checkpoint_of, load_checkpoint, load_model, write_checkpoint
+from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
+from training.decoding import load_to_decode
 from training.folders import clear
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 from training.writing import (
@@ -505,7 +506,7 @@ def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, di
     """The model of --ckpt, its tokenizer and the checkpoint. UserError: it cannot be edited."""
     device = pick_device(edit.device)
     decode_in_one_thread(device)
-    model, encoding, checkpoint = load_model(
+    model, encoding, checkpoint = load_to_decode(
         edit.ckpt, device, edit.offload, edit.dtype, verify=verify
     )
     check_editable(model)

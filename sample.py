@@ -23,8 +23,7 @@ from tqdm import tqdm
 from model import Decoder
 from text import chat, tokenizer
 from text.tokenizer import encode, familiar, typed
-from training.checkpoints import load_model
-from training.decoding import norm_keys
+from training.decoding import load_to_decode, norm_keys
 from training.settings import decoding_dtype_flag, device_flag, offload_flag
 
 
@@ -181,7 +180,7 @@ def main() -> None:
     args = parse(Sampling, __doc__)
     device = pick_device(args.device)
     decode_in_one_thread(device)
-    model, encoding, checkpoint = load_model(args.ckpt, device, args.offload, args.dtype)
+    model, encoding, checkpoint = load_to_decode(args.ckpt, device, args.offload, args.dtype)
     if args.cache == "ids":
         if not model.config.embedding_only:
             raise UserError(f"--cache ids: {args.ckpt} is not an Embformer, whose keys are rows")

@@ -28,7 +28,6 @@ from common import (
     Damage,
     UserError,
     atomic,
-    has_bfloat16,
     reading,
     remove,
     require_fields,
@@ -38,7 +37,6 @@ from tables.storage import ARRAYS, DTYPES, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
-from training.decoding import cast_backbone, use_column_major_weights
 from training.digests import digests
 from training.placement import make_tables
 from training.settings import Settings
@@ -354,7 +352,6 @@ def load_model(
     path: str | Path,
     device: torch.device,
     offload: str = "none",
-    dtype: str = "float32",
     tables: Callable | None = None,
     verify: bool = False,
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
@@ -363,7 +360,6 @@ def load_model(
     Args:
         path: of the checkpoint, or a run's folder (`checkpoint_of`).
         device: where the backbone goes; tables go where `offload` says, or are made by `tables`.
-        dtype: of the backbone; auto is bfloat16 on GPUs that multiply it.
         verify: tables on disk, too, which reads all of them.
 
     Raises:
@@ -384,10 +380,4 @@ def load_model(
     if offload != "disk" and device.type == "cpu":
         weights = {name: weight.clone() for name, weight in weights.items()}
     model.load_state_dict(weights, assign=True)
-    model = model.to(device).eval()
-    on_gpu = device.type == "cuda" and has_bfloat16(device)
-    if dtype == "bfloat16" or (dtype == "auto" and on_gpu):
-        cast_backbone(model, torch.bfloat16)
-    if device.type == "cpu":
-        use_column_major_weights(model)
-    return model, encoding, checkpoint
+    return model.to(device).eval(), encoding, checkpoint

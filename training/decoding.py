@@ -1,10 +1,32 @@
-"""What decoding does to a model that was loaded: the dtype of its weights, and how they lie."""
+"""A model that is loaded to decode: the dtype of its weights, and how they lie."""
 
+from pathlib import Path
+
+import tiktoken
 import torch
 from torch import nn
 
+from common import has_bfloat16
 from model import Decoder
 from tables.tables import ResidentTables
+from training.checkpoints import load_model
+
+
+def load_to_decode(
+    path: str | Path,
+    device: torch.device,
+    offload: str = "none",
+    dtype: str = "float32",
+    verify: bool = False,
+) -> tuple[Decoder, tiktoken.Encoding, dict]:
+    """As `load_model`. dtype: of the backbone; auto is bfloat16 on GPUs that multiply it."""
+    model, encoding, checkpoint = load_model(path, device, offload, verify=verify)
+    on_gpu = device.type == "cuda" and has_bfloat16(device)
+    if dtype == "bfloat16" or (dtype == "auto" and on_gpu):
+        cast_backbone(model, torch.bfloat16)
+    if device.type == "cpu":
+        use_column_major_weights(model)
+    return model, encoding, checkpoint
 
 
 def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:

@@ -24,6 +24,7 @@ from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables, StoredTables
 from text.tokenizer import encode
 from training.checkpoints import load_model, tables_folder
+from training.decoding import load_to_decode
 from training.placement import make_tables
 
 
@@ -89,5 +90,5 @@ def test_a_gpu_gets_tables_through_the_ring(tmp_path):
 @pytest.mark.parametrize("ffn", ["stem", "embformer"])
 def test_a_head_that_decodes_on_a_cpu_lies_by_columns(trained, ffn):
     """Also one that is the input embedding: single rows are multiplied twice as fast."""
-    model, _, _ = load_model(trained[ffn] / "ckpt.pt", CPU)
+    model, _, _ = load_to_decode(trained[ffn] / "ckpt.pt", CPU)
     assert model.head_weight.stride() == (1, model.config.vocab_size)
