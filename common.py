@@ -333,13 +333,6 @@ def mixed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def decode_in_one_thread(device: torch.device) -> None:
-    """For commands that decode a token or two at a time: on a CPU, more threads are no faster, and
-    slower beside other programs (docs/results.md). OMP_NUM_THREADS says otherwise."""
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-
-
 CPU_INFO = Path("/proc/cpuinfo")
 
 

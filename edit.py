@@ -40,7 +40,6 @@ from common import (
     UserError,
     check_ranges,
     command_line,
-    decode_in_one_thread,
     flag,
     locked,
     parse,
@@ -66,9 +65,9 @@ from tables.tables import Tables
 from text import chat
 from text.tokenizer import END, START, encode, typed
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
-from training.decoding import load_to_decode
+from training.decoding import decode_in_one_thread, decoding_dtype_flag, load_to_decode
 from training.folders import clear
-from training.settings import decoding_dtype_flag, device_flag, offload_flag
+from training.settings import device_flag, offload_flag
 from training.writing import (
     Fact,
     changed_rows,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 # Before torch, whose threads it tells how to wait.
-from common import UserError, check_ranges, decode_in_one_thread, flag, parse, pick_device, run
+from common import UserError, check_ranges, flag, parse, pick_device, run
 
 # isort: split
 import tiktoken
@@ -23,8 +23,8 @@ from tqdm import tqdm
 from model import Decoder
 from text import chat, tokenizer
 from text.tokenizer import encode, familiar, typed
-from training.decoding import load_to_decode, norm_keys
-from training.settings import decoding_dtype_flag, device_flag, offload_flag
+from training.decoding import decode_in_one_thread, decoding_dtype_flag, load_to_decode, norm_keys
+from training.settings import device_flag, offload_flag
 
 
 @dataclass

@@ -1,15 +1,28 @@
-"""A model that is loaded to decode: the dtype of its weights, and how they lie."""
+"""A model that is loaded to decode: threads, the dtype of its weights, and how they lie."""
 
+import os
 from pathlib import Path
 
 import tiktoken
 import torch
 from torch import nn
 
-from common import has_bfloat16
+from common import flag, has_bfloat16
 from model import Decoder
 from tables.tables import ResidentTables
 from training.checkpoints import load_model
+
+
+def decoding_dtype_flag() -> str:
+    about = "dtype of weights and cache; auto: bfloat16 on GPUs that support it"
+    return flag("auto", about, choices=("auto", "float32", "bfloat16"))
+
+
+def decode_in_one_thread(device: torch.device) -> None:
+    """For commands that decode a token or two at a time: on a CPU, more threads are no faster, and
+    slower beside other programs (docs/results.md). OMP_NUM_THREADS says otherwise."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def load_to_decode(

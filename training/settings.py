@@ -76,11 +76,6 @@ def offload_flag() -> str:
     return flag("none", about, choices=("none", "cpu", "disk"))
 
 
-def decoding_dtype_flag() -> str:
-    about = "dtype of weights and cache; auto: bfloat16 on GPUs that support it"
-    return flag("auto", about, choices=("auto", "float32", "bfloat16"))
-
-
 @dataclass
 class Settings:
     """A training run, complete and checked: all that train.py needs to know."""
