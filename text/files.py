@@ -140,16 +140,23 @@ def record_of(text: str) -> Any:
 
 
 def rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield a table's rows with the numbers of their last lines. Of comma, semicolon and tab, the
-    one that the first line has most often divides cells. UserError: quotes do not match."""
+    """Yield a table's rows with the numbers of their last lines, or ValueErrors for rows with more
+    cells than names. Tabs divide the cells of a .tsv, else of comma, semicolon and tab the one that
+    the first line has most often. UserError: quotes do not match, or two columns have one name."""
     csv.field_size_limit(2**31 - 1)
     head = next(file, "")
-    delimiter = max(",;\t", key=head.count)
+    delimiter = "\t" if kind_of_file(path) == ".tsv" else max(",;\t", key=head.count)
     reader = csv.reader(chain([head], file), delimiter=delimiter, strict=True)
     try:
         names = [name.strip().lower() for name in next(reader, [])]
+        for name, n in Counter(filter(None, names)).items():
+            if n > 1:
+                raise UserError(f"--input {path}: {n} columns are called {name}: rename or delete")
         for cells in reader:
-            yield reader.line_num, dict(zip_longest(names, cells, fillvalue=""))
+            row = dict(zip_longest(names, cells, fillvalue=""))
+            too_many = any(cells[len(names) :])
+            wrong = ValueError("more cells than columns: quote what has a separator in it")
+            yield reader.line_num, wrong if too_many else row
     except csv.Error as error:
         raise UserError(f"--input {path}:{reader.line_num}: {error}") from None
 

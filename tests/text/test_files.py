@@ -75,6 +75,23 @@ def test_a_table_whose_quotes_do_not_match_is_refused(tmp_path):
         found(path)
 
 
+def test_cells_beyond_the_columns_are_read_or_refused(tmp_path):
+    texts = [f"Start {i}, and END{i}" for i in range(3)]
+    (tmp_path / "a.tsv").write_text("\n".join(["a, text", *texts]))
+    assert found(tmp_path / "a.tsv", columns=["a, text"])[0] == texts
+    (tmp_path / "a.csv").write_text('text\n"quoted, whole"\nempty,\n')
+    assert found(tmp_path / "a.csv")[0] == ["quoted, whole", "empty"]
+    (tmp_path / "a.csv").write_text("\n".join(["text", *texts]))
+    with pytest.raises(UserError, match=r"a\.csv:2: more cells than columns: quote"):
+        found(tmp_path / "a.csv")
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer,Answer\nq1,GOOD,\nq2,GOOD,BAD\n")
+    with pytest.raises(UserError, match=r"a\.csv: 2 columns are called answer"):
+        found(tmp_path / "a.csv")
+
+
 def test_columns_are_named_by_a_flag(tmp_path, data):
     rows = [{"pregunta": f"¿{i}?", "respuesta": f"Sí {i}."} for i in range(30)]
     (tmp_path / "a.csv").write_text(table(",", [*rows, dict.fromkeys(rows[0], "")]))
