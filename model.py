@@ -617,7 +617,7 @@ class Decoder(nn.Module):
         """[B, T] -> [B, T, n_embd]."""
         if self.head is None:
             return self.wte(send(ids, self.device))
-        return next(self.wte.lookup(ids))
+        return next(self.wte.lookup(ids)).to(self.head_weight.dtype)
 
     @property
     def head_weight(self) -> Tensor:  # [V, n_embd]

@@ -57,6 +57,7 @@ class Tables(nn.Module):
     state: list[Tensor]  # likewise what the optimizer keeps for each number, see `add_state`
     storage: TableStorage | None = None  # where they are stored, if they are not parameters
     on_disk = False
+    frozen = False  # rows stay as they are, see `requires_grad_`
     n_rank = 1  # processes, each of which has columns of its own (sharded.py)
 
     def __init__(self, n_row: int, width: int) -> None:
@@ -86,8 +87,15 @@ class Tables(nn.Module):
 
     # --- for the decoder ---
 
+    def requires_grad_(self, requires_grad: bool = True) -> "Tables":
+        """False: rows stay as they are; to be called before an `Optimizer` is made. That of the
+        whole model does not reach them, as they are no parameters: it leaves rows alone to be
+        trained."""
+        self.frozen = not requires_grad
+        return super().requires_grad_(requires_grad)
+
     def in_training(self) -> bool:
-        return self.training and torch.is_grad_enabled()
+        return self.training and torch.is_grad_enabled() and not self.frozen
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table in turn, [B, T, W] on the compute device; in training they
@@ -210,8 +218,8 @@ class Tables(nn.Module):
             f"the gradients of {self.n_read} lookups were not taken: AdamW(model.parameters()) "
             "does not train tables, nor an embedding that is not the head. Take "
             "training.optimizer.Optimizer, or give each of them a tables.rmsprop.RowRMSprop, and "
-            "call its step(lr) after each step. (Those that are to stay as they are: .eval(), "
-            "after each model.train(). More micro-batches in a step, on purpose: raise "
+            "call its step(lr) after each step. (Those that are to stay as they are: "
+            ".requires_grad_(False). More micro-batches in a step, on purpose: raise "
             "tables.tables.MOST_READS.)"
         )
 

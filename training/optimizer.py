@@ -88,9 +88,10 @@ class Optimizer:
         self.rmsprops: dict[str, RowRMSprop] = {}
         for name in ("tables", "wte"):
             tables = getattr(model, name)
-            if isinstance(tables, Tables) and len(tables.weight):
+            if isinstance(tables, Tables) and len(tables.weight) and not tables.frozen:
                 whole = settings.table_optimizer == "adamw"
-                tables.requires_grad_(whole)
+                for weight in tables.weight:
+                    weight.requires_grad_(whole)
                 if not whole:
                     self.rmsprops[name] = RowRMSprop(
                         tables, settings.beta2, state=settings.table_state, seed=settings.seed

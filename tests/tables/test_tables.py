@@ -11,6 +11,8 @@ from tables import rmsprop
 from tables import tables as tables_module
 from tables.rmsprop import RowRMSprop, round_stochastically
 from tables.tables import ResidentTables
+from training.optimizer import Optimizer
+from training.settings import Settings
 
 V, W = 11, 6
 
@@ -205,7 +207,36 @@ def test_a_step_on_the_rows_that_were_read_is_the_step_on_whole_tables(state, be
     torch.testing.assert_close([weight.data for weight in made.weight], weights, **exact)
 
 
+@pytest.mark.parametrize("name", ["tables", "wte"])
+def test_what_is_frozen_stays_and_the_rest_is_trained(name):
+    torch.manual_seed(0)
+    config = ModelConfig(V, 8, 3, 2, 32)
+    model = Decoder(config).train()
+    getattr(model, name).requires_grad_(False)
+    optimizer = Optimizer(model, Settings(model=config))
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    model(BATCH, BATCH)[1].backward()
+    optimizer.step(1.0)
+    same = {key for key, weight in model.state_dict().items() if torch.equal(weight, before[key])}
+    assert same == {key for key in before if key.startswith(name)}
+
+
 # --- bfloat16 ---
+
+
+def test_a_model_of_16_bits_is_trained():
+    torch.manual_seed(0)
+    config = ModelConfig(V, 8, 3, 2, 32)
+    model = Decoder(config).to(torch.bfloat16).train()
+    optimizer = Optimizer(model, Settings(model=config))
+    losses = []
+    for _ in range(30):
+        _, loss = model(BATCH, BATCH)
+        loss.backward()
+        optimizer.step(1.0)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
 
 
 def test_stochastic_rounding_hits_neighbors_with_the_right_mean():
