@@ -188,4 +188,7 @@ def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained)
     midtrain = dict(stage="midtrain", init_from="x")  # in windows of the model's length
     assert steps("tokens", 10**5, **midtrain) * 8 * 32 / 10**5 == pytest.approx(1.7, rel=0.01)
     assert steps("tokens", 10**6, max_iters=3) == 3
-    assert steps("tokens", 10**6, 2 * 10**6) == steps("tokens", 3 * 10**6)  # a mixture
+    # Of a mixture, passes over the folder that is read most.
+    for mixture, n in (("a=1,b=2", 3 * 10**6), ("a=1,b=1", 2 * 10**6), ("a=1,b=9", 2.2e6)):
+        mixed = steps("tokens", 10**6, 2 * 10**6, data_dir=mixture)
+        assert mixed == pytest.approx(1.7 * n / (8 * 256), rel=0.02)

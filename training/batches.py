@@ -18,9 +18,9 @@ SOURCES = {"chat": Conversations, "preference": Pairs}
 
 
 class Data:
-    """What a run reads: `train`, a source of sequences, of which `n_sequence` are different;
-    `val`, a source for each folder; `weights` and `metas` of the folders; their `encoding` and
-    `corpora`."""
+    """What a run reads: `train`, a source of sequences, of which `n_sequence` are read until one is
+    read again; `val`, a source for each folder; `weights` and `metas` of the folders; their
+    `encoding` and `corpora`."""
 
     def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
         """Open a folder, or a mixture of folders, of `kind` text, chat or preference; with `total`
@@ -45,7 +45,8 @@ class Data:
             if total:
                 train.append(self.open(folder, "train", meta, kind, block_size, seed))
             self.val[str(folder)] = self.open(folder, "val", meta, kind, block_size, None)
-        self.n_sequence = sum(source.n_sequence for source in train)
+        pairs = zip(train, self.weights, strict=False)
+        self.n_sequence = min((source.n_sequence / weight for source, weight in pairs), default=0)
         if len(train) > 1:
             self.train = Mixture(train, self.weights, total, seed)
         elif train:

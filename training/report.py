@@ -87,7 +87,8 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
 
 
 def passes(settings: Settings, data: Data) -> float:
-    """How often the steps of a run read its windows of text, or its conversations."""
+    """How often the steps of a run read its windows of text, or its conversations; of a mixture,
+    those of the folder that is read most often."""
     return settings.max_iters * settings.batch_size / data.n_sequence
 
 
@@ -98,7 +99,8 @@ def format_figures(figures: dict[str, float]) -> str:
         number = f"{value:,.0f}" if value >= 1000 else f"{value:.5g}"
         if name == "recall":
             number = f"{value:.0%}"
-        shown.append(f"{name.replace('_', ' ')} {number}")
+        figure, slash, folder = name.partition("/")
+        shown.append(f"{figure.replace('_', ' ')}{slash}{folder} {number}")
     return ", ".join(shown)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from common import Parser, UserError, add_flags, check_ranges, flag, make_parser
 from model import ModelConfig, decoder_class, relatives
 from tables.storage import DTYPES
+from training.batches import parse_mixture
 from training.objectives import NextToken
 from training.preference import Preference
 
@@ -296,8 +297,9 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
         n_sequence = stage.epochs * metas[0]["train"]["documents"]  # of one folder
         steps = max(FEWEST, n_sequence // batch_size)
     else:
-        n_sequence = PASSES * sum(meta["train"]["tokens"] for meta in metas)
-        n_sequence /= settings.model.block_size
+        weights = parse_mixture(settings.data_dir).values()  # passes over what is read most
+        n_token = min(m["train"]["tokens"] / w for m, w in zip(metas, weights, strict=True))
+        n_sequence = PASSES * n_token / settings.model.block_size
         if not {"batch_size", "max_iters"} & set(said):
             while batch_size > 1 and n_sequence / batch_size < ENOUGH:
                 batch_size //= 2

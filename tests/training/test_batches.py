@@ -175,6 +175,8 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
     assert isinstance(data.train, Mixture)
     assert data.weights == [0.75, 0.25]
     assert list(data.val) == [str(a), str(b)]
+    alone = Data(str(a), "text", 10, seed=1, total=50)
+    assert data.n_sequence * 0.75 == pytest.approx(alone.n_sequence)  # then a is read again
 
 
 def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
