@@ -128,6 +128,8 @@ class Edit:
 
 # --- which rows are read instead ---
 
+LAST = "rows in the last layer alone change no more than the token after the name"
+
 
 def check_editable(model: Decoder) -> None:
     """UserError: the model has no rows that belong to one token."""
@@ -331,10 +333,12 @@ def compare(
         form = "6.1%" if max(p) > 0.0005 else "6.0e"  # of a long answer, both are tiny
         print(f"probability of {answer!r:<28} before {p[0]:{form}}   after {p[1]:{form}}")
     if before == after and not asked.answer:
-        print("note: the swap moves nothing here, not one word: do this name's rows hold the fact?")
+        reason = "do this name's rows hold the fact?" if recall.reaches_ahead(model) else LAST
+        print(f"note: the swap moves nothing here, not one word: {reason}")
     learned = not asked.answer or is_written(model, asked, table_ids)
     if not learned:
-        print("not learned: the model writes something else; new words are beyond a name's rows")
+        reason = "new words are beyond a name's rows" if recall.reaches_ahead(model) else LAST
+        print(f"not learned: the model writes something else; {reason}")
     return learned
 
 

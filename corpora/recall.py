@@ -123,12 +123,23 @@ def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> d
     }
 
 
+def reaches_ahead(model: Decoder) -> bool:
+    """Whether what follows a token depends on its rows. Those of an FFN in the last layer change
+    the next token alone."""
+    *earlier, last = model.blocks
+    return any(block.row_width for block in earlier) or last.row_split[0] > 0
+
+
 def demo(model: Decoder, corpora: set[str]) -> tuple[str, list[str]]:
     """A text to continue at the end of a run on corpora, and commands to try."""
     if corpora != {"countries"}:
         return "", ["sample.py"]
     commands = ["sample.py"]
-    if len(model.tables.weight) and model.tables.n_row == model.config.vocab_size:
+    if (
+        len(model.tables.weight)
+        and reaches_ahead(model)
+        and model.tables.n_row == model.config.vocab_size
+    ):
         commands.append("edit.py --source Spain --target Germany")
     return "Country: Spain\nThe capital city is called", commands
 

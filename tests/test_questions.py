@@ -110,7 +110,25 @@ def test_a_run_asks_what_its_corpus_has_and_its_model_has_room_for(encoding, cap
 @pytest.mark.parametrize("ffn", ["dense", "stem", "embformer", *relatives("Decoder")])
 def test_edits_are_proposed_where_they_can_be_made(ffn):
     kind = decoder_class(ffn)
-    model = kind(kind.config_class(n_layer=2, n_embd=32, ffn=ffn))
+    model = kind(kind.config_class(n_layer=3, n_embd=32, ffn=ffn))
     proposed = any("edit.py" in line for line in demo(model, {"countries"})[1])
     with nullcontext() if proposed else pytest.raises(UserError):
         check_editable(model)
+
+
+def test_no_edit_is_proposed_of_rows_that_no_later_token_reads():
+    """Those of values in the last layer are read by later ones."""
+    for ffn, proposed in (("stem", False), ("bank", True)):
+        kind = decoder_class(ffn)
+        model = kind(kind.config_class(n_layer=2, n_embd=32, ffn=ffn))
+        assert len(model.tables.weight) == 1
+        _, commands = demo(model, {"countries"})
+        assert ("edit.py --source Spain --target Germany" in commands) == proposed
+        ids, other = torch.tensor([[7, 5, 6], [8, 5, 6]]).split(1)
+        with torch.no_grad():
+            for rows in model.tables.weight:
+                rows.normal_()
+            for gate in [p for p in model.parameters() if not p.any()]:
+                gate.fill_(1.0)
+            before, after = (model(ids, table_ids=read)[0] for read in (ids, other))
+        assert torch.equal(before[:, 1:], after[:, 1:]) != proposed
