@@ -96,6 +96,7 @@ def resolve_settings(**given) -> Settings:
     if given.get("eval_only"):
         given["init_from"] = path = checkpoint_of(given.get("init_from", out_dir))
         args = {**read_checkpoint(path)["args"], "offload": "none", "device": "auto"}
+        args.pop("eval_tokens", None)  # by the same number, checkpoints compare
         if "device_batch_size" in given:  # it need not divide the run's
             args["batch_size"] = given["device_batch_size"]
         return changed_settings(given, args, EVAL_FLAGS)
@@ -180,8 +181,8 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
             )
         if (checkpoint["data"], checkpoint["weights"]) != (data.metas, data.weights):
             raise UserError(
-                f"--data_dir {settings.data_dir} is not what {origin} was trained on: "
-                "leave it out, or prepare it again"
+                f"--data_dir {settings.data_dir} is not what {origin} was trained on: name the "
+                "folder that is, or start a new run with --init_from and another --out_dir"
             )
     elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
@@ -243,8 +244,6 @@ def start(
             print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
         run.step = checkpoint["step"]
         run.best = checkpoint["best"]
-    elif ranks.rank == 0:
-        remove_run(settings.out_dir)
     objective.begin(data, checkpoint["objective"] if settings.resume else None)
     if settings.compile:
         check_compiler(device)
@@ -259,9 +258,10 @@ def start(
 def fit(run: Run) -> None:
     """Train to the last step, and report what was learned."""
     settings, model, data = run.settings, run.model, run.data
-    log = Log(settings.out_dir / "metrics.jsonl", run.step, silent=ranks.rank > 0)
-    log.write(
-        type="run",
+    log = Log(
+        settings.out_dir / "metrics.jsonl",
+        run.step,
+        silent=ranks.rank > 0,
         args=settings.flat(),
         sizes=model_sizes(model),
         data=data.metas,
@@ -339,6 +339,8 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
     meter.read()
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(settings, "validation", losses["val_loss"], run.step)
+    if run.step == 0 and not settings.resume and ranks.rank == 0:
+        remove_run(settings.out_dir)  # not before: this one can be evaluated
     losses.update(recall.ask(run.model, data.encoding, data.corpora, briefly=True))
     meter.log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:

@@ -19,6 +19,7 @@ from conftest import (
     SHAPE,
     SMALL,
     PowerCut,
+    add_relative,
     assert_same,
     assert_same_run,
     change_json,
@@ -43,7 +44,7 @@ from training.checkpoints import checkpoint_of, load_model
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
 from training.records import read_run
-from training.report import model_sizes
+from training.report import format_figures, model_sizes
 from training.settings import PRESETS, Settings
 
 FILES = {"ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"}
@@ -164,6 +165,33 @@ def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
     assert {str(path) for path in contents(out)} == FILES
     resume(out, max_iters=13)  # which replaces nothing
     assert losses(out)[:12] == losses(trained["stem"])
+
+
+BROKEN = """
+import model
+
+class Decoder(model.Decoder):
+    def embed(self, ids):
+        raise NotImplementedError
+"""
+
+
+def no_compiler(device) -> None:
+    raise UserError("--compile does not work here")
+
+
+def test_a_run_is_replaced_by_one_that_works(out, data, tmp_path, monkeypatch):
+    before = contents(out)
+    add_relative(monkeypatch, tmp_path, "broken", BROKEN)
+    for more, error in (
+        (dict(ffn="broken"), NotImplementedError),
+        (dict(compile=True), UserError),
+        (dict(init_std=1e30), UserError),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(train, "check_compiler", no_compiler)
+            small_run(data, out, overwrite=True, **more)
+        assert contents(out) == before
 
 
 def test_closed_streams_are_no_failure(data, tmp_path):
@@ -370,13 +398,24 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
     for ffn, more in (("dense", " --device_batch_size 3"), ("embformer", " --offload disk")):
         out = trained[ffn]
         before = contents(out)
-        line = f"train.py --eval_only --out_dir {out} --data_dir {data},{other}/{more}"
+        given = f"--out_dir {out} --data_dir {data},{other}/ --eval_tokens 1024{more}"
         last = read_run(out)["eval"][-1]
-        lines = command(line).stdout.splitlines()
+        lines = command(f"train.py --eval_only {given}").stdout.splitlines()
         for line, folder in zip(lines, (data, f"{other}/"), strict=True):
             assert f"ckpt.pt on {folder}" in line and f"val loss {last['val_loss']:.5g}" in line
             assert f"val loss per byte {last['val_loss_per_byte']:.5g}" in line
         assert contents(out) == before
+
+
+def test_figures_are_shown_in_words_but_for_folders():
+    figures = {"val_loss/data/my_text": 1.5, "tok_per_s": 6800.4}
+    assert format_figures(figures) == "val loss/data/my_text 1.5, tok per s 6,800"
+
+
+def test_eval_only_reads_as_much_whatever_the_run_read(trained, data, tmp_path):
+    out = small_run(data, tmp_path / "brief", ffn="dense", eval_tokens=64)
+    said = [command(f"train.py --eval_only --out_dir {x}").stdout for x in (out, trained["dense"])]
+    assert said[0].partition(" on ")[2] == said[1].partition(" on ")[2]
 
 
 def test_eval_only_reads_shorter_windows(trained, data):

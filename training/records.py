@@ -35,26 +35,33 @@ FIELDS = {
 
 
 class Log:
-    """Writes metrics.jsonl, unless it is `silent`. A run that resumes keeps the lines up to its
-    step, and goes on."""
+    """Writes metrics.jsonl, unless it is `silent`: first the record of the `run`, once there is
+    another one. A run that resumes keeps the lines up to its step, and goes on."""
 
-    def __init__(self, path: Path, resume_step: int, *, silent: bool = False) -> None:
+    def __init__(self, path: Path, resume_step: int, *, silent: bool = False, **run) -> None:
         self.path = path
+        self.resume_step = resume_step
         self.silent = silent
-        if silent:
-            return
+        self.run = run
+        self.begun = False
+
+    def begin(self) -> None:
         kept = []
-        if resume_step and path.exists():
-            for record in read_metrics(path):
+        if self.resume_step and self.path.exists():
+            for record in read_metrics(self.path):
                 # A resumed run first evaluates again at its step.
-                last = resume_step if record["type"] == "step" else resume_step - 1
+                last = self.resume_step if record["type"] == "step" else self.resume_step - 1
                 if record.get("step", 0) <= last:
                     kept.append(to_line(record))
-        with atomic(path) as temporary:
+        kept.append(to_line({"type": "run", **self.run}))
+        with atomic(self.path) as temporary:
             temporary.write_text("".join(kept), encoding="utf-8")
+        self.begun = True
 
     def write(self, **record) -> None:
         if not self.silent:
+            if not self.begun:
+                self.begin()
             with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
                 file.write(to_line(record))
 
