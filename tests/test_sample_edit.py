@@ -279,7 +279,8 @@ def test_a_swap_that_moves_nothing_says_so(stem_ckpt, monkeypatch, capsys):
     for after in (5, 6):
         monkeypatch.setattr(edit, "continuations", lambda *_, after=after: ([5], [after]))
         edit.compare(model, encoding, wanted, asked, asked.prompt)
-        assert ("moves nothing" in capsys.readouterr().out) == (after == 5)
+        said = capsys.readouterr().out  # its only table is in the second of two layers
+        assert ("moves nothing" in said) == ("rows in the last layer alone" in said) == (after == 5)
 
 
 def test_probabilities_of_long_answers_are_told_apart(stem_ckpt, monkeypatch, capsys):

@@ -180,7 +180,7 @@ def no_compiler(device) -> None:
     raise UserError("--compile does not work here")
 
 
-def test_a_run_is_replaced_by_one_that_works(out, data, tmp_path, monkeypatch):
+def test_a_run_is_replaced_by_one_that_works(out, trained, data, tmp_path, monkeypatch):
     before = contents(out)
     add_relative(monkeypatch, tmp_path, "broken", BROKEN)
     for more, error in (
@@ -192,6 +192,9 @@ def test_a_run_is_replaced_by_one_that_works(out, data, tmp_path, monkeypatch):
             patch.setattr(train, "check_compiler", no_compiler)
             small_run(data, out, overwrite=True, **more)
         assert contents(out) == before
+    replaced = shutil.copytree(trained["stem"], tmp_path / "replaced")
+    small_run(data, replaced, overwrite=True, offload="disk", max_iters=2)
+    assert not (replaced / "best.pt").exists()
 
 
 def test_closed_streams_are_no_failure(data, tmp_path):
