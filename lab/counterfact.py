@@ -509,7 +509,7 @@ def counterfact(experiment: Experiment) -> None:
         stages, numbers, cores = QUICK, COUNTED[:1], 0
     if experiment.seeds:
         numbers = experiment.numbers
-    seeds = [*numbers, SEARCHED]
+    seeds = [*numbers] if experiment.quick else [*numbers, SEARCHED]
     folders = experiment.train(MODELS, seeds)
 
     def trial(name: str, setting: dict, seed: int, size: int = 1) -> Trial:

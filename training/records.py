@@ -46,6 +46,7 @@ class Log:
         self.begun = False
 
     def begin(self) -> None:
+        """Write the lines that are kept, and the run's record."""
         kept = []
         if self.resume_step and self.path.exists():
             for record in read_metrics(self.path):
