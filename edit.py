@@ -65,7 +65,7 @@ from tables.tables import Tables
 from text import chat
 from text.tokenizer import END, START, encode, typed
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
-from training.decoding import decode_in_one_thread, decoding_dtype_flag, load_to_decode
+from training.decoding import decoding_dtype_flag, load_to_decode
 from training.folders import clear
 from training.settings import device_flag, offload_flag
 from training.writing import (
@@ -508,7 +508,6 @@ def undo(edit: Edit, path: Path) -> None:
 def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of --ckpt, its tokenizer and the checkpoint. UserError: it cannot be edited."""
     device = pick_device(edit.device)
-    decode_in_one_thread(device)
     model, encoding, checkpoint = load_to_decode(
         edit.ckpt, device, edit.offload, edit.dtype, verify=verify
     )

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from model import Decoder
 from text import chat, tokenizer
 from text.tokenizer import encode, familiar, typed
-from training.decoding import decode_in_one_thread, decoding_dtype_flag, load_to_decode, norm_keys
+from training.decoding import decoding_dtype_flag, load_to_decode, norm_keys
 from training.settings import device_flag, offload_flag
 
 
@@ -179,7 +179,6 @@ def converse(talk: Chat, seed: int, **options) -> None:
 def main() -> None:
     args = parse(Sampling, __doc__)
     device = pick_device(args.device)
-    decode_in_one_thread(device)
     model, encoding, checkpoint = load_to_decode(args.ckpt, device, args.offload, args.dtype)
     if args.cache == "ids":
         if not model.config.embedding_only:

@@ -172,7 +172,7 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
     out_dir, origin = settings.out_dir, settings.origin
     if checkpoint is not None:
         theirs = tokenizer.fingerprint(read_encoding(origin, checkpoint))
-        folder = next(iter(parse_mixture(settings.data_dir)))
+        folder = next(iter(data.val))
         check_tokenizer(data.metas[0]["tokenizer"], folder, theirs, origin)
     if settings.resume:
         if "optimizer" not in checkpoint:

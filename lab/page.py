@@ -28,7 +28,7 @@ import edit
 from lab.rows import compared, nearest, swapped
 from sample import Chat, Sampling
 from text.tokenizer import encode, typed
-from training.decoding import decode_in_one_thread, load_to_decode
+from training.decoding import load_to_decode
 from training.writing import changed_rows, with_rows
 
 HOST = "127.0.0.1"
@@ -49,7 +49,6 @@ class Page(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             raise UserError(f"--port {port}: {error}: choose another, or 0 for any") from None
         device = common.pick_device("auto")
-        decode_in_one_thread(device)
         self.model, self.encoding, self.checkpoint = load_to_decode(ckpt, device)
         self.model.register_forward_pre_hook(self.check_stop)
         layers = [layer for layer, block in enumerate(self.model.blocks) if block.row_width]

@@ -139,7 +139,7 @@ def record_of(text: str) -> Any:
     return record
 
 
-def rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, str]]]:
+def rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, str] | ValueError]]:
     """Yield a table's rows with the numbers of their last lines, or ValueErrors for rows with more
     cells than names. Tabs divide the cells of a .tsv, else of comma, semicolon and tab the one that
     the first line has most often. UserError: quotes do not match, or two columns have one name."""
@@ -154,9 +154,9 @@ def rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, str]]]:
                 raise UserError(f"--input {path}: {n} columns are called {name}: rename or delete")
         for cells in reader:
             row = dict(zip_longest(names, cells, fillvalue=""))
-            too_many = any(cells[len(names) :])
-            wrong = ValueError("more cells than columns: quote what has a separator in it")
-            yield reader.line_num, wrong if too_many else row
+            if any(cells[len(names) :]):
+                row = ValueError("more cells than columns: quote what has a separator in it")
+            yield reader.line_num, row
     except csv.Error as error:
         raise UserError(f"--input {path}:{reader.line_num}: {error}") from None
 

@@ -32,7 +32,9 @@ def load_to_decode(
     dtype: str = "float32",
     verify: bool = False,
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """As `load_model`. dtype: of the backbone; auto is bfloat16 on GPUs that multiply it."""
+    """As `load_model`, and on a CPU in one thread from here on. dtype: of the backbone; auto is
+    bfloat16 on GPUs that multiply it."""
+    decode_in_one_thread(device)
     model, encoding, checkpoint = load_model(path, device, offload, verify=verify)
     on_gpu = device.type == "cuda" and has_bfloat16(device)
     if dtype == "bfloat16" or (dtype == "auto" and on_gpu):

@@ -30,7 +30,7 @@ from common import UserError, writing
 from model import Block, Decoder, rotary
 from tables.tables import ResidentTables, Tables, send
 from text import tokenizer
-from training.batches import Data, check_tokenizer, parse_mixture
+from training.batches import Data, check_tokenizer
 from training.checkpoints import load_model
 
 SEED = 1337  # of random rows and of the order of the text
@@ -94,7 +94,7 @@ def read_text(
     if not 0 < length <= longest:
         raise UserError(f"--block_size {length}: {path} reads 1 to {longest} tokens")
     data = Data(data_dir, "text", length, SEED, total=n // length + 1)
-    folder = next(iter(parse_mixture(data_dir)))
+    folder = next(iter(data.val))
     check_tokenizer(data.metas[0]["tokenizer"], folder, tokenizer.fingerprint(encoding), path)
     texts = []
     for source, part in ((data.train, n), (next(iter(data.val.values())), n // 32)):

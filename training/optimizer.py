@@ -90,7 +90,7 @@ class Optimizer:
             tables = getattr(model, name)
             if isinstance(tables, Tables) and len(tables.weight) and not tables.frozen:
                 whole = settings.table_optimizer == "adamw"
-                for weight in tables.weight:
+                for weight in tables.weight:  # not of the tables, which would freeze them
                     weight.requires_grad_(whole)
                 if not whole:
                     self.rmsprops[name] = RowRMSprop(
