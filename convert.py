@@ -179,7 +179,7 @@ def read_folder(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     model, bos_id, eos_ids = read_model(folder)
     encoding = read_tokenizer(folder / "tokenizer.json", model.config.vocab_size, bos_id)
     ends = {encoding.decode([i]) for i in eos_ids if 0 <= i < encoding.n_vocab}
-    if ends and not ends & {"<|endoftext|>", tokenizer.END}:
+    if ends and not ends & {*tokenizer.ENDS}:
         note = f"note: {folder} ends texts with {', '.join(sorted(ends))}: sampling goes on there"
         print(note, file=sys.stderr)
     return model, encoding
@@ -359,8 +359,7 @@ def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> No
         record["rope_scaling"] = {"rope_type": "llama3", **scaling}
     # What ends a text and an answer, for `generate`.
     generation = {name: encoding.eot_token for name in ("bos_token_id", "pad_token_id")}
-    ends = encoding.special_tokens_set & {"<|endoftext|>", tokenizer.END}
-    generation["eos_token_id"] = sorted(encoding.encode_single_token(name) for name in ends)
+    generation["eos_token_id"] = sorted(tokenizer.ends(encoding))
     with atomic(folder) as unfinished:
         unfinished.mkdir()
         write_tokenizer(unfinished, encoding, config.block_size)

@@ -62,7 +62,7 @@ from corpora.questions import score_answers
 from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from tables.tables import Tables
-from text import chat
+from text import chat, tokenizer
 from text.tokenizer import END, START, encode, typed
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
 from training.decoding import decoding_dtype_flag, load_to_decode
@@ -257,7 +257,7 @@ SENTENCE = re.compile(
 
 def until_end(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     """The tokens up to the end of a text or of a message."""
-    ends = (encoding.eot_token, encoding.encode_single_token(END))
+    ends = tokenizer.ends(encoding)
     return list(takewhile(lambda token: token not in ends, tokens))
 
 

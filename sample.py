@@ -62,12 +62,12 @@ def write(
     model: Decoder,
     encoding: tiktoken.Encoding,
     ids: list[int],
-    ends: tuple[int, ...],
     written: list[int],
     **options,
 ) -> Iterator[str]:
-    """Yield what the model writes after `ids` as it comes, up to one of the tokens `ends`. The
-    tokens before it go to the list `written`. `options` as for `Decoder.stream`."""
+    """Yield what the model writes after `ids` as it comes, up to the end of a text or a message.
+    The tokens before it go to the list `written`. `options` as for `Decoder.stream`."""
+    ends = tokenizer.ends(encoding)
 
     def tokens() -> Iterator[int]:
         prompt = torch.tensor([ids], device=model.device)  # [1, T]
@@ -82,10 +82,15 @@ def write(
 
 
 def side_by_side(
-    model: Decoder, ids: list[int], n: int, ends: tuple[int, ...], max_new_tokens: int, **options
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    ids: list[int],
+    n: int,
+    max_new_tokens: int,
+    **options,
 ) -> list[list[int]]:
-    """What the model writes after `ids`, n times in one batch, each up to one of the tokens
-    `ends`."""
+    """What the model writes after `ids`, n times in one batch, each as `write` has it."""
+    ends = tokenizer.ends(encoding)
     prompts = torch.tensor([ids] * n, device=model.device)  # [n, T]
     tokens = model.stream(prompts, max_new_tokens, stop=ends[0], **options)
     steps = list(tqdm(tokens, "sampling", max_new_tokens, unit="token", disable=None))  # [n] each
@@ -127,9 +132,8 @@ class Chat:
 
         # 2) answer
         options["max_new_tokens"] = min(max_new_tokens, block_size - len(ids))
-        ends = (self.end, self.encoding.eot_token)  # a document's end is a message's, too
         answer: list[int] = []
-        pieces = write(self.model, self.encoding, ids, ends, answer, **options)
+        pieces = write(self.model, self.encoding, ids, answer, **options)
         try:
             # Every content begins with a space that is not shown (text/chat.py).
             yield next(pieces, "").removeprefix(" ")
@@ -206,17 +210,14 @@ def main() -> None:
     if len(ids) > block_size:
         print(f"of {len(ids)} prompt tokens the model sees the last {block_size}", file=sys.stderr)
     options["seed"] = args.seed
-    ends = (encoding.eot_token,)
-    if tokenizer.END in encoding.special_tokens_set:  # of a message, which a model may write, too
-        ends += (encoding.encode_single_token(tokenizer.END),)
     start = time.perf_counter()
     if args.num_samples == 1:
         written: list[int] = []
         print(prompt, end="")
-        print_pieces(write(model, encoding, ids, ends, written, **options))
+        print_pieces(write(model, encoding, ids, written, **options))
         n_token = len(written)
     else:
-        samples = side_by_side(model, ids, args.num_samples, ends, **options)
+        samples = side_by_side(model, encoding, ids, args.num_samples, **options)
         texts = [prompt + encoding.decode(new, errors="replace") for new in samples]
         print(f"\n{'-' * 40}\n".join(texts))
         n_token = sum(map(len, samples))

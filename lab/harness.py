@@ -95,9 +95,8 @@ class HarnessModel(LM):
                 until = [until]
             n_token = options.get("max_gen_toks", 256)
             ids = encode(self.encoding, context)
-            ends = (self.encoding.eot_token,)
             options = {"max_new_tokens": n_token, "temperature": 0}
-            pieces = write(self.model, self.encoding, ids, ends, [], **options)
+            pieces = write(self.model, self.encoding, ids, [], **options)
             text = ""
             for piece in pieces:
                 text += piece

@@ -180,6 +180,27 @@ def test_an_end_of_texts_that_is_not_ours_is_named(tmp_path, capsys):
         assert ("texts with <|eot|>: sampling" in said) == ("sampling" in said) == other
 
 
+@pytest.mark.parametrize("end", [1, 2])
+def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path, monkeypatch, end):
+    words = bpe(2, special=["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
+    save(tmp_path / "hub", CONFIG | {"bos_token_id": 0, "eos_token_id": [1, 2]}, words)
+    assert not command("convert.py hub --out dense.pt", cwd=tmp_path).stderr
+    command("convert.py dense.pt --ffn stem --tokens 0 --out ckpt.pt", cwd=tmp_path)
+    vocab = words["model"]["vocab"]
+    written = torch.tensor([vocab["hello"], end, vocab["abc"]])
+
+    def stream(self, ids, max_new_tokens, **_):
+        yield from written[:max_new_tokens, None].expand(-1, len(ids))
+
+    monkeypatch.setattr(Decoder, "stream", stream)
+    for n in (1, 2):
+        sampled = command(f"sample.py --ckpt ckpt.pt --prompt ab --num_samples {n}", cwd=tmp_path)
+        assert re.findall("ab.*", sampled.stdout) == ["abhello"] * n
+    line = "edit.py --ckpt ckpt.pt --source hell --target abc --prompt hell"
+    shown = command(line, cwd=tmp_path).stdout
+    assert re.search(r"^hello +hello$", shown, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("config", "words", "reason"),
     [

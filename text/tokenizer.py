@@ -21,6 +21,8 @@ from common import Damage, parse_json
 # Ids 0..2 are special, 3..258 are the 256 single bytes, and from 259 on every id is a merge.
 START, END = "<|im_start|>", "<|im_end|>"
 SPECIALS = {"<|endoftext|>": 0, START: 1, END: 2}
+# What a model writes when it has come to an end: of a text or a message, here and in Llama 3.
+ENDS = ("<|endoftext|>", END, "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
 FIRST_BYTE = len(SPECIALS)
 FIRST_MERGE = FIRST_BYTE + 256
 
@@ -122,6 +124,12 @@ def familiar(encoding: tiktoken.Encoding, text: str) -> str:
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
     """Token ids of a document's text, after the <|endoftext|> that precedes every document."""
     return [encoding.eot_token, *encoding.encode_ordinary(text)]
+
+
+def ends(encoding: tiktoken.Encoding) -> tuple[int, ...]:
+    """The token ids that end a text or a message, <|endoftext|> first."""
+    names = [name for name in ENDS if name in encoding.special_tokens_set]
+    return tuple(map(encoding.encode_single_token, names))
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:

@@ -1,5 +1,6 @@
 """What a run tells people: what is trained at its start, what was learned at its end."""
 
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -185,15 +186,13 @@ def show(model: Decoder, data: Data, seed: int) -> list[str]:
         text, commands = recall.demo(model, data.corpora)
         prompt = tokenizer.encode(encoding, text)
         temperature = 0.8
-        stop = encoding.eot_token
     else:
         prompt, commands = source.question(), ["sample.py --chat"]
         temperature = 0.0
-        stop = encoding.encode_single_token(tokenizer.END)
-    # Without `stop`, as ranks that do not end together would wait for each other forever.
+    # Without a `stop`, as ranks that do not end together would wait for each other forever.
     ids = torch.tensor([prompt], device=model.device)  # [1, T]
     new = model.generate(ids, 60, temperature=temperature, seed=seed)[0, len(prompt) :].tolist()
-    if stop in new:
-        new = new[: new.index(stop)]
-    print(encoding.decode(prompt[1:] + new))  # without the leading <|endoftext|>
+    ends = tokenizer.ends(encoding)
+    new = takewhile(lambda token: token not in ends, new)
+    print(encoding.decode([*prompt[1:], *new]))  # without the leading <|endoftext|>
     return commands
