@@ -49,7 +49,7 @@ def test_damage_is_one_clear_line_but_a_last_line_that_was_cut_off_is_left_out(t
     path.write_bytes(whole + line)
     assert records.read_run(tmp_path)["eval"] == [EVAL]
     path.write_bytes(whole + line + b"\n" + whole)
-    for read in (records.read_run, lambda folder: records.Log(folder / "metrics.jsonl", 2).begin()):
+    for read in (records.read_run, lambda folder: records.Log(folder / "metrics.jsonl", 2)):
         with pytest.raises(UserError, match=r"metrics\.jsonl, line 6, is damaged"):
             read(tmp_path)
 
@@ -67,8 +67,8 @@ def test_what_is_not_finite_is_null_in_a_file_and_nan_in_a_table_and_no_gap_in_a
     assert " | nan | " in table([folder])
     records.draw_loss(path, tmp_path / "x.png")
     draw(grouped([folder]), tmp_path / "x.png")
-    records.Log(path, 3, **RUN).begin()  # rewrites them
-    assert path.read_text() == text + records.to_line(RUN)
+    records.Log(path, 3, **RUN).write(**EVAL)  # rewrites them
+    assert path.read_text() == text + records.to_line(RUN) + records.to_line(EVAL)
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):

@@ -39,30 +39,24 @@ class Log:
     another one. A run that resumes keeps the lines up to its step, and goes on."""
 
     def __init__(self, path: Path, resume_step: int, *, silent: bool = False, **run) -> None:
+        """UserError: an earlier line is damaged."""
         self.path = path
-        self.resume_step = resume_step
         self.silent = silent
-        self.run = run
-        self.begun = False
-
-    def begin(self) -> None:
-        """Write the lines that are kept, and the run's record."""
-        kept = []
-        if self.resume_step and self.path.exists():
-            for record in read_metrics(self.path):
+        self.first: list[dict] = []  # lines that are yet to be written
+        if resume_step and path.exists():
+            for line in read_metrics(path):
                 # A resumed run first evaluates again at its step.
-                last = self.resume_step if record["type"] == "step" else self.resume_step - 1
-                if record.get("step", 0) <= last:
-                    kept.append(to_line(record))
-        kept.append(to_line({"type": "run", **self.run}))
-        with atomic(self.path) as temporary:
-            temporary.write_text("".join(kept), encoding="utf-8")
-        self.begun = True
+                last = resume_step if line["type"] == "step" else resume_step - 1
+                if line.get("step", 0) <= last:
+                    self.first.append(line)
+        self.first.append({"type": "run", **run})
 
     def write(self, **record) -> None:
         if not self.silent:
-            if not self.begun:
-                self.begin()
+            if self.first:
+                with atomic(self.path) as temporary:
+                    temporary.write_text("".join(map(to_line, self.first)), encoding="utf-8")
+                self.first = []
             with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
                 file.write(to_line(record))
 
