@@ -12,6 +12,7 @@ last read. This is exact.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common import mixed
@@ -51,6 +52,13 @@ class RowRMSprop:
         seed: int = 0,
     ) -> None:
         assert state in ("row", "number"), f"state={state!r} is neither 'row' nor 'number'"
+        n_rank = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        assert tables.n_rank == n_rank, (
+            f"{n_rank} processes would each train rows of their own, as nobody sums the gradients "
+            "of rows: train.py does it, by columns (tables/sharded.py). For a model of each "
+            "process's own, make this before the process group"
+        )
+        tables.is_trained = True
         self.tables = tables
         self.beta2 = beta2
         self.eps = eps

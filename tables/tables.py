@@ -16,7 +16,8 @@ Four kinds of integers say which row is meant:
                         set (offload.py) anywhere
 """
 
-import math
+import sys
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -71,7 +72,9 @@ class Tables(nn.Module):
         # The merged gradients of those that are: distinct sorted ids [n], [n, W] per table.
         self.merged: tuple[Tensor, list[Tensor]] | None = None
         self.n_read = 0  # lookups since the last optimizer step
-        self.taken_by: float = 0  # the n_step at which these gradients must have been asked for
+        self.since = 0  # the n_step at which these gradients began
+        self.is_trained = False  # whether there is an optimizer of rows, which takes them
+        self.noticed: int | None = None  # the n_step at `check_mode`, in eval() mode
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
@@ -96,6 +99,22 @@ class Tables(nn.Module):
 
     def in_training(self) -> bool:
         return self.training and torch.is_grad_enabled() and not self.frozen
+
+    def check_mode(self) -> None:
+        """Called with each loss that other weights may be trained by. Warns once if an optimizer
+        steps, but not one of rows, as they are read in eval() mode."""
+        is_constant = self.frozen or self.is_trained or not len(self.weight)
+        if self.training or is_constant or self.weight[0].requires_grad:
+            return
+        if self.noticed is None:
+            self.noticed = n_step
+        elif self.noticed < n_step:
+            self.noticed = sys.maxsize
+            warnings.warn(
+                "an optimizer steps, but rows stay as they are, as the model is in eval() mode: "
+                "call model.train(), or, if they are to stay, model.tables.requires_grad_(False)",
+                stacklevel=4,
+            )
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table in turn, [B, T, W] on the compute device; in training they
@@ -213,8 +232,9 @@ class Tables(nn.Module):
         """AssertionError: nobody took the gradients of rows, though another optimizer stepped."""
         self.merge()
         if self.merged is None:
-            self.taken_by = n_step
-        assert n_step <= self.taken_by and self.n_read <= MOST_READS, (
+            self.since = n_step
+        is_taken = self.is_trained or n_step <= self.since
+        assert is_taken and self.n_read <= MOST_READS, (
             f"the gradients of {self.n_read} lookups were not taken: AdamW(model.parameters()) "
             "does not train tables, nor an embedding that is not the head. Take "
             "training.optimizer.Optimizer, or give each of them a tables.rmsprop.RowRMSprop, and "
@@ -228,8 +248,11 @@ class Tables(nn.Module):
         sorted ids [n], and for each table [n, W] on the compute device. They are valid until the
         next lookup."""
         self.merge()
-        self.taken_by = math.inf
-        assert self.merged, "no rows were differentiated since the last step: are they used?"
+        self.is_trained = True
+        assert self.merged, (
+            "no rows were differentiated since the last step: are they used? Is the model in "
+            "train() mode?"
+        )
         return self.merged
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,9 +1,11 @@
 """Row lookups against nn.Embedding, and RMSprop on rows against the same on whole tables."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from model import Decoder, ModelConfig
@@ -122,7 +124,6 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
     """Micro-batches, a gradient that is thrown away, and tables that do not train pass."""
     model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8))
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
-    rows, embedding = RowRMSprop(model.tables), RowRMSprop(model.wte)
 
     def step(*trained, n_part: int = 1) -> None:
         for _ in range(n_part):
@@ -132,18 +133,47 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
             each.step(lr=0.1)
         {"optimizer": optimizer, "model": model}[clears].zero_grad()
 
-    step(rows, embedding, n_part=20)
-    step(embedding, rows, n_part=20)
-    model(BATCH, BATCH)[1].backward()
-    model.zero_grad()
-    step(rows, embedding)
     model.tables.eval()
-    for _ in range(2):
+    embedding = RowRMSprop(model.wte)
+    step(embedding, n_part=20)
+    with pytest.warns(UserWarning, match=r"eval\(\) mode"):
+        model(BATCH, BATCH)[1].backward()
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one is enough
         step(embedding)
     model.tables.train()
     with pytest.raises(AssertionError, match="RowRMSprop"):
         for _ in range(2):
             step(embedding)
+
+
+def test_rows_that_have_an_optimizer_may_wait_while_others_step():
+    """A critic between micro-batches, and evaluation with gradients between steps."""
+    made = tables()
+    rows = RowRMSprop(made)
+    critic = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    for _ in range(3):
+        for _ in range(2):
+            backward(made.lookup(BATCH))
+            critic.step()
+        rows.step(lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            list(made.eval().lookup(BATCH))
+        made.train()
+
+
+def test_processes_that_would_train_rows_of_their_own_are_refused(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        RowRMSprop(tables())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_world_size", lambda: 2)
+            with pytest.raises(AssertionError, match="2 processes would"):
+                RowRMSprop(tables())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_loop_without_an_optimizer_of_pytorch_fails_after_many_lookups(monkeypatch):
