@@ -155,8 +155,15 @@ def relative(class_name: str, name: str, given: str) -> type:
     return getattr(importlib.import_module(f"relatives.{name}"), class_name)
 
 
+def check_name(name: str, built_in: tuple[str, ...]) -> None:
+    """UserError: a file in relatives/ has the name of what is built in, which would be taken."""
+    if name in built_in and (RELATIVES / f"{name}.py").exists():
+        raise UserError(f"relatives/{name}.py: {name} is built in: give the file another name")
+
+
 def decoder_class(ffn: str) -> type["Decoder"]:
     """The decoder of a kind of --ffn. Its `config_class` is that of its settings."""
+    check_name(ffn, BUILT_IN)
     if ffn in BUILT_IN:
         return Decoder
     return relative("Decoder", ffn, f"--ffn {ffn} is not one of {', '.join(BUILT_IN)}")
@@ -360,6 +367,7 @@ class Attention(nn.Module):
 def make_attention(config: ModelConfig, layer: int, qkv: nn.Module) -> Attention:
     """The attention of a layer, as --attention says. UserError: an unknown kind."""
     kind = config.attention_kinds[layer]
+    check_name(kind, ("full",))
     if kind == "full":
         return Attention(config, qkv)
     name, _, argument = kind.partition(":")
@@ -654,6 +662,7 @@ class Decoder(nn.Module):
         """A cache for `batch` sequences of up to `room` tokens (block_size). It keeps keys and
         values; kind "ids", for Embformer: nothing but token ids, as keys and values are rows."""
         room = min(room or self.config.block_size, self.config.block_size)
+        assert kind in ("kv", "ids"), f"cache={kind!r} is neither 'kv' nor 'ids'"
         if kind == "ids":
             assert self.config.embedding_only, "keys and values are rows in Embformer alone"
             layers = [None for _ in self.blocks]
@@ -729,6 +738,8 @@ def sample(
     """Draw a token from logits [B, V] -> [B]: the most probable one at temperature 0, else from the
     top_k most probable ones (None or 0: all), and from the most probable ones that together reach
     top_p. RuntimeError: a probability is NaN."""
+    assert temperature >= 0, f"temperature={temperature} is below 0"
+    assert top_p is None or top_p > 0, f"top_p={top_p} is not above 0"
     if temperature < 1e-30:  # in float32, what is much less is zero
         return logits.argmax(-1)
     # Subtract the largest logit, so that no temperature, however low, overflows.

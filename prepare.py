@@ -12,8 +12,8 @@
 Read are .txt, .md, .jsonl, .json, .csv and .tsv files, also if they end in .gz or .bz2.
 
 - Text is cut into documents at <|endoftext|> lines, at blank lines after 2,000 characters, and at
-  line breaks after 10,000. Project Gutenberg's header and license are left out; of Markdown, its
-  marks and front matter.
+  line breaks after 10,000; a longer line is cut there. Project Gutenberg's header and license are
+  left out; of Markdown, its marks and front matter.
 - A record is a line of .jsonl, an element of a .json array, or a row of a table. It has a text, or
   a question and its answer, or a conversation, {"conversations": [{"role": "user", "content":
   "..."}, ...]}, or two that differ in the last answer, {"chosen": [...], "rejected": [...]}.
@@ -30,7 +30,7 @@ import os
 import textwrap
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -69,7 +69,8 @@ LEAST_VAL = 8000  # characters to validate with, or a twentieth of what there is
 NOTES = 20  # are shown
 HELD_OUT = "held_out"  # the folder of files that are held out
 COPIES = "copies of documents of val.bin are trained on"
-CUT = "long documents were cut at line breaks, to have pieces to validate with"
+HELD_COPIES = f"copies of documents of {HELD_OUT}/val.bin are trained on: leave out their files"
+CUT = "long documents were cut at line breaks or blanks, to have pieces to validate with"
 
 KEYS = (
     f"- Known keys, and columns: text; of a question {', '.join(QUESTIONS)}; of its answer "
@@ -157,7 +158,9 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
     elif path.suffix == ".json":
         encoding = huggingface.read_tokenizer(path)
     elif os.path.exists(path / "config.json"):
-        fix = command_line("convert.py", path)
+        fix = command_line(
+            "convert.py", path, "--out", Path("out") / path.resolve().name / "ckpt.pt"
+        )
         raise UserError(f"--tokenizer {path}: convert this model first: {fix}")
     elif os.path.isdir(path):
         encoding = read_tokenizer(path, read_meta(path))
@@ -195,10 +198,11 @@ def prepare_files(
         documents = read(found, Report(report.max_bad, kind), "counting words", columns)
         texts = sampled(labelled(documents, settings, Counter()), SAMPLE / text_size(found))
         encoding = bpe.train(texts, settings.vocab_size or 6400)
+    held: set[int] = set()  # hashes of documents that are held out
     if books:
         write_dataset(
             settings.out_dir / HELD_OUT,
-            to_validate(read(books, report, "held out", columns)),
+            to_validate(read(books, report, "held out", columns), held),
             encoding,
             kind,
             overwrite=settings.overwrite,
@@ -207,7 +211,7 @@ def prepare_files(
         )
     meta = write_dataset(
         settings.out_dir,
-        labelled(read(found, report, "encoding", columns), settings, report.notes),
+        labelled(read(found, report, "encoding", columns), settings, report.notes, held),
         encoding,
         kind,
         overwrite=settings.overwrite,
@@ -239,19 +243,25 @@ def held_out(paths: list[Path], share: float) -> list[Path]:
     return [path for path in paths if path in chosen]
 
 
-def to_validate(documents: Iterable[Document]) -> Iterator[tuple[str, Document]]:
-    """Yield documents for validation, the first one for training, too: a folder needs both."""
+def to_validate(documents: Iterable[Document], held: set[int]) -> Iterator[tuple[str, Document]]:
+    """Yield documents for validation, the first one for training, too: a folder needs both. Their
+    hashes go to `held`."""
     for number, document in enumerate(documents):
+        held.add(hashed(document))
         if number == 0:
             yield "train", document
         yield "val", document
 
 
 def labelled(
-    documents: Iterable[Document], settings: Preparation, notes: Counter[str]
+    documents: Iterable[Document],
+    settings: Preparation,
+    notes: Counter[str],
+    held: Collection[int] = (),
 ) -> Iterator[tuple[str, Document]]:
-    """Yield documents, each with its split, by its hash. Copies of what is for validation are
-    trained on, as who repeats something wants it to be learned; the notes count them."""
+    """Yield documents, each with its split, by its hash. Copies of what is for validation, and of
+    files whose documents have the hashes `held`, are trained on, as who repeats something wants it
+    to be learned; the notes count them."""
     documents = iter(documents)
     first = list(islice(documents, MANY))
     total = sum(len(as_one_text(document)) for document in first)
@@ -268,8 +278,10 @@ def labelled(
             is_val = is_validation(digest, settings.val_fraction)
         if is_val:
             seen.add(digest)
-        elif digest in seen:
-            notes[COPIES] += 1
+        else:
+            for note, known in ((COPIES, seen), (HELD_COPIES, held)):
+                if digest in known:
+                    notes[note] += 1
         yield "val" if is_val else "train", document
 
 
@@ -357,7 +369,8 @@ def main() -> None:
         print("note: that is little to validate with: small differences in its loss mean nothing")
     name = {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
     given = str(settings.tokenizer)  # of a checkpoint, it is that of the model to go on with
-    origin = given if given.endswith(".pt") else "CKPT"
+    is_run = os.path.exists(Path(given) / "ckpt.pt")
+    origin = given if is_run or given.endswith(".pt") else "CKPT"
     stage = ["--stage", name, "--init_from", origin, "--out_dir", f"out/{name}"]
     more = ["--out_dir", f"out/{settings.out_dir.name}"] if kind == "text" else stage
     words = ["--data_dir", settings.out_dir, *more]

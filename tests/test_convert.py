@@ -141,15 +141,23 @@ def test_logits_are_those_of_the_weights_in_the_files(tmp_path, change, dtype, p
     assert encoding.n_vocab == 300 and encoding.decode([299]) == "<|unused_299|>"
 
 
+def listed(*merges, extra=(), **more) -> dict:
+    """A tokenizer.json that has these merges and, beside what they make, more tokens."""
+    tokens = [*SPECIAL, *LETTER.values(), *(merge.replace(" ", "") for merge in merges), *extra]
+    return bpe(2, vocab={token: i for i, token in enumerate(tokens)}, merges=merges, **more)
+
+
 def named_steps(*steps) -> dict:
     return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps]}}
 
 
 EVERY = {**LLAMA3, "pattern": {"Regex": r"\w"}}  # leaves out what is no letter
+LOW = {**LLAMA3, "pattern": {"Regex": r"[\x{0}-\x{ffff}]"}}  # and this what emoji are
 OTHER = {**LLAMA3, "pattern": {"Regex": r" ?\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s"}}
 OLD = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
 END = "< | i m _ e n d | >"  # special tokens that a text spells stay text
 PLAIN = f"hello Ġhello , Ġ hell Ġ abc Ġ 12 1 Ġ Ċ Ċ abc d Ą {END}"
+PARTS = f"h e l l o Ġ h e l l o , Ġ h e l l Ġ a bc Ġ 1 2 1 Ġ Ċ Ċ abcd Ą {END}"
 SMOL = f"hello Ġhello , Ġ hell Ġ abc Ġ 1 2 1 Ġ Ċ Ċ abc d {END}"
 
 
@@ -161,6 +169,8 @@ SMOL = f"hello Ġhello , Ġ hell Ġ abc Ġ 1 2 1 Ġ Ċ Ċ abc d {END}"
         (bpe(2, ["<s>", "<|endoftext|>"], ignore_merges=True), PLAIN.replace("Ċ Ċ", "ĊĊ")),
         (bpe() | {"pre_tokenizer": OLD}, PLAIN),
         (bpe() | named_steps(OTHER, LETTERS), PLAIN.replace("12", "1 2")),
+        # A whole word that its merges do not make, and never within another one.
+        (listed("b c", "a b", "c d", "ab cd", ignore_merges=True), PARTS),
     ],
 )
 def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
@@ -178,6 +188,15 @@ def test_an_end_of_texts_that_is_not_ours_is_named(tmp_path, capsys):
         convert.read_folder(tmp_path)
         said = capsys.readouterr().err
         assert ("texts with <|eot|>: sampling" in said) == ("sampling" in said) == other
+
+
+def test_a_tokenizer_in_a_folder_of_hugging_face_is_read_by_the_command_that_is_printed(tmp_path):
+    save(tmp_path / "hub")
+    (tmp_path / "book.txt").write_text("hello abc\n" * 100)
+    line = "prepare.py --input book.txt --out_dir d --tokenizer hub"
+    printed = refused(line, cwd=tmp_path).split("first: python ")[1].split()
+    command("convert.py", *printed[1:], cwd=tmp_path)
+    command(f"{line.removesuffix('hub')}{printed[-1]}", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("end", [1, 2])
@@ -216,7 +235,12 @@ def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path,
         *(({name: 10**9}, {}, f"{name} 1000000000 is more than") for name in SIZES),
         ({"num_hidden_layers": 3}, {}, "lacks the weight model.layers.2."),
         ({}, named_steps(EVERY, LETTERS), "leaves out parts of a text"),
+        ({}, named_steps(LOW, LETTERS), "leaves out parts of a text"),
         ({}, named_steps(LLAMA3, GPT2), "pre_tokenizer {"),
+        ({}, listed("a b", "b c", "a bc"), "merges do not make the token b'abc'"),
+        ({}, listed("b c", "c d", "b cd"), "merges do not make the token b'bcd'"),
+        ({}, listed("a b", extra=["abc"], ignore_merges=True), "not make the token b'abc'"),
+        ({}, listed("b c", "a b", extra=["abc"], ignore_merges=True), "not make the token b'abc'"),
         ({}, {"added_tokens": [{"id": 299, "content": "<think>", "special": False}]}, "'<think>'"),
         ({}, {"normalizer": {"type": "NFC"}}, "normalizer {'type': 'NFC'}"),
         ({}, bpe(byte_fallback=True), "byte_fallback True"),

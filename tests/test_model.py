@@ -1,5 +1,6 @@
 """The decoder: settings, loss, decoding, sampling, sizes. Its forward pass: test_attention.py."""
 
+import math
 import sys
 
 import pytest
@@ -231,6 +232,14 @@ def test_sample_draws_from_what_is_kept(limits, kept):
     for wrong in (torch.nan, torch.inf):
         with pytest.raises(RuntimeError, match="nan"):
             sample(torch.tensor([[0.0, 1.0, wrong]]), **{**limits, "temperature": 1.0})
+
+
+@pytest.mark.parametrize(
+    "option", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": math.nan}, {"cache": "KV"}]
+)
+def test_what_no_option_of_sampling_can_be_is_an_error(option):
+    with pytest.raises(AssertionError, match="".join(option)):
+        decoder().generate(torch.tensor([[1, 2]]), 2, **option)
 
 
 @pytest.mark.parametrize("ffn", ["stem", "embformer"])

@@ -155,6 +155,24 @@ def test_copies_are_trained_on(monkeypatch, first):
     assert {text for split, text in splits if split == "val"} >= {*held}
 
 
+def test_copies_of_files_that_are_held_out_are_named(tmp_path):
+    books = tmp_path / "books"
+    books.mkdir()
+    for number in range(6):
+        (books / f"{number}.txt").write_text("\n\n".join(f"{number} {n} " * 300 for n in range(9)))
+    line = "prepare.py --vocab_size 300 --input books --hold_out_files 0.3 --out_dir"
+    said = command(line, "whole", cwd=tmp_path).stdout
+    assert "held_out/val.bin are trained on" not in said
+    held = set(read_meta(tmp_path / "whole/held_out")["sources"])
+    for path in list(books.iterdir()):
+        if path.name in held:
+            (books / f"{path.stem}, a copy.txt").write_bytes(path.read_bytes())
+    said = command(line, "copied", cwd=tmp_path).stdout
+    held_out = stored(tmp_path / "copied/held_out", "val")
+    n = sum(ids in held_out for ids in stored(tmp_path / "copied", "train"))
+    assert n and f"note: {n} copies of documents of held_out/val.bin are trained on" in said
+
+
 def test_the_next_command_trains_on_a_page(tmp_path):
     (tmp_path / "page.txt").write_text("It was the best of times, it was the worst of times. " * 40)
     said = command("prepare.py --vocab_size 300 --input page.txt --out_dir d", cwd=tmp_path).stdout
@@ -285,6 +303,7 @@ BLANKS = b" " * 10**6
         ({"messages": [*TALK, says("assistant", "x", weight=0.5)]}, ".*must be 0 or 1, not 0.5"),
         ({"messages": [*TALK, says("assistant", "", tool_calls=[1])]}, ".*must not call tools"),
         ({"messages": [*TALK, says("function_call", "f")]}, ".*must not call tools"),
+        ({"messages": [*TALK, says("assistant\nx", "f")]}, ".*roles must have one line"),
     ],
 )
 def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):

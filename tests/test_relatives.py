@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from conftest import CPU
+from conftest import CPU, add_relative
 from naive import LAYERS, SIZES, decoder, tokens
 
 from common import UserError
@@ -178,6 +178,15 @@ def test_numbers_of_experts_are_not_rounded_in_16_bits():
     cast_backbone(model, torch.bfloat16)  # as for decoding
     logits, _ = model(ids)
     torch.testing.assert_close(logits.float(), wanted, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", ["stem", "full"])
+def test_no_file_has_the_name_of_what_is_built_in(monkeypatch, tmp_path, name):
+    config = ModelConfig(9, 8, 2, 2, 8)
+    Decoder(config)
+    add_relative(monkeypatch, tmp_path, name, "")
+    with pytest.raises(UserError, match=f"relatives/{name}.py: {name} is built in"):
+        Decoder(config)
 
 
 def test_a_config_of_another_kind_is_refused():

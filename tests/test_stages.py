@@ -45,7 +45,8 @@ def chat(stem_ckpt, tmp_path_factory) -> Path:
         chats.append({"conversations": rng.choice((1, 1, 2)) * turn})
     path = write_jsonl(folder / "chat.jsonl", chats)
     line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
-    assert f"--init_from {stem_ckpt} " in command(line, stem_ckpt).stdout
+    for given in (stem_ckpt, stem_ckpt.parent):
+        assert f"--init_from {given} " in command(line, given, "--overwrite").stdout
     return folder / "data"
 
 

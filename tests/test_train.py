@@ -39,6 +39,7 @@ from originals import gradients
 import train
 from common import UserError
 from model import Decoder, ModelConfig
+from text.dataset import read_meta
 from training.batches import Data
 from training.checkpoints import checkpoint_of, load_model
 from training.objectives import NextToken
@@ -360,6 +361,7 @@ def test_documents_are_masked_at_their_boundaries():
             "--max_iter 3",
             "unrecognized with --ffn stem: --max_iter 3; did you mean --max_iters?",
         ),
+        ("--block_size 100000", "lower --block_size 100000 to {least} or less"),
         ("--lr 1", "--lr 1; did you mean --learning_rate?"),
         ("--resume --n_layer 4 --out_dir {stem}", "--n_layer"),
         ("--resume --max_iters 3 --out_dir {stem}", "already at step 12"),
@@ -376,7 +378,9 @@ def test_documents_are_masked_at_their_boundaries():
 def test_a_wrong_flag_is_one_line_that_names_it(trained, data, tmp_path, given, named):
     other = shutil.copytree(data, tmp_path / "other")
     change_json(other / "meta.json", tokenizer="another")
-    folders = {**trained, "other": other}
+    meta = read_meta(data)
+    least = min(meta["train"]["tokens"], meta["val"]["tokens"]) - 1
+    folders = {**trained, "other": other, "least": least}
     cwd = tmp_path / "cwd"
     cwd.mkdir()
     before = contents(trained["stem"])

@@ -243,6 +243,8 @@ def message_of(given: object, notes: Counter[str]) -> dict[str, Any]:
         raise ValueError(f'messages need "role" and "content", not {given!r:.60}')
     role = role.strip().lower()
     role = ROLES.get(role, role)
+    if "\n" in role:  # by which `assistant` would open a message
+        raise ValueError(f"roles must have one line, not {role!r:.40}")
     message = {"role": role, "content": plain_text(first_of(given, "content", "value"))}
     left = {key for key, value in given.items() if is_filled(value)}
     if left & {"tool_calls", "function_call"} or role == "function_call":

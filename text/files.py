@@ -12,6 +12,7 @@ import gzip
 import html
 import io
 import json
+import os
 import re
 import unicodedata
 from collections import Counter
@@ -83,16 +84,27 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
             found.append(path)
             continue
         inside = {}
-        for file in path.rglob("*"):
-            name = file.relative_to(path)
-            if file.is_file() and not any(part.startswith(".") for part in name.parts):
-                inside[unicodedata.normalize("NFC", name.as_posix())] = file
+        for file in files_in(path):
+            name = file.relative_to(path).as_posix()
+            inside[unicodedata.normalize("NFC", name)] = file
         known = [name for name in sorted(inside) if kind_of_file(inside[name]) in TEXTS | RECORDS]
         if not known:
             raise UserError(f"--input {path}: the folder has none of {KNOWN}")
         notes[OTHERS] += len(inside) - len(known)
         found += [inside[name] for name in known]
     return found
+
+
+def files_in(path: Path) -> Iterator[Path]:
+    """Yield all files of a folder but hidden ones. Links are followed, to each folder once."""
+    seen = set()
+    for folder, folders, names in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        folders[:] = [] if real in seen else sorted(n for n in folders if not n.startswith("."))
+        if real not in seen:
+            files = (Path(folder, name) for name in names if not name.startswith("."))
+            yield from filter(Path.is_file, files)
+        seen.add(real)
 
 
 def text_size(paths: Iterable[Path]) -> int:

@@ -6,6 +6,8 @@ does.
 """
 
 import json
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +112,7 @@ def read_tokenizer(
         if not set(token) <= set(byte_of):
             raise UserError(f"{path}: the token {token!r:.40} is not spelled in GPT-2's bytes")
         ranks[bytes(byte_of[letter] for letter in token)] = i
-    check_order(path, bpe, ranks)
+    check_merges(path, bpe, ranks)
     lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
     if lacking != (NO_TOKEN if pattern == SMOLLM2_PATTERN else b""):
         raise UserError(f"{path}: some of the 256 single bytes are missing, or should be")
@@ -128,14 +130,19 @@ def read_tokenizer(
     name = "huggingface" if has_our_template(path.parent) else chat.CHATML
     with reading(path, "download it again"):
         encoding = tokenizer.make_encoding(name, pattern, ranks, special_tokens)
-    letters = "".join(map(chr, range(0x3000)))
-    if pattern not in WORDS and encoding.decode(encoding.encode_ordinary(letters)) != letters:
+    if pattern not in WORDS and not keeps_all(encoding):
         raise UserError(f"{path}: its pattern leaves out parts of a text, which is not supported")
     if vocab_size is None:
         return tokenizer.complete(encoding)
     if encoding.n_vocab != vocab_size:
         raise UserError(f"{path} has {encoding.n_vocab} ids, its model {vocab_size}")
     return encoding
+
+
+def keeps_all(encoding: tiktoken.Encoding) -> bool:
+    """Whether a text of all characters is the same once it was encoded."""
+    letters = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode + 1)]))
+    return encoding.decode(encoding.encode_ordinary(letters)) == letters
 
 
 def has_our_template(folder: Path) -> bool:
@@ -235,21 +242,43 @@ def byte_letters() -> dict[int, str]:
     return letters
 
 
-def check_order(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
-    """UserError: tiktoken, which joins whatever makes the token of the lowest id, would not merge
-    in the order of the file's list."""
+def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
+    """UserError: tiktoken, which joins whatever makes the token of the lowest id, and looks up a
+    whole word first, would find other tokens than the merges of a file."""
+    byte_of = {letter: byte for byte, letter in byte_letters().items()}
     merged = []  # the id of what each merge makes
-    for merge in bpe["merges"]:
-        token = "".join(merge).replace(" ", "")  # of "a b" or ["a", "b"]
+    pairs = {}  # what is merged, and when
+    for number, merge in enumerate(bpe["merges"]):
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        token = "".join(parts)
         if token not in bpe["vocab"]:
             raise UserError(f"{path}: a merge makes {token!r:.40}, which has no id")
         merged.append(bpe["vocab"][token])
-    if bpe.get("ignore_merges"):  # whole words are looked up first, as tiktoken does
-        wanted = sorted(merged)
-    else:
-        wanted = sorted(i for token, i in ranks.items() if len(token) > 1)
-    if merged != wanted:
+        pair = tuple(bytes(byte_of[letter] for letter in part) for part in parts)
+        pairs.setdefault(pair, number)
+    whole = bpe.get("ignore_merges")  # there, too, a whole word is looked up first
+    reached = {token for token in ranks if len(token) > 1 and is_reached(token, pairs)}
+    for token in ranks.keys() - reached:
+        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [pair for pair in splits if {*pair} <= ranks.keys()]
+        if len(token) > 1 and not (whole and pairs.keys() >= {*known}):
+            raise UserError(f"{path}: its merges do not make the token {token!r:.40}")
+    wanted = merged if whole else [i for token, i in ranks.items() if len(token) > 1]
+    if merged != sorted(wanted):
         raise UserError(f"{path}: merges in another order than that of ids are not supported")
+
+
+def is_reached(token: bytes, pairs: dict[tuple[bytes, ...], int]) -> bool:
+    """Whether merges make a token of its bytes, each time the earliest one that can be done. So
+    they do within any text, as long as no other merge takes a byte of it."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 1:
+        pair = min(pairwise(parts), key=lambda pair: pairs.get(pair, len(pairs)))
+        if pair not in pairs:
+            return False
+        at = list(pairwise(parts)).index(pair)
+        parts[at : at + 2] = [b"".join(pair)]
+    return True
 
 
 def require(path: Path, record: dict, name: str, value: Any) -> None:

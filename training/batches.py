@@ -61,7 +61,8 @@ class Data:
         if meta["kind"] == "chat":  # as text, in memory
             ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:
-            fix = f"lower --block_size {block_size} to {len(ids) - 1} or less"
+            least = min(meta[name]["tokens"] for name in ("train", "val"))
+            fix = f"lower --block_size {block_size} to {least - 1} or less"
             if meta["kind"] == "chat":
                 fix = "--stage sft reads its conversations as they are"
             raise UserError(f"{folder}/{split}.bin has only {len(ids)} tokens: {fix}")

@@ -256,7 +256,7 @@ def check_fields(checkpoint: dict) -> None:
         if weight.layout != torch.strided or weight.is_meta:
             raise Damage(f"{name} is {weight.layout} on {weight.device}")
         if is_odd and not name.startswith("tables."):
-            raise Damage(f"{name} is {weight.dtype}")
+            raise Damage(f"{name} is {weight.dtype}, not float32")
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:

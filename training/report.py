@@ -161,7 +161,7 @@ def suggest(
     print("\nnext:")
     for command in commands:
         print(f"  {command_line(*command.split(), '--ckpt', ckpt)}")
-    if not is_worse:
+    if not is_worse and settings.max_iters:
         longer = ("--resume", "--out_dir", settings.out_dir, "--max_iters", 2 * settings.max_iters)
         so_far = f"{passes(settings, data):.1f} passes so far"
         about = f"# longer (the learning rate rises again); {so_far}"

@@ -105,7 +105,7 @@ def test_columns_are_named_by_a_flag(tmp_path, data):
 
 
 def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(tmp_path):
-    """Hidden files are none of it."""
+    """Hidden files are none of it, folders behind links are, once."""
     for name in (
         "b.txt",
         "B.txt",
@@ -120,9 +120,14 @@ def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{name}\n")
     (tmp_path / "in/a/picture.png").write_bytes(b"\0")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "g.txt").write_text("c/g.txt\n")
+    (tmp_path / "in/c").symlink_to(elsewhere)
+    (elsewhere / "circle").symlink_to(tmp_path / "in")
     texts, notes = found(tmp_path / "in")
     names = [text.strip() for text in texts]
-    assert names == ["B.txt", "a.txt", "a/z.txt", "b.txt", "f.txt", "e\u0301.md"]
+    assert names == ["B.txt", "a.txt", "a/z.txt", "b.txt", "c/g.txt", "f.txt", "e\u0301.md"]
     assert notes == {files.OTHERS: 1}
     assert found(tmp_path / "in/f.txt", tmp_path / "in/a")[0] == ["f.txt\n", "a/z.txt\n"]
 
