@@ -27,9 +27,10 @@ from conftest import (
 from common import UserError
 from model import Decoder, ModelConfig
 from training.batches import Data
-from training.checkpoints import read_checkpoint
+from training.checkpoints import load_model, read_checkpoint
 from training.objectives import NextToken, validate
 from training.records import read_run
+from training.report import show
 from training.settings import Settings, new_settings
 
 
@@ -53,6 +54,16 @@ def chat(stem_ckpt, tmp_path_factory) -> Path:
 def test_conversations_too_short_as_text_name_their_stage(chat):
     with pytest.raises(UserError, match=r"\.bin has only .* --stage sft reads"):
         Data(str(chat), "text", 10**6, 1, total=1)
+
+
+def test_an_answer_that_is_shown_ends_where_the_message_does(stem_ckpt, chat, monkeypatch, capsys):
+    model, encoding, _ = load_model(stem_ckpt, CPU)
+    said = [*encoding.encode_ordinary("Anna."), encoding.encode_single_token("<|im_end|>"), 9, 9]
+    monkeypatch.setattr(
+        model, "generate", lambda ids, *_, **__: torch.cat([ids, torch.tensor([said])], dim=1)
+    )
+    show(model, Data(str(chat), "chat", 64, 1, total=1), seed=0)
+    assert capsys.readouterr().out.endswith("Anna.\n")
 
 
 @pytest.fixture

@@ -481,6 +481,8 @@ def test_any_folder_can_be_named_and_printed_commands_find_it(data, tmp_path, mo
     for words in filter(None, printed):
         assert words[0] == "python" and str(tmp_path / "my run") in " ".join(words)
         command(*words[1:])
+    untrained = [*line, "--max_iters", "0", "--out_dir", tmp_path / "untrained"]
+    assert "--resume" not in command(*untrained).stdout
     said = command("train.py --eval_only --out_dir", "~/my run", "--data_dir", mine).stdout
     assert f"on {mine}" in said
     command("sample.py --max_new_tokens 2 --ckpt", "~/my run/ckpt.pt")
