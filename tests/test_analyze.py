@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import (
     CPU,
+    RUN,
     add_relative,
     change_json,
     command,
@@ -380,7 +381,7 @@ def test_losses_by_frequency_are_those_of_the_run(trained, data, encoding):
     model, _, checkpoint = load_model(run / "ckpt.pt", CPU)
     source = Data(str(data), "text", 32, 0, total=0).val[str(data)]
     losses = [[], [], []]
-    for number in source.spread(1024):
+    for number in source.spread(RUN["eval_tokens"]):
         ids, targets = source.sequences([number])
         log_p = model(ids)[0].log_softmax(-1)[0]  # [T, V]
         for token, target, log_p_of in zip(ids[0].tolist(), targets[0], log_p, strict=True):

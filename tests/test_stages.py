@@ -82,7 +82,7 @@ def stage(stem_ckpt, data, chat):
 
 
 def test_the_whole_chain(stage, trained, chat, tmp_path, capsys):
-    settings = stage("sft", block_size=64, max_iters=60, learning_rate=3e-3)
+    settings = stage("sft", block_size=64, max_iters=60, learning_rate=3e-3, eval_tokens=1024)
     out = small_run(**settings, out=tmp_path / "out")
     (start,) = read_run(out)["run"]
     passes = 60 * start["args"]["batch_size"] / start["data"][0]["train"]["documents"]

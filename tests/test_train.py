@@ -405,7 +405,7 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
     for ffn, more in (("dense", " --device_batch_size 3"), ("embformer", " --offload disk")):
         out = trained[ffn]
         before = contents(out)
-        given = f"--out_dir {out} --data_dir {data},{other}/ --eval_tokens 1024{more}"
+        given = f"--out_dir {out} --data_dir {data},{other}/ --eval_tokens 256{more}"
         last = read_run(out)["eval"][-1]
         lines = command(f"train.py --eval_only {given}").stdout.splitlines()
         for line, folder in zip(lines, (data, f"{other}/"), strict=True):
