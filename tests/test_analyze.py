@@ -13,6 +13,7 @@ from threading import Event, Thread
 
 import numpy as np
 import pytest
+import torch
 from conftest import (
     CPU,
     RUN,
@@ -228,16 +229,16 @@ def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
 
 def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experiment, monkeypatch):
     diverging = {**SMALL, "learning_rate": 1e8, "warmup": 0.0}
-    broken = experiment.folder({"seed": 1, **SMALL})
-    (broken / "ckpt.pt").write_text("x")
-    with pytest.raises(UserError, match=rf"{broken.name}: exit code 1, see its log"):
-        experiment.train({"diverging": diverging, "": SMALL}, [1])
-    assert "is damaged" in (broken / "log.txt").read_text()
-    ended = experiment.folder({"seed": 1, **diverging})
+    (ended,) = experiment.train({"": diverging}, [1])[""]
     assert shared.diverged(ended)
     log = (ended / "log.txt").read_text()
     assert experiment.train({"": diverging}, [1])[""] == [ended]  # nothing is left to train
     assert (ended / "log.txt").read_text() == log
+    broken = experiment.folder({"seed": 1, **SMALL})
+    (broken / "ckpt.pt").write_text("x")
+    with pytest.raises(UserError, match=rf"{broken.name}: exit code 1, see its log"):
+        experiment.train({"": SMALL}, [1])
+    assert "is damaged" in (broken / "log.txt").read_text()
     monkeypatch.setattr(shared, "train_all", lambda waiting, *_: shared.train_here(waiting))
     other = {**SMALL, "seed": 2}  # a kind with a seed of its own
     assert experiment.train({"": other}, [1])[""] == [experiment.folder(other)]
@@ -356,7 +357,11 @@ def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_t
     monkeypatch.setattr(scale, "diverged", lambda folder: folder.name in missing)
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(experiment, "measure", measure)
-    scale.scale(experiment)
+    pictures = []  # one after each stage, of which the last one is drawn
+    monkeypatch.setattr(experiment, "picture", lambda *picture: pictures.append(picture))
+    with torch.device("meta"):  # models of which the sizes alone are asked for
+        scale.scale(experiment)
+    Experiment.picture(experiment, *pictures[-1])
     settings = train_settings(data_dir=str(experiment.data_dir), max_iters=1)
     step = settings.batch_size * settings.model.block_size
     steps = {million: round(1e6 * million / step) for million in scale.SIZES}

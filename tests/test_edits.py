@@ -39,6 +39,17 @@ def encoding():
     return bpe.train([f" {name}" for name in names] * 20, 300)
 
 
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Facts are written in fewer and shorter steps, and at first nothing else is held."""
+    monkeypatch.setattr(writing, "KEEP", 0)
+    monkeypatch.setattr(writing, "N_TEXT", 8)
+    monkeypatch.setattr(writing, "TEXT_TOKENS", 16)
+    monkeypatch.setattr(writing, "STEPS", 20)
+    monkeypatch.setattr(writing, "RATE", 0.1)
+    monkeypatch.setattr(writing, "N_OTHER", 4)
+
+
 def made(encoding) -> Decoder:
     torch.manual_seed(0)
     config = ModelConfig(encoding.n_vocab, 128, 4, 2, 16, table_std=3.0, init_std=0.5)
@@ -72,9 +83,10 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
 ):
     """Predictions after the name change less with the second term of the loss than without. Where
     they ask for the same fact (here in a triangle of them), the answer is taught."""
+    monkeypatch.setattr(writing, "N_TEXT", 32)
     prompt, answer = encode(encoding, "Country: Spain Fiji"), encoding.encode_ordinary(" Peru")
     name = encoding.encode_ordinary(" Spain")
-    found = torch.ones(64, len(prompt) + 31).tril() > 0
+    found = torch.ones(writing.N_TEXT, len(prompt) + 15).tril() > 0
     changes = []
     for keep, same in ((0, found < 0), (100, found < 0), (0, found)):
         monkeypatch.setattr(writing, "KEEP", keep)
@@ -114,7 +126,6 @@ def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
 def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, monkeypatch, capsys):
     ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
     asked = Edit(ckpt, "Spain", prompt="Country: Spain", write="S", device="cpu")
-    monkeypatch.setattr(writing, "N_TEXT", 8)
     for corpus in ("countries", "files"):
         save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": corpus}])
         monkeypatch.setattr(writing, "KEEP", 0)
@@ -139,7 +150,6 @@ def test_an_answer_is_learned_if_its_end_is(encoding, tmp_path, monkeypatch):
     begun = encoding.decode([model(prompt)[0][0, -1].argmax().item()])
     asked = Edit(ckpt, "Spain", prompt="Country: Spain", write=f"{begun} Peru", device="cpu")
     asked.max_new_tokens = 1
-    monkeypatch.setattr(writing, "N_TEXT", 8)
     monkeypatch.setattr(writing, "KEEP", 1e4)
     with pytest.raises(UserError, match="not learned"):
         show_and_save(asked, tmp_path / "saved.pt")
@@ -168,8 +178,6 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
         return read
 
     monkeypatch.setattr("edit.train_rows", train)
-    monkeypatch.setattr(writing, "KEEP", 0)
-    monkeypatch.setattr(writing, "N_TEXT", 8)
     show_and_save(Edit(ckpt, facts=facts, device="cpu"), saved)
     assert torch.equal(rows[2], rows[1]) and not torch.equal(rows[3], rows[2])
     assert known == [0, 1, 2, 2]
@@ -204,8 +212,6 @@ def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
         encoding.encode_ordinary(text) for text in (" Spain", " Fiji", "S", "F")
     )
     first, second = (encode(encoding, text) for text in ("Country: Spain", "O Spain"))
-    monkeypatch.setattr(writing, "KEEP", 0)
-    monkeypatch.setattr(writing, "N_TEXT", 8)
     known = []
     for earlier in ([], [([*fiji, 10**6], yes), (first, yes)], [(second, yes), (first, yes)]):
         model = made(encoding)
@@ -222,8 +228,6 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monke
     """Until they are undone, or other rows come in their place."""
     ckpt, found = tmp_path / "ckpt.pt", []
     save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": "files"}])
-    monkeypatch.setattr(writing, "KEEP", 0)
-    monkeypatch.setattr(writing, "N_TEXT", 8)
 
     def train(*fact, earlier):
         found.append(earlier)
