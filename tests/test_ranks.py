@@ -34,8 +34,8 @@ from training.checkpoints import load_checkpoint
 from training.records import read_run
 
 TOLERANCE = 1e-5  # a mean over a row is a sum over ranks, in another order
-# Of the 13 rows to evaluate, the last one is read while one of two ranks has none.
-RUN = dict(RUN, eval_tokens=13 * 32)
+# Of the 5 rows to evaluate, the last one is read while one of two ranks has none.
+RUN = dict(RUN, max_iters=6, eval_interval=3, eval_tokens=5 * 32)
 
 
 def train_all(jobs: list[dict], folder: Path) -> None:
@@ -69,7 +69,7 @@ def assert_close(a, b) -> None:
 
 
 def assert_same_training(a: Path, b: Path) -> None:
-    assert len(losses(a)) == 12
+    assert len(losses(a)) == 6
     assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
     evals = [{e["step"]: e for e in read_run(folder)["eval"]} for folder in (a, b)]
     for step, other in evals[1].items():  # where a run resumed it evaluated once more
@@ -96,14 +96,14 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  #
         dict(sft, out_dir="dpo", stage="dpo", data_dir=str(pairs), learning_rate=1e-3),
     ]
     one, two = tmp_path / "one", tmp_path / "two"
-    train_all([dict(whole[0], out_dir="one-two", cut=10)], two)  # saved at step 6
+    train_all([dict(whole[0], out_dir="one-two", cut=5)], two)  # saved at step 3
     cut = [
-        dict(whole[0], out_dir="two-two", cut=10),
-        dict(whole[3], out_dir="two-one", step=5, signal=signal.SIGTERM),
+        dict(whole[0], out_dir="two-two", cut=5),
+        dict(whole[3], out_dir="two-one", step=4, signal=signal.SIGTERM),
         dict(out_dir="one-two", resume=True),
         dict(out_dir="two-two", resume=True),
         dict(whole[1], overwrite=True),
-        dict(text, out_dir="dies", step=8, signal=signal.SIGKILL),
+        dict(text, out_dir="dies", step=5, signal=signal.SIGKILL),
     ]
     process = in_ranks(2, __file__, json.dumps([*whole, *cut]), two)
     train_all(whole, one)
@@ -111,10 +111,10 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  #
     errors = re.findall("^error: .*", said, re.MULTILINE)
     assert process.returncode and len(errors) == 1, said
     assert "another process of this run died" in errors[0] and "--resume" in errors[0]
-    assert checkpoint(two / "dies")["step"] == 6
+    assert checkpoint(two / "dies")["step"] == 3
     for job in whole:
         assert_same_training(one / job["out_dir"], two / job["out_dir"])
-    assert checkpoint(two / "two-one")["step"] == 5
+    assert checkpoint(two / "two-one")["step"] == 4
     train_all([dict(out_dir="two-one", resume=True)], two)
     for name, like in (("one-two", "stem"), ("two-two", "stem"), ("two-one", "disk")):
         assert_same_training(two / name, one / like)

@@ -89,7 +89,7 @@ def test_what_learns_nothing_or_is_not_kept_is_said(
     source, said, data, tmp_path, monkeypatch, capsys
 ):
     add_relative(monkeypatch, tmp_path, "mine", HEAD + source)
-    small_run(data, tmp_path / "out", ffn="mine", n_layer=3)
+    small_run(data, tmp_path / "out", ffn="mine", n_layer=3, max_iters=4)
     notes = [line for line in capsys.readouterr().out.splitlines() if "note: " in line]
     assert len(notes) == (said is not None)
     assert said is None or said in notes[0]
