@@ -160,9 +160,14 @@ def check(
         assert torch.equal(mine, there)
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize(
-    ("n_buffer", "full", "state"), [(2, False, "number"), (3, True, "row"), (9, True, "number")]
+    ("n_buffer", "full", "state", "on_disk"),
+    [
+        (2, False, "number", False),
+        (2, False, "number", True),
+        (3, True, "row", True),
+        (9, True, "number", False),
+    ],
 )
 def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(
     gpu, tmp_path, n_buffer, full, state, on_disk
