@@ -140,8 +140,8 @@ def read_tokenizer(
 
 
 def keeps_all(encoding: tiktoken.Encoding) -> bool:
-    """Whether a text of all characters is the same once it was encoded."""
-    letters = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode + 1)]))
+    """Whether a text of all characters, of the rare ones each 16th, is the same once encoded."""
+    letters = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode, 16)]))
     return encoding.decode(encoding.encode_ordinary(letters)) == letters
 
 
