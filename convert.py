@@ -179,7 +179,7 @@ def read_folder(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     model, bos_id, eos_ids = read_model(folder)
     encoding = read_tokenizer(folder / "tokenizer.json", model.config.vocab_size, bos_id)
     ends = {encoding.decode([i]) for i in eos_ids if 0 <= i < encoding.n_vocab}
-    if ends and not ends & {*tokenizer.ENDS}:
+    if ends and ends.isdisjoint(tokenizer.ENDS):
         note = f"note: {folder} ends texts with {', '.join(sorted(ends))}: sampling goes on there"
         print(note, file=sys.stderr)
     return model, encoding

@@ -542,7 +542,9 @@ class Decoder(nn.Module):
         x = self.hidden(ids, table_ids=table_ids, documents=documents, cache=cache)
         if targets is not None:
             if torch.is_grad_enabled() and self.head_weight.requires_grad:
-                self.tables.check_mode()
+                for tables in (self.tables, self.wte):
+                    if isinstance(tables, Tables):
+                        tables.check_mode()
             return None, self.loss(x.flatten(0, 1), send(targets.long(), x.device).flatten())
         if last_only:
             x = x[:, -1:]

@@ -267,7 +267,10 @@ def labelled(
     total = sum(len(as_one_text(document)) for document in first)
     least = min(LEAST_VAL, max(1, total // 20))
     pieces = [cut(document, total // 5, least) for document in first]
-    notes.update(CUT for parts in pieces if len(parts) > 1)
+    for document, parts in zip(first, pieces, strict=True):
+        if len(parts) > 1:
+            notes[CUT] += 1
+            notes[HELD_COPIES] += hashed(document) in held  # its pieces have other hashes
     first = list(chain.from_iterable(pieces))
     chosen = for_validation(first, least, settings.val_fraction)
     seen = {hashed(first[number]) for number in chosen}

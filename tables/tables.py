@@ -73,7 +73,8 @@ class Tables(nn.Module):
         self.merged: tuple[Tensor, list[Tensor]] | None = None
         self.n_read = 0  # lookups since the last optimizer step
         self.since = 0  # the n_step at which these gradients began
-        self.is_trained = False  # whether there is an optimizer of rows, which takes them
+        self.are_taken = False  # whether somebody has asked for them
+        self.is_trained = False  # whether there is an optimizer of rows, which may take them later
         self.noticed: int | None = None  # the n_step at `check_mode`, in eval() mode
 
     @torch.no_grad()
@@ -101,19 +102,19 @@ class Tables(nn.Module):
         return self.training and torch.is_grad_enabled() and not self.frozen
 
     def check_mode(self) -> None:
-        """Called with each loss that other weights may be trained by. Warns once if an optimizer
-        steps, but not one of rows, as they are read in eval() mode."""
+        """Called with each loss of a model that is trained. Warns once if an optimizer steps, but
+        none of rows, as they are read in eval() mode."""
         is_constant = self.frozen or self.is_trained or not len(self.weight)
         if self.training or is_constant or self.weight[0].requires_grad:
             return
         if self.noticed is None:
             self.noticed = n_step
         elif self.noticed < n_step:
-            self.noticed = sys.maxsize
+            self.noticed = sys.maxsize  # once
             warnings.warn(
                 "an optimizer steps, but rows stay as they are, as the model is in eval() mode: "
                 "call model.train(), or, if they are to stay, model.tables.requires_grad_(False)",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
@@ -135,7 +136,9 @@ class Tables(nn.Module):
         """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
         Each row is one leaf of autograd, which sums the gradients of all places of its token;
         `merge` collects them."""
-        self.check_taken()  # merges: so a step holds the rows of one micro-batch, not of all
+        self.check_taken(
+            may_wait=self.is_trained
+        )  # merges: so a step holds the rows of one micro-batch, not of all
         self.n_read += 1
         distinct, position = self.distinct(ids)  # [n], [B, T]
         slots = self.slots(distinct)
@@ -228,13 +231,14 @@ class Tables(nn.Module):
             self.merged = one if self.merged is None else added(self.merged, one)
         self.reads = waiting
 
-    def check_taken(self) -> None:
-        """AssertionError: nobody took the gradients of rows, though another optimizer stepped."""
+    def check_taken(self, may_wait: bool = False) -> None:
+        """AssertionError: nobody took the gradients of rows, though another optimizer stepped. It
+        may be a critic's, between micro-batches: then they wait."""
         self.merge()
         if self.merged is None:
             self.since = n_step
-        is_taken = self.is_trained or n_step <= self.since
-        assert is_taken and self.n_read <= MOST_READS, (
+        is_fine = may_wait or self.are_taken or n_step <= self.since
+        assert is_fine and self.n_read <= MOST_READS, (
             f"the gradients of {self.n_read} lookups were not taken: AdamW(model.parameters()) "
             "does not train tables, nor an embedding that is not the head. Take "
             "training.optimizer.Optimizer, or give each of them a tables.rmsprop.RowRMSprop, and "
@@ -248,7 +252,7 @@ class Tables(nn.Module):
         sorted ids [n], and for each table [n, W] on the compute device. They are valid until the
         next lookup."""
         self.merge()
-        self.is_trained = True
+        self.are_taken = self.is_trained = True
         assert self.merged, (
             "no rows were differentiated since the last step: are they used? Is the model in "
             "train() mode?"
@@ -262,6 +266,7 @@ class Tables(nn.Module):
         super().zero_grad(set_to_none)
         self.reads = []
         self.merged = None
+        self.are_taken = False
         self.n_read = 0
 
     def flush(self) -> None:

@@ -84,6 +84,7 @@ def test_logits_and_gradients_equal_those_of_a_naive_decoder(kind, attention, n,
     [
         ("embformer", [1] * 29),
         ("embformer", [29]),
+        ("engram", [1] * 29),
         *((ffn, [5, 1, 9, 14]) for ffn in ("embformer", "engram", "bigram")),
     ],
 )

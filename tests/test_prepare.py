@@ -173,6 +173,14 @@ def test_copies_of_files_that_are_held_out_are_named(tmp_path):
     assert n and f"note: {n} copies of documents of held_out/val.bin are trained on" in said
 
 
+def test_a_copy_of_a_document_that_is_held_out_is_named_though_it_is_cut():
+    text = "On that day somebody bought a lamp, and it was red.\n" * 300
+    for held in (set(), {documents.hashed(text)}):
+        notes = Counter()
+        list(prepare.labelled([text], prepare.Preparation(), notes, held))
+        assert notes[prepare.CUT] == 1 and notes[prepare.HELD_COPIES] == len(held)
+
+
 def test_the_next_command_trains_on_a_page(tmp_path):
     (tmp_path / "page.txt").write_text("It was the best of times, it was the worst of times. " * 40)
     said = command("prepare.py --vocab_size 300 --input page.txt --out_dir d", cwd=tmp_path).stdout

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, NoReturn, TextIO
 
 from common import UserError
 
@@ -61,6 +61,7 @@ MARKS = re.compile(
 
 NO_NOTICES = "characters left out: Project Gutenberg's headers and licenses"
 NO_MARKS = "characters left out: Markdown's marks and front matter"
+NOWHERE = "links in folders lead nowhere"
 OTHERS = "files of other kinds in folders are left out"
 
 
@@ -84,7 +85,7 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
             found.append(path)
             continue
         inside = {}
-        for file in files_in(path):
+        for file in files_in(path, notes):
             name = file.relative_to(path).as_posix()
             inside[unicodedata.normalize("NFC", name)] = file
         known = [name for name in sorted(inside) if kind_of_file(inside[name]) in TEXTS | RECORDS]
@@ -95,16 +96,26 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
     return found
 
 
-def files_in(path: Path) -> Iterator[Path]:
-    """Yield all files of a folder but hidden ones. Links are followed, to each folder once."""
+def files_in(path: Path, notes: Counter[str]) -> Iterator[Path]:
+    """Yield all files of a folder but hidden ones. Links are followed, to each folder once.
+    UserError: a folder in it cannot be read."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise UserError(f"--input {error.filename}: {error.strerror}")
+
     seen = set()
-    for folder, folders, names in os.walk(path, followlinks=True):
+    for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
-        folders[:] = [] if real in seen else sorted(n for n in folders if not n.startswith("."))
-        if real not in seen:
-            files = (Path(folder, name) for name in names if not name.startswith("."))
-            yield from filter(Path.is_file, files)
+        if real in seen:
+            folders.clear()
+            continue
         seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for file in (Path(folder, name) for name in names if not name.startswith(".")):
+            if file.is_file():
+                yield file
+            elif not file.exists():
+                notes[NOWHERE] += 1
 
 
 def text_size(paths: Iterable[Path]) -> int:

@@ -140,7 +140,7 @@ def read_tokenizer(
 
 
 def keeps_all(encoding: tiktoken.Encoding) -> bool:
-    """Whether a text of all characters, of the rare ones each 16th, is the same once encoded."""
+    """Whether a text of all characters, above U+DFFF each 16th, is the same once encoded."""
     letters = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode, 16)]))
     return encoding.decode(encoding.encode_ordinary(letters)) == letters
 
@@ -251,17 +251,18 @@ def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
     for number, merge in enumerate(bpe["merges"]):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         token = "".join(parts)
-        if token not in bpe["vocab"]:
-            raise UserError(f"{path}: a merge makes {token!r:.40}, which has no id")
+        if token not in bpe["vocab"] or not set(token) <= set(byte_of):
+            raise UserError(f"{path}: a merge makes {token!r:.40}, which is no token of a text")
         merged.append(bpe["vocab"][token])
         pair = tuple(bytes(byte_of[letter] for letter in part) for part in parts)
         pairs.setdefault(pair, number)
     whole = bpe.get("ignore_merges")  # there, too, a whole word is looked up first
-    reached = {token for token in ranks if len(token) > 1 and is_reached(token, pairs)}
-    for token in ranks.keys() - reached:
+    for token in ranks:
+        if len(token) == 1 or is_reached(token, pairs):
+            continue
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known = [pair for pair in splits if {*pair} <= ranks.keys()]
-        if len(token) > 1 and not (whole and pairs.keys() >= {*known}):
+        known = {pair for pair in splits if {*pair} <= ranks.keys()}
+        if not (whole and pairs.keys() >= known):
             raise UserError(f"{path}: its merges do not make the token {token!r:.40}")
     wanted = merged if whole else [i for token, i in ranks.items() if len(token) > 1]
     if merged != sorted(wanted):

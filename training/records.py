@@ -43,7 +43,7 @@ class Log:
         self.path = path
         self.silent = silent
         self.first: list[dict] = []  # lines that are yet to be written
-        if resume_step and path.exists():
+        if resume_step and not silent and path.exists():
             for line in read_metrics(path):
                 # A resumed run first evaluates again at its step.
                 last = resume_step if line["type"] == "step" else resume_step - 1

@@ -121,9 +121,11 @@ def test_gradients_of_equal_tokens_are_summed_in_float32():
     [("SGD", {}), ("AdamW", dict(foreach=True)), ("AdamW", dict(fused=True))],
 )
 def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, options, clears):
-    """Micro-batches, a gradient that is thrown away, and tables that do not train pass."""
+    """Micro-batches and a gradient that is thrown away pass. An optimizer of rows is of no use, if
+    its gradients are thrown away."""
     model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8))
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
+    embedding, rows = RowRMSprop(model.wte), RowRMSprop(model.tables)
 
     def step(*trained, n_part: int = 1) -> None:
         for _ in range(n_part):
@@ -133,23 +135,18 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
             each.step(lr=0.1)
         {"optimizer": optimizer, "model": model}[clears].zero_grad()
 
-    model.tables.eval()
-    embedding = RowRMSprop(model.wte)
-    step(embedding, n_part=20)
-    with pytest.warns(UserWarning, match=r"eval\(\) mode"):
-        model(BATCH, BATCH)[1].backward()
+    step(embedding, rows, n_part=20)
+    step(rows, embedding)
+    model(BATCH, BATCH)[1].backward()
     model.zero_grad()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # one is enough
-        step(embedding)
-    model.tables.train()
+    model.tables.is_trained = clears == "model"  # else no optimizer was made
     with pytest.raises(AssertionError, match="RowRMSprop"):
         for _ in range(2):
             step(embedding)
 
 
 def test_rows_that_have_an_optimizer_may_wait_while_others_step():
-    """A critic between micro-batches, and evaluation with gradients between steps."""
+    """A critic between micro-batches."""
     made = tables()
     rows = RowRMSprop(made)
     critic = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
@@ -157,11 +154,41 @@ def test_rows_that_have_an_optimizer_may_wait_while_others_step():
         for _ in range(2):
             backward(made.lookup(BATCH))
             critic.step()
+        ids, _ = made.gradients()
+        assert ids.tolist() == [0, 1, 3, 7]
         rows.step(lr=0.1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            list(made.eval().lookup(BATCH))
-        made.train()
+
+
+@pytest.mark.parametrize("ffn", ["stem", "dense"])
+@pytest.mark.parametrize(
+    "how", ["train", "Optimizer", "gradients", "frozen", "adamw", "no_grad", "backbone", ""]
+)
+def test_a_training_loop_in_eval_mode_is_warned_once(ffn, how):
+    """But not where rows are trained, or are to stay."""
+    model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8, ffn=ffn))
+    model.train(how == "train")
+    parts = [part for part in (model.tables, model.wte) if len(part.weight)]
+    if how == "Optimizer":
+        Optimizer(model, Settings(model=model.config))
+    for part in parts:
+        if how == "gradients":
+            backward(part.train().lookup(BATCH))
+            part.eval().gradients()
+        if how == "frozen":
+            part.requires_grad_(False)
+        if how == "adamw":
+            part.weight.requires_grad_()
+    model.head.requires_grad_(how != "backbone")
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with torch.set_grad_enabled(how != "no_grad"):
+                model(BATCH, BATCH)
+            other.step()
+    assert len(said) == (len(parts) if how == "" else 0)
+    for warning in said:
+        assert "eval() mode" in str(warning.message) and warning.filename == __file__
 
 
 def test_processes_that_would_train_rows_of_their_own_are_refused(tmp_path):
