@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
 from collections import Counter
 
@@ -131,6 +132,21 @@ def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(
     assert names == ["B.txt", "a.txt", "a/z.txt", "b.txt", "c/g.txt", "f.txt", "e\u0301.md"]
     assert notes == {files.OTHERS: 1, files.NOWHERE: 1}
     assert found(tmp_path / "in/f.txt", tmp_path / "in/a")[0] == ["f.txt\n", "a/z.txt\n"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "in/shut").mkdir(parents=True)
+    (tmp_path / "in/a.txt").write_text("a")
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("shut"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match="in/shut: Permission denied"):
+        found(tmp_path / "in")
 
 
 @pytest.mark.parametrize(
