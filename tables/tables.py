@@ -136,9 +136,8 @@ class Tables(nn.Module):
         """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
         Each row is one leaf of autograd, which sums the gradients of all places of its token;
         `merge` collects them."""
-        self.check_taken(
-            may_wait=self.is_trained
-        )  # merges: so a step holds the rows of one micro-batch, not of all
+        # It merges: so a step holds the rows of one micro-batch, not of all.
+        self.check_taken(may_wait=self.is_trained)
         self.n_read += 1
         distinct, position = self.distinct(ids)  # [n], [B, T]
         slots = self.slots(distinct)

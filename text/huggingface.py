@@ -251,7 +251,7 @@ def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
     for number, merge in enumerate(bpe["merges"]):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         token = "".join(parts)
-        if token not in bpe["vocab"] or not set(token) <= set(byte_of):
+        if token not in bpe["vocab"] or not set(token) <= byte_of.keys():
             raise UserError(f"{path}: a merge makes {token!r:.40}, which is no token of a text")
         merged.append(bpe["vocab"][token])
         pair = tuple(bytes(byte_of[letter] for letter in part) for part in parts)
