@@ -30,7 +30,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,8 +62,8 @@ from corpora.questions import score_answers
 from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from tables.tables import Tables
-from text import chat, tokenizer
-from text.tokenizer import END, START, encode, typed
+from text import chat
+from text.tokenizer import END, START, encode, typed, until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
 from training.decoding import decoding_dtype_flag, load_to_decode
 from training.folders import clear
@@ -253,12 +253,6 @@ def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Lo
 SENTENCE = re.compile(
     r"\s*.*?((?<!\s[A-Z])(?<!\s[A-Z][a-z])[.!?](?=\s|$)|[。！？]|(?=\n)|$)", re.DOTALL
 )
-
-
-def until_end(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
-    """The tokens up to the end of a text or of a message."""
-    ends = tokenizer.ends(encoding)
-    return list(takewhile(lambda token: token not in ends, tokens))
 
 
 def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:

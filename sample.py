@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
 
 # Before torch, whose threads it tells how to wait.
 from common import UserError, check_ranges, flag, parse, pick_device, run
@@ -90,12 +89,11 @@ def side_by_side(
     **options,
 ) -> list[list[int]]:
     """What the model writes after `ids`, n times in one batch, each as `write` has it."""
-    ends = tokenizer.ends(encoding)
     prompts = torch.tensor([ids] * n, device=model.device)  # [n, T]
-    tokens = model.stream(prompts, max_new_tokens, stop=ends[0], **options)
+    tokens = model.stream(prompts, max_new_tokens, stop=encoding.eot_token, **options)
     steps = list(tqdm(tokens, "sampling", max_new_tokens, unit="token", disable=None))  # [n] each
     samples = torch.stack(steps, dim=1).tolist()  # [n, new]
-    return [list(takewhile(lambda token: token not in ends, new)) for new in samples]
+    return [tokenizer.until_end(encoding, new) for new in samples]
 
 
 class Chat:

@@ -7,9 +7,10 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from edit import Edit, Located, continuations, probabilities, until_end
+from edit import Edit, Located, continuations, probabilities
 from model import Decoder
 from tables.tables import Tables
+from text.tokenizer import until_end
 from training.writing import ExtraRows, rows_of
 
 Weighed = list[tuple[str, float]]  # tokens, each with a figure

@@ -112,7 +112,7 @@ def read_tokenizer(
         if not set(token) <= set(byte_of):
             raise UserError(f"{path}: the token {token!r:.40} is not spelled in GPT-2's bytes")
         ranks[bytes(byte_of[letter] for letter in token)] = i
-    check_merges(path, bpe, ranks)
+    check_merges(path, bpe, ranks, byte_of)
     lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
     if lacking != (NO_TOKEN if pattern == SMOLLM2_PATTERN else b""):
         raise UserError(f"{path}: some of the 256 single bytes are missing, or should be")
@@ -242,10 +242,9 @@ def byte_letters() -> dict[int, str]:
     return letters
 
 
-def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
+def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int], byte_of: dict[str, int]) -> None:
     """UserError: tiktoken, which joins whatever makes the token of the lowest id, and looks up a
     whole word first, would find other tokens than the merges of a file."""
-    byte_of = {letter: byte for byte, letter in byte_letters().items()}
     merged = []  # the id of what each merge makes
     pairs = {}  # what is merged, and when
     for number, merge in enumerate(bpe["merges"]):

@@ -12,6 +12,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from operator import itemgetter
 
 import tiktoken
@@ -130,6 +131,12 @@ def ends(encoding: tiktoken.Encoding) -> tuple[int, ...]:
     """The token ids that end a text or a message, <|endoftext|> first."""
     names = [name for name in ENDS if name in encoding.special_tokens_set]
     return tuple(map(encoding.encode_single_token, names))
+
+
+def until_end(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> list[int]:
+    """The tokens up to the end of a text or of a message."""
+    last = ends(encoding)
+    return list(takewhile(lambda token: token not in last, tokens))
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:

@@ -1,6 +1,5 @@
 """What a run tells people: what is trained at its start, what was learned at its end."""
 
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -192,7 +191,6 @@ def show(model: Decoder, data: Data, seed: int) -> list[str]:
     # Without a `stop`, as ranks that do not end together would wait for each other forever.
     ids = torch.tensor([prompt], device=model.device)  # [1, T]
     new = model.generate(ids, 60, temperature=temperature, seed=seed)[0, len(prompt) :].tolist()
-    ends = tokenizer.ends(encoding)
-    new = takewhile(lambda token: token not in ends, new)
-    print(encoding.decode([*prompt[1:], *new]))  # without the leading <|endoftext|>
+    said = tokenizer.until_end(encoding, new)
+    print(encoding.decode(prompt[1:] + said))  # without the leading <|endoftext|>
     return commands
