@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,6 +43,8 @@ from tables.zero_copy import ZeroCopy, done, places, seen_by_gpu
 
 class TransferRing:
     """A thread with a side stream that moves records through a few buffers in turn."""
+
+    few_bytes = 8 << 20  # of rows: see `OffloadedTables.read_few`
 
     def __init__(
         self, stream: torch.cuda.Stream, storage: TableStorage, n_buffer: int, chunk_bytes: int
@@ -158,16 +161,17 @@ class OffloadedTables(StoredTables):
         chunk_bytes: int = 8 << 20,
     ) -> None:
         super().__init__(storage, device)
-        record_bytes = 4 * len(self.weight) * self.width  # or half of it: at least one must fit
-        self.buffers = n_buffer, max(chunk_bytes, record_bytes)
+        self.record_bytes = 4 * len(self.weight) * self.width  # or half of it
+        self.buffers = n_buffer, max(chunk_bytes, self.record_bytes)  # one must fit
         self.stream = torch.cuda.Stream(self.device)  # the side stream
         self.seen: dict[str, Tensor] = {}  # arrays in RAM, as the device sees them
         self.open_transfers()
         # The working set: on the device [n_table, n_slot, W] of rows and, in training, maybe state.
         self.working_set = {"rows": self.new_slots("rows", 0)}
-        self.token_in = torch.empty(0, dtype=torch.int64)  # of each slot, -1: it is free
-        self.dirty = torch.empty(0, dtype=torch.bool)  # of each slot: changed, not written back
-        self.slot_of = torch.full((self.n_row,), -1)  # of each token, -1: it has none
+        # NumPy's: PyTorch takes several times as long for so few numbers, while the GPU waits.
+        self.token_in = np.empty(0, np.int64)  # of each slot, -1: it is free
+        self.dirty = np.empty(0, bool)  # of each slot: changed, not written back
+        self.slot_of = np.full(self.n_row, -1)  # of each token, -1: it has none
         self.announced = self.token_in  # tokens of the next batch, which have slots: none
         self.fetched = done(torch.cuda.Event())  # the latest fetch: none
 
@@ -201,17 +205,21 @@ class OffloadedTables(StoredTables):
         if self.in_training():
             self.wait_for(self.fetched)  # what was announced
             return self.read_once(ids)
-        self.slot_of.index_select(0, ids.flatten())  # on a GPU a wrong id would be no IndexError
+        if not 0 <= ids.min() <= ids.max() < self.n_row:  # on a GPU a wrong id would be no error
+            raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {self.n_row} rows")
         self.settle()  # what is stored must have the latest values
-        return self.decode(ids) if ids.shape[1] == 1 else self.read(ids)
+        if ids.numel() * self.record_bytes <= self.transfers.few_bytes:
+            return self.read_few(ids)
+        return self.read_many(ids)
 
-    def decode(self, ids: Tensor) -> Iterator[Tensor]:
-        """Rows of one step, tokens [B, 1], by the compute stream."""
+    def read_few(self, ids: Tensor) -> Iterator[Tensor]:
+        """Rows of a step of decoding, or of a short prompt, tokens [B, T], by the compute stream.
+        To send equal rows twice takes less time than to find out which are equal."""
         self.storage.read_ahead(ids)
-        records = self.transfers.read(ids.flatten()).unflatten(0, ids.shape)  # [B, 1, n_table, W]
-        return iter(records.unbind(-2))  # [B, 1, W] each
+        records = self.transfers.read(ids.flatten()).unflatten(0, ids.shape)  # [B, T, n_table, W]
+        return iter(records.unbind(-2))  # [B, T, W] each
 
-    def read(self, ids: Tensor) -> Iterator[Tensor]:
+    def read_many(self, ids: Tensor) -> Iterator[Tensor]:
         """Rows of a prompt, or of evaluation, tokens [B, T]. They come a few tables at a time, so
         that a layer waits for its own."""
         distinct, position = self.distinct(ids)  # [n], [B, T]
@@ -233,14 +241,14 @@ class OffloadedTables(StoredTables):
     # --- training ---
 
     def prefetch(self, ids: Tensor) -> None:
-        distinct, _ = self.distinct(ids.cpu())
-        self.fetch_missing(distinct)
-        self.announced = distinct
+        self.announced = self.distinct(ids)[0].numpy()
+        self.fetch_missing(self.announced)
 
     def slots(self, ids: Tensor) -> Tensor:
-        if self.fetch_missing(ids):
+        tokens = ids.numpy()
+        if self.fetch_missing(tokens):
             self.wait_for(self.fetched)
-        return send(self.slot_of[ids], self.device)
+        return send(torch.from_numpy(self.slot_of[tokens]), self.device)
 
     def rows(self, table: int) -> Tensor:
         return self.working_set["rows"][table]
@@ -249,46 +257,46 @@ class OffloadedTables(StoredTables):
         return self.working_set["state"][table]
 
     def updated(self, ids: Tensor) -> None:
-        self.dirty.index_fill_(0, self.slot_of.index_select(0, ids), True)
+        self.dirty[self.slot_of[ids.numpy()]] = True
         self.evict_except(self.announced)
 
     # --- the working set ---
 
-    def fetch_missing(self, ids: Tensor) -> bool:
+    def fetch_missing(self, ids: np.ndarray) -> bool:
         """Begin to fetch those of distinct tokens `ids` [n] that are not on the device. Returns
-        whether there are any. IndexError: an id out of range."""
-        missing = ids[self.slot_of.index_select(0, ids) < 0]
+        whether there are any."""
+        missing = ids[self.slot_of[ids] < 0]
         if len(missing) == 0:
             return False
-        free = (self.token_in < 0).nonzero()[:, 0]
+        free = np.flatnonzero(self.token_in < 0)
         if len(free) < len(missing):
             self.grow(len(missing) - len(free))
-            free = (self.token_in < 0).nonzero()[:, 0]
+            free = np.flatnonzero(self.token_in < 0)
         slots = free[: len(missing)]
-        self.token_in.index_copy_(0, slots, missing)
-        self.slot_of.index_copy_(0, missing, slots)
-        every = [slice(0, len(self.weight))]
-        (self.fetched,) = self.transfers.fetch(every, missing, slots, self.working_set, self.free)
+        self.token_in[slots] = missing
+        self.slot_of[missing] = slots
+        records = torch.from_numpy(missing), torch.from_numpy(slots), self.working_set
+        (self.fetched,) = self.transfers.fetch([slice(0, len(self.weight))], *records, self.free)
         return True
 
     def wait_for(self, arrival: Future) -> None:
         """Let the compute stream wait for a fetch and those before, and the host for the worker."""
         torch.cuda.current_stream(self.device).wait_event(arrival.result())
 
-    def evict_except(self, ids: Tensor) -> None:
+    def evict_except(self, ids: np.ndarray) -> None:
         """Evict all tokens but `ids`: write back those that changed, and free their slots."""
         self.record_free()
         leaves = self.token_in >= 0  # [n_slot]
-        leaves.index_fill_(0, self.slot_of.index_select(0, ids), False)
-        slots = leaves.nonzero()[:, 0]
-        tokens = self.token_in.index_select(0, slots)
-        changed = self.dirty.index_select(0, slots)
+        leaves[self.slot_of[ids]] = False
+        slots = np.flatnonzero(leaves)
+        tokens = self.token_in[slots]
+        changed = self.dirty[slots]
         if changed.any():
-            records = tokens[changed], slots[changed], self.working_set
-            self.transfers.write_back(*records, self.free)
-        self.dirty.index_fill_(0, slots, False)
-        self.token_in.index_fill_(0, slots, -1)
-        self.slot_of.index_fill_(0, tokens, -1)
+            records = map(torch.from_numpy, (tokens[changed], slots[changed]))
+            self.transfers.write_back(*records, self.working_set, self.free)
+        self.dirty[slots] = False
+        self.token_in[slots] = -1
+        self.slot_of[tokens] = -1
         self.announced = ids[:0]  # they may have no slots by the next call
 
     def record_free(self) -> None:
@@ -313,8 +321,8 @@ class OffloadedTables(StoredTables):
             new = self.new_slots(name, n_slot)
             new[:, :n_old] = old
             self.working_set[name] = new  # jobs under way have the old one
-        self.token_in = F.pad(self.token_in, (0, n_slot - n_old), value=-1)
-        self.dirty = F.pad(self.dirty, (0, n_slot - n_old))
+        self.token_in = np.pad(self.token_in, (0, n_slot - n_old), constant_values=-1)
+        self.dirty = np.pad(self.dirty, (0, n_slot - n_old))
         self.record_free()
 
     def flush(self) -> None:

@@ -105,6 +105,8 @@ class ZeroCopy:
     """Moves records by kernels of a side stream that read and write arrays of the host, see
     `seen_by_gpu`."""
 
+    few_bytes = 32 << 20  # of rows: see `OffloadedTables.read_few`
+
     def __init__(self, stream: torch.cuda.Stream, arrays: dict[str, Tensor]) -> None:
         self.stream = stream
         self.arrays = arrays

@@ -103,25 +103,26 @@ def test_copies_overlap_compute(tmp_path):
     """In a profile, most of the time that rows are on their way, a kernel is running: those of the
     next batch come during this one."""
     storage = DiskStorage.create(tmp_path / "tables", (2048, 8, 4096), torch.float32)
-    tables = OffloadedTables(storage, "cuda").eval()  # 16 MB of rows for each table and batch
+    tables = OffloadedTables(storage, "cuda").train()  # 16 MB of rows for each table and batch
     square = torch.randn(4096, 4096, device="cuda")
     even, odd = torch.arange(2048)[None].chunk(2, dim=1)
 
-    def layers(ids: torch.Tensor, later: torch.Tensor) -> None:
-        found = list(tables.lookup(ids))
+    def step(ids: torch.Tensor, later: torch.Tensor) -> None:
+        found = [rows.detach() for rows in tables.lookup(ids)]
         tables.prefetch(later)
         for rows in found:
             for _ in range(60):  # longer than it takes to gather the next rows
                 rows = rows @ square
+        tables.zero_grad()
+        tables.updated(ids[0])  # writes them back, and keeps the next ones
         tables.transfers.finish()
         torch.cuda.synchronize()
 
-    with torch.no_grad():
-        layers(even, odd)  # slots grow here, which makes transfers wait
-        layers(odd, even)
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            layers(even, odd)
+    step(even, odd)  # slots grow here, which makes transfers wait
+    step(odd, even)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step(even, odd)
     on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     copies = [e.time_range for e in on_gpu if "HtoD" in e.name]
     kernels = [e.time_range for e in on_gpu if not e.name.startswith("Mem")]

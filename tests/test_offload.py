@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from simulated_gpu import SimulatedGpu, Worker
 
 import offload
-from offload import OffloadedTables
+from offload import OffloadedTables, TransferRing
 from tables import zero_copy
 from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage, RamStorage
@@ -28,6 +28,7 @@ from tables.zero_copy import ZeroCopy
 V, L, W = 128, 3, 4  # vocabulary, tables, width
 ROWS = V, L, W
 CHUNK = 7 * L * W * 8  # bytes: transfers of a few tokens, so that one takes several of them
+FEW = 3 * L * W * 4  # bytes
 
 
 class RealGpu:
@@ -38,6 +39,13 @@ class RealGpu:
 
 
 has_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def three_are_few(monkeypatch):
+    """Of more rows than three tokens have, the distinct ones are sent, table by table."""
+    for transfers in (ZeroCopy, TransferRing):
+        monkeypatch.setattr(transfers, "few_bytes", FEW)
 
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=[pytest.mark.gpu, has_gpu])])
@@ -221,6 +229,7 @@ def test_every_guard_is_needed(guard, expected, monkeypatch, tmp_path):
         spec.loader.exec_module(without)
         monkeypatch.setitem(sys.modules, module.__name__, without)
     without.ThreadPoolExecutor = Worker
+    without.ZeroCopy.few_bytes = without.TransferRing.few_bytes = FEW
     with pytest.raises((AssertionError, RuntimeError)):
         for pins, *way in WAYS if of_module is zero_copy else WAYS[2:] + WAYS[:2]:
             with SimulatedGpu(pins) as gpu:
@@ -273,9 +282,9 @@ def test_what_crosses_the_bus_is_what_comes_and_what_leaves(monkeypatch):
         crossed.clear()
         tables.flush()
         assert sum(crossed) == 1  # 7, which is in the last two batches
-        assert all_equal(gpu, tables, torch.tensor([[1, 2, 7]]))
+        assert all_equal(gpu, tables, torch.tensor([[1, 2, 7, 9]]))
         tables.flush()
-        assert sum(crossed) == 1 + 3  # what is only read is not written back
+        assert sum(crossed) == 1 + 4  # what is only read is not written back
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -309,6 +318,20 @@ def test_device_memory_does_not_grow_with_the_vocabulary():
 
 
 # --- what goes wrong ---
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_few_rows_are_read_as_they_are(monkeypatch, pins):
+    """In one transfer, without a thread that works out which are distinct."""
+    for transfers in (ZeroCopy, TransferRing):
+        monkeypatch.setattr(transfers, "few_bytes", 5 * L * W * 4)
+        monkeypatch.setattr(transfers, "fetch", Mock(side_effect=AssertionError("not few")))
+    with SimulatedGpu(pins) as gpu:
+        tables = offloaded(gpu)
+        few = torch.tensor([[7, 3, 7, 9, 7]])
+        assert all_equal(gpu, tables, few)
+        with pytest.raises(AssertionError, match="not few"):
+            all_equal(gpu, tables, torch.cat((few, few)))
 
 
 def test_ids_out_of_range_are_refused():
