@@ -243,9 +243,13 @@ class LayerCache:
         self.k = like.new_empty(batch, config.n_kv_head, room, config.head_dim)
         self.v = torch.empty_like(self.k)
 
-    def update(self, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, start: int | Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [B, n_kv_head, T, head_dim] of tokens from `start` on. Returns those of all
-        tokens that new ones may see, [B, n_kv_head, S, head_dim]."""
+        tokens that new ones may see, [B, n_kv_head, S, head_dim]. A tensor [1]: of one token there;
+        returns all there is room for, as sizes are fixed in a captured step
+        (training/captured.py), whose mask hides the rest."""
+        if isinstance(start, Tensor):
+            return self.k.index_copy_(2, start, k), self.v.index_copy_(2, start, v)
         end = start + k.shape[2]
         self.k[:, :, start:end] = k
         self.v[:, :, start:end] = v
@@ -585,6 +589,23 @@ class Decoder(nn.Module):
                 masks[kind] = block.attn.make_mask(x, start, documents)
 
         # 2) The layers, which put keys and values into the cache.
+        caches = [None] * len(self.blocks) if cache is None else cache.layers
+        x = self.through_layers(x, layer_rows, angles, masks, caches, start)
+        if cache is not None:
+            cache.length = start + n
+        return x
+
+    def through_layers(
+        self,
+        x: Tensor,
+        layer_rows: Iterator[Tensor],
+        angles: Tensor,
+        masks: dict[str, Tensor | None],
+        caches: list[LayerCache | None],
+        start: int | Tensor,
+    ) -> Tensor:
+        """x [B, T, n_embd] after all layers and the last norm. masks: by kind of attention; caches
+        and rows: of each layer."""
         for layer, block in enumerate(self.blocks):
             rows = None
             if block.row_width:
@@ -592,10 +613,7 @@ class Decoder(nn.Module):
                 if rows.is_floating_point():
                     rows = rows.to(x.dtype)
             mask = masks[self.config.attention_kinds[layer]]
-            layer_cache = None if cache is None else cache.layers[layer]
-            x = block(x, rows, angles, mask, layer_cache, start)
-        if cache is not None:
-            cache.length = start + n
+            x = block(x, rows, angles, mask, caches[layer], start)
         return self.norm(x)
 
     def look_up(
@@ -672,6 +690,11 @@ class Decoder(nn.Module):
             layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]
         return Cache(layers, rotary(room, self.config, self.device))
 
+    def step(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
+        """The logits [B, V] of what follows tokens ids [B, T], with which the cache goes on. A GPU
+        may take its own way (training/captured.py)."""
+        return self(ids, table_ids=table_ids, cache=cache, last_only=True)[0][:, -1]
+
     @torch.inference_mode()
     def stream(
         self,
@@ -711,9 +734,8 @@ class Decoder(nn.Module):
             if kept.length == block_size:  # full: read the last half again
                 kept.length = 0
                 n_new = max(1, block_size // 2)
-            new_ids, new_table_ids = ids[:, -n_new:], table_ids[:, -n_new:]
-            logits, _ = self(new_ids, table_ids=new_table_ids, cache=kept, last_only=True)
-            token = sample(logits[:, -1], temperature, top_k, top_p, generator).cpu()  # [B]
+            logits = self.step(ids[:, -n_new:], table_ids[:, -n_new:], kept)
+            token = sample(logits, temperature, top_k, top_p, generator).cpu()  # [B]
             if stop is not None:
                 token = token.masked_fill(done, stop)
                 done |= token == stop

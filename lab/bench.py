@@ -50,6 +50,7 @@ from model import Decoder, ModelConfig
 from offload import OffloadedTables
 from tables.storage import DiskStorage
 from tables.tables import ResidentTables, StoredTables, Tables
+from training.captured import capture_steps
 from training.decoding import cast_backbone, norm_keys, use_column_major_weights
 from training.optimizer import Optimizer
 from training.placement import make_tables
@@ -225,7 +226,7 @@ def decode(contender: Contender, batch: int, context: int, new: int) -> float:
     start = contender.now()
     for place in range(context, context + new):
         token = slice(place, place + 1)
-        logits, _ = model(ids[:, token], table_ids=table_ids[:, token], cache=cache)
+        logits = model.step(ids[:, token], table_ids[:, token], cache)
         logits.argmax(-1).tolist()  # waits for the device, as sampling does
     return batch * new / (contender.now() - start)
 
@@ -272,6 +273,9 @@ def bench_decode(bench: Bench) -> dict:
         # As sample.py has them: on a CPU weights by columns, on a GPU in fewer bits.
         if bench.cuda:
             cast_backbone(contender.model, bench.dtype)
+            graph = contenders[f"{kind}, captured"] = Contender(bench, contender.config)
+            cast_backbone(graph.model, bench.dtype)
+            capture_steps(graph.model)
         else:
             use_column_major_weights(contender.model)
     tasks = {

@@ -8,11 +8,12 @@ from conftest import ROOT, assert_same_run, flags, start_process
 from naive import LAYERS
 from test_offload import batch
 
-from model import Decoder, decoder_class
+from model import BUILT_IN, Decoder, decoder_class
 from offload import OffloadedTables
 from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables, Tables
+from training.captured import capture_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,6 +83,19 @@ def test_training_and_decoding_on_the_gpu_equal_the_cpu(ffn, tables):
         torch.testing.assert_close(trained[name].cpu(), weight, **close)
     with torch.no_grad():
         torch.testing.assert_close(gpu.eval()(ids.cuda())[0].cpu(), cpu.eval()(ids)[0], **close)
+
+
+@pytest.mark.parametrize(
+    ("ffn", "tables"), [*((ffn, ResidentTables) for ffn in BUILT_IN), ("stem", offloaded)]
+)
+def test_captured_steps_write_what_ordinary_ones_do(ffn, tables):
+    model = decoder(ffn, "cuda", tables).eval()
+    ids = torch.randint(60, (2, 9))
+    ordinary = model.generate(ids.cuda(), 50, temperature=0, table_ids=ids)  # more than fit
+    capture_steps(model)
+    for _ in range(2):
+        captured = model.generate(ids.cuda(), 50, temperature=0, table_ids=ids)
+        assert torch.equal(captured, ordinary)
 
 
 def test_deterministic_runs_are_equal_to_the_bit_wherever_tables_are(data, tmp_path):
