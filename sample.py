@@ -22,6 +22,7 @@ from tqdm import tqdm
 from model import Decoder
 from text import chat, tokenizer
 from text.tokenizer import encode, familiar, typed
+from training.captured import capture_steps
 from training.decoding import decoding_dtype_flag, load_to_decode, norm_keys
 from training.settings import device_flag, offload_flag
 
@@ -186,6 +187,7 @@ def main() -> None:
         if not model.config.embedding_only:
             raise UserError(f"--cache ids: {args.ckpt} is not an Embformer, whose keys are rows")
         norm_keys(model)
+    capture_steps(model)
     options = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,

@@ -102,7 +102,7 @@ class CapturedSteps:
 
 def capture_steps(model: Decoder) -> None:
     """Let a model on a GPU decode by graphs, if it is one of model.py's with full attention: a
-    relative's layers may do what cannot be captured."""
+    relative's layers may do what cannot be captured. Hooks of the model are not called."""
     is_plain = type(model) is Decoder and {*model.config.attention_kinds} == {"full"}
     if is_plain and model.device.type == "cuda":
         model.step = CapturedSteps(model)

@@ -10,7 +10,6 @@ from torch import nn
 from common import flag, has_bfloat16
 from model import Decoder
 from tables.tables import ResidentTables
-from training.captured import capture_steps
 from training.checkpoints import load_model
 
 
@@ -42,7 +41,6 @@ def load_to_decode(
         cast_backbone(model, torch.bfloat16)
     if device.type == "cpu":
         use_column_major_weights(model)
-    capture_steps(model)
     return model, encoding, checkpoint
 
 
