@@ -313,7 +313,7 @@ class Attention(nn.Module):
         angles: Tensor,
         mask: Tensor | None = None,
         cache: LayerCache | None = None,
-        start: int = 0,
+        start: int | Tensor = 0,
     ) -> Tensor:
         """
         Args:
@@ -432,7 +432,7 @@ class Block(nn.Module):
         angles: Tensor,
         mask: Tensor | None = None,
         cache: LayerCache | None = None,
-        start: int = 0,
+        start: int | Tensor = 0,
     ) -> Tensor:
         """x [B, T, n_embd], rows [B, T, row_width] (None without a table) -> [B, T, n_embd]. All
         others are those of `Attention.forward`, which may get rows of earlier tokens, too."""
@@ -690,9 +690,15 @@ class Decoder(nn.Module):
             layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]
         return Cache(layers, rotary(room, self.config, self.device))
 
+    captured: Callable[..., Tensor] | None = None  # of training/captured.py, on a GPU
+
     def step(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
-        """The logits [B, V] of what follows tokens ids [B, T], with which the cache goes on. A GPU
-        may take its own way (training/captured.py)."""
+        """The logits [B, V] of what follows tokens ids [B, T], with which the cache goes on."""
+        if self.captured is not None:
+            return self.captured(self, ids, table_ids, cache)
+        return self.ordinary_step(ids, table_ids, cache)
+
+    def ordinary_step(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
         return self(ids, table_ids=table_ids, cache=cache, last_only=True)[0][:, -1]
 
     @torch.inference_mode()

@@ -171,7 +171,7 @@ class OffloadedTables(StoredTables):
         # NumPy's: PyTorch takes several times as long for so few numbers, while the GPU waits.
         self.token_in = np.empty(0, np.int64)  # of each slot, -1: it is free
         self.dirty = np.empty(0, bool)  # of each slot: changed, not written back
-        self.slot_of = np.full(self.n_row, -1)  # of each token, -1: it has none
+        self.slot_of = np.full(self.n_row, -1, np.int64)  # of each token, -1: it has none
         self.announced = self.token_in  # tokens of the next batch, which have slots: none
         self.fetched = done(torch.cuda.Event())  # the latest fetch: none
 
@@ -205,7 +205,8 @@ class OffloadedTables(StoredTables):
         if self.in_training():
             self.wait_for(self.fetched)  # what was announced
             return self.read_once(ids)
-        if not 0 <= ids.min() <= ids.max() < self.n_row:  # on a GPU a wrong id would be no error
+        # On a GPU a wrong id would be no error.
+        if ids.numel() and not 0 <= ids.min() <= ids.max() < self.n_row:
             raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {self.n_row} rows")
         self.settle()  # what is stored must have the latest values
         if ids.numel() * self.record_bytes <= self.transfers.few_bytes:
@@ -263,8 +264,10 @@ class OffloadedTables(StoredTables):
     # --- the working set ---
 
     def fetch_missing(self, ids: np.ndarray) -> bool:
-        """Begin to fetch those of distinct tokens `ids` [n] that are not on the device. Returns
-        whether there are any."""
+        """Begin to fetch those of distinct tokens `ids` [n], in order, that are not on the device.
+        Returns whether there are any. IndexError: an id out of range."""
+        if len(ids) and ids[0] < 0:
+            raise IndexError(f"id {ids[0]}: there are {self.n_row} rows")  # one NumPy would take
         missing = ids[self.slot_of[ids] < 0]
         if len(missing) == 0:
             return False

@@ -68,7 +68,7 @@ class Tables(nn.Module):
         self.width = width
         # A lookup in training makes leaves, the backward pass fills their .grad, `merge` adds these
         # up, the optimizer takes the sums. Lookups whose backward pass is yet to come: the distinct
-        # ids [n], on the device they came from, and for each table read so far a leaf [n, W].
+        # ids [n], on the CPU, and for each table read so far a leaf [n, W].
         self.reads: list[tuple[Tensor, list[Tensor]]] = []
         # The merged gradients of those that are: distinct sorted ids [n], [n, W] per table.
         self.merged: tuple[Tensor, list[Tensor]] | None = None

@@ -94,8 +94,8 @@ def test_captured_steps_write_what_ordinary_ones_do(ffn, tables):
     ordinary = model.generate(ids.cuda(), 50, temperature=0, table_ids=ids)  # more than fit
     capture_steps(model)
     for _ in range(2):
-        captured = model.generate(ids.cuda(), 50, temperature=0, table_ids=ids)
-        assert torch.equal(captured, ordinary)
+        replayed = model.generate(ids.cuda(), 50, temperature=0, table_ids=ids)
+        assert torch.equal(replayed, ordinary)
 
 
 def test_deterministic_runs_are_equal_to_the_bit_wherever_tables_are(data, tmp_path):

@@ -339,11 +339,25 @@ def test_ids_out_of_range_are_refused():
         tables = offloaded(gpu)
         for bad in (V, -1):
             for ids in ([[1, bad]], [[bad]]):  # the latter is a step of decoding
-                with pytest.raises(IndexError):
+                with pytest.raises(IndexError, match="there are 128 rows"):
                     list(tables.eval().lookup(torch.tensor(ids)))
             with pytest.raises(IndexError):
                 list(tables.train().lookup(torch.tensor([[1, bad]])))
         assert all_equal(gpu, tables, batch(0))
+        assert [len(rows) for rows in tables.lookup(torch.empty(0, 3, dtype=torch.int64))] == [
+            0
+        ] * L
+
+
+def test_wrong_ids_of_many_rows_leave_the_books_as_they_are():
+    """So few ids are sorted, not marked."""
+    with SimulatedGpu() as gpu:
+        tables = OffloadedTables(RamStorage((1000, L, W), torch.float32), gpu.device).train()
+        for bad in (1000, -1):
+            for use in (tables.prefetch, tables.lookup):
+                with pytest.raises(IndexError):
+                    list(use(torch.tensor([[1, bad]])) or ())
+                assert (tables.slot_of < 0).all() and not len(tables.token_in)
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (2, 1), (2, 5, 1), (2, 1, 3)])

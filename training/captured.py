@@ -5,7 +5,9 @@ CUDA) is launched as a whole. Its kernels read and write the same memory each ti
 from token to token lies in tensors: the token's embedding, its rows, and its position.
 """
 
+import gc
 from collections.abc import Callable
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,20 +16,32 @@ from torch import Tensor
 
 from model import Cache, Decoder, additive
 
-PATIENCE = 8  # tokens of a text before its steps are captured, which takes as long as a few
+PATIENCE = 32  # tokens of a text before its steps are captured, which takes about as long as these
 
 
-def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps memory for each stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+def captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """A function that replays what `run` does on the GPU, and returns the same tensor anew."""
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):  # libraries allocate what they need
+    stream = side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # libraries allocate what they need
         for _ in range(3):
             run()
-    torch.cuda.current_stream().wait_stream(warm_up)
+    torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
+    collects = gc.isenabled()
+    gc.disable()  # what is given up may wait for the GPU, which a capture does not survive
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            result = run()
+    finally:
+        if collects:
+            gc.enable()
 
     def replay() -> Tensor:
         graph.replay()
@@ -41,8 +55,8 @@ class CapturedStep:
     they may be anywhere."""
 
     def __init__(self, model: Decoder, cache: Cache) -> None:
-        self.model = model
-        self.caches, self.angles = cache.layers, cache.angles  # not the cache: see `CapturedSteps`
+        # Not the cache, nor the model: with the former this goes, and the latter has this.
+        self.caches, self.angles = cache.layers, cache.angles
         like = model.head_weight
         batch, _, room, _ = cache.layers[0].k.shape
         for layer in cache.layers:  # what a mask hides must be numbers, too
@@ -55,10 +69,10 @@ class CapturedStep:
         self.n_token = 0  # of the text, so far
         self.replay: Callable[[], Tensor] | None = None
 
-    def run(self) -> Tensor:
+    def run(self, model: Decoder) -> Tensor:
         """What is captured: the logits [B, V]."""
         mask = additive((self.places <= self.position)[None], self.x)  # [1, room]
-        x = self.model.through_layers(
+        x = model.through_layers(
             self.x,
             iter(self.rows),
             self.angles.index_select(1, self.position),  # [2, 1, head_dim]
@@ -66,38 +80,37 @@ class CapturedStep:
             self.caches,
             self.position,
         )
-        return F.linear(x[:, -1], self.model.head_weight)
+        return F.linear(x[:, -1], model.head_weight)
 
-    def __call__(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
+    def __call__(self, model: Decoder, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
         self.n_token += 1
         if self.n_token <= PATIENCE:
-            return Decoder.step(self.model, ids, table_ids, cache)
+            return model.ordinary_step(ids, table_ids, cache)
         assert cache.length < cache.room, f"there is room for {cache.room} tokens"
-        rows = list(self.model.look_up(table_ids.long(), None, cache))  # [B, 1, W] each
+        rows = list(model.look_up(table_ids.long(), None, cache))  # [B, 1, W] each
         if rows:
             self.rows.copy_(torch.stack(rows))
-        self.x.copy_(self.model.embed(ids.long()))
+        self.x.copy_(model.embed(ids.long()))
         self.position.fill_(cache.length)
         if self.replay is None:
-            self.replay = captured(self.run)
+            self.replay = captured(lambda: self.run(model), self.x.device)
         cache.length += 1
         return self.replay()
 
 
 class CapturedSteps:
-    """In place of `Decoder.step`: single tokens have captured steps, one for each cache, with which
-    it goes. Logits are valid until the next step with this cache."""
+    """Single tokens have captured steps, one for each cache, with which it goes. Logits are valid
+    until the next step with this cache."""
 
-    def __init__(self, model: Decoder) -> None:
-        self.model = model
+    def __init__(self) -> None:
         self.steps: WeakKeyDictionary[Cache, CapturedStep] = WeakKeyDictionary()
 
-    def __call__(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
-        if ids.shape[1] > 1 or cache.layers[0] is None:
-            return Decoder.step(self.model, ids, table_ids, cache)
+    def __call__(self, model: Decoder, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
+        if ids.shape[1] > 1 or cache.layers[0] is None or model.training:
+            return model.ordinary_step(ids, table_ids, cache)
         if cache not in self.steps:
-            self.steps[cache] = CapturedStep(self.model, cache)
-        return self.steps[cache](ids, table_ids, cache)
+            self.steps[cache] = CapturedStep(model, cache)
+        return self.steps[cache](model, ids, table_ids, cache)
 
 
 def capture_steps(model: Decoder) -> None:
@@ -105,4 +118,4 @@ def capture_steps(model: Decoder) -> None:
     relative's layers may do what cannot be captured. Hooks of the model are not called."""
     is_plain = type(model) is Decoder and {*model.config.attention_kinds} == {"full"}
     if is_plain and model.device.type == "cuda":
-        model.step = CapturedSteps(model)
+        model.captured = CapturedSteps()

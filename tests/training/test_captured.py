@@ -1,19 +1,24 @@
 """Captured steps of decoding against ordinary ones. To capture takes a GPU (test_gpu.py): here,
 what would be replayed is run again."""
 
+import copy
+import gc
+import weakref
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from model import BUILT_IN, Decoder, LayerCache, ModelConfig
+import sample
+from model import BUILT_IN, Decoder, LayerCache, decoder_class
 from training import captured
 from training.captured import CapturedSteps, capture_steps
 
 
 @pytest.fixture
 def captures(monkeypatch) -> list:
-    """What was captured. Memory for keys and values holds anything, as on a GPU."""
+    """A mark for each capture. Memory for keys and values holds anything, as on a GPU."""
     made = []
     make = LayerCache.__init__
 
@@ -23,14 +28,16 @@ def captures(monkeypatch) -> list:
         cache.v.fill_(torch.nan)
 
     monkeypatch.setattr(LayerCache, "__init__", make_with_nans)
-    monkeypatch.setattr(captured, "captured", lambda run: made.append(run) or run)
+    monkeypatch.setattr(captured, "captured", lambda run, _: made.append(1) or run)
+    monkeypatch.setattr(captured, "PATIENCE", 8)
     return made
 
 
-def decoder(ffn: str) -> Decoder:
+def decoder(ffn: str, **settings) -> Decoder:
     torch.manual_seed(0)
-    config = ModelConfig(60, 40, 3, 4, 32, n_kv_head=2, ffn=ffn, table_std=0.5)
-    return Decoder(config).eval()
+    kind = decoder_class(ffn)
+    config = kind.config_class(60, 40, 3, 4, 32, n_kv_head=2, ffn=ffn, table_std=0.5, **settings)
+    return kind(config).eval()
 
 
 @pytest.mark.parametrize("ffn", BUILT_IN)
@@ -39,25 +46,30 @@ def test_captured_steps_write_what_ordinary_ones_do(ffn, captures):
     prompts = torch.randint(60, (2, 9))
     edited = prompts.flip(1)  # other rows
     ordinary = model.generate(prompts, 60, temperature=0, table_ids=edited)  # reads half of it anew
-    model.step = CapturedSteps(model)
+    model.captured = CapturedSteps()
     assert torch.equal(model.generate(prompts, 60, temperature=0, table_ids=edited), ordinary)
     assert len(captures) == 1
-    assert not model.step.steps  # a graph goes with its text
+    assert not model.captured.steps  # a graph goes with its text
 
-    cache = model.make_cache(2)
+    cache = model.make_cache(2, 9 + 16)
     model(prompts, cache=cache)
-    for number in range(2 * captured.PATIENCE):
-        token = torch.full((2, 1), number)
-        prompts = torch.cat((prompts, token), dim=1)
-        logits = model.step(token, token, cache)
-        torch.testing.assert_close(logits, model(prompts)[0][:, -1], rtol=1e-4, atol=1e-5)
+    rows = prompts
+    for number in range(16):
+        token = torch.full((2, 1), number, dtype=torch.int32)
+        prompts, rows = torch.cat((prompts, token), dim=1), torch.cat((rows, token + 20), dim=1)
+        logits = model.step(token, token + 20, cache)
+        whole = model(prompts, table_ids=rows)[0]
+        torch.testing.assert_close(logits, whole[:, -1], rtol=1e-4, atol=1e-5)
+        assert len(captures) == 1 + (number >= captured.PATIENCE)
+    with pytest.raises(AssertionError, match="room for 25 tokens"):
+        model.step(token, token, cache)
 
 
 def test_texts_that_are_decoded_by_turns_have_a_graph_each(captures):
     model = decoder("stem")
     prompts = torch.randint(60, (2, 1, 5))
     ordinary = [model.generate(prompt, 30, temperature=0) for prompt in prompts]
-    model.step = CapturedSteps(model)
+    model.captured = CapturedSteps()
     streams = [model.stream(prompt, 30, temperature=0) for prompt in prompts]
     by_turns = zip(*streams, strict=True)
     for number, tokens in enumerate(by_turns, 5):
@@ -65,14 +77,61 @@ def test_texts_that_are_decoded_by_turns_have_a_graph_each(captures):
     assert len(captures) == 2
 
 
-def test_a_short_text_is_not_captured(captures):
-    model = decoder("stem")
-    model.step = CapturedSteps(model)
-    list(islice(model.stream(torch.randint(60, (1, 5)), 30), captured.PATIENCE))
+def test_short_texts_models_in_training_and_caches_of_ids_are_not_captured(captures):
+    model = decoder("embformer")
+    model.captured = CapturedSteps()
+    prompt = torch.randint(60, (1, 5))
+    list(islice(model.stream(prompt, 30), captured.PATIENCE))
+    model.generate(prompt, 30, cache="ids")
+    model.train().generate(prompt, 30)
     assert not captures
 
 
-def test_without_a_gpu_nothing_changes():
+def test_a_model_and_its_copy_have_steps_of_their_own_and_go_when_they_are_given_up(monkeypatch):
+    def frozen(run, _):  # like a graph, it does not hold what it was made of
+        result = run()
+        return lambda: result
+
+    monkeypatch.setattr(captured, "captured", frozen)
+    monkeypatch.setattr(captured, "PATIENCE", 8)
     model = decoder("stem")
+    model.captured = CapturedSteps()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.zero_()
+    prompt = torch.randint(60, (1, 5))
+    assert not other.generate(prompt, 30, temperature=0)[0, 5:].any()
+    assert model.generate(prompt, 30, temperature=0)[0, 5:].any()
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None  # with its memory, and tables that are pinned
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("ffn", "settings", "device", "does"),
+    [
+        ("stem", {}, "cuda", True),
+        ("stem", {}, "cpu", False),
+        ("stem", {"attention": "window:8"}, "cuda", False),
+        ("moe", {}, "cuda", False),
+    ],
+)
+def test_what_is_captured(ffn, settings, device, does, monkeypatch):
+    model = decoder(ffn, **settings)
+    monkeypatch.setattr(Decoder, "device", SimpleNamespace(type=device))
     capture_steps(model)
-    assert "step" not in vars(model)
+    assert (model.captured is not None) == does
+
+
+def test_sample_captures(stem_ckpt, monkeypatch):
+    models = []
+    monkeypatch.setattr(sample, "capture_steps", models.append)
+    line = f"sample.py --ckpt {stem_ckpt} --device cpu --max_new_tokens 2"
+    monkeypatch.setattr("sys.argv", line.split())
+    sample.main()
+    assert len(models) == 1
