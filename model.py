@@ -543,12 +543,15 @@ class Decoder(nn.Module):
         """Without targets: logits [B, T, V], of the last token alone [B, 1, V] if `last_only`, and
         None. With targets [B, T] (-1: nothing to predict): None and the mean cross-entropy in nats.
         For all else see `hidden`."""
+        assert targets is None or targets.shape == ids.shape, (
+            f"targets {[*targets.shape]} are not of the shape of ids, {[*ids.shape]}"
+        )
         x = self.hidden(ids, table_ids=table_ids, documents=documents, cache=cache)
+        if torch.is_grad_enabled() and self.head_weight.requires_grad:
+            for tables in (self.tables, self.wte):
+                if isinstance(tables, Tables):
+                    tables.check_mode()
         if targets is not None:
-            if torch.is_grad_enabled() and self.head_weight.requires_grad:
-                for tables in (self.tables, self.wte):
-                    if isinstance(tables, Tables):
-                        tables.check_mode()
             return None, self.loss(x.flatten(0, 1), send(targets.long(), x.device).flatten())
         if last_only:
             x = x[:, -1:]
@@ -576,6 +579,12 @@ class Decoder(nn.Module):
         start = 0 if cache is None else cache.length
         room = self.config.block_size if cache is None else cache.room
         assert start + n <= room, f"{start + n} tokens: there is room for {room}"
+        assert table_ids is None or table_ids.shape == ids.shape, (
+            f"table_ids {[*table_ids.shape]} are not of the shape of ids, {[*ids.shape]}"
+        )
+        if documents is not None:
+            assert cache is None, "documents are known to no cache"
+            assert documents.shape[1] == n, f"documents of {documents.shape[1]}, not {n} tokens"
 
         # 1) What layers read beside x: rows, positions, masks.
         layer_rows = self.look_up(ids if table_ids is None else table_ids.long(), documents, cache)
@@ -730,6 +739,9 @@ class Decoder(nn.Module):
         generator = None
         if seed is not None:
             generator = torch.Generator(self.device).manual_seed(seed)
+        assert table_ids is None or table_ids.shape == ids.shape, (
+            f"table_ids {[*table_ids.shape]} are not of the shape of ids, {[*ids.shape]}"
+        )
         # On the CPU, where tables in RAM and the caller need them: one wait for the GPU a token.
         ids = ids.cpu()[:, -block_size:]
         table_ids = ids if table_ids is None else table_ids.cpu()[:, -block_size:]

@@ -255,3 +255,30 @@ def test_compiled_blocks_take_changing_lengths_without_breaks_or_a_graph_for_eac
         torch.testing.assert_close(model(ids)[0], expected)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] <= 4  # with and without rows; one length, any length
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 8), (4, 16)])
+def test_other_shapes_than_that_of_the_ids_are_refused(shape):
+    """They would be spread over the batch, or shifted."""
+    model = Decoder(ModelConfig(60, 16, 2, 2, 32)).eval()
+    ids = torch.randint(60, (4, 8))
+    wrong = torch.randint(60, shape)
+    for use in (
+        lambda: model(ids, wrong),
+        lambda: model(ids, table_ids=wrong),
+        lambda: model.generate(ids, 2, table_ids=wrong),
+    ):
+        with pytest.raises(AssertionError, match="not of the shape of ids"):
+            use()
+
+
+def test_documents_are_those_of_all_tokens_without_a_cache():
+    model = Decoder(ModelConfig(60, 16, 2, 2, 32)).eval()
+    ids = torch.randint(60, (4, 8))
+    documents = torch.zeros_like(ids)
+    alike = model(ids, documents=documents[:1])[0]
+    assert torch.equal(alike, model(ids, documents=documents)[0])
+    with pytest.raises(AssertionError, match="documents of 1, not 8"):
+        model(ids, documents=documents[:, :1])
+    with pytest.raises(AssertionError, match="no cache"):
+        model(ids, documents=documents, cache=model.make_cache(4))
