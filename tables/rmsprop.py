@@ -58,7 +58,7 @@ class RowRMSprop:
             "of rows: train.py does it, by columns (tables/sharded.py). For a model of each "
             "process's own, make this before the process group"
         )
-        tables.is_trained = True
+        tables.trained = id(tables)
         self.tables = tables
         self.beta2 = beta2
         self.eps = eps

@@ -75,8 +75,15 @@ class Tables(nn.Module):
         self.n_read = 0  # lookups since the last optimizer step
         self.since = 0  # the n_step at which these gradients began
         self.are_taken = False  # whether somebody has asked for them
-        self.is_trained = False  # whether there is an optimizer of rows, which may take them later
+        self.trained = 0  # the id of these tables if there is an optimizer of their rows
+        self.warned = False  # that gradients of rows were dropped
         self.noticed: int | None = None  # the n_step at `check_mode`, in eval() mode
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is an optimizer of rows, which may take gradients later. That of a model
+        does not train its copies."""
+        return self.trained == id(self)
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
@@ -95,9 +102,9 @@ class Tables(nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> "Tables":
         """False: rows stay as they are; to be called before an `Optimizer` is made. That of the
         whole model does not reach them, as they are no parameters: it leaves rows alone to be
-        trained."""
+        trained. True undoes it (and makes them no parameters)."""
         self.frozen = not requires_grad
-        return super().requires_grad_(requires_grad)
+        return self if requires_grad else super().requires_grad_(False)
 
     def in_training(self) -> bool:
         return self.training and torch.is_grad_enabled() and not self.frozen
@@ -256,17 +263,27 @@ class Tables(nn.Module):
         sorted ids [n], and for each table [n, W] on the compute device. They are valid until the
         next lookup."""
         self.merge()
-        self.are_taken = self.is_trained = True
+        self.are_taken = True
+        self.trained = id(self)
         assert self.merged, (
             "no rows were differentiated since the last step: are they used? Is the model in "
-            "train() mode?"
+            "train() mode? Have tables become parameters, by its requires_grad_(True)?"
         )
         return self.merged
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and lookups that were not differentiated. AssertionError: as
-        `check_taken`."""
+        `check_taken`. Warns once if there are gradients that no optimizer takes, as in a loop that
+        changes weights by hand."""
         self.check_taken()
+        if self.merged and not (self.are_taken or self.is_trained or self.warned):
+            self.warned = True
+            warnings.warn(
+                "gradients of rows are dropped: tables, and an embedding that is not the head, are "
+                "no parameters, and stay as they are unless a tables.rmsprop.RowRMSprop trains "
+                "them (or, if they are to stay, call their requires_grad_(False))",
+                stacklevel=3,
+            )
         super().zero_grad(set_to_none)
         self.reads = []
         self.merged = None

@@ -1,5 +1,6 @@
 """Row lookups against nn.Embedding, and RMSprop on rows against the same on whole tables."""
 
+import copy
 import itertools
 import warnings
 
@@ -139,7 +140,7 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
     step(rows, embedding)
     model(BATCH, BATCH)[1].backward()
     model.zero_grad()
-    model.tables.is_trained = clears == "model"  # else no optimizer was made
+    model.tables.trained = id(model.tables) * (clears == "model")  # else no optimizer was made
     with pytest.raises(AssertionError, match="RowRMSprop"):
         for _ in range(2):
             step(embedding)
@@ -159,11 +160,12 @@ def test_rows_that_have_an_optimizer_may_wait_while_others_step():
         rows.step(lr=0.1)
 
 
+@pytest.mark.parametrize("targets", [BATCH, None])  # or a loss of one's own
 @pytest.mark.parametrize("ffn", ["stem", "dense"])
 @pytest.mark.parametrize(
     "how", ["train", "Optimizer", "gradients", "frozen", "adamw", "no_grad", "backbone", ""]
 )
-def test_a_training_loop_in_eval_mode_is_warned_once(ffn, how):
+def test_a_training_loop_in_eval_mode_is_warned_once(ffn, how, targets):
     """But not where rows are trained, or are to stay."""
     model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8, ffn=ffn))
     model.train(how == "train")
@@ -184,7 +186,7 @@ def test_a_training_loop_in_eval_mode_is_warned_once(ffn, how):
         warnings.simplefilter("always")
         for _ in range(3):
             with torch.set_grad_enabled(how != "no_grad"):
-                model(BATCH, BATCH)
+                model(BATCH, targets)
             other.step()
     assert len(said) == (len(parts) if how == "" else 0)
     for warning in said:
@@ -203,6 +205,7 @@ def test_processes_that_would_train_rows_of_their_own_are_refused(tmp_path):
         dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:gradients of rows")
 def test_a_loop_without_an_optimizer_of_pytorch_fails_after_many_lookups(monkeypatch):
     monkeypatch.setattr(tables_module, "MOST_READS", 20)
     made = tables()
@@ -215,6 +218,50 @@ def test_a_loop_without_an_optimizer_of_pytorch_fails_after_many_lookups(monkeyp
             backward(made.lookup(BATCH))
 
 
+def test_who_changes_weights_by_hand_is_told_once_that_rows_stay(recwarn):
+    def step(made, rows=None):
+        backward(made.lookup(BATCH))
+        if rows:
+            rows.step(lr=0.1)
+        made.zero_grad()
+
+    made = tables()
+    for _ in range(3):
+        step(made)
+    assert [str(warning.message)[:29] for warning in recwarn] == ["gradients of rows are dropped"]
+    trained = tables()
+    step(trained, RowRMSprop(trained))
+    step(trained)  # a step that is left out
+    assert len(recwarn) == 1
+
+
+def test_the_optimizer_of_a_model_trains_no_copy():
+    model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8))
+    RowRMSprop(model.tables)
+    RowRMSprop(model.wte)
+    student = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(student.parameters())
+    with pytest.raises(AssertionError, match="RowRMSprop"):
+        for _ in range(3):
+            student(BATCH, BATCH)[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_rows_that_are_released_too_late_for_their_optimizer_are_no_parameters():
+    config = ModelConfig(V, 8, 2, 1, 8)
+    model = Decoder(config).train()
+    model.tables.requires_grad_(False)
+    optimizer = Optimizer(model, Settings(model=config))
+    model.tables.requires_grad_(True)
+    assert not model.tables.weight[0].requires_grad
+    with pytest.raises(AssertionError, match="RowRMSprop"):
+        for _ in range(3):
+            model(BATCH, BATCH)[1].backward()
+            optimizer.step(1.0)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of rows")
 def test_a_model_forgets_the_gradients_of_rows_with_all_others():
     model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8))
     for ids in (BATCH, BATCH[:, :1]):
