@@ -195,13 +195,16 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
         given = {name: value for name, value in record.items() if value is not None}
         record = {**OPTIONAL, **given}
         record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
-        record["rope"] = record.get("rope_scaling") or record.get("rope_parameters") or {}
+        record = {"rope_scaling": {}, "rope_parameters": {}, **record}
         ids = dict(bos_token_id=int | None, eos_token_id=int | list[int] | None)
-        require_fields(record, rope=dict, **ids)
+        require_fields(record, rope_scaling=dict, rope_parameters=dict, **ids)
+    if "model_type" not in given:
+        require(path, record, "architectures", ["LlamaForCausalLM"])
+    if "quantization_config" in given:
+        raise UserError(f"{path}: quantization_config: quantized models are not read")
     weights = read_weights(folder)
     config = their_config(path, record, weights)
-    if config.tie_head:
-        weights.pop("lm_head.weight", None)  # the embedding again
+    head = weights.pop("lm_head.weight", None) if config.tie_head else None
     with torch.device("meta"):  # nothing is allocated before all shapes are right
         model = Decoder(config)
     check_weights(folder, weights, named_weights(model))
@@ -211,6 +214,9 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
         weight.copy_(weights[name])
         if not weight.isfinite().all():
             raise UserError(f"{folder}: {name} has numbers that are not finite: download it again")
+    if head is not None and not torch.equal(head, weights["model.embed_tokens.weight"]):
+        differs = "but lm_head.weight is not the embedding: if it is the head, set it to false"
+        raise UserError(f"{path}: tie_word_embeddings is true, {differs}")
     ends = record.get("eos_token_id", [])
     return model, record.get("bos_token_id"), ends if isinstance(ends, list) else [ends]
 
@@ -256,7 +262,14 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
         if record[name] > most.get(name, largest):
             raise UserError(f"{path}: {name} {record[name]} is more than its weights have")
     # Rotations are the original ones, or slowed down as Llama 3.1's are (model.rotary).
-    rope = record["rope"]
+    rope = {**record["rope_parameters"], **record["rope_scaling"]}
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            raise UserError(f"{path}: rotations of {name} alone are not supported")
+        require(path, record["rope_parameters"], name, value)  # the same, if it is said twice
+    require(path, rope, "rope_theta", record.get("rope_theta", rope.get("rope_theta")))
+    for settings in (record, rope):
+        require(path, settings, "partial_rotary_factor", 1)
     scaling = None
     rotations = "llama3" if "low_freq_factor" in rope else "default"
     require(path, rope, "rope_type", rotations)

@@ -224,6 +224,21 @@ def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path,
     ("config", "words", "reason"),
     [
         ({"model_type": "qwen3"}, {}, "model_type qwen3 is not supported, only llama or embformer"),
+        (
+            {"model_type": None, "architectures": ["GemmaForCausalLM"]},
+            {},
+            "architectures ['GemmaForCausalLM'] is not supported",
+        ),
+        ({"quantization_config": {"quant_method": "bitnet"}}, {}, "quantized models are not read"),
+        ({"rope_theta": 5e4, "rope_parameters": {"rope_theta": 7e4}}, {}, "rope_theta 70000.0"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 7e4}}},
+            {},
+            "of full_attention alone",
+        ),
+        ({"rope_scaling": {"type": "default"}, "rope_parameters": {"type": "yarn"}}, {}, "yarn"),
+        ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, {}, "partial_rotary_factor 0.5"),
         (EMBFORMER | {"tie_word_embeddings": False}, {}, "tie_word_embeddings False"),
         (EMBFORMER | {"use_sliding_window": True}, {}, "use_sliding_window True"),
         ({"head_dim": 16}, {}, "head_dim 16 is not supported, only 8"),
@@ -259,6 +274,13 @@ def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path,
 def test_what_would_be_something_else_is_refused(tmp_path, config, words, reason):
     save(tmp_path, CONFIG | config, bpe() | words)
     refuses(tmp_path, re.escape(reason))
+
+
+def test_a_head_of_its_own_is_not_left_out(tmp_path):
+    """Some programs forget to say that it is no longer the embedding."""
+    save(tmp_path, CONFIG | {"tie_word_embeddings": False})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    refuses(tmp_path, "lm_head.weight is not the embedding")
 
 
 @pytest.mark.parametrize(
