@@ -99,7 +99,7 @@ def side_by_side(
 
 class Chat:
     """A conversation. When a turn does not fit into the model's context, the oldest turns are
-    forgotten, the `system` message at the beginning is not."""
+    forgotten, the `system` message at the beginning is not. Notes on standard error say so."""
 
     def __init__(
         self, model: Decoder, encoding: tiktoken.Encoding, system: str | None = None
@@ -122,8 +122,11 @@ class Chat:
         if len(question) > room:
             size = f"the message has {len(question)} tokens, there is room for {max(room, 0)}"
             raise UserError(f"{size}: shorten it, or --system")
+        n_turn = len(self.turns)
         while sum(len(turn) for turn in self.turns) + len(question) > room:
             self.turns.pop(0)
+        if len(self.turns) < n_turn:
+            print(f"(forgotten turns: {n_turn - len(self.turns)})", file=sys.stderr)
         ids = list(self.head)
         for turn in self.turns:
             ids += turn
@@ -137,6 +140,8 @@ class Chat:
             # Every content begins with a space that is not shown (text/chat.py).
             yield next(pieces, "").removeprefix(" ")
             yield from pieces
+            if len(answer) == options["max_new_tokens"] < max_new_tokens:
+                print("\n(the context is full: the answer is cut)", file=sys.stderr)
         except (KeyboardInterrupt, GeneratorExit):  # what was answered so far stays
             if answer:
                 self.keep(question, answer)

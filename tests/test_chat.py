@@ -73,11 +73,19 @@ def test_turns_equal_generation_from_the_whole_conversation(model, encoding):
     assert history == [*talk.head, *itertools.chain(*talk.turns)]
 
 
-def test_old_turns_are_forgotten_the_system_message_is_not(model, encoding):
+def test_an_answer_that_the_context_cuts_is_said_to_be_cut(model, encoding, capsys, monkeypatch):
+    monkeypatch.setattr("text.tokenizer.ENDS", ())
+    for n, said in ((5, ""), (96, "the answer is cut")):
+        list(Chat(model, encoding).reply("Hello", n, temperature=0))
+        assert said in capsys.readouterr().err if said else not capsys.readouterr().err
+
+
+def test_old_turns_are_forgotten_the_system_message_is_not(model, encoding, capsys):
     talk = Chat(model, encoding, "Be kind.")
     for turn in range(8):
         list(talk.reply(f"Hello {turn}", 6, temperature=0))
     assert 1 <= len(talk.turns) < 8
+    assert "(forgotten turns: 1)" in capsys.readouterr().err
     fresh = Chat(model, encoding, "Be kind.")  # one that had only these turns goes on like it
     fresh.turns = list(talk.turns)
     assert list(talk.reply("Bye", 6, temperature=0)) == list(fresh.reply("Bye", 6, temperature=0))
