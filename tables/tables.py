@@ -76,7 +76,6 @@ class Tables(nn.Module):
         self.since = 0  # the n_step at which these gradients began
         self.are_taken = False  # whether somebody has asked for them
         self.trained = 0  # the id of these tables if there is an optimizer of their rows
-        self.warned = False  # that gradients of rows were dropped
         self.noticed: int | None = None  # the n_step at `check_mode`, in eval() mode
 
     @property
@@ -273,11 +272,10 @@ class Tables(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and lookups that were not differentiated. AssertionError: as
-        `check_taken`. Warns once if there are gradients that no optimizer takes, as in a loop that
+        `check_taken`. Warns if there are gradients that no optimizer takes, as in a loop that
         changes weights by hand."""
         self.check_taken()
-        if self.merged and not (self.are_taken or self.is_trained or self.warned):
-            self.warned = True
+        if self.merged and not (self.are_taken or self.is_trained):
             warnings.warn(
                 "gradients of rows are dropped: tables, and an embedding that is not the head, are "
                 "no parameters, and stay as they are unless a tables.rmsprop.RowRMSprop trains "

@@ -218,7 +218,7 @@ def test_a_loop_without_an_optimizer_of_pytorch_fails_after_many_lookups(monkeyp
             backward(made.lookup(BATCH))
 
 
-def test_who_changes_weights_by_hand_is_told_once_that_rows_stay(recwarn):
+def test_who_changes_weights_by_hand_is_told_that_rows_stay(recwarn):
     def step(made, rows=None):
         backward(made.lookup(BATCH))
         if rows:
