@@ -385,7 +385,7 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_moved_by_one_ring(capsys)
         assert capsys.readouterr().err.count("cannot be pinned") == 1
 
 
-def test_pages_of_a_prompt_are_requested_by_the_worker(monkeypatch, tmp_path):
+def test_pages_of_a_prompt_are_requested_by_the_worker_few_by_the_host(monkeypatch, tmp_path):
     asked = []
 
     def noted(storage, ids, names=("rows",)):
@@ -397,6 +397,8 @@ def test_pages_of_a_prompt_are_requested_by_the_worker(monkeypatch, tmp_path):
         tables = filled(OffloadedTables(storage, gpu.device, chunk_bytes=CHUNK)).eval()
         list(tables.lookup(torch.tensor([[7, 3, 7, 9]])))
         assert asked == [(tables.transfers.worker.agent, [3, 7, 9])]
+        list(tables.lookup(torch.tensor([[7, 3]])))
+        assert asked[1:] == [(gpu.host, [[7, 3]])]
 
 
 def test_records_half_way_between_steps_are_never_read_or_saved(monkeypatch):
