@@ -118,6 +118,8 @@ OPTIONAL = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
+    "rope_scaling": {},
+    "rope_parameters": {},
 }
 # And what the others must be, by the kind of model.
 REQUIRED = {
@@ -195,7 +197,6 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
         given = {name: value for name, value in record.items() if value is not None}
         record = {**OPTIONAL, **given}
         record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
-        record = {"rope_scaling": {}, "rope_parameters": {}, **record}
         ids = dict(bos_token_id=int | None, eos_token_id=int | list[int] | None)
         require_fields(record, rope_scaling=dict, rope_parameters=dict, **ids)
     if "model_type" not in given:
@@ -267,7 +268,8 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
         if isinstance(value, dict):
             raise UserError(f"{path}: rotations of {name} alone are not supported")
         require(path, record["rope_parameters"], name, value)  # the same, if it is said twice
-    require(path, rope, "rope_theta", record.get("rope_theta", rope.get("rope_theta")))
+    theta = record.get("rope_theta", rope.get("rope_theta", 10000.0))
+    require(path, rope, "rope_theta", theta)
     for settings in (record, rope):
         require(path, settings, "partial_rotary_factor", 1)
     scaling = None
@@ -289,7 +291,7 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
             ffn="dense" if kind == "llama" else kind,
             tie_head=record["tie_word_embeddings"],
             norm_eps=record["rms_norm_eps"],
-            rope_base=record.get("rope_theta", rope.get("rope_theta", 10000.0)),
+            rope_base=theta,
             rope_scaling=scaling,
         )
     except UserError as error:  # it speaks of flags

@@ -457,6 +457,7 @@ class Decoder(nn.Module):
 
     config_class: type[ModelConfig] = ModelConfig
     n_address = 1  # rows of a table that a token reads, side by side
+    captured: Callable[..., Tensor] | None = None  # a way to `step`: training/captured.py
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
         """tables: called as (n_table, n_row, width), makes the tables. UserError: sizes do not fit
@@ -543,9 +544,7 @@ class Decoder(nn.Module):
         """Without targets: logits [B, T, V], of the last token alone [B, 1, V] if `last_only`, and
         None. With targets [B, T] (-1: nothing to predict): None and the mean cross-entropy in nats.
         For all else see `hidden`."""
-        assert targets is None or targets.shape == ids.shape, (
-            f"targets {[*targets.shape]} are not of the shape of ids, {[*ids.shape]}"
-        )
+        check_shape(ids, "targets", targets)
         x = self.hidden(ids, table_ids=table_ids, documents=documents, cache=cache)
         if torch.is_grad_enabled() and self.head_weight.requires_grad:
             for tables in (self.tables, self.wte):
@@ -579,9 +578,7 @@ class Decoder(nn.Module):
         start = 0 if cache is None else cache.length
         room = self.config.block_size if cache is None else cache.room
         assert start + n <= room, f"{start + n} tokens: there is room for {room}"
-        assert table_ids is None or table_ids.shape == ids.shape, (
-            f"table_ids {[*table_ids.shape]} are not of the shape of ids, {[*ids.shape]}"
-        )
+        check_shape(ids, "table_ids", table_ids)
         if documents is not None:
             assert cache is None, "documents are known to no cache"
             assert documents.shape[1] == n, f"documents of {documents.shape[1]}, not {n} tokens"
@@ -699,8 +696,6 @@ class Decoder(nn.Module):
             layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]
         return Cache(layers, rotary(room, self.config, self.device))
 
-    captured: Callable[..., Tensor] | None = None  # of training/captured.py, on a GPU
-
     def step(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
         """The logits [B, V] of what follows tokens ids [B, T], with which the cache goes on."""
         if self.captured is not None:
@@ -708,6 +703,7 @@ class Decoder(nn.Module):
         return self.ordinary_step(ids, table_ids, cache)
 
     def ordinary_step(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
+        """As `step`, without a graph."""
         return self(ids, table_ids=table_ids, cache=cache, last_only=True)[0][:, -1]
 
     @torch.inference_mode()
@@ -739,9 +735,7 @@ class Decoder(nn.Module):
         generator = None
         if seed is not None:
             generator = torch.Generator(self.device).manual_seed(seed)
-        assert table_ids is None or table_ids.shape == ids.shape, (
-            f"table_ids {[*table_ids.shape]} are not of the shape of ids, {[*ids.shape]}"
-        )
+        check_shape(ids, "table_ids", table_ids)
         # On the CPU, where tables in RAM and the caller need them: one wait for the GPU a token.
         ids = ids.cpu()[:, -block_size:]
         table_ids = ids if table_ids is None else table_ids.cpu()[:, -block_size:]
@@ -768,6 +762,14 @@ class Decoder(nn.Module):
         """The prompt followed by the tokens of `stream`, to which options go: [B, T + new]."""
         tokens = [token[:, None] for token in self.stream(ids, max_new_tokens, **options)]
         return torch.cat([ids, *(send(token, ids.device) for token in tokens)], dim=1)
+
+
+def check_shape(ids: Tensor, name: str, other: Tensor | None) -> None:
+    """AssertionError: a tensor that says something of each id is of another shape than ids. Else it
+    would be spread over them, or shifted."""
+    assert other is None or other.shape == ids.shape, (
+        f"{name} {[*other.shape]} are not of the shape of ids, {[*ids.shape]}"
+    )
 
 
 def sample(

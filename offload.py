@@ -205,9 +205,6 @@ class OffloadedTables(StoredTables):
         if self.in_training():
             self.wait_for(self.fetched)  # what was announced
             return self.read_once(ids)
-        # On a GPU a wrong id would be no error.
-        if ids.numel() and not 0 <= ids.min() <= ids.max() < self.n_row:
-            raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {self.n_row} rows")
         self.settle()  # what is stored must have the latest values
         if ids.numel() * self.record_bytes <= self.transfers.few_bytes:
             return self.read_few(ids)
@@ -216,6 +213,9 @@ class OffloadedTables(StoredTables):
     def read_few(self, ids: Tensor) -> Iterator[Tensor]:
         """Rows of a step of decoding, or of a short prompt, tokens [B, T], by the compute stream.
         To send equal rows twice takes less time than to find out which are equal."""
+        # On a GPU a wrong id would be no error.
+        if ids.numel() and not 0 <= ids.min() <= ids.max() < self.n_row:
+            raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {self.n_row} rows")
         self.storage.read_ahead(ids)
         records = self.transfers.read(ids.flatten()).unflatten(0, ids.shape)  # [B, T, n_table, W]
         return iter(records.unbind(-2))  # [B, T, W] each
@@ -264,10 +264,8 @@ class OffloadedTables(StoredTables):
     # --- the working set ---
 
     def fetch_missing(self, ids: np.ndarray) -> bool:
-        """Begin to fetch those of distinct tokens `ids` [n], in order, that are not on the device.
-        Returns whether there are any. IndexError: an id out of range."""
-        if len(ids) and ids[0] < 0:
-            raise IndexError(f"id {ids[0]}: there are {self.n_row} rows")  # one NumPy would take
+        """Begin to fetch those of distinct tokens `ids` [n] that are not on the device.
+        Returns whether there are any."""
         missing = ids[self.slot_of[ids] < 0]
         if len(missing) == 0:
             return False

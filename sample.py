@@ -122,11 +122,12 @@ class Chat:
         if len(question) > room:
             size = f"the message has {len(question)} tokens, there is room for {max(room, 0)}"
             raise UserError(f"{size}: shorten it, or --system")
-        n_turn = len(self.turns)
+        forgotten = 0
         while sum(len(turn) for turn in self.turns) + len(question) > room:
             self.turns.pop(0)
-        if len(self.turns) < n_turn:
-            print(f"(forgotten turns: {n_turn - len(self.turns)})", file=sys.stderr)
+            forgotten += 1
+        if forgotten:
+            print(f"(forgotten turns: {forgotten})", file=sys.stderr)
         ids = list(self.head)
         for turn in self.turns:
             ids += turn

@@ -278,7 +278,7 @@ def bench_decode(bench: Bench) -> dict:
             capture_steps(graph.model)
         else:
             use_column_major_weights(contender.model)
-    # To capture a step takes as long as some tokens do, as in a text that a user waits for.
+    # A captured step is timed with its capture, as a user meets it: in a text, not in a sentence.
     new = 192 if bench.cuda else 96
     tasks = {f"batch {n}": partial(decode, batch=n, context=64, new=new) for n in (1, 8)}
     return show("decode", compare(tasks, contenders, bench.rounds, "dense"))

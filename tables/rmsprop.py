@@ -78,7 +78,6 @@ class RowRMSprop:
     def step(self, lr: float) -> None:
         """Update the rows read since the last step, by `Tables.gradients`, which are then gone."""
         ids, grads = self.tables.gradients()
-        ids = ids.cpu()
         self.steps += 1
         gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]
         self.last[ids] = self.steps

@@ -49,7 +49,7 @@ class ShardedTables(Tables):
             self.storage.gather_columns = gather_columns
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        distinct, position = self.distinct(ids.cpu())  # [n], [B, T]
+        distinct, position = self.distinct(ids)  # [n], [B, T]
         # Ranks send messages of one size: the last id is repeated up to the largest n.
         size = int(max(gather(torch.tensor([len(distinct)]))))
         padding = distinct[-1:].expand(size - len(distinct))

@@ -161,10 +161,14 @@ class Tables(nn.Module):
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """What `torch.unique` returns with the inverse, on the CPU. To mark ids is two to ten times
         as fast as to sort them, unless the tables have so many rows that marks are mostly of
-        others."""
+        others. IndexError: an id is out of range."""
         ids = ids.cpu()
         if self.n_row > 64 * ids.numel():
-            return torch.unique(ids, return_inverse=True)
+            distinct, position = torch.unique(ids, return_inverse=True)
+            if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < self.n_row:
+                ends = f"ids from {distinct[0]} to {distinct[-1]}"
+                raise IndexError(f"{ends}: there are {self.n_row} rows")
+            return distinct, position
         present = np.zeros(self.n_row, bool)
         present[ids.numpy()] = True
         distinct = np.flatnonzero(present)  # [n]
