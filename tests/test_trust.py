@@ -170,19 +170,6 @@ def test_a_refused_command_leaves_nothing_behind(on_disk, data, tmp_path, line):
     assert sorted(tmp_path.rglob("*")) == [place.parent, place]
 
 
-def test_two_runs_do_not_write_where_links_lead(data, tmp_path):
-    """Two folders have links to one ckpt.pt."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "ckpt.pt").symlink_to("../shared/ckpt.pt")
-    (tmp_path / "shared").mkdir()
-    for folder in ("shared", "a"):
-        with folders.run_folder(tmp_path / folder):
-            line = f"train.py --data_dir {data} --out_dir {tmp_path}/b --n_layer 2"
-            assert "shared is in use" in refused(line)
-    assert not list(tmp_path.rglob(".lock"))
-
-
 # --- kills ---
 
 

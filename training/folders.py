@@ -62,7 +62,7 @@ def remove_run(out_dir: Path) -> None:
     """Delete the files of an earlier run. The caller must hold the lock."""
     for name in ("ckpt.pt", "best.pt"):
         path = out_dir / name
-        if os.path.isfile(path) and not path.is_symlink():
+        if os.path.isfile(path):
             token = None
             with contextlib.suppress(UserError):
                 token = snapshot_of(read_checkpoint(path))
@@ -70,9 +70,9 @@ def remove_run(out_dir: Path) -> None:
             given_up = temporary_path(path, token or secrets.token_hex(4))
             os.replace(path, given_up)
             discard(given_up)
-    for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
+    for name in ("metrics.jsonl", "loss.png"):
         with writing(out_dir / name):
-            (out_dir / name).unlink(missing_ok=True)  # a link, or a file
+            (out_dir / name).unlink(missing_ok=True)
 
 
 def live_tables(out_dir: Path) -> Path:
@@ -82,22 +82,15 @@ def live_tables(out_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def run_folder(out_dir: Path, names: tuple[str, ...] = ("ckpt.pt", "best.pt")) -> Iterator[None]:
-    """Rank 0 locks the folder of a run, and those where links of these names in it lead, and clears
-    it of unfinished files, before and after; the others wait for it."""
+    """Rank 0 locks the folder of a run, and clears its checkpoints of these names of what killed
+    commands left, and live tables, also those of this run at its end. The others wait for it."""
     if ranks.rank:
         ranks.wait()
         yield
         return
-    checkpoints = [out_dir / name for name in names]
-    folders = {os.path.realpath(out_dir): out_dir}
-    for path in checkpoints:
-        folder = Path(os.path.realpath(path)).parent
-        folders.setdefault(str(folder), folder)
-    with contextlib.ExitStack() as stack:
-        for folder in folders.values():
-            stack.enter_context(locked(folder))
-        for path in checkpoints:
-            clear(path)
+    with locked(out_dir):
+        for name in names:
+            clear(out_dir / name)
         live = live_tables(out_dir)
         remove(live)
         ranks.wait()
