@@ -55,7 +55,7 @@ from model import Decoder, ModelConfig
 from tables import storage
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
-from training.checkpoints import NOT_A_CHECKPOINT, load_model, save_checkpoint
+from training.checkpoints import NOT_A_CHECKPOINT, check_weights, load_model, save_checkpoint
 from training.dense_to_stem import dense_to_stem
 from training.folders import live_tables, run_folder
 from training.placement import make_tables
@@ -397,20 +397,6 @@ def write_safetensors(path: Path, weights: dict[str, Tensor]) -> None:
         file.write(text)
         for weight in weights.values():
             file.write(weight.contiguous().numpy())
-
-
-def check_weights(folder: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """UserError: the names or shapes of weights are not the expected ones."""
-    for name in [*expected, *weights]:
-        if name not in weights:
-            raise UserError(f"{folder} lacks the weight {name}: is a file missing?")
-        if name not in expected:
-            raise UserError(f"{folder} has a weight {name} that its config does not call for")
-        if weights[name].shape != expected[name].shape:
-            raise UserError(
-                f"{folder}: the weight {name} has shape {list(weights[name].shape)}, "
-                f"not {list(expected[name].shape)}"
-            )
 
 
 def main() -> None:

@@ -49,8 +49,8 @@ from text.dataset import read_meta
 from training import ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
-    check_state,
     check_tables,
+    check_weights,
     checkpoint_of,
     load_checkpoint,
     read_checkpoint,
@@ -236,10 +236,9 @@ def start(
     if checkpoint is not None:
         check_tables(settings.origin, checkpoint, own_tables)
         ranks.change_columns(checkpoint, ["wte", "tables"], whole=False)
-        check_state(settings.origin, checkpoint["model"], model.state_dict())
+        check_weights(settings.origin, checkpoint["model"], model.state_dict())
         model.load_state_dict(checkpoint["model"])
     if settings.resume:
-        check_state(settings.origin, *optimizer.compared(checkpoint["optimizer"]))
         optimizer.load_state_dict(checkpoint["optimizer"])
         if checkpoint.get("edits") and ranks.rank == 0:
             print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")

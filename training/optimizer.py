@@ -165,18 +165,6 @@ class Optimizer:
             "scaler": self.scaler.state_dict(),
         }
 
-    def compared(self, saved: dict) -> tuple[dict, dict]:
-        """What `load_state_dict` reads of a saved state for parameters and rows, and the like of it
-        here."""
-        moments = saved["adamw"]["state"]  # of each parameter that had a gradient
-        parameters = [p for group in self.adamw.param_groups for p in group["params"]]
-        ours = {}
-        for number, p in enumerate(parameters):
-            if number in moments:
-                ours[number] = {"step": torch.zeros(()), "exp_avg": p, "exp_avg_sq": p}
-        rows = self.state_dict()["rows"]
-        return {"adamw": moments, "rows": saved["rows"]}, {"adamw": ours, "rows": rows}
-
     def load_state_dict(self, state: dict) -> None:
         self.scaler.load_state_dict(state["scaler"])
         moments = copy.deepcopy(state["adamw"]["state"])  # else the file stays mapped
