@@ -50,21 +50,8 @@ class UserError(Exception):
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "Cannot allocate memory")
 
 
-def open_streams() -> None:
-    """Let standard streams that are closed (`>&-`) lead nowhere: else a file that is opened would
-    get their numbers, and what libraries write to these."""
-    number = 0
-    while number <= 2:
-        number = os.open(os.devnull, os.O_RDWR)
-    os.close(number)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-
-
 def run(main: Callable[[], None]) -> None:
     """Run a command. A UserError, or running out of memory, is one line and exit code 1."""
-    open_streams()
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's output has no such method
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?"
     try:
