@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from common import UserError, command_line
+from common import command_line
 from corpora import recall
 from model import Decoder
 from text import tokenizer
@@ -114,10 +114,7 @@ def report(
         log.write(type="recall", step=settings.max_iters, **shares)
     written = ["metrics.jsonl", "loss.png"]
     if ranks.rank == 0:
-        try:
-            draw_loss(log.path, log.path.with_name("loss.png"))
-        except UserError as error:  # a container may let matplotlib write nowhere
-            written = [f"metrics.jsonl, but no loss.png: {error}"]
+        draw_loss(log.path, log.path.with_name("loss.png"))
     if has_best(settings.out_dir, best):
         written.insert(0, f"best.pt (val loss {best[0]:.4f}, step {best[1]})")
     print(f"wrote {settings.out_dir / 'ckpt.pt'}, {', '.join(written)}\n")
