@@ -388,7 +388,7 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
         given = f"--out_dir {out} --data_dir {data},{other}/ --eval_tokens 256{more}"
         last = read_run(out)["eval"][-1]
         lines = command(f"train.py --eval_only {given}").stdout.splitlines()
-        for line, folder in zip(lines, (data, f"{other}/"), strict=True):
+        for line, folder in zip(lines, (data, other), strict=True):
             assert f"ckpt.pt on {folder}" in line and f"val loss {last['val_loss']:.5g}" in line
             assert f"val loss per byte {last['val_loss_per_byte']:.5g}" in line
         assert contents(out) == before

@@ -87,16 +87,17 @@ def check_tokenizer(fingerprint: str, folder: object, expected: str, owner: obje
 
 
 def parse_mixture(data_dir: str | Path) -> dict[Path, float]:
-    """Folders and their weights, which sum up to one: `data/a` or `data/a=0.65,data/b=0.35`."""
+    """Folders and their weights, which sum up to one: `data/a`, `data/a=0.65,data/b=0.35`, or
+    `data/a,data/b` by equal weights."""
     data_dir = str(data_dir)
-    is_folder = os.path.isdir(data_dir)
-    if "," in data_dir and "=" not in data_dir and not is_folder:
-        raise UserError(f"--data_dir {data_dir}: to mix folders, give weights: a=0.5,b=0.5")
-    if "=" not in data_dir or is_folder:
+    if os.path.isdir(data_dir):  # whatever its name
         return {Path(data_dir): 1.0}
+    parts = data_dir.split(",")
+    if "=" not in data_dir:
+        parts = [f"{folder}=1" for folder in parts]
     wrong = UserError(f"--data_dir {data_dir} is not folder=weight,folder=weight, each once")
     weights: dict[Path, float] = {}
-    for part in data_dir.split(","):
+    for part in parts:
         folder, _, number = part.strip().rpartition("=")
         try:
             weight = float(number)

@@ -1,8 +1,5 @@
 """Evaluation without training: --eval_only."""
 
-import os
-from pathlib import Path
-
 from common import UserError, pick_device, training_dtype
 from text import tokenizer
 from text.dataset import read_meta
@@ -24,13 +21,9 @@ def evaluate(settings: Settings) -> None:
     boundary = encoding.eot_token if settings.doc_mask else None
     dtype = training_dtype(settings.dtype, device)
     objective = NextToken(model, device, dtype, boundary)
-    folders = settings.data_dir.split(",")
-    # A mixture, whose weights do not matter here, or a folder with a comma in its name.
-    if "=" in settings.data_dir or os.path.isdir(settings.data_dir):
-        folders = list(parse_mixture(settings.data_dir))
     ours = tokenizer.fingerprint(encoding)
-    for folder in folders:
-        meta = read_meta(Path(folder))
+    for folder in parse_mixture(settings.data_dir):  # their weights do not matter here
+        meta = read_meta(folder)
         check_tokenizer(meta["tokenizer"], folder, ours, path)
         if meta["kind"] == "preference":
             raise UserError(

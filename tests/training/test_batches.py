@@ -182,6 +182,7 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
 def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
     weights = {Path("a"): 0.65, Path("b"): 0.05, Path("c"): 0.3}
     assert parse_mixture("a=0.65, b=.05,c=3e-1 ") == pytest.approx(weights)
+    assert parse_mixture("a,b") == {Path("a"): 0.5, Path("b"): 0.5}
     for wrong in ("a=", "a=0", "a=-1", "a=1,b", "=1", "a=nan", "a=1,b=1,a=2", "x" * 300 + "="):
         with pytest.raises(UserError, match="--data_dir"):
             parse_mixture(wrong)
