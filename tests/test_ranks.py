@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -83,7 +82,7 @@ def assert_same_training(a: Path, b: Path) -> None:
 def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  # noqa: F811
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped.
-    At the end a rank dies, which the other says in one line."""
+    At the end a rank dies, and with it the other, whose checkpoint stays."""
     base = dict(RUN, device_batch_size=2, grad_clip=0.0)
     text = dict(base, **SHAPE, data_dir=str(data))
     sft = dict(base, init_from=str(stem_ckpt), data_dir=str(chat), stage="sft")
@@ -108,9 +107,7 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  #
     process = in_ranks(2, __file__, json.dumps([*whole, *cut]), two)
     train_all(whole, one)
     said, _ = process.communicate(timeout=240)
-    errors = re.findall("^error: .*", said, re.MULTILINE)
-    assert process.returncode and len(errors) == 1, said
-    assert "another process of this run died" in errors[0] and "--resume" in errors[0]
+    assert process.returncode, said
     assert checkpoint(two / "dies")["step"] == 3
     for job in whole:
         assert_same_training(one / job["out_dir"], two / job["out_dir"])

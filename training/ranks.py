@@ -4,7 +4,6 @@ micro-batch. Rank 0 writes."""
 
 import contextlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common import UserError
 from model import Decoder
 from tables import sharded
 
@@ -41,18 +39,12 @@ def joined() -> Iterator[None]:
         leave(0)
     except SystemExit as stop:  # all were asked to stop
         leave(stop.code)
-    except BaseException as error:
+    except BaseException:
         # torchrun sends SIGTERM to all once one dies: let this one finish its message.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.stderr = sys.__stderr__
         if store.add("failed", 1) > 1:
             raise SystemExit(1) from None
-        text = str(error)
-        # gloo writes "Connection" or "connection".
-        if re.search("connection (closed|reset) by peer", text, re.IGNORECASE):
-            raise UserError(
-                f"another process of this run died: continue with --resume ({text.splitlines()[0]})"
-            ) from None
         raise
 
 
