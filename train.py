@@ -31,6 +31,7 @@ from common import (
     command_line,
     mixed,
     pick_device,
+    remove,
     run,
     stop_signals,
     training_dtype,
@@ -348,12 +349,19 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
         if is_first and ranks.size == 1 and (run.tables or settings.model.ffn not in BUILT_IN):
             ids, _ = data.train.batch(0, 1)
             check_saved(path, run.model, ids.reshape(-1, ids.shape[-1])[:1], run.tables)
-        # Also after a crash between the two. With tables on disk, it would be another copy of them.
-        if run.step == run.best[1] and not run.model.tables.on_disk:
+        if run.step == run.best[1]:  # also after a crash between the two
             path = settings.out_dir / "best.pt"
-            save_checkpoint(
-                path, run.model, data.encoding, step=run.step, args=settings.flat(), data=data.metas
-            )
+            if run.model.tables.on_disk:  # it would be another copy of them
+                remove(path)
+            else:
+                save_checkpoint(
+                    path,
+                    run.model,
+                    data.encoding,
+                    step=run.step,
+                    args=settings.flat(),
+                    data=data.metas,
+                )
     return f"step {run.step}: {format_figures({**losses, **meter.latest})}"
 
 

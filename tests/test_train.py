@@ -118,11 +118,12 @@ def test_a_run_that_goes_on_keeps_its_best_and_names_it(data, tmp_path, monkeypa
     assert f"sample.py --ckpt {tmp_path}/best.pt" in said and "longer" not in said
 
 
-def test_a_run_that_goes_on_with_tables_on_disk_leaves_best_pt_behind(data, tmp_path, capsys):
+def test_a_run_that_gets_better_with_tables_on_disk_has_no_best_pt(data, tmp_path, capsys):
     small_run(data, tmp_path)
     resume(tmp_path, max_iters=18, offload="disk")
     said = capsys.readouterr().out
     assert said.count("best.pt (val loss") == 1  # of the first run
+    assert not (tmp_path / "best.pt").exists()
     assert checkpoint_of(tmp_path) == tmp_path / "ckpt.pt"
 
 

@@ -188,7 +188,7 @@ def checkpoint_of(path: str | Path) -> Path:
     if step < settings.max_iters:
         print(f"{path} is a run at step {step} of {settings.max_iters}", file=sys.stderr)
         evaluated -= step % settings.eval_interval  # it was stopped
-    if best_step >= evaluated or read_checkpoint(best).get("step") != best_step:
+    if best_step >= evaluated:
         return last
     print(
         f"reading {best}, of step {best_step}, validation loss {loss:.3f}: that of {last}, of step "

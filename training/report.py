@@ -1,7 +1,5 @@
 """What a run tells people: what is trained at its start, what was learned at its end."""
 
-from pathlib import Path
-
 import torch
 
 from common import command_line
@@ -10,7 +8,6 @@ from model import Decoder
 from text import tokenizer
 from training import ranks
 from training.batches import Data
-from training.checkpoints import read_checkpoint
 from training.objectives import NextToken
 from training.records import Log, draw_loss, read_metrics
 from training.settings import STAGES, Settings
@@ -115,19 +112,12 @@ def report(
     written = ["metrics.jsonl", "loss.png"]
     if ranks.rank == 0:
         draw_loss(log.path, log.path.with_name("loss.png"))
-    if has_best(settings.out_dir, best):
+    if (settings.out_dir / "best.pt").exists():
         written.insert(0, f"best.pt (val loss {best[0]:.4f}, step {best[1]})")
     print(f"wrote {settings.out_dir / 'ckpt.pt'}, {', '.join(written)}\n")
     commands = show(model, data, settings.seed)
     if hints and ranks.rank == 0:
         suggest(settings, data, log, best, commands)
-
-
-def has_best(out_dir: Path, best: tuple[float, int]) -> bool:
-    """Whether best.pt is that of this lowest loss and step. With tables on disk there is none, or
-    that of an earlier command."""
-    path = out_dir / "best.pt"
-    return path.exists() and read_checkpoint(path).get("step") == best[1]
 
 
 def suggest(
@@ -151,7 +141,7 @@ def suggest(
             f"\nnote: the validation loss rose from {lowest:.4f} at step {step} to {last:.4f}: "
             f"{advice}"
         )
-        if has_best(settings.out_dir, best):
+        if (settings.out_dir / "best.pt").exists():
             ckpt = settings.out_dir / "best.pt"
             print(f"{ckpt} has the weights of step {best[1]}")
     print("\nnext:")
