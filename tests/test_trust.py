@@ -491,20 +491,6 @@ def test_a_model_without_a_run_has_no_settings_of_one(stem_ckpt, tmp_path):
     assert checkpoint(tmp_path)["args"].keys() == vars(model.config).keys() - {"attention_kinds"}
 
 
-def test_a_checkpoint_is_that_of_one_moment(stem_ckpt, trained, tmp_path, monkeypatch):
-    """It is replaced by a larger one while it is read: PyTorch opens it more than once."""
-    path = tmp_path / "ckpt.pt"
-    shutil.copy(stem_ckpt, path)
-    load = torch.load
-
-    def replaced(*args, **options):
-        os.replace(shutil.copy(trained["embformer"] / "ckpt.pt", tmp_path / "new.pt"), path)
-        return load(*args, **options)
-
-    monkeypatch.setattr(torch, "load", replaced)
-    assert_same(load_checkpoint(path)["model"], checkpoint(trained["stem"])["model"])
-
-
 ODD = (None, True, -1, 0.5, "x", [], [1], {}, {"a": 1}, float("nan"))
 
 

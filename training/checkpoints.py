@@ -202,18 +202,14 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
     """Read ckpt.pt alone, without tables on disk. It is mapped into memory: what nobody touches is
     not read, except to `verify` checksums; settings and names are always verified. `config` is the
     model's, of the settings `args`. UserError: it is missing, damaged or something else."""
-    with reading(path, FIX), open(path, "rb") as file:
-        # PyTorch opens it by name, twice: the file that is open, not one that replaces it.
-        name = f"/dev/fd/{file.fileno()}"
-        if not os.path.exists(name):  # Windows, where no file that is open is replaced
-            name = path
+    with reading(path, FIX):
         try:
-            archive = zipfile.ZipFile(file)
-            for part in archive.namelist():
-                if part.endswith("data.pkl"):  # all but the numbers of tensors
-                    archive.read(part)
-            damaged = archive.testzip() if verify else None
-            checkpoint = torch.load(str(name), map_location="cpu", weights_only=True, mmap=True)
+            with zipfile.ZipFile(path) as archive:
+                for part in archive.namelist():
+                    if part.endswith("data.pkl"):  # all but the numbers of tensors
+                        archive.read(part)
+                damaged = archive.testzip() if verify else None
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except UnpicklingError:  # its text suggests to load it anyway
             raise Damage("it holds more than tensors, possibly code: do not trust it") from None
         except NOT_A_CHECKPOINT as error:
