@@ -39,7 +39,7 @@ class Costs:
             model = Decoder(config)
         self.sizes = model_sizes(model)
         # FLOPs for one token: of attention to another one, of the head, and of all else.
-        self.key = self.sizes["flops_per_key"]
+        self.key = 4 * config.n_embd * config.n_layer  # q k, and its weight times v
         self.head = 2 * model.head_weight.numel()
         self.layers = self.sizes["flops_per_token"] - self.key * config.block_size // 2 - self.head
         # What one more distinct token reads: its rows, and its embedding unless all is read anyway.

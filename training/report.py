@@ -21,13 +21,12 @@ FEW_PASSES, FEW_RATE = 4, 2e-3
 def model_sizes(model: Decoder) -> dict[str, int]:
     """Numbers of parameters (a tied head counts once) and FLOPs of a forward pass:
 
-    total, table, backbone   in all, in tables, elsewhere
-    rows                     of these, in the rows of tables that one token reads
-    active                   that one token touches: of each table, and of an embedding that
-                             is not the head, one row, and not what is `idle` in FFNs
-    flops_per_token          2 per multiplied weight, and attention to half of `Attention.span`
-                             (the mean under a causal mask)
-    flops_per_key            of these, attention to one token, in all layers
+    total, table       in all, in tables
+    rows               of these, in the rows of tables that one token reads
+    active             that one token touches: of each table, and of an embedding that is not
+                       the head, one row, and not what is `idle` in FFNs
+    flops_per_token    2 per multiplied weight, and attention to half of `Attention.span` (the
+                       mean under a causal mask)
     """
     config = model.config
     table = model.tables.n_rank * sum(weight.numel() for weight in model.tables.weight)
@@ -39,16 +38,14 @@ def model_sizes(model: Decoder) -> dict[str, int]:
     matrices = sum(p.numel() for p in dense if p.dim() == 2)
     idle = sum(getattr(block.ffn, "idle", 0) for block in model.blocks)
     rows = len(model.tables.weight) * model.tables.width * model.tables.n_rank * model.n_address
-    per_key = 4 * config.n_embd  # q k, and its weight times v
-    attention = sum(per_key * block.attn.span for block in model.blocks)
+    # q k, and its weight times v
+    attention = sum(4 * config.n_embd * block.attn.span for block in model.blocks)
     return {
         "total": backbone + table,
         "table": table,
-        "backbone": backbone,
         "rows": rows,
         "active": backbone - embedding + row - idle + rows,
         "flops_per_token": 2 * (matrices - idle) + attention // 2,
-        "flops_per_key": per_key * config.n_layer,
     }
 
 
