@@ -367,22 +367,22 @@ def reading(path: str | Path, fix: str) -> Iterator[None]:
         raise UserError(f"{path} is damaged ({error!s:.200}): {fix}") from None
 
 
-def parse_json(text: str | bytes, /, **kinds) -> dict[str, Any]:
+def parse_json(text: str | bytes, /, **types) -> dict[str, Any]:
     """A record that is written as JSON. Raises Damage if it is not one, or as `require_fields`."""
     try:
         record = json.loads(text, parse_constant=int)  # NaN is none
     except (ValueError, RecursionError) as error:
         raise Damage(error) from None
-    require_fields(record, **kinds)
+    require_fields(record, **types)
     return record
 
 
-def require_fields(record: Any, /, **kinds) -> None:
+def require_fields(record: Any, /, **types) -> None:
     """Raises Damage unless a record is a dict with values of these types."""
     if not isinstance(record, dict):
         raise Damage(f"{record!r:.40} where a record should be")
-    for name, kind in kinds.items():
-        if not fits(record.get(name), kind):
+    for name, wanted in types.items():
+        if not fits(record.get(name), wanted):
             raise Damage(f"{name} is {record.get(name)!r:.40}")
 
 

@@ -83,8 +83,8 @@ from training.settings import (
 def resolve_settings(**given) -> Settings:
     """The settings of a run from the flags that are given, by name. The default corpus is generated
     if a new run needs it. UserError: a file cannot be read, or flags do not fit together."""
-    for kind in (Settings, ModelConfig):
-        check_values(kind, given)
+    for cls in (Settings, ModelConfig):
+        check_values(cls, given)
     out_dir = Path(given.get("out_dir", Settings.out_dir))
     if given.get("resume"):
         checkpoint = read_checkpoint(out_dir / "ckpt.pt")
@@ -365,7 +365,7 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
     return f"step {run.step}: {format_figures({**losses, **meter.latest})}"
 
 
-def check_finite(settings: Settings, kind: str, loss: float, step: int) -> None:
+def check_finite(settings: Settings, which: str, loss: float, step: int) -> None:
     """Stop before weights that are not numbers get into a checkpoint."""
     if not math.isfinite(loss):
         advice = f"lower --learning_rate {settings.learning_rate}"
@@ -373,7 +373,7 @@ def check_finite(settings: Settings, kind: str, loss: float, step: int) -> None:
             advice = "are the weights of --init_from finite, --init_std and --table_std small?"
         if settings.model.ffn not in BUILT_IN:
             advice += f", or does relatives/{settings.model.ffn}.py divide by zero or overflow?"
-        raise UserError(f"the {kind} loss became {loss} at step {step}: {advice}")
+        raise UserError(f"the {which} loss became {loss} at step {step}: {advice}")
 
 
 @ranks.joined()

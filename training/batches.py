@@ -13,7 +13,7 @@ from text.dataset import open_tokens, read_meta, read_tokenizer, unmarked
 from training.conversations import Conversations, Pairs
 from training.sources import Mixture, Source, Windows
 
-# What a stage may read beside text, by kind of a folder's documents.
+# What a stage reads of the documents of a folder, beside text.
 SOURCES = {"chat": Conversations, "preference": Pairs}
 
 
@@ -22,19 +22,19 @@ class Data:
     read again; `val`, a source for each folder; `weights` and `metas` of the folders; their
     `encoding` and `corpora`."""
 
-    def __init__(self, data_dir: str, kind: str, block_size: int, seed: int, total: int) -> None:
-        """Open a folder, or a mixture of folders, of `kind` text, chat or preference; with `total`
-        0 only what validation reads. UserError: a file is missing, damaged or too small, or
-        tokenizers differ."""
+    def __init__(self, data_dir: str, reads: str, block_size: int, seed: int, total: int) -> None:
+        """Open a folder, or a mixture of folders, for a stage that `reads` text, chat or preference
+        (`Stage.reads`); with `total` 0 only what validation reads. UserError: a file is missing,
+        damaged or too small, or tokenizers differ."""
         mixture = parse_mixture(data_dir)
         folders = list(mixture)
         self.weights = list(mixture.values())
         self.metas = [read_meta(folder) for folder in folders]
-        if kind != "text" and len(folders) > 1:
+        if reads != "text" and len(folders) > 1:
             raise UserError(f"--data_dir {data_dir}: name one folder, conversations are not mixed")
         for folder, meta in zip(folders, self.metas, strict=True):
-            if kind not in ("text", meta["kind"]):
-                raise UserError(f"{folder} holds {meta['kind']}, this stage reads {kind}")
+            if reads not in ("text", meta["kind"]):
+                raise UserError(f"{folder} holds {meta['kind']}, this stage reads {reads}")
             check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0])
         self.encoding = read_tokenizer(folders[0], self.metas[0])
         self.corpora = {meta["corpus"] for meta in self.metas}
@@ -43,8 +43,8 @@ class Data:
         self.val: dict[str, Source] = {}
         for folder, meta in zip(folders, self.metas, strict=True):
             if total:
-                train.append(self.open(folder, "train", meta, kind, block_size, seed))
-            self.val[str(folder)] = self.open(folder, "val", meta, kind, block_size, None)
+                train.append(self.open(folder, "train", meta, reads, block_size, seed))
+            self.val[str(folder)] = self.open(folder, "val", meta, reads, block_size, None)
         pairs = zip(train, self.weights, strict=False)
         self.n_sequence = min((source.n_sequence / weight for source, weight in pairs), default=0)
         if len(train) > 1:
@@ -53,11 +53,11 @@ class Data:
             self.train = train[0]
 
     def open(
-        self, folder: Path, split: str, meta: dict, kind: str, block_size: int, seed: int | None
+        self, folder: Path, split: str, meta: dict, reads: str, block_size: int, seed: int | None
     ) -> Source:
         ids = open_tokens(folder, split, meta)
-        if kind in SOURCES:
-            return SOURCES[kind](ids, self.encoding, block_size, seed)
+        if reads in SOURCES:
+            return SOURCES[reads](ids, self.encoding, block_size, seed)
         if meta["kind"] == "chat":  # as text, in memory
             ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:

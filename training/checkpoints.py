@@ -230,8 +230,8 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
 def check_fields(checkpoint: dict) -> None:
     """Raises Damage unless the fields of a checkpoint have the types of those that we write, and
     names in it that become paths are ours."""
-    kinds = {**FIELDS, **(RESUMABLE if "optimizer" in checkpoint else {})}
-    require_fields(checkpoint, **kinds)
+    types = {**FIELDS, **(RESUMABLE if "optimizer" in checkpoint else {})}
+    require_fields(checkpoint, **types)
     require_fields(checkpoint, **{name: OPTIONAL[name] for name in OPTIONAL.keys() & checkpoint})
     saved = checkpoint["tables"]
     names = [checkpoint["replaced"]] if checkpoint["replaced"] else []

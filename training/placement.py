@@ -43,19 +43,20 @@ def make_tables(
     on_disk = offload == "disk" and (training or saved is not None)
 
     def make(n_table: int, n_row: int, width: int) -> Tables:
-        kind = ResidentTables
+        tables_class = ResidentTables
         is_stored = n_table > 0 and (on_disk or far)
         if is_stored:  # a GPU reads them through the ring, others in place
-            kind = OffloadedTables if far else StoredTables
+            tables_class = OffloadedTables if far else StoredTables
         if ranks.size > 1:
-            kind, width = sharded.sharded(kind), sharded.columns_per_rank(width)
+            tables_class = sharded.sharded(tables_class)
+            width = sharded.columns_per_rank(width)
         shape = (n_row, n_table, width)
 
         # 1) in the memory of the device
         if not is_stored:
             if device.type == "cpu" and offload != "disk":
                 check_room(math.prod(shape) * dtype.itemsize)
-            return kind(n_table, n_row, width, dtype)
+            return tables_class(n_table, n_row, width, dtype)
 
         # 2) in files or in RAM
         if on_disk and training:
@@ -66,6 +67,6 @@ def make_tables(
         else:
             storage = RamStorage(shape, dtype)
         storage.fresh = fresh
-        return kind(storage, device)
+        return tables_class(storage, device)
 
     return make

@@ -119,8 +119,8 @@ def from_line(line: bytes) -> dict[str, Any]:
         raise Damage(f"unknown type {record['type']!r:.40}")
     record = {name: math.nan if value is None else value for name, value in record.items()}
     # All that is not named above is a figure, too.
-    kinds = dict.fromkeys(record, float) | FIELDS[record["type"]]
-    require_fields(record, **kinds | {"type": str})
+    types = dict.fromkeys(record, float) | FIELDS[record["type"]]
+    require_fields(record, **types | {"type": str})
     return record
 
 
@@ -173,7 +173,7 @@ def draw_loss(metrics: Path, out: Path) -> None:
         figure.savefig(temporary, dpi=130, format="png")
 
 
-def curve(records: list[dict], kind: str, name: str) -> tuple[list, list]:
+def curve(records: list[dict], record_type: str, name: str) -> tuple[list, list]:
     """Steps and values of a figure, in the records of a type that have it."""
-    found = [record for record in records if record["type"] == kind and name in record]
+    found = [record for record in records if record["type"] == record_type and name in record]
     return [record["step"] for record in found], [record[name] for record in found]
