@@ -24,7 +24,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 # Before torch is loaded: for how long OpenMP's threads wait for each other by spinning. With its
 # own limit, every small product waits beside one busy process until that is off its core.
@@ -131,16 +131,12 @@ def add_flags(
         options = {"help": more["about"].replace("%", "%%"), "default": SUPPRESS}
         if shown or type(shown) in (int, float):  # also 0, but not False
             options["help"] += f" ({shown})"
-        value_type, choices = types[setting.name], more.get("choices")
-        if get_origin(value_type) is not Literal:
-            value_type = (get_args(value_type) or [value_type])[0]  # of `int | None`
-        if get_origin(value_type) is Literal:
-            choices = get_args(value_type)
-            value_type = type(choices[0])
+        value_type = types[setting.name]
+        value_type = (get_args(value_type) or [value_type])[0]  # of `int | None`
         is_path = value_type is Path or setting.name in ("ckpt", "data_dir", "tokenizer")
         if value_type is not bool:
             given = partial(expanded, value_type) if is_path else value_type
-            options.update(type=given, choices=choices, nargs=more.get("nargs"))
+            options.update(type=given, choices=more.get("choices"), nargs=more.get("nargs"))
         elif shown or setting.default is None:
             options["action"] = BooleanOptionalAction
         else:
@@ -204,8 +200,6 @@ def fits(value: Any, wanted: Any) -> bool:
     origin, parts = get_origin(wanted), get_args(wanted)
     if origin in (Union, UnionType):
         return any(fits(value, part) for part in parts)
-    if origin is Literal:
-        return value in parts
     if origin is dict:
         pairs = value.items() if fits(value, dict) else [(None, None)]
         return all(fits(key, parts[0]) and fits(each, parts[1]) for key, each in pairs)

@@ -152,15 +152,15 @@ def test_a_file_that_changed_since_is_named(right, data, tmp_path, monkeypatch, 
 CONFIG = """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Optional
 import model
 from common import flag
 
 @dataclass
 class Config(model.ModelConfig):
     rank: Optional[int] = flag(None, "rank", must="at least 1")
-    shape: Literal["flat", "deep"] = flag("flat", "shape")
-    depth: Optional[Literal[1, 2]] = flag(None, "depth")
+    shape: str = flag("flat", "shape", choices=("flat", "deep"))
+    depth: Optional[int] = flag(None, "depth", choices=(1, 2))
     sizes: tuple[int, ...] = (1, 2)
     rates: Optional[dict[str, float]] = None
 
