@@ -53,17 +53,12 @@ FIELDS = dict(
     tables=dict[str, Any] | None,
     replaced=str | None,
 )
-OF_ROWS = {"last": Tensor, "steps": int, "state": list[Tensor] | None}
 OF_DATA = {"corpus": str}
 OF_EDIT = {"ids": Tensor, "rows": list[Tensor], "facts": list[tuple[list[int], list[int]]] | None}
 RESUMABLE = dict(
     step=int,
     best=tuple[float, int],
-    optimizer={
-        "adamw": {"state": dict[int, dict[str, Tensor]]},
-        "rows": dict[str, OF_ROWS],
-        "scaler": dict[str, float],
-    },
+    optimizer=dict[str, dict],
     objective=dict[bytes, float],
     data=list[OF_DATA],
     weights=list[float],
