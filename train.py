@@ -131,17 +131,24 @@ class Run:
 
     def save(self) -> None:
         """Write ckpt.pt: the model and all that --resume needs."""
-        save_checkpoint(
-            self.settings.out_dir / "ckpt.pt",
-            self.model,
-            self.data.encoding,
-            step=self.step,
+        self.save_model(
+            "ckpt.pt",
             best=self.best,
             optimizer=self.optimizer.state_dict(),
             objective=self.objective.state_dict(),
+            weights=self.data.weights,
+        )
+
+    def save_model(self, name: str, **state) -> None:
+        """Write the model as it is, and `state`, to a file of --out_dir."""
+        save_checkpoint(
+            self.settings.out_dir / name,
+            self.model,
+            self.data.encoding,
+            step=self.step,
             args=self.settings.flat(),
             data=self.data.metas,
-            weights=self.data.weights,
+            **state,
         )
 
 
@@ -350,18 +357,10 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
             ids, _ = data.train.batch(0, 1)
             check_saved(path, run.model, ids.reshape(-1, ids.shape[-1])[:1], run.tables)
         if run.step == run.best[1]:  # also after a crash between the two
-            path = settings.out_dir / "best.pt"
             if run.model.tables.on_disk:  # it would be another copy of them
-                remove(path)
+                remove(settings.out_dir / "best.pt")
             else:
-                save_checkpoint(
-                    path,
-                    run.model,
-                    data.encoding,
-                    step=run.step,
-                    args=settings.flat(),
-                    data=data.metas,
-                )
+                run.save_model("best.pt")
     return f"step {run.step}: {format_figures({**losses, **meter.latest})}"
 
 
