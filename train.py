@@ -125,7 +125,7 @@ class Run:
     objective: NextToken
     optimizer: Optimizer
     n_part: int  # micro-batches in a step, of all ranks together
-    tables: Callable | None = None  # that make tables of your own kind
+    own_tables: Callable | None = None  # that make tables of your own kind
     step: int = 0
     best: tuple[float, int] = (math.inf, 0)  # lowest validation loss, and its step
 
@@ -236,7 +236,7 @@ def start(
 
     # 3) what trains it
     boundary = data.encoding.eot_token if settings.doc_mask else None
-    objective = STAGES[settings.stage].objective(model, device, dtype, boundary)
+    objective = STAGES[settings.stage].objective(model, dtype, boundary)
     optimizer = Optimizer(model, settings, dtype)
     run = Run(settings, data, model, objective, optimizer, n_part, own_tables)
 
@@ -323,7 +323,7 @@ def fit(run: Run) -> None:
             bar.update()
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
         # Commands know no tables of other kinds.
-        report(settings, data, model.eval(), log, run.best, hints=run.tables is None)
+        report(settings, data, model.eval(), log, run.best, hints=run.own_tables is None)
 
 
 def stop(run: Run, meter: Meter, bar: tqdm, received: list[int]) -> NoReturn:
@@ -353,9 +353,9 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
         path = settings.out_dir / "ckpt.pt"
         is_first = not path.exists()
         run.save()
-        if is_first and ranks.size == 1 and (run.tables or settings.model.ffn not in BUILT_IN):
+        if is_first and ranks.size == 1 and (run.own_tables or settings.model.ffn not in BUILT_IN):
             ids, _ = data.train.batch(0, 1)
-            check_saved(path, run.model, ids.reshape(-1, ids.shape[-1])[:1], run.tables)
+            check_saved(path, run.model, ids.reshape(-1, ids.shape[-1])[:1], run.own_tables)
         if run.step == run.best[1]:  # also after a crash between the two
             if run.model.tables.on_disk:  # it would be another copy of them
                 remove(settings.out_dir / "best.pt")

@@ -118,7 +118,7 @@ def opened(stem_ckpt, pairs):
         model.config.block_size = block_size
         model.config.dropout = dropout
         data = Data(str(pairs), "preference", block_size, seed=3, total=100)
-        objective = Preference(model.train(), CPU, "float32")
+        objective = Preference(model.train(), "float32")
         objective.begin(data, None)
         return model, objective, data
 

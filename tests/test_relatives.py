@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from conftest import CPU, add_relative
+from conftest import add_relative
 from naive import LAYERS, SIZES, decoder, tokens
 
 from common import UserError
@@ -125,7 +125,7 @@ def test_balance_is_its_formula_and_reaches_the_loss_in_training_only():
     inputs = []
     for block in model.blocks:
         block.ffn.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    objective = NextToken(model, CPU, "float32")
+    objective = NextToken(model, "float32")
     plain = objective(ids, targets)
     inputs.clear()
     model.train()

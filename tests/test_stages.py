@@ -166,7 +166,7 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     n_byte = len(data.encoding.decode(said).replace("<|im_end|>", "").encode())
     sizes = []
     model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
-    found = validate(NextToken(model, CPU, "float32"), data, 7 * 64, size)
+    found = validate(NextToken(model, "float32"), data, 7 * 64, size)
     per_byte = expected * len(said) / n_byte
     wanted = {"val_loss": expected.item(), "val_loss_per_byte": per_byte.item()}
     assert found == pytest.approx(wanted, rel=1e-5)

@@ -221,7 +221,7 @@ def test_16_bits_train_float32_weights(dtype, trained, data, tmp_path):
 def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
     model = decoder().train()
     optimizer = Optimizer(model, Settings(max_iters=9), "float16")
-    objective = NextToken(model, CPU, "float16")
+    objective = NextToken(model, "float16")
     states = []
     for overflows in (False, True, False):
         loss = objective(*tokens(2, 2, 24))
@@ -322,7 +322,7 @@ def test_documents_are_masked_at_their_boundaries():
     model = decoder()
     ids = torch.tensor([[0, 5, 6, 7, 0, 8, 9, 5, 6, 3]])
     documents = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2, 2, 2]])
-    masked = NextToken(model, CPU, "float32", boundary=0)
+    masked = NextToken(model, "float32", boundary=0)
     torch.testing.assert_close(masked(ids, ids), model(ids, ids, documents=documents)[1])
 
 

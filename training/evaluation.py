@@ -20,7 +20,7 @@ def evaluate(settings: Settings) -> None:
         raise UserError(f"--block_size {block_size}: {path} reads {longest} tokens at most")
     boundary = encoding.eot_token if settings.doc_mask else None
     dtype = training_dtype(settings.dtype, device)
-    objective = NextToken(model, device, dtype, boundary)
+    objective = NextToken(model, dtype, boundary)
     ours = tokenizer.fingerprint(encoding)
     for folder in parse_mixture(settings.data_dir):  # their weights do not matter here
         meta = read_meta(folder)

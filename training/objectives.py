@@ -13,12 +13,11 @@ from training.batches import Data
 
 @dataclass
 class NextToken:
-    """The loss of a model on a device, in float32 or, by autocast, in 16 bits.
+    """The loss of a model, in float32 or, by autocast, in 16 bits.
 
     `boundary` is the token that begins documents, if attention is not to cross them."""
 
     model: Decoder
-    device: torch.device
     dtype: str
     boundary: int | None = None
     per_byte = True  # whether the loss of a byte means something
@@ -39,7 +38,7 @@ class NextToken:
 
     def autocast(self) -> torch.autocast:
         dtype = getattr(torch, self.dtype)
-        return torch.autocast(self.device.type, dtype, enabled=self.dtype != "float32")
+        return torch.autocast(self.model.device.type, dtype, enabled=self.dtype != "float32")
 
     def documents(self, ids: Tensor) -> Tensor | None:
         """The number of each token's document [B, T], if attention is not to cross them."""

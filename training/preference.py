@@ -75,13 +75,14 @@ class Preference(NextToken):
     def log_p(self, ids: Tensor, targets: Tensor) -> Tensor:
         """The log-probability of the targets of each row, [N, T] -> [N]."""
         row, column = (targets >= 0).nonzero(as_tuple=True)
-        row_there = send(row, self.device)
+        device = self.model.device
+        row_there = send(row, device)
         with self.autocast():
-            x = self.model.hidden(ids)[row_there, send(column, self.device)]  # [n, n_embd]
+            x = self.model.hidden(ids)[row_there, send(column, device)]  # [n, n_embd]
             logits = F.linear(x, self.model.head_weight)
-        wanted = send(targets[row, column], self.device)
+        wanted = send(targets[row, column], device)
         nats = F.cross_entropy(logits.float(), wanted, reduction="none")  # [n]
-        return torch.zeros(len(ids), device=self.device).index_add(0, row_there, -nats)
+        return torch.zeros(len(ids), device=device).index_add(0, row_there, -nats)
 
     def figures(self) -> dict[str, float]:
         """Of the pairs of all ranks since the last call: the mean margin, and the share of positive

@@ -51,7 +51,8 @@ def model_sizes(model: Decoder) -> dict[str, int]:
 
 def describe(settings: Settings, data: Data, objective: NextToken) -> None:
     """Say what is trained, and on how much of what."""
-    config, sizes = objective.model.config, model_sizes(objective.model)
+    model = objective.model
+    config, sizes = model.config, model_sizes(model)
     millions = {name: f"{size / 1e6:.2f} M" for name, size in sizes.items()}
     print(
         f"{config.ffn} model, {config.n_layer} layers x {config.n_embd}, vocabulary "
@@ -61,7 +62,7 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
     )
     tokens_per_step = settings.batch_size * config.block_size
     print(
-        f"{settings.max_iters} steps of {tokens_per_step:,} tokens on {objective.device.type} "
+        f"{settings.max_iters} steps of {tokens_per_step:,} tokens on {model.device.type} "
         f"in {objective.dtype}: {passes(settings, data):.1f} passes over {settings.data_dir}"
     )
     kinds = {meta["kind"] for meta in data.metas}
