@@ -81,8 +81,8 @@ def tables_folder(path: str | Path) -> Path:
 
 
 def discard(temporary: Path) -> None:
-    """Delete a checkpoint that is unfinished or given up, but before it the tables whose ID is in
-    its name, `.ckpt.pt.ID.tmp`."""
+    """Delete a checkpoint that is unfinished, but before it the tables whose ID is in its name,
+    `.ckpt.pt.ID.tmp`."""
     name, snapshot, _ = temporary.name[1:].rsplit(".", 2)
     remove(tables_folder(temporary.with_name(name)) / snapshot)
     remove(temporary)

@@ -4,13 +4,12 @@ commands left, and of nothing else. Each file that goes is one that a file of ou
 
 import contextlib
 import os
-import secrets
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import UserError, locked, remove, temporary_path, unfinished, writing
+from common import UserError, locked, remove, unfinished, writing
 from training import ranks
 from training.checkpoints import discard, read_checkpoint, snapshot_of, tables_folder
 from training.records import read_metrics
@@ -60,17 +59,13 @@ def has_run(out_dir: Path) -> bool:
 
 def remove_run(out_dir: Path) -> None:
     """Delete the files of an earlier run. The caller must hold the lock."""
-    for name in ("ckpt.pt", "best.pt"):
-        path = out_dir / name
-        if os.path.isfile(path):
-            token = None
-            with contextlib.suppress(UserError):
-                token = snapshot_of(read_checkpoint(path))
-            # Renamed, it says that its tables are no longer needed, also if this is cut off.
-            given_up = temporary_path(path, token or secrets.token_hex(4))
-            os.replace(path, given_up)
-            discard(given_up)
-    for name in ("metrics.jsonl", "loss.png"):
+    path = out_dir / "ckpt.pt"
+    if not path.is_symlink():  # to another run's
+        with contextlib.suppress(UserError):
+            snapshot = snapshot_of(read_checkpoint(path))
+            if snapshot:  # before the file that names it, in case this is cut off
+                remove(tables_folder(path) / snapshot)
+    for name in ("ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"):
         with writing(out_dir / name):
             (out_dir / name).unlink(missing_ok=True)
 
@@ -90,7 +85,8 @@ def run_folder(out_dir: Path, names: tuple[str, ...] = ("ckpt.pt", "best.pt")) -
         return
     with locked(out_dir):
         for name in names:
-            clear(out_dir / name)
+            if not (out_dir / name).is_symlink():  # to a folder that is not locked
+                clear(out_dir / name)
         live = live_tables(out_dir)
         remove(live)
         ranks.wait()
