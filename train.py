@@ -269,7 +269,6 @@ def fit(run: Run) -> None:
     log = Log(
         settings.out_dir / "metrics.jsonl",
         run.step,
-        silent=ranks.rank > 0,
         args=settings.flat(),
         sizes=model_sizes(model),
         data=data.metas,

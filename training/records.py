@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from common import Damage, UserError, atomic, parse_json, reading, require_fields, writing
+from training import ranks
 
 # What readers need of a record, by its type.
 FIELDS = {
@@ -35,15 +36,14 @@ FIELDS = {
 
 
 class Log:
-    """Writes metrics.jsonl, unless it is `silent`: first the record of the `run`, once there is
-    another one. A run that resumes keeps the lines up to its step, and goes on."""
+    """Writes metrics.jsonl on rank 0: first the record of the `run`, once there is another one. A
+    run that resumes keeps the lines up to its step, and goes on."""
 
-    def __init__(self, path: Path, resume_step: int, *, silent: bool = False, **run) -> None:
+    def __init__(self, path: Path, resume_step: int, **run) -> None:
         """UserError: an earlier line is damaged."""
         self.path = path
-        self.silent = silent
         self.first: list[dict] = []  # lines that are yet to be written
-        if resume_step and not silent and path.exists():
+        if resume_step and path.exists():
             for line in read_metrics(path):
                 # What was evaluated at this step is evaluated again if it is due.
                 last = resume_step if line["type"] == "step" else resume_step - 1
@@ -52,7 +52,7 @@ class Log:
         self.first.append({"type": "run", **run})
 
     def write(self, **record) -> None:
-        if not self.silent:
+        if ranks.rank == 0:
             if self.first:
                 with atomic(self.path) as temporary:
                     temporary.write_text("".join(map(to_line, self.first)), encoding="utf-8")
