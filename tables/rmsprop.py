@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import mixed
-from tables.tables import Tables, send
+from tables.tables import Tables, send, trained
 
 PART = 1 << 17  # numbers that a CPU updates at a time, so that all operands fit its caches
 
@@ -58,7 +58,7 @@ class RowRMSprop:
             "of rows: train.py does it, by columns (tables/sharded.py). For a model of each "
             "process's own, make this before the process group"
         )
-        tables.trained = id(tables)
+        trained.add(tables)
         self.tables = tables
         self.beta2 = beta2
         self.eps = eps

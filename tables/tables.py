@@ -19,6 +19,7 @@ Four kinds of integers say which row is meant:
 import sys
 import warnings
 from collections.abc import Iterator
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from tables.storage import TableStorage
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 MOST_READS = 4096  # more lookups than a step has micro-batches: nobody takes the gradients
 n_step = 0  # of all of PyTorch's optimizers
+trained: WeakSet["Tables"] = WeakSet()  # what has an optimizer of rows; copies of it have none
 
 
 def count_step(*_) -> None:
@@ -73,16 +75,9 @@ class Tables(nn.Module):
         # The merged gradients of those that are: distinct sorted ids [n], [n, W] per table.
         self.merged: tuple[Tensor, list[Tensor]] | None = None
         self.n_read = 0  # lookups since the last optimizer step
-        self.since = 0  # the n_step at which these gradients began
-        self.are_taken = False  # whether somebody has asked for them
-        self.trained = 0  # the id of these tables if there is an optimizer of their rows
-        self.noticed: int | None = None  # the n_step at `check_mode`, in eval() mode
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether there is an optimizer of rows, which may take gradients later. That of a model
-        does not train its copies."""
-        return self.trained == id(self)
+        # The n_step at which merged gradients began, or a loop in eval() mode: optimizers that step
+        # after it leave rows behind. Once somebody has asked for the gradients, none does.
+        self.since = sys.maxsize
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
@@ -109,15 +104,13 @@ class Tables(nn.Module):
         return self.training and torch.is_grad_enabled() and not self.frozen
 
     def check_mode(self) -> None:
-        """Called with each loss of a model that is trained. Warns once if an optimizer steps, but
-        none of rows, as they are read in eval() mode."""
-        is_constant = self.frozen or self.is_trained or not len(self.weight)
+        """Called with each loss of a model that is trained. Warns if an optimizer steps, but none
+        of rows, as they are read in eval() mode."""
+        is_constant = self.frozen or self in trained or not len(self.weight)
         if self.training or is_constant or self.weight[0].requires_grad:
             return
-        if self.noticed is None:
-            self.noticed = n_step
-        elif self.noticed < n_step:
-            self.noticed = sys.maxsize  # once
+        self.since = min(self.since, n_step)
+        if self.since < n_step:
             warnings.warn(
                 "an optimizer steps, but rows stay as they are, as the model is in eval() mode: "
                 "call model.train(), or, if they are to stay, model.tables.requires_grad_(False)",
@@ -144,7 +137,7 @@ class Tables(nn.Module):
         Each row is one leaf of autograd, which sums the gradients of all places of its token;
         `merge` collects them."""
         # It merges: so a step holds the rows of one micro-batch, not of all.
-        self.check_taken(may_wait=self.is_trained)
+        self.check_taken(may_wait=self in trained)
         self.n_read += 1
         distinct, position = self.distinct(ids)  # [n], [B, T]
         slots = self.slots(distinct)
@@ -251,7 +244,7 @@ class Tables(nn.Module):
         self.merge()
         if self.merged is None:
             self.since = n_step
-        is_fine = may_wait or self.are_taken or n_step <= self.since
+        is_fine = may_wait or n_step <= self.since
         assert is_fine and self.n_read <= MOST_READS, (
             f"the gradients of {self.n_read} lookups were not taken: AdamW(model.parameters()) "
             "does not train tables, nor an embedding that is not the head. Take "
@@ -266,8 +259,8 @@ class Tables(nn.Module):
         sorted ids [n], and for each table [n, W] on the compute device. They are valid until the
         next lookup."""
         self.merge()
-        self.are_taken = True
-        self.trained = id(self)
+        self.since = sys.maxsize
+        trained.add(self)
         assert self.merged, (
             "no rows were differentiated since the last step: are they used? Is the model in "
             "train() mode? Have tables become parameters, by its requires_grad_(True)?"
@@ -279,7 +272,7 @@ class Tables(nn.Module):
         `check_taken`. Warns if there are gradients that no optimizer takes, as in a loop that
         changes weights by hand."""
         self.check_taken()
-        if self.merged and not (self.are_taken or self.is_trained):
+        if self.merged and self not in trained:
             warnings.warn(
                 "gradients of rows are dropped: tables, and an embedding that is not the head, are "
                 "no parameters, and stay as they are unless a tables.rmsprop.RowRMSprop trains "
@@ -289,7 +282,6 @@ class Tables(nn.Module):
         super().zero_grad(set_to_none)
         self.reads = []
         self.merged = None
-        self.are_taken = False
         self.n_read = 0
 
     def flush(self) -> None:
