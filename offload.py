@@ -213,9 +213,7 @@ class OffloadedTables(StoredTables):
     def read_few(self, ids: Tensor) -> Iterator[Tensor]:
         """Rows of a step of decoding, or of a short prompt, tokens [B, T], by the compute stream.
         To send equal rows twice takes less time than to find out which are equal."""
-        # On a GPU a wrong id would be no error.
-        if ids.numel() and not 0 <= ids.min() <= ids.max() < self.n_row:
-            raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {self.n_row} rows")
+        self.check_range(ids)
         self.storage.read_ahead(ids)
         records = self.transfers.read(ids.flatten()).unflatten(0, ids.shape)  # [B, T, n_table, W]
         return iter(records.unbind(-2))  # [B, T, W] each

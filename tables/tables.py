@@ -157,11 +157,8 @@ class Tables(nn.Module):
         others. IndexError: an id is out of range."""
         ids = ids.cpu()
         if self.n_row > 64 * ids.numel():
-            distinct, position = torch.unique(ids, return_inverse=True)
-            if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < self.n_row:
-                ends = f"ids from {distinct[0]} to {distinct[-1]}"
-                raise IndexError(f"{ends}: there are {self.n_row} rows")
-            return distinct, position
+            self.check_range(ids)
+            return torch.unique(ids, return_inverse=True)
         present = np.zeros(self.n_row, bool)
         present[ids.numpy()] = True
         distinct = np.flatnonzero(present)  # [n]
@@ -169,6 +166,11 @@ class Tables(nn.Module):
         position[distinct] = np.arange(len(distinct))
         position = torch.from_numpy(position).index_select(0, ids.flatten())
         return torch.from_numpy(distinct), position.view(ids.shape)
+
+    def check_range(self, ids: Tensor) -> None:
+        """IndexError: an id is out of range. Neither a GPU nor `torch.unique` would say so."""
+        if ids.numel() and not 0 <= ids.min() <= ids.max() < self.n_row:
+            raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {self.n_row} rows")
 
     # --- weights in a list that PyTorch does not see: the keys of a ParameterList ---
 
