@@ -146,27 +146,23 @@ def relatives(class_name: str) -> list[str]:
     return sorted(found)
 
 
-def relative(class_name: str, name: str, given: str) -> type:
-    """The class of this name in relatives/NAME.py. UserError: there is no such file; `given` is the
-    flag that asked for it."""
+def find(class_name: str, name: str, built_in: dict[str, type], given: str) -> type:
+    """The class of this name in relatives/NAME.py, or a `built_in` one. UserError: there is none,
+    as the flag that asked for it was `given`; or a file has the name of what is built in."""
+    if name in built_in:
+        if (RELATIVES / f"{name}.py").exists():
+            raise UserError(f"relatives/{name}.py: {name} is built in: give the file another name")
+        return built_in[name]
     known = relatives(class_name)
     if name not in known:
-        raise UserError(f"{given}, nor of relatives/: {', '.join(known)}")
+        kinds = f"{', '.join(built_in)}, nor of relatives/: {', '.join(known)}"
+        raise UserError(f"{given} is not one of {kinds}")
     return getattr(importlib.import_module(f"relatives.{name}"), class_name)
-
-
-def check_name(name: str, built_in: tuple[str, ...]) -> None:
-    """UserError: a file in relatives/ has the name of what is built in, which would be taken."""
-    if name in built_in and (RELATIVES / f"{name}.py").exists():
-        raise UserError(f"relatives/{name}.py: {name} is built in: give the file another name")
 
 
 def decoder_class(ffn: str) -> type["Decoder"]:
     """The decoder of a kind of --ffn. Its `config_class` is that of its settings."""
-    check_name(ffn, BUILT_IN)
-    if ffn in BUILT_IN:
-        return Decoder
-    return relative("Decoder", ffn, f"--ffn {ffn} is not one of {', '.join(BUILT_IN)}")
+    return find("Decoder", ffn, dict.fromkeys(BUILT_IN, Decoder), f"--ffn {ffn}")
 
 
 # --- attention ---
@@ -277,9 +273,11 @@ class Attention(nn.Module):
     kind, `make_cache` once per layer.
     """
 
-    def __init__(self, config: ModelConfig, qkv: nn.Module) -> None:
+    def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str = "") -> None:
         """qkv: makes queries, keys and values of (x, rows), as `LinearQKV`."""
         super().__init__()
+        if argument:
+            raise UserError(f"--attention {config.attention}: leave out :{argument}")
         width = config.n_embd
         self.config = config
         self.span = config.block_size  # the most keys that a token sees; on average half
@@ -370,13 +368,9 @@ class Attention(nn.Module):
 
 def make_attention(config: ModelConfig, layer: int, qkv: nn.Module) -> Attention:
     """The attention of a layer, as --attention says. UserError: an unknown kind."""
-    kind = config.attention_kinds[layer]
-    check_name(kind, ("full",))
-    if kind == "full":
-        return Attention(config, qkv)
-    name, _, argument = kind.partition(":")
-    attention = relative("Attention", name, f"--attention {config.attention} is not full")
-    return attention(config, qkv, argument)
+    name, _, argument = config.attention_kinds[layer].partition(":")
+    kind = find("Attention", name, {"full": Attention}, f"--attention {config.attention}")
+    return kind(config, qkv, argument)
 
 
 # --- layers ---

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import model
-from common import UserError
 from model import ModelConfig, rotate
 
 CHUNK = 64  # tokens whose pairs are weighed; what was before them is in the state
@@ -28,9 +27,7 @@ class State:
 
 class Attention(model.Attention):
     def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str) -> None:
-        super().__init__(config, qkv)
-        if argument:
-            raise UserError(f"--attention {config.attention}: linear takes no argument")
+        super().__init__(config, qkv, argument)
         # Reading a state, and adding to it, cost as much as head_dim keys.
         self.span = min(CHUNK, config.block_size) + 2 * config.head_dim
 

@@ -29,7 +29,8 @@ from training.settings import parse_args
         ("--table_std nan", "--table_std nan"),
         ("--stem_layers most", "--stem_layers most must be third, half, all or numbers"),
         ("--stem_layers 0,3", "layers from 0 to 2"),
-        ("--attention windows", "--attention windows is not full, nor of relatives/: linear"),
+        ("--attention windows", "--attention windows is not one of full, nor of relatives/: li"),
+        ("--attention full,linear:3", "full,linear:3: leave out :3"),
         ("--attention window,full", "window,full: give a number of tokens"),
         ("--attention window:0", "window:0: give a number"),
         (
