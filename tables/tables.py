@@ -31,6 +31,12 @@ from tables.storage import TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
 MOST_READS = 4096  # more lookups than a step has micro-batches: nobody takes the gradients
+ADVICE = (
+    "rows are no parameters, neither those of tables nor those of an embedding that is not the "
+    "head: AdamW(model.parameters()) leaves them as they are. Take training.optimizer.Optimizer, "
+    "or give model.tables and model.wte a tables.rmsprop.RowRMSprop each, and call its step(lr) "
+    "after each step. (What is to stay as it is: call its requires_grad_(False).)"
+)
 n_step = 0  # of all of PyTorch's optimizers
 trained: WeakSet["Tables"] = WeakSet()  # what has an optimizer of rows; copies of it have none
 
@@ -112,8 +118,7 @@ class Tables(nn.Module):
         self.since = min(self.since, n_step)
         if self.since < n_step:
             warnings.warn(
-                "an optimizer steps, but rows stay as they are, as the model is in eval() mode: "
-                "call model.train(), or, if they are to stay, model.tables.requires_grad_(False)",
+                f"an optimizer steps, but rows stay in eval() mode: call model.train(). {ADVICE}",
                 stacklevel=5,
             )
 
@@ -248,12 +253,8 @@ class Tables(nn.Module):
             self.since = n_step
         is_fine = may_wait or n_step <= self.since
         assert is_fine and self.n_read <= MOST_READS, (
-            f"the gradients of {self.n_read} lookups were not taken: AdamW(model.parameters()) "
-            "does not train tables, nor an embedding that is not the head. Take "
-            "training.optimizer.Optimizer, or give each of them a tables.rmsprop.RowRMSprop, and "
-            "call its step(lr) after each step. (Those that are to stay as they are: "
-            ".requires_grad_(False). More micro-batches in a step, on purpose: raise "
-            "tables.tables.MOST_READS.)"
+            f"the gradients of {self.n_read} lookups were not taken: {ADVICE} (More micro-batches "
+            "in a step, on purpose: raise tables.tables.MOST_READS.)"
         )
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
@@ -275,12 +276,7 @@ class Tables(nn.Module):
         changes weights by hand."""
         self.check_taken()
         if self.merged and self not in trained:
-            warnings.warn(
-                "gradients of rows are dropped: tables, and an embedding that is not the head, are "
-                "no parameters, and stay as they are unless a tables.rmsprop.RowRMSprop trains "
-                "them (or, if they are to stay, call their requires_grad_(False))",
-                stacklevel=3,
-            )
+            warnings.warn(f"gradients of rows are dropped: {ADVICE}", stacklevel=3)
         super().zero_grad(set_to_none)
         self.reads = []
         self.merged = None
