@@ -569,30 +569,30 @@ class Decoder(nn.Module):
         """
         ids = ids.long()  # addresses of n-grams need 64 bits
         n = ids.shape[1]
-        start = 0 if cache is None else cache.length
-        room = self.config.block_size if cache is None else cache.room
-        assert start + n <= room, f"{start + n} tokens: there is room for {room}"
         check_shape(ids, "table_ids", table_ids)
         if documents is not None:
             assert cache is None, "documents are known to no cache"
             assert documents.shape[1] == n, f"documents of {documents.shape[1]}, not {n} tokens"
+        if cache is None:  # one that no layer puts anything into, and that ends with this call
+            angles = rotary(min(n, self.config.block_size), self.config, self.device)
+            cache = Cache([None] * len(self.blocks), angles)
+        start, room = cache.length, cache.room
+        assert start + n <= room, f"{start + n} tokens: there is room for {room}"
 
         # 1) What layers read beside x: rows, positions, masks.
         layer_rows = self.look_up(ids if table_ids is None else table_ids.long(), documents, cache)
         x = F.dropout(self.embed(ids), self.config.dropout, self.training)
         if documents is not None:
             documents = send(documents, x.device)
-        angles = rotary(n, self.config, x.device) if cache is None else cache.angles[:, : start + n]
         masks = {}
         for kind, block in zip(self.config.attention_kinds, self.blocks, strict=True):
             if kind not in masks:
                 masks[kind] = block.attn.make_mask(x, start, documents)
 
         # 2) The layers, which put keys and values into the cache.
-        caches = [None] * len(self.blocks) if cache is None else cache.layers
-        x = self.through_layers(x, layer_rows, angles, masks, caches, start)
-        if cache is not None:
-            cache.length = start + n
+        angles = cache.angles[:, : start + n]
+        x = self.through_layers(x, layer_rows, angles, masks, cache.layers, start)
+        cache.length = start + n
         return x
 
     def through_layers(
@@ -616,19 +616,16 @@ class Decoder(nn.Module):
             x = block(x, rows, angles, mask, caches[layer], start)
         return self.norm(x)
 
-    def look_up(
-        self, ids: Tensor, documents: Tensor | None, cache: Cache | None
-    ) -> Iterator[Tensor]:
+    def look_up(self, ids: Tensor, documents: Tensor | None, cache: Cache) -> Iterator[Tensor]:
         """The rows of tokens ids [B, T] for each layer with a table in turn, [B, T, row_width].
         Where the cache keeps ids alone, keys and values are made of rows again: [B, S, row_width]
         of all S tokens that the layer sees."""
         n = ids.shape[1]
-        start = 0 if cache is None else cache.length
+        start = cache.length
         if start > 0:
             ids = torch.cat((cache.ids[:, :start], ids), dim=1)  # the text so far
-        if cache is not None:
-            cache.ids = ids
-        if cache is None or cache.layers[0] is not None:
+        cache.ids = ids
+        if start == 0 or cache.layers[0] is not None:
             return self.layer_rows(self.addresses(ids, n, documents))
         n_seen = [block.attn.n_past(start) + n for block in self.blocks]
         layer_rows = self.layer_rows(self.addresses(ids, max(n_seen), documents))
