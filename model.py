@@ -570,9 +570,8 @@ class Decoder(nn.Module):
         ids = ids.long()  # addresses of n-grams need 64 bits
         n = ids.shape[1]
         check_shape(ids, "table_ids", table_ids)
-        if documents is not None:
-            assert cache is None, "documents are known to no cache"
-            assert documents.shape[1] == n, f"documents of {documents.shape[1]}, not {n} tokens"
+        check_shape(ids, "documents", documents)
+        assert documents is None or cache is None, "documents are known to no cache"
         if cache is None:  # one that no layer puts anything into, and that ends with this call
             angles = rotary(min(n, self.config.block_size), self.config, self.device)
             cache = Cache([None] * len(self.blocks), angles)
