@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from statistics import fmean, harmonic_mean
@@ -59,11 +60,19 @@ from text.tokenizer import encode
 from training.checkpoints import load_model
 
 COUNTED = (11, 12, 13)  # seeds
-# What is measured, in this order: so many edits at once (0: each in the model as it was), and after
-# how many all are asked.
-STAGES = ((0, range(1, 21)), (1, (10, 100)), (100, (100,)), (1, (300,)), (100, (300,)))
-STAGES += ((1, (1000,)), (100, (1000,)))
-QUICK = ((1, (1,)), (2, (2,)))
+# What is measured, in this order: beginning at which records, how many edits at once, and after how
+# many all are asked. At first single edits, each in the model as it was.
+STAGES = (
+    (range(20), 1, (1,)),
+    ((0,), 1, (10, 100)),
+    ((0,), 100, (100,)),
+    ((0,), 1, (300,)),
+    ((0,), 100, (300,)),
+    ((0,), 1, (1000,)),
+    ((0,), 100, (1000,)),
+)
+QUICK = (((0,), 1, (1,)), ((0,), 2, (2,)))
+KEPT = 25  # edits, after which a sequence that was stopped can go on
 APART = 28  # countries about which nothing is written
 N_NEIGHBOR = 5
 SEARCHED, N_SEARCHED = 5, 10  # seed, and edits in sequence, that find a method's setting
@@ -273,9 +282,10 @@ class Bench:
             answered.update(zip(part, found, strict=True))
         return answered
 
-    def ask(self, about: list[Record], truth: dict[str, Country]) -> dict:
-        """Ask about records. Of each and each kind of question, the shares that are right by nats,
-        right and wrong in greedy decoding; and what else the model knows and writes."""
+    def ask(self, about: list[Record]) -> dict:
+        """Ask about all that was edited. Of each record and each kind of question, the shares that
+        are right by nats, right and wrong in greedy decoding; and what else the model knows."""
+        truth = edited(self.table, about)
         asked = [questions(record, truth, self.namesakes[record.country.name]) for record in about]
         known = [(held_out(c, fact), said(c, fact)) for c in self.apart for fact in RELATIONS]
         pairs = known.copy()
@@ -308,9 +318,7 @@ class Bench:
         return self.model.generate(prompt, 64, seed=0, top_k=5)[0, prompt.shape[1] :].tolist()
 
 
-@cache
-def open_bench(folder: Path, seed: int, data_dir: Path) -> Bench:
-    return Bench(folder, seed, data_dir)
+open_bench = cache(Bench)  # once in a process
 
 
 class Trial(NamedTuple):
@@ -322,12 +330,13 @@ class Trial(NamedTuple):
     seed: int
     name: str
     setting: dict
-    size: int = 1  # edits at once; 0: each in the model as it was
+    size: int = 1  # edits at once
+    first: int = 0  # the record that is edited first
 
     @property
     def path(self) -> Path:
         """The file of its figures, a line of JSON each."""
-        how = f"by {self.size}" if self.size else "alone"
+        how = f"record {self.first}" if self.first else f"by {self.size}"
         shown = ",".join([how, *(f"{key}={value}" for key, value in self.setting.items())])
         return self.figures / self.run.name / self.name / f"{shown}.jsonl"
 
@@ -342,33 +351,24 @@ class Trial(NamedTuple):
         to go on with."""
         torch.set_num_threads(1)
         bench = open_bench(self.run, self.seed, self.data_dir)
+        records = bench.records[self.first :][: max(points)]
+        requests = list(map(bench.request, records))
         rows = self.rows()
         kept = self.path.with_suffix(".pt")
         n, weights = torch.load(kept) if kept.exists() else (0, bench.fresh)
-        if not self.size:
-            n = len(rows)
         bench.model.load_state_dict(weights)
-        truth = edited(bench.table, bench.records[:n])
-        bench.editor.written = list(map(bench.request, bench.records[:n]))
         while n < max(points):
-            if not self.size:
-                bench.model.load_state_dict(bench.fresh)
-                truth = bench.table
-                bench.editor.written = []
-            some = bench.records[n : n + max(1, self.size)]
+            bench.editor.written = requests[:n]
             started = time.process_time()
-            requests = list(map(bench.request, some))
-            METHODS[self.name].function(bench.editor, requests, **self.setting)
+            some = requests[n : n + self.size]
+            METHODS[self.name].function(bench.editor, some, **self.setting)
             seconds = time.process_time() - started
-            bench.editor.written += requests
-            truth = edited(truth, some)
-            n += len(some)
+            n += self.size
             if n in points and n not in rows:
-                asked = bench.ask(bench.records[:n] if self.size else some, truth)
-                rows[n] = {"edits": n, "seconds": seconds, **asked}
+                rows[n] = {"edits": n, "seconds": seconds, **bench.ask(records[:n])}
                 with atomic(self.path) as temporary:
                     temporary.write_text("".join(f"{json.dumps(row)}\n" for row in rows.values()))
-            if self.size and (n in points or n % 25 == 0):
+            if n % KEPT == 0:
                 with atomic(kept) as temporary:
                     torch.save((n, bench.model.state_dict()), temporary)
 
@@ -422,22 +422,6 @@ def search(tried: dict[str, list[Trial]]) -> dict[str, dict]:
         return harmonic([trial.rows()[N_SEARCHED]], 1, (*SCORES, "others"))
 
     return {name: max(trials, key=answered).setting for name, trials in tried.items()}
-
-
-def by_edits(seeds: list[dict[int, Trial]], stages: Iterable) -> dict[str, list[list[dict]]]:
-    """What is measured of a method, given by size for each seed: the rows of each seed by the
-    number of edits, where all seeds have them."""
-    found = {}
-    for size, points in stages:
-        if size in seeds[0]:
-            rows = [trials[size].rows() for trials in seeds]
-            groups = {f"{n} by {size}" if size > 1 else str(n): [n] for n in points}
-            if not size:
-                groups = {"1": points}
-            for title, wanted in groups.items():
-                if all(n in row for row in rows for n in wanted):
-                    found[title] = [[row[n] for n in wanted] for row in rows]
-    return found
 
 
 def cells(groups: list[list[dict]]) -> dict[str, str]:
@@ -512,10 +496,10 @@ def counterfact(experiment: Experiment) -> None:
     seeds = [*numbers] if experiment.quick else [*numbers, SEARCHED]
     folders = experiment.train(MODELS, seeds)
 
-    def trial(name: str, setting: dict, seed: int, size: int = 1) -> Trial:
+    def trial(name: str, setting: dict, seed: int, size: int = 1, first: int = 0) -> Trial:
         run = folders[METHODS[name].model][seeds.index(seed)]
         figures = experiment.out_dir / "figures/counterfact"
-        return Trial(run, experiment.data_dir, figures, seed, name, setting, size)
+        return Trial(run, experiment.data_dir, figures, seed, name, setting, size, first)
 
     best = {name: method.settings[0] for name, method in METHODS.items()}
     if not experiment.quick:
@@ -529,13 +513,17 @@ def counterfact(experiment: Experiment) -> None:
         chosen = [{"method": name, "setting": str(best[name])} for name in METHODS]
         print(f"{markdown(chosen)}\n", flush=True)
 
-    counted = {}  # by size, of each seed
-    for name, method in METHODS.items():
-        sizes = {size for size, _ in stages if size < 2 or method.batches}
-        counted[name] = [
-            {size: trial(name, best[name], seed, size) for size in sizes} for seed in numbers
-        ]
-    for size, points in stages:
-        of_size = [by[size] for seeds in counted.values() for by in seeds if size in by]
-        measure_all(of_size, points, cores)
-    report(experiment, {name: by_edits(seeds, stages) for name, seeds in counted.items()})
+    groups = {name: {} for name in METHODS}  # by the number of edits: the rows of each seed
+    for firsts, size, points in stages:
+        names = [name for name in METHODS if size == 1 or METHODS[name].batches]
+        trials = {
+            (name, seed, first): trial(name, best[name], seed, size, first)
+            for name, seed, first in product(names, numbers, firsts)
+        }
+        measure_all(trials.values(), points, cores)
+        for name, n in product(names, points):
+            title = f"{n} by {size}" if size > 1 else str(n)
+            groups[name][title] = [
+                [trials[name, seed, first].rows()[n] for first in firsts] for seed in numbers
+            ]
+    report(experiment, groups)

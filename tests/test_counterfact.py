@@ -13,7 +13,6 @@ from lab.counterfact import (
     Bench,
     Record,
     Trial,
-    by_edits,
     edited,
     measure_all,
     ngram_entropy,
@@ -211,7 +210,7 @@ def naive(bench: Bench, prompt: str, answer: str) -> tuple[float, bool]:
 def test_scores_are_those_of_a_naive_count(bench):
     some = bench.records[:2]
     truth = edited(bench.table, some)
-    found = bench.ask(some, truth)
+    found = bench.ask(some)
     counts = Counter()
     for record, scores in zip(some, found["records"], strict=True):
         for kind in scores:
@@ -257,45 +256,50 @@ def without_time(rows: dict[int, dict]) -> dict[int, dict]:
 
 def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(counterfact, "open_bench", lambda *_: bench)
+    made = []
+
+    def swap(editor, requests, **how):
+        made.extend(requests)
+        return Editor.swap_rows(editor, requests, **how)
+
+    method = counterfact.METHODS["swapped rows"]._replace(function=swap)
+    monkeypatch.setitem(counterfact.METHODS, "swapped rows", method)
 
     def trial(folder: str, size: int) -> Trial:
         (tmp_path / folder).mkdir(exist_ok=True)
         where = tmp_path / "run", tmp_path, tmp_path / folder
         return Trial(*where, 1, "swapped rows", {"how": "copy"}, size)
 
-    for size, points in ((1, (2, 3)), (0, (1, 2)), (2, (2, 4))):
-        once, twice = trial("once", size), trial("twice", size)
-        once.measure(points)
-        twice.measure(points[:1])
-        assert [*twice.rows()] == [points[0]]
-        twice.measure(points)
-        assert without_time(twice.rows()) == without_time(once.rows())
-        assert [len(row["records"]) for row in once.rows().values()] == (
-            [1, 1] if size == 0 else list(points)
-        )
-        assert once.rows()[points[1]]["KL"] > 0
-    trials = {size: trial("once", size) for size in (0, 1, 2)}
-    stages = [(0, (1, 2)), (1, (2, 3)), (2, (2,)), (1, (1000,))]
-    found = by_edits([trials, trials], stages)
-    assert [*found] == ["1", "2", "3", "2 by 2"]
-    assert [len(rows) for rows in found["1"]] == [2, 2]
-    started = {size: trial("new", size) for size in trials}  # nothing: no seed's alone are shown
-    assert by_edits([trials, started], stages) == {}
+    for kept in (1, 25):  # edits: in the second case, they are made again
+        monkeypatch.setattr(counterfact, "KEPT", kept)
+        for size, points in ((1, (2, 3)), (2, (2, 4))):
+            once, twice = trial(f"once{kept}", size), trial(f"twice{kept}", size)
+            once.measure(points)
+            made.clear()
+            twice.measure(points[:1])
+            assert [*twice.rows()] == [points[0]]
+            twice.measure(points)
+            assert len(made) == points[1] + (2 if kept == 25 else 0)
+            assert without_time(twice.rows()) == without_time(once.rows())
+            assert [len(row["records"]) for row in once.rows().values()] == list(points)
+            assert once.rows()[points[1]]["KL"] > 0
 
 
 def test_a_method_is_told_what_was_written_before(bench, tmp_path, monkeypatch):
     """Also where a sequence goes on; not of single edits."""
     monkeypatch.setattr(counterfact, "open_bench", lambda *_: bench)
+    monkeypatch.setattr(counterfact, "KEPT", 1)
     told = []
 
     def note(editor, requests):
-        told.append([request.prompt for request in editor.written])
+        told.append([[request.prompt for request in of] for of in (editor.written, requests)])
 
     monkeypatch.setitem(counterfact.METHODS, "noted", counterfact.Method("STEM", note, [{}]))
-    prompts = [bench.request(record).prompt for record in bench.records[:3]]
-    for size, points in ((1, (2,)), (1, (3,)), (0, (1, 2))):
-        Trial(tmp_path / "run", tmp_path, tmp_path, 1, "noted", {}, size).measure(points)
-    assert told == [prompts[:0], prompts[:1], prompts[:2], [], []]
+    first, second, third = ([bench.request(record).prompt] for record in bench.records[:3])
+    for number, points in ((0, (2,)), (0, (3,)), (1, (1,)), (2, (1,))):
+        Trial(tmp_path / "run", tmp_path, tmp_path, 1, "noted", {}, 1, number).measure(points)
+    in_sequence = [[], first], [first, second], [first + second, third]
+    assert told == [*in_sequence, [[], second], [[], third]]
 
 
 class Noted(Trial):
