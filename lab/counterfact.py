@@ -284,7 +284,7 @@ class Bench:
 
     def ask(self, about: list[Record]) -> dict:
         """Ask about all that was edited. Of each record and each kind of question, the shares that
-        are right by nats, right and wrong in greedy decoding; and what else the model knows."""
+        are right by nats and in greedy decoding; and what else the model knows."""
         truth = edited(self.table, about)
         asked = [questions(record, truth, self.namesakes[record.country.name]) for record in about]
         known = [(held_out(c, fact), said(c, fact)) for c in self.apart for fact in RELATIONS]
@@ -297,8 +297,8 @@ class Bench:
         for each in asked:
             found = defaultdict(list)
             for kind, prompt, right, wrong in each:
-                (nats, greedy), (worse, old) = answered[prompt, right], answered[prompt, wrong]
-                found[kind].append((float(nats < worse), greedy, old))
+                (nats, greedy), (worse, _) = answered[prompt, right], answered[prompt, wrong]
+                found[kind].append((float(nats < worse), greedy))
             scores.append({kind: torch.tensor(of).mean(0).tolist() for kind, of in found.items()})
         log_p = self.log_p()
         loss = F.nll_loss(log_p, self.targets).item()
@@ -404,8 +404,7 @@ def measure_all(trials: Iterable[Trial], points: Sequence[int], cores: int) -> N
 
 
 def score(rows: list[dict], kind: str, which: int) -> float | None:
-    """The mean of a score over the records that have it: right by nats (0), right (1) and wrong (2)
-    in greedy decoding."""
+    """The mean of a score over the records that have it, by nats (0) or in greedy decoding (1)."""
     found = [record[kind][which] for row in rows for record in row["records"] if kind in record]
     return fmean(found) if found else None
 
@@ -426,19 +425,16 @@ def search(tried: dict[str, list[Trial]]) -> dict[str, dict]:
 
 def cells(groups: list[list[dict]]) -> dict[str, str]:
     """What the rows of each seed have in common."""
-    figures = {}
+    shown = {}
     for which, how in enumerate(("nats", "greedy")):
         for kind in SCORES:
-            figures[f"{kind}, {how}"] = [score(rows, kind, which) for rows in groups]
-        figures[f"S, {how}"] = [harmonic(rows, which) for rows in groups]
+            shown[f"{kind}, {how}"] = interval(".1%", [score(rows, kind, which) for rows in groups])
+        shown[f"S, {how}"] = interval(".1%", [harmonic(rows, which) for rows in groups])
     for kind in MORE:
-        figures[kind] = [score(rows, kind, 1) for rows in groups]
+        shown[kind] = interval(".1%", [score(rows, kind, 1) for rows in groups])
     for title in ("other countries", "KL", "loss", "entropy", "seconds"):
-        figures[title] = [fmean(row[title] for row in rows) for rows in groups]
-    shown = {}
-    for title, found in figures.items():
-        form = ".3f" if title in ("KL", "loss", "entropy", "seconds") else ".1%"
-        shown[title] = interval(form, found)
+        form = ".1%" if title == "other countries" else ".3f"
+        shown[title] = interval(form, [fmean(row[title] for row in rows) for rows in groups])
     return shown
 
 
