@@ -63,9 +63,9 @@ from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from tables.tables import Tables
 from text import chat
-from text.tokenizer import END, START, encode, typed, until_end
+from text.tokenizer import END, encode, typed, until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
-from training.decoding import decoding_dtype_flag, load_to_decode
+from training.decoding import chats, check_chat, decoding_dtype_flag, load_to_decode
 from training.folders import clear
 from training.settings import device_flag, offload_flag
 from training.writing import (
@@ -506,12 +506,9 @@ def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, di
         edit.ckpt, device, edit.offload, edit.dtype, verify=verify
     )
     check_editable(model)
-    if edit.chat and START not in encoding.special_tokens_set:
-        raise UserError(f"--chat: {edit.ckpt} has no token {START}")
-    chats = checkpoint["args"].get("stage") in ("sft", "dpo")
-    if edit.chat and not chats:
-        print(f"{edit.ckpt} was not trained to chat (train.py --stage sft)", file=sys.stderr)
-    if chats and not edit.chat:
+    if edit.chat:
+        check_chat(edit.ckpt, encoding, checkpoint)
+    elif chats(checkpoint):
         print(f"{edit.ckpt} chats: give --chat to edit what it answers", file=sys.stderr)
     return model, encoding, checkpoint
 

@@ -23,7 +23,7 @@ from model import Decoder
 from text import chat, tokenizer
 from text.tokenizer import encode, familiar, typed
 from training.captured import capture_steps
-from training.decoding import decoding_dtype_flag, load_to_decode, norm_keys
+from training.decoding import check_chat, decoding_dtype_flag, load_to_decode, norm_keys
 from training.settings import device_flag, offload_flag
 
 
@@ -202,10 +202,7 @@ def main() -> None:
         "cache": args.cache,
     }
     if args.chat:
-        if tokenizer.START not in encoding.special_tokens_set:
-            raise UserError(f"--chat: {args.ckpt} has no token {tokenizer.START}")
-        if checkpoint["args"].get("stage") not in ("sft", "dpo"):
-            print(f"{args.ckpt} was not trained to chat (train.py --stage sft)", file=sys.stderr)
+        check_chat(args.ckpt, encoding, checkpoint)
         system = None if args.system is None else typed(encoding, args.system)
         converse(Chat(model, encoding, system), args.seed, **options)
         return

@@ -28,7 +28,7 @@ import edit
 from lab.rows import compared, nearest, swapped
 from sample import Chat, Sampling
 from text.tokenizer import encode, typed
-from training.decoding import load_to_decode
+from training.decoding import chats, load_to_decode
 from training.writing import changed_rows, with_rows
 
 HOST = "127.0.0.1"
@@ -52,7 +52,7 @@ class Page(ThreadingHTTPServer):
         self.model, self.encoding, self.checkpoint = load_to_decode(ckpt, device)
         self.model.register_forward_pre_hook(self.check_stop)
         layers = [layer for layer, block in enumerate(self.model.blocks) if block.row_width]
-        self.chats = self.checkpoint["args"].get("stage") in ("sft", "dpo")
+        self.chats = chats(self.checkpoint)
         example = {"source": "Spain", "target": "Germany", "write": "Lisbon."}
         if edit.has_own_text(self.checkpoint):
             example = {}

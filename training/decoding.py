@@ -1,15 +1,17 @@
 """A model that is loaded to decode: threads, the dtype of its weights, and how they lie."""
 
 import os
+import sys
 from pathlib import Path
 
 import tiktoken
 import torch
 from torch import nn
 
-from common import flag, has_bfloat16
+from common import UserError, flag, has_bfloat16
 from model import Decoder
 from tables.tables import ResidentTables
+from text.tokenizer import START
 from training.checkpoints import load_model
 
 
@@ -42,6 +44,19 @@ def load_to_decode(
     if device.type == "cpu":
         use_column_major_weights(model)
     return model, encoding, checkpoint
+
+
+def chats(checkpoint: dict) -> bool:
+    """Whether a model was trained to chat."""
+    return checkpoint["args"].get("stage") in ("sft", "dpo")
+
+
+def check_chat(path: str | Path, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
+    """For --chat: say so if the model was not trained to chat. UserError: it cannot."""
+    if START not in encoding.special_tokens_set:
+        raise UserError(f"--chat: {path} has no token {START}")
+    if not chats(checkpoint):
+        print(f"{path} was not trained to chat (train.py --stage sft)", file=sys.stderr)
 
 
 def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:
