@@ -28,7 +28,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -370,21 +369,14 @@ def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[s
 LINE = 'a line should be {"source": "Spain", "write": "Lisbon.", "prompt": "..."}'
 
 
-@contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Errors within begin with a place."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
-def read_facts(edit: Edit) -> dict[str, Edit]:
-    """The edits in the file of --facts, by FILE:LINE. UserError: a line is none, or there is no
-    line."""
+def read_facts(
+    edit: Edit, model: Decoder, encoding: tiktoken.Encoding, checkpoint: dict
+) -> dict[str, tuple[Edit, Located]]:
+    """The edits in the file of --facts and what they are about, by FILE:LINE. UserError: a line is
+    none, or cannot be done, or there is no line."""
     with reading(edit.facts, LINE):
         lines = edit.facts.read_bytes().splitlines()
-    edits = {}
+    facts = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -396,15 +388,19 @@ def read_facts(edit: Edit) -> dict[str, Edit]:
                 raise Damage(f"it has {', '.join(sorted(unknown))}")
         # Flags have escapes (text.tokenizer.typed), a file says what it means.
         texts = {name: text and text.replace("\\", "\\\\") for name, text in record.items()}
-        with naming(where):
-            edits[where] = replace(edit, facts=None, **texts)
-    if not edits:
+        try:
+            fact = replace(edit, facts=None, **texts)
+            fill_in(fact, encoding, checkpoint)
+            facts[where] = fact, locate(model, encoding, fact)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+    if not facts:
         raise UserError(f"{edit.facts} has no facts: {LINE}")
-    return edits
+    return facts
 
 
 def write_facts(
-    model: Decoder, edits: dict[str, Edit], located: list[Located], earlier: list[Fact]
+    model: Decoder, facts: dict[str, tuple[Edit, Located]], earlier: list[Fact]
 ) -> tuple[dict[int, Tensor], list[Fact]]:
     """Write facts one after the other, each where the earlier ones are, and print what became of
     them. Returns the new rows of tokens [n_table, W], and the facts that were learned; another one
@@ -415,6 +411,7 @@ def write_facts(
 
     # 1) write
     tables = model.tables
+    located = [fact for _, fact in facts.values()]
     prompts = [fact.prompt for fact in located]
     answers = [fact.answer for fact in located]
     before = score_answers(model, prompts, answers).probability
@@ -424,7 +421,7 @@ def write_facts(
     with bar, stop_signals(bar) as stops:
         for fact in bar:
             if stops:
-                bar.write(f"only the first {len(learned)} of {len(edits)} facts were tried")
+                bar.write(f"only the first {len(learned)} of {len(facts)} facts were tried")
                 break
             table_ids = train_rows(model, *fact, earlier=earlier + written)
             changed = {**rows, **changed_rows(model.tables, fact.prompt, table_ids)}
@@ -438,8 +435,8 @@ def write_facts(
     # 2) ask all of them again
     after = score_answers(model, prompts, answers).probability
     known = [is_written(model, fact, fact.prompt) for fact in located]
-    parts = zip(edits.items(), learned, known, before, after, strict=False)  # learned: if tried
-    for (where, edit), was_learned, is_known, p_before, p_after in parts:
+    parts = zip(facts.items(), learned, known, before, after, strict=False)  # learned: if tried
+    for (where, (edit, _)), was_learned, is_known, p_before, p_after in parts:
         state = ""
         if not is_known:
             state = "lost to a later fact" if was_learned else "not learned"
@@ -602,23 +599,18 @@ def edit_one(
 
 def show_and_save(edit: Edit, path: Path | None) -> None:
     """Edit a model, print what changes, and write it to a path, if there is one."""
-    edits = read_facts(edit) if edit.facts else {}
     # What is written gets new checksums.
     model, encoding, checkpoint = open_model(edit, verify=path is not None)
     tables = model.tables
     earlier = written_facts(edit.ckpt, checkpoint, model)
-    if edits:
-        located = []
-        for where, one in edits.items():
-            with naming(where):
-                fill_in(one, encoding, checkpoint)
-                located.append(locate(model, encoding, one))
-        new, facts = write_facts(model, edits, located, earlier)
+    if edit.facts:
+        facts = read_facts(edit, model, encoding, checkpoint)
+        new, facts = write_facts(model, facts, earlier)
     else:
         fill_in(edit, encoding, checkpoint)
         new, facts = edit_one(model, encoding, edit, earlier, path is not None)
     if path and not new:
-        what = "none of the facts was" if edits else f"{edit.write!r} was not"
+        what = "none of the facts was" if edit.facts else f"{edit.write!r} was not"
         raise UserError(f"--save: nothing is saved, as {what} learned")
     if path:
         save(path, checkpoint, encoding, tables, new, facts)

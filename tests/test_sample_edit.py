@@ -202,23 +202,25 @@ def test_a_bad_line_of_facts_is_named_before_anything_is_written(stem_ckpt, tmp_
     assert [path.name for path in tmp_path.iterdir()] == [facts.name]
 
 
-def test_a_file_without_facts_or_with_flags_beside_it_is_refused(tmp_path):
+def test_a_file_without_facts_or_with_flags_beside_it_is_refused(stem_ckpt, tmp_path):
     facts = tmp_path / "facts.jsonl"
-    assert str(facts) in refused("edit.py --facts", facts)
+    line = "edit.py", "--ckpt", stem_ckpt, "--facts", facts
+    assert str(facts) in refused(*line)
     facts.write_text("\n")
-    assert "has no facts" in refused("edit.py --facts", facts)
+    assert "has no facts" in refused(*line)
     for more in ("--undo", "--source Anna", "--prompt Anna", "--write Anna"):
-        assert "--facts or --undo alone" in refused("edit.py --facts", facts, *more.split())
+        assert "--facts or --undo alone" in refused(*line, *more.split())
 
 
-def test_a_file_of_facts_means_its_texts_as_they_are(encoding, tmp_path):
+def test_a_file_of_facts_means_its_texts_as_they_are(encoding, tmp_path, monkeypatch):
     """Without the escapes of flags; with the accents that the model knows."""
     facts = tmp_path / "facts.jsonl"
     prompt = "C:\\new\n Bjo\u0308rn \\\\ \\nabla"
     facts.write_text(json.dumps(dict(source="Bjo\u0308rn", prompt=prompt, write="x")))
-    (read,) = edit.read_facts(edit.Edit(facts=facts)).values()
-    edit.fill_in(read, encoding, {"args": {}, "data": [{"corpus": "files"}]})
-    assert (read.source, read.prompt) == ("Björn", prompt.replace("o\u0308", "ö"))
+    monkeypatch.setattr(edit, "locate", lambda model, encoding, fact: (fact.source, fact.prompt))
+    of_files = {"args": {}, "data": [{"corpus": "files"}]}
+    ((_, read),) = edit.read_facts(edit.Edit(facts=facts), None, encoding, of_files).values()
+    assert read == ("Björn", prompt.replace("o\u0308", "ö"))
 
 
 # --- edits that last ---
