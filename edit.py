@@ -27,7 +27,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -60,7 +60,6 @@ from corpora.countries import with_article
 from corpora.questions import score_answers
 from model import Decoder
 from stem import ALIGNMENTS, align, substitute
-from tables.tables import Tables
 from text import chat
 from text.tokenizer import END, encode, typed, until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
@@ -74,7 +73,6 @@ from training.writing import (
     opening_of,
     other_ids,
     own_tokens,
-    rows_of,
     train_rows,
     with_rows,
 )
@@ -450,11 +448,15 @@ def write_facts(
 # --- the command ---
 
 
-def replace_rows(checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
-    """Replace the rows of tokens `ids` [n] by rows [n, W] of each table. The checkpoint is mapped
-    privately: its file does not change."""
+def replace_rows(checkpoint: dict, ids: Tensor, rows: Iterable[Tensor]) -> list[Tensor]:
+    """Replace the rows of tokens `ids` [n] by rows [n, W] of each table; returns those that were
+    there. The checkpoint is mapped privately: its file does not change."""
+    old = []
     for table, new in enumerate(rows):
-        checkpoint["model"][f"tables.weight.{table}"][ids] = new
+        weight = checkpoint["model"][f"tables.weight.{table}"]
+        old.append(weight[ids])
+        weight[ids] = new
+    return old
 
 
 def check_edit(path: Path, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
@@ -548,17 +550,15 @@ def save(
     path: Path,
     checkpoint: dict,
     encoding: tiktoken.Encoding,
-    tables: Tables,
     new: dict[int, Tensor],
     facts: list[Fact],
 ) -> None:
-    """Write a checkpoint in which tokens have new rows [n_table, W], and those of the tables in its
-    list of edits, for --undo, with the facts that were written. Print what changed."""
+    """Write a checkpoint in which tokens have new rows [n_table, W], and their own in its list of
+    edits, for --undo, with the facts that were written. Print what changed."""
     tokens = list(new)
     ids = torch.tensor(tokens)
-    own = list(rows_of(tables, tokens).cpu().unbind(1))  # [n, W] of each table
+    own = replace_rows(checkpoint, ids, torch.stack(list(new.values())).cpu().unbind(1))
     checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own, "facts": facts})
-    replace_rows(checkpoint, ids, list(torch.stack(list(new.values())).cpu().unbind(1)))
     write_checkpoint(path, checkpoint)
     print(f"changed the rows of {[encoding.decode([token]) for token in tokens]}")
     readers = recall.readers(encoding, tokens)
@@ -601,7 +601,6 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
     """Edit a model, print what changes, and write it to a path, if there is one."""
     # What is written gets new checksums.
     model, encoding, checkpoint = open_model(edit, verify=path is not None)
-    tables = model.tables
     earlier = written_facts(edit.ckpt, checkpoint, model)
     if edit.facts:
         facts = read_facts(edit, model, encoding, checkpoint)
@@ -613,7 +612,7 @@ def show_and_save(edit: Edit, path: Path | None) -> None:
         what = "none of the facts was" if edit.facts else f"{edit.write!r} was not"
         raise UserError(f"--save: nothing is saved, as {what} learned")
     if path:
-        save(path, checkpoint, encoding, tables, new, facts)
+        save(path, checkpoint, encoding, new, facts)
 
 
 def main() -> None:
