@@ -583,36 +583,32 @@ def new_rows(
     return located, table_ids
 
 
-def edit_one(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, earlier: list[Fact], saves: bool
-) -> tuple[dict[int, Tensor], list[Fact]]:
-    """Make an edit, and print what it changes. Returns the new rows of tokens [n_table, W], if they
-    are to be saved and the model writes what it should, and what was written."""
-    located, table_ids = new_rows(model, encoding, edit, earlier)
-    learned = compare(model, encoding, edit, located, table_ids)
-    if not saves or not learned:
-        return {}, []
-    check_rows(edit, located.prompt, table_ids)
-    facts = [(located.prompt, located.answer)] if edit.write else []
-    return changed_rows(model.tables, located.prompt, table_ids), facts
-
-
-def show_and_save(edit: Edit, path: Path | None) -> None:
-    """Edit a model, print what changes, and write it to a path, if there is one."""
-    # What is written gets new checksums.
+def edit_checkpoint(edit: Edit, path: Path | None) -> None:
+    """Edit a model, print what changes, and write it to a path, if there is one. UserError: it is
+    not to be written, as nothing was learned."""
+    # 1) the model; what is written gets new checksums
     model, encoding, checkpoint = open_model(edit, verify=path is not None)
     earlier = written_facts(edit.ckpt, checkpoint, model)
+
+    # 2) its new rows, and the facts that were written into them
     if edit.facts:
         facts = read_facts(edit, model, encoding, checkpoint)
-        new, facts = write_facts(model, facts, earlier)
+        new, written = write_facts(model, facts, earlier)
     else:
         fill_in(edit, encoding, checkpoint)
-        new, facts = edit_one(model, encoding, edit, earlier, path is not None)
+        asked, table_ids = new_rows(model, encoding, edit, earlier)
+        learned = compare(model, encoding, edit, asked, table_ids)
+        if path and learned:
+            check_rows(edit, asked.prompt, table_ids)
+        new = changed_rows(model.tables, asked.prompt, table_ids) if learned else {}
+        written = [(asked.prompt, asked.answer)] if edit.write else []
+
+    # 3) save it
     if path and not new:
         what = "none of the facts was" if edit.facts else f"{edit.write!r} was not"
         raise UserError(f"--save: nothing is saved, as {what} learned")
     if path:
-        save(path, checkpoint, encoding, new, facts)
+        save(path, checkpoint, encoding, new, written)
 
 
 def main() -> None:
@@ -620,7 +616,7 @@ def main() -> None:
     edit.ckpt = checkpoint_of(edit.ckpt)
     path = edit.save or (edit.ckpt if edit.undo else None)
     if path is None:
-        show_and_save(edit, None)
+        edit_checkpoint(edit, None)
         return
     # Before it is read: two edits at once would lose one. Of a link, the folder where it leads.
     real = os.path.realpath(path)
@@ -631,7 +627,7 @@ def main() -> None:
         if edit.undo:
             undo(edit, path)
         else:
-            show_and_save(edit, path)
+            edit_checkpoint(edit, path)
     print(f"wrote {path}")
     if edit.save and not edit.undo:
         print(f"to undo it: {command_line('edit.py', '--undo', '--ckpt', path)}")

@@ -10,7 +10,7 @@ from conftest import CPU, assert_same, write_jsonl
 from common import UserError
 from corpora import countries
 from corpora.questions import score_answers
-from edit import Edit, locate, show_and_save, undo
+from edit import Edit, edit_checkpoint, locate, undo
 from lab.edits import INVENTED, all_pairs, report_edits
 from model import Decoder, ModelConfig
 from stem import substitute
@@ -129,7 +129,7 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, m
     for corpus in ("countries", "files"):
         save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": corpus}])
         monkeypatch.setattr(writing, "KEEP", 0)
-        show_and_save(asked, saved)
+        edit_checkpoint(asked, saved)
         shown = capsys.readouterr().out
         assert "changed the rows of [' Spain']\n" in shown
         assert ("\nthese countries read them and may change: Spain\n" in shown) == (
@@ -138,7 +138,7 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, m
         saved.unlink()
         monkeypatch.setattr(writing, "KEEP", 1e4)
         with pytest.raises(UserError, match="nothing is saved, as 'S' was not learned"):
-            show_and_save(asked, saved)
+            edit_checkpoint(asked, saved)
         assert not saved.exists()
 
 
@@ -152,7 +152,7 @@ def test_an_answer_is_learned_if_its_end_is(encoding, tmp_path, monkeypatch):
     asked.max_new_tokens = 1
     monkeypatch.setattr(writing, "KEEP", 1e4)
     with pytest.raises(UserError, match="not learned"):
-        show_and_save(asked, tmp_path / "saved.pt")
+        edit_checkpoint(asked, tmp_path / "saved.pt")
 
 
 def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkeypatch, capsys):
@@ -178,7 +178,7 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
         return read
 
     monkeypatch.setattr("edit.train_rows", train)
-    show_and_save(Edit(ckpt, facts=facts, device="cpu"), saved)
+    edit_checkpoint(Edit(ckpt, facts=facts, device="cpu"), saved)
     assert torch.equal(rows[2], rows[1]) and not torch.equal(rows[3], rows[2])
     assert known == [0, 1, 2, 2]
     shown = capsys.readouterr().out.splitlines()
@@ -195,14 +195,15 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
     for name in changed:
         places = (before[name] != after[name]).any(1).nonzero()[:, 0].tolist()
         assert sorted(places) == sorted(encoding.encode_ordinary(" Spain Fiji"))
-    show_and_save(Edit(saved, source="Peru", prompt="Country: Peru", write="F", device="cpu"), None)
+    peru = Edit(saved, source="Peru", prompt="Country: Peru", write="F", device="cpu")
+    edit_checkpoint(peru, None)
     assert known[-1] == 2  # they were saved as what later facts are to leave
     undo(Edit(saved, undo=True), saved)
     assert_same(load_checkpoint(saved)["model"], before)
 
     facts.write_text(json.dumps(lines[2]))
     with pytest.raises(UserError, match="none of the facts was learned"):
-        show_and_save(Edit(ckpt, facts=facts, device="cpu"), tmp_path / "none.pt")
+        edit_checkpoint(Edit(ckpt, facts=facts, device="cpu"), tmp_path / "none.pt")
     assert not (tmp_path / "none.pt").exists()
 
 
@@ -237,7 +238,7 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monke
 
     def change(save=ckpt, **given) -> None:
         given = {"prompt": f"Country: {given['source']}", **given}
-        show_and_save(Edit(ckpt, device="cpu", **given), save)
+        edit_checkpoint(Edit(ckpt, device="cpu", **given), save)
 
     for name in ("Spain", "Fiji"):
         change(source=name, write="S")
@@ -271,7 +272,7 @@ def test_a_chat_is_edited_where_it_answers(encoding, tmp_path, capsys):
     for stage, chats in (("pretrain", True), ("sft", True), ("dpo", False)):
         save_checkpoint(ckpt, made(encoding), encoding, args={"stage": stage})
         given = dict(source="Spain", target="Fiji", prompt="O Spain", chat=chats, device="cpu")
-        show_and_save(Edit(ckpt, **given), None)
+        edit_checkpoint(Edit(ckpt, **given), None)
         said = capsys.readouterr()
         assert ("im_start" in said.out) == chats
         expected = {"pretrain": "not trained to chat", "sft": "", "dpo": "chats: give --chat"}
