@@ -123,9 +123,107 @@ class Edit:
             raise UserError(f"--align {self.align} needs a --target")
 
 
-# --- which rows are read instead ---
+# --- open, edit, save, undo ---
 
-LAST = "rows in the last layer alone change no more than the token after the name"
+
+def edit_checkpoint(edit: Edit, path: Path | None) -> None:
+    """Edit a model, print what changes, and write it to a path, if there is one. UserError: it is
+    not to be written, as nothing was learned."""
+    # 1) the model; what is written gets new checksums
+    model, encoding, checkpoint = open_model(edit, verify=path is not None)
+    earlier = written_facts(edit.ckpt, checkpoint, model)
+
+    # 2) its new rows, and the facts that were written into them
+    if edit.facts:
+        facts = read_facts(edit, model, encoding, checkpoint)
+        new, written = write_facts(model, facts, earlier)
+    else:
+        fill_in(edit, encoding, checkpoint)
+        asked, table_ids = new_rows(model, encoding, edit, earlier)
+        learned = compare(model, encoding, edit, asked, table_ids)
+        if path and learned:
+            check_rows(edit, asked.prompt, table_ids)
+        new = changed_rows(model.tables, asked.prompt, table_ids) if learned else {}
+        written = [(asked.prompt, asked.answer)] if edit.write else []
+
+    # 3) save it
+    if path and not new:
+        what = "none of the facts was" if edit.facts else f"{edit.write!r} was not"
+        raise UserError(f"--save: nothing is saved, as {what} learned")
+    if path:
+        save(path, checkpoint, encoding, new, written)
+
+
+def save(
+    path: Path,
+    checkpoint: dict,
+    encoding: tiktoken.Encoding,
+    new: dict[int, Tensor],
+    facts: list[Fact],
+) -> None:
+    """Write a checkpoint in which tokens have new rows [n_table, W], and their own in its list of
+    edits, for --undo, with the facts that were written. Print what changed."""
+    tokens = list(new)
+    ids = torch.tensor(tokens)
+    own = replace_rows(checkpoint, ids, torch.stack(list(new.values())).cpu().unbind(1))
+    checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own, "facts": facts})
+    write_checkpoint(path, checkpoint)
+    print(f"changed the rows of {[encoding.decode([token]) for token in tokens]}")
+    readers = recall.readers(encoding, tokens)
+    if readers and not has_own_text(checkpoint):
+        print(f"these countries read them and may change: {', '.join(readers)}")
+
+
+def undo(edit: Edit, path: Path) -> None:
+    """Write --ckpt without its last edit."""
+    checkpoint = load_checkpoint(edit.ckpt, verify=True)
+    edits = checkpoint.get("edits", [])
+    if not edits:
+        raise UserError(f"{edit.ckpt} holds no edit to undo: training drops those it starts from")
+    last = edits.pop()
+    check_edit(edit.ckpt, checkpoint, last["ids"], last["rows"])
+    replace_rows(checkpoint, last["ids"], last["rows"])
+    write_checkpoint(path, checkpoint)
+
+
+def replace_rows(checkpoint: dict, ids: Tensor, rows: Iterable[Tensor]) -> list[Tensor]:
+    """Replace the rows of tokens `ids` [n] by rows [n, W] of each table; returns those that were
+    there. The checkpoint is mapped privately: its file does not change."""
+    old = []
+    for table, new in enumerate(rows):
+        weight = checkpoint["model"][f"tables.weight.{table}"]
+        old.append(weight[ids])
+        weight[ids] = new
+    return old
+
+
+def check_edit(path: Path, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
+    """UserError: an edit in a checkpoint does not fit its tables."""
+    weights = checkpoint["model"]
+    tables = [weights[name] for name in weights if name.startswith("tables.weight.")]
+    fits = ids.dtype == torch.int64 and ids.dim() == 1 and len(rows) == len(tables) > 0
+    for table, new in zip(tables, rows, strict=False):
+        fits = fits and all(0 <= token < len(table) for token in ids.tolist())
+        fits = fits and new.shape == (len(ids), table.shape[1]) and bool(new.isfinite().all())
+    if not fits:
+        raise UserError(f"{path} is damaged (its last edit is not of its tables): restore it")
+
+
+# --- a model to edit ---
+
+
+def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, dict]:
+    """The model of --ckpt, its tokenizer and the checkpoint. UserError: it cannot be edited."""
+    device = pick_device(edit.device)
+    model, encoding, checkpoint = load_to_decode(
+        edit.ckpt, device, edit.offload, edit.dtype, verify=verify
+    )
+    check_editable(model)
+    if edit.chat:
+        check_chat(edit.ckpt, encoding, checkpoint)
+    elif chats(checkpoint):
+        print(f"{edit.ckpt} chats: give --chat to edit what it answers", file=sys.stderr)
+    return model, encoding, checkpoint
 
 
 def check_editable(model: Decoder) -> None:
@@ -136,37 +234,41 @@ def check_editable(model: Decoder) -> None:
         raise UserError("--ckpt is a model with rows of n-grams, which do not belong to one name")
 
 
-def spellings(encoding: tiktoken.Encoding, name: str) -> list[list[int]]:
-    """The tokens of a name with and without a space before it."""
-    return [encoding.encode_ordinary(space + name) for space in (" ", "")]
+def has_own_text(checkpoint: dict) -> bool:
+    """Text of one's own may have other names, also with the preset of a model it continues, and so
+    may text that nobody knows, of a model from elsewhere."""
+    corpora = {meta["corpus"] for meta in checkpoint.get("data", [])}
+    return not corpora or "files" in corpora
 
 
-def edited_ids(
-    encoding: tiktoken.Encoding,
-    ids: list[int],
-    source: str,
-    targets: Sequence[list[int]],
-    how: str = "copy",
-) -> list[int]:
-    """The ids to look up tables under: those of a target, aligned as by `stem.align`, wherever
-    `ids` say `source`, also within a longer name (Guinea in Equatorial Guinea). `targets`: for a
-    source with a space before it, and for one without."""
-    original = torch.tensor(ids)  # [T]
-    edited = original
-    for source_ids, target_ids in zip(spellings(encoding, source), targets, strict=True):
-        aligned = align(target_ids, len(source_ids), how, encoding.eot_token)
-        changed = substitute(original, source_ids, aligned)
-        edited = torch.where(changed != original, changed, edited)
-    return edited.tolist()
+def fill_in(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
+    """Give an edit a prompt, and its texts as the model knows them. UserError: there is none, or
+    no such country."""
+    is_own = has_own_text(checkpoint)
+    if not edit.prompt and is_own:
+        raise UserError(f"--prompt is needed for your own text: one that contains {edit.source!r}")
+    if not edit.prompt and edit.chat:
+        edit.prompt = f"What is the capital of {with_article(edit.source)}?"
+    edit.prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
+    for name in ("source", "target", "prompt", "write"):
+        setattr(edit, name, typed(encoding, getattr(edit, name)))
+    if checkpoint["args"].get("preset") == "countries" and not is_own:
+        recall.check_names(target=edit.target, source=edit.source)
 
 
-def find_name(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> list[int]:
-    """The tokens of a name as `ids` have it, with or without a space before it; none if they do
-    not have it."""
-    for tokens in spellings(encoding, name):
-        if substitute(torch.tensor(ids), tokens, [-1]).tolist() != ids:
-            return tokens
-    return []
+def written_facts(path: Path, checkpoint: dict, model: Decoder) -> list[Fact]:
+    """The facts that edits have written into a checkpoint and that the model still says: other rows
+    may have come in their place. UserError: they are damaged."""
+    facts = [fact for edit in checkpoint.get("edits", []) for fact in edit.get("facts") or []]
+    for prompt, answer in facts:
+        ids = prompt + answer
+        fits = prompt and answer and len(ids) <= model.config.block_size
+        if not fits or not 0 <= min(ids) <= max(ids) < model.config.vocab_size:
+            raise UserError(f"{path} is damaged (a fact of its edits is {ids!r:.40}): restore it")
+    if not facts:
+        return []
+    said = score_answers(model, *zip(*facts, strict=True)).greedy
+    return [fact for fact, is_said in zip(facts, said.tolist(), strict=True) if is_said]
 
 
 # --- one edit ---
@@ -179,6 +281,23 @@ class Located(NamedTuple):
     name: list[int]  # the source, as the prompt has it
     answer: list[int]  # what --write writes, or nothing
     beginnings: list[list[int]]  # of texts to hold, as in `texts_about`
+
+
+def new_rows(
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, earlier: Sequence[Fact] = ()
+) -> tuple[Located, list[int]]:
+    """Make an edit, after earlier ones that wrote facts: what it is about, and the ids under which
+    the prompt's rows are those that it reads then."""
+    located = locate(model, encoding, edit)
+    if edit.write:
+        table_ids = train_rows(model, *located, earlier=earlier)
+    else:
+        table_ids = swap_rows(model, encoding, edit, located)
+    changed = other_ids(located.prompt, table_ids)
+    kept = [encoding.decode([token]) for token in located.name if token not in changed]
+    if kept:  # everyday words, and what both names share
+        print(f"of {edit.source!r}, the rows of {kept} stay as they are\n")
+    return located, table_ids
 
 
 def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
@@ -225,6 +344,20 @@ def messages(
     return [encoding.eot_token, *prompt], answer[:-1]  # without the line break
 
 
+def find_name(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> list[int]:
+    """The tokens of a name as `ids` have it, with or without a space before it; none if they do
+    not have it."""
+    for tokens in spellings(encoding, name):
+        if substitute(torch.tensor(ids), tokens, [-1]).tolist() != ids:
+            return tokens
+    return []
+
+
+def spellings(encoding: tiktoken.Encoding, name: str) -> list[list[int]]:
+    """The tokens of a name with and without a space before it."""
+    return [encoding.encode_ordinary(space + name) for space in (" ", "")]
+
+
 def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Located) -> list[int]:
     """Returns the ids under which to look up the prompt's rows, so that the source reads the
     target's. UserError: it does already."""
@@ -244,22 +377,71 @@ def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Lo
     return ids
 
 
+def edited_ids(
+    encoding: tiktoken.Encoding,
+    ids: list[int],
+    source: str,
+    targets: Sequence[list[int]],
+    how: str = "copy",
+) -> list[int]:
+    """The ids to look up tables under: those of a target, aligned as by `stem.align`, wherever
+    `ids` say `source`, also within a longer name (Guinea in Equatorial Guinea). `targets`: for a
+    source with a space before it, and for one without."""
+    original = torch.tensor(ids)  # [T]
+    edited = original
+    for source_ids, target_ids in zip(spellings(encoding, source), targets, strict=True):
+        aligned = align(target_ids, len(source_ids), how, encoding.eot_token)
+        changed = substitute(original, source_ids, aligned)
+        edited = torch.where(changed != original, changed, edited)
+    return edited.tolist()
+
+
+def check_rows(edit: Edit, prompt: list[int], table_ids: list[int]) -> None:
+    """UserError: a checkpoint cannot have the rows that the prompt reads, as one of its tokens has
+    two. Only its spelling of the name has new ones: without the space, "Spain" may be pieces that
+    many other words share."""
+    read = set(zip(prompt, table_ids, strict=True))
+    if len(read) > len(set(prompt)):
+        fix = "give a --prompt that has the name's tokens in the name alone"
+        if edit.align != "average":
+            fix += ", or --align average if it does"
+        raise UserError(f"a token that --prompt has twice cannot have two rows: {fix}")
+
+
 # --- before and after ---
 
-# A sentence ends with a stop before a space, which no initial or title has ("St. John's").
-SENTENCE = re.compile(
-    r"\s*.*?((?<!\s[A-Z])(?<!\s[A-Z][a-z])[.!?](?=\s|$)|[。！？]|(?=\n)|$)", re.DOTALL
-)
+LAST = "rows in the last layer alone change no more than the token after the name"
 
 
-def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
-    """The tokens up to the end of a sentence, a line or the text, at least one."""
-    text = until_end(encoding, tokens) or tokens[:1]
-    length = SENTENCE.match(" " + encoding.decode(text, errors="ignore")).end() - 1
-    for n in range(1, len(text)):
-        if len(encoding.decode(text[:n], errors="ignore")) >= length:
-            return text[:n]
-    return text
+def compare(
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Located, table_ids: list[int]
+) -> bool:
+    """Print what the model writes before and after an edit, side by side, and how probable the
+    answers are, whose rows are looked up under `table_ids` then. Returns whether the model writes
+    what it should, to its end."""
+    # 1) side by side
+    before, after = continuations(model, encoding, edit, asked, table_ids)
+    title = f"after: {edit.source} reads rows of {edit.target}"
+    if edit.write:
+        title = f"after writing {edit.write!r}"
+    print(f"prompt  {encoding.decode(asked.prompt[1:])!r}\n")  # without the leading <|endoftext|>
+    columns = (column(encoding, "before", before), column(encoding, title, after))
+    for left, right in zip_longest(*columns, fillvalue=""):
+        print(f"{left:<{WIDTH}}   {right}".rstrip())
+    print()
+
+    # 2) how probable the answers are, before and after
+    for answer, *p in probabilities(model, encoding, asked, table_ids, before, after):
+        form = "6.1%" if max(p) > 0.0005 else "6.0e"  # of a long answer, both are tiny
+        print(f"probability of {answer!r:<28} before {p[0]:{form}}   after {p[1]:{form}}")
+    if before == after and not asked.answer:
+        reason = "do this name's rows hold the fact?" if recall.reaches_ahead(model) else LAST
+        print(f"note: the swap moves nothing here, not one word: {reason}")
+    learned = not asked.answer or is_written(model, asked, table_ids)
+    if not learned:
+        reason = "new words are beyond a name's rows" if recall.reaches_ahead(model) else LAST
+        print(f"not learned: the model writes something else; {reason}")
+    return learned
 
 
 def continuations(
@@ -302,35 +484,20 @@ def probabilities(
         yield text, *p.tolist()
 
 
-def compare(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Located, table_ids: list[int]
-) -> bool:
-    """Print what the model writes before and after an edit, side by side, and how probable the
-    answers are, whose rows are looked up under `table_ids` then. Returns whether the model writes
-    what it should, to its end."""
-    # 1) side by side
-    before, after = continuations(model, encoding, edit, asked, table_ids)
-    title = f"after: {edit.source} reads rows of {edit.target}"
-    if edit.write:
-        title = f"after writing {edit.write!r}"
-    print(f"prompt  {encoding.decode(asked.prompt[1:])!r}\n")  # without the leading <|endoftext|>
-    columns = (column(encoding, "before", before), column(encoding, title, after))
-    for left, right in zip_longest(*columns, fillvalue=""):
-        print(f"{left:<{WIDTH}}   {right}".rstrip())
-    print()
+# A sentence ends with a stop before a space, which no initial or title has ("St. John's").
+SENTENCE = re.compile(
+    r"\s*.*?((?<!\s[A-Z])(?<!\s[A-Z][a-z])[.!?](?=\s|$)|[。！？]|(?=\n)|$)", re.DOTALL
+)
 
-    # 2) how probable the answers are, before and after
-    for answer, *p in probabilities(model, encoding, asked, table_ids, before, after):
-        form = "6.1%" if max(p) > 0.0005 else "6.0e"  # of a long answer, both are tiny
-        print(f"probability of {answer!r:<28} before {p[0]:{form}}   after {p[1]:{form}}")
-    if before == after and not asked.answer:
-        reason = "do this name's rows hold the fact?" if recall.reaches_ahead(model) else LAST
-        print(f"note: the swap moves nothing here, not one word: {reason}")
-    learned = not asked.answer or is_written(model, asked, table_ids)
-    if not learned:
-        reason = "new words are beyond a name's rows" if recall.reaches_ahead(model) else LAST
-        print(f"not learned: the model writes something else; {reason}")
-    return learned
+
+def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
+    """The tokens up to the end of a sentence, a line or the text, at least one."""
+    text = until_end(encoding, tokens) or tokens[:1]
+    length = SENTENCE.match(" " + encoding.decode(text, errors="ignore")).end() - 1
+    for n in range(1, len(text)):
+        if len(encoding.decode(text[:n], errors="ignore")) >= length:
+            return text[:n]
+    return text
 
 
 def is_written(model: Decoder, asked: Located, table_ids: list[int]) -> bool:
@@ -362,7 +529,6 @@ def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[s
 
 
 # --- many facts ---
-
 
 LINE = 'a line should be {"source": "Spain", "write": "Lisbon.", "prompt": "..."}'
 
@@ -446,169 +612,6 @@ def write_facts(
 
 
 # --- the command ---
-
-
-def replace_rows(checkpoint: dict, ids: Tensor, rows: Iterable[Tensor]) -> list[Tensor]:
-    """Replace the rows of tokens `ids` [n] by rows [n, W] of each table; returns those that were
-    there. The checkpoint is mapped privately: its file does not change."""
-    old = []
-    for table, new in enumerate(rows):
-        weight = checkpoint["model"][f"tables.weight.{table}"]
-        old.append(weight[ids])
-        weight[ids] = new
-    return old
-
-
-def check_edit(path: Path, checkpoint: dict, ids: Tensor, rows: list[Tensor]) -> None:
-    """UserError: an edit in a checkpoint does not fit its tables."""
-    weights = checkpoint["model"]
-    tables = [weights[name] for name in weights if name.startswith("tables.weight.")]
-    fits = ids.dtype == torch.int64 and ids.dim() == 1 and len(rows) == len(tables) > 0
-    for table, new in zip(tables, rows, strict=False):
-        fits = fits and all(0 <= token < len(table) for token in ids.tolist())
-        fits = fits and new.shape == (len(ids), table.shape[1]) and bool(new.isfinite().all())
-    if not fits:
-        raise UserError(f"{path} is damaged (its last edit is not of its tables): restore it")
-
-
-def written_facts(path: Path, checkpoint: dict, model: Decoder) -> list[Fact]:
-    """The facts that edits have written into a checkpoint and that the model still says: other rows
-    may have come in their place. UserError: they are damaged."""
-    facts = [fact for edit in checkpoint.get("edits", []) for fact in edit.get("facts") or []]
-    for prompt, answer in facts:
-        ids = prompt + answer
-        fits = prompt and answer and len(ids) <= model.config.block_size
-        if not fits or not 0 <= min(ids) <= max(ids) < model.config.vocab_size:
-            raise UserError(f"{path} is damaged (a fact of its edits is {ids!r:.40}): restore it")
-    if not facts:
-        return []
-    said = score_answers(model, *zip(*facts, strict=True)).greedy
-    return [fact for fact, is_said in zip(facts, said.tolist(), strict=True) if is_said]
-
-
-def undo(edit: Edit, path: Path) -> None:
-    """Write --ckpt without its last edit."""
-    checkpoint = load_checkpoint(edit.ckpt, verify=True)
-    edits = checkpoint.get("edits", [])
-    if not edits:
-        raise UserError(f"{edit.ckpt} holds no edit to undo: training drops those it starts from")
-    last = edits.pop()
-    check_edit(edit.ckpt, checkpoint, last["ids"], last["rows"])
-    replace_rows(checkpoint, last["ids"], last["rows"])
-    write_checkpoint(path, checkpoint)
-
-
-def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """The model of --ckpt, its tokenizer and the checkpoint. UserError: it cannot be edited."""
-    device = pick_device(edit.device)
-    model, encoding, checkpoint = load_to_decode(
-        edit.ckpt, device, edit.offload, edit.dtype, verify=verify
-    )
-    check_editable(model)
-    if edit.chat:
-        check_chat(edit.ckpt, encoding, checkpoint)
-    elif chats(checkpoint):
-        print(f"{edit.ckpt} chats: give --chat to edit what it answers", file=sys.stderr)
-    return model, encoding, checkpoint
-
-
-def has_own_text(checkpoint: dict) -> bool:
-    """Text of one's own may have other names, also with the preset of a model it continues, and so
-    may text that nobody knows, of a model from elsewhere."""
-    corpora = {meta["corpus"] for meta in checkpoint.get("data", [])}
-    return not corpora or "files" in corpora
-
-
-def fill_in(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
-    """Give an edit a prompt, and its texts as the model knows them. UserError: there is none, or
-    no such country."""
-    is_own = has_own_text(checkpoint)
-    if not edit.prompt and is_own:
-        raise UserError(f"--prompt is needed for your own text: one that contains {edit.source!r}")
-    if not edit.prompt and edit.chat:
-        edit.prompt = f"What is the capital of {with_article(edit.source)}?"
-    edit.prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
-    for name in ("source", "target", "prompt", "write"):
-        setattr(edit, name, typed(encoding, getattr(edit, name)))
-    if checkpoint["args"].get("preset") == "countries" and not is_own:
-        recall.check_names(target=edit.target, source=edit.source)
-
-
-def check_rows(edit: Edit, prompt: list[int], table_ids: list[int]) -> None:
-    """UserError: a checkpoint cannot have the rows that the prompt reads, as one of its tokens has
-    two. Only its spelling of the name has new ones: without the space, "Spain" may be pieces that
-    many other words share."""
-    read = set(zip(prompt, table_ids, strict=True))
-    if len(read) > len(set(prompt)):
-        fix = "give a --prompt that has the name's tokens in the name alone"
-        if edit.align != "average":
-            fix += ", or --align average if it does"
-        raise UserError(f"a token that --prompt has twice cannot have two rows: {fix}")
-
-
-def save(
-    path: Path,
-    checkpoint: dict,
-    encoding: tiktoken.Encoding,
-    new: dict[int, Tensor],
-    facts: list[Fact],
-) -> None:
-    """Write a checkpoint in which tokens have new rows [n_table, W], and their own in its list of
-    edits, for --undo, with the facts that were written. Print what changed."""
-    tokens = list(new)
-    ids = torch.tensor(tokens)
-    own = replace_rows(checkpoint, ids, torch.stack(list(new.values())).cpu().unbind(1))
-    checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own, "facts": facts})
-    write_checkpoint(path, checkpoint)
-    print(f"changed the rows of {[encoding.decode([token]) for token in tokens]}")
-    readers = recall.readers(encoding, tokens)
-    if readers and not has_own_text(checkpoint):
-        print(f"these countries read them and may change: {', '.join(readers)}")
-
-
-def new_rows(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, earlier: Sequence[Fact] = ()
-) -> tuple[Located, list[int]]:
-    """Make an edit, after earlier ones that wrote facts: what it is about, and the ids under which
-    the prompt's rows are those that it reads then."""
-    located = locate(model, encoding, edit)
-    if edit.write:
-        table_ids = train_rows(model, *located, earlier=earlier)
-    else:
-        table_ids = swap_rows(model, encoding, edit, located)
-    changed = other_ids(located.prompt, table_ids)
-    kept = [encoding.decode([token]) for token in located.name if token not in changed]
-    if kept:  # everyday words, and what both names share
-        print(f"of {edit.source!r}, the rows of {kept} stay as they are\n")
-    return located, table_ids
-
-
-def edit_checkpoint(edit: Edit, path: Path | None) -> None:
-    """Edit a model, print what changes, and write it to a path, if there is one. UserError: it is
-    not to be written, as nothing was learned."""
-    # 1) the model; what is written gets new checksums
-    model, encoding, checkpoint = open_model(edit, verify=path is not None)
-    earlier = written_facts(edit.ckpt, checkpoint, model)
-
-    # 2) its new rows, and the facts that were written into them
-    if edit.facts:
-        facts = read_facts(edit, model, encoding, checkpoint)
-        new, written = write_facts(model, facts, earlier)
-    else:
-        fill_in(edit, encoding, checkpoint)
-        asked, table_ids = new_rows(model, encoding, edit, earlier)
-        learned = compare(model, encoding, edit, asked, table_ids)
-        if path and learned:
-            check_rows(edit, asked.prompt, table_ids)
-        new = changed_rows(model.tables, asked.prompt, table_ids) if learned else {}
-        written = [(asked.prompt, asked.answer)] if edit.write else []
-
-    # 3) save it
-    if path and not new:
-        what = "none of the facts was" if edit.facts else f"{edit.write!r} was not"
-        raise UserError(f"--save: nothing is saved, as {what} learned")
-    if path:
-        save(path, checkpoint, encoding, new, written)
 
 
 def main() -> None:
