@@ -29,15 +29,13 @@ OTHERS = ("memory", "bank", "engram", "ple", "count", "bigram", DRAWN)
 # Millions of tokens (two passes at most), and after how many rates are compared.
 SIZES = {0.5: 0.5, 1.5: 0.5, 5: 5, 15: 5, 56.4: 5, 112.8: 5}
 # A stage: a preset, and kinds with how many seeds at each size, which train together and begin in
-# this order. 0 seeds: rates are compared there, to see whether they have moved. What decides most
-# comes first.
+# this order. What decides most comes first.
 STAGES = [
     ("prose", FIRST, {56.4: 1, 5: 3, 1.5: 3, 0.5: 3, 15: 3}),
     ("prose", EQUAL, {15: 1, 5: 3}),
     ("prose", OTHERS, {5: 3, 1.5: 3, 0.5: 3}),
     ("prose", EQUAL, {56.4: 1}),
     ("prose", FIRST, {56.4: 3}),
-    ("prose", ("dense", "STEM, all"), {15: 0}),
     ("minimind-26m", FIRST, {56.4: 1, 5: 3}),
     ("prose", FIRST, {112.8: 1}),
 ]
@@ -60,7 +58,7 @@ def scale(experiment: Experiment) -> None:
     for preset, names, sizes in QUICK if experiment.quick else STAGES:
         searched = {}
         for million, name in product(sizes, names):
-            size = SIZES[million] if sizes[million] else million
+            size = SIZES[million]
             flags = {**kinds[name], "preset": preset}
             searched[f"{name}, {size} M"] = with_size(experiment, flags, size)
         best = best_learning_rates(experiment, searched, SEARCHED)
