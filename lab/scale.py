@@ -127,8 +127,6 @@ def report(experiment: Experiment, preset: str, found: Found) -> None:
     for name, million in sorted(found, key=lambda run: run[1]):
         runs, dense = found[name, million], found.get(("dense", million), {})
         losses = losses_of(runs)
-        pairs = [(runs[seed]["losses"], dense[seed]["losses"]) for seed in runs if seed in dense]
-        gaps = np.array([np.subtract(*pair) for pair in pairs]).reshape(-1, len(GAPS)).T
         row = {
             "M tokens": str(million),
             "kind": name,
@@ -136,12 +134,15 @@ def report(experiment: Experiment, preset: str, found: Found) -> None:
             "val loss": interval(".3f", losses),
             "of other books": interval(".3f", [run.get("books") for run in runs.values()]),
         }
-        for title, of_seeds in zip(GAPS, gaps, strict=True):
-            row[title] = "" if name == "dense" else interval("+.3f", of_seeds)
+        pairs = [(runs[seed]["losses"], dense[seed]["losses"]) for seed in runs if seed in dense]
+        gaps = {}
+        for at, title in enumerate(GAPS):
+            gaps[title] = [mine[at] - theirs[at] for mine, theirs in pairs]
+            row[title] = "" if name == "dense" else interval("+.3f", gaps[title])
         row["dense needs"] = tokens_of_dense(fmean(losses), million, found)
         row[f"ids read < {FEW} times"] = f"{next(iter(runs.values()))['few']:,}"
         rows.append(row)
-        lines.setdefault(name, {})[million] = losses, gaps[0] if pairs else [math.nan]
+        lines.setdefault(name, {})[million] = losses, gaps["minus dense"] or [math.nan]
     print(f"--preset {preset}:\n\n{markdown(rows)}")
     figure, both = plt.subplots(1, 2, figsize=(10, 4.5))
     for number, title in enumerate(("validation loss", "minus that of dense")):
