@@ -546,6 +546,15 @@ def test_a_field_of_another_type_is_one_line_that_names_the_file(on_disk, tmp_pa
             load_checkpoint(path)
 
 
+@pytest.mark.parametrize("name", ["n_layer", "n_embd"])
+def test_a_model_larger_than_its_weights_is_not_built(name, stem_ckpt, tmp_path):
+    saved = checkpoint(Path(stem_ckpt).parent)
+    saved["args"][name] = 10_000 if name == "n_layer" else 1 << 26  # 256 MB a row
+    torch.save(saved, tmp_path / "ckpt.pt")
+    with pytest.raises(UserError, match=f"{name} {saved['args'][name]} is more than its weights"):
+        load_model(tmp_path / "ckpt.pt", CPU)
+
+
 def test_the_tour_says_in_one_line_what_is_wrong(tmp_path):
     (tmp_path / "data/countries").mkdir(parents=True)
     (tmp_path / "data/countries/meta.json").write_text("{}")

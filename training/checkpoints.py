@@ -32,7 +32,7 @@ from common import (
     remove,
     require_fields,
 )
-from model import Decoder, decoder_class
+from model import Decoder, ModelConfig, decoder_class
 from tables.storage import ARRAYS, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
@@ -285,6 +285,16 @@ def read_encoding(path: str | Path, checkpoint: dict) -> tiktoken.Encoding:
     return encoding
 
 
+def check_sizes(path: str | Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    """UserError: a model has more layers than weights, or wider ones, which would take a long time
+    to build in vain."""
+    widest = max((max(weight.shape, default=0) for weight in weights.values()), default=0)
+    for name, most in (("n_layer", len(weights)), ("n_embd", widest)):
+        size = getattr(config, name)
+        if size > most:
+            raise UserError(f"{path}: {name} {size} is more than its weights have: {FIX}")
+
+
 def check_tables(path: str | Path, checkpoint: dict, tables: Callable | None) -> None:
     """UserError: the checkpoint has tables of somebody's own, which are not given."""
     own = checkpoint.get("own_tables")
@@ -334,6 +344,7 @@ def load_model(
     if tables is None:
         rows = weights.get("tables.weight.0", torch.empty(0))
         tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
+    check_sizes(path, config, weights)
     model = decoder_class(config.ffn)(config, tables)
     check_weights(path, weights, model.state_dict())
     # A GPU copies them, tables on disk are used where they are mapped; a CPU would keep the file.
