@@ -89,10 +89,10 @@ def command_line(script: str, *words: object) -> str:
 
 # What the value of a flag must be, in words and as a test, which NaN never passes.
 RANGES: dict[str, Callable[[Any], bool]] = {
-    "at least 1": lambda value: 1 <= value < 2**31,
+    "from 1 to 2 billion": lambda value: 1 <= value <= 2e9,
     "from 1 to 10,000": lambda value: 1 <= value <= 10_000,
-    "a positive number": lambda value: 0 < value < 1e9,
-    "0 or more": lambda value: 0 <= value < 1e9,
+    "above 0 and below 1 billion": lambda value: 0 < value < 1e9,
+    "from 0 to 1 billion": lambda value: 0 <= value <= 1e9,
     "0 or more and below 1": lambda value: 0 <= value < 1,
     "between 0 and 1": lambda value: 0 < value < 1,
     "above 0 and at most 1": lambda value: 0 < value <= 1,
@@ -358,7 +358,19 @@ def reading(path: str | Path, fix: str) -> Iterator[None]:
             raise
         raise UserError(f"cannot read {path}: {error.strerror}: {fix}") from None
     except Damage as error:
+        if is_lfs_pointer(path):
+            fix = "git lfs install && git lfs pull"
+            raise UserError(f"{path} is only a pointer of Git LFS: fetch the file: {fix}") from None
         raise UserError(f"{path} is damaged ({error!s:.200}): {fix}") from None
+
+
+def is_lfs_pointer(path: str | Path) -> bool:
+    """Whether a file is what a clone without Git LFS has in place of a large one."""
+    begins = b"version https://git-lfs"
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(begins)) == begins
 
 
 def parse_json(text: str | bytes, /, **types) -> dict[str, Any]:

@@ -77,12 +77,17 @@ class Conversion:
     data_dir: str | None = flag(
         None, "text to fill rows from: a folder or a mixture", shown="what the model was trained on"
     )
-    tokens: int = flag(10**6, "training tokens to read; 0: rows stay random", must="0 or more")
+    tokens: int = flag(
+        10**6, "training tokens to read; 0: rows stay random", must="from 0 to 1 billion"
+    )
     block_size: int | None = flag(
-        None, "length of the windows of text", shown="the model's context", must="at least 1"
+        None,
+        "length of the windows of text",
+        shown="the model's context",
+        must="from 1 to 2 billion",
     )
     batch_size: int = flag(
-        8, "windows in a forward pass; fewer take less memory", must="at least 1"
+        8, "windows in a forward pass; fewer take less memory", must="from 1 to 2 billion"
     )
     offload: str = offload_flag()
     table_dtype: str = flag(
@@ -131,6 +136,17 @@ REQUIRED = {
         "use_sliding_window": False,
     },
 }
+# The types of all that may be there.
+OF_TYPES = dict(
+    rope_scaling=dict,
+    rope_parameters=dict,
+    bos_token_id=int | None,
+    eos_token_id=int | list[int] | None,
+    rms_norm_eps=float,
+    tie_word_embeddings=bool,
+    rope_theta=float | None,
+)
+AGAIN = "correct it, or download it again"
 PRESETS = {"dense": "minimind-104m", "embformer": "embformer-104m"}  # the nearest in size
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # The weights of a layer there and here.
@@ -196,9 +212,9 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
         record = parse_json(path.read_bytes())
         given = {name: value for name, value in record.items() if value is not None}
         record = {**OPTIONAL, **given}
-        record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
-        ids = dict(bos_token_id=int | None, eos_token_id=int | list[int] | None)
-        require_fields(record, rope_scaling=dict, rope_parameters=dict, **ids)
+    record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
+    with reading(path, AGAIN):
+        require_fields(record, **OF_TYPES)
     if "model_type" not in given:
         require(path, record, "architectures", ["LlamaForCausalLM"])
     if "quantization_config" in given:
@@ -254,7 +270,7 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
     for name, value in REQUIRED[kind].items():
         require(path, record, name, value)
     sizes = {ours: theirs for ours, theirs in SIZES.items() if kind == "llama" or ours != "d_ff"}
-    with reading(path, "download it again"):
+    with reading(path, AGAIN):
         require_fields(record, **dict.fromkeys(sizes.values(), int))
     # Before anything of that size is built.
     largest = max((n for weight in weights.values() for n in weight.shape), default=0)
@@ -279,7 +295,7 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
     if rotations == "default":
         require(path, rope, "factor", 1)
     else:
-        with reading(path, "download it again"):
+        with reading(path, AGAIN):
             require_fields(rope, **dict.fromkeys(LLAMA3_ROPE, float))
             scaling = [rope[name] for name in LLAMA3_ROPE]
             factor, low, high, context = scaling

@@ -551,7 +551,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"{dense} --out new.pt --tokens 5", "--tokens 5 needs --ffn stem"),
         (f"gone.pt {stem}", "gone.pt"),
         (". --out new.pt", "no config.json: name a folder of Hugging Face"),
-        (f"llama {stem}", "no llama/ckpt.pt"),
+        (f"llama {stem}", "llama is a model of Hugging Face: convert it with"),
         (f"{dense} {stem} --out {dense}", "exists"),
         (f"{trained['stem']}/ckpt.pt {stem}", "only dense can be converted"),
         (f"{dense} {stem} --export llama", "give --out FILE"),

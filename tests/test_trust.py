@@ -555,6 +555,31 @@ def test_a_model_larger_than_its_weights_is_not_built(name, stem_ckpt, tmp_path)
         load_model(tmp_path / "ckpt.pt", CPU)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_told_from_damage(name, llama, tmp_path):
+    folder = shutil.copytree(llama, tmp_path / "llama")
+    (folder / name).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 5\n"
+    )
+    with pytest.raises(UserError, match=f"{name} is only a pointer of Git LFS.*git lfs pull"):
+        convert.read_folder(folder)
+
+
+def test_a_tokenizer_of_another_model_is_not_written(stem_ckpt, encoding, tmp_path):
+    model, _, _ = load_model(stem_ckpt, "cpu")
+    model.config.vocab_size += 1
+    with pytest.raises(UserError, match=f"its tokenizer is of {encoding.n_vocab} tokens, its"):
+        save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+def test_weights_without_the_rest_are_no_checkpoint(stem_ckpt, tmp_path):
+    model, _, _ = load_model(stem_ckpt, CPU)
+    torch.save(model.state_dict(), tmp_path / "own.pt")
+    with pytest.raises(UserError, match="save_checkpoint wrote"):
+        load_model(tmp_path / "own.pt", CPU)
+
+
 def test_the_tour_says_in_one_line_what_is_wrong(tmp_path):
     (tmp_path / "data/countries").mkdir(parents=True)
     (tmp_path / "data/countries/meta.json").write_text("{}")

@@ -24,8 +24,11 @@ OF_SPLIT = dict(documents=int, tokens=int, sha256=str)
 
 def again(folder: Path) -> str:
     """What to do where a file of a folder is missing or damaged."""
+    if folder.is_file():  # a text
+        prepare = command_line("prepare.py", "--input", folder, "--out_dir", f"data/{folder.stem}")
+        return f"run {prepare}, and name that folder"
     prepare = command_line("prepare.py", "--out_dir", folder)
-    replaces = ", and --overwrite" if folder.exists() else ""
+    replaces = ", and --overwrite" if (folder / "meta.json").exists() else ""
     return f"run {prepare}, with --input or --dataset{replaces}"
 
 

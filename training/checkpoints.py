@@ -28,6 +28,7 @@ from common import (
     Damage,
     UserError,
     atomic,
+    command_line,
     reading,
     remove,
     require_fields,
@@ -104,8 +105,13 @@ def save_checkpoint(
     **state,
 ) -> None:
     """Write a checkpoint: weights, tokenizer, `args`, the settings of a run, if there was one, with
-    those of the model, and `state`. All ranks call it."""
+    those of the model, and `state`. All ranks call it. UserError: the tokenizer has another number
+    of tokens than the model."""
     tables = model.tables
+    n_token = encoding.n_vocab
+    if n_token != model.config.vocab_size:
+        sizes = f"its tokenizer is of {n_token} tokens, its model of {model.config.vocab_size}"
+        raise UserError(f"cannot write {path}: {sizes}")
     storage = tables.storage if tables.on_disk else None
     is_own = len(tables.weight) and type(tables).__module__ not in OUR_TABLES
     checkpoint = {
@@ -168,6 +174,9 @@ def checkpoint_of(path: str | Path) -> Path:
     if not os.path.isdir(path):
         return path
     last, best = path / "ckpt.pt", path / "best.pt"
+    if os.path.exists(path / "config.json") and not os.path.exists(last):
+        command = command_line("convert.py", path, "--out", "out/converted/ckpt.pt")
+        raise UserError(f"{path} is a model of Hugging Face: convert it with {command}")
     if not os.path.exists(best):
         return last
     if not os.path.exists(last):
@@ -209,6 +218,8 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
             raise Damage(f"or no checkpoint: {error}") from None
         if damaged:
             raise Damage(f"checksum of {damaged}")
+        if isinstance(checkpoint, dict) and "format" not in checkpoint:
+            raise Damage("or none that training.checkpoints.save_checkpoint wrote")
         require_fields(checkpoint, format=int)
         if checkpoint["format"] != FORMAT:
             raise Damage(f"format {checkpoint['format']}, not {FORMAT}")
@@ -321,7 +332,7 @@ def check_weights(
 
 def load_model(
     path: str | Path,
-    device: torch.device,
+    device: torch.device | str,
     offload: str = "none",
     tables: Callable | None = None,
     verify: bool = False,
@@ -336,6 +347,7 @@ def load_model(
     Raises:
         UserError: as `load_checkpoint`.
     """
+    device = torch.device(device)
     path = checkpoint_of(path)
     checkpoint = load_checkpoint(path, verify)
     encoding = read_encoding(path, checkpoint)
