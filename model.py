@@ -41,16 +41,21 @@ class ModelConfig:
     """Shape of a decoder. Fields left at None get the default that is `shown`. UserError: names
     a field as a flag, its value and what would be valid."""
 
-    vocab_size: int = field(default=6400, metadata=dict(must="at least 1"))
-    block_size: int = flag(128, "context length in tokens; own text: 256", must="at least 1")
+    vocab_size: int = field(default=6400, metadata=dict(must="from 1 to 2 billion"))
+    block_size: int = flag(
+        128, "context length in tokens; own text: 256", must="from 1 to 2 billion"
+    )
     n_layer: int = flag(6, "number of layers", must="from 1 to 10,000")
-    n_head: int = flag(4, "number of attention heads", must="at least 1")
-    n_embd: int = flag(128, "width of the residual stream", must="at least 1")
+    n_head: int = flag(4, "number of attention heads", must="from 1 to 2 billion")
+    n_embd: int = flag(128, "width of the residual stream", must="from 1 to 2 billion")
     n_kv_head: int | None = flag(
-        None, "key-value heads; fewer: grouped queries", shown="n_head", must="at least 1"
+        None, "key-value heads; fewer: grouped queries", shown="n_head", must="from 1 to 2 billion"
     )
     d_ff: int | None = flag(
-        None, "hidden units of an FFN", shown="8/3 n_embd, rounded up to 64s", must="at least 1"
+        None,
+        "hidden units of an FFN",
+        shown="8/3 n_embd, rounded up to 64s",
+        must="from 1 to 2 billion",
     )
     ffn: str = flag("stem", "kind of layers: dense, stem, embformer")  # train.py adds relatives
     stem_layers: str = flag(
@@ -67,17 +72,17 @@ class ModelConfig:
     attention: str = flag("full", "full, window:64, or by layer, repeated: window:64,full")
     tie_head: bool | None = flag(None, "head = input embedding", shown="only for embformer")
     dropout: float = flag(0.0, "dropout probability", must="0 or more and below 1")
-    rope_base: float = field(default=10000.0, metadata=dict(must="a positive number"))
+    rope_base: float = field(default=10000.0, metadata=dict(must="above 0 and below 1 billion"))
     rope_scaling: list[float] | None = None  # see `rotary`
-    norm_eps: float = field(default=1e-6, metadata=dict(must="a positive number"))
+    norm_eps: float = field(default=1e-6, metadata=dict(must="above 0 and below 1 billion"))
     # See Decoder.init_weights for both.
     init_std: float | None = flag(
         None,
         "std of new dense weights",
         shown="1 / sqrt(n_embd), embformer 0.02",
-        must="a positive number",
+        must="above 0 and below 1 billion",
     )
-    table_std: float = flag(0.02, "std of new table rows", must="0 or more")
+    table_std: float = flag(0.02, "std of new table rows", must="from 0 to 1 billion")
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -536,16 +541,17 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Without targets: logits [B, T, V], of the last token alone [B, 1, V] if `last_only`, and
-        None. With targets [B, T] (-1: nothing to predict): None and the mean cross-entropy in nats.
-        For all else see `hidden`."""
-        check_shape(ids, "targets", targets)
+        None. With targets [B, T], the tokens that follow ids (below 0: nothing to predict): None
+        and the mean cross-entropy in nats. For all else see `hidden`."""
+        check_ids(ids, targets=targets)
         x = self.hidden(ids, table_ids=table_ids, documents=documents, cache=cache)
         if torch.is_grad_enabled() and self.head_weight.requires_grad:
             for tables in (self.tables, self.wte):
                 if isinstance(tables, Tables):
                     tables.check_mode()
         if targets is not None:
-            return None, self.loss(x.flatten(0, 1), send(targets.long(), x.device).flatten())
+            targets = send(targets.long(), x.device).clamp(min=-1)  # elsewhere the mark is -100
+            return None, self.loss(x.flatten(0, 1), targets.flatten())
         if last_only:
             x = x[:, -1:]
         return F.linear(x, self.head_weight), None
@@ -567,10 +573,9 @@ class Decoder(nn.Module):
                 Rotary positions are relative: they need not begin again.
             cache: of earlier tokens, which ids continue; they are added to it. Without documents.
         """
+        check_ids(ids, table_ids=table_ids, documents=documents)
         ids = ids.long()  # addresses of n-grams need 64 bits
         n = ids.shape[1]
-        check_shape(ids, "table_ids", table_ids)
-        check_shape(ids, "documents", documents)
         assert documents is None or cache is None, "documents are known to no cache"
         if cache is None:  # one that no layer puts anything into, and that ends with this call
             angles = rotary(min(n, self.config.block_size), self.config, self.device)
@@ -725,7 +730,7 @@ class Decoder(nn.Module):
         generator = None
         if seed is not None:
             generator = torch.Generator(self.device).manual_seed(seed)
-        check_shape(ids, "table_ids", table_ids)
+        check_ids(ids, table_ids=table_ids)
         # On the CPU, where tables in RAM and the caller need them: one wait for the GPU a token.
         ids = ids.cpu()[:, -block_size:]
         table_ids = ids if table_ids is None else table_ids.cpu()[:, -block_size:]
@@ -754,12 +759,15 @@ class Decoder(nn.Module):
         return torch.cat([ids, *(send(token, ids.device) for token in tokens)], dim=1)
 
 
-def check_shape(ids: Tensor, name: str, other: Tensor | None) -> None:
-    """AssertionError: a tensor that says something of each id is of another shape than ids. Else it
-    would be spread over them, or shifted."""
-    assert other is None or other.shape == ids.shape, (
-        f"{name} {[*other.shape]} are not of the shape of ids, {[*ids.shape]}"
-    )
+def check_ids(ids: Tensor, **others: Tensor | None) -> None:
+    """AssertionError: ids, or tensors that say something of each of them, are no integers, or not
+    of one shape [B, T]. Else they would be truncated, spread over them, or shifted."""
+    assert ids.dim() == 2, f"ids {[*ids.shape]} are not [B, T]"
+    for name, tensor in {"ids": ids, **others}.items():
+        if tensor is not None:
+            assert not tensor.is_floating_point(), f"{name} are {tensor.dtype}, no integers"
+            shapes = f"{name} {[*tensor.shape]} are not of the shape of ids, {[*ids.shape]}"
+            assert tensor.shape == ids.shape, shapes
 
 
 def sample(

@@ -41,7 +41,7 @@ from training.settings import parse_args
         ("--ffn hash_moe --top_k 3 --n_expert 7", "--top_k 3 must divide --d_ff 48 and --n_exp"),
         ("--ffn pkm --top_k 6 --n_key 5", "--top_k 6 is more than --n_key 5"),
         ("--ffn ple --ple_width 72", "--ple_width 72 leaves nothing of --d_ff 48"),
-        ("--ffn moe --balance -1", "--balance -1.0 must be 0 or more"),
+        ("--ffn moe --balance -1", "--balance -1.0 must be from 0 to 1 billion"),
         ("--ffn engram --ngram_orders 1,2", "--ngram_orders 1,2 must be numbers from 2 to 9"),
         ("--ffn engram --ngram_heads 3", "--n_embd 32 must be a multiple of 2 orders x 3"),
     ],
@@ -271,6 +271,29 @@ def test_other_shapes_than_that_of_the_ids_are_refused(shape):
     ):
         with pytest.raises(AssertionError, match="not of the shape of ids"):
             use()
+
+
+def test_ids_and_targets_are_integers_of_several_sequences():
+    model = Decoder(ModelConfig(60, 16, 2, 2, 32)).eval()
+    ids = torch.randint(60, (4, 8))
+    for use, said in (
+        (lambda: model(ids.float()), "ids are torch.float32"),
+        (lambda: model.generate(ids.float(), 2), "ids are torch.float32"),
+        (lambda: model(ids, ids.float()), "targets are torch.float32"),
+        (lambda: model(ids[0]), r"ids \[8\] are not \[B, T\]"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            use()
+
+
+def test_any_target_below_zero_is_none():
+    """-1 is ours; PyTorch's and transformers' -100."""
+    model = Decoder(ModelConfig(60, 16, 2, 2, 32)).eval()
+    ids = torch.randint(60, (4, 8))
+    targets = torch.randint(60, (4, 8))
+    targets[:, :5] = -100
+    expected = F.cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(ids, targets)[1], expected)
 
 
 def test_documents_are_those_of_all_tokens_without_a_cache():
