@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import mixed
+from tables.storage import DTYPES
 from tables.tables import Tables, send, trained
 
 PART = 1 << 17  # numbers that a CPU updates at a time, so that all operands fit its caches
@@ -52,6 +53,10 @@ class RowRMSprop:
         seed: int = 0,
     ) -> None:
         assert state in ("row", "number"), f"state={state!r} is neither 'row' nor 'number'"
+        is_table = isinstance(tables, Tables) and len(tables.weight) > 0
+        assert is_table, f"{type(tables).__name__} has no rows for this optimizer: AdamW trains it"
+        dtype = tables.rows(0).dtype
+        assert dtype in DTYPES.values(), f"rows are {dtype}: train them in float32 or bfloat16"
         n_rank = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         assert tables.n_rank == n_rank, (
             f"{n_rank} processes would each train rows of their own, as nobody sums the gradients "

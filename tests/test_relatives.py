@@ -161,7 +161,7 @@ def test_values_of_product_keys_that_nobody_chose_do_not_decay():
     model = decoder(ffn="pkm", n_key=9, top_k=3).train()
     values = [block.ffn.values.weight for block in model.blocks]
     before = [weight.detach().clone() for weight in values]
-    optimizer = Optimizer(model, Settings(weight_decay=0.5))
+    optimizer = Optimizer(model, Settings(model=model.config, weight_decay=0.5))
     model(*torch.randint(23, (2, 1, 3)))[1].backward()
     chosen = [weight.grad.abs().sum(1) > 0 for weight in values]
     optimizer.step(1.0)

@@ -78,6 +78,9 @@ class Optimizer:
     """AdamW for the backbone and RMSprop for rows of the tables, clipped together."""
 
     def __init__(self, model: Decoder, settings: Settings, dtype: str = "float32") -> None:
+        assert settings.model == model.config, (
+            "settings of another model: Settings(model=model.config)"  # they depend on it
+        )
         betas = (settings.beta1, settings.beta2)
         self.peak = settings.learning_rate
         self.table_rate = settings.table_rate

@@ -345,6 +345,26 @@ def test_a_model_of_16_bits_is_trained():
     assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
 
 
+def test_an_optimizer_of_rows_is_for_rows_it_can_round():
+    half = Decoder(ModelConfig(V, 8, 3, 2, 32)).half().tables
+    dense = Decoder(ModelConfig(V, 8, 3, 2, 32, ffn="dense", tie_head=True))
+    wrongs = {
+        "torch.float16": half,
+        "Embedding has no rows": dense.wte,
+        "has no rows": dense.tables,
+    }
+    for said, tables in wrongs.items():
+        with pytest.raises(AssertionError, match=said):
+            RowRMSprop(tables)
+
+
+def test_an_optimizer_takes_settings_of_its_model():
+    """Embformer's rows, for example, need another state than STEM's."""
+    model = Decoder(ModelConfig(V, 8, 3, 2, 32, ffn="embformer"))
+    with pytest.raises(AssertionError, match="Settings"):
+        Optimizer(model, Settings())
+
+
 def test_stochastic_rounding_hits_neighbors_with_the_right_mean():
     numbers = torch.tensor([1.0 + 1 / 512, -3.3, 1e-30])
     rounded = round_stochastically(numbers.expand(40_000, 3).contiguous(), torch.Generator())
