@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import threading
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
 from training.records import read_run
 from training.report import format_figures, model_sizes
-from training.settings import PRESETS, Settings
+from training.settings import PRESETS, STAGES, Settings
 
 FILES = {"ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"}
 
@@ -220,7 +221,7 @@ def test_16_bits_train_float32_weights(dtype, trained, data, tmp_path):
 
 def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
     model = decoder().train()
-    optimizer = Optimizer(model, Settings(max_iters=9), "float16")
+    optimizer = Optimizer(model, Settings(model=model.config, max_iters=9), "float16")
     objective = NextToken(model, "float16")
     states = []
     for overflows in (False, True, False):
@@ -286,7 +287,7 @@ def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
     linear = [p for name, p in theirs.items() if p.dim() == 2 and name not in rows]
     other = [p for p in theirs.values() if p.dim() == 1]
     options = dict(table_state="number", weight_decay=0.2, grad_clip=0.5, **more)
-    settings = Settings(learning_rate=0.1, **options)
+    settings = Settings(model=model.config, learning_rate=0.1, **options)
     optimizers = []
     if settings.table_optimizer == "adamw":
         other += rows.values()
@@ -392,7 +393,42 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
         for line, folder in zip(lines, (data, other), strict=True):
             assert f"ckpt.pt on {folder}" in line and f"val loss {last['val_loss']:.5g}" in line
             assert f"val loss per byte {last['val_loss_per_byte']:.5g}" in line
+            n = read_meta(data)["val"]["tokens"] // SHAPE["block_size"]
+            read = min(n, 256 // SHAPE["block_size"])
+            assert f"({read} of {n} held-out windows of up to {SHAPE['block_size']} tokens)" in line
         assert contents(out) == before
+
+
+@dataclass
+class Half(NextToken):
+    """Learns every other token."""
+
+    def count(self, targets):
+        return super().count(targets[:, ::2])
+
+    def __call__(self, ids, targets):
+        targets = targets.clone()
+        targets[:, 1::2] = -1
+        return super().__call__(ids, targets)
+
+
+def test_a_stage_of_ones_own_says_what_its_losses_are(trained, data, tmp_path, monkeypatch):
+    """Not of bytes, as it leaves some out; and not the one that --eval_only measures."""
+    stage = replace(STAGES["midtrain"], objective=Half)
+    monkeypatch.setitem(STAGES, "half", stage)
+    out = tmp_path / "out"
+    shape = dict.fromkeys(SHAPE)
+    small_run(data, out, stage="half", init_from=trained["stem"], max_iters=1, **shape)
+    assert "val_loss_per_byte" not in read_run(out)["eval"][-1]
+    said = command(f"train.py --eval_only --out_dir {out} --data_dir {data}").stdout
+    assert "not of --stage half" in said and "val loss per byte" in said
+
+
+def test_a_text_file_as_data_dir_is_prepared_first(tmp_path):
+    text = tmp_path / "my.txt"
+    text.write_text("Once upon a time.")
+    said = refused(f"train.py --data_dir {text} --out_dir {tmp_path}/out")
+    assert f"--input {text} --out_dir data/my" in said and "--overwrite" not in said
 
 
 def test_figures_are_shown_in_words_but_for_folders():

@@ -7,7 +7,7 @@ from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import load_model
 from training.objectives import NextToken, validate
 from training.report import format_figures, report_recall
-from training.settings import Settings
+from training.settings import STAGES, Settings
 
 
 def evaluate(settings: Settings) -> None:
@@ -22,6 +22,8 @@ def evaluate(settings: Settings) -> None:
     dtype = training_dtype(settings.dtype, device)
     objective = NextToken(model, dtype, boundary)
     ours = tokenizer.fingerprint(encoding)
+    if STAGES[settings.stage].objective is not NextToken:
+        print(f"note: losses are those of the next token, not of --stage {settings.stage}")
     for folder in parse_mixture(settings.data_dir):  # their weights do not matter here
         meta = read_meta(folder)
         check_tokenizer(meta["tokenizer"], folder, ours, path)
@@ -31,5 +33,10 @@ def evaluate(settings: Settings) -> None:
             )
         data = Data(str(folder), meta["kind"], block_size, settings.seed, total=0)
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
-        print(f"{path} on {folder}: {format_figures(losses)}")
+        (source,) = data.val.values()
+        n, unit = len(source.spread(settings.eval_tokens)), "windows"
+        if meta["kind"] != "text":
+            unit = "conversations"
+        read = f"{n:,} of {source.n_sequence:,} held-out {unit} of up to {block_size} tokens"
+        print(f"{path} on {folder}: {format_figures(losses)} ({read})")
         report_recall(model, data)

@@ -20,7 +20,12 @@ class NextToken:
     model: Decoder
     dtype: str
     boundary: int | None = None
-    per_byte = True  # whether the loss of a byte means something
+
+    @property
+    def per_byte(self) -> bool:
+        """Whether the loss is that of the source's targets, so that it can be said of their bytes:
+        another objective may leave some out."""
+        return type(self) is NextToken
 
     def begin(self, data: Data, saved: dict[bytes, float] | None) -> None:
         """Prepare for a run, whose checkpoint has `saved` of `state_dict` if it resumes."""

@@ -29,7 +29,6 @@ BETA = 0.15  # MiniMind's
 class Preference(NextToken):
     """The loss of pairs of conversations, ids and targets [B, 2, T], chosen and rejected."""
 
-    per_byte = False
     reference: dict[bytes, float] = field(default_factory=dict)  # log q, see `keys_of`
     margins: list[Tensor] = field(default_factory=list)  # of pairs that were evaluated
 
