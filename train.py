@@ -58,7 +58,7 @@ from training.checkpoints import (
     read_encoding,
     save_checkpoint,
 )
-from training.checks import FirstSteps, check_saved
+from training.checks import FirstSteps, check_causal, check_saved
 from training.digests import digests
 from training.evaluation import evaluate
 from training.folders import has_run, live_tables, remove_run, run_folder
@@ -354,7 +354,9 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
         run.save()
         if is_first and ranks.size == 1 and (run.own_tables or settings.model.ffn not in BUILT_IN):
             ids, _ = data.train.batch(0, 1)
-            check_saved(path, run.model, ids.reshape(-1, ids.shape[-1])[:1], run.own_tables)
+            ids = ids.reshape(-1, ids.shape[-1])[:1]  # [1, T], also of pairs
+            check_causal(run.model, ids)
+            check_saved(path, run.model, ids, run.own_tables)
         if run.step == run.best[1]:  # also after a crash between the two
             if run.model.tables.on_disk:  # it would be another copy of them
                 remove(settings.out_dir / "best.pt")

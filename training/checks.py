@@ -39,6 +39,21 @@ class FirstSteps:
             tqdm.write(f"note: no gradient so far, so not trained: {names}: does a layer use them?")
 
 
+@torch.no_grad()
+def check_causal(model: Decoder, ids: Tensor) -> None:
+    """Whether what the model predicts after token ids [1, T] is the same with another last one."""
+    others = ids.clone()
+    others[:, -1] = (ids[:, -1] + 1) % model.config.vocab_size
+    model.eval()
+    before, after = (model(each)[0][:, :-1].float() for each in (ids, others))  # [1, T - 1, V]
+    model.train()
+    if (before - after).abs().max() > 1e-3 * before.abs().max():
+        tqdm.write(
+            "note: what is predicted changes with a token that follows: a layer looks ahead, so "
+            "the loss means nothing"
+        )
+
+
 def without_gradient(model: Decoder, optimizer: Optimizer) -> set[str]:
     """Names of the parameters and tables whose gradient is missing or zero everywhere."""
     names = set()

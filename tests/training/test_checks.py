@@ -71,6 +71,18 @@ class FFN(StemFFN):
 class Decoder(model.Decoder):
     row_ffn = FFN
 """
+# Rows of the token that follows, which is the one to be predicted.
+LOOKS_AHEAD = """
+class FFN(StemFFN):
+    def __init__(self, config):
+        super().__init__(config.n_embd, config.d_ff)
+
+    def forward(self, x, rows):
+        return super().forward(x, rows.roll(-1, 1))
+
+class Decoder(model.Decoder):
+    row_ffn = FFN
+"""
 
 
 @pytest.mark.parametrize(
@@ -82,6 +94,7 @@ class Decoder(model.Decoder):
         (IN_A_LIST, "does not keep the whole model"),
         (NO_PARAMETER, "does not keep the whole model"),
         (NO_PARAMETER.replace("randn", "rand"), "does not keep the whole model"),
+        (LOOKS_AHEAD, "a layer looks ahead"),
         (ZERO_AT_FIRST, None),
     ],
 )
