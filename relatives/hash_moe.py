@@ -28,6 +28,7 @@ class HashMoEFFN(Experts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.row_width = self.top_k  # a token's "row" is the numbers of its experts
         size = self.n_expert // self.top_k  # experts for a segment
         hashes = []
         for segment in range(self.top_k):
@@ -47,10 +48,7 @@ class Decoder(model.Decoder):
 
     def make_block(self, layer: int) -> model.Block:
         qkv = model.LinearQKV(self.config)
-        block = model.Block(self.config, layer, qkv, HashMoEFFN(self.config))
-        block.row_split = [0, self.config.top_k]
-        block.row_width = self.config.top_k
-        return block
+        return model.Block(self.config, layer, qkv, HashMoEFFN(self.config))
 
     def make_tables(self, tables, widths: list[int]) -> Tables:
         return super().make_tables(tables, [])
