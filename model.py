@@ -782,7 +782,7 @@ def sample(
     top_p. RuntimeError: a probability is NaN."""
     assert temperature >= 0, f"temperature={temperature} is below 0"
     assert top_p is None or top_p > 0, f"top_p={top_p} is not above 0"
-    if temperature < 1e-30:  # in float32, what is much less is zero
+    if temperature == 0:
         return logits.argmax(-1)
     # Subtract the largest logit, so that no temperature, however low, overflows.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / temperature
@@ -793,6 +793,6 @@ def sample(
     if top_p is not None and top_p < 1:
         ordered, token = probability.sort(descending=True)
         before = ordered.cumsum(-1) - ordered  # what the more probable tokens sum up to
-        kept = ordered.masked_fill(before >= max(top_p, 1e-30), 0.0)
+        kept = ordered.masked_fill(before >= top_p, 0.0)
         probability.scatter_(-1, token, kept)
     return torch.multinomial(probability, 1, generator=generator)[:, 0]
