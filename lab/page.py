@@ -58,7 +58,7 @@ class Page(ThreadingHTTPServer):
             example = {}
         self.about = {"ckpt": ckpt, "layers": layers, "chats": self.chats, "example": example}
         self.facts = [("", self.model.tables)]  # each with the tables that have it
-        self.earlier = edit.written_facts(Path(ckpt), self.checkpoint, self.model)
+        self.earlier = edit.written_facts(self.checkpoint, self.model)
         self.talk: Chat | None = None
         self.busy = threading.Lock()
         self.stop = threading.Event()
