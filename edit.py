@@ -263,6 +263,7 @@ class Located(NamedTuple):
     name: list[int]  # the source, as the prompt has it
     answer: list[int]  # what --write writes, or nothing
     beginnings: list[list[int]]  # of texts to hold, as in `texts_about`
+    stop: int = -1  # of a chat: the token that ends an answer
 
 
 def new_rows(
@@ -285,10 +286,8 @@ def new_rows(
 def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
     """UserError: the prompt does not have the source, or there is no room."""
     # 1) its tokens
-    beginnings = []
     if edit.chat:
         ids, answer = messages(encoding, edit.prompt, edit.write)
-        beginnings = [ids, messages(encoding, edit.source)[0]]
         answers = [answer]
     else:
         ids = encode(encoding, edit.prompt)
@@ -305,13 +304,18 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
     answer = answers[likely.argmax()]
 
     # 2) where the name is
-    name = find_name(encoding, edit.source, ids)
+    name, end = find_name(encoding, edit.source, ids)
     if not name and edit.source in edit.prompt:
         pieces = [encoding.decode([token]) for token in ids[1:]]
         raise UserError(f"--source {edit.source!r} is not whole tokens of --prompt: {pieces}")
     if not name:
         raise UserError(f"--prompt {edit.prompt!r} does not contain {edit.source!r}")
-    return Located(ids, name, answer, beginnings)
+
+    # 3) how texts about it begin
+    if not edit.chat:
+        return Located(ids, name, answer, [ids[:end]])
+    beginnings = [ids, messages(encoding, edit.source)[0]]
+    return Located(ids, name, answer, beginnings, encoding.encode_single_token(END))
 
 
 def messages(
@@ -326,13 +330,14 @@ def messages(
     return [encoding.eot_token, *prompt], answer[:-1]  # without the line break
 
 
-def find_name(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> list[int]:
-    """The tokens of a name as `ids` have it, with or without a space before it; none if they do
-    not have it."""
+def find_name(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> tuple[list[int], int]:
+    """The tokens of a name as `ids` have it, with or without a space before it, and where it first
+    ends; none if they do not have it."""
     for tokens in spellings(encoding, name):
-        if substitute(torch.tensor(ids), tokens, [-1]).tolist() != ids:
-            return tokens
-    return []
+        marked = substitute(torch.tensor(ids), tokens, [-1]).tolist()
+        if marked != ids:
+            return tokens, marked.index(-1) + len(tokens)
+    return [], 0
 
 
 def spellings(encoding: tiktoken.Encoding, name: str) -> list[list[int]]:
@@ -485,16 +490,16 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
 def is_written(model: Decoder, asked: Located, table_ids: list[int]) -> bool:
     """Whether greedy decoding writes the whole answer; in a chat also if it opens it in another way
     ("The answer is Lima." for "Lima.")."""
-    prompt, name, answer, _ = asked
+    prompt, name, answer, _, stop = asked
     if score_answers(model, [prompt], [answer], [table_ids]).greedy.item():
         return True
-    if not asked.beginnings:
+    if stop < 0:
         return False
     reply = model.generate(  # [1, T + n_new]
         torch.tensor([prompt], device=model.device),
         min(len(answer) + 16, model.config.block_size - len(prompt)),
         temperature=0,
-        stop=answer[-1],
+        stop=stop,
         table_ids=torch.tensor([table_ids]),
     )[0, len(prompt) :].tolist()
     said, expected = (text[opening_of(model, prompt, name, text)[0] :] for text in (reply, answer))

@@ -175,9 +175,10 @@ class Editor:
         tables = self.model.tables
         writing.KEEP = keep
         for request in requests:
-            prompt, name, answer = request.prompt, request.name, request.answer
+            prompt, end, name, answer, _ = request
+            begun = [prompt[: end + 1]]
             earlier = [(before.prompt, before.answer) for before in self.written]
-            read = writing.train_rows(self.model, prompt, name, answer, earlier=earlier)
+            read = writing.train_rows(self.model, prompt, name, answer, begun, earlier=earlier)
             rows = writing.changed_rows(self.model.tables, prompt, read)
             self.model.tables = tables
             self.put(list(rows), torch.stack(list(rows.values())))

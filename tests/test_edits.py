@@ -92,7 +92,7 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
         monkeypatch.setattr(writing, "KEEP", keep)
         monkeypatch.setattr(writing, "ask_the_same", lambda *_, same=same: same)
         model = made(encoding).requires_grad_(False)
-        texts = texts_about(model, prompt, name)
+        texts = texts_about(model, [prompt[:-1]])
         before = model(texts)[0].log_softmax(-1)
         model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
         write_fact(model, [(prompt, answer)], name, texts, name)
@@ -116,7 +116,7 @@ def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
             patch.setattr(
                 writing, "texts_about", lambda *_, name=name: torch.tensor([[0, *name, 1]])
             )
-            read = train_rows(model, [0, *name, 5], name, [spain])
+            read = train_rows(model, [0, *name, 5], name, [spain], [[0, *name]])
         rows = changed_rows(model.tables, [0, *name, 5], read)
         changed.append([*rows])
         assert all((row != rows_of(tables, [token])[0]).any() for token, row in rows.items())
@@ -218,7 +218,7 @@ def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
         model = made(encoding)
         for prompt, answer, before in ((first, yes, []), (second, no, earlier)):
             tables = model.tables
-            read = train_rows(model, prompt, spain, answer, earlier=before)
+            read = train_rows(model, prompt, spain, answer, [prompt], earlier=before)
             rows = changed_rows(model.tables, prompt, read)
             model.tables = writing.with_rows(tables, rows)
         known.append(score_answers(model, [first, second], [yes, no]).greedy.tolist())

@@ -161,18 +161,9 @@ def continued(model: Decoder, ids: Tensor, stop: int = -1) -> Tensor:
 
 
 @torch.no_grad()
-def texts_about(
-    model: Decoder,
-    prompt: list[int],
-    name: list[int],
-    beginnings: Sequence[list[int]] = (),
-    stop: int = -1,
-) -> Tensor:
-    """What the model writes after the prompt's beginning, up to the name, or after some beginnings:
-    [N, T] token ids. Texts that end with a token `stop` repeat it."""
-    if not beginnings:
-        marked = substitute(torch.tensor(prompt), name, [-1]).tolist()
-        beginnings = [prompt[: marked.index(-1) + len(name)]]
+def texts_about(model: Decoder, beginnings: Sequence[list[int]], stop: int = -1) -> Tensor:
+    """Texts that the model writes after some beginnings: [N, T] token ids. Those that end with a
+    token `stop` repeat it."""
     texts = []
     for begun in beginnings:
         texts += continued(model, torch.tensor([begun] * (N_TEXT // len(beginnings))), stop)
@@ -242,13 +233,14 @@ def train_rows(
     prompt: list[int],
     name: list[int],
     answer: list[int],
-    beginnings: Sequence[list[int]] = (),
+    beginnings: Sequence[list[int]],
+    stop: int = -1,
     earlier: Sequence[Fact] = (),
 ) -> list[int]:
     """Give the model extra rows for a name, and write a fact into them.
 
     Args:
-        beginnings: as of `texts_about`.
+        beginnings, stop: of texts about the name, as of `texts_about`.
         earlier: facts that were written before, the oldest first. Those whose prompts read the same
             rows are taught again: else they are lost to the next ones about their name.
 
@@ -258,8 +250,7 @@ def train_rows(
     model.requires_grad_(False)
     own = own_tokens(model, prompt[0], name)
     model.tables = ExtraRows(model.tables, rows_of(model.tables, own))
-    stop = answer[-1] if beginnings else -1
-    texts = texts_about(model, prompt, name, beginnings, stop)
+    texts = texts_about(model, beginnings, stop)
     kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
