@@ -191,8 +191,8 @@ def write_fact(
     stop: int = -1,
 ) -> None:
     """Let the answer of the first of `facts` follow its prompt, in a model whose tables are
-    ExtraRows of the tokens `own` of a name, by training what of it requires gradients. The other
-    facts were written earlier: they are taught again.
+    ExtraRows of the tokens `own` of a name, by training these rows. The other facts were written
+    earlier: they are taught again.
 
     What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
     divergence from those before. Where they ask for the same fact, the answer is taught, too: what
@@ -209,7 +209,7 @@ def write_fact(
         before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
     targets = targets[is_answer].to(model.device)  # [k]
 
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam([model.tables.extra])
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
         logits, _ = model(questions, table_ids=question_rows)  # [n, T, V]
         nats = F.cross_entropy(logits[is_answer].float(), targets, reduction="sum")
