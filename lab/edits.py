@@ -1,9 +1,10 @@
 """How often does an edit succeed?
 
-One name reads another's rows, as `edit.py --source Spain --target Germany` does it, and the model
-is asked for a fact in held-out words. Success: the greedy answer is the other's fact. Pairs that
-share the fact (Spanish for Peru and Chile) could not fail and are left out. Names of unequal length
-are aligned in each way of `edit.py --align`; where they are equal, all but averages are the same.
+One name reads another's rows, as `edit.py --source Spain --target Germany` does it (which spares a
+name's everyday words, such as " of"; here all its tokens are swapped), and the model is asked for a
+fact in held-out words. Success: the greedy answer is the other's fact. Pairs that share the fact
+(Spanish for Peru and Chile) could not fail and are left out. Names of unequal length are aligned in
+each way of `edit.py --align`; where they are equal, all but averages are the same.
 
     python lab/analyze.py edits               # models trained for it
     python lab/analyze.py edits out/ckpt.pt   # this checkpoint
