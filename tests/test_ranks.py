@@ -19,6 +19,7 @@ from conftest import (
     checkpoint,
     cut_in_step,
     losses,
+    shorten,
     start_process,
 )
 from test_preference import pairs  # noqa: F401
@@ -46,6 +47,7 @@ def train_all(jobs: list[dict], folder: Path) -> None:
         number = given.pop("signal", None)
         step = given.pop("step", None)
         with pytest.MonkeyPatch.context() as patch, suppress(PowerCut, SystemExit):
+            shorten(patch)
             if cut:
                 cut_in_step(patch, cut)
             if number and ranks.rank == ranks.size - 1:
