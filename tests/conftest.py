@@ -224,18 +224,22 @@ def no_power_cuts():
         yield
 
 
+def write_briefly(patch: pytest.MonkeyPatch, most: int = 2) -> None:
+    """Let models write so many tokens at most."""
+    generate = Decoder.generate
+    patch.setattr(
+        Decoder, "generate", lambda self, ids, n, **how: generate(self, ids, min(n, most), **how)
+    )
+
+
 def shorten(patch: pytest.MonkeyPatch) -> None:
     """Let runs end without what takes two fifths of their time: a picture of the losses, which
-    `trained` and runs in processes of their own draw, and 58 of the 60 tokens that a model writes.
-    """
-    generate = Decoder.generate
+    `trained` and runs in processes of their own draw, and most tokens of what the model writes."""
     show = report.show
 
     def show_briefly(*shown):
         with pytest.MonkeyPatch.context() as briefly:
-            briefly.setattr(
-                Decoder, "generate", lambda self, ids, _, **how: generate(self, ids, 2, **how)
-            )
+            write_briefly(briefly)
             return show(*shown)
 
     patch.setattr(report, "draw_loss", lambda metrics, out: out.write_bytes(b""))

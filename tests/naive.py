@@ -139,11 +139,8 @@ def pkm(w, x, row, token):
     y = torch.zeros_like(x)
     for head in range(4):
         first, second = norm(queries[head])
-        scores = {}
-        for i in range(5):
-            for j in range(5):
-                scores[5 * i + j] = keys[head, 0, i] @ first + keys[head, 1, j] @ second
-        for number, share in best_three(scores).items():
+        scores = (keys[head, 0] @ first)[:, None] + keys[head, 1] @ second  # [5, 5]
+        for number, share in best_three(dict(enumerate(scores.flatten()))).items():
             y = y + share * w["values.weight"][number]
     return y
 

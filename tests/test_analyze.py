@@ -23,11 +23,12 @@ from conftest import (
     losses,
     refused,
     small_run,
+    write_briefly,
 )
 
 from common import UserError, locked, run
 from corpora import countries
-from lab import analyze, editors, ladder, scale
+from lab import analyze, editors, ladder, scale, stability
 from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates
 from lab.ladder import verdicts
@@ -106,11 +107,12 @@ def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
 
 
 def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, monkeypatch):
-    """On fewer countries: the corpus of all takes seconds."""
+    """On fewer countries, whose corpus takes less time, and with fewer steps and tokens."""
     some = countries.table()[::6]
     monkeypatch.setattr(countries, "table", lambda: some)
-    for module in (editors, writing):
-        monkeypatch.setattr(module, "STEPS", 2)
+    for module, steps in ((editors, "STEPS"), (editors, "VALUE_STEPS"), (writing, "STEPS")):
+        monkeypatch.setattr(module, steps, 2)
+    write_briefly(monkeypatch, 8)
     (tmp_path / "lab").mkdir()  # in the working folder: not the package
     folders = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
 
@@ -260,6 +262,9 @@ def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(
                 os.kill(os.getpid(), number)
                 break
 
+    kinds = dict.fromkeys(stability.NAMES, SMALL)
+    monkeypatch.setattr(stability, "KINDS", kinds)
+    monkeypatch.setattr(stability, "STEPS", 10**6)
     line = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", 1, "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["analyze.py", "stability", *map(str, line)])
     before = signal.getsignal(signal.SIGTERM)
