@@ -264,7 +264,7 @@ def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(
 
     kinds = dict.fromkeys(stability.NAMES, SMALL)
     monkeypatch.setattr(stability, "KINDS", kinds)
-    monkeypatch.setattr(stability, "STEPS", 10**6)
+    monkeypatch.setattr(stability, "STEPS", 2000)
     line = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", 1, "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["analyze.py", "stability", *map(str, line)])
     before = signal.getsignal(signal.SIGTERM)

@@ -141,14 +141,17 @@ def test_a_sum_of_gradients_that_float16_cannot_hold_is_no_infinity(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("ffn", "prompt"), [*((ffn, 4) for ffn in LAYERS), ("dense", 16), ("dense", 21)]
+    ("ffn", "prompt", "edits"),
+    [*((ffn, 4, True) for ffn in LAYERS), ("stem", 16, False), ("stem", 21, False)],
 )
-def test_greedy_generation_equals_an_argmax_loop_without_cache(ffn, prompt):
+def test_greedy_generation_equals_an_argmax_loop_without_cache(ffn, prompt, edits):
+    """Also where the prompt's rows are those of other tokens."""
     model = decoder(ffn=ffn, block_size=16)
     ids = tokens(2, prompt)
-    new = model.generate(ids, 24, temperature=0)
+    table_ids = tokens(2, prompt, seed=4) if edits else None
+    new = model.generate(ids, 24, temperature=0, table_ids=table_ids)
     assert new.shape == (2, prompt + 24)
-    assert torch.equal(new, naive_greedy(model, ids, 24))
+    assert torch.equal(new, naive_greedy(model, ids, 24, table_ids))
 
 
 def test_stop_token_ends_the_batch_and_pads_rows_that_finished_earlier():

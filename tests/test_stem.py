@@ -1,14 +1,11 @@
-"""Which layers have a table, which rows an edit reads. The whole model: test_attention.py."""
+"""Which layers have a table, which rows an edit reads. The whole model:
+test_attention.py; what it writes then: test_model.py."""
 
 import pytest
 import torch
-from naive import decoder, naive_greedy
 
 from model import ModelConfig
 from stem import substitute
-
-PARIS = 7
-ROME = 9
 
 
 @pytest.mark.parametrize(
@@ -45,15 +42,3 @@ def test_substitute_by_hand(text, source, target, expected):
     given = torch.tensor([ids(text), ids(text)])
     assert substitute(given, ids(source), ids(target)).tolist() == [ids(expected)] * 2
     assert given[0].tolist() == ids(text)  # the caller's stay
-
-
-# --- editing: a decoder that reads other tokens' rows ---
-
-
-def test_generation_reads_the_prompt_under_table_ids_and_new_tokens_under_their_own():
-    model = decoder(stem_layers="all")
-    ids = torch.tensor([[1, 2, PARIS], [PARIS, 5, 1]])
-    table_ids = substitute(ids, [PARIS], [ROME])
-    new = model.generate(ids, 25, temperature=0, table_ids=table_ids)
-    assert torch.equal(new, naive_greedy(model, ids, 25, table_ids))
-    assert not torch.equal(new, model.generate(ids, 25, temperature=0))

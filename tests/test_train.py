@@ -67,8 +67,7 @@ def test_a_run_leaves_what_it_promises(trained):
     "more",
     [
         dict(dropout=0.2, table_state="number", table_dtype="bfloat16"),
-        dict(table_optimizer="adamw"),
-        dict(dtype="float16"),
+        dict(table_optimizer="adamw", dtype="float16"),
     ],
 )
 def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, more):
