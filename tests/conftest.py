@@ -216,6 +216,14 @@ def no_gpu(request, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that a test starts
 
 
+@pytest.fixture(autouse=True)
+def sigterm_ends_the_tests():
+    """... also after a command that does something else then."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_power_cuts():
     """Tests do not wait until a disk has what is written, which takes milliseconds each time."""

@@ -262,19 +262,17 @@ def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(
                 os.kill(os.getpid(), number)
                 break
 
-    kinds = dict.fromkeys(stability.NAMES, SMALL)
+    kinds = {name: {**SMALL, "eval_interval": 1000} for name in stability.NAMES}
     monkeypatch.setattr(stability, "KINDS", kinds)
-    monkeypatch.setattr(stability, "STEPS", 2000)
+    monkeypatch.setattr(stability, "STEPS", 2000)  # seconds, should nobody stop them
     line = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", 1, "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["analyze.py", "stability", *map(str, line)])
-    before = signal.getsignal(signal.SIGTERM)
     stopper = Thread(target=stop)
     stopper.start()
     with pytest.raises(SystemExit) as stopped:
         run(analyze.main)
     ended.set()
     stopper.join()
-    signal.signal(signal.SIGTERM, before)
     assert stopped.value.code == 128 + number
     said = capsys.readouterr().err
     assert ("the same command goes on" in said) == (number == signal.SIGINT)

@@ -364,7 +364,7 @@ def test_tokens_may_have_one_address_or_several(gpu, shape):
     assert all_equal(gpu, offloaded(gpu), batch(0, shape))
 
 
-def test_rows_that_another_lookup_evicted_are_fetched_again():
+def test_lookups_may_be_read_by_turns_while_another_is_made():
     with SimulatedGpu() as gpu, torch.no_grad():
         tables = offloaded(gpu).eval()
         lookups = zip(tables.lookup(batch(0)), tables.lookup(batch(1)), strict=True)

@@ -7,11 +7,12 @@ import weakref
 from itertools import islice
 from types import SimpleNamespace
 
+import naive
 import pytest
 import torch
 
 import sample
-from model import BUILT_IN, Decoder, LayerCache, decoder_class
+from model import BUILT_IN, Decoder, LayerCache
 from training import captured
 from training.captured import CapturedSteps, capture_steps
 
@@ -33,17 +34,14 @@ def captures(monkeypatch) -> list:
     return made
 
 
-def decoder(ffn: str, **settings) -> Decoder:
-    torch.manual_seed(0)
-    kind = decoder_class(ffn)
-    config = kind.config_class(60, 40, 3, 4, 32, n_kv_head=2, ffn=ffn, table_std=0.5, **settings)
-    return kind(config).eval()
+def decoder(ffn: str, **options) -> Decoder:
+    return naive.decoder(ffn=ffn, block_size=40, n_kv_head=2, **options)
 
 
 @pytest.mark.parametrize("ffn", BUILT_IN)
 def test_captured_steps_write_what_ordinary_ones_do(ffn, captures):
     model = decoder(ffn)
-    prompts = torch.randint(60, (2, 9))
+    prompts = naive.tokens(2, 9)
     edited = prompts.flip(1)  # other rows
     ordinary = model.generate(prompts, 60, temperature=0, table_ids=edited)  # reads half of it anew
     model.captured = CapturedSteps()
@@ -56,8 +54,8 @@ def test_captured_steps_write_what_ordinary_ones_do(ffn, captures):
     rows = prompts
     for number in range(16):
         token = torch.full((2, 1), number, dtype=torch.int32)
-        prompts, rows = torch.cat((prompts, token), dim=1), torch.cat((rows, token + 20), dim=1)
-        logits = model.step(token, token + 20, cache)
+        prompts, rows = torch.cat((prompts, token), dim=1), torch.cat((rows, token + 7), dim=1)
+        logits = model.step(token, token + 7, cache)
         whole = model(prompts, table_ids=rows)[0]
         torch.testing.assert_close(logits, whole[:, -1], rtol=1e-4, atol=1e-5)
         assert len(captures) == 1 + (number >= captured.PATIENCE)
@@ -67,7 +65,7 @@ def test_captured_steps_write_what_ordinary_ones_do(ffn, captures):
 
 def test_texts_that_are_decoded_by_turns_have_a_graph_each(captures):
     model = decoder("stem")
-    prompts = torch.randint(60, (2, 1, 5))
+    prompts = naive.tokens(2, 1, 5)
     ordinary = [model.generate(prompt, 30, temperature=0) for prompt in prompts]
     model.captured = CapturedSteps()
     streams = [model.stream(prompt, 30, temperature=0) for prompt in prompts]
@@ -80,7 +78,7 @@ def test_texts_that_are_decoded_by_turns_have_a_graph_each(captures):
 def test_short_texts_models_in_training_and_caches_of_ids_are_not_captured(captures):
     model = decoder("embformer")
     model.captured = CapturedSteps()
-    prompt = torch.randint(60, (1, 5))
+    prompt = naive.tokens(1, 5)
     list(islice(model.stream(prompt, 30), captured.PATIENCE))
     model.generate(prompt, 30, cache="ids")
     model.train().generate(prompt, 30)
@@ -100,7 +98,7 @@ def test_a_model_and_its_copy_have_steps_of_their_own_and_go_when_they_are_given
     with torch.no_grad():
         for weight in other.parameters():
             weight.zero_()
-    prompt = torch.randint(60, (1, 5))
+    prompt = naive.tokens(1, 5)
     assert not other.generate(prompt, 30, temperature=0)[0, 5:].any()
     assert model.generate(prompt, 30, temperature=0)[0, 5:].any()
     gone = weakref.ref(model)
