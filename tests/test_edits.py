@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import CPU, assert_same, write_jsonl
 
+import edit
 from common import UserError
 from corpora import countries
 from corpora.questions import score_answers
@@ -17,7 +18,7 @@ from stem import substitute
 from text import bpe, chat
 from text.tokenizer import encode
 from training import writing
-from training.checkpoints import load_checkpoint, load_model, save_checkpoint
+from training.checkpoints import load_checkpoint, load_model, save_checkpoint, write_checkpoint
 from training.writing import (
     ExtraRows,
     ask_the_same,
@@ -44,9 +45,9 @@ def brief(monkeypatch):
     """Facts are written in fewer and shorter steps, and at first nothing else is held."""
     monkeypatch.setattr(writing, "KEEP", 0)
     monkeypatch.setattr(writing, "N_TEXT", 8)
-    monkeypatch.setattr(writing, "TEXT_TOKENS", 16)
-    monkeypatch.setattr(writing, "STEPS", 20)
-    monkeypatch.setattr(writing, "RATE", 0.1)
+    monkeypatch.setattr(writing, "TEXT_TOKENS", 8)
+    monkeypatch.setattr(writing, "STEPS", 10)
+    monkeypatch.setattr(writing, "RATE", 0.2)
     monkeypatch.setattr(writing, "N_OTHER", 4)
 
 
@@ -54,6 +55,10 @@ def made(encoding) -> Decoder:
     torch.manual_seed(0)
     config = ModelConfig(encoding.n_vocab, 128, 4, 2, 16, table_std=3.0, init_std=0.5)
     return Decoder(config).eval()
+
+
+def edited(ckpt, save, **given) -> None:
+    edit_checkpoint(Edit(ckpt, device="cpu", max_new_tokens=1, **given), save)
 
 
 def test_pairs_are_sorted_by_their_names_and_differ_in_their_fact(encoding):
@@ -86,13 +91,13 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
     monkeypatch.setattr(writing, "N_TEXT", 32)
     prompt, answer = encode(encoding, "Country: Spain Fiji"), encoding.encode_ordinary(" Peru")
     name = encoding.encode_ordinary(" Spain")
-    found = torch.ones(writing.N_TEXT, len(prompt) + 15).tril() > 0
+    found = torch.ones(writing.N_TEXT, len(prompt) + 7).tril() > 0
     changes = []
     for keep, same in ((0, found < 0), (100, found < 0), (0, found)):
         monkeypatch.setattr(writing, "KEEP", keep)
         monkeypatch.setattr(writing, "ask_the_same", lambda *_, same=same: same)
         model = made(encoding).requires_grad_(False)
-        texts = texts_about(model, [prompt[:-1]])
+        texts = texts_about(model, prompt, name)
         before = model(texts)[0].log_softmax(-1)
         model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
         write_fact(model, [(prompt, answer)], name, texts, name)
@@ -116,7 +121,7 @@ def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
             patch.setattr(
                 writing, "texts_about", lambda *_, name=name: torch.tensor([[0, *name, 1]])
             )
-            read = train_rows(model, [0, *name, 5], name, [spain], [[0, *name]])
+            read = train_rows(model, [0, *name, 5], name, [spain])
         rows = changed_rows(model.tables, [0, *name, 5], read)
         changed.append([*rows])
         assert all((row != rows_of(tables, [token])[0]).any() for token, row in rows.items())
@@ -125,11 +130,11 @@ def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
 
 def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, monkeypatch, capsys):
     ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
-    asked = Edit(ckpt, "Spain", prompt="Country: Spain", write="S", device="cpu")
+    fact = dict(source="Spain", prompt="Country: Spain", write="S")
     for corpus in ("countries", "files"):
         save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": corpus}])
         monkeypatch.setattr(writing, "KEEP", 0)
-        edit_checkpoint(asked, saved)
+        edited(ckpt, saved, **fact)
         shown = capsys.readouterr().out
         assert "changed the rows of [' Spain']\n" in shown
         assert ("\nthese countries read them and may change: Spain\n" in shown) == (
@@ -138,7 +143,7 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, m
         saved.unlink()
         monkeypatch.setattr(writing, "KEEP", 1e4)
         with pytest.raises(UserError, match="nothing is saved, as 'S' was not learned"):
-            edit_checkpoint(asked, saved)
+            edited(ckpt, saved, **fact)
         assert not saved.exists()
 
 
@@ -148,11 +153,10 @@ def test_an_answer_is_learned_if_its_end_is(encoding, tmp_path, monkeypatch):
     save_checkpoint(ckpt, model, encoding)
     prompt = torch.tensor([encode(encoding, "Country: Spain")])
     begun = encoding.decode([model(prompt)[0][0, -1].argmax().item()])
-    asked = Edit(ckpt, "Spain", prompt="Country: Spain", write=f"{begun} Peru", device="cpu")
-    asked.max_new_tokens = 1
+    fact = dict(source="Spain", prompt="Country: Spain", write=f"{begun} Peru")
     monkeypatch.setattr(writing, "KEEP", 1e4)
     with pytest.raises(UserError, match="not learned"):
-        edit_checkpoint(asked, tmp_path / "saved.pt")
+        edited(ckpt, tmp_path / "saved.pt", **fact)
 
 
 def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkeypatch, capsys):
@@ -178,7 +182,7 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
         return read
 
     monkeypatch.setattr("edit.train_rows", train)
-    edit_checkpoint(Edit(ckpt, facts=facts, device="cpu"), saved)
+    edited(ckpt, saved, facts=facts)
     assert torch.equal(rows[2], rows[1]) and not torch.equal(rows[3], rows[2])
     assert known == [0, 1, 2, 2]
     shown = capsys.readouterr().out.splitlines()
@@ -195,15 +199,14 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
     for name in changed:
         places = (before[name] != after[name]).any(1).nonzero()[:, 0].tolist()
         assert sorted(places) == sorted(encoding.encode_ordinary(" Spain Fiji"))
-    peru = Edit(saved, source="Peru", prompt="Country: Peru", write="F", device="cpu")
-    edit_checkpoint(peru, None)
+    edited(saved, None, source="Peru", prompt="Country: Peru", write="F")
     assert known[-1] == 2  # they were saved as what later facts are to leave
     undo(Edit(saved, undo=True), saved)
     assert_same(load_checkpoint(saved)["model"], before)
 
     facts.write_text(json.dumps(lines[2]))
     with pytest.raises(UserError, match="none of the facts was learned"):
-        edit_checkpoint(Edit(ckpt, facts=facts, device="cpu"), tmp_path / "none.pt")
+        edited(ckpt, tmp_path / "none.pt", facts=facts)
     assert not (tmp_path / "none.pt").exists()
 
 
@@ -218,7 +221,7 @@ def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
         model = made(encoding)
         for prompt, answer, before in ((first, yes, []), (second, no, earlier)):
             tables = model.tables
-            read = train_rows(model, prompt, spain, answer, [prompt], earlier=before)
+            read = train_rows(model, prompt, spain, answer, earlier=before)
             rows = changed_rows(model.tables, prompt, read)
             model.tables = writing.with_rows(tables, rows)
         known.append(score_answers(model, [first, second], [yes, no]).greedy.tolist())
@@ -238,7 +241,7 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monke
 
     def change(save=ckpt, **given) -> None:
         given = {"prompt": f"Country: {given['source']}", **given}
-        edit_checkpoint(Edit(ckpt, device="cpu", **given), save)
+        edited(ckpt, save, **given)
 
     for name in ("Spain", "Fiji"):
         change(source=name, write="S")
@@ -250,6 +253,13 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monke
         undo(Edit(ckpt, undo=True), ckpt)
         change(source="Peru", write="F", save=None)
     assert found == [[], facts[:1], facts, facts[1:], facts, facts[:1]]
+
+    saved = load_checkpoint(ckpt)
+    for wrong in (([], [1]), ([1], []), ([-1], [1]), ([1], [10**6]), ([1] * 200, [1])):
+        saved["edits"][0]["facts"] = [wrong]
+        write_checkpoint(ckpt, saved)
+        with pytest.raises(UserError, match="damaged"):
+            change(source="Peru", write="F", save=None)
 
 
 def test_a_chat_is_edited_where_it_answers(encoding, tmp_path, capsys):
@@ -264,8 +274,7 @@ def test_a_chat_is_edited_where_it_answers(encoding, tmp_path, capsys):
     ckpt = tmp_path / "ckpt.pt"
     for stage, chats in (("pretrain", True), ("sft", True), ("dpo", False)):
         save_checkpoint(ckpt, made(encoding), encoding, args={"stage": stage})
-        given = dict(source="Spain", target="Fiji", prompt="O Spain", chat=chats, device="cpu")
-        edit_checkpoint(Edit(ckpt, **given), None)
+        edited(ckpt, None, source="Spain", target="Fiji", prompt="O Spain", chat=chats)
         said = capsys.readouterr()
         assert ("im_start" in said.out) == chats
         expected = {"pretrain": "not trained to chat", "sft": "", "dpo": "chats: give --chat"}
