@@ -23,6 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 import model
 import relatives
 import train
+from corpora import countries
 from model import Decoder
 from text.dataset import read_meta, read_tokenizer
 from training import report
@@ -48,7 +49,7 @@ def flags(**settings) -> list[str]:
 
 
 SMALL = flags(**SHAPE, **RUN)
-EDIT = flags(source="Anna", target="Björn", prompt="Anna sees")
+EDIT = flags(source="Anna", target="Björn", prompt="Anna sees", max_new_tokens=1)
 
 
 def command(
@@ -272,6 +273,12 @@ def write_jsonl(path: Path, records: list) -> Path:
 def says(role: str, content, **more) -> dict:
     """A message."""
     return {"role": role, "content": content, **more}
+
+
+@pytest.fixture(scope="session")
+def corpus() -> tuple[list[str], list[str]]:
+    """The documents about the countries, which take half a second."""
+    return countries.documents(seed=0)
 
 
 def write_story(path: Path, n_document: int) -> None:

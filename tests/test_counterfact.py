@@ -181,6 +181,15 @@ def test_tracing_finds_the_only_ffn_that_writes():
 # --- the protocol ---
 
 
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Models write 4 tokens in place of 64."""
+    generate = Decoder.generate
+    monkeypatch.setattr(
+        Decoder, "generate", lambda self, ids, _, **how: generate(self, ids, 4, **how)
+    )
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
     """A random model, a tokenizer in which some names are tokens, and a text about all."""
@@ -198,13 +207,9 @@ def bench(tmp_path_factory) -> Bench:
 
 def naive(bench: Bench, prompt: str, answer: str) -> tuple[float, bool]:
     ids, rest = encode(bench.encoding, prompt), bench.encoding.encode_ordinary(answer)
-    nats, greedy = 0.0, True
-    for token in rest:
-        log_p = bench.model(torch.tensor([ids]))[0][0, -1].log_softmax(-1)
-        nats -= log_p[token].item()
-        greedy = greedy and log_p.argmax() == token
-        ids = [*ids, token]
-    return nats / len(rest), bool(greedy)
+    log_p = bench.model(torch.tensor([ids + rest]))[0][0, len(ids) - 1 : -1].log_softmax(-1)
+    nats = -log_p[range(len(rest)), rest].mean().item()
+    return nats, log_p.argmax(-1).tolist() == rest
 
 
 def test_scores_are_those_of_a_naive_count(bench):
@@ -228,7 +233,7 @@ def test_scores_are_those_of_a_naive_count(bench):
     assert found["KL"] == pytest.approx(0, abs=1e-6)
 
 
-def test_records_and_neighbors_are_of_the_table(bench):
+def test_records_and_neighbors_are_of_the_table(bench, corpus):
     apart = {country.name for country in bench.apart}
     assert len(apart) == 28 and len(bench.records) == 6 * (195 - 28)
     for country, relation, other in bench.records:
@@ -239,7 +244,7 @@ def test_records_and_neighbors_are_of_the_table(bench):
     truth = edited(bench.table, [record, Record(bench.table["France"], "currency", spain)])
     found = questions(record, truth, ["Peru"])
     prompts = [question.prompt for question in found if question.kind == "paraphrases"]
-    trained = "\n".join(countries.documents()[0][:20000])
+    trained = "\n".join(corpus[0][:20000])
     assert len(set(prompts)) == 3 and not any(prompt in trained for prompt in prompts)
     near = [question for question in found if question.kind == "neighbors"]
     assert len(near) == 5 and {question.right for question in near} == {" the euro."}
