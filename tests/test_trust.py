@@ -36,6 +36,7 @@ import convert
 from common import UserError, locked
 from lab import runs
 from tables.tables import ResidentTables, Tables
+from text.huggingface import GPT2, read_tokenizer
 from training import checkpoints, folders
 from training.batches import Data
 from training.checkpoints import (
@@ -47,7 +48,7 @@ from training.checkpoints import (
 )
 from training.records import read_run
 
-EDIT = "--source Anna --target Björn --prompt Anna"
+EDIT = "--source Anna --target Björn --prompt Anna --max_new_tokens 1"
 
 
 def snapshots(out: Path) -> list[Path]:
@@ -97,7 +98,9 @@ def test_no_command_touches_what_is_ones_own(out, on_disk, trained, data):
     assert len(mine) >= 12 and Path("results.tables/thesis/1.txt") in mine
     link = out / "link.pt"
     link.symlink_to("ckpt.pt")
-    new = f"train.py --data_dir {data} --out_dir . --overwrite --n_layer 2 --max_iters 1"
+    new = (
+        f"train.py --data_dir {data} --out_dir . --overwrite --n_layer 2 --n_embd 32 --max_iters 1"
+    )
     for line, works in (
         (f"edit.py --ckpt link.pt {EDIT} --save link.pt", True),
         ("edit.py --ckpt ckpt.pt --undo", True),
@@ -305,7 +308,7 @@ def test_any_other_bit_is_noticed_or_means_nothing(out, on_disk):
     before = load_checkpoint(on_disk / "ckpt.pt")
     rng = random.Random(0)
     n_noticed = 0
-    for path in [ckpt, rows] * 50:
+    for path in [ckpt, rows] * 25:
         at = rng.randrange(path.stat().st_size)
         flip(path, at)
         try:
@@ -315,7 +318,7 @@ def test_any_other_bit_is_noticed_or_means_nothing(out, on_disk):
         else:
             assert_same({**found, "storage": None}, {**before, "storage": None})
         flip(path, at)
-    assert n_noticed > 80
+    assert n_noticed > 40
 
 
 class Malicious:
@@ -504,12 +507,15 @@ def llama(trained, tmp_path_factory) -> Path:
     command("convert.py", trained["dense"] / "ckpt.pt", "--export", folder)
     scaled = {"rope_type": "llama3", **dict.fromkeys(convert.LLAMA3_ROPE, 8.0)}
     change_json(folder / "config.json", rope_scaling={**scaled, "high_freq_factor": 9.0})
+    # A pattern that is known is not tried on all characters each time.
+    change_json(folder / "tokenizer.json", pre_tokenizer=GPT2)
     return folder
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "meta.json", "metrics.jsonl"])
 def test_what_was_cut_or_edited_by_hand_is_one_line_or_works(llama, data, trained, tmp_path, name):
     sources = {
+        "tokenizer.json": (llama, lambda folder: read_tokenizer(folder / name, 300, 0)),
         "meta.json": (data, lambda folder: Data(str(folder), "text", 8, 1, 9)),
         "metrics.jsonl": (trained["stem"], lambda folder: runs.row("", [read_run(folder)])),
     }
