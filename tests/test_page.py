@@ -73,6 +73,8 @@ def test_only_the_ticked_tables_are_swapped(page, ckpt):
 
 def test_a_fact_stays_until_it_is_undone(page, monkeypatch):
     monkeypatch.setattr(writing, "N_TEXT", 4)
+    monkeypatch.setattr(writing, "TEXT_TOKENS", 8)
+    monkeypatch.setattr(writing, "STEPS", 10)
     plain = ask(page, "change", texts=SWAP, tables=[0])
     p = [0.0]
     for n in (1, 2):
@@ -129,10 +131,12 @@ def test_neighbors_are_those_of_the_largest_cosines(page, ckpt):
         assert [p for _, p in near] == pytest.approx(cosines[best].tolist(), rel=1e-4)
 
 
-def test_chat_comes_in_pieces_and_goes_on(page, ckpt):
+def test_chat_comes_in_pieces_and_goes_on(page, ckpt, monkeypatch):
+    reply = Chat.reply
+    monkeypatch.setattr(Chat, "reply", lambda self, text, _, **how: reply(self, text, 20, **how))
     talk = Chat(*load_model(ckpt, CPU)[:2])
     for model in (talk.model, page.model):
-        model.config.block_size = 256  # room for several turns
+        model.config.block_size = 128  # room for several turns
     for seed, new in ((1, True), (2, False), (3, True)):
         talk.turns = [] if new else talk.turns
         torch.manual_seed(seed)
