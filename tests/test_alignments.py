@@ -105,7 +105,7 @@ def test_rows_that_are_saved_are_those_of_the_target(run, tmp_path, settings, ho
 
 
 def test_a_wrong_alignment_is_one_line(stem_ckpt, tmp_path):
-    save = ("--save", tmp_path / "new.pt", "--ckpt", stem_ckpt)
+    save = ("--save", tmp_path / "new.pt", "--ckpt", stem_ckpt, "--max_new_tokens", 1)
     for target in ("AB", "QB"):  # two other rows for one token, or its own and another
         why = refused(f"edit.py --source QQ --prompt QQ --target {target}", *save)
         assert "twice cannot have two rows" in why and "--align average" in why

@@ -190,7 +190,6 @@ FACT = '{"source": "Anna", "prompt": "Anna sees", "write": "Emil"'
         (FACT.replace('"Anna sees"', "7") + "}", "prompt is 7"),
         (FACT.replace("Emil", " ") + "}", "--write"),
         (FACT.replace("Anna sees", "Nobody") + "}", "'Nobody' does not contain 'Anna'"),
-        (FACT.replace("Anna sees", "Anna " * 40) + "}", "room is 32"),
         ('{"source": "Anna", "write": "Emil"}', "--prompt is needed"),
     ],
 )
