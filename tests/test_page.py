@@ -144,6 +144,7 @@ def test_chat_comes_in_pieces_and_goes_on(page, ckpt, monkeypatch):
         torch.manual_seed(seed)
         *answer, _ = ask(page, "chat", message="Anna?", new=new)
         assert answer == [{"piece": piece} for piece in pieces]
+        assert page.talk.turns == talk.turns
 
 
 def test_the_page_is_one_file_for_itself_alone(page):
