@@ -488,7 +488,7 @@ def test_memory_does_not_grow_with_files(tmp_path, encoding, monkeypatch):
     monkeypatch.setattr(writer, "BLOCK", 10)
     monkeypatch.setattr(prepare, "MANY", 10)
     peaks = []
-    for n in (100, 1000):
+    for n in (50, 500):
         path = write_jsonl(
             tmp_path / f"{n}.jsonl", [{"text": f"{i} " + "ab " * 300} for i in range(n)]
         )
