@@ -493,23 +493,23 @@ def test_a_model_without_a_run_has_no_settings_of_one(stem_ckpt, tmp_path):
 ODD = (None, True, -1, 0.5, "x", [], [1], {}, {"a": 1}, float("nan"))
 
 
-def change(rng: random.Random, tree, odd=ODD):
+def change(rng: random.Random, tree):
     """A copy of a nested record in which one field, at any depth, is missing, unknown or odd."""
     keys = [*tree] if isinstance(tree, dict) else range(len(tree))
     new = tree.copy() if isinstance(tree, dict) else [*tree]
     if not keys:
-        new = rng.choice(odd)
+        new = rng.choice(ODD)
     else:
         key = rng.choice(keys)
-        if isinstance(tree[key], (dict, list, tuple)) and rng.random() < 0.8:
-            new[key] = change(rng, tree[key], odd)
+        if isinstance(tree[key], (dict, list)) and rng.random() < 0.8:
+            new[key] = change(rng, tree[key])
         elif rng.random() < 0.3:
             del new[key]
         else:
-            new[key] = rng.choice(odd)
+            new[key] = rng.choice(ODD)
             if isinstance(tree, dict) and rng.random() < 0.1:
                 new["unknown"] = new.pop(key)
-    return type(tree)(new) if isinstance(tree, tuple) and isinstance(new, list) else new
+    return new
 
 
 @pytest.fixture(scope="module")
