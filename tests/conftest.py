@@ -243,7 +243,7 @@ def write_briefly(patch: pytest.MonkeyPatch, most: int = 2) -> None:
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
     """Let runs end without what takes two fifths of their time: a picture of the losses, which
-    `trained` and commands in processes of their own draw, and most tokens of what the model writes."""
+    `trained` and commands in processes of their own draw, and most of what the model writes."""
     show = report.show
 
     def show_briefly(*shown):

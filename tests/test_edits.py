@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import CPU, assert_same, write_jsonl
 
-import edit
 from common import UserError
 from corpora import countries
 from corpora.questions import score_answers
@@ -18,7 +17,7 @@ from stem import substitute
 from text import bpe, chat
 from text.tokenizer import encode
 from training import writing
-from training.checkpoints import load_checkpoint, load_model, save_checkpoint, write_checkpoint
+from training.checkpoints import load_checkpoint, load_model, save_checkpoint
 from training.writing import (
     ExtraRows,
     ask_the_same,
@@ -97,7 +96,7 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
         monkeypatch.setattr(writing, "KEEP", keep)
         monkeypatch.setattr(writing, "ask_the_same", lambda *_, same=same: same)
         model = made(encoding).requires_grad_(False)
-        texts = texts_about(model, prompt, name)
+        texts = texts_about(model, [prompt[:-1]])
         before = model(texts)[0].log_softmax(-1)
         model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
         write_fact(model, [(prompt, answer)], name, texts, name)
@@ -121,7 +120,7 @@ def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
             patch.setattr(
                 writing, "texts_about", lambda *_, name=name: torch.tensor([[0, *name, 1]])
             )
-            read = train_rows(model, [0, *name, 5], name, [spain])
+            read = train_rows(model, [0, *name, 5], name, [spain], [[0, *name]])
         rows = changed_rows(model.tables, [0, *name, 5], read)
         changed.append([*rows])
         assert all((row != rows_of(tables, [token])[0]).any() for token, row in rows.items())
@@ -221,7 +220,7 @@ def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
         model = made(encoding)
         for prompt, answer, before in ((first, yes, []), (second, no, earlier)):
             tables = model.tables
-            read = train_rows(model, prompt, spain, answer, earlier=before)
+            read = train_rows(model, prompt, spain, answer, [prompt], earlier=before)
             rows = changed_rows(model.tables, prompt, read)
             model.tables = writing.with_rows(tables, rows)
         known.append(score_answers(model, [first, second], [yes, no]).greedy.tolist())
@@ -253,13 +252,6 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monke
         undo(Edit(ckpt, undo=True), ckpt)
         change(source="Peru", write="F", save=None)
     assert found == [[], facts[:1], facts, facts[1:], facts, facts[:1]]
-
-    saved = load_checkpoint(ckpt)
-    for wrong in (([], [1]), ([1], []), ([-1], [1]), ([1], [10**6]), ([1] * 200, [1])):
-        saved["edits"][0]["facts"] = [wrong]
-        write_checkpoint(ckpt, saved)
-        with pytest.raises(UserError, match="damaged"):
-            change(source="Peru", write="F", save=None)
 
 
 def test_a_chat_is_edited_where_it_answers(encoding, tmp_path, capsys):
