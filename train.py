@@ -162,8 +162,7 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
         checkpoint = None
         if settings.origin is not None:
             checkpoint = load_checkpoint(settings.origin, verify=ranks.rank == 0)
-        # Sequences that the run reads, and a batch more, which is fetched in the last step.
-        total = (settings.max_iters + 1) * settings.batch_size
+        total = max(1, settings.max_iters * settings.batch_size)  # sequences that the run reads
         reads, size = STAGES[settings.stage].reads, settings.model.block_size
         data = Data(settings.data_dir, reads, size, settings.seed, total)
         settings.model.vocab_size = data.metas[0]["vocab_size"]
@@ -275,16 +274,19 @@ def fit(run: Run) -> None:
         relatives=digests(settings.model.ffn, settings.model.attention),
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
+    first_step = run.step
     watch = FirstSteps(model, run.optimizer, settings.max_iters)
-    ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
+    if run.step < settings.max_iters:
+        ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
     bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
     with bar, stop_signals(bar) as received:
         while True:
             # 1) evaluate and save
             is_last = run.step >= settings.max_iters
-            if is_last or run.step % settings.eval_interval == 0:
-                bar.write(evaluate_and_save(run, meter))
+            is_due = is_last or run.step % settings.eval_interval == 0
+            if is_due or run.step == first_step:  # of a run that resumes in between
+                bar.write(evaluate_and_save(run, meter, is_due))
             if is_last:
                 break
             if ranks.wait(sum(received)):  # some rank was asked to stop
@@ -304,7 +306,7 @@ def fit(run: Run) -> None:
                 # A mean of means would weigh tokens unequally.
                 loss = loss * (run.objective.count(part_targets) / n_target)
                 train_loss += loss.detach()
-                if number == numbers[-1]:
+                if number == numbers[-1] and run.step + 1 < settings.max_iters:
                     # While a GPU still computes: the next batch, whose rows are prefetched.
                     ids, targets = data.train.batch(run.step + 1, settings.batch_size)
                     run.objective.prefetch(ids)
@@ -334,10 +336,11 @@ def stop(run: Run, meter: Meter, bar: tqdm, received: list[int]) -> NoReturn:
     raise SystemExit(128 + sum(received))
 
 
-def evaluate_and_save(run: Run, meter: Meter) -> str:
+def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
     """Log validation losses and, on the countries, the share of facts that are known; returns them
-    as a line, with the figures of the last step. Once something is trained, it writes ckpt.pt and,
-    if the loss is the lowest so far, best.pt."""
+    as a line, with the figures of the last step. Once something is trained, it writes ckpt.pt. If
+    the evaluation is due (one that only a resumed run makes is not) and its loss is the lowest so
+    far, also best.pt."""
     settings, data = run.settings, run.data
     meter.read()
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
@@ -347,7 +350,7 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
     losses.update(recall.ask(run.model, data.encoding, data.corpora, briefly=True))
     meter.log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
-        if losses["val_loss"] < run.best[0]:
+        if is_due and losses["val_loss"] < run.best[0]:
             run.best = (losses["val_loss"], run.step)
         path = settings.out_dir / "ckpt.pt"
         is_first = not path.exists()

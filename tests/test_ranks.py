@@ -73,7 +73,7 @@ def assert_same_training(a: Path, b: Path) -> None:
     assert len(losses(a)) == 6
     assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
     evals = [{e["step"]: e for e in read_run(folder)["eval"]} for folder in (a, b)]
-    for step, other in evals[1].items():
+    for step, other in evals[1].items():  # where a run resumed it evaluated once more
         for name in {"val_loss", "margin", "accuracy"} & other.keys():
             assert evals[0][step][name] == pytest.approx(other[name], rel=1e-4, abs=1e-5)
     one, other = (load_checkpoint(folder / "ckpt.pt", verify=True) for folder in (a, b))

@@ -105,9 +105,19 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     assert_same(best["model"], model)
 
 
+def test_the_evaluation_that_only_a_resumed_run_makes_decides_nothing(data, tmp_path, monkeypatch):
+    made_up = iter([9.0, 1.0, 6.0, 7.0])  # step 0; 4, 6, 12
+    monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        cut_in_step(patch, 4, do=lambda: signal.raise_signal(signal.SIGINT))
+        small_run(data, tmp_path)
+    resume(tmp_path)
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 6
+
+
 def test_a_run_that_goes_on_keeps_its_best_and_names_it(data, tmp_path, monkeypatch, capsys):
-    """... whose loss the first run had, at a step that the second one does not evaluate."""
-    made_up = iter([9.0, 5.0, 4.0, 2.0, 3.0, 3.5])  # steps 0, 5, 10, 12; 15, 17
+    """... whose loss the first run had, not what the second one finds there."""
+    made_up = iter([9.0, 5.0, 4.0, 2.0, 2.1, 3.0, 3.5])  # steps 0, 5, 10, 12; 12, 15, 17
     monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
     small_run(data, tmp_path, eval_interval=5)
     assert "longer" in capsys.readouterr().out

@@ -45,7 +45,7 @@ class Log:
         self.first: list[dict] = []  # lines that are yet to be written
         if resume_step and path.exists():
             for line in read_metrics(path):
-                # What was evaluated at this step is evaluated again if it is due.
+                # A resumed run first evaluates again at its step.
                 last = resume_step if line["type"] == "step" else resume_step - 1
                 if line.get("step", 0) <= last:
                     self.first.append(line)
