@@ -114,9 +114,11 @@ def save_checkpoint(
         raise UserError(f"cannot write {path}: {sizes}")
     storage = tables.storage if tables.on_disk else None
     is_own = len(tables.weight) and type(tables).__module__ not in OUR_TABLES
+    args = {**(args or {}), **asdict(model.config)}
+    flat = Settings.from_flat(args).flat()
     checkpoint = {
         "format": FORMAT,
-        "args": {**(args or {}), **asdict(model.config)},
+        "args": {name: flat[name] for name in args},  # defaults are those of who reads it
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
