@@ -412,7 +412,7 @@ def write_safetensors(path: Path, weights: dict[str, Tensor]) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for weight in weights.values():
-            file.write(weight.contiguous().numpy())
+            file.write(weight.float().contiguous().numpy())  # also of a model in 16 bits
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from common import UserError, locked
 from model import Decoder, ModelConfig
 from text import chat, tokenizer, writer
 from text.huggingface import GPT2, LETTERS, LLAMA3, NO_TOKEN, SMOLLM2
-from training.checkpoints import load_checkpoint, load_model
+from training.checkpoints import load_checkpoint, load_model, save_checkpoint
 from training.dense_to_stem import read_text
 
 CONFIG = {
@@ -460,6 +460,16 @@ def assert_same_model(path, folder):
     assert first == second
     for name in (*convert.SIZES, "tie_head", "norm_eps", "rope_base", "rope_scaling"):
         assert getattr(before["config"], name) == getattr(after["config"], name), name
+
+
+def test_a_model_in_16_bits_is_exported_in_32(trained, tmp_path):
+    model, encoding, _ = load_model(trained["dense"], "cpu")
+    path = tmp_path / "half.pt"
+    save_checkpoint(path, model.to(torch.bfloat16), encoding)
+    command("convert.py", path, "--export", tmp_path / "llama")
+    back, _ = convert.read_folder(tmp_path / "llama")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], weight.float())
 
 
 def test_what_was_exported_comes_back(exported):

@@ -583,11 +583,14 @@ def test_a_pointer_of_git_lfs_is_told_from_damage(name, llama, tmp_path):
         convert.read_folder(folder)
 
 
-def test_a_tokenizer_of_another_model_is_not_written(stem_ckpt, encoding, tmp_path):
+def test_a_tokenizer_of_another_model_or_no_settings_are_not_written(stem_ckpt, encoding, tmp_path):
     model, _, _ = load_model(stem_ckpt, "cpu")
     model.config.vocab_size += 1
     with pytest.raises(UserError, match=f"its tokenizer is of {encoding.n_vocab} tokens, its"):
         save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
+    model.config.vocab_size -= 1
+    with pytest.raises(UserError, match="note"):  # no setting
+        save_checkpoint(tmp_path / "ckpt.pt", model, encoding, {"note": "x"})
     assert not (tmp_path / "ckpt.pt").exists()
 
 
@@ -596,6 +599,16 @@ def test_weights_without_the_rest_are_no_checkpoint(stem_ckpt, tmp_path):
     torch.save(model.state_dict(), tmp_path / "own.pt")
     with pytest.raises(UserError, match="save_checkpoint wrote"):
         load_model(tmp_path / "own.pt", CPU)
+
+
+def test_a_run_that_is_a_link_to_another_is_replaced_without_it(on_disk, data, tmp_path):
+    other = shutil.copytree(on_disk, tmp_path / "other")
+    before = contents(other)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/ckpt.pt").symlink_to(other / "ckpt.pt")
+    small_run(data, tmp_path / "out", overwrite=True, max_iters=1)
+    assert contents(other) == before
+    load_model(other / "ckpt.pt", CPU)
 
 
 def test_the_tour_says_in_one_line_what_is_wrong(tmp_path):

@@ -95,7 +95,9 @@ def parse_mixture(data_dir: str | Path) -> dict[Path, float]:
     parts = data_dir.split(",")
     if "=" not in data_dir:
         parts = [f"{folder}=1" for folder in parts]
-    wrong = UserError(f"--data_dir {data_dir} is not folder=weight,folder=weight, each once")
+    wrong = UserError(
+        f"--data_dir {data_dir} is not folder=weight,folder=weight or folder,folder, each once"
+    )
     weights: dict[Path, float] = {}
     for part in parts:
         folder, _, number = part.strip().rpartition("=")

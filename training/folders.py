@@ -78,7 +78,8 @@ def live_tables(out_dir: Path) -> Path:
 @contextlib.contextmanager
 def run_folder(out_dir: Path, names: tuple[str, ...] = ("ckpt.pt", "best.pt")) -> Iterator[None]:
     """Rank 0 locks the folder of a run, and clears its checkpoints of these names of what killed
-    commands left, and live tables, also those of this run at its end. The others wait for it."""
+    commands left, unless they are links, and live tables, also those of this run at its end. The
+    others wait for it."""
     if ranks.rank:
         ranks.wait()
         yield

@@ -95,6 +95,10 @@ class Decoder(model.Decoder):
         (NO_PARAMETER, "does not keep the whole model"),
         (NO_PARAMETER.replace("randn", "rand"), "does not keep the whole model"),
         (LOOKS_AHEAD, "a layer looks ahead"),
+        (
+            LOOKS_AHEAD.replace("x, rows.roll(-1, 1)", "x + x.mean(1, keepdim=True), rows"),
+            "looks ahead",
+        ),
         (ZERO_AT_FIRST, None),
     ],
 )
@@ -106,3 +110,9 @@ def test_what_learns_nothing_or_is_not_kept_is_said(
     notes = [line for line in capsys.readouterr().out.splitlines() if "note: " in line]
     assert len(notes) == (said is not None)
     assert said is None or said in notes[0]
+
+
+def test_a_context_of_one_token_looks_nowhere(data, tmp_path, monkeypatch, capsys):
+    add_relative(monkeypatch, tmp_path, "mine", HEAD + LOOKS_AHEAD)
+    small_run(data, tmp_path / "out", ffn="mine", block_size=1, max_iters=1)
+    assert "looks ahead" not in capsys.readouterr().out
