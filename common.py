@@ -89,15 +89,17 @@ def command_line(script: str, *words: object) -> str:
 
 # What the value of a flag must be, in words and as a test, which NaN never passes.
 RANGES: dict[str, Callable[[Any], bool]] = {
-    "from 1 to 2 billion": lambda value: 1 <= value <= 2e9,
+    "at least 1": lambda value: value >= 1,
     "from 1 to 10,000": lambda value: 1 <= value <= 10_000,
-    "above 0 and below 1 billion": lambda value: 0 < value < 1e9,
-    "from 0 to 1 billion": lambda value: 0 <= value <= 1e9,
+    "a positive number": lambda value: value > 0,
+    "0 or more": lambda value: value >= 0,
     "0 or more and below 1": lambda value: 0 <= value < 1,
     "between 0 and 1": lambda value: 0 < value < 1,
     "above 0 and at most 1": lambda value: 0 < value <= 1,
     "0 or more, and fit 32 bits": lambda value: 0 <= value < 2**32,
 }
+# Below what the value of those without an end must be.
+ENDS = {"at least 1": 2**31, "a positive number": 10**9, "0 or more": 10**9}
 
 
 def flag(default: Any, about: str, **more) -> Any:
@@ -236,6 +238,8 @@ def check_values(cls: type, values: dict[str, Any]) -> None:
             continue
         if must is not None and not RANGES[must](value):
             raise UserError(f"{name} {value} must be {must}")
+        if must in ENDS and value >= ENDS[must]:
+            raise UserError(f"{name} {value} must be below {ENDS[must]:,}")
         if choices is not None and value not in choices:
             raise UserError(f"{name} {value!s:.40} is not one of {', '.join(choices)}")
 

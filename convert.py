@@ -77,17 +77,12 @@ class Conversion:
     data_dir: str | None = flag(
         None, "text to fill rows from: a folder or a mixture", shown="what the model was trained on"
     )
-    tokens: int = flag(
-        10**6, "training tokens to read; 0: rows stay random", must="from 0 to 1 billion"
-    )
+    tokens: int = flag(10**6, "training tokens to read; 0: rows stay random", must="0 or more")
     block_size: int | None = flag(
-        None,
-        "length of the windows of text",
-        shown="the model's context",
-        must="from 1 to 2 billion",
+        None, "length of the windows of text", shown="the model's context", must="at least 1"
     )
     batch_size: int = flag(
-        8, "windows in a forward pass; fewer take less memory", must="from 1 to 2 billion"
+        8, "windows in a forward pass; fewer take less memory", must="at least 1"
     )
     offload: str = offload_flag()
     table_dtype: str = flag(

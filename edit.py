@@ -98,7 +98,7 @@ class Edit:
         False, "the prompt is a message to a model that chats, and --write its whole answer"
     )
     max_new_tokens: int = flag(
-        40, "tokens to generate, before and after the edit", must="from 1 to 2 billion"
+        40, "tokens to generate, before and after the edit", must="at least 1"
     )
     save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
     undo: bool = flag(False, "remove the last edit from --ckpt, in place or into --save")

@@ -41,21 +41,16 @@ class ModelConfig:
     """Shape of a decoder. Fields left at None get the default that is `shown`. UserError: names
     a field as a flag, its value and what would be valid."""
 
-    vocab_size: int = field(default=6400, metadata=dict(must="from 1 to 2 billion"))
-    block_size: int = flag(
-        128, "context length in tokens; own text: 256", must="from 1 to 2 billion"
-    )
+    vocab_size: int = field(default=6400, metadata=dict(must="at least 1"))
+    block_size: int = flag(128, "context length in tokens; own text: 256", must="at least 1")
     n_layer: int = flag(6, "number of layers", must="from 1 to 10,000")
-    n_head: int = flag(4, "number of attention heads", must="from 1 to 2 billion")
-    n_embd: int = flag(128, "width of the residual stream", must="from 1 to 2 billion")
+    n_head: int = flag(4, "number of attention heads", must="at least 1")
+    n_embd: int = flag(128, "width of the residual stream", must="at least 1")
     n_kv_head: int | None = flag(
-        None, "key-value heads; fewer: grouped queries", shown="n_head", must="from 1 to 2 billion"
+        None, "key-value heads; fewer: grouped queries", shown="n_head", must="at least 1"
     )
     d_ff: int | None = flag(
-        None,
-        "hidden units of an FFN",
-        shown="8/3 n_embd, rounded up to 64s",
-        must="from 1 to 2 billion",
+        None, "hidden units of an FFN", shown="8/3 n_embd, rounded up to 64s", must="at least 1"
     )
     ffn: str = flag("stem", "kind of layers: dense, stem, embformer")  # train.py adds relatives
     stem_layers: str = flag(
@@ -72,17 +67,17 @@ class ModelConfig:
     attention: str = flag("full", "full, window:64, or by layer, repeated: window:64,full")
     tie_head: bool | None = flag(None, "head = input embedding", shown="only for embformer")
     dropout: float = flag(0.0, "dropout probability", must="0 or more and below 1")
-    rope_base: float = field(default=10000.0, metadata=dict(must="above 0 and below 1 billion"))
+    rope_base: float = field(default=10000.0, metadata=dict(must="a positive number"))
     rope_scaling: list[float] | None = None  # see `rotary`
-    norm_eps: float = field(default=1e-6, metadata=dict(must="above 0 and below 1 billion"))
+    norm_eps: float = field(default=1e-6, metadata=dict(must="a positive number"))
     # See Decoder.init_weights for both.
     init_std: float | None = flag(
         None,
         "std of new dense weights",
         shown="1 / sqrt(n_embd), embformer 0.02",
-        must="above 0 and below 1 billion",
+        must="a positive number",
     )
-    table_std: float = flag(0.02, "std of new table rows", must="from 0 to 1 billion")
+    table_std: float = flag(0.02, "std of new table rows", must="0 or more")
 
     def __post_init__(self) -> None:
         check_ranges(self)

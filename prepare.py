@@ -107,7 +107,7 @@ class Preparation:
     vocab_size: int | None = flag(
         None,
         "maximum vocabulary size, at least 259",
-        must="from 1 to 2 billion",
+        must="at least 1",
         shown="6400, for countries 4096",
     )
     columns: str | None = flag(

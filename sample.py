@@ -35,17 +35,15 @@ class Sampling:
     )
     chat: bool = flag(False, "chat: one message per line, from the keyboard or a pipe")
     system: str | None = flag(None, "system message for --chat")
-    max_new_tokens: int = flag(200, "per sample or answer", must="from 1 to 2 billion")
-    temperature: float = flag(0.8, "0: always the most probable token", must="from 0 to 1 billion")
-    top_k: int = flag(
-        0, "sample from the k most probable tokens; 0: all", must="from 0 to 1 billion"
-    )
+    max_new_tokens: int = flag(200, "per sample or answer", must="at least 1")
+    temperature: float = flag(0.8, "0: always the most probable token", must="0 or more")
+    top_k: int = flag(0, "sample from the k most probable tokens; 0: all", must="0 or more")
     top_p: float | None = flag(
         None,
         "sample from the fewest tokens whose probabilities sum to p",
         must="above 0 and at most 1",
     )
-    num_samples: int = flag(1, "samples, drawn side by side", must="from 1 to 2 billion")
+    num_samples: int = flag(1, "samples, drawn side by side", must="at least 1")
     cache: str = flag("kv", "what decoding keeps; ids: only the text", choices=("kv", "ids"))
     seed: int = flag(1337, "of what is drawn", must="0 or more, and fit 32 bits")
     device: str = device_flag()

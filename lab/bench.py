@@ -73,18 +73,16 @@ QUICK = {
 class Bench:
     device: str = device_flag()
     preset: str | None = flag(None, "the shape of a preset of train.py", choices=PRESETS)
-    n_layer: int = flag(6, "number of layers", must="from 1 to 2 billion")
-    n_head: int = flag(6, "attention heads", must="from 1 to 2 billion")
-    n_embd: int = flag(192, "width of the residual stream", must="from 1 to 2 billion")
-    vocab_size: int = flag(6400, "rows of a table", must="from 1 to 2 billion")
-    block_size: int = flag(256, "context length in tokens", must="from 1 to 2 billion")
-    batch_size: int = flag(8, "sequences in a training step", must="from 1 to 2 billion")
-    rounds: int = flag(7, "turns that each contender takes", must="from 1 to 2 billion")
+    n_layer: int = flag(6, "number of layers", must="at least 1")
+    n_head: int = flag(6, "attention heads", must="at least 1")
+    n_embd: int = flag(192, "width of the residual stream", must="at least 1")
+    vocab_size: int = flag(6400, "rows of a table", must="at least 1")
+    block_size: int = flag(256, "context length in tokens", must="at least 1")
+    batch_size: int = flag(8, "sequences in a training step", must="at least 1")
+    rounds: int = flag(7, "turns that each contender takes", must="at least 1")
     ffn: str = flag("stem", "of offload: stem or embformer", choices=("stem", "embformer"))
     quick: bool = flag(False, "small models, two turns, nothing compiled: does it run?")
-    table_gib: float | None = flag(
-        None, "GiB of rows in a sparse file", must="above 0 and below 1 billion"
-    )
+    table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
     dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
     part: int | None = flag(None, "of gpu: one part", shown="all", choices=range(1, 7))
 

@@ -68,9 +68,7 @@ class Experiment:
     seeds: str | None = flag(
         None, "seeds of each figure that is a mean", shown="1337,1,2; ladder: 1337,1,2,3,4"
     )
-    jobs: int | None = flag(
-        None, "runs at a time", must="from 1 to 2 billion", shown="cores; on a GPU 1"
-    )
+    jobs: int | None = flag(None, "runs at a time", must="at least 1", shown="cores; on a GPU 1")
     quick: bool = flag(False, "tiny models and one seed: a smoke test")
     fresh: bool = flag(False, "delete the runs and figures in --out_dir first")
     device: str = device_flag()

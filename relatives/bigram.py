@@ -22,7 +22,7 @@ class Config(ngrams.Config):
     stem_layers: str = "0"  # hides the flag: all layers add the row; ngrams.py seeds hashes by it
     ngram_orders: str = "2"
     ngram_heads: int = 1
-    table_std: float = flag(0.0, "std of new table rows", must="from 0 to 1 billion")
+    table_std: float = flag(0.0, "std of new table rows", must="0 or more")
 
 
 class Block(model.Block):

@@ -24,7 +24,7 @@ from tables.tables import Tables, send
 @dataclass
 class Config(bigram.Config):
     table_std: float = 0.0  # hides the flag: there are no tables
-    n_next: int = flag(8, "next tokens that are counted for a pair", must="from 1 to 2 billion")
+    n_next: int = flag(8, "next tokens that are counted for a pair", must="at least 1")
 
 
 class Decoder(bigram.Decoder):

@@ -16,8 +16,8 @@ from tables.tables import Tables, send
 @dataclass
 class Config(model.ModelConfig):
     stem_layers: str = "all"  # hides the flag: every layer has experts
-    n_expert: int = flag(16, "experts in a layer", must="from 1 to 2 billion")
-    top_k: int = flag(4, "experts per token", must="from 1 to 2 billion")
+    n_expert: int = flag(16, "experts in a layer", must="at least 1")
+    top_k: int = flag(4, "experts per token", must="at least 1")
 
 
 class HashMoEFFN(Experts):

@@ -18,9 +18,9 @@ from common import UserError, flag
 @dataclass
 class Config(model.ModelConfig):
     stem_layers: str = "all"  # hides the flag: every layer is a mixture
-    n_expert: int = flag(16, "experts in a layer", must="from 1 to 2 billion")
-    top_k: int = flag(4, "experts per token", must="from 1 to 2 billion")
-    balance: float = flag(0.01, "weight of the load-balancing loss", must="from 0 to 1 billion")
+    n_expert: int = flag(16, "experts in a layer", must="at least 1")
+    top_k: int = flag(4, "experts per token", must="at least 1")
+    balance: float = flag(0.01, "weight of the load-balancing loss", must="0 or more")
 
 
 class Experts(model.SwiGLU):

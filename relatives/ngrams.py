@@ -25,11 +25,9 @@ PAD = 0  # stands for tokens before the beginning of a text or document
 @dataclass
 class Config(model.ModelConfig):
     ngram_orders: str = flag("2,3", "lengths of n-grams that have rows")
-    ngram_heads: int = flag(
-        4, "rows that an n-gram of each length reads", must="from 1 to 2 billion"
-    )
+    ngram_heads: int = flag(4, "rows that an n-gram of each length reads", must="at least 1")
     ngram_rows: int = flag(
-        2**15, "rows of each head, up to the next prime; 1: one for all", must="from 1 to 2 billion"
+        2**15, "rows of each head, up to the next prime; 1: one for all", must="at least 1"
     )
 
 

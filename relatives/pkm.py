@@ -15,8 +15,8 @@ from common import UserError, flag
 @dataclass
 class Config(model.ModelConfig):
     stem_layers: str = "all"  # hides the flag: every layer is a memory
-    n_key: int = flag(64, "keys per half; a layer has n_key^2 values", must="from 1 to 2 billion")
-    top_k: int = flag(16, "values per head", must="from 1 to 2 billion")
+    n_key: int = flag(64, "keys per half; a layer has n_key^2 values", must="at least 1")
+    top_k: int = flag(16, "values per head", must="at least 1")
 
 
 class ProductKeyMemory(nn.Module):

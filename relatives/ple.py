@@ -18,9 +18,7 @@ from common import UserError, flag
 @dataclass
 class Config(model.ModelConfig):
     stem_layers: str = "all"  # hides the flag: every layer has a table, also the first
-    ple_width: int | None = flag(
-        None, "width of rows", shown="n_embd / 8", must="from 1 to 2 billion"
-    )
+    ple_width: int | None = flag(None, "width of rows", shown="n_embd / 8", must="at least 1")
 
     def __post_init__(self) -> None:
         super().__post_init__()

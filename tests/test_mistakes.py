@@ -158,7 +158,7 @@ from common import flag
 
 @dataclass
 class Config(model.ModelConfig):
-    rank: Optional[int] = flag(None, "rank", must="from 1 to 2 billion")
+    rank: Optional[int] = flag(None, "rank", must="at least 1")
     shape: str = flag("flat", "shape", choices=("flat", "deep"))
     depth: Optional[int] = flag(None, "depth", choices=(1, 2))
     sizes: tuple[int, ...] = (1, 2)

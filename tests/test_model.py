@@ -23,6 +23,7 @@ from training.settings import parse_args
     [
         ("--n_embd 50", "--n_embd 50 must be a multiple of 2 * n_head, 8"),
         ("--n_head 8 --n_kv_head 3", "--n_head 8 must be a multiple of --n_kv_head 3"),
+        ("--n_head 3000000000", "--n_head 3000000000 must be below 2,147,483,648"),
         ("--ffn embformer --no-tie_head", "--no-tie_head"),
         ("--ffn lstm", "--ffn lstm is not one of dense, stem, embformer, nor of relatives/: bank"),
         ("--dropout 1.0", "--dropout 1.0 must be 0 or more and below 1"),
@@ -41,7 +42,7 @@ from training.settings import parse_args
         ("--ffn hash_moe --top_k 3 --n_expert 7", "--top_k 3 must divide --d_ff 48 and --n_exp"),
         ("--ffn pkm --top_k 6 --n_key 5", "--top_k 6 is more than --n_key 5"),
         ("--ffn ple --ple_width 72", "--ple_width 72 leaves nothing of --d_ff 48"),
-        ("--ffn moe --balance -1", "--balance -1.0 must be from 0 to 1 billion"),
+        ("--ffn moe --balance -1", "--balance -1.0 must be 0 or more"),
         ("--ffn engram --ngram_orders 1,2", "--ngram_orders 1,2 must be numbers from 2 to 9"),
         ("--ffn engram --ngram_heads 3", "--n_embd 32 must be a multiple of 2 orders x 3"),
     ],
