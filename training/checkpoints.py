@@ -105,13 +105,13 @@ def save_checkpoint(
     **state,
 ) -> None:
     """Write a checkpoint: weights, tokenizer, `args`, the settings of a run, if there was one, with
-    those of the model, and `state`. All ranks call it. UserError: the tokenizer has another number
-    of tokens than the model."""
+    those of the model, and `state`. All ranks call it. UserError: the tokenizer is not the model's,
+    or `args` has what is no setting."""
+    try:
+        check_encoding(encoding, model.config)
+    except Damage as error:
+        raise UserError(f"cannot write {path}: {error}") from None
     tables = model.tables
-    n_token = encoding.n_vocab
-    if n_token != model.config.vocab_size:
-        sizes = f"its tokenizer is of {n_token} tokens, its model of {model.config.vocab_size}"
-        raise UserError(f"cannot write {path}: {sizes}")
     storage = tables.storage if tables.on_disk else None
     is_own = len(tables.weight) and type(tables).__module__ not in OUR_TABLES
     args = {**(args or {}), **asdict(model.config)}
@@ -292,10 +292,15 @@ def read_encoding(path: str | Path, checkpoint: dict) -> tiktoken.Encoding:
     """The tokenizer of a checkpoint. UserError: it is damaged."""
     with reading(path, FIX):
         encoding = tokenizer.loads(checkpoint["tokenizer"])
-        n_token = checkpoint["config"].vocab_size
-        if encoding.n_vocab != n_token or "<|endoftext|>" not in encoding.special_tokens_set:
-            raise Damage(f"its tokenizer is of {encoding.n_vocab} tokens, its model of {n_token}")
+        check_encoding(encoding, checkpoint["config"])
     return encoding
+
+
+def check_encoding(encoding: tiktoken.Encoding, config: ModelConfig) -> None:
+    """Raises Damage unless a tokenizer has as many tokens as a model, and one that begins texts."""
+    n_token = config.vocab_size
+    if encoding.n_vocab != n_token or "<|endoftext|>" not in encoding.special_tokens_set:
+        raise Damage(f"its tokenizer is of {encoding.n_vocab} tokens, its model of {n_token}")
 
 
 def check_sizes(path: str | Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
