@@ -624,7 +624,7 @@ class Decoder(nn.Module):
         if start > 0:
             ids = torch.cat((cache.ids[:, :start], ids), dim=1)  # the text so far
         cache.ids = ids
-        if start == 0 or cache.layers[0] is not None:
+        if start == 0 or cache.layers[0] is not None:  # rows of earlier tokens: none
             return self.layer_rows(self.addresses(ids, n, documents))
         n_seen = [block.attn.n_past(start) + n for block in self.blocks]
         layer_rows = self.layer_rows(self.addresses(ids, max(n_seen), documents))

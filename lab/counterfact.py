@@ -336,6 +336,7 @@ class Trial(NamedTuple):
     @property
     def path(self) -> Path:
         """The file of its figures, a line of JSON each."""
+        # The single edit of record 0 is the first of a sequence, and in its file.
         how = f"record {self.first}" if self.first else f"by {self.size}"
         shown = ",".join([how, *(f"{key}={value}" for key, value in self.setting.items())])
         return self.figures / self.run.name / self.name / f"{shown}.jsonl"
