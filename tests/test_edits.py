@@ -86,13 +86,15 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
     encoding, monkeypatch
 ):
     """Predictions after the name change less with the second term of the loss than without. Where
-    they ask for the same fact (here in a triangle of them), the answer is taught."""
+    they ask for the same fact (here in a triangle of them), the answer is taught, and nothing is
+    held (here after the first token, which comes before the name)."""
     monkeypatch.setattr(writing, "N_TEXT", 32)
     prompt, answer = encode(encoding, "Country: Spain Fiji"), encoding.encode_ordinary(" Peru")
     name = encoding.encode_ordinary(" Spain")
     found = torch.ones(writing.N_TEXT, len(prompt) + 7).tril() > 0
+    none, later = found < 0, found.new_ones(found.shape).index_fill(1, torch.tensor(0), False)
     changes = []
-    for keep, same in ((0, found < 0), (100, found < 0), (0, found)):
+    for keep, same in ((0, none), (100, none), (0, found), (0, later), (100, later)):
         monkeypatch.setattr(writing, "KEEP", keep)
         monkeypatch.setattr(writing, "ask_the_same", lambda *_, same=same: same)
         model = made(encoding).requires_grad_(False)
@@ -104,6 +106,7 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
         changes.append(model(texts, table_ids=read)[0].log_softmax(-1) - before)
     assert changes[1].abs().mean() < changes[0].abs().mean() / 2
     assert (changes[2] - changes[0])[found][:, answer].mean() > 0.05
+    torch.testing.assert_close(changes[3], changes[4])
 
 
 def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
