@@ -315,7 +315,7 @@ def fit(run: Run) -> None:
             # 3) update
             watch.look()
             fraction = schedule(run.step, settings)  # of the peak learning rate
-            norm = run.optimizer.step(fraction)
+            norm = run.optimizer.step(fraction=fraction)
             run.step += 1
             ranks.add_up(train_loss)
             rate = fraction * settings.learning_rate

@@ -197,7 +197,7 @@ def train(contender: Contender, steps: int = 1) -> float:
         if number < steps:
             model.tables.prefetch(batches[number][1][:, :-1])
         contender.optimizer.scaler.scale(loss).backward()
-        contender.optimizer.step(1.0)
+        contender.optimizer.step(fraction=1.0)
     return steps * bench.batch_size * n / (contender.now() - start)
 
 

@@ -165,7 +165,7 @@ def test_values_of_product_keys_that_nobody_chose_do_not_decay():
     optimizer = Optimizer(model, Settings(model=model.config, weight_decay=0.5))
     model(*torch.randint(23, (2, 1, 3)))[1].backward()
     chosen = [weight.grad.abs().sum(1) > 0 for weight in values]
-    optimizer.step(1.0)
+    optimizer.step(fraction=1.0)
     for weight, old, was_chosen in zip(values, before, chosen, strict=True):
         assert 0 < was_chosen.sum() < len(weight)
         assert torch.equal((weight != old).any(1), was_chosen)

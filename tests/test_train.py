@@ -238,7 +238,7 @@ def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
         if overflows:
             loss = loss * torch.inf
         optimizer.scaler.scale(loss).backward()
-        optimizer.step(1.0)
+        optimizer.step(fraction=1.0)
         state = {**optimizer.state_dict(), "scaler": None, "model": dict(model.state_dict())}
         states.append(copy.deepcopy(state))
     assert_same(*states[:2])  # weights, rows, states of the optimizer
@@ -270,11 +270,11 @@ def test_weights_that_are_not_numbers_never_reach_a_checkpoint(data, tmp_path, m
     step = train.Optimizer.step
     calls = []
 
-    def poisoned(self, lr):
-        calls.append(lr)
+    def poisoned(self, fraction):
+        calls.append(fraction)
         if len(calls) == 12:  # the last step before the last evaluation: its own loss is fine
             self.adamw.param_groups[0]["params"][0].grad[0, 0] = math.inf
-        return step(self, lr)
+        return step(self, fraction=fraction)
 
     monkeypatch.setattr(train.Optimizer, "step", poisoned)
     with pytest.raises(UserError, match="nan at step 12"):
@@ -323,7 +323,7 @@ def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
             for group in each.param_groups:
                 group.update(lr=0.1 * lr * rate * correction(step), eps=1e-8 * correction(step))
             each.step()
-        torch.testing.assert_close(optimizer.step(lr), norm)
+        torch.testing.assert_close(optimizer.step(fraction=lr), norm)
         mine = dict(model.named_parameters())
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 

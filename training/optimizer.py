@@ -121,7 +121,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(groups, lr=self.peak, betas=betas, fused=True)
 
     @torch.no_grad()
-    def step(self, fraction: float) -> Tensor:
+    def step(self, *, fraction: float) -> Tensor:
         """Update at this fraction of the peak learning rate, as `schedule` says. -> the norm of all
         gradients before clipping."""
         # 1) the gradients: of parameters, summed over the ranks, and of the rows that were read

@@ -259,7 +259,7 @@ def test_rows_that_are_released_too_late_for_their_optimizer_are_no_parameters()
     with pytest.raises(AssertionError, match="RowRMSprop"):
         for _ in range(3):
             model(BATCH, BATCH)[1].backward()
-            optimizer.step(1.0)
+            optimizer.step(fraction=1.0)
 
 
 @pytest.mark.filterwarnings("ignore:gradients of rows")
@@ -322,7 +322,7 @@ def test_what_is_frozen_stays_and_the_rest_is_trained(name):
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
     for _ in range(3):
         model(BATCH, BATCH)[1].backward()
-        optimizer.step(1.0)
+        optimizer.step(fraction=1.0)
     same = {key for key, weight in model.state_dict().items() if torch.equal(weight, before[key])}
     assert same == {key for key in before if key.startswith(name)}
 
@@ -339,7 +339,7 @@ def test_a_model_of_16_bits_is_trained():
     for _ in range(30):
         _, loss = model(BATCH, BATCH)
         loss.backward()
-        optimizer.step(1.0)
+        optimizer.step(fraction=1.0)
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
     assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
