@@ -191,7 +191,7 @@ def compare(ours: Decoder, original: Original) -> dict[str, float]:
     if original.names is HUGGING_FACE:
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             original.model.save_pretrained(folder)
-            opened, _ = read_model(Path(folder))
+            opened, *_ = read_model(Path(folder))
             saved = difference(opened.eval()(read)[0], original.logits(read))
         found["logits of the saved folder"] = saved
     return found
