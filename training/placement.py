@@ -45,7 +45,7 @@ def make_tables(
     def make(n_table: int, n_row: int, width: int) -> Tables:
         tables_class = ResidentTables
         is_stored = n_table > 0 and (on_disk or far)
-        if is_stored:  # a GPU reads them through the ring, others in place
+        if is_stored:  # a GPU fetches them, others read them in place
             tables_class = OffloadedTables if far else StoredTables
         if ranks.size > 1:
             tables_class = sharded.sharded(tables_class)
