@@ -97,7 +97,7 @@ def watch(model: Decoder, ids: Tensor) -> list[Site]:
 
 
 def add_to_value(model: Decoder, layer: int, positions: Tensor, change: Tensor) -> RemovableHandle:
-    """Until the handle is removed, `down` gives `change` [N, n_embd] more at positions [N]."""
+    """Within this handle, `down` gives `change` [N, n_embd] more at positions [N]."""
 
     def add(_, given, out: Tensor) -> Tensor:
         out = out.clone()
@@ -128,9 +128,8 @@ def trace(model: Decoder, prompts: Tensor, positions: Tensor, answers: Tensor) -
     own, others = watch(model, prompts), watch(model, other)
     for layer in range(len(own)):
         change = own[layer].at(positions).value - others[layer].at(positions).value
-        hook = add_to_value(model, layer, positions, change)
-        effects.append(probability() - without)
-        hook.remove()
+        with add_to_value(model, layer, positions, change):
+            effects.append(probability() - without)
     return effects
 
 
@@ -161,15 +160,17 @@ class Editor:
 
     # --- rows ---
 
-    def put(self, name: list[int], rows: Tensor) -> None:
-        """Let the tokens of a name have rows [n, n_table, W]."""
-        for weight, new in zip(self.model.tables.weight, rows.detach().unbind(1), strict=True):
-            weight[name] = new
+    def put(self, rows: dict[int, Tensor]) -> None:
+        """Let tokens have rows [n_table, W]."""
+        for token, row in rows.items():
+            for weight, new in zip(self.model.tables.weight, row, strict=True):
+                weight[token] = new
 
     def swap_rows(self, requests: list[Request], how: str) -> None:
         for request in requests:
             tokens = align(request.donor, len(request.name), how)
-            self.put(request.name, writing.rows_of(self.model.tables, tokens))
+            rows = writing.rows_of(self.model.tables, tokens)
+            self.put(dict(zip(request.name, rows, strict=True)))
 
     def write_rows(self, requests: list[Request], keep: float) -> None:
         tables = self.model.tables
@@ -181,7 +182,7 @@ class Editor:
             read = writing.train_rows(self.model, prompt, name, answer, begun, earlier=earlier)
             rows = writing.changed_rows(self.model.tables, prompt, read)
             self.model.tables = tables
-            self.put(list(rows), torch.stack(list(rows.values())))
+            self.put(rows)
 
     # --- weights ---
 
@@ -239,7 +240,6 @@ class Editor:
         self.train(requests, weights, **how)
         for linear in updated:
             parametrize.remove_parametrizations(linear, "weight")
-        self.model.requires_grad_(False)
 
     # --- keys and values ---
 
@@ -272,9 +272,8 @@ class Editor:
         optimizer = torch.optim.Adam([change], rate)
         for _ in range(VALUE_STEPS):
             added = change.repeat_interleave(n_text, 0)  # [N, n_embd]
-            hook = add_to_value(self.model, layer, positions, added)
-            logits, _ = self.model(ids)  # [N, T, V]
-            hook.remove()
+            with add_to_value(self.model, layer, positions, added):
+                logits, _ = self.model(ids)  # [N, T, V]
             nats = F.cross_entropy(logits.mT, targets, ignore_index=-1, reduction="none")  # [N, T]
             now = logits[after_name].log_softmax(-1)
             kl = F.kl_div(now, held, reduction="sum", log_target=True)
