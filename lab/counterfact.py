@@ -30,7 +30,7 @@ import math
 import os
 import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -45,13 +45,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from common import atomic
 from corpora import countries
 from corpora.countries import NOUNS, RELATIONS, Country
-from corpora.questions import score_answers
+from corpora.questions import mean, score_answers, with_answers
+from corpora.recall import readers
 from lab.editors import Editor, Request, trace
 from lab.experiment import KINDS, Experiment
 from lab.pictures import interval, markdown, plt
@@ -165,7 +165,7 @@ def held_out(country: Country, relation: str, form: str = "paragraph") -> str:
 def questions(
     record: Record, truth: dict[str, Country], namesakes: Iterable[str]
 ) -> list[Question]:
-    """What is asked about a record. truth: the countries by name as they are after all edits."""
+    """What is asked about a record. truth: as of `after`, of all edits."""
     country, relation, other = record
     new, old = said(other, relation), said(country, relation)
     asked = [Question("edited", taught(country, relation), new, old)]
@@ -196,9 +196,10 @@ def questions(
     return [question for question in asked if question.right != question.wrong]
 
 
-def edited(truth: dict[str, Country], some: list[Record]) -> dict[str, Country]:
-    truth = dict(truth)
-    for country, relation, other in some:
+def after(edits: list[Record]) -> dict[str, Country]:
+    """The countries by name, as they are after edits."""
+    truth = {country.name: country for country in countries.table()}
+    for country, relation, other in edits:
         changed = {relation: getattr(other, relation)}
         truth[country.name] = replace(truth[country.name], **changed)
     return truth
@@ -207,10 +208,10 @@ def edited(truth: dict[str, Country], some: list[Record]) -> dict[str, Country]:
 def ngram_entropy(ids: list[int]) -> float:
     """Of a text's bigrams and trigrams, weighted as MEMIT's harness does, in bits."""
     total = 0.0
-    for n, weight in ((2, 2 / 3), (3, 4 / 3)):
+    for n, weight in ((2, 1 / 3), (3, 2 / 3)):
         counts = Counter(zip(*(ids[i:] for i in range(n)), strict=False)).values()
         shares = [count / sum(counts) for count in counts]
-        total -= weight / 2 * sum(share * math.log2(share) for share in shares)
+        total -= weight * sum(share * math.log2(share) for share in shares)
     return total
 
 
@@ -221,12 +222,6 @@ class Bench:
         self.model, self.encoding, _ = load_model(folder / "ckpt.pt", torch.device("cpu"))
         self.fresh = {name: weight.clone() for name, weight in self.model.state_dict().items()}
         self.records, self.apart = records(seed)
-        self.table = {country.name: country for country in countries.table()}
-        self.names = {name: self.encoding.encode_ordinary(f" {name}") for name in self.table}
-        self.namesakes = {
-            name: [other for other in self.names if other != name and own & {*self.names[other]}]
-            for name, own in zip(self.names, map(set, self.names.values()), strict=True)
-        }
         meta = read_meta(data_dir)
         size = self.model.config.block_size
         ids = open_tokens(data_dir, "train", meta)[: 100 * size].astype("int64")
@@ -237,9 +232,9 @@ class Bench:
         text = self.encoding.decode(open_tokens(data_dir, "val", meta).tolist())
         begins = tuple(countries.paragraph(country, []) for country in self.apart)
         texts = [text for text in text.split("<|endoftext|>") if text.startswith(begins)]
-        ids = [torch.tensor(encode(self.encoding, text)) for text in texts[:64]]
-        self.ids = pad_sequence([text[:-1] for text in ids], batch_first=True)  # [N, T]
-        targets = pad_sequence([text[1:] for text in ids], batch_first=True, padding_value=-1)
+        ids = [encode(self.encoding, text) for text in texts[:64]]
+        begun, rest = [text[:1] for text in ids], [text[1:] for text in ids]
+        self.ids, targets = with_answers(begun, rest)  # [N, T] each
         self.predicted = targets >= 0
         self.targets = targets[self.predicted]  # [n]
         self.before = self.log_p()
@@ -251,55 +246,54 @@ class Bench:
 
     def layers(self) -> list[int]:
         """Layers by how much of a fact their FFNs restore, see `editors.trace`."""
-        known = [c for c in self.table.values() if len(self.names[c.name]) == 1]
-        requests = [self.request(Record(c, "language", c)) for c in known]
-        asked = zip(*((r.prompt, r.end, r.answer[0]) for r in requests), strict=True)
+        requests = [self.request(Record(c, "language", c)) for c in countries.table()]
+        one_token = [request for request in requests if len(request.name) == 1]
+        asked = zip(*((r.prompt, r.end, r.answer[0]) for r in one_token), strict=True)
         effects = trace(self.model, *map(torch.tensor, asked))
         return sorted(range(len(effects)), key=lambda layer: -effects[layer])
 
     def request(self, record: Record) -> Request:
         country, relation, other = record
         prompt = encode(self.encoding, taught(country, relation))
-        name = self.names[country.name]
+        name, donor = (self.encoding.encode_ordinary(f" {c.name}") for c in (country, other))
         end = len(encode(self.encoding, "Country:")) + len(name) - 1
         answer = self.encoding.encode_ordinary(said(other, relation))
-        return Request(prompt, end, name, answer, self.names[other.name])
+        return Request(prompt, end, name, answer, donor)
 
-    def answered(self, asked: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, bool]]:
-        """The nats a token of each answer to its prompt, and whether greedy decoding gives it."""
-        encoded = {}
-        for prompt, answer in asked:
-            ids = encode(self.encoding, prompt), self.encoding.encode_ordinary(answer)
-            encoded[prompt, answer] = ids
-        waiting = sorted(encoded, key=lambda pair: sum(map(len, encoded[pair])))
-        answered = {}
-        for start in range(0, len(waiting), 256):
-            part = waiting[start : start + 256]
-            prompts, answers = zip(*(encoded[pair] for pair in part), strict=True)
-            greedy, probability = score_answers(self.model, prompts, answers)
-            nats = -probability.log() / torch.tensor([len(answer) for answer in answers])
-            found = zip(nats.tolist(), greedy.tolist(), strict=True)
-            answered.update(zip(part, found, strict=True))
-        return answered
+    def namesakes(self, country: Country) -> list[str]:
+        """The other countries whose names share tokens with this one's."""
+        name = self.encoding.encode_ordinary(f" {country.name}")
+        return [other for other in readers(self.encoding, name) if other != country.name]
+
+    def score(self, prompts: Sequence[str], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """The nats a token of answers, and whether greedy decoding gives them in full: [N] each."""
+        prompts = [encode(self.encoding, prompt) for prompt in prompts]
+        answers = [self.encoding.encode_ordinary(answer) for answer in answers]
+        greedy, probability = score_answers(self.model, prompts, answers)
+        return -probability.log() / torch.tensor([len(answer) for answer in answers]), greedy
+
+    def shares(self, asked: list[Question]) -> dict[str, list[float]]:
+        """Of each kind of question, the share whose right answer has fewer nats a token than the
+        wrong one, and the share that greedy decoding answers in full."""
+        kinds, prompts, right, wrong = zip(*asked, strict=True)
+        nats, greedy = self.score(prompts, right)
+        is_right = torch.stack((nats < self.score(prompts, wrong)[0], greedy), 1)  # [N, 2]
+        shares = {}
+        for kind in dict.fromkeys(kinds):
+            of_kind = torch.tensor([other == kind for other in kinds])
+            shares[kind] = is_right[of_kind].float().mean(0).tolist()
+        return shares
 
     def ask(self, about: list[Record]) -> dict:
-        """Ask about all that was edited. Of each record and each kind of question, the shares that
-        are right by nats and in greedy decoding; and what else the model knows."""
-        truth = edited(self.table, about)
-        asked = [questions(record, truth, self.namesakes[record.country.name]) for record in about]
-        known = [(held_out(c, fact), said(c, fact)) for c in self.apart for fact in RELATIONS]
-        pairs = known.copy()
-        for each in asked:
-            for _, prompt, right, wrong in each:
-                pairs += [(prompt, right), (prompt, wrong)]
-        answered = self.answered(pairs)
+        """Ask about all that was edited: the shares of each record, and what else the model
+        knows."""
+        truth = after(about)
         scores = []
-        for each in asked:
-            found = defaultdict(list)
-            for kind, prompt, right, wrong in each:
-                (nats, greedy), (worse, _) = answered[prompt, right], answered[prompt, wrong]
-                found[kind].append((float(nats < worse), greedy))
-            scores.append({kind: torch.tensor(of).mean(0).tolist() for kind, of in found.items()})
+        for record in about:
+            asked = questions(record, truth, self.namesakes(record.country))
+            scores.append(self.shares(asked))
+        known = [(held_out(c, fact), said(c, fact)) for c in self.apart for fact in RELATIONS]
+        _, greedy = self.score(*zip(*known, strict=True))
         log_p = self.log_p()
         loss = F.nll_loss(log_p, self.targets).item()
         entropy = 0.0
@@ -307,7 +301,7 @@ class Bench:
             entropy = fmean(ngram_entropy(self.writes(record.country)) for record in about[-4:])
         return {
             "records": scores,
-            "other countries": fmean(answered[pair][1] for pair in known),
+            "other countries": mean(greedy),
             "KL": F.kl_div(log_p, self.before, reduction="batchmean", log_target=True).item(),
             "loss": loss,
             "entropy": entropy,

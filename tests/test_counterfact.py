@@ -13,7 +13,7 @@ from lab.counterfact import (
     Bench,
     Record,
     Trial,
-    edited,
+    after,
     measure_all,
     ngram_entropy,
     questions,
@@ -200,8 +200,8 @@ def bench(tmp_path_factory) -> Bench:
     write_dataset(folder / "data", documents, encoding, "text", corpus="countries", seed=0)
     save_checkpoint(folder / "ckpt.pt", made("stem", encoding.n_vocab, 192), encoding)
     bench = Bench(folder, 1, folder / "data")
-    # Here nearly all names share bytes.
-    bench.namesakes = {name: sorted(found)[:2] for name, found in bench.namesakes.items()}
+    namesakes = bench.namesakes
+    bench.namesakes = lambda country: namesakes(country)[:2]  # here nearly all names share bytes
     return bench
 
 
@@ -214,13 +214,13 @@ def naive(bench: Bench, prompt: str, answer: str) -> tuple[float, bool]:
 
 def test_scores_are_those_of_a_naive_count(bench):
     some = bench.records[:2]
-    truth = edited(bench.table, some)
+    truth = after(some)
     found = bench.ask(some)
     counts = Counter()
     for record, scores in zip(some, found["records"], strict=True):
         for kind in scores:
             mine = []
-            for question in questions(record, truth, bench.namesakes[record.country.name]):
+            for question in questions(record, truth, bench.namesakes(record.country)):
                 if question.kind == kind:
                     right, greedy = naive(bench, question.prompt, question.right)
                     wrong, _ = naive(bench, question.prompt, question.wrong)
@@ -239,9 +239,10 @@ def test_records_and_neighbors_are_of_the_table(bench, corpus):
     for country, relation, other in bench.records:
         assert country.name not in apart
         assert country.answer(relation) != other.answer(relation)
-    spain = bench.table["Spain"]
-    record = Record(spain, "currency", bench.table["Japan"])
-    truth = edited(bench.table, [record, Record(bench.table["France"], "currency", spain)])
+    table = after([])
+    spain = table["Spain"]
+    record = Record(spain, "currency", table["Japan"])
+    truth = after([record, Record(table["France"], "currency", spain)])
     found = questions(record, truth, ["Peru"])
     prompts = [question.prompt for question in found if question.kind == "paraphrases"]
     trained = "\n".join(corpus[0][:20000])
