@@ -60,16 +60,12 @@ from text.tokenizer import encode
 from training.checkpoints import load_model
 
 COUNTED = (11, 12, 13)  # seeds
-# What is measured, in this order: beginning at which records, how many edits at once, and after how
-# many all are asked. At first single edits, each in the model as it was.
+# What is measured: beginning at which records, how many edits at once, and after how many all are
+# asked. The single edit of record 0 is the first of the sequence.
 STAGES = (
-    (range(20), 1, (1,)),
-    ((0,), 1, (10, 100)),
-    ((0,), 100, (100,)),
-    ((0,), 1, (300,)),
-    ((0,), 100, (300,)),
-    ((0,), 1, (1000,)),
-    ((0,), 100, (1000,)),
+    ((0,), 1, (1, 10, 100, 300, 1000)),
+    (range(1, 20), 1, (1,)),  # single edits, each in the model as it was
+    ((0,), 100, (100, 300, 1000)),
 )
 QUICK = (((0,), 1, (1,)), ((0,), 2, (2,)))
 KEPT = 25  # edits, after which a sequence that was stopped can go on
@@ -78,6 +74,7 @@ N_NEIGHBOR = 5
 SEARCHED, N_SEARCHED = 5, 10  # seed, and edits in sequence, that find a method's setting
 SCORES = ("edited", "paraphrases", "neighbors")  # ES, PS, NS, and S, their harmonic mean
 MORE = ("others", "namesakes", "implied", "reversed", "two hops")
+NUMBERS = ("KL", "loss", "entropy", "seconds")  # not shares
 # A dense model of 1,000 steps knows three quarters of the capitals (docs/results.md).
 MODELS = {
     "STEM": KINDS["STEM, all"],
@@ -95,17 +92,15 @@ class Method(NamedTuple):
 SWAPPED = [{"how": how} for how in ("copy", "pad", "subset")]
 WRITTEN = [{"keep": keep} for keep in (60, 20, 200)]
 TRAINED = [{"rate": 1e-4}, {"rate": 3e-5}, {"rate": 3e-4}, {"rate": 1e-4, "keep": 30}]
-ONE_LAYER = {"one_layer": True, "rate": 1e-3}
-BOUNDED = [{**ONE_LAYER, "bound": bound} for bound in (0.01, 0.02, 0.05)]
+BOUNDED = [{"one_layer": True, "rate": 1e-3, "bound": bound} for bound in (0.01, 0.02, 0.05)]
 LORA = [{"rank": 8, "rate": rate} for rate in (1e-3, 3e-4, 3e-3)]
-LORA += [{**LORA[0], "keep": 30}]
-VALUE = {"limit": 1.0, "rate": 0.5}  # of ROME and MEMIT
-ROME = [{"rank": rank, **VALUE} for rank in (0, 1, 2)]
-ROME += [{**ROME[rank], "limit": limit} for rank, limit in ((0, 0.5), (1, 0.7), (2, 0.7))]
-MEMIT = [{"n_layer": 3, "weight": 10, **VALUE}]
-OTHER = ({"weight": 1}, {"limit": 0.5}, {"limit": 0.7}, {"n_layer": 2})
+LORA += [{"rank": 8, "rate": 1e-3, "keep": 30}]
+RANKS = ((0, 1.0), (1, 1.0), (2, 1.0), (0, 0.5), (1, 0.7), (2, 0.7))  # and limits
+ROME = [{"rank": rank, "limit": limit, "rate": 0.5} for rank, limit in RANKS]
+FIRST = {"n_layer": 3, "weight": 10, "limit": 1.0, "rate": 0.5}
+OTHER = ({}, {"weight": 1}, {"limit": 0.5}, {"limit": 0.7}, {"n_layer": 2})
 OTHER += ({"n_layer": 2, "again": True},)
-MEMIT += [{**MEMIT[0], **other} for other in OTHER]
+MEMIT = [{**FIRST, **other} for other in OTHER]
 METHODS = {  # in the order in which they are measured
     "written rows": Method("STEM", Editor.write_rows, WRITTEN),
     "no edits, STEM": Method("STEM", Editor.nothing, [{}]),
@@ -324,13 +319,13 @@ class Trial(NamedTuple):
     seed: int
     name: str
     setting: dict
+    points: Sequence[int]  # numbers of edits, after which all are asked
     size: int = 1  # edits at once
     first: int = 0  # the record that is edited first
 
     @property
     def path(self) -> Path:
         """The file of its figures, a line of JSON each."""
-        # The single edit of record 0 is the first of a sequence, and in its file.
         how = f"record {self.first}" if self.first else f"by {self.size}"
         shown = ",".join([how, *(f"{key}={value}" for key, value in self.setting.items())])
         return self.figures / self.run.name / self.name / f"{shown}.jsonl"
@@ -341,25 +336,25 @@ class Trial(NamedTuple):
         rows = map(json.loads, lines)
         return {row["edits"]: row for row in rows}
 
-    def measure(self, points: Sequence[int]) -> None:
-        """Write facts, and ask all of them at some points. The weights are kept beside the figures,
+    def measure(self) -> None:
+        """Write facts, and ask all of them at the points. The weights are kept beside the figures,
         to go on with."""
         torch.set_num_threads(1)
         bench = open_bench(self.run, self.seed, self.data_dir)
-        records = bench.records[self.first :][: max(points)]
+        records = bench.records[self.first :][: max(self.points)]
         requests = list(map(bench.request, records))
         rows = self.rows()
         kept = self.path.with_suffix(".pt")
         n, weights = torch.load(kept) if kept.exists() else (0, bench.fresh)
         bench.model.load_state_dict(weights)
-        while n < max(points):
+        while n < max(self.points):
             bench.editor.written = requests[:n]
             started = time.process_time()
             some = requests[n : n + self.size]
             METHODS[self.name].function(bench.editor, some, **self.setting)
             seconds = time.process_time() - started
             n += self.size
-            if n in points and n not in rows:
+            if n in self.points:
                 rows[n] = {"edits": n, "seconds": seconds, **bench.ask(records[:n])}
                 with atomic(self.path) as temporary:
                     temporary.write_text("".join(f"{json.dumps(row)}\n" for row in rows.values()))
@@ -379,18 +374,18 @@ def end_with_parent() -> None:
     Thread(target=watch_parent, daemon=True).start()
 
 
-def measure_all(trials: Iterable[Trial], points: Sequence[int], cores: int) -> None:
-    """Measure trials at points, one on each core at a time; on 0 cores, in this process."""
-    waiting = [trial for trial in trials if {*points} - {*trial.rows()}]
+def measure_all(trials: list[Trial], cores: int) -> None:
+    """Measure trials, one on each core at a time; on 0 cores, in this process."""
+    waiting = {trial.path: trial for trial in trials if {*trial.points} - {*trial.rows()}}
     if not cores:
-        for trial in waiting:
-            trial.measure(points)
+        for trial in waiting.values():
+            trial.measure()
         return
     with ProcessPoolExecutor(cores, get_context("spawn"), end_with_parent) as pool:
         try:
-            running = [pool.submit(trial.measure, points) for trial in waiting]
-            shown = f"trials, {cores} at a time", len(running)
-            for future in tqdm(as_completed(running), *shown, unit="trial"):
+            running = [pool.submit(trial.measure) for trial in waiting.values()]
+            done = as_completed(running)
+            for future in tqdm(done, f"trials, {cores} at a time", len(running), unit="trial"):
                 future.result()
         except BaseException:
             for child in active_children():
@@ -398,39 +393,44 @@ def measure_all(trials: Iterable[Trial], points: Sequence[int], cores: int) -> N
             raise
 
 
-def score(rows: list[dict], kind: str, which: int) -> float | None:
-    """The mean of a score over the records that have it, by nats (0) or in greedy decoding (1)."""
-    found = [record[kind][which] for row in rows for record in row["records"] if kind in record]
-    return fmean(found) if found else None
+def figures(rows: list[dict]) -> dict[str, float | None]:
+    """What a table shows of a seed, by title: means over all records that were asked about."""
+    records = [record for row in rows for record in row["records"]]
 
+    def score(kind: str, which: int) -> float | None:
+        found = [record[kind][which] for record in records if kind in record]
+        return fmean(found) if found else None
 
-def harmonic(rows: list[dict], which: int, kinds: Sequence[str] = SCORES) -> float:
-    return harmonic_mean([score(rows, kind, which) for kind in kinds])
-
-
-def search(tried: dict[str, list[Trial]]) -> dict[str, dict]:
-    """Of the settings of each method, the one with which the names' facts, theirs and their
-    neighbors', are answered best in greedy decoding, after some edits in sequence."""
-
-    def answered(trial: Trial) -> float:
-        return harmonic([trial.rows()[N_SEARCHED]], 1, (*SCORES, "others"))
-
-    return {name: max(trials, key=answered).setting for name, trials in tried.items()}
-
-
-def cells(groups: list[list[dict]]) -> dict[str, str]:
-    """What the rows of each seed have in common."""
-    shown = {}
+    found = {}
     for which, how in enumerate(("nats", "greedy")):
         for kind in SCORES:
-            shown[f"{kind}, {how}"] = interval(".1%", [score(rows, kind, which) for rows in groups])
-        shown[f"S, {how}"] = interval(".1%", [harmonic(rows, which) for rows in groups])
+            found[f"{kind}, {how}"] = score(kind, which)
+        found[f"S, {how}"] = harmonic_mean([found[f"{kind}, {how}"] for kind in SCORES])
     for kind in MORE:
-        shown[kind] = interval(".1%", [score(rows, kind, 1) for rows in groups])
-    for title in ("other countries", "KL", "loss", "entropy", "seconds"):
-        form = ".1%" if title == "other countries" else ".3f"
-        shown[title] = interval(form, [fmean(row[title] for row in rows) for rows in groups])
-    return shown
+        found[kind] = score(kind, 1)
+    for title in ("other countries", *NUMBERS):
+        found[title] = fmean(row[title] for row in rows)
+    return found
+
+
+def search(tried: list[Trial]) -> dict:
+    """The setting with which the names' facts, theirs and their neighbors', are answered best in
+    greedy decoding, after some edits in sequence."""
+
+    def answered(trial: Trial) -> float:
+        found = figures([trial.rows()[N_SEARCHED]])
+        return harmonic_mean([*(found[f"{kind}, greedy"] for kind in SCORES), found["others"]])
+
+    return max(tried, key=answered).setting
+
+
+def cells(seeds: Iterable[list[dict]]) -> dict[str, str]:
+    """What the rows of each seed have in common."""
+    groups = [figures(rows) for rows in seeds]
+    return {
+        title: interval(".3f" if title in NUMBERS else ".1%", [found[title] for found in groups])
+        for title in groups[0]
+    }
 
 
 def of_shared_names(row: dict) -> dict:
@@ -438,40 +438,47 @@ def of_shared_names(row: dict) -> dict:
     return {**row, "records": [record for record in row["records"] if "namesakes" in record]}
 
 
-def picture(groups: dict[str, dict[str, list[list[dict]]]]) -> plt.Figure:
-    """Scores over the number of edits, a line a method."""
+def picture(groups: dict[tuple[str, int, int], dict[int, list[dict]]]) -> plt.Figure:
+    """Scores over the number of edits in sequence, a line a method. groups: as in `report`."""
     panels = {
-        "S: new facts and neighbors": lambda rows: harmonic(rows, 1),
-        "other facts of the names": lambda rows: score(rows, "others", 1),
-        "other countries": lambda rows: fmean(row["other countries"] for row in rows),
+        "S, greedy": "S: new facts and neighbors",
+        "others": "other facts of the names",
+        "other countries": "other countries",
     }
     figure, axes = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)
     colors = {}
-    for axis, (title, figure_of) in zip(axes, panels.items(), strict=True):
+    for axis, (score, title) in zip(axes, panels.items(), strict=True):
         axis.set(title=title, ylim=(-2, 102), xlabel="edits in sequence", xscale="log")
-        for name, found in groups.items():
+        for name in METHODS:
             method, _, model = name.partition(", ")
             color = colors.setdefault(method, f"C{len(colors)}")
-            numbers = [number for number in found if number.isdigit()]
-            means = [100 * fmean(map(figure_of, found[number])) for number in numbers]
+            points = [n for other, n, size in groups if other == name and size == 1]
+            means = []
+            for n in points:
+                seeds = map(figures, groups[name, n, 1].values())
+                means.append(100 * fmean(found[score] for found in seeds))
             line = "o--" if model == "dense" else "o-"
-            axis.plot(list(map(int, numbers)), means, line, color=color, ms=3, label=name)
+            axis.plot(points, means, line, color=color, ms=3, label=name)
         axis.xaxis.set_major_formatter("{x:.0f}")
     axes[0].set_ylabel("whole answers, %")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure
 
 
-def report(experiment: Experiment, groups: dict[str, dict[str, list[list[dict]]]]) -> None:
-    """Tables and a picture of what is measured in the models of all seeds."""
+def report(experiment: Experiment, trials: list[Trial]) -> None:
+    """Tables and a picture of what was measured in the models of all seeds."""
+    groups = {}  # the rows of each seed, by method, number of edits, and edits at once
+    for trial in trials:
+        for n in trial.points:
+            seeds = groups.setdefault((trial.name, n, trial.size), {})
+            seeds.setdefault(trial.seed, []).append(trial.rows()[n])
     everything, shared = [], []
-    for name, found in groups.items():
-        for title, seeds in found.items():
-            about = {"method": name, "edits": title}
-            everything.append({**about, **cells(seeds)})
-            sharing = [list(map(of_shared_names, rows)) for rows in seeds]
-            if all(row["records"] for rows in sharing for row in rows):
-                shared.append({**about, **cells(sharing)})
+    for (name, n, size), seeds in groups.items():
+        about = {"method": name, "edits": f"{n} by {size}" if size > 1 else str(n)}
+        everything.append({**about, **cells(seeds.values())})
+        sharing = [list(map(of_shared_names, rows)) for rows in seeds.values()]
+        if all(row["records"] for rows in sharing for row in rows):
+            shared.append({**about, **cells(sharing)})
     print(markdown(everything))
     if shared:
         print(f"\nNames that share tokens:\n\n{markdown(shared)}")
@@ -487,34 +494,27 @@ def counterfact(experiment: Experiment) -> None:
     seeds = [*numbers] if experiment.quick else [*numbers, SEARCHED]
     folders = experiment.train(MODELS, seeds)
 
-    def trial(name: str, setting: dict, seed: int, size: int = 1, first: int = 0) -> Trial:
+    def trial(name: str, setting: dict, seed: int, *how) -> Trial:
         run = folders[METHODS[name].model][seeds.index(seed)]
-        figures = experiment.out_dir / "figures/counterfact"
-        return Trial(run, experiment.data_dir, figures, seed, name, setting, size, first)
+        kept = experiment.out_dir / "figures/counterfact"
+        return Trial(run, experiment.data_dir, kept, seed, name, setting, *how)
 
     best = {name: method.settings[0] for name, method in METHODS.items()}
     if not experiment.quick:
         tried = {
-            name: [trial(name, setting, SEARCHED) for setting in method.settings]
+            name: [trial(name, setting, SEARCHED, (N_SEARCHED,)) for setting in method.settings]
             for name, method in METHODS.items()
         }
-        every = [trial for of_method in tried.values() for trial in of_method]
-        measure_all(every, (N_SEARCHED,), cores)
-        best = search(tried)
+        measure_all([trial for of_method in tried.values() for trial in of_method], cores)
+        best = {name: search(of_method) for name, of_method in tried.items()}
         chosen = [{"method": name, "setting": str(best[name])} for name in METHODS]
         print(f"{markdown(chosen)}\n", flush=True)
 
-    groups = {name: {} for name in METHODS}  # by the number of edits: the rows of each seed
-    for firsts, size, points in stages:
-        names = [name for name in METHODS if size == 1 or METHODS[name].batches]
-        trials = {
-            (name, seed, first): trial(name, best[name], seed, size, first)
-            for name, seed, first in product(names, numbers, firsts)
-        }
-        measure_all(trials.values(), points, cores)
-        for name, n in product(names, points):
-            title = f"{n} by {size}" if size > 1 else str(n)
-            groups[name][title] = [
-                [trials[name, seed, first].rows()[n] for first in firsts] for seed in numbers
-            ]
-    report(experiment, groups)
+    trials = []
+    for name, method in METHODS.items():
+        for firsts, size, points in stages:
+            if size == 1 or method.batches:
+                for seed, first in product(numbers, firsts):
+                    trials.append(trial(name, best[name], seed, points, size, first))
+    measure_all(trials, cores)
+    report(experiment, trials)

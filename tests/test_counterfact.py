@@ -14,10 +14,10 @@ from lab.counterfact import (
     Record,
     Trial,
     after,
+    figures,
     measure_all,
     ngram_entropy,
     questions,
-    score,
     search,
 )
 from lab.editors import Editor, Request, memit_update, rome_update, trace, watch
@@ -229,7 +229,7 @@ def test_scores_are_those_of_a_naive_count(bench):
             assert scores[kind] == pytest.approx(torch.tensor(mine).float().mean(0).tolist())
     assert counts["edited"] == 2 and counts["paraphrases"] == 6 and counts["neighbors"] > 5
     mean = sum(record["neighbors"][0] for record in found["records"]) / 2
-    assert score([found], "neighbors", 0) == pytest.approx(mean)
+    assert figures([found | {"seconds": 0.0}])["neighbors, nats"] == pytest.approx(mean)
     assert found["KL"] == pytest.approx(0, abs=1e-6)
 
 
@@ -271,20 +271,20 @@ def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
     method = counterfact.METHODS["swapped rows"]._replace(function=swap)
     monkeypatch.setitem(counterfact.METHODS, "swapped rows", method)
 
-    def trial(folder: str, size: int) -> Trial:
+    def trial(folder: str, points: tuple[int, ...], size: int) -> Trial:
         (tmp_path / folder).mkdir(exist_ok=True)
         where = tmp_path / "run", tmp_path, tmp_path / folder
-        return Trial(*where, 1, "swapped rows", {"how": "copy"}, size)
+        return Trial(*where, 1, "swapped rows", {"how": "copy"}, points, size)
 
     for kept in (1, 25):  # edits: in the second case, they are made again
         monkeypatch.setattr(counterfact, "KEPT", kept)
         for size, points in ((1, (2, 3)), (2, (2, 4))):
-            once, twice = trial(f"once{kept}", size), trial(f"twice{kept}", size)
-            once.measure(points)
+            once, twice = trial(f"once{kept}", points, size), trial(f"twice{kept}", points, size)
+            once.measure()
             made.clear()
-            twice.measure(points[:1])
+            twice._replace(points=points[:1]).measure()
             assert [*twice.rows()] == [points[0]]
-            twice.measure(points)
+            twice.measure()
             assert len(made) == points[1] + (2 if kept == 25 else 0)
             assert without_time(twice.rows()) == without_time(once.rows())
             assert [len(row["records"]) for row in once.rows().values()] == list(points)
@@ -303,24 +303,24 @@ def test_a_method_is_told_what_was_written_before(bench, tmp_path, monkeypatch):
     monkeypatch.setitem(counterfact.METHODS, "noted", counterfact.Method("STEM", note, [{}]))
     first, second, third = ([bench.request(record).prompt] for record in bench.records[:3])
     for number, points in ((0, (2,)), (0, (3,)), (1, (1,)), (2, (1,))):
-        Trial(tmp_path / "run", tmp_path, tmp_path, 1, "noted", {}, 1, number).measure(points)
+        Trial(tmp_path / "run", tmp_path, tmp_path, 1, "noted", {}, points, 1, number).measure()
     in_sequence = [[], first], [first, second], [first + second, third]
     assert told == [*in_sequence, [[], second], [[], third]]
 
 
 class Noted(Trial):
-    def measure(self, points):
+    def measure(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a") as file:
-            file.writelines(f'{{"edits": {n}, "by": {os.getpid()}}}\n' for n in points)
+            file.writelines(f'{{"edits": {n}, "by": {os.getpid()}}}\n' for n in self.points)
 
 
 def test_a_trial_is_measured_once_and_in_another_process(tmp_path):
     where = tmp_path / "run", tmp_path, tmp_path, 1
-    trials = [Noted(*where, "swapped rows", {"how": how}) for how in ("copy", "pad")]
-    trials[0].measure([10])
+    trials = [Noted(*where, "swapped rows", {"how": how}, [10]) for how in ("copy", "pad")]
+    trials[0].measure()
     for _ in range(2):
-        measure_all(trials, [10], 1)
+        measure_all(trials, 1)
     for trial in trials:
         (line,) = trial.path.read_text().splitlines()
         assert (json.loads(line)["by"] == os.getpid()) == (trial == trials[0])
@@ -338,10 +338,11 @@ def test_the_best_setting_answers_most():
         def rows(self):
             right = {60: 0.5, 20: 0.9, 200: 0.7}[self.setting["keep"]]
             kinds = (*counterfact.SCORES, "others")
-            return {10: {"records": [{kind: [0, right] for kind in kinds}]}}
+            others = dict.fromkeys(("other countries", *counterfact.NUMBERS), 0.0)
+            return {10: {"records": [{kind: [0, right] for kind in kinds}], **others}}
 
-    trials = [Fixed(*[None] * 4, "written rows", {"keep": keep}) for keep in (60, 20, 200)]
-    assert search({"written rows": trials}) == {"written rows": {"keep": 20}}
+    trials = [Fixed(*[None] * 4, "written rows", {"keep": keep}, (10,)) for keep in (60, 20, 200)]
+    assert search(trials) == {"keep": 20}
 
 
 def test_a_quick_trial_edits_models_of_the_seeds_that_are_given(tmp_path, monkeypatch):
