@@ -18,7 +18,16 @@ import prepare
 from common import UserError, locked
 from model import Decoder, ModelConfig
 from text import chat, tokenizer, writer
-from text.huggingface import GPT2, LETTERS, LLAMA3, NO_TOKEN, SMOLLM2
+from text.huggingface import (
+    CL100K_PATTERN,
+    GPT2,
+    LETTERS,
+    NO_TOKEN,
+    SMOLLM2,
+    read_tokenizer,
+    split,
+    write_tokenizer,
+)
 from training.checkpoints import load_checkpoint, load_model, save_checkpoint
 from training.dense_to_stem import read_text
 
@@ -54,6 +63,10 @@ LETTER = {b: chr(b) for b in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(H
 MERGES = ["l l", "h e", "he ll", "hell o", "Ġ hello", "Ċ Ċ", "1 2", "b c", "a bc"]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SIZES = [name for name in convert.SIZES.values() if name != "max_position_embeddings"]
+LLAMA3 = split(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS = [[GPT2], [SMOLLM2, GPT2], [LLAMA3, LETTERS]]
 
 
@@ -179,6 +192,14 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
     names = {i: token for token, i in words["model"]["vocab"].items()}
     ids = encoding.encode_ordinary("hello hello, hell abc 121 \n\nabcd\x04<|im_end|>")
     assert encoding.eot_token == 0 and " ".join(names[i] for i in ids) == spelled
+
+
+def test_blanks_after_the_last_line_break_are_a_word_in_llama_3(tmp_path):
+    """As in a prompt of code, "def f():\\n    ". In cl100k_base, the line break is in that word."""
+    save(tmp_path, words=listed("Ċ Ġ"))
+    _, encoding = convert.read_folder(tmp_path)
+    line_break, space = (encoding.encode_single_token(token) for token in ("\n", " "))
+    assert encoding.encode_ordinary("\n ") == [line_break, space]
 
 
 def test_an_end_of_texts_that_is_not_ours_is_named(tmp_path, capsys):
@@ -400,6 +421,18 @@ def test_commands_go_on_with_a_converted_llama(tmp_path, story):
 
 
 # --- and back ---
+
+
+def test_the_pattern_of_cl100k_base_comes_back(tmp_path):
+    """In Oniguruma, which tokenizers uses, {1,3}+ is no possessive {1,3}: it repeats."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    words = tokenizer.make_encoding("cl100k_base", CL100K_PATTERN, ranks, {})
+    words = tokenizer.complete(words)
+    write_tokenizer(tmp_path, words, 64)
+    assert "{1,3}+" not in (tmp_path / "tokenizer.json").read_text()
+    assert tokenizer.fingerprint(read_tokenizer(tmp_path / "tokenizer.json")) == (
+        tokenizer.fingerprint(words)
+    )
 
 
 @pytest.fixture(scope="module", params=["ours", 0, 1, 2])
