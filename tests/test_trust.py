@@ -440,6 +440,7 @@ def test_a_folder_is_its_better_checkpoint_for_readers_and_the_last_for_who_goes
         f"edit.py --ckpt out/ckpt.pt {EDIT} --save out/ckpt.pt": False,
         "sample.py --ckpt out --max_new_tokens 1": False,  # else the edit would be missed
         "edit.py --ckpt out --undo": False,
+        "sample.py --ckpt out --max_new_tokens 3": True,
     }
     for line, reads_best in lines.items():
         said = command(line, cwd=tmp_path).stderr

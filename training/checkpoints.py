@@ -184,7 +184,7 @@ def checkpoint_of(path: str | Path) -> Path:
     if not os.path.exists(last):
         return best
     checkpoint = read_checkpoint(last)
-    if "optimizer" not in checkpoint or "edits" in checkpoint:  # no training wrote it as it is
+    if "optimizer" not in checkpoint or checkpoint.get("edits"):  # no training wrote it as it is
         return last
     step, (loss, best_step) = checkpoint["step"], checkpoint["best"]
     settings = Settings.from_flat(checkpoint["args"])
