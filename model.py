@@ -549,7 +549,7 @@ class Decoder(nn.Module):
             return None, self.loss(x.flatten(0, 1), targets.flatten())
         if last_only:
             x = x[:, -1:]
-        return F.linear(x, self.head_weight), None
+        return self.unembed(x), None
 
     def hidden(
         self,
@@ -645,6 +645,12 @@ class Decoder(nn.Module):
             return self.wte(send(ids, self.device))
         return next(self.wte.lookup(ids)).to(self.head_weight.dtype)
 
+    def unembed(self, x: Tensor) -> Tensor:
+        """Logits: [..., n_embd] -> [..., V]."""
+        if self.head is None:
+            return F.linear(x, self.wte.weight)
+        return self.head(x)
+
     @property
     def head_weight(self) -> Tensor:  # [V, n_embd]
         return self.wte.weight if self.head is None else self.head.weight
@@ -669,7 +675,7 @@ class Decoder(nn.Module):
         return total / (targets >= 0).sum()
 
     def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        logits = F.linear(x, self.head_weight).float()  # [N, V]
+        logits = self.unembed(x).float()  # [N, V]
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
     # --- decoding ---
@@ -713,7 +719,8 @@ class Decoder(nn.Module):
         """Yield new tokens [B], one step at a time.
 
         Args:
-            ids: prompts [B, T]. When the context is full, its last half is kept.
+            ids: prompts [B, T], of one length: padding would be read as text. When the context is
+                full, its last half is kept.
             stop: a sequence repeats it once it emits it; generation ends when all have.
             seed: of the draws. None: PyTorch's global generator.
             table_ids: [B, T], under which the prompt's rows are looked up.

@@ -309,3 +309,13 @@ def test_documents_are_those_of_all_tokens_without_a_cache():
             model(ids, documents=wrong)
     with pytest.raises(AssertionError, match="no cache"):
         model(ids, documents=documents, cache=model.make_cache(4))
+
+
+def test_what_stands_in_place_of_the_head_is_called():
+    """As adapters do, which keep its weight."""
+    model = decoder(ffn="dense", tie_head=False)
+    ids = tokens(2, 6)
+    before, loss = model(ids)[0], model(ids, ids)[1]
+    model.head.register_forward_hook(lambda head, args, logits: 2 * logits)
+    torch.testing.assert_close(model(ids)[0], 2 * before)
+    assert model(ids, ids)[1] != loss

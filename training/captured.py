@@ -11,7 +11,6 @@ from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model import Cache, Decoder, additive
@@ -80,7 +79,7 @@ class CapturedStep:
             self.caches,
             self.position,
         )
-        return F.linear(x[:, -1], model.head_weight)
+        return model.unembed(x[:, -1])
 
     def __call__(self, model: Decoder, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
         self.n_token += 1

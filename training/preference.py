@@ -78,7 +78,7 @@ class Preference(NextToken):
         row_there = send(row, device)
         with self.autocast():
             x = self.model.hidden(ids)[row_there, send(column, device)]  # [n, n_embd]
-            logits = F.linear(x, self.model.head_weight)
+            logits = self.model.unembed(x)
         wanted = send(targets[row, column], device)
         nats = F.cross_entropy(logits.float(), wanted, reduction="none")  # [n]
         return torch.zeros(len(ids), device=device).index_add(0, row_there, -nats)
