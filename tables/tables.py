@@ -141,7 +141,9 @@ class Tables(nn.Module):
         """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
         Each row is one leaf of autograd, which sums the gradients of all places of its token;
         `merge` collects them."""
-        # It merges: so a step holds the rows of one micro-batch, not of all.
+        # Merge before each micro-batch: a step then keeps one merged gradient, not the leaves of all
+        # its micro-batches.
+        self.merge()
         self.check_taken(may_wait=self in trained)
         self.n_read += 1
         distinct, position = self.distinct(ids)  # [n], [B, T]
@@ -246,9 +248,9 @@ class Tables(nn.Module):
         self.reads = waiting
 
     def check_taken(self, may_wait: bool = False) -> None:
-        """AssertionError: nobody took the gradients of rows, though another optimizer stepped. It
-        may be a critic's, between micro-batches: then they wait."""
-        self.merge()
+        """AssertionError: some optimizer stepped while merged gradients of rows were waiting, so
+        nobody seems to take them. `may_wait`: an optimizer of rows exists and will take them later.
+        Then the step was another model's, such as a critic's, between two micro-batches."""
         if self.merged is None:
             self.since = n_step
         is_fine = may_wait or n_step <= self.since
@@ -274,6 +276,7 @@ class Tables(nn.Module):
         """Forget gradients, and lookups that were not differentiated. AssertionError: as
         `check_taken`. Warns if there are gradients that no optimizer takes, as in a loop that
         changes weights by hand."""
+        self.merge()
         self.check_taken()
         if self.merged and self not in trained:
             warnings.warn(f"gradients of rows are dropped: {ADVICE}", stacklevel=3)
