@@ -30,20 +30,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tables.storage import TableStorage
 
 STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
-MOST_READS = 4096  # more lookups than a step has micro-batches: nobody takes the gradients
+# No step has so many micro-batches: after more lookups than this, nobody takes the gradients.
+MOST_READS = 4096
 ADVICE = (
     "rows are no parameters, neither those of tables nor those of an embedding that is not the "
     "head: AdamW(model.parameters()) leaves them as they are. Take training.optimizer.Optimizer, "
     "or give model.tables and model.wte a tables.rmsprop.RowRMSprop each, and call its step(lr) "
     "after each step. (What is to stay as it is: call its requires_grad_(False).)"
 )
-n_step = 0  # of all of PyTorch's optimizers
-trained: WeakSet["Tables"] = WeakSet()  # what has an optimizer of rows; copies of it have none
+# An optimizer that does not know rows would leave them behind in silence. To notice this, we count
+# the steps of all optimizers of PyTorch, and remember the tables whose gradients somebody takes.
+# (An attribute would not do: a deep copy of the tables would have it, too, but has no optimizer.)
+optimizer_steps = 0
+trained: WeakSet["Tables"] = WeakSet()
 
 
 def count_step(*_) -> None:
-    global n_step
-    n_step += 1
+    global optimizer_steps
+    optimizer_steps += 1
 
 
 register_optimizer_step_post_hook(count_step)
@@ -74,16 +78,19 @@ class Tables(nn.Module):
         super().__init__()
         self.n_row = n_row
         self.width = width
-        # A lookup in training makes leaves, the backward pass fills their .grad, `merge` adds these
-        # up, the optimizer takes the sums. Lookups whose backward pass is yet to come: the distinct
-        # ids [n], on the CPU, and for each table read so far a leaf [n, W].
+        # The way of a gradient: a lookup in training makes leaves of autograd, the backward pass
+        # fills their .grad, `merge` adds these up, and the optimizer takes the sums.
+        # 1) Lookups whose backward pass is yet to come. Of each, the distinct ids [n], on the CPU,
+        # and a leaf [n, W] for each table that was read so far.
         self.reads: list[tuple[Tensor, list[Tensor]]] = []
-        # The merged gradients of those that are: distinct sorted ids [n], [n, W] per table.
+        # 2) The sums, of lookups whose backward pass is over: distinct sorted ids [n], and
+        # gradients [n, W] for each table.
         self.merged: tuple[Tensor, list[Tensor]] | None = None
-        self.n_read = 0  # lookups since the last optimizer step
-        # The n_step at which merged gradients began, or a loop in eval() mode: optimizers that step
-        # after it leave rows behind. Once somebody has asked for the gradients, none does.
-        self.since = sys.maxsize
+        self.n_read = 0  # lookups since the last `zero_grad`
+        # The count of `optimizer_steps` when gradients began to wait (or, in eval() mode, when a
+        # loss was first computed). If the count is higher later, an optimizer has stepped without
+        # them. It is beyond any count once somebody has asked for the gradients.
+        self.waiting_since = sys.maxsize
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
@@ -100,9 +107,11 @@ class Tables(nn.Module):
     # --- for the decoder ---
 
     def requires_grad_(self, requires_grad: bool = True) -> "Tables":
-        """False: rows stay as they are; to be called before an `Optimizer` is made. That of the
-        whole model does not reach them, as they are no parameters: it leaves rows alone to be
-        trained. True undoes it (and makes them no parameters)."""
+        """False freezes the rows. It must be called before an `Optimizer` is made. True undoes it,
+        but does not make the rows parameters.
+
+        `model.requires_grad_(False)` does not call this method: PyTorch goes through the parameters
+        instead. So it freezes the backbone, and the rows are still trained."""
         self.frozen = not requires_grad
         return self if requires_grad else super().requires_grad_(False)
 
@@ -110,13 +119,13 @@ class Tables(nn.Module):
         return self.training and torch.is_grad_enabled() and not self.frozen
 
     def check_mode(self) -> None:
-        """Called with each loss of a model that is trained. Warns if an optimizer steps, but none
-        of rows, as they are read in eval() mode."""
+        """Called by each forward pass of a model that is trained. Warns if an optimizer steps while
+        the model is in eval() mode, in which rows get no gradients."""
         is_constant = self.frozen or self in trained or not len(self.weight)
         if self.training or is_constant or self.weight[0].requires_grad:
             return
-        self.since = min(self.since, n_step)
-        if self.since < n_step:
+        self.waiting_since = min(self.waiting_since, optimizer_steps)
+        if self.waiting_since < optimizer_steps:
             warnings.warn(
                 f"an optimizer steps, but rows stay in eval() mode: call model.train(). {ADVICE}",
                 stacklevel=5,
@@ -141,8 +150,7 @@ class Tables(nn.Module):
         """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
         Each row is one leaf of autograd, which sums the gradients of all places of its token;
         `merge` collects them."""
-        # Merge before each micro-batch: a step then keeps one merged gradient, not the leaves of all
-        # its micro-batches.
+        # Merge before each micro-batch: so a step keeps the rows of one of them, and not of all.
         self.merge()
         self.check_taken(may_wait=self in trained)
         self.n_read += 1
@@ -252,8 +260,8 @@ class Tables(nn.Module):
         nobody seems to take them. `may_wait`: an optimizer of rows exists and will take them later.
         Then the step was another model's, such as a critic's, between two micro-batches."""
         if self.merged is None:
-            self.since = n_step
-        is_fine = may_wait or n_step <= self.since
+            self.waiting_since = optimizer_steps
+        is_fine = may_wait or optimizer_steps <= self.waiting_since
         assert is_fine and self.n_read <= MOST_READS, (
             f"the gradients of {self.n_read} lookups were not taken: {ADVICE} (More micro-batches "
             "in a step, on purpose: raise tables.tables.MOST_READS.)"
@@ -264,7 +272,7 @@ class Tables(nn.Module):
         sorted ids [n], and for each table [n, W] on the compute device. They are valid until the
         next lookup."""
         self.merge()
-        self.since = sys.maxsize
+        self.waiting_since = sys.maxsize
         trained.add(self)
         assert self.merged, (
             "no rows were differentiated since the last step: are they used? Is the model in "
