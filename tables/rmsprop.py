@@ -98,8 +98,14 @@ class RowRMSprop:
     def update(
         self, table: int, tokens: Tensor, slots: Tensor, keep: Tensor, grad: Tensor, lr: float
     ) -> None:
-        """Update one table. tokens and slots [n]: see tables.py; keep [n, 1]: what is left of v
-        after the gap; grad [n, W]."""
+        """Update one table.
+
+        Args:
+            tokens: [n], the distinct ids whose rows were read.
+            slots: [n], where their rows lie (tables.py).
+            keep: [n, 1], beta2^gap, by which v decays.
+            grad: [n, W].
+        """
         rows = self.tables.rows(table)
         if self.by_row:  # v is kept here, for each token
             moments = self.state[table]

@@ -9,11 +9,11 @@ decoder asks for their rows in the same way:
 
 Four kinds of integers say which row is meant:
 
-    ids        [B, T]   of the tokens of a batch
-    distinct   [n]      the same ids, each once, in order; also called tokens: rows of a whole table
+    ids        [B, T]   the token ids of a batch
+    distinct   [n]      the same ids, each once, in ascending order
     position   [B, T]   where in `distinct` each token of the batch is: distinct[position] == ids
-    slots      [n]      where `rows(table)` has these tokens: a whole table at their ids, a working
-                        set (offload.py) anywhere
+    slots      [n]      where each of these tokens lies in `rows(table)`: the slot is the id itself
+                        if the device has the whole table, but not in a working set (offload.py)
 """
 
 import sys
@@ -167,9 +167,10 @@ class Tables(nn.Module):
             yield F.embedding(position, leaf)
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What `torch.unique` returns with the inverse, on the CPU. To mark ids is two to ten times
-        as fast as to sort them, unless the tables have so many rows that marks are mostly of
-        others. IndexError: an id is out of range."""
+        """ids of any shape -> distinct ids [n] in ascending order, and the position of each id in
+        them: what `torch.unique` returns with the inverse, on the CPU. It sorts. To mark the ids
+        that occur is two to ten times as fast, unless there are many more rows than ids.
+        IndexError: an id is out of range."""
         ids = ids.cpu()
         if self.n_row > 64 * ids.numel():
             self.check_range(ids)
@@ -187,7 +188,7 @@ class Tables(nn.Module):
         if ids.numel() and not 0 <= ids.min() <= ids.max() < self.n_row:
             raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {self.n_row} rows")
 
-    # --- weights in a list that PyTorch does not see: the keys of a ParameterList ---
+    # --- state_dict: a plain list of weights gets the names of a ParameterList ---
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
