@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tables.storage import TableStorage
 
-STREAMS = {"cuda"}  # kinds of devices whose copies can run beside compute
+STREAM_DEVICES = {"cuda"}  # kinds of devices whose copies can run beside compute
 # No step has so many micro-batches: after more lookups than this, nobody takes the gradients.
 MOST_READS = 4096
 ADVICE = (
@@ -55,7 +55,7 @@ register_optimizer_step_post_hook(count_step)
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device. The host does not wait: a GPU reads pinned memory by itself."""
-    if device.type in STREAMS and tensor.device.type == "cpu":
+    if device.type in STREAM_DEVICES and tensor.device.type == "cpu":
         tensor = tensor.contiguous().pin_memory()  # a strided tensor's copy would not be pinned
     return tensor.to(device, non_blocking=True)
 

@@ -200,12 +200,12 @@ class SimulatedGpu(TorchDispatchMode):
         self.patch.setattr(offload, "ThreadPoolExecutor", Worker)
         self.patch.setattr(offload, "seen_by_gpu", self.seen_by_gpu)
         self.patch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor.clone()))
-        tables.STREAMS.add(DEVICE.type)
+        tables.STREAM_DEVICES.add(DEVICE.type)
         return super().__enter__()
 
     def __exit__(self, *error) -> None:
         super().__exit__(*error)
-        tables.STREAMS.discard(DEVICE.type)
+        tables.STREAM_DEVICES.discard(DEVICE.type)
         self.patch.undo()
         SimulatedGpu.current = None
         assert not self.freed_in_use, "memory was freed while it was used"

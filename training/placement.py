@@ -9,7 +9,7 @@ import torch
 from offload import OffloadedTables
 from tables import sharded
 from tables.storage import DiskStorage, RamStorage, check_room
-from tables.tables import STREAMS, ResidentTables, StoredTables, Tables
+from tables.tables import STREAM_DEVICES, ResidentTables, StoredTables, Tables
 from training import ranks
 
 
@@ -39,7 +39,7 @@ def make_tables(
         fresh: whether rows are yet to be drawn, not loaded.
     """
     training = live is not None
-    far = offload != "none" and device.type in STREAMS
+    far = offload != "none" and device.type in STREAM_DEVICES
     on_disk = offload == "disk" and (training or saved is not None)
 
     def make(n_table: int, n_row: int, width: int) -> Tables:
