@@ -36,19 +36,21 @@ ALIGNMENTS = ("copy", "pad", "subset", "average")
 
 
 def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[int]:
-    """The tokens whose rows a source name of n tokens reads in place of its own, where the target's
-    name has another number of tokens (STEM paper, section on knowledge editing):
+    """Stretch or cut the tokens of a target name to the n tokens of a source name, [n]. Each token
+    of the source then reads the row of the target's token at its place (STEM paper, section on
+    knowledge editing). With equal lengths, the target stays as it is. Else `how` decides:
 
-        copy     a longer source repeats the target's first row in front,
-                 a longer target contributes only its last rows
-        pad      likewise, but in front is the row of `pad`
-        subset   like copy, but a longer target contributes the rows of its rarest tokens: those
-                 with the largest ids, as tokenizers number what they merge; of equal ones the last
-        average  every token reads the mean of the target's rows: the target is one token, whose
-                 row is that mean (training/writing.py makes it)
+        copy     If the source is longer, the target's first token is repeated in front.
+                 If the target is longer, only its last n tokens are read.
+        pad      Like copy, but the token `pad` is repeated in front.
+        subset   Like copy, but of a longer target the n rarest tokens are read. These have the
+                 largest ids, because a tokenizer merges what is frequent first and numbers its
+                 merges in order. Of equal ids, the last one is taken.
+        average  Every token of the source reads the mean of the target's rows. The caller gives a
+                 target of one token, whose row is this mean (training/writing.mean_rows).
 
-    Differs: the authors copy by repeating the target's whole name, choose the subset that they find
-    most representative, and average names of equal length, too.
+    The authors differ: they copy by repeating the whole target, and choose the subset that they
+    find most representative.
     """
     if how == "subset":
         by_rarity = sorted(range(len(target)), key=target.__getitem__)  # positions
@@ -67,8 +69,8 @@ def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
 
     Args:
         ids: [..., T] token ids.
-        source, target: non-empty lists of token ids. Of different lengths, the target is aligned
-            as by `align`, by copying.
+        source, target: non-empty lists of token ids. If their lengths differ, `align` fits the
+            target to the source by copying.
 
     Returns:
         [..., T] ids; equal to `ids` where nothing matched.
