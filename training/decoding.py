@@ -82,8 +82,9 @@ def use_column_major_weights(model: Decoder) -> None:
 
 @torch.no_grad()
 def norm_keys(model: Decoder) -> None:
-    """Norm Embformer's keys in resident tables, once for all steps of decoding from ids. Only where
-    tables have the backbone's dtype: else keys would be rounded at another point."""
+    """Norm Embformer's keys in resident tables, once for all steps of decoding from ids. Tables of
+    another dtype than the backbone's are left alone: their keys would be rounded at another point
+    of the computation."""
     tables = model.tables
     if isinstance(tables, ResidentTables) and tables.weight[0].dtype == model.head_weight.dtype:
         for block, rows in zip(model.blocks, tables.weight, strict=True):
