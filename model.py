@@ -170,7 +170,8 @@ def decoder_class(ffn: str) -> type["Decoder"]:
 
 def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Tensor:
     """Cosines and sines for `rotate` at positions 0 to n - 1, [2, n, head_dim] (RoPE: Su et al.,
-    2021, section 3.2)."""
+    2021, section 3.2). Both channels of a pair find their values in place, the first one its sine
+    with a minus."""
     pair = torch.arange(0, config.head_dim, 2, device=device)
     frequency = config.rope_base ** -(pair / config.head_dim)  # radians per token, [head_dim / 2]
     if config.rope_scaling is not None:
@@ -189,22 +190,22 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
     return torch.stack((cos, sin))
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, heads, T, head_dim] by an angle:
-    (a cos - b sin, b cos + a sin). angles [2, S, head_dim] are those of
-    the S tokens so far, x has the last T."""
-    cos, sin = angles[:, -x.shape[2] :]
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Turn channels (a, b) = (i, i + head_dim / 2) of x [B, heads, T, head_dim] by an angle that
+    depends on the position: (a cos - b sin, b cos + a sin). `cos_sin` [2, S, head_dim], from
+    `rotary`, is that of the S tokens so far, of which x has the last T."""
+    cos, sin = cos_sin[:, -x.shape[2] :]
     wide = x.to(torch.float32, memory_format=torch.contiguous_format)
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
     return (wide * cos).add_(swapped.mul_(sin)).to(x.dtype)
 
 
-def rotate_both(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_both(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """`rotate` queries [B, n_head, T, head_dim] and keys [B, n_kv_head, S, head_dim], those of the
     same tokens as one tensor: half the kernels."""
     if q.shape[2] < k.shape[2]:
-        return rotate(q, angles), rotate(k, angles)
-    both = rotate(torch.cat((q, k), dim=1), angles)
+        return rotate(q, cos_sin), rotate(k, cos_sin)
+    both = rotate(torch.cat((q, k), dim=1), cos_sin)
     return both.split((q.shape[1], k.shape[1]), dim=1)
 
 
@@ -255,12 +256,12 @@ class LayerCache:
 class Cache:
     """What decoding keeps of the tokens so far. `Decoder.make_cache` makes it."""
 
-    def __init__(self, layers: list[LayerCache | None], angles: Tensor) -> None:
+    def __init__(self, layers: list[LayerCache | None], cos_sin: Tensor) -> None:
         """layers: the cache of each layer, None where keys and values are made of rows again;
-        angles: of all tokens it has room for."""
+        cos_sin: from `rotary`, of all tokens it has room for."""
         self.layers = layers
-        self.angles = angles  # [2, room, head_dim]
-        self.room = angles.shape[1]
+        self.cos_sin = cos_sin  # [2, room, head_dim]
+        self.room = cos_sin.shape[1]
         self.length = 0  # tokens so far; set it to 0 to start over
         self.ids: Tensor | None = None  # [B, length], under which rows are looked up
 
@@ -308,7 +309,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rows: Tensor | None,
-        angles: Tensor,
+        cos_sin: Tensor,
         mask: Tensor | None = None,
         cache: LayerCache | None = None,
         start: int | Tensor = 0,
@@ -318,7 +319,7 @@ class Attention(nn.Module):
             x: [B, T, n_embd].
             rows: what `qkv` reads, [B, T, row_width]; where only token ids are kept (Embformer's
                 cache "ids"), [B, S, row_width] of all tokens so far.
-            angles: of the tokens so far, [2, S, head_dim].
+            cos_sin: from `rotary`, of the tokens so far, [2, S, head_dim].
             mask: from `make_mask`.
             cache: of this layer; x continues the `start` tokens in it.
 
@@ -327,7 +328,7 @@ class Attention(nn.Module):
         """
         q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, T, n_kv_head, head_dim] twice
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, heads, T, head_dim]
-        q, k = rotate_both(q, k, angles)
+        q, k = rotate_both(q, k, cos_sin)
         if cache is not None:
             k, v = cache.update(start, k, v)  # [B, n_kv_head, S, head_dim]
         y = self.attend(q, k, v, mask)  # [B, T, n_head, head_dim]
@@ -423,7 +424,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rows: Tensor | None,
-        angles: Tensor,
+        cos_sin: Tensor,
         mask: Tensor | None = None,
         cache: LayerCache | None = None,
         start: int | Tensor = 0,
@@ -435,7 +436,7 @@ class Block(nn.Module):
             attn_rows, ffn_rows = rows.split(self.row_split, dim=-1)
             if rows.shape[1] > x.shape[1]:  # those of earlier tokens are for attention
                 ffn_rows = ffn_rows[:, -x.shape[1] :]
-        y = self.attn(self.attn_norm(x), attn_rows, angles, mask, cache, start)
+        y = self.attn(self.attn_norm(x), attn_rows, cos_sin, mask, cache, start)
         x = x + self.dropout(y)
         return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
 
@@ -573,8 +574,8 @@ class Decoder(nn.Module):
         n = ids.shape[1]
         assert documents is None or cache is None, "documents are known to no cache"
         if cache is None:  # one that no layer puts anything into, and that ends with this call
-            angles = rotary(min(n, self.config.block_size), self.config, self.device)
-            cache = Cache([None] * len(self.blocks), angles)
+            cos_sin = rotary(min(n, self.config.block_size), self.config, self.device)
+            cache = Cache([None] * len(self.blocks), cos_sin)
         start, room = cache.length, cache.room
         assert start + n <= room, f"{start + n} tokens: there is room for {room}"
 
@@ -589,8 +590,8 @@ class Decoder(nn.Module):
                 masks[kind] = block.attn.make_mask(x, start, documents)
 
         # 2) The layers, which put keys and values into the cache.
-        angles = cache.angles[:, : start + n]
-        x = self.through_layers(x, layer_rows, angles, masks, cache.layers, start)
+        cos_sin = cache.cos_sin[:, : start + n]
+        x = self.through_layers(x, layer_rows, cos_sin, masks, cache.layers, start)
         cache.length = start + n
         return x
 
@@ -598,7 +599,7 @@ class Decoder(nn.Module):
         self,
         x: Tensor,
         layer_rows: Iterator[Tensor],
-        angles: Tensor,
+        cos_sin: Tensor,
         masks: dict[str, Tensor | None],
         caches: list[LayerCache | None],
         start: int | Tensor,
@@ -612,7 +613,7 @@ class Decoder(nn.Module):
                 if rows.is_floating_point():
                     rows = rows.to(x.dtype)
             mask = masks[self.config.attention_kinds[layer]]
-            x = block(x, rows, angles, mask, caches[layer], start)
+            x = block(x, rows, cos_sin, mask, caches[layer], start)
         return self.norm(x)
 
     def look_up(self, ids: Tensor, documents: Tensor | None, cache: Cache) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ from common import UserError, training_dtype
 from lab.pictures import interval, markdown, plt, save_figure
 from model import Decoder
 from training.checkpoints import load_model
-from training.dense_to_stem import Fit, Stream, angles_and_mask, read_text
+from training.dense_to_stem import Fit, Stream, cos_sin_and_mask, read_text
 
 PARTS = ("up", "gate", "whole")
 SIZE = 4  # windows of training text in a forward pass
@@ -142,5 +142,5 @@ def loss_above(model: Decoder, layer: int, x: Tensor, targets: Tensor) -> float:
     """The loss in nats of a window whose stream x [1, T, n_embd] goes into a layer."""
     x = x.to(model.device)
     for block in model.blocks[layer:]:
-        x = block(x, None, *angles_and_mask(block, x))
+        x = block(x, None, *cos_sin_and_mask(block, x))
     return model.loss(model.norm(x)[0], targets.to(x.device)).item()

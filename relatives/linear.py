@@ -42,7 +42,7 @@ class Attention(model.Attention):
         self,
         x: Tensor,
         rows: Tensor | None,
-        angles: Tensor,
+        cos_sin: Tensor,
         mask: Tensor,
         cache: State | None = None,
         start: int = 0,
@@ -53,7 +53,7 @@ class Attention(model.Attention):
             q = F.elu(q.float()) + 1
             k = F.elu(k.float()).repeat_interleave(groups, dim=1) + 1
             v = v.float().repeat_interleave(groups, dim=1)
-            y = self.sum_up(q, k, v, angles, mask, cache, start)  # [B, n_head, T, head_dim]
+            y = self.sum_up(q, k, v, cos_sin, mask, cache, start)  # [B, n_head, T, head_dim]
         return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))
 
     def sum_up(
@@ -61,15 +61,15 @@ class Attention(model.Attention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        angles: Tensor,
+        cos_sin: Tensor,
         documents: Tensor,
         cache: State | None,
         start: int,
     ) -> Tensor:
         """The formula above, of features q and k. The state is of the last token's document."""
         past = k.shape[2] - q.shape[2]  # earlier tokens, whose rows stand in for a cache
-        turned_q = rotate(q, angles)
-        turned_k = rotate(k, angles)
+        turned_q = rotate(q, cos_sin)
+        turned_k = rotate(k, cos_sin)
         if cache is None or start == 0:
             outer = turned_k[:, :, :past].mT @ v[:, :, :past]  # [B, n_head, head_dim, head_dim]
             total = k[:, :, :past].sum(2).unsqueeze(-1)  # [B, n_head, head_dim, 1]

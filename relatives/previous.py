@@ -43,7 +43,7 @@ class Attention(model.Attention):
         self,
         x: Tensor,
         rows: Tensor | None,
-        angles: Tensor,
+        cos_sin: Tensor,
         mask: tuple[Tensor | None, Tensor | None],
         cache: PreviousCache | None = None,
         start: int = 0,
@@ -59,7 +59,7 @@ class Attention(model.Attention):
         if cache is not None:
             cache.last_key = own[:, -1:].clone()
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, heads, T, head_dim]
-        q, k = rotate_both(q, k, angles)
+        q, k = rotate_both(q, k, cos_sin)
         if cache is not None:
             k, v = cache.update(start, k, v)  # [B, n_kv_head, S, head_dim]
         y = self.attend(q, k, v, mask)  # [B, T, n_head, head_dim]

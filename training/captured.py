@@ -55,7 +55,7 @@ class CapturedStep:
 
     def __init__(self, model: Decoder, cache: Cache) -> None:
         # Not the cache, nor the model: with the former this goes, and the latter has this.
-        self.caches, self.angles = cache.layers, cache.angles
+        self.caches, self.cos_sin = cache.layers, cache.cos_sin
         like = model.head_weight
         batch, _, room, _ = cache.layers[0].k.shape
         for layer in cache.layers:  # what a mask hides must be numbers, too
@@ -74,7 +74,7 @@ class CapturedStep:
         x = model.through_layers(
             self.x,
             iter(self.rows),
-            self.angles.index_select(1, self.position),  # [2, 1, head_dim]
+            self.cos_sin.index_select(1, self.position),  # [2, 1, head_dim]
             {"full": mask},
             self.caches,
             self.position,

@@ -68,11 +68,11 @@ class Stream:
         about = f"layer {layer} of {len(self.model.blocks)}"
         for ids, kept in tqdm(self.batches, about, leave=False, disable=None):
             x = kept.to(device)
-            kept += block.attn(block.attn_norm(x), None, *angles_and_mask(block, x)).to("cpu")
+            kept += block.attn(block.attn_norm(x), None, *cos_sin_and_mask(block, x)).to("cpu")
             yield send(ids, device), block.ffn_norm(kept.to(device)), kept
 
 
-def angles_and_mask(block: Block, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def cos_sin_and_mask(block: Block, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """What the attention of a block needs to know about windows x [B, T, n_embd]."""
     return rotary(x.shape[1], block.attn.config, x.device), block.attn.make_mask(x, 0, None)
 
