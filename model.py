@@ -580,7 +580,8 @@ class Decoder(nn.Module):
         assert start + n <= room, f"{start + n} tokens: there is room for {room}"
 
         # 1) What layers read beside x: rows, positions, masks.
-        layer_rows = self.look_up(ids if table_ids is None else table_ids.long(), documents, cache)
+        row_ids = ids if table_ids is None else table_ids.long()
+        layer_rows = self.rows_of_text(row_ids, documents, cache)
         x = F.dropout(self.embed(ids), self.config.dropout, self.training)
         if documents is not None:
             documents = send(documents, x.device)
@@ -616,24 +617,27 @@ class Decoder(nn.Module):
             x = block(x, rows, cos_sin, mask, caches[layer], start)
         return self.norm(x)
 
-    def look_up(self, ids: Tensor, documents: Tensor | None, cache: Cache) -> Iterator[Tensor]:
-        """The rows of tokens ids [B, T] for each layer with a table in turn, [B, T, row_width].
-        Where the cache keeps ids alone, keys and values are made of rows again: [B, S, row_width]
-        of all S tokens that the layer sees."""
+    def rows_of_text(self, ids: Tensor, documents: Tensor | None, cache: Cache) -> Iterator[Tensor]:
+        """Continue the text in the cache by tokens ids [B, T], and look up their rows: for each
+        layer with a table in turn, [B, T, row_width].
+
+        A cache of kind "ids" keeps no keys and values. They are made again, of the rows of all S
+        tokens that the layer sees, which are then returned: [B, S, row_width]."""
         n = ids.shape[1]
         start = cache.length
         if start > 0:
             ids = torch.cat((cache.ids[:, :start], ids), dim=1)  # the text so far
         cache.ids = ids
-        if start == 0 or cache.layers[0] is not None:  # rows of earlier tokens: none
+        if start == 0 or cache.layers[0] is not None:  # there are no earlier tokens, or their keys
             return self.layer_rows(self.addresses(ids, n, documents))
         n_seen = [block.attn.n_past(start) + n for block in self.blocks]
         layer_rows = self.layer_rows(self.addresses(ids, max(n_seen), documents))
         return (rows[:, -seen:] for rows, seen in zip(layer_rows, n_seen, strict=True))
 
     def addresses(self, ids: Tensor, n: int, documents: Tensor | None = None) -> Tensor:
-        """Where the rows of the last n tokens of a text so far, ids [B, S], are in the tables:
-        [B, n]. documents: see `hidden`."""
+        """Where the rows of the last n tokens of a text, ids [B, S], are in the tables: [B, n].
+        Here a token's id is the address of its row. A relative may derive it from earlier tokens,
+        too, which is why it gets the whole text. documents: see `hidden`."""
         return ids[:, -n:]
 
     def layer_rows(self, addresses: Tensor) -> Iterator[Tensor]:

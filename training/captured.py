@@ -86,7 +86,7 @@ class CapturedStep:
         if self.n_token <= PATIENCE:
             return model.ordinary_step(ids, table_ids, cache)
         assert cache.length < cache.room, f"there is room for {cache.room} tokens"
-        rows = list(model.look_up(table_ids.long(), None, cache))  # [B, 1, W] each
+        rows = list(model.rows_of_text(table_ids.long(), None, cache))  # [B, 1, W] each
         if rows:
             self.rows.copy_(torch.stack(rows))
         self.x.copy_(model.embed(ids.long()))
