@@ -241,10 +241,12 @@ class LayerCache:
         self.v = torch.empty_like(self.k)
 
     def update(self, start: int | Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v [B, n_kv_head, T, head_dim] of tokens from `start` on. Returns those of all
-        tokens that new ones may see, [B, n_kv_head, S, head_dim]. A tensor [1]: of one token there;
-        returns all there is room for, as sizes are fixed in a captured step
-        (training/captured.py), whose mask hides the rest."""
+        """Store k and v [B, n_kv_head, T, head_dim] of new tokens from position `start` on. Returns
+        those of all tokens so far, [B, n_kv_head, S, head_dim].
+
+        In a captured step (training/captured.py), sizes are fixed and positions are tensors: there
+        is one new token, `start` is [1], and what is returned is the whole cache, S = room. The
+        mask of that step hides what is not yet filled."""
         if isinstance(start, Tensor):
             return self.k.index_copy_(2, start, k), self.v.index_copy_(2, start, v)
         end = start + k.shape[2]
@@ -257,13 +259,14 @@ class Cache:
     """What decoding keeps of the tokens so far. `Decoder.make_cache` makes it."""
 
     def __init__(self, layers: list[LayerCache | None], cos_sin: Tensor) -> None:
-        """layers: the cache of each layer, None where keys and values are made of rows again;
+        """layers: the cache of each layer; None keeps nothing: keys and values are made of rows
+        again (Embformer), or no token will follow;
         cos_sin: from `rotary`, of all tokens it has room for."""
         self.layers = layers
         self.cos_sin = cos_sin  # [2, room, head_dim]
         self.room = cos_sin.shape[1]
         self.length = 0  # tokens so far; set it to 0 to start over
-        self.ids: Tensor | None = None  # [B, length], under which rows are looked up
+        self.ids: Tensor | None = None  # [B, length], table_ids of the text so far
 
 
 class Attention(nn.Module):
@@ -567,13 +570,14 @@ class Decoder(nn.Module):
             table_ids: [B, T], under which tables are looked up instead: knowledge editing.
             documents: [B, T], the number of each token's document, in which attention stays.
                 Rotary positions are relative: they need not begin again.
-            cache: of earlier tokens, which ids continue; they are added to it. Without documents.
+            cache: what is kept of earlier tokens, which `ids` continue. They are added to it. It
+                does not know documents.
         """
         check_ids(ids, table_ids=table_ids, documents=documents)
         ids = ids.long()  # addresses of n-grams need 64 bits
         n = ids.shape[1]
         assert documents is None or cache is None, "documents are known to no cache"
-        if cache is None:  # one that no layer puts anything into, and that ends with this call
+        if cache is None:  # an empty one, so that below there is only one case
             cos_sin = rotary(min(n, self.config.block_size), self.config, self.device)
             cache = Cache([None] * len(self.blocks), cos_sin)
         start, room = cache.length, cache.room
@@ -590,7 +594,7 @@ class Decoder(nn.Module):
             if kind not in masks:
                 masks[kind] = block.attn.make_mask(x, start, documents)
 
-        # 2) The layers, which put keys and values into the cache.
+        # 2) The layers. They put keys and values into their caches, if they have any.
         cos_sin = cache.cos_sin[:, : start + n]
         x = self.through_layers(x, layer_rows, cos_sin, masks, cache.layers, start)
         cache.length = start + n
