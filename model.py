@@ -210,8 +210,8 @@ def rotate_both(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def additive(seen: Tensor, x: Tensor) -> Tensor:
-    """A boolean mask as one of 0 and -inf, in the dtype of x: SDPA would convert a boolean mask in
-    every layer, and keep it."""
+    """Turn a boolean mask into one of 0 and -inf, in the dtype of x. SDPA would convert a boolean
+    mask by itself, but anew in every layer, and would keep each for the backward pass."""
     return torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, -torch.inf)
 
 
@@ -298,7 +298,7 @@ class Attention(nn.Module):
 
     def make_mask(self, x: Tensor, start: int, documents: Tensor | None) -> Tensor | None:
         """The mask for `attend` of tokens x [B, T, n_embd] after `start` tokens in the cache.
-        documents: their numbers [B, T], in which attention stays."""
+        documents: the number of each token's document, [B, T]. Attention does not leave it."""
         n = x.shape[1]
         if documents is not None:
             same = documents[:, None, :, None] == documents[:, None, None, :]
@@ -354,14 +354,15 @@ class Attention(nn.Module):
             k = k.repeat_interleave(groups, dim=1)
             v = v.repeat_interleave(groups, dim=1)
         causal = False
-        if mask is None and q.shape[2] > 1:  # compiled, an expression would stay a symbol
+        # By an `if`: the value of the condition itself would be a symbol under torch.compile.
+        if mask is None and q.shape[2] > 1:
             causal = True
         options = {
             "attn_mask": mask,
             "dropout_p": self.config.dropout if self.training else 0.0,
             "is_causal": causal,
         }
-        if torch.is_autocast_enabled("cpu"):  # in 16 bits its backward takes 4 times as long
+        if torch.is_autocast_enabled("cpu"):  # in 16 bits, SDPA's backward takes 4 times as long
             with torch.autocast("cpu", enabled=False):
                 q, k, v = q.float(), k.float(), v.float()
                 y = F.scaled_dot_product_attention(q, k, v, **options)
@@ -568,8 +569,8 @@ class Decoder(nn.Module):
         Args:
             ids: [B, T], in training on the CPU (see `Tables.lookup`).
             table_ids: [B, T], under which tables are looked up instead: knowledge editing.
-            documents: [B, T], the number of each token's document, in which attention stays.
-                Rotary positions are relative: they need not begin again.
+            documents: [B, T], the number of each token's document, which attention does not
+                leave. Rotary positions are relative, so they need not begin again.
             cache: what is kept of earlier tokens, which `ids` continue. They are added to it. It
                 does not know documents.
         """
@@ -632,7 +633,8 @@ class Decoder(nn.Module):
         if start > 0:
             ids = torch.cat((cache.ids[:, :start], ids), dim=1)  # the text so far
         cache.ids = ids
-        if start == 0 or cache.layers[0] is not None:  # there are no earlier tokens, or their keys
+        # There are no earlier tokens, or their keys and values are kept.
+        if start == 0 or cache.layers[0] is not None:
             return self.layer_rows(self.addresses(ids, n, documents))
         n_seen = [block.attn.n_past(start) + n for block in self.blocks]
         layer_rows = self.layer_rows(self.addresses(ids, max(n_seen), documents))
