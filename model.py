@@ -140,15 +140,22 @@ def relatives(class_name: str) -> list[str]:
     """The files in relatives/ that have a class of this name, `Decoder` or `Attention`."""
     found = []
     for path in RELATIVES.glob("*.py"):
-        # One that is not UTF-8 is shown, and named by Python when it is asked for.
+        # A file that is not UTF-8 is listed, too. If it is asked for, Python's error names it.
         if f"\nclass {class_name}(" in path.read_text(encoding="utf-8", errors="replace"):
             found.append(path.stem)
     return sorted(found)
 
 
 def find(class_name: str, name: str, built_in: dict[str, type], given: str) -> type:
-    """The class of this name in relatives/NAME.py, or a `built_in` one. UserError: there is none,
-    as the flag that asked for it was `given`; or a file has the name of what is built in."""
+    """The class `class_name` in relatives/NAME.py or, if its name is built in, that of `built_in`.
+
+    Args:
+        class_name: `Decoder` or `Attention`.
+        given: the flag with its value that asked for it, for the error.
+
+    Raises:
+        UserError: there is no such class, or a file has the name of one that is built in.
+    """
     if name in built_in:
         if (RELATIVES / f"{name}.py").exists():
             raise UserError(f"relatives/{name}.py: {name} is built in: give the file another name")
@@ -161,7 +168,7 @@ def find(class_name: str, name: str, built_in: dict[str, type], given: str) -> t
 
 
 def decoder_class(ffn: str) -> type["Decoder"]:
-    """The decoder of a kind of --ffn. Its `config_class` is that of its settings."""
+    """The decoder of a kind of --ffn. Its `config_class` is its kind of ModelConfig."""
     return find("Decoder", ffn, dict.fromkeys(BUILT_IN, Decoder), f"--ffn {ffn}")
 
 
@@ -462,7 +469,8 @@ class Decoder(nn.Module):
         """tables: called as (n_table, n_row, width), makes the tables. UserError: sizes do not fit
         together."""
         super().__init__()
-        relative = type(self).__module__.partition("relatives.")[2]
+        # Class and config may be of different kinds, as in Decoder(ModelConfig(ffn="moe")).
+        relative = type(self).__module__.partition("relatives.")[2]  # its file, "moe", else ""
         if relative not in ("", config.ffn) or not isinstance(self, decoder_class(config.ffn)):
             kind = relative or config.ffn
             made = f"Decoder = decoder_class({kind!r}); Decoder(Decoder.config_class(ffn={kind!r}))"
