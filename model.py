@@ -454,8 +454,11 @@ class Block(nn.Module):
 
 # --- the decoder ---
 
-CHUNK = {"cuda": 1 << 26}  # logits at a time; elsewhere 1 << 22, to stay in a CPU's caches
-KEPT = 1 << 26  # logits that the backward pass may keep, 256 MiB; of more it computes them again
+# How many logits `Decoder.loss` computes at a time. Elsewhere it is 1 << 22, so that they stay in a
+# CPU's caches.
+CHUNK = {"cuda": 1 << 26}
+# How many logits may be kept for the backward pass, 256 MiB. It computes more of them again.
+KEPT = 1 << 26
 
 
 class Decoder(nn.Module):
@@ -463,7 +466,8 @@ class Decoder(nn.Module):
 
     config_class: type[ModelConfig] = ModelConfig
     n_address = 1  # rows of a table that a token reads, side by side
-    captured: Callable[..., Tensor] | None = None  # a way to `step`: training/captured.py
+    # What `step` calls in place of `ordinary_step`, if anything (training/captured.py).
+    captured: Callable[..., Tensor] | None = None
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
         """tables: called as (n_table, n_row, width), makes the tables. UserError: sizes do not fit
@@ -553,12 +557,13 @@ class Decoder(nn.Module):
         and the mean cross-entropy in nats. For all else see `hidden`."""
         check_ids(ids, targets=targets)
         x = self.hidden(ids, table_ids=table_ids, documents=documents, cache=cache)
-        if torch.is_grad_enabled() and self.head_weight.requires_grad:
+        if torch.is_grad_enabled() and self.head_weight.requires_grad:  # it is being trained
             for tables in (self.tables, self.wte):
                 if isinstance(tables, Tables):
                     tables.check_mode()
         if targets is not None:
-            targets = send(targets.long(), x.device).clamp(min=-1)  # elsewhere the mark is -100
+            # PyTorch marks what is not predicted by -100, `loss` by -1: both will do.
+            targets = send(targets.long(), x.device).clamp(min=-1)
             return None, self.loss(x.flatten(0, 1), targets.flatten())
         if last_only:
             x = x[:, -1:]
@@ -712,13 +717,13 @@ class Decoder(nn.Module):
         return Cache(layers, rotary(room, self.config, self.device))
 
     def step(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
-        """The logits [B, V] of what follows tokens ids [B, T], with which the cache goes on."""
+        """The logits [B, V] of the token after ids [B, T], which continue the text in the cache."""
         if self.captured is not None:
             return self.captured(self, ids, table_ids, cache)
         return self.ordinary_step(ids, table_ids, cache)
 
     def ordinary_step(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
-        """As `step`, without a graph."""
+        """As `step`, by a forward pass that is not captured as a CUDA graph."""
         return self(ids, table_ids=table_ids, cache=cache, last_only=True)[0][:, -1]
 
     @torch.inference_mode()
@@ -752,17 +757,18 @@ class Decoder(nn.Module):
         if seed is not None:
             generator = torch.Generator(self.device).manual_seed(seed)
         check_ids(ids, table_ids=table_ids)
-        # On the CPU, where tables in RAM and the caller need them: one wait for the GPU a token.
+        # Ids stay on the CPU, where tables in RAM look them up and the caller reads them. So the
+        # host waits for the GPU once per token.
         ids = ids.cpu()[:, -block_size:]
         table_ids = ids if table_ids is None else table_ids.cpu()[:, -block_size:]
         kept = self.make_cache(len(ids), ids.shape[1] + max_new_tokens, cache)
         done = torch.zeros(len(ids), dtype=torch.bool)
-        n_new = ids.shape[1]  # how many tokens the model has not read: first, the whole prompt
+        n_unread = ids.shape[1]  # tokens that the model has not read: at first, the whole prompt
         for _ in range(max_new_tokens):
             if kept.length == block_size:  # full: read the last half again
                 kept.length = 0
-                n_new = max(1, block_size // 2)
-            logits = self.step(ids[:, -n_new:], table_ids[:, -n_new:], kept)
+                n_unread = max(1, block_size // 2)
+            logits = self.step(ids[:, -n_unread:], table_ids[:, -n_unread:], kept)
             token = sample(logits, temperature, top_k, top_p, generator).cpu()  # [B]
             if stop is not None:
                 token = token.masked_fill(done, stop)
@@ -772,7 +778,7 @@ class Decoder(nn.Module):
                 return
             ids = torch.cat((ids, token[:, None]), dim=1)
             table_ids = torch.cat((table_ids, token[:, None]), dim=1)
-            n_new = 1
+            n_unread = 1
 
     def generate(self, ids: Tensor, max_new_tokens: int, **options) -> Tensor:
         """The prompt followed by the tokens of `stream`, to which options go: [B, T + new]."""
@@ -781,8 +787,9 @@ class Decoder(nn.Module):
 
 
 def check_ids(ids: Tensor, **others: Tensor | None) -> None:
-    """AssertionError: ids, or tensors that say something of each of them, are no integers, or not
-    of one shape [B, T]. Else they would be truncated, spread over them, or shifted."""
+    """AssertionError: ids, or tensors with a number for each of them, are not integers, or not all
+    of one shape [B, T]. Without this check, fractions would be cut off, and another shape would be
+    broadcast or be aligned with the wrong tokens."""
     assert ids.dim() == 2, f"ids {[*ids.shape]} are not [B, T]"
     for name, tensor in {"ids": ids, **others}.items():
         if tensor is not None:
