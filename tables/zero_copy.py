@@ -28,6 +28,9 @@ except ImportError:
 PROGRAMS, BLOCK = 8, 8192
 
 if triton:
+    # The kernel of `copy_records`. It gets pointers to stored [V, n_table, W], to on_device
+    # [n_table, n_slot, W] and to moves [n, 2]. It copies the rows of n tokens in n_moved tables,
+    # from table `first` on; its programs take these n * n_moved rows in turn.
     # Sizes are not specialized: else Triton compiles anew in the middle of a run.
     @triton.jit(do_not_specialize=["n", "first", "n_moved", "n_slot"])
     def copy_kernel(
@@ -96,8 +99,8 @@ def copy_records(
 
 
 def places(slots: Tensor, n_slot: int, tables: Tensor) -> Tensor:
-    """Which rows of all tables' slots, [n_table * n_slot, W], belong to `slots` [n] of some tables:
-    [n, tables]."""
+    """Where `slots` [n] of some tables [tables] are in [n_table, n_slot, W], seen as a matrix
+    [n_table * n_slot, W]: [n, tables]."""
     return slots[:, None] + n_slot * tables
 
 
@@ -105,7 +108,7 @@ class ZeroCopy:
     """Moves records by kernels of a side stream that read and write arrays of the host, see
     `seen_by_gpu`."""
 
-    few_bytes = 32 << 20  # of rows: see `OffloadedTables.read_few`
+    few_bytes = 32 << 20  # of rows that `OffloadedTables.lookup` reads by `read_few`
 
     def __init__(self, stream: torch.cuda.Stream, arrays: dict[str, Tensor]) -> None:
         self.stream = stream
