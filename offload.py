@@ -14,8 +14,9 @@ How they travel depends on where they are stored:
     files    mapped files <--worker thread--> pinned staging <--copies of the side stream--> slots
 
 A kernel reads and writes the host's memory where it is (*zero-copy*): the host only launches it.
-Files cannot be pinned, so their records go in chunks through a ring of a few buffers. Of a prompt,
-which nobody announced, the first table comes first, then two, then four.
+Files cannot be pinned, so their records go in chunks through a ring of a few buffers. No earlier
+step announces a prompt, so the first layer has to wait for its rows. To keep this short, the first
+table comes alone, then two come together, then four.
 
 Three things could go wrong:
 
@@ -44,7 +45,7 @@ from tables.zero_copy import ZeroCopy, done, places, seen_by_gpu
 class TransferRing:
     """A thread with a side stream that moves records through a few buffers in turn."""
 
-    few_bytes = 8 << 20  # of rows: see `OffloadedTables.read_few`
+    few_bytes = 8 << 20  # of rows that `OffloadedTables.lookup` reads by `read_few`
 
     def __init__(
         self, stream: torch.cuda.Stream, storage: TableStorage, n_buffer: int, chunk_bytes: int
@@ -114,8 +115,9 @@ class TransferRing:
         on_device: dict[str, Tensor],
         free: torch.cuda.Event,
     ) -> Iterator[tuple]:
-        """Yield as many tokens as a buffer takes: the stored array [V, tables, W], the tokens [n],
-        all slots as a matrix, and which of its rows are theirs [n * tables], on the device."""
+        """Yield the records of one array after the other, as many tokens at a time as a buffer
+        takes: the stored array [V, tables, W], the tokens [n], the array's slots on the device as a
+        matrix [n_table * n_slot, W], and the places of these tokens in it [n * tables]."""
         self.stream.wait_event(free)  # H2
         for name, numbers in on_device.items():
             stored = self.storage.arrays[name][:, tables]
@@ -148,10 +150,17 @@ def store(stored: Tensor, ids: Tensor, staging: Tensor, copied: torch.cuda.Event
 
 
 class OffloadedTables(StoredTables):
-    """All tables of a model in RAM or on disk, used by a GPU: files, and RAM that cannot be pinned,
-    through a ring of `n_buffer` buffers of `chunk_bytes`. A token's record: absent -fetch_missing->
-    coming -wait_for-> in its slot -updated-> dirty -evict_except-> absent. On the device each table
-    lies by itself: with --deterministic, PyTorch would write a strided one back as a whole."""
+    """All tables of a model in RAM or on disk, used by a GPU.
+
+    In training, a token's record goes through these states again and again:
+
+        absent       `fetch_missing` begins to fetch it
+        coming       `wait_for` waits until it is there
+        in its slot  `updated` marks it as changed, or `evict_except` frees its slot
+        dirty        `evict_except` writes it back and frees its slot
+
+    n_buffer, chunk_bytes: of the ring that moves files, and RAM that cannot be pinned.
+    """
 
     def __init__(
         self,
@@ -161,19 +170,22 @@ class OffloadedTables(StoredTables):
         chunk_bytes: int = 8 << 20,
     ) -> None:
         super().__init__(storage, device)
-        self.record_bytes = 4 * len(self.weight) * self.width  # or half of it
-        self.buffers = n_buffer, max(chunk_bytes, self.record_bytes)  # one must fit
+        self.record_bytes = 4 * len(self.weight) * self.width  # in bfloat16 it takes half of this
+        self.buffers = n_buffer, max(chunk_bytes, self.record_bytes)  # a buffer must hold a record
         self.stream = torch.cuda.Stream(self.device)  # the side stream
         self.seen: dict[str, Tensor] = {}  # arrays in RAM, as the device sees them
         self.open_transfers()
-        # The working set: on the device [n_table, n_slot, W] of rows and, in training, maybe state.
+        # The working set on the device: [n_table, n_slot, W] of rows and, if the optimizer keeps
+        # one, of state. Tables come first: with --deterministic, PyTorch would write a table that
+        # is strided back as a whole. `new_slots` also records the first `free` (H2).
         self.working_set = {"rows": self.new_slots("rows", 0)}
         # NumPy's: PyTorch takes several times as long for so few numbers, while the GPU waits.
         self.token_in = np.empty(0, np.int64)  # of each slot, -1: it is free
         self.dirty = np.empty(0, bool)  # of each slot: changed, not written back
         self.slot_of = np.full(self.n_row, -1, np.int64)  # of each token, -1: it has none
-        self.announced = self.token_in  # tokens of the next batch, which have slots: none
-        self.fetched = done(torch.cuda.Event())  # the latest fetch: none
+        # Tokens of the next batch, which have slots already. None yet.
+        self.announced = np.empty(0, np.int64)
+        self.fetched = done(torch.cuda.Event())  # arrival of the latest fetch; so far, none
 
     def open_transfers(self) -> None:
         """Choose what moves the records of all arrays, while nothing is under way."""
@@ -285,9 +297,9 @@ class OffloadedTables(StoredTables):
     def evict_except(self, ids: np.ndarray) -> None:
         """Evict all tokens but `ids`: write back those that changed, and free their slots."""
         self.record_free()
-        leaves = self.token_in >= 0  # [n_slot]
-        leaves[self.slot_of[ids]] = False
-        slots = np.flatnonzero(leaves)
+        leaving = self.token_in >= 0  # [n_slot]
+        leaving[self.slot_of[ids]] = False
+        slots = np.flatnonzero(leaving)
         tokens = self.token_in[slots]
         changed = self.dirty[slots]
         if changed.any():
