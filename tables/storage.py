@@ -79,10 +79,11 @@ class DiskStorage(TableStorage):
         self.shape = shape
         self.writable = writable
         self.fresh = False
-        self.copies = 1  # that there must be room for
+        self.copies = 1  # how many copies of the arrays the disk must have room for
         self.arrays = {}
         self.files: dict[str, BinaryIO] = {}
-        # How `copy` writes an array of which ranks have columns each (sharded.py).
+        # With several ranks, each has some columns of the arrays (sharded.py). `copy` writes whole
+        # ones, and `gather_columns` yields them part by part.
         self.n_rank = 1
         self.gather_columns: Callable[[Tensor], Iterable[Tensor]] = lambda array: [array]
         for name in names:
@@ -134,8 +135,9 @@ class DiskStorage(TableStorage):
         return self.arrays[name]
 
     def read_ahead(self, ids: Tensor, names: Iterable[str] = ("rows",)) -> None:
-        """Page faults would ask the disk for one page after the other: ten times as long. (Not by
-        mmap.madvise, during which no other thread runs: a GPU would wait for launches.)"""
+        """Ask the disk for all pages at once. Page faults would ask for one after the other, which
+        takes ten times as long. (mmap.madvise would do the same, but lets no other thread run
+        meanwhile: a GPU would wait for launches.)"""
         if not hasattr(os, "posix_fadvise"):  # macOS, Windows
             return
         tokens = torch.unique(ids).tolist()
@@ -146,7 +148,8 @@ class DiskStorage(TableStorage):
                 os.posix_fadvise(file, token * n_byte, n_byte, os.POSIX_FADV_WILLNEED)
 
     def copy(self, folder: Path) -> dict:
-        """Write what the arrays hold now to a new folder. Returns what opens and verifies it."""
+        """Write what the arrays hold now to a new folder. Returns what a checkpoint needs to open
+        and to verify it: `shape` of whole arrays, `dtype` of rows, and `crc32` by array."""
         crc32: dict[str, int] = {}
         with writing(folder):
             folder.mkdir(parents=True)
@@ -186,7 +189,8 @@ def free_ram() -> float:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         free = 1024 * int(re.search(r"MemAvailable: +(\d+)", meminfo.read_text())[1])
-    # A container may have less (cgroup v2). Of what it has used, files can go.
+    # A container may be limited to less (cgroup v2). Of what it uses, only anonymous memory counts:
+    # the system drops cached files when programs need the room.
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and limit.read_text().strip() != "max":
         used = re.search(r"^anon (\d+)", limit.with_name("memory.stat").read_text(), re.MULTILINE)
