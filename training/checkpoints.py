@@ -1,11 +1,18 @@
 """Checkpoints: a ckpt.pt that is enough to sample, edit or resume.
 
-Tables on disk change while they train (`folders.live_tables`). So saving begins a file
-`.ckpt.pt.ID.tmp`, copies them to a snapshot, `ckpt.pt.tables/ID`, renames the file, which names
-this ID, to ckpt.pt, and only then deletes the snapshot of the earlier one. No matter when a crash
-comes, ckpt.pt finds its own tables, and which others nobody needs is said by a file of ours: an
-unfinished one, or ckpt.pt, of those it replaced. A checkpoint X has its tables in the folder
-X.tables.
+A checkpoint X has its tables in it or, if they are on disk, in the folder X.tables. Tables on disk
+change while they train (`folders.live_tables`), so a checkpoint needs a copy of them, a snapshot
+with an ID of its own. Saving takes these steps:
+
+    1. Begin a file `.ckpt.pt.ID.tmp`.
+    2. Copy the live tables to the snapshot `ckpt.pt.tables/ID`.
+    3. Write the file. It names this ID, and the ID of the snapshot that it replaces.
+    4. Rename the file to ckpt.pt.
+    5. Delete the snapshot that was replaced.
+
+No matter when a crash comes, ckpt.pt finds its own tables. What the crash leaves is named by a file
+of ours, so that it can be deleted later (folders.clear): an unfinished file has the ID of a useless
+snapshot in its name, and ckpt.pt has that of the replaced one in it.
 """
 
 import contextlib
@@ -43,9 +50,10 @@ from training.placement import make_tables
 from training.settings import Settings
 
 FORMAT = 5  # to be raised when an older checkpoint would fail
-# What the readers of zip files and of PyTorch raise.
+# What the readers of zip files and of PyTorch raise for a file that is not a checkpoint.
 NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
-# What a checkpoint holds, each with its type: always, if --resume can go on with it, and maybe.
+# The fields of a checkpoint, each with its type. FIELDS are in all of them, RESUMABLE also in those
+# that --resume can continue, and OPTIONAL may be there or not.
 FIELDS = dict(
     model=dict[str, Tensor],
     tokenizer=str,
@@ -104,9 +112,16 @@ def save_checkpoint(
     args: dict | None = None,
     **state,
 ) -> None:
-    """Write a checkpoint: weights, tokenizer, `args`, the settings of a run, if there was one, with
-    those of the model, and `state`. All ranks call it. UserError: the tokenizer is not the model's,
-    or `args` has what is no setting."""
+    """Write a checkpoint. All ranks call it.
+
+    Args:
+        args: the settings of the run that trained the model, if there was one. Those of the model
+            are added, or replaced, from `model.config`.
+        state: further fields, such as those that --resume needs.
+
+    Raises:
+        UserError: the tokenizer is not the model's, or `args` has something that is no setting.
+    """
     try:
         check_encoding(encoding, model.config)
     except Damage as error:
@@ -118,7 +133,8 @@ def save_checkpoint(
     flat = Settings.from_flat(args).flat()
     checkpoint = {
         "format": FORMAT,
-        "args": {name: flat[name] for name in args},  # defaults are those of who reads it
+        # Only what was given: what is missing gets the default of the program that reads it.
+        "args": {name: flat[name] for name in args},
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
@@ -169,9 +185,9 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
 
 
 def checkpoint_of(path: str | Path) -> Path:
-    """The checkpoint that a path names: of a run's folder ckpt.pt or best.pt, if the validation
-    loss has risen since, which is said. Who resumes names ckpt.pt. UserError: as
-    `read_checkpoint`."""
+    """The checkpoint to use for a path. A file stands for itself. A run's folder stands for its
+    ckpt.pt, or for its best.pt if the validation loss has risen since that was written; a note says
+    so. (--resume does not ask: it continues ckpt.pt.) UserError: as `read_checkpoint`."""
     path = Path(path)
     if not os.path.isdir(path):
         return path
@@ -366,7 +382,8 @@ def load_model(
     check_sizes(path, config, weights)
     model = decoder_class(config.ffn)(config, tables)
     check_weights(path, weights, model.state_dict())
-    # A GPU copies them, tables on disk are used where they are mapped; a CPU would keep the file.
+    # The weights are mapped into memory from the file. A GPU copies them anyway, and tables on disk
+    # are meant to be used there. On a CPU, the model would keep the file open: it gets copies.
     if offload != "disk" and device.type == "cpu":
         weights = {name: weight.clone() for name, weight in weights.items()}
     model.load_state_dict(weights, assign=True)
