@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model import Cache, Decoder, additive
 
-PATIENCE = 32  # tokens of a text before its steps are captured, which takes about as long as these
+PATIENCE = 32  # ordinary steps come first: to capture a step takes about as long as so many of them
 
 
 @cache
@@ -28,13 +28,13 @@ def captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Te
     """A function that replays what `run` does on the GPU, and returns the same tensor anew."""
     stream = side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # libraries allocate what they need
+    with torch.cuda.stream(stream):  # first as usual, so that libraries allocate what they need
         for _ in range(3):
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     collects = gc.isenabled()
-    gc.disable()  # what is given up may wait for the GPU, which a capture does not survive
+    gc.disable()  # to collect an object may wait for the GPU, which would break the capture
     try:
         with torch.cuda.graph(graph, stream=stream):
             result = run()
@@ -54,18 +54,19 @@ class CapturedStep:
     they may be anywhere."""
 
     def __init__(self, model: Decoder, cache: Cache) -> None:
-        # Not the cache, nor the model: with the former this goes, and the latter has this.
+        # This must not keep its cache alive, with which it is to go, nor the model, which has it.
         self.caches, self.cos_sin = cache.layers, cache.cos_sin
         like = model.head_weight
         batch, _, room, _ = cache.layers[0].k.shape
-        for layer in cache.layers:  # what a mask hides must be numbers, too
+        # A mask gives what is not yet filled the weight 0, but 0 times NaN would be NaN.
+        for layer in cache.layers:
             layer.k[:, :, cache.length :] = 0
             layer.v[:, :, cache.length :] = 0
         self.x = like.new_empty(batch, 1, model.config.n_embd)
         self.rows = like.new_empty(len(model.tables.weight), batch, 1, model.tables.width)
         self.position = torch.zeros(1, dtype=torch.int64, device=like.device)
         self.places = torch.arange(room, device=like.device)
-        self.n_token = 0  # of the text, so far
+        self.n_step = 0  # how many were taken so far
         self.replay: Callable[[], Tensor] | None = None
 
     def run(self, model: Decoder) -> Tensor:
@@ -82,8 +83,8 @@ class CapturedStep:
         return model.unembed(x[:, -1])
 
     def __call__(self, model: Decoder, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
-        self.n_token += 1
-        if self.n_token <= PATIENCE:
+        self.n_step += 1
+        if self.n_step <= PATIENCE:
             return model.ordinary_step(ids, table_ids, cache)
         assert cache.length < cache.room, f"there is room for {cache.room} tokens"
         rows = list(model.rows_of_text(table_ids.long(), None, cache))  # [B, 1, W] each
@@ -98,8 +99,9 @@ class CapturedStep:
 
 
 class CapturedSteps:
-    """Single tokens have captured steps, one for each cache, with which it goes. Logits are valid
-    until the next step with this cache."""
+    """What `Decoder.step` calls: a single token takes the captured step of its cache, a prompt an
+    ordinary one. A captured step is dropped with its cache. Its logits are valid until the next
+    step with this cache, which writes to the same memory."""
 
     def __init__(self) -> None:
         self.steps: WeakKeyDictionary[Cache, CapturedStep] = WeakKeyDictionary()
