@@ -1,6 +1,6 @@
-"""The folder of a run, and those that checkpoints are written to: locked, cleared of what killed
-commands left, and of nothing else. Each file that goes is one that a file of ours gives up
-(checkpoints.py)."""
+"""The folder of a run, and any folder that a checkpoint is written to. It is locked, and what
+killed commands left in it is deleted. Nothing else is: a file goes only if a file of ours says that
+nobody needs it (checkpoints.py)."""
 
 import contextlib
 import os
@@ -43,8 +43,8 @@ def clear(path: str | Path) -> None:
 
 
 def has_run(out_dir: Path) -> bool:
-    """Whether a folder has files that a new run would replace. What a run that was killed before it
-    saved has left is none."""
+    """Whether a folder has files that a new run would replace. A run that was killed before its
+    first checkpoint does not count: its metrics.jsonl has no evaluation but that of step 0."""
     names = set(os.listdir(out_dir))
     if {"ckpt.pt", "best.pt", "loss.png"} & names:
         return True
@@ -71,15 +71,16 @@ def remove_run(out_dir: Path) -> None:
 
 
 def live_tables(out_dir: Path) -> Path:
-    """Where the tables of a run are while they train, if on disk: a hidden folder."""
+    """The hidden folder where tables on disk are while a run trains them."""
     return Path(os.path.realpath(out_dir)) / ".live.tmp"
 
 
 @contextlib.contextmanager
 def run_folder(out_dir: Path, names: tuple[str, ...] = ("ckpt.pt", "best.pt")) -> Iterator[None]:
-    """Rank 0 locks the folder of a run, and clears its checkpoints of these names of what killed
-    commands left, unless they are links, and live tables, also those of this run at its end. The
-    others wait for it."""
+    """Lock the folder of a run as long as the context lasts. At its beginning, delete what killed
+    commands left: live tables, and unfinished checkpoints of these names, unless the names are
+    links. At its end, delete the live tables of this run. Rank 0 does all this, and the others wait
+    until the folder is ready."""
     if ranks.rank:
         ranks.wait()
         yield
