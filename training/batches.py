@@ -18,14 +18,26 @@ SOURCES = {"chat": Conversations, "preference": Pairs}
 
 
 class Data:
-    """What a run reads: `train`, a source of sequences, of which `n_sequence` are read until one is
-    read again; `val`, a source for each folder; `weights` and `metas` of the folders; their
-    `encoding` and `corpora`."""
+    """What a run reads.
+
+    train: a source of sequences. After `n_sequence` of them, one is read again (of a mixture, in
+        the folder that is read most often).
+    val: a source for each folder.
+    weights, metas: the share of each folder in a mixture, and its meta.json.
+    encoding, corpora: their tokenizer, and the names of the corpora they hold.
+    """
 
     def __init__(self, data_dir: str, reads: str, block_size: int, seed: int, total: int) -> None:
-        """Open a folder, or a mixture of folders, for a stage that `reads` text, chat or preference
-        (`Stage.reads`); with `total` 0 only what validation reads. UserError: a file is missing,
-        damaged or too small, or tokenizers differ."""
+        """Open a folder, or a mixture of folders.
+
+        Args:
+            reads: what the stage reads, text, chat or preference (`Stage.reads`).
+            block_size: tokens in a sequence, at most.
+            total: sequences that the run will train on; 0: open only what validation reads.
+
+        Raises:
+            UserError: a file is missing, damaged or too small, or tokenizers differ.
+        """
         mixture = parse_mixture(data_dir)
         folders = list(mixture)
         self.weights = list(mixture.values())

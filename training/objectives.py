@@ -23,18 +23,19 @@ class NextToken:
 
     @property
     def per_byte(self) -> bool:
-        """Whether the loss is that of the source's targets, so that it can be said of their bytes:
-        another objective may leave some out."""
+        """Whether the loss can be divided by the bytes of the source's targets. It can if it is the
+        mean over all of them: a subclass may leave some out."""
         return type(self) is NextToken
 
     def begin(self, data: Data, saved: dict[bytes, float] | None) -> None:
-        """Prepare for a run, whose checkpoint has `saved` of `state_dict` if it resumes."""
+        """Called before the first step of a run. `saved`: what `state_dict` returned when the
+        checkpoint was written that the run resumes; None if it does not resume."""
 
     def state_dict(self) -> dict[bytes, float]:
         return {}
 
     def figures(self) -> dict[str, float]:
-        """What evaluation has found beside the loss."""
+        """Further figures of an evaluation, to be logged beside its losses."""
         return {}
 
     def count(self, targets: Tensor) -> int:
@@ -46,7 +47,7 @@ class NextToken:
         return torch.autocast(self.model.device.type, dtype, enabled=self.dtype != "float32")
 
     def documents(self, ids: Tensor) -> Tensor | None:
-        """The number of each token's document [B, T], if attention is not to cross them."""
+        """The number of each token's document [B, T]; None if attention may cross documents."""
         return None if self.boundary is None else (ids == self.boundary).cumsum(1)
 
     def prefetch(self, ids: Tensor) -> None:
