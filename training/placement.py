@@ -35,7 +35,8 @@ def make_tables(
 
     Args:
         live: None except in training: then the folder for tables on disk, a new one.
-        saved: of a checkpoint. In training that of the run that goes on, else it is read in place.
+        saved: the tables of a checkpoint, if they are on disk. In training, it is given only by a
+            run that resumes, and only tells how much room is needed. Else it is read in place.
         fresh: whether rows are yet to be drawn, not loaded.
     """
     training = live is not None

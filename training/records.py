@@ -36,8 +36,9 @@ FIELDS = {
 
 
 class Log:
-    """Writes metrics.jsonl on rank 0: first the record of the `run`, once there is another one. A
-    run that resumes keeps the lines up to its step, and goes on."""
+    """Writes metrics.jsonl on rank 0. The record of the `run` comes first, but is written only with
+    the next one: a run that fails before its first evaluation replaces no file. A run that resumes
+    keeps the lines up to its step, and adds to them."""
 
     def __init__(self, path: Path, resume_step: int, **run) -> None:
         """UserError: an earlier line is damaged."""

@@ -280,7 +280,7 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
         **stage.settings,
         "learning_rate": rate * stage.rate,
     }
-    said = dict(given)  # of this run: these the size of the data does not change
+    said = dict(given)  # what somebody chose for this run: the size of the data does not change it
     if corpora == {f"{preset}-{name}"}:
         said = {**FINE_TUNING.get(f"{preset}-{name}", {}), **given}
     values = {**values, **said, "preset": preset, "stage": name}
@@ -341,5 +341,6 @@ def changed_settings(given: dict, args: dict, allowed: tuple[str, ...]) -> Setti
     other = [f"--{name}" for name in given if name not in allowed]
     if other:
         raise UserError(f"{', '.join(other)}: not with --resume or --eval_only, leave it out")
+    # These tell what a command does, not how a run was trained: the checkpoint's do not count.
     here = dict.fromkeys(("resume", "overwrite", "eval_only"), False)
     return Settings.from_flat({**args, **here, **given})
