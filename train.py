@@ -97,8 +97,9 @@ def resolve_settings(**given) -> Settings:
     if given.get("eval_only"):
         given["init_from"] = path = checkpoint_of(given.get("init_from", out_dir))
         args = {**read_checkpoint(path)["args"], "offload": "none", "device": "auto"}
-        args.pop("eval_tokens", None)  # by the same number, checkpoints compare
-        if "device_batch_size" in given:  # it need not divide the run's
+        # As many tokens for every checkpoint, so that their losses can be compared.
+        args.pop("eval_tokens", None)
+        if "device_batch_size" in given:  # it need not divide the batch size of the run
             args["batch_size"] = given["device_batch_size"]
         return changed_settings(given, args, EVAL_FLAGS)
     checkpoint = None
@@ -125,7 +126,7 @@ class Run:
     objective: NextToken
     optimizer: Optimizer
     n_part: int  # micro-batches in a step, of all ranks together
-    own_tables: Callable | None = None  # that make tables of your own kind
+    own_tables: Callable | None = None  # makes tables of your own kind, see `train`
     step: int = 0
     best: tuple[float, int] = (math.inf, 0)  # lowest validation loss, and its step
 
@@ -285,7 +286,8 @@ def fit(run: Run) -> None:
             # 1) evaluate and save
             is_last = run.step >= settings.max_iters
             is_due = is_last or run.step % settings.eval_interval == 0
-            if is_due or run.step == first_step:  # of a run that resumes in between
+            # A run that resumes between two evaluations begins with one, too.
+            if is_due or run.step == first_step:
                 bar.write(evaluate_and_save(run, meter, is_due))
             if is_last:
                 break
@@ -296,7 +298,7 @@ def fit(run: Run) -> None:
             meter.start(ids.numel())  # with padding
             n_target = run.objective.count(targets)
             train_loss = torch.zeros((), device=model.device)
-            # For dropout: no two steps, ranks or seeds draw the same.
+            # Dropout draws other numbers for each step, rank and seed.
             torch.manual_seed(mixed(settings.seed, run.step, ranks.rank))
             # Part k of n is sequences k, k + n, k + 2n, ...; with several ranks, some of them.
             numbers = range(ranks.rank, run.n_part, ranks.size)
@@ -337,16 +339,19 @@ def stop(run: Run, meter: Meter, bar: tqdm, received: list[int]) -> NoReturn:
 
 
 def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
-    """Log validation losses and, on the countries, the share of facts that are known; returns them
-    as a line, with the figures of the last step. Once something is trained, it writes ckpt.pt. If
-    the evaluation is due (one that only a resumed run makes is not) and its loss is the lowest so
-    far, also best.pt."""
+    """Log validation losses and, on the countries, the share of facts that are known. Once
+    something is trained, write ckpt.pt and, if the loss is the lowest so far, best.pt. Returns the
+    figures as a line, with those of the last step.
+
+    is_due: False for the evaluation with which a run resumes between two others. An uninterrupted
+        run does not make it, so it must not decide which weights are best."""
     settings, data = run.settings, run.data
     meter.read()
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     check_finite(settings, "validation", losses["val_loss"], run.step)
     if run.step == 0 and not settings.resume and ranks.rank == 0:
-        remove_run(settings.out_dir)  # not before: this one can be evaluated
+        # An earlier run is replaced only now, when this one has shown that it can be evaluated.
+        remove_run(settings.out_dir)
     losses.update(recall.ask(run.model, data.encoding, data.corpora, briefly=True))
     meter.log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
@@ -360,8 +365,9 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
             ids = ids.reshape(-1, ids.shape[-1])[:1]  # [1, T], also of pairs
             check_causal(run.model, ids)
             check_saved(path, run.model, ids, run.own_tables)
-        if run.step == run.best[1]:  # also after a crash between the two
-            if run.model.tables.on_disk:  # it would be another copy of them
+        # Told by the step: after a crash between the two files, the resumed run writes it, too.
+        if run.step == run.best[1]:
+            if run.model.tables.on_disk:  # a best.pt would take another copy of the tables
                 remove(settings.out_dir / "best.pt")
             else:
                 run.save_model("best.pt")
