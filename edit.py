@@ -135,16 +135,16 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
 
     # 2) its new rows, and the facts that were written into them
     if edit.facts:
-        facts = read_facts(edit, model, encoding, checkpoint)
-        new, written = write_facts(model, facts, earlier)
+        edits = read_facts(edit, model, encoding, checkpoint)
+        new, written = write_facts(model, edits, earlier)
     else:
         fill_in(edit, encoding, checkpoint)
-        asked, table_ids = new_rows(model, encoding, edit, earlier)
-        learned = compare(model, encoding, edit, asked, table_ids)
+        located, table_ids = new_rows(model, encoding, edit, earlier)
+        learned = compare(model, encoding, edit, located, table_ids)
         if path and learned:
-            check_rows(edit, asked.prompt, table_ids)
-        new = changed_rows(model.tables, asked.prompt, table_ids) if learned else {}
-        written = [(asked.prompt, asked.answer)] if edit.write else []
+            check_rows(edit, located.prompt, table_ids)
+        new = changed_rows(model.tables, located.prompt, table_ids) if learned else {}
+        written = [(located.prompt, located.answer)] if edit.write else []
 
     # 3) save it
     if path and not new:
@@ -345,21 +345,23 @@ def spellings(encoding: tiktoken.Encoding, name: str) -> list[list[int]]:
     return [encoding.encode_ordinary(space + name) for space in (" ", "")]
 
 
-def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Located) -> list[int]:
+def swap_rows(
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located
+) -> list[int]:
     """Returns the ids under which to look up the prompt's rows, so that the source reads the
     target's. UserError: it does already."""
     targets = spellings(encoding, edit.target)
-    target = targets[spellings(encoding, edit.source).index(asked.name)]
+    target = targets[spellings(encoding, edit.source).index(located.name)]
     if edit.align == "average":
         model.tables = mean_rows(model.tables, targets)
         targets = [[mean] for mean in model.tables.ids]
-    elif len(target) > len(asked.name):
-        read = encoding.decode(align(target, len(asked.name), edit.align))
+    elif len(target) > len(located.name):
+        read = encoding.decode(align(target, len(located.name), edit.align))
         print(f"of {edit.target!r}, only the rows of {read!r} fit: --align average reads all\n")
-    ids = edited_ids(encoding, asked.prompt, edit.source, targets, edit.align)
-    own = own_tokens(model, asked.prompt[0], asked.name)
-    ids = [read if token in own else token for token, read in zip(asked.prompt, ids, strict=True)]
-    if ids == asked.prompt:
+    ids = edited_ids(encoding, located.prompt, edit.source, targets, edit.align)
+    own = own_tokens(model, located.prompt[0], located.name)
+    ids = [read if token in own else token for token, read in zip(located.prompt, ids, strict=True)]
+    if ids == located.prompt:
         raise UserError(f"--prompt {edit.prompt!r} reads these rows already")
     return ids
 
@@ -401,30 +403,30 @@ LAST = "rows in the last layer alone change no more than the token after the nam
 
 
 def compare(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Located, table_ids: list[int]
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located, table_ids: list[int]
 ) -> bool:
     """Print what the model writes before and after an edit, side by side, and how probable the
     answers are, whose rows are looked up under `table_ids` then. Returns whether the model writes
     what it should, to its end."""
     # 1) side by side
-    before, after = continuations(model, encoding, edit, asked, table_ids)
+    before, after = continuations(model, encoding, edit, located, table_ids)
     title = f"after: {edit.source} reads rows of {edit.target}"
     if edit.write:
         title = f"after writing {edit.write!r}"
-    print(f"prompt  {encoding.decode(asked.prompt[1:])!r}\n")  # without the leading <|endoftext|>
+    print(f"prompt  {encoding.decode(located.prompt[1:])!r}\n")  # without the leading <|endoftext|>
     columns = (column(encoding, "before", before), column(encoding, title, after))
     for left, right in zip_longest(*columns, fillvalue=""):
         print(f"{left:<{WIDTH}}   {right}".rstrip())
     print()
 
     # 2) how probable the answers are, before and after
-    for answer, *p in probabilities(model, encoding, asked, table_ids, before, after):
+    for answer, *p in probabilities(model, encoding, located, table_ids, before, after):
         form = "6.1%" if max(p) > 0.0005 else "6.0e"  # of a long answer, both are tiny
         print(f"probability of {answer!r:<28} before {p[0]:{form}}   after {p[1]:{form}}")
-    if before == after and not asked.answer:
+    if before == after and not located.answer:
         reason = "do this name's rows hold the fact?" if recall.reaches_ahead(model) else LAST
         print(f"note: the swap moves nothing here, not one word: {reason}")
-    learned = not asked.answer or is_written(model, asked, table_ids)
+    learned = not located.answer or is_written(model, located, table_ids)
     if not learned:
         reason = "new words are beyond a name's rows" if recall.reaches_ahead(model) else LAST
         print(f"not learned: the model writes something else; {reason}")
@@ -432,11 +434,11 @@ def compare(
 
 
 def continuations(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, asked: Located, table_ids: list[int]
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located, table_ids: list[int]
 ) -> tuple[list[int], list[int]]:
     """What the model writes after the prompt before an edit, and after it, where the prompt's rows
     are looked up under `table_ids`."""
-    ids = asked.prompt
+    ids = located.prompt
     written = model.generate(  # [2, T + n_new]
         torch.tensor([ids, ids], device=model.device),
         min(edit.max_new_tokens, model.config.block_size - len(ids)),
@@ -451,17 +453,17 @@ def continuations(
 def probabilities(
     model: Decoder,
     encoding: tiktoken.Encoding,
-    asked: Located,
+    located: Located,
     table_ids: list[int],
     before: list[int],
     after: list[int],
 ) -> Iterator[tuple[str, float, float]]:
     """How probable the answers are in what is written `before` and `after` an edit, and what was to
     be written: each answer with its probability before and after."""
-    ids = asked.prompt
+    ids = located.prompt
     first, last = (first_sentence(encoding, text) for text in (before, after))
-    answers = [first, asked.answer or last]
-    if asked.answer != after[: len(asked.answer)]:
+    answers = [first, located.answer or last]
+    if located.answer != after[: len(located.answer)]:
         answers.append(last)
     for number, answer in enumerate(answers):
         if answer in answers[:number]:
@@ -487,10 +489,10 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     return text
 
 
-def is_written(model: Decoder, asked: Located, table_ids: list[int]) -> bool:
+def is_written(model: Decoder, located: Located, table_ids: list[int]) -> bool:
     """Whether greedy decoding writes the whole answer; in a chat also if it opens it in another way
     ("The answer is Lima." for "Lima.")."""
-    prompt, name, answer, _, stop = asked
+    prompt, name, answer, _, stop = located
     if score_answers(model, [prompt], [answer], [table_ids]).greedy.item():
         return True
     if stop < 0:
@@ -527,7 +529,7 @@ def read_facts(
     none, or cannot be done, or there is no line."""
     with reading(edit.facts, LINE):
         lines = edit.facts.read_bytes().splitlines()
-    facts = {}
+    edits = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -540,53 +542,55 @@ def read_facts(
         # Flags have escapes (text.tokenizer.typed), a file says what it means.
         texts = {name: text and text.replace("\\", "\\\\") for name, text in record.items()}
         try:
-            fact = replace(edit, facts=None, **texts)
-            fill_in(fact, encoding, checkpoint)
-            facts[where] = fact, locate(model, encoding, fact)
+            of_line = replace(edit, facts=None, **texts)
+            fill_in(of_line, encoding, checkpoint)
+            edits[where] = of_line, locate(model, encoding, of_line)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-    if not facts:
+    if not edits:
         raise UserError(f"{edit.facts} has no facts: {LINE}")
-    return facts
+    return edits
 
 
 def write_facts(
-    model: Decoder, facts: dict[str, tuple[Edit, Located]], earlier: list[Fact]
+    model: Decoder, edits: dict[str, tuple[Edit, Located]], earlier: list[Fact]
 ) -> tuple[dict[int, Tensor], list[Fact]]:
-    """Write facts one after the other, each where the earlier ones are, and print what became of
-    them. Returns the new rows of tokens [n_table, W], and the facts that were learned; another one
-    changes no row."""
+    """Write one fact after the other, each into the rows that those before it left, and print what
+    became of them. Returns the new rows of tokens, [n_table, W] each, and the facts that were
+    learned. A fact that was not learned changes no row.
+
+    edits: from `read_facts`. earlier: facts that the checkpoint's edits wrote."""
 
     def read(rows: dict[int, Tensor]) -> None:
         model.tables = with_rows(tables, rows) if rows else tables
 
     # 1) write
     tables = model.tables
-    located = [fact for _, fact in facts.values()]
-    prompts = [fact.prompt for fact in located]
-    answers = [fact.answer for fact in located]
+    all_located = [located for _, located in edits.values()]
+    prompts = [located.prompt for located in all_located]
+    answers = [located.answer for located in all_located]
     before = score_answers(model, prompts, answers).probability
     rows: dict[int, Tensor] = {}
     learned, written = [], []
-    bar = tqdm(located, "facts", unit="fact", disable=None)
+    bar = tqdm(all_located, "facts", unit="fact", disable=None)
     with bar, stop_signals(bar) as stops:
-        for fact in bar:
+        for located in bar:
             if stops:
-                bar.write(f"only the first {len(learned)} of {len(facts)} facts were tried")
+                bar.write(f"only the first {len(learned)} of {len(edits)} facts were tried")
                 break
-            table_ids = train_rows(model, *fact, earlier=earlier + written)
-            changed = {**rows, **changed_rows(model.tables, fact.prompt, table_ids)}
+            table_ids = train_rows(model, *located, earlier=earlier + written)
+            changed = {**rows, **changed_rows(model.tables, located.prompt, table_ids)}
             read(changed)
-            learned.append(is_written(model, fact, fact.prompt))
+            learned.append(is_written(model, located, located.prompt))
             if learned[-1]:
                 rows = changed
-                written.append((fact.prompt, fact.answer))
+                written.append((located.prompt, located.answer))
             read(rows)
 
     # 2) ask all of them again
     after = score_answers(model, prompts, answers).probability
-    known = [is_written(model, fact, fact.prompt) for fact in located]
-    parts = zip(facts.items(), learned, known, before, after, strict=False)  # learned: if tried
+    known = [is_written(model, located, located.prompt) for located in all_located]
+    parts = zip(edits.items(), learned, known, before, after, strict=False)  # learned: if tried
     for (where, (edit, _)), was_learned, is_known, p_before, p_after in parts:
         state = ""
         if not is_known:
