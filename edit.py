@@ -222,8 +222,9 @@ def check_editable(model: Decoder) -> None:
 
 
 def has_own_text(checkpoint: dict) -> bool:
-    """Text of one's own may have other names, also with the preset of a model it continues, and so
-    may text that nobody knows, of a model from elsewhere."""
+    """Whether the model was trained on text of somebody's own, or (a model from elsewhere) on text
+    that we do not know. Then it may know other names than those of the countries. The preset does
+    not tell: a run on one's own text inherits it from the model that it continues."""
     corpora = {meta["corpus"] for meta in checkpoint.get("data", [])}
     return not corpora or "files" in corpora
 
@@ -284,8 +285,9 @@ def new_rows(
 
 
 def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
-    """UserError: the prompt does not have the source, or there is no room."""
-    # 1) its tokens
+    """Find what an edit is about in the tokens of its prompt. UserError: the prompt does not have
+    the source, or there is no room for the answer."""
+    # 1) the tokens of the prompt and of the answer
     if edit.chat:
         ids, answer = messages(encoding, edit.prompt, edit.write)
         answers = [answer]
@@ -298,7 +300,7 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
         raise UserError(
             f"--prompt has {len(ids)} tokens, and --write {longest}, but room is {room}"
         )
-    # After a space, or not, as the model finds likelier.
+    # Of the answer with and without a space before it, take the one that the model finds likelier.
     first = [answer[:1] for answer in answers]
     likely = score_answers(model, [ids] * len(answers), first).probability
     answer = answers[likely.argmax()]
@@ -386,9 +388,11 @@ def edited_ids(
 
 
 def check_rows(edit: Edit, prompt: list[int], table_ids: list[int]) -> None:
-    """UserError: a checkpoint cannot have the rows that the prompt reads, as one of its tokens has
-    two. Only its spelling of the name has new ones: without the space, "Spain" may be pieces that
-    many other words share."""
+    """UserError: the prompt has a token twice and reads two different rows for it, but a checkpoint
+    has one row for a token.
+
+    Only the tokens of the name as the prompt spells it get new rows. Those of the other spelling,
+    with or without a space, do not: "Spain" without one may be pieces that many words share."""
     read = set(zip(prompt, table_ids, strict=True))
     if len(read) > len(set(prompt)):
         fix = "give a --prompt that has the name's tokens in the name alone"
