@@ -565,11 +565,12 @@ def write_facts(
 
     edits: from `read_facts`. earlier: facts that the checkpoint's edits wrote."""
 
-    def read(rows: dict[int, Tensor]) -> None:
+    tables = model.tables
+
+    def use(rows: dict[int, Tensor]) -> None:
         model.tables = with_rows(tables, rows) if rows else tables
 
     # 1) write
-    tables = model.tables
     all_located = [located for _, located in edits.values()]
     prompts = [located.prompt for located in all_located]
     answers = [located.answer for located in all_located]
@@ -584,12 +585,12 @@ def write_facts(
                 break
             table_ids = train_rows(model, *located, earlier=earlier + written)
             changed = {**rows, **changed_rows(model.tables, located.prompt, table_ids)}
-            read(changed)
+            use(changed)
             learned.append(is_written(model, located, located.prompt))
             if learned[-1]:
                 rows = changed
                 written.append((located.prompt, located.answer))
-            read(rows)
+            use(rows)
 
     # 2) ask all of them again
     after = score_answers(model, prompts, answers).probability
