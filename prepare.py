@@ -66,8 +66,9 @@ from training.settings import PRESETS
 SAMPLE = 16 << 20
 MANY = 4096  # documents whose hashes are compared
 LEAST_VAL = 8000  # characters to validate with, or a twentieth of what there is
-NOTES = 20  # are shown
+NOTES = 20  # how many are shown
 HELD_OUT = "held_out"  # the folder of files that are held out
+# Notes, which are shown behind the number of documents.
 COPIES = "copies of documents of val.bin are trained on"
 HELD_COPIES = f"copies of documents of {HELD_OUT}/val.bin are trained on: leave out their files"
 CUT = "long documents were cut at line breaks or blanks, to have pieces to validate with"
@@ -259,9 +260,14 @@ def labelled(
     notes: Counter[str],
     held: Collection[int] = (),
 ) -> Iterator[tuple[str, Document]]:
-    """Yield documents, each with its split, by its hash. Copies of what is for validation, and of
-    files whose documents have the hashes `held`, are trained on, as who repeats something wants it
-    to be learned; the notes count them."""
+    """Yield each document with its split, `train` or `val`, which its hash decides.
+
+    A copy of a document that is for validation goes to training: whoever repeats something wants it
+    to be learned. The same holds for a copy of a document with a hash in `held`, from the files
+    that are held out. `notes` count both.
+
+    The first documents come in one go, so that a small input has enough to validate with, too: a
+    long document among them is cut, and if too few have low hashes, others are taken."""
     documents = iter(documents)
     first = list(islice(documents, MANY))
     total = sum(len(as_one_text(document)) for document in first)
@@ -289,8 +295,9 @@ def labelled(
 
 
 def for_validation(documents: list[Document], least: int, fraction: float) -> set[int]:
-    """Which of the first documents are for validation, by their numbers: those with low hashes and,
-    up to `least` characters, the next lowest, copies last. One is for training in any case."""
+    """The numbers of the documents that are for validation: those with low hashes and, if these
+    have less than `least` characters, those with the next lowest. Copies come last. At least one
+    document is left for training."""
     copies: Counter[int] = Counter()
     order = []
     for number, document in enumerate(documents):
@@ -306,8 +313,8 @@ def for_validation(documents: list[Document], least: int, fraction: float) -> se
 
 
 def cut(document: Document, longest: int, size: int) -> list[Document]:
-    """A text that is longer, in pieces of at most `size` characters, cut after their last line
-    break, or else blank. All together are the document."""
+    """Cut a text that is longer than `longest` into pieces of at most `size` characters, each after
+    its last line break or, without one, its last blank. Together, they are the whole text."""
     if not isinstance(document, str) or len(document) <= longest:
         return [document]
     pieces = []
