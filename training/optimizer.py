@@ -87,13 +87,14 @@ class Optimizer:
         self.grad_clip = settings.grad_clip
         self.scaler = LossScaler(enabled=dtype == "float16")
 
-        # Tables, and an embedding that is not the head, train by rows, unless by AdamW as a whole.
+        # Tables, and an embedding that is not the head, are trained row by row, by RowRMSprop. With
+        # --table_optimizer adamw, they become ordinary parameters, of which AdamW trains all rows.
         self.rmsprops: dict[str, RowRMSprop] = {}
         for name in ("tables", "wte"):
             tables = getattr(model, name)
             if isinstance(tables, Tables) and len(tables.weight) and not tables.frozen:
                 whole = settings.table_optimizer == "adamw"
-                for weight in tables.weight:  # not of the tables, which would freeze them
+                for weight in tables.weight:  # not tables.requires_grad_: False would freeze them
                     weight.requires_grad_(whole)
                 if not whole:
                     self.rmsprops[name] = RowRMSprop(
@@ -162,7 +163,7 @@ class Optimizer:
 
     def state_dict(self) -> dict:
         return {
-            # Its groups are those of the settings, their rate that of the step.
+            # Without its groups: they follow from the settings, and their rate from the step.
             "adamw": {"state": self.adamw.state_dict()["state"]},
             "rows": {name: rmsprop.state_dict() for name, rmsprop in self.rmsprops.items()},
             "scaler": self.scaler.state_dict(),
