@@ -1,5 +1,5 @@
-"""What a run says of a layer of somebody's own that learns nothing, or that ckpt.pt does not keep.
-Each check sees a kind of mistake, not a case, and ends nothing: it says one line."""
+"""Checks of a layer of somebody's own: whether it learns, looks ahead, and is kept by ckpt.pt. A
+check that fails prints one line, and the run goes on."""
 
 from collections.abc import Callable
 from pathlib import Path
