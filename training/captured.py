@@ -24,8 +24,9 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """A function that replays what `run` does on the GPU, and returns the same tensor anew."""
+def capture(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """Capture what `run` does on the GPU. Returns a function that replays it: it fills the tensor
+    that `run` has returned with new values, and returns it."""
     stream = side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):  # first as usual, so that libraries allocate what they need
@@ -93,7 +94,7 @@ class CapturedStep:
         self.x.copy_(model.embed(ids.long()))
         self.position.fill_(cache.length)
         if self.replay is None:
-            self.replay = captured(lambda: self.run(model), self.x.device)
+            self.replay = capture(lambda: self.run(model), self.x.device)
         cache.length += 1
         return self.replay()
 

@@ -29,7 +29,7 @@ def captures(monkeypatch) -> list:
         cache.v.fill_(torch.nan)
 
     monkeypatch.setattr(LayerCache, "__init__", make_with_nans)
-    monkeypatch.setattr(captured, "captured", lambda run, _: made.append(1) or run)
+    monkeypatch.setattr(captured, "capture", lambda run, _: made.append(1) or run)
     monkeypatch.setattr(captured, "PATIENCE", 8)
     return made
 
@@ -90,7 +90,7 @@ def test_a_model_and_its_copy_have_steps_of_their_own_and_go_when_they_are_given
         result = run()
         return lambda: result
 
-    monkeypatch.setattr(captured, "captured", frozen)
+    monkeypatch.setattr(captured, "capture", frozen)
     monkeypatch.setattr(captured, "PATIENCE", 8)
     model = decoder("stem")
     model.captured = CapturedSteps()
