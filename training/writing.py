@@ -29,8 +29,9 @@ Fact: TypeAlias = tuple[list[int], list[int]]  # a prompt and its answer, as tok
 
 
 class ExtraRows(Tables):
-    """Tables in which some tokens, `ids`, have other rows, which can be trained: wherever the
-    tables are, these do not change. Unless given, the tokens are made up, beyond the vocabulary."""
+    """Tables in which some tokens, `ids`, read extra rows in place of their own. The extra rows can
+    be trained. The tables below do not change, wherever they are stored. If no ids are given, the
+    extra rows get new ones, beyond the vocabulary."""
 
     def __init__(self, tables: Tables, rows: Tensor, ids: Sequence[int] = ()) -> None:
         """rows: [n, n_table, W], one for each of the ids."""
@@ -39,7 +40,8 @@ class ExtraRows(Tables):
         self.weight = tables.weight
         self.ids = list(ids) or [self.n_row + i for i in range(len(rows))]
         self.extra = nn.Parameter(rows.float())
-        self.which = torch.full((max(self.n_row, *self.ids) + 1,), -1)  # of the rows a token has
+        # Which extra row an id reads; -1: none.
+        self.which = torch.full((max(self.n_row, *self.ids) + 1,), -1)
         self.which[self.ids] = torch.arange(len(rows))
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
@@ -58,7 +60,7 @@ def rows_of(tables: Tables, tokens: list[int]) -> Tensor:
 
 
 def as_extra(ids: Tensor, tokens: Sequence[int], tables: ExtraRows) -> Tensor:
-    """Ids [..., T] under which tokens are looked up in the extra rows, one each."""
+    """ids [..., T], in which the id of an extra row stands for each of `tokens`, in their order."""
     for token, extra in zip(tokens, tables.ids, strict=True):
         ids = ids.masked_fill(ids == token, extra)
     return ids
@@ -99,13 +101,15 @@ def as_others(model: Decoder, ids: Tensor, name: list[int], n: int) -> tuple[lis
 def opening_of(
     model: Decoder, prompt: list[int], name: list[int], answer: list[int]
 ) -> tuple[int, list[int]]:
-    """With what answers to a prompt begin whatever the name is. With "The answer is Lima.": as many
-    tokens as that takes of `answer`, 3 or, with "Lima.", 0; and the tokens that may come first,
-    "The"."""
+    """How answers to a prompt open whatever the name is, such as "The answer is" in "The answer is
+    Lima.".
+
+    Returns how many tokens of `answer` are such an opening, 3 here and 0 if the answer is "Lima.",
+    and the first tokens of such openings, here "The"."""
     first = []
     for n in range(len(answer)):
         _, follows = as_others(model, torch.tensor(prompt + answer[:n]), name, 256)
-        of_all = (follows > 0.05).float().mean(0) > 0.9  # [V]
+        of_all = (follows > 0.05).float().mean(0) > 0.9  # [V]: likely after nearly all names
         if n == 0:
             first = of_all.nonzero()[:, 0].tolist()
         if not of_all[answer[n]]:
@@ -122,13 +126,15 @@ def ask_the_same(
     begun: Sequence[int] = (),
     first: Sequence[int] = (),
 ) -> Tensor:
-    """Where texts [N, T] ask for the fact that the prompt [T] asks for: [N, T] bool. Were they
-    about another name, that name's answer to the prompt would stand there: with Norway for Spain,
-    "Its capital is" asks for Oslo.
+    """Where texts [N, T] ask for the fact that the prompt [T] asks for: [N, T] bool.
 
-    That answer must have nine tenths of the probability, on average over some names: it has three
-    quarters in "It lies in Southern", which does not ask for the region. Answers may be opened, as
-    `opening_of` says, by tokens `begun`, and tokens `first` are left out of the account."""
+    To find out, another name is put in place of the text's: with Norway for Spain, "Its capital is"
+    is followed by Oslo, which is also Norway's answer to the prompt. On average over some names,
+    this answer must have nine tenths of the probability. (In "It lies in Southern", which does not
+    ask for the region, it has three quarters.)
+
+    begun, first: of `opening_of`. Answers may begin with the tokens `begun`, and what comes first
+        in other openings is left out of the account."""
 
     def shares(follows: Tensor) -> Tensor:  # [..., V]
         others = 1 - follows[..., first].sum(-1, keepdim=True)
