@@ -46,7 +46,7 @@ class UserError(Exception):
     Anything else that goes wrong is a bug, ours or a reader's own, and keeps its traceback."""
 
 
-# How a CPU says that it is out of memory, for which it has no type of error.
+# What PyTorch says when a CPU is out of memory: a RuntimeError, which has no type of its own.
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "Cannot allocate memory")
 
 
@@ -98,7 +98,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0 and at most 1": lambda value: 0 < value <= 1,
     "0 or more, and fit 32 bits": lambda value: 0 <= value < 2**32,
 }
-# Below what the value of those without an end must be.
+# Ranges without an upper end get one: the value must be below this.
 ENDS = {"at least 1": 2**31, "a positive number": 10**9, "0 or more": 10**9}
 
 
@@ -152,7 +152,7 @@ def expanded(path_type: type, text: str) -> Any:
 
 
 def initials(name: str) -> str:
-    """Of a flag: --lr of --learning_rate."""
+    """The initials of a flag, as a flag: --lr for --learning_rate."""
     return "--" + "".join(word[:1] for word in name.lstrip("-").split("_"))
 
 
@@ -191,7 +191,8 @@ def parse(cls: type, description: str) -> Any:
     return cls(**vars(parser.parse_args()))
 
 
-ALSO = {float: (int, float), Path: (str, Path), str: (str, Path)}  # what will do, too
+# Types of which values will do where another type is wanted.
+ALSO = {float: (int, float), Path: (str, Path), str: (str, Path)}
 
 
 def fits(value: Any, wanted: Any) -> bool:
@@ -216,13 +217,14 @@ def fits(value: Any, wanted: Any) -> bool:
 
 
 def check_ranges(settings: Any) -> None:
-    """Raises UserError if a field of a dataclass has another type, as files may hold, or is not
-    what its flag can be."""
+    """Raises UserError if a field of a dataclass has a value of another type, as one from a file
+    may be, or a value that its flag does not allow."""
     check_values(type(settings), vars(settings))
 
 
 def check_values(cls: type, values: dict[str, Any]) -> None:
-    """The same of values for some fields of a dataclass, by name; other names are ignored."""
+    """As `check_ranges`, for values by name that are meant for fields of a dataclass. Other names
+    are ignored."""
     types = get_type_hints(cls)
     for setting in fields(cls):
         if setting.name not in values:
@@ -351,8 +353,8 @@ class Damage(Exception):
 @contextlib.contextmanager
 def reading(path: str | Path, fix: str) -> Iterator[None]:
     """Wrap the reading of one file. UserError, ending with `fix`: it is missing or unreadable, or
-    damaged as a `Damage` says. Whatever else is raised is a bug, and keeps its traceback: who looks
-    into data checks for what may be missing."""
+    damaged as a `Damage` says. Whatever else is raised is a bug and keeps its traceback. So a
+    reader must look for what may be missing, and raise Damage itself."""
     try:
         yield
     except FileNotFoundError:
