@@ -1,8 +1,8 @@
 """Tables whose columns are split over the P ranks of a process group (training/ranks.py).
 
-Rank r owns columns r W/P to (r + 1) W/P of every table: ranks own, read and send alike. All ranks
-look up together: ids are gathered, on CPUs, and columns of their rows come back. Autograd sends
-gradients the other way, and sums them in the order of ranks.
+Rank r owns columns r W/P to (r + 1) W/P of every table, so all ranks own, read and send equally
+much. All ranks look up together: ids are gathered, on CPUs, and columns of their rows come back.
+Autograd sends gradients the other way, and sums them in the order of ranks.
 """
 
 from collections.abc import Iterator
