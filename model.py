@@ -710,7 +710,8 @@ class Decoder(nn.Module):
         room = min(room or self.config.block_size, self.config.block_size)
         assert kind in ("kv", "ids"), f"cache={kind!r} is neither 'kv' nor 'ids'"
         if kind == "ids":
-            assert self.config.embedding_only, "keys and values are rows in Embformer alone"
+            # Values of a relative may depend on x, too, of which nothing is kept.
+            assert self.config.ffn == "embformer", "keys and values are rows in Embformer alone"
             layers = [None for _ in self.blocks]
         else:
             layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]

@@ -190,7 +190,7 @@ def main() -> None:
     device = pick_device(args.device)
     model, encoding, checkpoint = load_to_decode(args.ckpt, device, args.offload, args.dtype)
     if args.cache == "ids":
-        if not model.config.embedding_only:
+        if model.config.ffn != "embformer":
             raise UserError(f"--cache ids: {args.ckpt} is not an Embformer, whose keys are rows")
         norm_keys(model)
     capture_steps(model)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import Largest
+from conftest import Largest, add_relative, refused, small_run
 from naive import SIZES, decoder, naive_logits, tokens
 
 from relatives import linear
@@ -127,6 +127,43 @@ def test_embformer_writes_the_same_from_ids_alone(attention, dtype):
     torch.testing.assert_close(again, logits, rtol=close, atol=close)
     for kind in ("kv", "ids"):
         assert torch.equal(model.generate(ids, 25, cache=kind, **options), written)
+
+
+GATED = """
+from dataclasses import dataclass
+import embformer, model
+
+@dataclass
+class Config(model.ModelConfig):
+    embedding_only = True
+
+class GatedQKV(embformer.RowQKV):
+    def forward(self, x, rows):
+        q, k, v = super().forward(x, rows)
+        return q, k, v * x.unflatten(-1, (-1, self.head_dim)).sigmoid()
+
+class Decoder(model.Decoder):
+    config_class = Config
+
+    def make_block(self, layer):
+        c = self.config
+        ffn = embformer.EmbformerFFN(c.n_head, c.head_dim)
+        return model.Block(c, layer, GatedQKV(c.n_kv_head, c.head_dim, c.norm_eps), ffn)
+"""
+
+
+def test_a_variant_of_embformer_whose_values_depend_on_x_keeps_them(data, tmp_path, monkeypatch):
+    """It would write other text from ids alone."""
+    add_relative(monkeypatch, tmp_path, "gated", GATED)
+    model = decoder(ffn="gated")
+    ids = tokens(2, 29)
+    cache = model.make_cache(2)
+    parts = [model(part, cache=cache)[0] for part in ids.split([9, 1, 19], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(ids)[0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError, match="in Embformer alone"):
+        model.make_cache(2, kind="ids")
+    out = small_run(data, tmp_path / "out", ffn="gated", max_iters=1)
+    assert "is not an Embformer" in refused("sample.py --cache ids --ckpt", out)
 
 
 @pytest.mark.parametrize(("attention", "growth"), [("window:4", 2), ("full", 4)])
