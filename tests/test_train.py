@@ -513,3 +513,17 @@ def test_any_folder_can_be_named_and_printed_commands_find_it(data, tmp_path, mo
     assert f"on {mine}" in said
     command("sample.py --max_new_tokens 2 --ckpt", "~/my run/ckpt.pt")
     assert not Path("~").exists()
+
+
+def test_all_that_consists_of_rows_has_a_second_moment_per_number():
+    """A variant of Embformer, too."""
+
+    class Variant(ModelConfig):
+        embedding_only = True
+
+    for config, state in (
+        (ModelConfig(ffn="embformer"), "number"),
+        (Variant(), "number"),
+        (ModelConfig(), "row"),
+    ):
+        assert Settings(model=config).table_state == state

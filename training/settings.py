@@ -181,8 +181,8 @@ class Settings:
         if self.device_batch_size is None:
             self.device_batch_size = self.batch_size
         if self.table_state is None:
-            # Embformer consists of rows: they need one second moment per number.
-            self.table_state = "number" if self.model.ffn == "embformer" else "row"
+            # What consists of rows needs one second moment per number.
+            self.table_state = "number" if self.model.embedding_only else "row"
         check_ranges(self)
         self.out_dir = Path(self.out_dir)
         self.data_dir = str(self.data_dir)
