@@ -217,8 +217,9 @@ def check_editable(model: Decoder) -> None:
     """UserError: the model has no rows that belong to one token."""
     if not len(model.tables.weight):
         raise UserError("--ckpt is a model that has no tables to edit")
-    if model.n_address > 1 or model.tables.n_row != model.config.vocab_size:
-        raise UserError("--ckpt is a model with rows of n-grams, which do not belong to one name")
+    if not recall.has_own_rows(model):
+        rows = "rows of n-grams or hashes"
+        raise UserError(f"--ckpt is a model with {rows}, which do not belong to one name")
 
 
 def has_own_text(checkpoint: dict) -> bool:

@@ -130,16 +130,22 @@ def reaches_ahead(model: Decoder) -> bool:
     return any(block.row_width for block in earlier) or last.row_split[0] > 0
 
 
+def has_own_rows(model: Decoder) -> bool:
+    """Whether each token reads the row at its id, which an edit changes. It may read those of other
+    tokens, too, but not rows of n-grams or of hashes."""
+    if not len(model.tables.weight) or model.tables.n_row != model.config.vocab_size:
+        return False
+    ids = torch.arange(model.tables.n_row)[None]  # a text of all tokens, [1, V]
+    addresses = model.addresses(ids, ids.shape[1]).view(*ids.shape, -1)  # [1, V, n_address]
+    return bool((addresses == ids[..., None]).any(-1).all())
+
+
 def demo(model: Decoder, corpora: set[str]) -> tuple[str, list[str]]:
     """A text to continue at the end of a run on corpora, and commands to try."""
     if corpora != {"countries"}:
         return "", ["sample.py"]
     commands = ["sample.py"]
-    if (
-        len(model.tables.weight)
-        and reaches_ahead(model)
-        and model.tables.n_row == model.config.vocab_size
-    ):
+    if has_own_rows(model) and reaches_ahead(model):
         commands.append("edit.py --source Spain --target Germany")
     return "Country: Spain\nThe capital city is called", commands
 

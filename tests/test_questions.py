@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import CPU
+from naive import decoder
 
 from common import UserError
 from corpora import countries
@@ -113,6 +114,50 @@ def test_edits_are_proposed_where_they_can_be_made(ffn):
     model = kind(kind.config_class(n_layer=3, n_embd=32, ffn=ffn))
     proposed = any("edit.py" in line for line in demo(model, {"countries"})[1])
     with nullcontext() if proposed else pytest.raises(UserError):
+        check_editable(model)
+
+
+class Previous(Decoder):
+    """A token reads its row and that of the one before."""
+
+    n_address = 2
+    n_row = 23
+
+    def make_tables(self, tables, widths):
+        return tables(len(widths), self.n_row, widths[0] // 2)
+
+    def addresses(self, ids, n, documents=None):
+        return torch.stack((ids, ids.roll(1, dims=1)), dim=-1)[:, -n:]
+
+    def layer_rows(self, addresses):
+        return (rows.flatten(2) for rows in super().layer_rows(addresses))
+
+
+class Buckets(Previous):
+    """Its rows are of hashes."""
+
+    def addresses(self, ids, n, documents=None):
+        return super().addresses(5 * ids % 23, n, documents)
+
+
+class FewRows(Buckets):
+    n_row = 22
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(Previous, {}), (Buckets, {}), (FewRows, {}), ("bigram", dict(ngram_rows=23))],
+)
+def test_rows_are_edited_where_each_token_reads_its_own(kind, options):
+    """A bigram model may have as many rows as there are tokens, by chance."""
+    if kind == "bigram":
+        options["ffn"] = "bigram"
+        kind = decoder_class("bigram")
+    model = decoder(kind, **options)
+    is_own = kind is Previous
+    proposed = any("edit.py" in line for line in demo(model, {"countries"})[1])
+    assert proposed == is_own
+    with nullcontext() if is_own else pytest.raises(UserError, match="n-grams or hashes"):
         check_editable(model)
 
 
