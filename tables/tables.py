@@ -206,6 +206,10 @@ class Tables(nn.Module):
                 saved = rest.pop(f"{prefix}weight.{table}", None)
                 if saved is None or saved.shape != weight.shape:
                     error_msgs.append(f"{prefix}weight.{table} is not {tuple(weight.shape)}")
+                elif saved.is_floating_point() and not weight.is_floating_point():
+                    lost = f"{weight.dtype} would truncate {saved.dtype}"
+                    fix = "make such tables of those of a loaded model"
+                    error_msgs.append(f"{prefix}weight.{table}: {lost}: {fix}")
                 elif saved.data_ptr() != weight.data_ptr():  # else it is read in place
                     weight.copy_(saved)
         lists = (missing_keys, unexpected_keys, error_msgs)
