@@ -93,19 +93,6 @@ def refused(*args, cwd: Path = ROOT) -> str:
     return errors_of(command(*args, cwd=cwd, fails=True))[0]
 
 
-def start_process(*args, cwd: Path, **options) -> subprocess.Popen:
-    """Run `python args...` in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, args)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        **options,
-    )
-
-
 def add_relative(patch: pytest.MonkeyPatch, folder: Path, name: str, source: str) -> Path:
     """Have a file relatives/NAME.py, which is written to a folder."""
     path = folder / f"{name}.py"

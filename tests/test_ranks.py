@@ -3,8 +3,8 @@
 import json
 import os
 import signal
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,11 @@ from conftest import (
     cut_in_step,
     losses,
     shorten,
-    start_process,
 )
 from test_preference import pairs  # noqa: F401
 from test_stages import chat  # noqa: F401
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
 
 import common
 import train
@@ -60,11 +61,6 @@ def work(jobs: list[dict], folder: str) -> None:
     train_all(jobs, Path(folder))
 
 
-def in_ranks(n: int, *args, cwd: Path = ROOT) -> subprocess.Popen:
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n)
-    return start_process(*launch, *args, cwd=cwd)
-
-
 def assert_close(a, b) -> None:
     torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -81,7 +77,7 @@ def assert_same_training(a: Path, b: Path) -> None:
         assert_close(one[part], other[part])
 
 
-def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  # noqa: F811
+def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, monkeypatch):  # noqa: F811
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped.
     At the end a rank dies, and with it the other, whose checkpoint stays."""
@@ -106,10 +102,14 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  #
         dict(whole[1], overwrite=True),
         dict(text, out_dir="dies", step=5, signal=signal.SIGKILL),
     ]
-    process = in_ranks(2, __file__, json.dumps([*whole, *cut]), two)
-    train_all(whole, one)
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode, said
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which torchrun would set for good
+    launch = ("--standalone", "--nproc_per_node=2", __file__, json.dumps([*whole, *cut]), str(two))
+    with ThreadPoolExecutor() as pool:
+        launched = pool.submit(torchrun, launch)
+        train_all(whole, one)
+        with pytest.raises(ChildFailedError):
+            launched.result(timeout=240)
     assert checkpoint(two / "dies")["step"] == 3
     for job in whole:
         assert_same_training(one / job["out_dir"], two / job["out_dir"])
