@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -27,7 +28,7 @@ from tables.zero_copy import ZeroCopy
 
 V, L, W = 128, 3, 4  # vocabulary, tables, width
 ROWS = V, L, W
-CHUNK = 7 * L * W * 8  # bytes: transfers of a few tokens, so that one takes several of them
+CHUNK = 13 * L * W * 8  # bytes: transfers of a few tokens, so that one takes several of them
 FEW = 3 * L * W * 4  # bytes
 
 
@@ -152,6 +153,11 @@ def work(make, state: str = "number") -> list[torch.Tensor]:
     return [x.detach().to("cpu", copy=True) for x in [*stored, *seen]]
 
 
+@cache
+def work_of_resident(device: torch.device, state: str = "number") -> list[torch.Tensor]:
+    return work(lambda: resident().to(device), state)
+
+
 def check(
     gpu, expected, n_buffer: int, full: bool, state="number", storage=None, module=offload
 ) -> None:
@@ -180,14 +186,9 @@ def check(
 def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(
     gpu, tmp_path, n_buffer, full, state, on_disk
 ):
-    there = work(lambda: resident().to(gpu.device), state)
+    there = work_of_resident(gpu.device, state)
     storage = DiskStorage.create(tmp_path / "tables", ROWS, torch.float32) if on_disk else None
     check(gpu, there, n_buffer, full, state, storage)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[torch.Tensor]:
-    return work(resident)
 
 
 WAYS = [(True, 3, True), (False, 2, False)]  # by kernels; and by a ring, of so many buffers
@@ -213,9 +214,10 @@ def test_no_guard_is_overlooked():
 
 
 @pytest.mark.parametrize("guard", GUARDED, ids=lambda guard: guard[2])
-def test_every_guard_is_needed(guard, expected, monkeypatch, tmp_path):
+def test_every_guard_is_needed(guard, monkeypatch, tmp_path):
     """Without a line that makes one side wait for another there is a hazard, or a wrong result."""
     of_module, number, line = guard
+    expected = work_of_resident(torch.device("cpu"))
     nothing = re.sub(r"[\w.()]+\.record_event\(\)", "torch.cuda.Event()", line)
     for module in (zero_copy, offload):  # which imports the other
         lines = inspect.getsource(module).splitlines()
