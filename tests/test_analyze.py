@@ -8,6 +8,7 @@ import shutil
 import signal
 import statistics
 import sys
+import time
 from pathlib import Path
 from threading import Event, Thread
 
@@ -229,8 +230,16 @@ def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
     assert changed("near") == {"near"}
 
 
-def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experiment, monkeypatch):
+def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(
+    experiment, data, tmp_path, monkeypatch
+):
+    """What train.py says of such a loss, another program says in its place."""
     diverging = {**SMALL, "learning_rate": 1e8, "warmup": 0.0}
+    with pytest.raises(UserError) as lost:
+        small_run(data, tmp_path / "lost", **diverging)
+    ends = "import sys\nprint(sys.argv[1:])\nsys.exit({!r})\n"
+    monkeypatch.setattr(shared, "ROOT", tmp_path)
+    (tmp_path / "train.py").write_text(ends.format(f"error: {lost.value}"))
     (ended,) = experiment.train({"": diverging}, [1])[""]
     assert shared.diverged(ended)
     log = (ended / "log.txt").read_text()
@@ -238,28 +247,25 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(experi
     assert (ended / "log.txt").read_text() == log
     broken = experiment.folder({"seed": 1, **SMALL})
     (broken / "ckpt.pt").write_text("x")
+    (tmp_path / "train.py").write_text(ends.format("error: ckpt.pt is damaged"))
     with pytest.raises(UserError, match=rf"{broken.name}: exit code 1, see its log"):
         experiment.train({"": SMALL}, [1])
-    assert "is damaged" in (broken / "log.txt").read_text()
+    given, error = (broken / "log.txt").read_text().splitlines()
+    assert given == str(["--out_dir", str(broken), "--resume"])
+    assert error == "error: ckpt.pt is damaged"
     monkeypatch.setattr(shared, "train_all", lambda waiting, *_: shared.train_here(waiting))
     other = {**SMALL, "seed": 2}  # a kind with a seed of its own
     assert experiment.train({"": other}, [1])[""] == [experiment.folder(other)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(
-    number, data, tmp_path, monkeypatch, capsys
-):
+def test_runs_save_when_an_analysis_is_stopped(data, tmp_path, monkeypatch):
+    """... alone, as a scheduler does; of Ctrl-C, all processes of a terminal know."""
     ended = Event()
 
     def stop() -> None:
-        """... once a run has begun: all processes, as a terminal does, or this one alone, as a
-        scheduler does."""
         while not ended.wait(0.05):
             if any('"eval"' in log.read_text() for log in tmp_path.glob("runs/*/metrics.jsonl")):
-                if number == signal.SIGINT:
-                    shared.children[-1].send_signal(number)
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), signal.SIGTERM)
                 break
 
     kinds = {name: {**SMALL, "eval_interval": 1000} for name in stability.NAMES}
@@ -273,14 +279,33 @@ def test_runs_save_when_an_analysis_is_stopped_and_no_others_begin(
         run(analyze.main)
     ended.set()
     stopper.join()
-    assert stopped.value.code == 128 + number
-    said = capsys.readouterr().err
-    assert ("the same command goes on" in said) == (number == signal.SIGINT)
+    assert stopped.value.code == 128 + signal.SIGTERM
     (log,) = tmp_path.glob("runs/*/log.txt")
     assert "continue with" in log.read_text()
     assert log.with_name("ckpt.pt").exists()
     with locked(log.parent):  # its process has ended
         pass
+
+
+def test_after_ctrl_c_runs_end_and_no_others_begin(monkeypatch, capsys):
+    begun = Event()
+    ended = []
+
+    def train_apart(folder, *_) -> None:
+        begun.set()
+        time.sleep(0.5)
+        ended.append(folder)
+
+    def interrupted(runs) -> None:
+        begun.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shared, "train_apart", train_apart)
+    monkeypatch.setattr(shared, "as_completed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shared.train_all({"first": {}, "second": {}}, at_once=1)
+    assert ended == ["first"]
+    assert "the same command goes on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lowest", [3e-3, 2.2e-2, 2e-4])  # 2e-4: all that are tried first diverge
