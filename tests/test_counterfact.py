@@ -276,19 +276,19 @@ def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
         where = tmp_path / "run", tmp_path, tmp_path / folder
         return Trial(*where, 1, "swapped rows", {"how": "copy"}, points, size)
 
-    for kept in (1, 25):  # edits: in the second case, they are made again
+    # In the second case, edits are made again.
+    for kept, size, points in ((1, 1, (2, 3)), (25, 2, (2, 4))):
         monkeypatch.setattr(counterfact, "KEPT", kept)
-        for size, points in ((1, (2, 3)), (2, (2, 4))):
-            once, twice = trial(f"once{kept}", points, size), trial(f"twice{kept}", points, size)
-            once.measure()
-            made.clear()
-            twice._replace(points=points[:1]).measure()
-            assert [*twice.rows()] == [points[0]]
-            twice.measure()
-            assert len(made) == points[1] + (2 if kept == 25 else 0)
-            assert without_time(twice.rows()) == without_time(once.rows())
-            assert [len(row["records"]) for row in once.rows().values()] == list(points)
-            assert once.rows()[points[1]]["KL"] > 0
+        once, twice = trial(f"once{kept}", points, size), trial(f"twice{kept}", points, size)
+        once.measure()
+        made.clear()
+        twice._replace(points=points[:1]).measure()
+        assert [*twice.rows()] == [points[0]]
+        twice.measure()
+        assert len(made) == points[1] + (2 if kept == 25 else 0)
+        assert without_time(twice.rows()) == without_time(once.rows())
+        assert [len(row["records"]) for row in once.rows().values()] == list(points)
+        assert once.rows()[points[1]]["KL"] > 0
 
 
 def test_a_method_is_told_what_was_written_before(bench, tmp_path, monkeypatch):
