@@ -96,19 +96,19 @@ class Page(ThreadingHTTPServer):
         edit.check_editable(self.model)
         wanted = edit.Edit(chat=self.chats, **texts)
         edit.fill_in(wanted, self.encoding, self.checkpoint)
-        asked, ids = edit.new_rows(self.model, self.encoding, wanted, self.earlier)
+        located, ids = edit.new_rows(self.model, self.encoding, wanted, self.earlier)
         if wanted.target:
-            self.model.tables = swapped(self.model.tables, asked.prompt, ids, tables)
+            self.model.tables = swapped(self.model.tables, located.prompt, ids, tables)
             ids = self.model.tables.ids
-        yield {"prompt": wanted.prompt, **compared(self.model, self.encoding, wanted, asked, ids)}
+        yield {"prompt": wanted.prompt, **compared(self.model, self.encoding, wanted, located, ids)}
         if wanted.target:
             return
-        if not edit.is_written(self.model, asked, ids):
+        if not edit.is_written(self.model, located, ids):
             raise UserError("not learned, and not kept: new words are beyond a name's rows")
-        rows = changed_rows(self.model.tables, asked.prompt, ids)
+        rows = changed_rows(self.model.tables, located.prompt, ids)
         tables = with_rows(self.facts[-1][1], rows)
         self.facts.append((f"{wanted.source}: {wanted.write}", tables))
-        self.earlier.append((asked.prompt, asked.answer))
+        self.earlier.append((located.prompt, located.answer))
 
     def undo(self) -> Iterator[dict]:
         if len(self.facts) == 1:

@@ -63,15 +63,15 @@ def compared(
     model: Decoder,
     encoding: tiktoken.Encoding,
     edit: Edit,
-    asked: Located,
+    located: Located,
     table_ids: list[int],
 ) -> dict[str, list]:
     """What the model writes `before` and `after` an edit, as `weighed`, and the `answers` in it, as
     `edit.probabilities`."""
-    ids = asked.prompt
-    before, after = continuations(model, encoding, edit, asked, table_ids)
+    ids = located.prompt
+    before, after = continuations(model, encoding, edit, located, table_ids)
     return {
         "before": weighed(model, encoding, ids, ids, before),
         "after": weighed(model, encoding, ids, table_ids, after),
-        "answers": list(probabilities(model, encoding, asked, table_ids, before, after)),
+        "answers": list(probabilities(model, encoding, located, table_ids, before, after)),
     }
