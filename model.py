@@ -457,7 +457,8 @@ class Block(nn.Module):
 # How many logits `Decoder.loss` computes at a time. Elsewhere it is 1 << 22, so that they stay in a
 # CPU's caches.
 CHUNK = {"cuda": 1 << 26}
-# How many logits may be kept for the backward pass, 256 MiB. It computes more of them again.
+# How many logits are kept for the backward pass at most, 256 MiB. If there are more, it computes
+# them again.
 KEPT = 1 << 26
 
 

@@ -68,7 +68,7 @@ MANY = 4096  # documents whose hashes are compared
 LEAST_VAL = 8000  # characters to validate with, or a twentieth of what there is
 NOTES = 20  # how many are shown
 HELD_OUT = "held_out"  # the folder of files that are held out
-# Notes, which are shown behind the number of documents.
+# Notes. Each is printed after the number of documents that it is about.
 COPIES = "copies of documents of val.bin are trained on"
 HELD_COPIES = f"copies of documents of {HELD_OUT}/val.bin are trained on: leave out their files"
 CUT = "long documents were cut at line breaks or blanks, to have pieces to validate with"

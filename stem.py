@@ -46,8 +46,9 @@ def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[in
         subset   Like copy, but of a longer target the n rarest tokens are read. These have the
                  largest ids, because a tokenizer merges what is frequent first and numbers its
                  merges in order. Of equal ids, the last one is taken.
-        average  Every token of the source reads the mean of the target's rows. The caller gives a
-                 target of one token, whose row is this mean (training/writing.mean_rows).
+        average  Every token of the source reads the mean of the target's rows, with equal lengths,
+                 too: the caller gives a target of one token, whose row is this mean
+                 (training/writing.mean_rows).
 
     The authors differ: they copy by repeating the whole target, and choose the subset that they
     find most representative.

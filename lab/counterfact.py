@@ -160,7 +160,7 @@ def held_out(country: Country, relation: str, form: str = "paragraph") -> str:
 def questions(
     record: Record, truth: dict[str, Country], namesakes: Iterable[str]
 ) -> list[Question]:
-    """What is asked about a record. truth: as of `after`, of all edits."""
+    """What is asked about a record. truth: the countries `after` all edits."""
     country, relation, other = record
     new, old = said(other, relation), said(country, relation)
     asked = [Question("edited", taught(country, relation), new, old)]

@@ -25,7 +25,7 @@ PLAIN = {
     "continuing_subword_prefix": "",
     "end_of_word_suffix": "",
 }
-# How the three split text into words.
+# Steps that split text into words, or spell its bytes.
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LETTERS = {**GPT2, "use_regex": False}  # GPT-2's spelling of bytes, after another split
 SMOLLM2 = {"type": "Digits", "individual_digits": True}

@@ -21,7 +21,7 @@ class Data:
     """What a run reads.
 
     train: a source of sequences. After `n_sequence` of them, one is read again (of a mixture, in
-        the folder that is read most often).
+        the folder that is the first to end).
     val: a source for each folder.
     weights, metas: the share of each folder in a mixture, and its meta.json.
     encoding, corpora: their tokenizer, and the names of the corpora they hold.
