@@ -136,7 +136,8 @@ def has_own_rows(model: Decoder) -> bool:
     if not len(model.tables.weight) or model.tables.n_row != model.config.vocab_size:
         return False
     ids = torch.arange(model.tables.n_row)[None]  # a text of all tokens, [1, V]
-    addresses = model.addresses(ids, ids.shape[1]).view(*ids.shape, -1)  # [1, V, n_address]
+    addresses = model.addresses(ids, ids.shape[1]).cpu()  # a relative may keep them on a GPU
+    addresses = addresses.view(*ids.shape, -1)  # [1, V, n_address]
     return bool((addresses == ids[..., None]).any(-1).all())
 
 
