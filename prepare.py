@@ -263,8 +263,8 @@ def labelled(
     """Yield each document with its split, `train` or `val`, which its hash decides.
 
     A copy of a document that is for validation goes to training: whoever repeats something wants it
-    to be learned. The same holds for a copy of a document with a hash in `held`, from the files
-    that are held out. `notes` count both.
+    to be learned. Copies of documents of the files that are held out, whose hashes are `held`, are
+    split like all others. `notes` count the copies of both kinds that are trained on.
 
     The first documents come in one go, so that a small input has enough to validate with, too: a
     long document among them is cut, and if too few have low hashes, others are taken."""

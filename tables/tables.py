@@ -208,7 +208,7 @@ class Tables(nn.Module):
                     error_msgs.append(f"{prefix}weight.{table} is not {tuple(weight.shape)}")
                 elif saved.is_floating_point() and not weight.is_floating_point():
                     lost = f"{weight.dtype} would truncate {saved.dtype}"
-                    fix = "make such tables of those of a loaded model"
+                    fix = "make such tables from those of a loaded model"
                     error_msgs.append(f"{prefix}weight.{table}: {lost}: {fix}")
                 elif saved.data_ptr() != weight.data_ptr():  # else it is read in place
                     weight.copy_(saved)

@@ -280,7 +280,7 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
         **stage.settings,
         "learning_rate": rate * stage.rate,
     }
-    said = dict(given)  # what somebody chose for this run: the size of the data does not change it
+    said = dict(given)  # what is set for this run: the size of the data does not change it
     if corpora == {f"{preset}-{name}"}:
         said = {**FINE_TUNING.get(f"{preset}-{name}", {}), **given}
     values = {**values, **said, "preset": preset, "stage": name}
