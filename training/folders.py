@@ -1,6 +1,6 @@
 """The folder of a run, and any folder that a checkpoint is written to. It is locked, and what
-killed commands left in it is deleted. Nothing else is: a file goes only if a file of ours says that
-nobody needs it (checkpoints.py)."""
+killed commands left in it is deleted: a file goes only if a file of ours says that nobody needs it
+(checkpoints.py). With --overwrite, so do the files of the earlier run."""
 
 import contextlib
 import os
