@@ -92,7 +92,8 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
     prompt, answer = encode(encoding, "Country: Spain Fiji"), encoding.encode_ordinary(" Peru")
     name = encoding.encode_ordinary(" Spain")
     found = torch.ones(writing.N_TEXT, len(prompt) + 7).tril() > 0
-    none, later = found < 0, found.new_ones(found.shape).index_fill(1, torch.tensor(0), False)
+    none, later = torch.zeros_like(found), torch.ones_like(found)
+    later[:, 0] = False
     changes = []
     for keep, same in ((0, none), (100, none), (0, found), (0, later), (100, later)):
         monkeypatch.setattr(writing, "KEEP", keep)

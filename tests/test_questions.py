@@ -146,13 +146,10 @@ class FewRows(Buckets):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(Previous, {}), (Buckets, {}), (FewRows, {}), ("bigram", dict(ngram_rows=23))],
+    [(Previous, {}), (Buckets, {}), (FewRows, {}), (None, dict(ffn="bigram", ngram_rows=23))],
 )
 def test_rows_are_edited_where_each_token_reads_its_own(kind, options):
     """A bigram model may have as many rows as there are tokens, by chance."""
-    if kind == "bigram":
-        options["ffn"] = "bigram"
-        kind = decoder_class("bigram")
     model = decoder(kind, **options)
     is_own = kind is Previous
     proposed = any("edit.py" in line for line in demo(model, {"countries"})[1])
