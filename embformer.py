@@ -62,7 +62,8 @@ def mix(n_head: int, head_dim: int) -> Tensor:
 class EmbformerFFN(nn.Module):
     """FFN without weights: `mix(act(x) * F_l[t])` (note, section 2.2).
 
-    The note writes it without activation (`identity`); the authors' code, our default, uses SiLU.
+    The note multiplies attention's output, without activation (`identity`). Its author's code takes
+    the normed residual stream and, by default here, too, SiLU.
     """
 
     def __init__(self, n_head: int, head_dim: int, act: str = "silu") -> None:

@@ -22,7 +22,7 @@ from training import ranks
 from training.batches import Data
 from training.objectives import NextToken
 
-BETA = 0.15  # MiniMind's
+BETA = 0.15  # MiniMind's today
 
 
 @dataclass

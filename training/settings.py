@@ -36,7 +36,7 @@ PRESETS = {
 
 @dataclass
 class Stage:
-    """How a stage differs from pretraining; MiniMind fine-tunes at 1e-5 after 5e-4."""
+    """How a stage differs from pretraining; MiniMind today fine-tunes at 1e-5 after 5e-4."""
 
     reads: str = "text"  # the kind of sequences, see batches.Data
     rate: float = 1.0  # peak learning rate, over the preset's
