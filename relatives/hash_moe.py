@@ -1,5 +1,6 @@
 """hash_moe: experts chosen by the token id, by a fixed random table (Hash Layers, Roller et al.,
-2021): the sparse baseline of the STEM paper. A token costs the FLOPs of the dense FFN."""
+2021): the sparse baseline of the STEM paper, there with one expert per token (--top_k 1). A token
+costs the FLOPs of the dense FFN."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
