@@ -1,7 +1,9 @@
 """Which way do the rows of a table point, beside what they replace?
 
 Layer by layer, the cosines of all pairs of tokens in the training text: of the rows of STEM's
-tables, trained and as drawn, and of a dense model's `W_u x`, for each token its mean over the text.
+tables, trained and as drawn, and of a dense model's `W_u x`; and of what the down-projection then
+reads, `SiLU(W_g x) * U[t]` and `SiLU(W_g x) * (W_u x)`. What depends on x is a token's mean over
+the text.
 """
 
 from collections.abc import Iterator
@@ -20,9 +22,9 @@ from training.checkpoints import load_model
 from training.dense_to_stem import Fit, Stream
 
 COMPARED = {
-    "STEM rows": KINDS["STEM, all"],
-    "dense W_u x": KINDS["dense"],
-    "STEM rows, untrained": {**KINDS["STEM, all"], "max_iters": 0},
+    "STEM": KINDS["STEM, all"],
+    "dense": KINDS["dense"],
+    "STEM, untrained": {**KINDS["STEM, all"], "max_iters": 0},
 }
 
 
@@ -34,50 +36,51 @@ def geometry(experiment: Experiment) -> None:
     table = []
     for title, folders in experiment.train(COMPARED).items():
         runs = experiment.measure("geometry", measure_run, folders, text, experiment.on)
-        for layer in runs[0]:
-            means, percentiles = zip(*(run[layer] for run in runs), strict=True)
-            row = {"cosines of": title, "layer": layer, "mean size": interval(".3f", means)}
+        for name in runs[0]:
+            means, percentiles = zip(*(run[name] for run in runs), strict=True)
+            row = {"kind": title, "cosines of": name, "mean size": interval(".3f", means)}
             table.append({**row, "95 % are below": interval(".3f", percentiles)})
     print(markdown(table))
 
 
 @torch.inference_mode()
 def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, tuple]:
-    """Of the sizes of the cosines of a run's vectors for the tokens of a text [T], by layer: the
-    mean, and the 95th percentile, of which the STEM paper speaks."""
+    """Of the sizes of the cosines of a run's vectors for the tokens of a text [T], by what they are
+    and the layer: the mean, and the 95th percentile, of which the STEM paper speaks."""
     model, _, _ = load_model(folder / "ckpt.pt", device)
-    if model.config.ffn == "dense":
-        vectors = enumerate(up_outputs(model, text))
-    else:
-        vectors = zip(model.config.row_layers, rows(model, text), strict=True)
     sizes = {}
-    for layer, of_layer in vectors:
-        size = cosines(of_layer).abs()
+    for name, vectors in vectors_of(model, text):
+        size = cosines(vectors).abs()
         percentile = size.kthvalue(max(1, int(0.95 * len(size)))).values
-        sizes[str(layer)] = (size.mean().item(), percentile.item())
+        sizes[name] = (size.mean().item(), percentile.item())
     return sizes
 
 
-def rows(model: Decoder, text: Tensor) -> Iterator[Tensor]:
-    """The rows [n, W] of the tokens of a text [T], of each table."""
-    for of_table in model.tables.lookup(text.unique()[None]):  # [1, n, W]
-        yield of_table[0]
-
-
-def up_outputs(model: Decoder, text: Tensor) -> Iterator[Tensor]:
-    """W_u x in each layer of a dense model that reads a text [T] in parts of block_size: for each
-    of its tokens the mean, [n, d_ff]."""
+def vectors_of(model: Decoder, text: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Of each layer of a model that reads a text [T] in parts of block_size, vectors [n, d_ff] of
+    its n distinct tokens: rows or, without a table, W_u x; and what the down-projection reads."""
     config = model.config
     size = config.block_size
-    text = text[: len(text) // size * size]
-    stream = Stream(model, text.view(-1, size), 16)
+    windows = text[: len(text) // size * size].view(-1, size)
+    tokens = windows.unique()
+    stream = Stream(model, windows, 16)
+    tables = iter(model.tables.weight)
     for layer, block in enumerate(model.blocks):
-        fit = Fit(config.vocab_size, config.d_ff, model.device)  # of a factor 1, the mean
+        table = next(tables) if block.row_width else None
+        # Of a factor 1, a fit is the mean.
+        shape = (config.vocab_size, config.d_ff, model.device)
+        up = Fit(*shape)
+        read = Fit(*shape)
         for ids, z, kept in stream.attend(layer):
-            u = block.ffn.up(z)  # [B, T, d_ff]
-            fit.add(ids, torch.ones_like(u), u)
-            kept += block.ffn(z, None).to("cpu")
-        yield fit.rows()[text.unique()]
+            rows = None if table is None else F.embedding(ids, table)
+            u = block.ffn.up(z) if rows is None else rows  # [B, T, d_ff]
+            one = torch.ones_like(u)
+            up.add(ids, one, u)
+            read.add(ids, one, F.silu(block.ffn.gate(z)) * u)
+            kept += block.ffn(z, rows).to("cpu")
+        kind = "W_u x" if table is None else "rows"
+        yield f"{kind}, layer {layer}", up.rows()[tokens]
+        yield f"what W_d reads, layer {layer}", read.rows()[tokens]
 
 
 def cosines(vectors: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from common import UserError
 from lab.edits import row_with_edits
-from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, pick
+from lab.experiment import HASH_LAYERS, KINDS, Experiment, Flags, best_learning_rates, pick
 from lab.pictures import interval, markdown, off, plt
 from lab.runs import last_start
 from model import Decoder, ModelConfig, relatives
@@ -27,6 +27,7 @@ BYTES = 4  # of a number in float32
 ENGRAM = {"ffn": "engram", "stem_layers": "half"}
 VARIANTS = {
     "STEM, all": pick("STEM, third", "STEM, half"),
+    "hash_moe": HASH_LAYERS,
     "value": {
         "value, all layers": {"ffn": "value", "stem_layers": "all"},
         "value, gate of x": {"ffn": "value", "value_gate": True},
@@ -68,7 +69,8 @@ DIRECTIONS = (
     Direction("STEM, half", "STEM, all", "STEM: 54.20, 53.43"),
     Direction("dense", "stem_gate", "STEM: 49.72, 49.10"),
     Direction("STEM, third", "stem_additive", "STEM: 50.90, 50.60"),
-    Direction("STEM, third", "hash_moe", "STEM: 50.90, 50.58"),
+    Direction("STEM, third", "hash_moe, one expert", "STEM: 50.90, 50.58"),
+    Direction("STEM, third", "hash_moe", "a control"),
     Direction("dense", "Embformer", "Embformer, section 3"),
     Direction("value", "dense", "modded-nanogpt, nanochat"),
     Direction("value", "value, all layers", "nanochat: alternate layers are best"),

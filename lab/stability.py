@@ -9,11 +9,11 @@ import statistics
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from lab.experiment import KINDS, Experiment, Run
+from lab.experiment import HASH_LAYERS, Experiment, Run, pick
 from lab.pictures import interval, markdown, plt
 
 REACH = 10  # steps before and after that a spike stands out of
-NAMES = ("dense", "STEM, all", "moe")
+COMPARED = {**pick("dense", "STEM, all", "moe"), **HASH_LAYERS}
 RATES = (3e-3, 1e-2, 3e-2)
 STEPS = 250
 
@@ -21,9 +21,9 @@ STEPS = 250
 def stability(experiment: Experiment) -> None:
     rates = RATES[:1] if experiment.quick else RATES
     wanted = {}
-    for name in NAMES:
+    for name, flags in COMPARED.items():
         for rate in rates:
-            wanted[name, rate] = {**KINDS[name], "max_iters": STEPS, "learning_rate": rate}
+            wanted[name, rate] = {**flags, "max_iters": STEPS, "learning_rate": rate}
     groups = experiment.train_and_read(wanted)
 
     figure, panels = plt.subplots(1, len(rates), figsize=(11, 4), sharey=True, squeeze=False)
@@ -34,7 +34,7 @@ def stability(experiment: Experiment) -> None:
         axes = panels[0, rates.index(rate)]
         axes.set(title=f"learning rate {rate:g}", xlabel="step", yscale="log")
         for run in runs:
-            axes.plot(losses(run), color=f"C{NAMES.index(name)}", linewidth=0.7)
+            axes.plot(losses(run), color=f"C{list(COMPARED).index(name)}", linewidth=0.7)
         axes.lines[-1].set_label(name)
         axes.yaxis.set_major_formatter("{x:g}")  # 2, not 2 x 10^0
         axes.yaxis.set_minor_formatter("{x:g}")

@@ -29,12 +29,13 @@ from conftest import (
 
 from common import UserError, locked, run
 from corpora import countries
-from lab import analyze, editors, ladder, scale, stability
+from lab import analyze, editors, geometry, ladder, scale, stability
 from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates
 from lab.ladder import verdicts
 from lab.pictures import interval
 from lab.stability import REACH, spike_rate, spikes
+from model import Decoder, ModelConfig
 from train import resolve_settings as train_settings
 from training import writing
 from training.batches import Data
@@ -268,8 +269,8 @@ def test_runs_save_when_an_analysis_is_stopped(data, tmp_path, monkeypatch):
                 os.kill(os.getpid(), signal.SIGTERM)
                 break
 
-    kinds = {name: {**SMALL, "eval_interval": 1000} for name in stability.NAMES}
-    monkeypatch.setattr(stability, "KINDS", kinds)
+    kinds = {name: {**SMALL, "eval_interval": 1000} for name in stability.COMPARED}
+    monkeypatch.setattr(stability, "COMPARED", kinds)
     monkeypatch.setattr(stability, "STEPS", 2000)  # seconds, should nobody stop them
     line = ["--out_dir", tmp_path, "--data_dir", data, "--jobs", 1, "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["analyze.py", "stability", *map(str, line)])
@@ -446,3 +447,35 @@ def test_spikes_stand_out_of_the_steps_around():
     for smooth in (falling, [*falling[:50], *[9.0] * 50]):  # or without a return
         assert not spikes(smooth).any()
     assert spike_rate({"step": [{"train_loss": 1.0}] * 20}) is None  # too few to tell
+
+
+@pytest.mark.parametrize("ffn", ["dense", "stem"])
+def test_vectors_are_means_of_what_projections_compute_and_read(ffn):
+    torch.manual_seed(1)
+    config = ModelConfig(vocab_size=9, ffn=ffn, n_layer=2, n_head=1, n_embd=8, d_ff=16)
+    config.block_size = 4
+    model = Decoder(config).eval()
+    text = torch.randint(9, (43,))  # the last three are left out
+    with torch.no_grad():
+        vectors = dict(geometry.vectors_of(model, text))
+        computed, read = {}, {}  # by window
+        ffn_of_layer_1 = model.blocks[1].ffn
+        ffn_of_layer_1.down.register_forward_pre_hook(
+            lambda _, given: read.update({window: given[0]})
+        )
+        if ffn == "dense":
+            ffn_of_layer_1.up.register_forward_hook(
+                lambda _, given, out: computed.update({window: out})
+            )
+        for window in range(10):
+            model(text[4 * window : 4 * window + 4][None])
+
+    def mean(values: dict, token: int) -> torch.Tensor:
+        places = (text[:40] == token).nonzero()[:, 0].tolist()
+        return sum(values[place // 4][0, place % 4] for place in places) / len(places)
+
+    for number, token in enumerate(text[:40].unique().tolist()):
+        row = mean(computed, token) if ffn == "dense" else model.tables.weight[0][token]
+        name = "W_u x, layer 1" if ffn == "dense" else "rows, layer 1"
+        torch.testing.assert_close(vectors[name][number], row)
+        torch.testing.assert_close(vectors["what W_d reads, layer 1"][number], mean(read, token))
