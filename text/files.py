@@ -49,7 +49,8 @@ FRONT = 100  # likewise of a Markdown file's front matter
 # Marks of Markdown in a line, and what a line without any of them lacks: most lines do.
 ANY = re.compile(r"[`\\<>\[*_#=|&]|^[\s:]*-")
 IMAGE = re.compile(r"!\[[^\[\]]*\](\([^()]*\)|\[[^\[\]]*\])")
-LINK = re.compile(r"(?<![\w\\])\[([^\[\]^][^\[\]]*|)\](\([^()]*\)|\[[^\[\]]*\])")
+# What follows a letter is code, such as a[0][1]; but in Chinese, a link follows a letter, too.
+LINK = re.compile(r"(?<![a-zA-Z0-9_\\])\[([^\[\]^][^\[\]]*|)\](\([^()]*\)|\[[^\[\]]*\])")
 MARKS = re.compile(
     r"(`+)(?P<code>[^`]+)\1|\\(?P<kept>[!-/:-@\[-`{-~])"  # what they have stays
     r"|<!--.*?-->|</?[a-zA-Z][^<>]*>"  # HTML

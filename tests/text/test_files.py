@@ -157,6 +157,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         ("It was ***very* far**, _he said_. `x\n", "It was very far, he said. `x\n"),
         ('[A link](http://x.y/a_b "t"), [one][1]![a picture](p.png)!\n', "A link, one!\n"),
         ("[![badge](b.svg)](http://x)a note[^1], a[0][1] [sic]\n", "a note, a[0][1] [sic]\n"),
+        ("请看[文档](a.md)和[另一个][1]，还有**重点**。\n", "请看文档和另一个，还有重点。\n"),
         ("> He said:\n> > *No*\n", "He said:\nNo\n"),
         ("* item\n- **one** &amp; two\n\n* * *\n***\n", "* item\n- one & two\n\n\n\n"),
         ("Title\n=====\n\n<b>Bold</b> 1 < 2 <!-- gone -->\n", "Title\n\n\nBold 1 < 2 \n"),
