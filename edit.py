@@ -26,7 +26,6 @@ the exit code is 0 nevertheless. One --undo takes all of them back.
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -61,6 +60,7 @@ from corpora.questions import score_answers
 from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from text import chat
+from text.columns import padded, shortened, wrapped
 from text.tokenizer import END, encode, typed, until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
 from training.decoding import chats, check_chat, decoding_dtype_flag, load_to_decode
@@ -421,13 +421,14 @@ def compare(
     print(f"prompt  {encoding.decode(located.prompt[1:])!r}\n")  # without the leading <|endoftext|>
     columns = (column(encoding, "before", before), column(encoding, title, after))
     for left, right in zip_longest(*columns, fillvalue=""):
-        print(f"{left:<{WIDTH}}   {right}".rstrip())
+        print(f"{padded(left, WIDTH)}   {right}".rstrip())
     print()
 
     # 2) how probable the answers are, before and after
     for answer, *p in probabilities(model, encoding, located, table_ids, before, after):
         form = "6.1%" if max(p) > 0.0005 else "6.0e"  # of a long answer, both are tiny
-        print(f"probability of {answer!r:<28} before {p[0]:{form}}   after {p[1]:{form}}")
+        answer = padded(repr(answer), 28)
+        print(f"probability of {answer} before {p[0]:{form}}   after {p[1]:{form}}")
     if before == after and not located.answer:
         reason = "do this name's rows hold the fact?" if recall.reaches_ahead(model) else LAST
         print(f"note: the swap moves nothing here, not one word: {reason}")
@@ -474,13 +475,13 @@ def probabilities(
         if answer in answers[:number]:
             continue
         p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
-        text = textwrap.shorten(encoding.decode(until_end(encoding, answer) or answer), 26)
+        text = shortened(encoding.decode(until_end(encoding, answer) or answer), 26)
         yield text, *p.tolist()
 
 
 # A sentence ends with a stop before a space, which no initial or title has ("St. John's").
 SENTENCE = re.compile(
-    r"\s*.*?((?<!\s[A-Z])(?<!\s[A-Z][a-z])[.!?](?=\s|$)|[。！？]|(?=\n)|$)", re.DOTALL
+    r"\s*.*?((?<!\s[A-Z])(?<!\s[A-Z][a-z])[.!?؟](?=\s|$)|[。！？]|(?=\n)|$)", re.DOTALL
 )
 
 
@@ -518,7 +519,7 @@ def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[s
     text = encoding.decode(until_end(encoding, tokens))
     lines = [title, "-" * WIDTH]
     for line in text.strip().splitlines():
-        lines += textwrap.wrap(line, WIDTH) or [""]
+        lines += wrapped(line, WIDTH) or [""]
     return lines
 
 
@@ -601,9 +602,9 @@ def write_facts(
         state = ""
         if not is_known:
             state = "lost to a later fact" if was_learned else "not learned"
-        text = textwrap.shorten(f"{edit.source}: {edit.write}", WIDTH)
+        text = padded(shortened(f"{edit.source}: {edit.write}", WIDTH), WIDTH)
         p = f"before {p_before:6.1%}   after {p_after:6.1%}"
-        print(f"{where}  {text:<{WIDTH}}  {p}   {state}".rstrip())
+        print(f"{where}  {text}  {p}   {state}".rstrip())
     print(f"{sum(known)} of {len(known)} facts are known")
     return rows, written
 

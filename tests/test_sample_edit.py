@@ -25,6 +25,7 @@ from common import UserError
 from corpora.questions import score_answers
 from model import Decoder, ModelConfig
 from text import bpe
+from text.columns import width
 from text.tokenizer import encode, typed
 from training import writing
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
@@ -160,6 +161,7 @@ def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
         (" No end", ""),
         (" Wien", "\nCountry: Peru."),
         ("東京。", "国"),
+        ("لماذا؟", " نعم."),
         (" Really?", " Yes."),
     ],
 )
@@ -167,6 +169,19 @@ def test_a_sentence_ends_with_a_stop_that_ends_a_word(encoding, sentence, rest):
     tokens = encoding.encode_ordinary(sentence)
     text = [*tokens, *encoding.encode_ordinary(rest), encoding.eot_token]
     assert edit.first_sentence(encoding, text) == tokens
+
+
+def test_columns_stand_below_each_other_in_chinese(stem_ckpt, tmp_path):
+    facts = tmp_path / "facts.jsonl"
+    answers = ("云岭。", "Emil.")
+    lines = [f'{{"source": "Anna", "write": "{said}", "prompt": "Anna"}}\n' for said in answers]
+    facts.write_text("".join(lines), encoding="utf-8")
+    one = flags(source="Anna", write=answers[0], prompt="Anna")
+    for more in (flags(facts=facts), one):
+        shown = command("edit.py", "--ckpt", stem_ckpt, "--max_new_tokens", 1, *more).stdout
+        rows = [row for row in shown.splitlines() if "%   after " in row]
+        assert len(rows) > 1 and "云岭。" in shown
+        assert len({width(row.partition("before ")[0]) for row in rows}) == 1, shown
 
 
 def test_spaces_around_a_name_or_a_fact_mean_nothing():
