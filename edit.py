@@ -294,7 +294,7 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
         answers = [answer]
     else:
         ids = encode(encoding, edit.prompt)
-        answers = spellings(encoding, edit.write) if edit.write else [[]]
+        answers = with_and_without_space(encoding, edit.write) if edit.write else [[]]
     room = model.config.block_size
     longest = max(map(len, answers))
     if len(ids) + max(1, longest) > room:
@@ -344,8 +344,14 @@ def find_name(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> tuple[l
 
 
 def spellings(encoding: tiktoken.Encoding, name: str) -> list[list[int]]:
-    """The tokens of a name with and without a space before it."""
-    return [encoding.encode_ordinary(space + name) for space in (" ", "")]
+    """The tokens of a name with and without a space before it. A space that is a token of its own,
+    as before a Chinese name, does not belong to the name: all other words read its rows, too."""
+    spaced, bare = with_and_without_space(encoding, name)
+    return [bare if encoding.decode_bytes(spaced[:1]) == b" " else spaced, bare]
+
+
+def with_and_without_space(encoding: tiktoken.Encoding, text: str) -> list[list[int]]:
+    return [encoding.encode_ordinary(space + text) for space in (" ", "")]
 
 
 def swap_rows(

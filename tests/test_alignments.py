@@ -53,6 +53,19 @@ def test_a_name_is_found_with_and_without_a_space():
     assert found == [901, *ids[1:-1], 900]
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_a_space_that_is_its_own_token_keeps_its_rows(how):
+    """Of names of any length."""
+    encoding = bpe.train(["云岭县的市长在海湾。" for _ in range(20)], 260)
+    ids = encoding.encode_ordinary("名称： 云岭县")
+    for target in ("海湾", "云岭县在海湾", "海"):
+        found = edited_ids(encoding, ids, "云岭县", spellings(encoding, target), how)
+        n = len(encoding.encode_ordinary("云岭县"))
+        assert found[:-n] == ids[:-n]
+        expected = align(encoding.encode_ordinary(target), n, how, encoding.eot_token)
+        assert found[-n:] == expected
+
+
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
     """The folder of a run with two tables, by their settings."""
