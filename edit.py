@@ -61,7 +61,7 @@ from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from text import chat
 from text.columns import padded, shortened, wrapped
-from text.tokenizer import END, encode, typed, until_end
+from text.tokenizer import END, encode, spelled, typed, until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
 from training.decoding import chats, check_chat, decoding_dtype_flag, load_to_decode
 from training.folders import clear
@@ -168,7 +168,7 @@ def save(
     own = replace_rows(checkpoint, ids, torch.stack(list(new.values())).cpu().unbind(1))
     checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own, "facts": facts})
     write_checkpoint(path, checkpoint)
-    print(f"changed the rows of {[encoding.decode([token]) for token in tokens]}")
+    print(f"changed the rows of {[spelled(encoding, token) for token in tokens]}")
     readers = recall.readers(encoding, tokens)
     if readers and not has_own_text(checkpoint):
         print(f"these countries read them and may change: {', '.join(readers)}")
@@ -279,7 +279,7 @@ def new_rows(
     else:
         table_ids = swap_rows(model, encoding, edit, located)
     changed = other_ids(located.prompt, table_ids)
-    kept = [encoding.decode([token]) for token in located.name if token not in changed]
+    kept = [spelled(encoding, token) for token in located.name if token not in changed]
     if kept:  # everyday words, and what both names share
         print(f"of {edit.source!r}, the rows of {kept} stay as they are\n")
     return located, table_ids
@@ -309,7 +309,7 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
     # 2) where the name is
     name, end = find_name(encoding, edit.source, ids)
     if not name and edit.source in edit.prompt:
-        pieces = [encoding.decode([token]) for token in ids[1:]]
+        pieces = [spelled(encoding, token) for token in ids[1:]]
         raise UserError(f"--source {edit.source!r} is not whole tokens of --prompt: {pieces}")
     if not name:
         raise UserError(f"--prompt {edit.prompt!r} does not contain {edit.source!r}")
@@ -365,7 +365,7 @@ def swap_rows(
         model.tables = mean_rows(model.tables, targets)
         targets = [[mean] for mean in model.tables.ids]
     elif len(target) > len(located.name):
-        read = encoding.decode(align(target, len(located.name), edit.align))
+        read = spelled(encoding, *align(target, len(located.name), edit.align))
         print(f"of {edit.target!r}, only the rows of {read!r} fit: --align average reads all\n")
     ids = edited_ids(encoding, located.prompt, edit.source, targets, edit.align)
     own = own_tokens(model, located.prompt[0], located.name)

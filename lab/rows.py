@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from edit import Edit, Located, continuations, probabilities
 from model import Decoder
 from tables.tables import Tables
-from text.tokenizer import until_end
+from text.tokenizer import spelled, until_end
 from training.writing import ExtraRows, rows_of
 
 Weighed = list[tuple[str, float]]  # tokens, each with a figure
@@ -37,8 +37,8 @@ def nearest(
     cosines, near = (rows @ all_rows.T).topk(n)  # [T, n] each
     found = []
     for token, of_token, others in zip(ids, cosines.tolist(), near.tolist(), strict=True):
-        pairs = zip([encoding.decode([other]) for other in others], of_token, strict=True)
-        found.append((encoding.decode([token]), list(pairs)))
+        pairs = zip([spelled(encoding, other) for other in others], of_token, strict=True)
+        found.append((spelled(encoding, token), list(pairs)))
     return found
 
 
@@ -56,7 +56,7 @@ def weighed(
     ids = torch.tensor([prompt + text], device=model.device)  # [1, T]
     logits, _ = model(ids, table_ids=torch.tensor([table_ids + text]))
     p = logits[0, len(prompt) - 1 :].float().softmax(-1)  # [n + 1, V]
-    return [(encoding.decode([token]), p[at, token].item()) for at, token in enumerate(text)]
+    return [(spelled(encoding, token), p[at, token].item()) for at, token in enumerate(text)]
 
 
 def compared(

@@ -12,7 +12,7 @@ from conftest import CPU, command, refused
 
 from lab.page import Page
 from sample import Chat
-from text.tokenizer import encode
+from text.tokenizer import encode, spelled
 from training import writing
 from training.checkpoints import load_model
 
@@ -66,7 +66,7 @@ def test_only_the_ticked_tables_are_swapped(page, ckpt):
         ids = torch.tensor([encode(encoding, SWAP["prompt"])])
         with torch.inference_mode():
             p, token = model(ids, last_only=True)[0][0, 0].softmax(-1).max(-1)
-        assert shown["after"][0][0] == encoding.decode([token])
+        assert shown["after"][0][0] == spelled(encoding, token.item())
         assert shown["after"][0][1] == pytest.approx(p.item(), rel=1e-4)
     assert shown == whole and shown["after"] != shown["before"]
 
@@ -119,15 +119,18 @@ def test_errors_are_a_line_of_the_page(page, ckpt):
     assert "choose another" in refused("lab/page.py", ckpt, "--port", page.server_port)
 
 
-def test_neighbors_are_those_of_the_largest_cosines(page, ckpt):
+@pytest.mark.parametrize("prompt", ["Anna sees", "云岭"])
+def test_neighbors_are_those_of_the_largest_cosines(page, ckpt, prompt):
+    """Tokens that differ look different, also if they are parts of a character."""
     model, encoding, _ = load_model(ckpt, CPU)
-    rows = ask(page, "rows", prompt="Anna sees", table=0)[0]["rows"]
+    rows = ask(page, "rows", prompt=prompt, table=0)[0]["rows"]
     weight = model.tables.weight[0]
-    for token, (piece, near) in zip(encode(encoding, "Anna sees"), rows, strict=True):
+    for token, (piece, near) in zip(encode(encoding, prompt), rows, strict=True):
         cosines = F.cosine_similarity(weight[token][None], weight)
         best = cosines.argsort(descending=True)[: len(near)].tolist()
-        assert piece == encoding.decode([token])
-        assert [other for other, _ in near] == [encoding.decode([other]) for other in best]
+        assert piece == spelled(encoding, token)
+        assert [other for other, _ in near] == [spelled(encoding, other) for other in best]
+        assert len({other for other, _ in near}) == len(near)
         assert [p for _, p in near] == pytest.approx(cosines[best].tolist(), rel=1e-4)
 
 

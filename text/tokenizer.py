@@ -147,6 +147,12 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 
+def spelled(encoding: tiktoken.Encoding, *tokens: int) -> str:
+    """The text of some tokens, to be shown. Bytes of it that are no whole character become such as
+    \\xe5: tokens that differ look different."""
+    return encoding.decode_bytes(tokens).decode(errors="backslashreplace")
+
+
 def stream(encoding: tiktoken.Encoding, ids: Iterable[int]) -> Iterator[str]:
     """Yields the text of token ids as they come. A character that several tokens spell comes with
     the last of them; one that stays incomplete becomes U+FFFD at the end."""

@@ -288,6 +288,13 @@ def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypa
 # Streaming
 
 
+def test_tokens_that_differ_look_different(encoding):
+    shown = {tokenizer.spelled(encoding, token) for token in range(encoding.n_vocab)}
+    assert len(shown) == encoding.n_vocab
+    assert {"a", "\n", "\\xe4", "<|endoftext|>"} < shown
+    assert tokenizer.spelled(encoding, *encoding.encode_ordinary("云")[:-1]) == "\\xe4\\xba"
+
+
 def test_stream_gives_whole_characters_as_soon_as_they_are_whole():
     # Without merges every byte is a token, so every character is cut wherever it can be.
     encoding = bpe.train(["x"], FIRST_MERGE)
