@@ -171,6 +171,20 @@ def test_a_sentence_ends_with_a_stop_that_ends_a_word(encoding, sentence, rest):
     assert edit.first_sentence(encoding, text) == tokens
 
 
+@pytest.mark.parametrize(
+    ("prompt", "is_said"), [("云岭，我在云岭", True), ("云岭，云岭", False), ("在 云岭", False)]
+)
+def test_it_is_said_that_a_name_is_joined_to_its_neighbors(capsys, prompt, is_said):
+    """Where there are no blanks. There, "我在云岭" is one token."""
+    encoding = bpe.train(["我在云岭。云岭，很大。"] * 20, 300)
+    model = Decoder(ModelConfig(encoding.n_vocab, 32, 2, 2, 16)).eval()
+    asked = edit.Edit(source="云岭", target="很大", prompt=prompt)
+    located, read = edit.new_rows(model, encoding, asked)
+    assert ("has '云岭' in other tokens" in capsys.readouterr().out) == is_said
+    n = len(located.prompt) - sum(map(int.__eq__, located.prompt, read))
+    assert n == (1 if is_said else prompt.count("云岭"))
+
+
 def test_columns_stand_below_each_other_in_chinese(stem_ckpt, tmp_path):
     facts = tmp_path / "facts.jsonl"
     answers = ("云岭。", "Emil.")
