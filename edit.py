@@ -60,7 +60,7 @@ from corpora.questions import score_answers
 from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from text import chat
-from text.columns import padded, shortened, wrapped
+from text.columns import padded, shortened, width, wrapped
 from text.tokenizer import END, encode, spelled, typed, until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
 from training.decoding import chats, check_chat, decoding_dtype_flag, load_to_decode
@@ -609,13 +609,14 @@ def write_facts(
     after = score_answers(model, prompts, answers).probability
     known = [is_written(model, located, located.prompt) for located in all_located]
     parts = zip(edits.items(), learned, known, before, after, strict=False)  # learned: if tried
+    room = max(map(width, edits))
     for (where, (edit, _)), was_learned, is_known, p_before, p_after in parts:
         state = ""
         if not is_known:
             state = "lost to a later fact" if was_learned else "not learned"
         text = padded(shortened(f"{edit.source}: {edit.write}", WIDTH), WIDTH)
         p = f"before {p_before:6.1%}   after {p_after:6.1%}"
-        print(f"{where}  {text}  {p}   {state}".rstrip())
+        print(f"{padded(where, room)}  {text}  {p}   {state}".rstrip())
     print(f"{sum(known)} of {len(known)} facts are known")
     return rows, written
 

@@ -189,7 +189,7 @@ def test_columns_stand_below_each_other_in_chinese(stem_ckpt, tmp_path):
     facts = tmp_path / "facts.jsonl"
     answers = ("云岭。", "Emil.")
     lines = [f'{{"source": "Anna", "write": "{said}", "prompt": "Anna"}}\n' for said in answers]
-    facts.write_text("".join(lines), encoding="utf-8")
+    facts.write_text("\n" * 8 + "".join(lines), encoding="utf-8")  # lines 9 and 10
     one = flags(source="Anna", write=answers[0], prompt="Anna")
     for more in (flags(facts=facts), one):
         shown = command("edit.py", "--ckpt", stem_ckpt, "--max_new_tokens", 1, *more).stdout
