@@ -158,8 +158,9 @@ def test_copies_are_trained_on(monkeypatch, first):
 def test_copies_of_files_that_are_held_out_are_named(tmp_path):
     books = tmp_path / "books"
     books.mkdir()
-    for number in range(6):
-        (books / f"{number}.txt").write_text("\n\n".join(f"{number} {n} " * 300 for n in range(9)))
+    names = ["1", "2", "3", "4", "5", os.fsdecode("文集".encode("gbk"))]  # the last is no UTF-8
+    for number, name in enumerate(names):
+        (books / f"{name}.txt").write_text("\n\n".join(f"{number} {n} " * 300 for n in range(9)))
     line = "prepare.py --vocab_size 300 --input books --hold_out_files 0.3 --out_dir"
     said = command(line, "whole", cwd=tmp_path).stdout
     assert "held_out/val.bin are trained on" not in said

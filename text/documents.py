@@ -292,7 +292,9 @@ def as_one_text(document: Document) -> str:
 
 def hashed(document: Document) -> int:
     """A hash of 64 bits, the same in all versions and on all machines."""
-    return int.from_bytes(blake2b(as_one_text(document).encode(), digest_size=8).digest(), "big")
+    # Documents are UTF-8, but not all names of files.
+    text = as_one_text(document).encode(errors="surrogateescape")
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
 
 
 def is_validation(digest: int, fraction: float) -> bool:
