@@ -33,7 +33,7 @@ def stored(folder, split):
     return [part.tolist() for part in np.split(ids, np.flatnonzero(ids == eot))[1:]]
 
 
-TEXTS = [{"text": f"Document <|im_end|> {i} <|endoftext|> says hello."} for i in range(60)]
+TEXTS = [{"text": f"<|im_start|>A page<|im_end|> {i} <|endoftext|> says hello."} for i in range(60)]
 TALK = [says("user", "What is it? <|im_end|>"), says("assistant", "A number. 日本")]
 
 
@@ -214,7 +214,8 @@ def test_a_public_data_set_by_name(tmp_path, monkeypatch):
     line = "prepare.py --dataset tinystories --val_fraction 0.3 --vocab_size 300"
     said = command(line, cwd=tmp_path).stdout
     assert "skipped 2 of 62 documents" in said
-    assert "note: 60 times <|endoftext|> stays text" in said
+    for special in ("<|im_start|>", "<|endoftext|>"):
+        assert f"note: 60 times {special} stays text" in said
     found = [
         ids for split in ("train", "val") for ids in stored(tmp_path / "data/tinystories", split)
     ]

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from common import UserError
 from text import files
+from text.tokenizer import START
 
 Messages = list[dict[str, Any]]  # role, content, and weight 0 if it is not to be learned
 Document = str | Messages | tuple[Messages, Messages]  # chosen and rejected
@@ -39,7 +40,11 @@ BAD = {
 MAX_BAD = 0.01  # a larger share of bad documents, and files are not what they were taken for
 
 EMPTY = "empty documents are left out"
-SPELLED = "times <|endoftext|> stays text: as a line of a .txt file, it ends documents"
+# Special tokens that a text spells, as MiniMind's older text for pretraining does.
+SPELLED = {
+    "<|endoftext|>": "times <|endoftext|> stays text: as a line of a .txt file, it ends documents",
+    START: f"times {START} stays text: it becomes a token only around messages with roles",
+}
 
 # The keys of a record that hold messages, or one message.
 TALKS = ("conversations", "messages")
@@ -117,7 +122,8 @@ def read_file(
             continue
         report.documents += 1
         if kind == "text":
-            report.notes[SPELLED] += document.count("<|endoftext|>")
+            for special, note in SPELLED.items():
+                report.notes[note] += document.count(special)
         yield document
 
 
