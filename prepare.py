@@ -71,7 +71,7 @@ HELD_OUT = "held_out"  # the folder of files that are held out
 # Notes. Each is printed after the number of documents that it is about.
 COPIES = "copies of documents of val.bin are trained on"
 HELD_COPIES = f"copies of documents of {HELD_OUT}/val.bin are trained on: leave out their files"
-CUT = "long documents were cut at line breaks or blanks, to have pieces to validate with"
+CUT = "long documents were cut, at line breaks or blanks if they have some, to validate with pieces"
 
 KEYS = (
     f"- Known keys, and columns: text; of a question {', '.join(QUESTIONS)}; of its answer "
@@ -314,7 +314,8 @@ def for_validation(documents: list[Document], least: int, fraction: float) -> se
 
 def cut(document: Document, longest: int, size: int) -> list[Document]:
     """Cut a text that is longer than `longest` into pieces of at most `size` characters, each after
-    its last line break or, without one, its last blank. Together, they are the whole text."""
+    its last line break or, without one, its last blank; in Chinese, where
+    there may be neither, anywhere. Together, they are the whole text."""
     if not isinstance(document, str) or len(document) <= longest:
         return [document]
     pieces = []
