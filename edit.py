@@ -315,7 +315,10 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
     name, end = find_name(encoding, edit.source, ids)
     if not name and edit.source in edit.prompt:
         pieces = [spelled(encoding, token) for token in ids[1:]]
-        raise UserError(f"--source {edit.source!r} is not whole tokens of --prompt: {pieces}")
+        raise UserError(
+            f"--source {edit.source!r} is not whole tokens of --prompt: {pieces}: give a longer "
+            "--source, or another --prompt"
+        )
     if not name:
         raise UserError(f"--prompt {edit.prompt!r} does not contain {edit.source!r}")
 

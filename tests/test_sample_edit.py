@@ -75,7 +75,7 @@ def test_a_text_ends_where_a_message_does(stem_ckpt, encoding, monkeypatch, more
         ("sample.py --system Hi", "--system"),
         ("sample.py --chat --prompt Hi", "--prompt"),
         ("edit.py --source Anna --target Emil", "--prompt is needed"),
-        ("edit.py --source Ann --prompt Anna --write x", "'Ann' is not whole tokens"),
+        ("edit.py --source Ann --prompt Anna --write x", "['Anna']: give a longer"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
         ("edit.py --source a --target b --prompt " + "a" * 99, "--prompt has 100 tokens"),
         ("edit.py --source Anna --target Emil --prompt Anna --ckpt {dense}/ckpt.pt", "no tables"),
