@@ -9,7 +9,7 @@
     python prepare.py --dataset minimind-sft --tokenizer data/minimind-pretrain
     python prepare.py --input book.txt --out_dir data/book --tokenizer o200k_base
 
-Read are .txt, .md, .jsonl, .json, .csv and .tsv files, also if they end in .gz or .bz2.
+Read are .txt, .md, .jsonl, .json, .csv and .tsv files in UTF-8, also if they end in .gz or .bz2.
 
 - Text is cut into documents at <|endoftext|> lines, at blank lines after 2,000 characters, and at
   line breaks after 10,000; a longer line is cut there. Project Gutenberg's header and license are
