@@ -314,8 +314,8 @@ def for_validation(documents: list[Document], least: int, fraction: float) -> se
 
 def cut(document: Document, longest: int, size: int) -> list[Document]:
     """Cut a text that is longer than `longest` into pieces of at most `size` characters, each after
-    its last line break or, without one, its last blank; in Chinese, where
-    there may be neither, anywhere. Together, they are the whole text."""
+    its last line break or, without one, its last blank; where there is neither, as in Chinese,
+    anywhere. Together, they are the whole text."""
     if not isinstance(document, str) or len(document) <= longest:
         return [document]
     pieces = []
