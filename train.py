@@ -58,7 +58,7 @@ from training.checkpoints import (
     read_encoding,
     save_checkpoint,
 )
-from training.checks import FirstSteps, check_causal, check_saved
+from training.checks import check_causal, check_saved, check_trained
 from training.digests import digests
 from training.evaluation import evaluate
 from training.folders import has_run, live_tables, remove_run, run_folder
@@ -276,7 +276,6 @@ def fit(run: Run) -> None:
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
     first_step = run.step
-    watch = FirstSteps(model, run.optimizer, settings.max_iters)
     if run.step < settings.max_iters:
         ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
@@ -315,10 +314,12 @@ def fit(run: Run) -> None:
                 run.optimizer.scaler.scale(loss).backward()
 
             # 3) update
-            watch.look()
             fraction = schedule(run.step, settings)  # of the peak learning rate
             norm = run.optimizer.step(fraction=fraction)
             run.step += 1
+            # What begins at zero passes no gradient on in the first steps.
+            if run.step == max(3, min(10, settings.max_iters)):
+                check_trained(model, run.optimizer)
             ranks.add_up(train_loss)
             rate = fraction * settings.learning_rate
             meter.end(run.step, train_loss=train_loss, grad_norm=norm, lr=rate)

@@ -12,31 +12,26 @@ from model import Decoder
 from training.checkpoints import load_model
 from training.optimizer import Optimizer
 
-STEPS = 10  # in which everything should get a gradient: what begins at zero passes none at first
-FEWEST = 3  # steps that allow a verdict
 MOST_PARAMETERS = 1 << 28  # of a model that is loaded beside itself
 
 
-class FirstSteps:
-    """Watches the first steps of a run for what gets no gradient."""
-
-    def __init__(self, model: Decoder, optimizer: Optimizer, max_iters: int) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.left = min(STEPS, max_iters) if max_iters >= FEWEST else 0
-        self.silent: set[str] | None = None  # what got none so far
-
-    @torch.no_grad()
-    def look(self) -> None:
-        """Called between backward pass and update. When all has got one, it costs nothing."""
-        if not self.left:
-            return
-        found = without_gradient(self.model, self.optimizer)
-        self.silent = found if self.silent is None else self.silent & found
-        self.left = self.left - 1 if self.silent else 0
-        if self.silent and not self.left:
-            names = ", ".join(sorted(self.silent))
-            tqdm.write(f"note: no gradient so far, so not trained: {names}: does a layer use them?")
+@torch.no_grad()
+def check_trained(model: Decoder, optimizer: Optimizer) -> None:
+    """Whether each parameter and each table got a gradient in the steps so far. Its second moments,
+    which begin at zero, tell."""
+    names = []
+    for name, parameter in model.named_parameters():
+        state = optimizer.adamw.state.get(parameter)  # None: it never had one
+        if parameter.requires_grad and (state is None or not state["exp_avg_sq"].any()):
+            names.append(name)
+    for name, rmsprop in optimizer.rmsprops.items():
+        was_read = rmsprop.last > 0  # [V]
+        for table, moments in enumerate(rmsprop.state):
+            if not moments[was_read].any():
+                names.append(f"{name}.weight.{table}")
+    if names:
+        shown = ", ".join(sorted(names))
+        tqdm.write(f"note: no gradient so far, so not trained: {shown}: does a layer use them?")
 
 
 @torch.no_grad()
@@ -55,18 +50,6 @@ def check_causal(model: Decoder, ids: Tensor) -> None:
             "note: what is predicted changes with tokens that follow: a layer looks ahead, so the "
             "loss means nothing (or it draws at random in eval() mode)"
         )
-
-
-def without_gradient(model: Decoder, optimizer: Optimizer) -> set[str]:
-    """Names of the parameters and tables whose gradient is missing or zero everywhere."""
-    names = set()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any()):
-            names.add(name)
-    for name, rmsprop in optimizer.rmsprops.items():
-        _, grads = rmsprop.tables.gradients()
-        names |= {f"{name}.weight.{i}" for i, grad in enumerate(grads) if not grad.any()}
-    return names
 
 
 @torch.no_grad()
