@@ -166,7 +166,7 @@ def save(
     tokens = list(new)
     ids = torch.tensor(tokens)
     own = replace_rows(checkpoint, ids, torch.stack(list(new.values())).cpu().unbind(1))
-    checkpoint.setdefault("edits", []).append({"ids": ids, "rows": own, "facts": facts})
+    checkpoint["edits"].append({"ids": ids, "rows": own, "facts": facts})
     write_checkpoint(path, checkpoint)
     print(f"changed the rows of {[spelled(encoding, token) for token in tokens]}")
     readers = recall.readers(encoding, tokens)
@@ -177,7 +177,7 @@ def save(
 def undo(edit: Edit, path: Path) -> None:
     """Write --ckpt without its last edit."""
     checkpoint = load_checkpoint(edit.ckpt, verify=True)
-    edits = checkpoint.get("edits", [])
+    edits = checkpoint["edits"]
     if not edits:
         raise UserError(f"{edit.ckpt} holds no edit to undo: training drops those it starts from")
     last = edits.pop()
@@ -226,7 +226,7 @@ def has_own_text(checkpoint: dict) -> bool:
     """Whether the model was trained on text of somebody's own, or (a model from elsewhere) on text
     that we do not know. Then it may know other names than those of the countries. The preset does
     not tell: a run on one's own text inherits it from the model that it continues."""
-    corpora = {meta["corpus"] for meta in checkpoint.get("data", [])}
+    corpora = {meta["corpus"] for meta in checkpoint["data"]}
     return not corpora or "files" in corpora
 
 
@@ -248,7 +248,7 @@ def fill_in(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
 def written_facts(checkpoint: dict, model: Decoder) -> list[Fact]:
     """The facts that edits have written into a checkpoint and that the model still says: other rows
     may have come in their place."""
-    facts = [fact for edit in checkpoint.get("edits", []) for fact in edit.get("facts") or []]
+    facts = [fact for edit in checkpoint["edits"] for fact in edit.get("facts") or []]
     if not facts:
         return []
     said = score_answers(model, *zip(*facts, strict=True)).greedy

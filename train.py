@@ -90,7 +90,7 @@ def resolve_settings(**given) -> Settings:
         checkpoint = read_checkpoint(out_dir / "ckpt.pt")
         given["out_dir"] = out_dir
         settings = changed_settings(given, checkpoint["args"], (*RESUMABLE_FLAGS, "max_iters"))
-        step = checkpoint.get("step", 0)
+        step = checkpoint["step"]
         if step > settings.max_iters:
             raise UserError(f"{settings.origin} is already at step {step}; raise --max_iters")
         return settings
@@ -248,7 +248,7 @@ def start(
         model.load_state_dict(checkpoint["model"])
     if settings.resume:
         optimizer.load_state_dict(checkpoint["optimizer"])
-        if checkpoint.get("edits") and ranks.rank == 0:
+        if checkpoint["edits"] and ranks.rank == 0:
             print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
         run.step = checkpoint["step"]
         run.best = checkpoint["best"]

@@ -52,8 +52,9 @@ from training.settings import Settings
 FORMAT = 5  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise for a file that is not a checkpoint.
 NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
-# The fields of a checkpoint, each with its type. FIELDS are in all of them, RESUMABLE also in those
-# that --resume can continue, and OPTIONAL may be there or not.
+# The fields of a checkpoint, each with its type; RESUMABLE are in those that --resume can continue.
+OF_DATA = {"corpus": str}
+OF_EDIT = {"ids": Tensor, "rows": list[Tensor], "facts": list[tuple[list[int], list[int]]] | None}
 FIELDS = dict(
     model=dict[str, Tensor],
     tokenizer=str,
@@ -61,22 +62,16 @@ FIELDS = dict(
     relatives=dict[str, str],
     tables=dict[str, Any] | None,
     replaced=str | None,
-)
-OF_DATA = {"corpus": str}
-OF_EDIT = {"ids": Tensor, "rows": list[Tensor], "facts": list[tuple[list[int], list[int]]] | None}
-RESUMABLE = dict(
+    own_tables=str | None,
     step=int,
+    data=list[OF_DATA],
+    edits=list[OF_EDIT],
+)
+RESUMABLE = dict(
     best=tuple[float, int],
     optimizer=dict[str, dict],
     objective=dict[bytes, float],
-    data=list[OF_DATA],
     weights=list[float],
-)
-OPTIONAL = dict(
-    data=RESUMABLE["data"],
-    step=int,
-    edits=list[OF_EDIT],
-    own_tables=str | None,
 )
 OF_TABLES = dict(id=str, shape=tuple[int, int, int], dtype=torch.dtype, crc32=dict[str, int])
 OUR_TABLES = ("tables.tables", "tables.sharded", "offload")  # modules of kinds that commands know
@@ -200,7 +195,7 @@ def checkpoint_of(path: str | Path) -> Path:
     if not os.path.exists(last):
         return best
     checkpoint = read_checkpoint(last)
-    if "optimizer" not in checkpoint or checkpoint.get("edits"):  # no training wrote it as it is
+    if "optimizer" not in checkpoint or checkpoint["edits"]:  # no training wrote it as it is
         return last
     step, (loss, best_step) = checkpoint["step"], checkpoint["best"]
     settings = Settings.from_flat(checkpoint["args"])
@@ -241,6 +236,8 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
         require_fields(checkpoint, format=int)
         if checkpoint["format"] != FORMAT:
             raise Damage(f"format {checkpoint['format']}, not {FORMAT}")
+        # What only a run, or an edit, writes.
+        checkpoint = {"step": 0, "data": [], "edits": [], **checkpoint}
         check_fields(checkpoint)
     try:
         checkpoint["config"] = Settings.from_flat(checkpoint["args"]).model
@@ -252,9 +249,9 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
 def check_fields(checkpoint: dict) -> None:
     """Raises Damage unless the fields of a checkpoint have the types of those that we write, and
     names in it that become paths are ours."""
-    types = {**FIELDS, **(RESUMABLE if "optimizer" in checkpoint else {})}
-    require_fields(checkpoint, **types)
-    require_fields(checkpoint, **{name: OPTIONAL[name] for name in OPTIONAL.keys() & checkpoint})
+    require_fields(checkpoint, **FIELDS)
+    if "optimizer" in checkpoint:
+        require_fields(checkpoint, **RESUMABLE)
     saved = checkpoint["tables"]
     names = [checkpoint["replaced"]] if checkpoint["replaced"] else []
     if saved is not None:

@@ -190,4 +190,4 @@ def dense_to_stem(
         data_dir = data_dir or checkpoint["args"].get("data_dir", "data/countries")
         (ids, _), _ = read_text(path, model, encoding, data_dir, n_token, block_size)
         fill_tables(model.to(device).eval(), up, ids, batch_size)
-    return model, encoding, {"args": checkpoint["args"], "data": checkpoint.get("data", [])}
+    return model, encoding, {"args": checkpoint["args"], "data": checkpoint["data"]}
