@@ -231,11 +231,11 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
             raise Damage(f"or no checkpoint: {error}") from None
         if damaged:
             raise Damage(f"checksum of {damaged}")
-        if isinstance(checkpoint, dict) and "format" not in checkpoint:
-            raise Damage("or none that training.checkpoints.save_checkpoint wrote")
-        require_fields(checkpoint, format=int)
-        if checkpoint["format"] != FORMAT:
-            raise Damage(f"format {checkpoint['format']}, not {FORMAT}")
+        require_fields(checkpoint, format=int | None)
+        found = checkpoint.get("format")
+        if found != FORMAT:
+            ours = "no checkpoint of training.checkpoints.save_checkpoint"
+            raise Damage(f"or {ours}: its format is {found!r:.40}, not {FORMAT}")
         # What only a run, or an edit, writes.
         checkpoint = {"step": 0, "data": [], "edits": [], **checkpoint}
         check_fields(checkpoint)
