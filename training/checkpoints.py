@@ -117,10 +117,7 @@ def save_checkpoint(
     Raises:
         UserError: the tokenizer is not the model's, or `args` has something that is no setting.
     """
-    try:
-        check_encoding(encoding, model.config)
-    except Damage as error:
-        raise UserError(f"cannot write {path}: {error}") from None
+    check_encoding(path, encoding, model.config)
     tables = model.tables
     storage = tables.storage if tables.on_disk else None
     is_own = len(tables.weight) and type(tables).__module__ not in OUR_TABLES
@@ -302,18 +299,19 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
 
 
 def read_encoding(path: str | Path, checkpoint: dict) -> tiktoken.Encoding:
-    """The tokenizer of a checkpoint. UserError: it is damaged."""
+    """The tokenizer of a checkpoint. UserError: it is damaged, or not the model's."""
     with reading(path, FIX):
         encoding = tokenizer.loads(checkpoint["tokenizer"])
-        check_encoding(encoding, checkpoint["config"])
+    check_encoding(path, encoding, checkpoint["config"])
     return encoding
 
 
-def check_encoding(encoding: tiktoken.Encoding, config: ModelConfig) -> None:
-    """Raises Damage unless a tokenizer has as many tokens as a model, and one that begins texts."""
+def check_encoding(path: str | Path, encoding: tiktoken.Encoding, config: ModelConfig) -> None:
+    """UserError: a tokenizer has not as many tokens as a model, or none that begins texts."""
     n_token = config.vocab_size
     if encoding.n_vocab != n_token or "<|endoftext|>" not in encoding.special_tokens_set:
-        raise Damage(f"its tokenizer is of {encoding.n_vocab} tokens, its model of {n_token}")
+        sizes = f"its tokenizer is of {encoding.n_vocab} tokens, its model of {n_token}"
+        raise UserError(f"{path}: {sizes}: take the tokenizer that the model was trained with")
 
 
 def check_sizes(path: str | Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
