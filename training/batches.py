@@ -44,16 +44,15 @@ class Data:
         self.metas = [read_meta(folder) for folder in folders]
         if reads != "text" and len(folders) > 1:
             raise UserError(f"--data_dir {data_dir}: name one folder, conversations are not mixed")
-        for folder, meta in zip(folders, self.metas, strict=True):
-            if reads not in ("text", meta["kind"]):
-                raise UserError(f"{folder} holds {meta['kind']}, this stage reads {reads}")
-            check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0])
         self.encoding = read_tokenizer(folders[0], self.metas[0])
         self.corpora = {meta["corpus"] for meta in self.metas}
 
         train = []
         self.val: dict[str, Source] = {}
         for folder, meta in zip(folders, self.metas, strict=True):
+            if reads not in ("text", meta["kind"]):
+                raise UserError(f"{folder} holds {meta['kind']}, this stage reads {reads}")
+            check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0])
             if total:
                 train.append(self.open(folder, "train", meta, reads, block_size, seed))
             self.val[str(folder)] = self.open(folder, "val", meta, reads, block_size, None)
