@@ -163,7 +163,8 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
         checkpoint = None
         if settings.origin is not None:
             checkpoint = load_checkpoint(settings.origin, verify=ranks.rank == 0)
-        total = max(1, settings.max_iters * settings.batch_size)  # sequences that the run reads
+        # Sequences that the run reads, with a batch that is prefetched in the last step.
+        total = (settings.max_iters + 1) * settings.batch_size
         reads, size = STAGES[settings.stage].reads, settings.model.block_size
         data = Data(settings.data_dir, reads, size, settings.seed, total)
         settings.model.vocab_size = data.metas[0]["vocab_size"]
@@ -276,8 +277,7 @@ def fit(run: Run) -> None:
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
     first_step = run.step
-    if run.step < settings.max_iters:
-        ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
+    ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
     bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
     with bar, stop_signals(bar) as received:
@@ -307,7 +307,7 @@ def fit(run: Run) -> None:
                 # A mean of means would weigh tokens unequally.
                 loss = loss * (run.objective.count(part_targets) / n_target)
                 train_loss += loss.detach()
-                if number == numbers[-1] and run.step + 1 < settings.max_iters:
+                if number == numbers[-1]:
                     # While a GPU still computes: the next batch, whose rows are prefetched.
                     ids, targets = data.train.batch(run.step + 1, settings.batch_size)
                     run.objective.prefetch(ids)
