@@ -138,12 +138,9 @@ RELATIVES = Path(__file__).parent / "relatives"
 
 def relatives(class_name: str) -> list[str]:
     """The files in relatives/ that have a class of this name, `Decoder` or `Attention`."""
-    found = []
-    for path in RELATIVES.glob("*.py"):
-        # A file that is not UTF-8 is listed, too. If it is asked for, Python's error names it.
-        if f"\nclass {class_name}(" in path.read_text(encoding="utf-8", errors="replace"):
-            found.append(path.stem)
-    return sorted(found)
+    line = f"\nclass {class_name}(".encode()
+    # As bytes: a file that is not UTF-8 is listed, too. If it is asked for, Python names it.
+    return sorted(path.stem for path in RELATIVES.glob("*.py") if line in path.read_bytes())
 
 
 def find(class_name: str, name: str, built_in: dict[str, type], given: str) -> type:
