@@ -151,9 +151,8 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
     checkpoint.pop("config", None)  # which `read_checkpoint` makes of args
     checkpoint["tables"] = None
     checkpoint["replaced"] = None  # the tables of the checkpoint that was there
-    if os.path.exists(path):  # Path.exists fails on long names
-        with contextlib.suppress(UserError):
-            checkpoint["replaced"] = snapshot_of(read_checkpoint(path))
+    with contextlib.suppress(UserError):
+        checkpoint["replaced"] = snapshot_of(read_checkpoint(path))
     with atomic(path, discard) as temporary, open(temporary, "wb") as file:
         if storage is not None:
             name = temporary.suffixes[-2][1:]  # by which `discard` finds it
