@@ -65,7 +65,7 @@ def test_what_is_not_finite_is_null_in_a_file_and_nan_in_a_table_and_no_gap_in_a
     assert written == [1e30, None, None]
     assert "NaN" not in text and "Infinity" not in text
     assert " | nan | " in table([folder])
-    records.draw_loss(path, tmp_path / "x.png")
+    records.draw_loss(folder)
     draw(grouped([folder]), tmp_path / "x.png")
     records.Log(path, 3, **RUN).write(**EVAL)  # rewrites them
     assert path.read_text() == text + records.to_line(RUN) + records.to_line(EVAL)

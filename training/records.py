@@ -147,34 +147,35 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
     return run
 
 
-def draw_loss(metrics: Path, out: Path) -> None:
-    """Draw a run's losses over its steps and, where it was asked for facts, the share it knows."""
+def draw_loss(folder: Path) -> None:
+    """Draw a run's losses over its steps and, where it was asked for facts, the share it knows, as
+    loss.png."""
     from matplotlib.figure import Figure
 
-    records = read_metrics(metrics)
+    run = read_run(folder)
     figure = Figure(figsize=(7, 4.2))
     axes = figure.subplots()
-    steps, losses = curve(records, "step", "train_loss")
+    steps, losses = curve(run["step"], "train_loss")
     axes.plot(steps, losses, label="training", alpha=0.3, linewidth=0.8)
-    steps, losses = curve(records, "eval", "val_loss")
+    steps, losses = curve(run["eval"], "val_loss")
     axes.plot(steps, losses, marker=".", label="validation")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     # Without the loss of a random model: it would flatten all that comes after.
     later = [loss for loss in losses[1:] if math.isfinite(loss)]
     if later:
         axes.set_ylim(0.9 * min(later), 1.05 * max(later))
-    steps, recalls = curve(records, "eval", "recall")
+    steps, recalls = curve(run["eval"], "recall")
     if recalls:
         right = axes.twinx()
         percent = [100 * recall for recall in recalls]
         right.plot(steps, percent, marker=".", color="C2", label="facts recalled")
         right.set(ylabel="held-out questions answered (%)", ylim=(0, 100))
     figure.legend(loc="upper center", ncols=3)
-    with atomic(out) as temporary:
+    with atomic(folder / "loss.png") as temporary:
         figure.savefig(temporary, dpi=130, format="png")
 
 
-def curve(records: list[dict], record_type: str, name: str) -> tuple[list, list]:
-    """Steps and values of a figure, in the records of a type that have it."""
-    found = [record for record in records if record["type"] == record_type and name in record]
+def curve(records: list[dict], name: str) -> tuple[list, list]:
+    """Steps and values of a figure, in the records that have it."""
+    found = [record for record in records if name in record]
     return [record["step"] for record in found], [record[name] for record in found]

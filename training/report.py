@@ -9,7 +9,7 @@ from text import tokenizer
 from training import ranks
 from training.batches import Data
 from training.objectives import NextToken
-from training.records import Log, draw_loss, read_metrics
+from training.records import Log, draw_loss, read_run
 from training.settings import STAGES, Settings
 from training.sources import Windows
 
@@ -109,22 +109,20 @@ def report(
         log.write(type="recall", step=settings.max_iters, **shares)
     written = ["metrics.jsonl", "loss.png"]
     if ranks.rank == 0:
-        draw_loss(log.path, log.path.with_name("loss.png"))
+        draw_loss(settings.out_dir)
     if (settings.out_dir / "best.pt").exists():
         written.insert(0, f"best.pt (val loss {best[0]:.4f}, step {best[1]})")
     print(f"wrote {settings.out_dir / 'ckpt.pt'}, {', '.join(written)}\n")
     commands = show(model, data, settings.seed)
     if hints and ranks.rank == 0:
-        suggest(settings, data, log, best, commands)
+        suggest(settings, data, best, commands)
 
 
-def suggest(
-    settings: Settings, data: Data, log: Log, best: tuple[float, int], commands: list[str]
-) -> None:
+def suggest(settings: Settings, data: Data, best: tuple[float, int], commands: list[str]) -> None:
     """Print what to try next: commands with the checkpoint, and a longer run, unless this one got
     worse."""
     ckpt = settings.out_dir / "ckpt.pt"
-    evaluations = [record for record in read_metrics(log.path) if record["type"] == "eval"]
+    evaluations = read_run(settings.out_dir)["eval"]
     lowest, step = min([best, *((record["val_loss"], record["step"]) for record in evaluations)])
     last = evaluations[-1]["val_loss"]
     is_worse = last > 1.01 * lowest  # by more than it wavers
