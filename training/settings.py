@@ -280,16 +280,15 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
         **stage.settings,
         "learning_rate": rate * stage.rate,
     }
-    said = dict(given)  # what is set for this run: the size of the data does not change it
     if corpora == {f"{preset}-{name}"}:
-        said = {**FINE_TUNING.get(f"{preset}-{name}", {}), **given}
-    values = {**values, **said, "preset": preset, "stage": name}
+        given = {**FINE_TUNING.get(f"{preset}-{name}", {}), **given}
+    values = {**values, **given, "preset": preset, "stage": name}
     part = values.get("device_batch_size")
-    if "device_batch_size" not in said and part and values["batch_size"] % part:
+    if "device_batch_size" not in given and part and values["batch_size"] % part:
         del values["device_batch_size"]  # the preset's does not divide another --batch_size
     settings = Settings.from_flat(values)
 
-    # 2) what the size of the data decides
+    # 2) what the size of the data decides, unless it is given
     if stage.epochs is None and preset != "prose":
         return settings
     batch_size = settings.batch_size
@@ -300,11 +299,11 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
         weights = parse_mixture(settings.data_dir).values()  # passes over what is read most
         n_token = min(m["train"]["tokens"] / w for m, w in zip(metas, weights, strict=True))
         n_sequence = PASSES * n_token / settings.model.block_size
-        if not {"batch_size", "max_iters"} & set(said):
+        if not {"batch_size", "max_iters"} & set(given):
             while batch_size > 1 and n_sequence / batch_size < ENOUGH:
                 batch_size //= 2
         steps = min(max(1, round(n_sequence / batch_size)), MOST)
-    steps = said.get("max_iters", steps)
+    steps = given.get("max_iters", steps)
     interval = max(1, steps // 4)
     if stage.epochs is None:  # of long runs a 30th
         interval = max(min(50, interval), steps // 30)
@@ -313,7 +312,7 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
         batch_size=batch_size,
         device_batch_size=min(settings.device_batch_size, batch_size),
         max_iters=steps,
-        eval_interval=said.get("eval_interval", interval),
+        eval_interval=given.get("eval_interval", interval),
     )
 
 
