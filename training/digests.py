@@ -19,10 +19,9 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
         code = path.read_bytes()
         found[name] = hashlib.sha256(code).hexdigest()
         for node in ast.walk(ast.parse(code, str(path))):
-            if isinstance(node, ast.Import):
-                waiting += [alias.name.removeprefix("relatives.") for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module in (None, "relatives"):
-                waiting += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                waiting.append(node.module.removeprefix("relatives."))
+            # Whatever an import names: what is no file of relatives/ is passed over above.
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in node.names]
+                names.append(getattr(node, "module", None) or "")
+                waiting += [name.removeprefix("relatives.") for name in names]
     return found
