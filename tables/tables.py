@@ -81,7 +81,7 @@ class Tables(nn.Module):
         # The way of a gradient: a lookup in training makes leaves of autograd, the backward pass
         # fills their .grad, `merge` adds these up, and the optimizer takes the sums.
         # 1) Lookups whose backward pass is yet to come. Of each, the distinct ids [n], on the CPU,
-        # and a leaf [n, W] for each table that was read so far.
+        # and a leaf [n, W] for each table.
         self.reads: list[tuple[Tensor, list[Tensor]]] = []
         # 2) The sums, of lookups whose backward pass is over: distinct sorted ids [n], and
         # gradients [n, W] for each table.
@@ -157,11 +157,12 @@ class Tables(nn.Module):
         distinct, position = self.distinct(ids)  # [n], [B, T]
         slots = self.slots(distinct)
         position = send(position, slots.device)
-        leaves: list[Tensor] = []
-        self.reads.append((distinct, leaves))
+        leaves = []  # [n, W] each
         for table in range(len(self.weight)):
-            leaf = self.rows(table).detach().index_select(0, slots).float().requires_grad_()
-            leaves.append(leaf)  # [n, W]
+            rows = self.rows(table).detach().index_select(0, slots)
+            leaves.append(rows.float().requires_grad_())
+        self.reads.append((distinct, leaves))
+        for leaf in leaves:
             # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back, in
             # float32: whoever computes in 16 bits casts the result.
             yield F.embedding(position, leaf)
@@ -254,8 +255,6 @@ class Tables(nn.Module):
                 continue
             # A layer may leave its rows out, as with stochastic depth, or not be reached at all.
             grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-            for _ in range(len(leaves), len(self.weight)):
-                grads.append(torch.zeros_like(leaves[0]))
             one = (ids, grads)
             self.merged = one if self.merged is None else added(self.merged, one)
         self.reads = waiting
