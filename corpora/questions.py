@@ -13,7 +13,7 @@ from model import Decoder
 
 
 class Scores(NamedTuple):
-    """Of N answers to N prompts."""
+    """Of N answers to N prompts, on the CPU."""
 
     greedy: Tensor  # [N] bool: greedy decoding continues the prompt with the whole answer
     probability: Tensor  # [N]: of sampling the whole answer
@@ -62,8 +62,8 @@ def score_answers(
             logits[is_answer].float() / temperature, part_targets[is_answer], reduction="none"
         )
         losses.append(loss.sum(1))
-    # In double precision, where less than 1e-38 is not zero.
-    return Scores(torch.cat(greedy), torch.cat(losses).double().neg().exp())
+    # In double precision, where less than 1e-38 is not zero. The GPUs of Macs have none.
+    return Scores(torch.cat(greedy).cpu(), torch.cat(losses).cpu().double().neg().exp())
 
 
 def with_answers(

@@ -282,6 +282,7 @@ class SimulatedGpu(TorchDispatchMode):
         return made if to_host or not on_device else changed(self.new, made)
 
     def new(self, numbers: torch.Tensor) -> DeviceTensor:
+        assert numbers.dtype != torch.float64, "the GPUs of Macs have no double precision"
         tensor = DeviceTensor(numbers, Memory(self, numbers))
         self.allocated += numbers.nbytes
         self.use(self.stream, tensor, writes=True)

@@ -20,6 +20,7 @@ from conftest import (
     small_run,
     write_jsonl,
 )
+from simulated_gpu import SimulatedGpu
 
 from corpora import countries
 from text.writer import write_dataset
@@ -58,6 +59,13 @@ def given(stem_ckpt, pairs) -> dict:
 @pytest.fixture(scope="module")
 def whole(given, tmp_path_factory) -> Path:
     return small_run(**given, out=tmp_path_factory.mktemp("whole") / "out")
+
+
+def test_margins_are_counted_on_a_device_without_double_precision():
+    with SimulatedGpu() as gpu:
+        margins = [torch.tensor([1.0, -2.0]).to(gpu.device), torch.ones(2, device=gpu.device)]
+        objective = Preference(None, "float32", margins=margins)
+        assert objective.figures() == {"margin": 0.25, "accuracy": 0.75}
 
 
 def test_of_pairs_only_the_last_answers_are_learned_to_their_ends(pairs):

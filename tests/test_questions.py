@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import CPU
 from naive import decoder
+from simulated_gpu import SimulatedGpu
 
 from common import UserError
 from corpora import countries
@@ -45,6 +46,17 @@ def test_score_agrees_with_generating(stem_ckpt):
         for n, token in enumerate(answer):
             expected *= p[len(prompt) - 1 + n, token].item()
         assert found.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_answers_are_scored_on_a_device_without_double_precision():
+    """As the GPUs of Macs are."""
+    model = decoder()
+    asked = [[3, 4, 5], [1, 2]], [[6], [7, 8]]
+    greedy, probability = score_answers(model, *asked)
+    with SimulatedGpu() as gpu, torch.no_grad():  # of inference mode, it knows nothing
+        scores = score_answers.__wrapped__(model.to(gpu.device), *asked)
+    assert torch.equal(scores.greedy, greedy)
+    torch.testing.assert_close(scores.probability, probability)
 
 
 def test_every_country_is_asked_in_all_forms_and_in_words_it_never_saw(encoding):

@@ -86,7 +86,7 @@ class Preference(NextToken):
     def figures(self) -> dict[str, float]:
         """Of the pairs of all ranks since the last call: the mean margin, and the share of positive
         ones."""
-        margins = torch.cat(self.margins).double().cpu()
+        margins = torch.cat(self.margins).cpu().double()
         self.margins = []
         sums = torch.stack((margins.sum(), (margins > 0).double().sum()))
         count = torch.tensor(float(len(margins)), dtype=torch.float64)
