@@ -64,7 +64,7 @@ class Tables(nn.Module):
     """Base class: looks up rows and collects their gradients. `weight[i]` is the table of layer
     `config.row_layers[i]` in a STEM model, of layer i in Embformer (of the i-th with a row_width).
 
-    A kind of tables sets `weight` and may override lookup, rows, states, slots, updated,
+    A kind of tables sets `weight` and may override lookup, read, rows, states, slots, updated,
     prefetch, add_state, init_rows, draw, mean_square and flush."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
@@ -156,16 +156,18 @@ class Tables(nn.Module):
         self.n_read += 1
         distinct, position = self.distinct(ids)  # [n], [B, T]
         slots = self.slots(distinct)
-        position = send(position, slots.device)
-        leaves = []  # [n, W] each
-        for table in range(len(self.weight)):
-            rows = self.rows(table).detach().index_select(0, slots)
-            leaves.append(rows.float().requires_grad_())
+        leaves = [self.read(table, slots).requires_grad_() for table in range(len(self.weight))]
         self.reads.append((distinct, leaves))
+        position = send(position, leaves[0].device)
         for leaf in leaves:
             # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back, in
             # float32: whoever computes in 16 bits casts the result.
             yield F.embedding(position, leaf)
+
+    def read(self, table: int, slots: Tensor) -> Tensor:
+        """A copy of the rows in these slots [n] of a table, in float32, on the compute device:
+        [n, W]."""
+        return self.rows(table).detach().index_select(0, slots).float()
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids of any shape -> distinct ids [n] in ascending order, and the position of each id in
@@ -353,3 +355,6 @@ class StoredTables(Tables):
         self.storage.read_ahead(ids, self.storage.arrays if self.in_training() else ["rows"])
         for rows in super().lookup(ids):
             yield rows.to(self.device)
+
+    def read(self, table: int, slots: Tensor) -> Tensor:
+        return super().read(table, slots).to(self.device)

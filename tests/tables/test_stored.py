@@ -58,7 +58,11 @@ def test_no_step_allocates_anything_of_the_size_of_the_vocabulary(made):
     assert 0 < mode.numbers <= 2 * 8 * W
 
 
-def test_copies_of_the_rows_go_to_a_device_that_cannot_read_them(made):
+def test_copies_of_the_rows_go_to_a_device_that_cannot_read_them_and_gradients_are_there(made):
+    """There they are scaled together with those of the layers."""
     tables = StoredTables(made().storage, "meta")  # a second device on any machine
-    for mode in (tables.train(), tables.eval()):
-        assert [rows.device.type for rows in mode.lookup(tokens(2, 4))] == ["meta"] * L
+    for mode in (tables.eval(), tables.train()):
+        rows = list(mode.lookup(tokens(2, 4)))
+        assert [each.device.type for each in rows] == ["meta"] * L
+    sum(each.sum() for each in rows).backward()
+    assert [grad.device.type for grad in tables.gradients()[1]] == ["meta"] * L
