@@ -54,10 +54,12 @@ register_optimizer_step_post_hook(count_step)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on the device. The host does not wait: a GPU reads pinned memory by itself."""
-    if device.type in STREAM_DEVICES and tensor.device.type == "cpu":
+    """A tensor on the device. The host does not wait for a GPU that reads pinned memory by itself.
+    For that of a Mac it does: until PyTorch 2.13 at least, it may read what was freed meanwhile."""
+    by_itself = device.type in STREAM_DEVICES
+    if by_itself and tensor.device.type == "cpu":
         tensor = tensor.contiguous().pin_memory()  # a strided tensor's copy would not be pinned
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=by_itself)
 
 
 class Tables(nn.Module):

@@ -13,7 +13,7 @@ from model import Decoder, ModelConfig
 from tables import rmsprop
 from tables import tables as tables_module
 from tables.rmsprop import RowRMSprop, round_stochastically
-from tables.tables import ResidentTables, Tables
+from tables.tables import ResidentTables, Tables, send
 from training.optimizer import Optimizer
 from training.settings import Settings
 
@@ -50,6 +50,14 @@ BATCH = torch.tensor([[3, 1, 3, 7], [7, 3, 0, 1]])  # 3 is there three times
 
 
 # --- lookup and gradients ---
+
+
+def test_the_host_waits_for_a_copy_of_memory_that_is_not_pinned(monkeypatch):
+    """Who reads it later may find what is written there next (pytorch issue 189690)."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **how: asked.append(how))
+    send(torch.ones(2), torch.device("mps"))
+    assert not asked[0].get("non_blocking")
 
 
 @pytest.mark.parametrize("n_part", [1, 4])
