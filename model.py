@@ -357,6 +357,8 @@ class Attention(nn.Module):
         if groups > 1:  # not enable_gqa: on a GPU, most kernels do not have it
             k = k.repeat_interleave(groups, dim=1)
             v = v.repeat_interleave(groups, dim=1)
+        if q.device.type == "mps":  # until PyTorch 2.12, its kernels misread strided batches
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         causal = False
         # By an `if`: the value of the condition itself would be a symbol under torch.compile.
         if mask is None and q.shape[2] > 1:

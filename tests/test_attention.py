@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import Largest, add_relative, refused, small_run
 from naive import SIZES, decoder, naive_logits, tokens
 
@@ -188,6 +189,22 @@ def test_a_window_layer_caches_one_window():
     cache = model.make_cache(2)
     model(tokens(2, 59), cache=cache)
     assert [layer.k.shape[-2:] for layer in cache.layers] == [(3, 8), (64, 8), (3, 8)]
+
+
+def test_the_kernels_of_macs_get_what_they_read_rightly(monkeypatch):
+    """In PyTorch 2.8 to 2.11, they take strided heads of several texts for contiguous ones: issues
+    163597, 170837 and 181133."""
+
+    class OnMac(torch.Tensor):
+        device = torch.device("mps")
+
+    def is_all_contiguous(*qkv, **options):
+        assert all(heads.is_contiguous() for heads in qkv)
+        return qkv[0]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", is_all_contiguous)
+    q, k, v = torch.ones(2, 3, 12, 8).as_subclass(OnMac).transpose(1, 2).split(4, dim=1)
+    decoder().blocks[0].attn.attend(q, k, v, None)
 
 
 @pytest.mark.parametrize("attention", PATTERNS[:-1])
