@@ -46,8 +46,15 @@ class UserError(Exception):
     Anything else that goes wrong is a bug, ours or a reader's own, and keeps its traceback."""
 
 
-# What PyTorch says when a CPU is out of memory: a RuntimeError, which has no type of its own.
-OUT_OF_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "Cannot allocate memory")
+# What PyTorch says when a CPU, or the GPU of a Mac, is out of memory: a RuntimeError, which has no
+# type of its own.
+OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "could not create a primitive",
+    "Cannot allocate memory",
+    "MPS backend out of memory",
+    "Invalid buffer size",  # more than the GPU of a Mac has
+)
 
 
 def run(main: Callable[[], None]) -> None:

@@ -220,6 +220,22 @@ def test_no_memory_is_one_line():
         common.run(lambda: torch.empty(10**15))  # more than there are addresses
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "MPS backend out of memory (MPS allocated: 5.56 GB, other allocations: 1.10 GB, max "
+        "allowed: 6.80 GB). Tried to allocate 768.00 MB on private pool.",
+        "Invalid buffer size: 24.00 GB",
+    ],
+)
+def test_no_memory_of_a_mac_is_the_same_line(said):
+    def fail() -> None:
+        raise RuntimeError(said)
+
+    with pytest.raises(SystemExit, match="error: out of memory: lower --device_batch_size"):
+        common.run(fail)
+
+
 def test_a_reader_that_has_gone_ends_a_command_without_a_word(monkeypatch):
     """As in `train.py | head`."""
     reading, writing = os.pipe()
