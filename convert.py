@@ -445,10 +445,11 @@ def main() -> None:
                 tables=tables,
             )
         save_checkpoint(path, model, encoding, **training)
-    config = model.config
+        config, sizes = model.config, model_sizes(model)
+        del model  # Windows deletes no tables that are mapped
     print(
         f"wrote {path}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
-        f"vocabulary {config.vocab_size:,}, {model_sizes(model)['total'] / 1e6:.2f} M parameters"
+        f"vocabulary {config.vocab_size:,}, {sizes['total'] / 1e6:.2f} M parameters"
     )
     data_dir = settings.data_dir or training["args"].get("data_dir", "DATA")
     more = ("--data_dir", data_dir, "--out_dir", "out/trained")

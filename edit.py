@@ -187,7 +187,7 @@ def undo(edit: Edit, path: Path) -> None:
 
 def replace_rows(checkpoint: dict, ids: Tensor, rows: Iterable[Tensor]) -> list[Tensor]:
     """Replace the rows of tokens `ids` [n] by rows [n, W] of each table; returns those that were
-    there. The checkpoint is mapped privately: its file does not change."""
+    there. The checkpoint is mapped privately, if at all: its file does not change."""
     old = []
     for table, new in enumerate(rows):
         weight = checkpoint["model"][f"tables.weight.{table}"]

@@ -172,8 +172,10 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
 
         # 2) train
         run = start(settings, data, checkpoint, tables)
+        del checkpoint  # else its file stays mapped, and takes room when it has been replaced
         describe(settings, data, run.objective)
         fit(run)
+        del run  # Windows deletes no tables that are mapped
 
 
 def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None:

@@ -210,9 +210,10 @@ def checkpoint_of(path: str | Path) -> Path:
 
 
 def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
-    """Read ckpt.pt alone, without tables on disk. It is mapped into memory: what nobody touches is
-    not read, except to `verify` checksums; settings and names are always verified. `config` is the
-    model's, of the settings `args`. UserError: it is missing, damaged or something else."""
+    """Read ckpt.pt alone, without tables on disk. It is mapped into memory (but on Windows): what
+    nobody touches is not read, except to `verify` checksums; settings and names are always
+    verified. `config` is the model's, of the settings `args`. UserError: it is missing, damaged or
+    something else."""
     with reading(path, FIX):
         try:
             with zipfile.ZipFile(path) as archive:
@@ -220,7 +221,8 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
                     if part.endswith("data.pkl"):  # all but the numbers of tensors
                         archive.read(part)
                 damaged = archive.testzip() if verify else None
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            is_mapped = sys.platform != "win32"  # where no file is replaced while it is mapped
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
         except UnpicklingError:  # its text suggests to load it anyway
             raise Damage("it holds more than tensors, possibly code: do not trust it") from None
         except NOT_A_CHECKPOINT as error:

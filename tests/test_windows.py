@@ -1,0 +1,76 @@
+"""Commands on a system that neither replaces nor deletes what is mapped into memory."""
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, command, resume
+from test_trust import EDIT, snapshots
+
+import train
+from training.checkpoints import load_checkpoint
+from training.folders import live_tables
+
+ON_DISK = ("--offload", "disk")
+MAPS = Path("/proc/self/maps")  # what is mapped here
+needs_maps = pytest.mark.skipif(not MAPS.exists(), reason="needs Linux's list of what is mapped")
+
+
+def is_mapped(path: Path | str) -> bool:
+    return f" {os.path.realpath(path)}\n" in MAPS.read_text()
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    def careful(do: Callable) -> Callable:
+        def unless_mapped(*paths):
+            if any(map(is_mapped, paths)):
+                raise PermissionError(errno.EACCES, "Access is denied")
+            do(*paths)
+
+        return unless_mapped
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, careful(getattr(os, name)))
+    monkeypatch.setattr(shutil, "_use_fd_functions", False)  # others than these two
+    monkeypatch.setattr(sys, "platform", "win32")
+
+
+@needs_maps
+def test_a_checkpoint_is_replaced_by_whoever_read_it(out, windows):
+    for line in (
+        "train.py --resume --out_dir . --max_iters 14",
+        f"edit.py {EDIT} --ckpt . --save ckpt.pt",
+        "edit.py --undo --ckpt ckpt.pt",
+        "train.py --resume --out_dir . --max_iters 16",
+    ):
+        command(line, cwd=out)
+        load_checkpoint(out / "ckpt.pt", verify=True)
+    assert len(snapshots(out)) == 1  # of those that edits replaced, none is left
+
+
+@needs_maps
+def test_tables_that_trained_go_with_their_run(data, trained, tmp_path, windows):
+    command("train.py", "--data_dir", data, "--out_dir", tmp_path / "run", *SMALL, *ON_DISK)
+    converted = tmp_path / "new/ckpt.pt"
+    ways = ("--ffn", "stem", "--stem_layers", "1", "--tokens", "500", "--out", converted, *ON_DISK)
+    command("convert.py", trained["dense"] / "ckpt.pt", *ways)
+    for folder in (tmp_path / "run", converted.parent):
+        assert not live_tables(folder).exists()
+
+
+@needs_maps
+def test_a_run_that_resumes_lets_go_of_the_file(out, monkeypatch):
+    """On any system: what is replaced takes room as long as it is mapped."""
+    fit = train.fit
+
+    def checked(run: train.Run) -> None:
+        assert not is_mapped(out / "ckpt.pt")
+        fit(run)
+
+    monkeypatch.setattr(train, "fit", checked)
+    resume(out, max_iters=13)
