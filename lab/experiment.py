@@ -127,7 +127,7 @@ class Experiment:
         distinct = json.dumps([settings, read_meta(data_dir)], sort_keys=True)
         digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
         shown = [str(flags[name]) for name in flags if name not in ("data_dir", "init_from")]
-        name = "-".join([data_dir.name, *shown])
+        name = "-".join([data_dir.name, *shown]).replace(":", "=")  # which Windows does not take
         runs = self.out_dir / "runs"
         folder = next(runs.glob(f"*-{digest}"), runs / f"{name}-{digest}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,8 @@ class Experiment:
 def diverged(folder: Path) -> bool:
     """Whether a run ended because its loss was not finite."""
     log = folder / "log.txt"
-    return log.exists() and "loss became" in log.read_text(encoding="utf-8")
+    # A process that Windows starts writes another encoding.
+    return log.exists() and "loss became" in log.read_text(encoding="utf-8", errors="replace")
 
 
 def train_here(waiting: dict[Path, Flags]) -> None:

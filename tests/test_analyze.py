@@ -185,6 +185,7 @@ def test_other_settings_or_data_are_another_folder(experiment, data, tmp_path):
     assert same == folder(learning_rate=6e-3, device_batch_size=1)
     others = [{"init_std": 0.088}, {"learning_rate": 3e-3}, {"seed": 2}, {"dtype": "bfloat16"}]
     assert len({same, *(folder(**other) for other in others)}) == 5
+    assert ":" not in folder(attention="window:4").name  # Windows has no such files
     copy = tmp_path / "x" / data.name
     shutil.copytree(data, copy)
     assert folder(data_dir=str(copy)) == same
@@ -246,6 +247,8 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(
     log = (ended / "log.txt").read_text()
     assert experiment.train({"": diverging}, [1])[""] == [ended]  # nothing is left to train
     assert (ended / "log.txt").read_text() == log
+    (ended / "log.txt").write_text(f"São Tomé\n{log}", encoding="cp1252")  # as on Windows
+    assert shared.diverged(ended)
     broken = experiment.folder({"seed": 1, **SMALL})
     (broken / "ckpt.pt").write_text("x")
     (tmp_path / "train.py").write_text(ends.format("error: ckpt.pt is damaged"))
