@@ -23,6 +23,7 @@ from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from subprocess import list2cmdline
 from types import UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -88,8 +89,11 @@ def run(main: Callable[[], None]) -> None:
 
 def command_line(script: str, *words: object) -> str:
     """A command to copy into a shell: python with one of our scripts and these words."""
-    path = os.path.relpath(Path(__file__).with_name(script))  # from where the user is
-    return shlex.join(["python", path, *map(str, words)])
+    path = str(Path(__file__).with_name(script))
+    with contextlib.suppress(ValueError):  # the user is on another drive of Windows
+        path = os.path.relpath(path)  # from where the user is
+    join = list2cmdline if sys.platform == "win32" else shlex.join  # by quotes that a shell knows
+    return join(["python", path, *map(str, words)])
 
 
 # --- flags ---

@@ -1,4 +1,4 @@
-"""Commands on a system that neither replaces nor deletes what is mapped into memory."""
+"""Commands on Windows, which neither replaces nor deletes what is mapped into memory."""
 
 import errno
 import os
@@ -6,12 +6,14 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from conftest import SMALL, command, resume
+from conftest import ROOT, SMALL, command, resume
 from test_trust import EDIT, snapshots
 
 import train
+from common import command_line
 from training.checkpoints import load_checkpoint
 from training.folders import live_tables
 
@@ -74,3 +76,11 @@ def test_a_run_that_resumes_lets_go_of_the_file(out, monkeypatch):
 
     monkeypatch.setattr(train, "fit", checked)
     resume(out, max_iters=13)
+
+
+def test_printed_commands_are_in_quotes_that_its_shells_know(monkeypatch):
+    """From another drive, too, from which no relative path leads here."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(os.path, "relpath", Mock(side_effect=ValueError("path is on mount 'C:'")))
+    line = command_line("train.py", "--data_dir", r"D:\my data", "--out_dir", r"out\mine")
+    assert line == rf'python {ROOT / "train.py"} --data_dir "D:\my data" --out_dir out\mine'
