@@ -70,13 +70,14 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports Ctrl-C
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+        gone = errno.EPIPE, errno.EINVAL  # the second on Windows
+        if error.errno not in (*gone, errno.ENOSPC):
             raise
         try:
             print(flush=True)
         except OSError:  # of our standard output: nobody reads it, as behind `| head`, or no room
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1 if error.errno == errno.EPIPE else f"error: stdout: {error.strerror}")
+            sys.exit(1 if error.errno in gone else f"error: stdout: {error.strerror}")
         raise  # of another pipe or file: a bug
     except (MemoryError, RuntimeError) as error:
         by_type = isinstance(error, (MemoryError, torch.OutOfMemoryError))

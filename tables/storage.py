@@ -55,7 +55,11 @@ class RamStorage(TableStorage):
         n_byte = math.prod(self.shape) * dtype.itemsize
         check_room(n_byte)
         # Pages of its own: one that holds other things, too, cannot be pinned twice (offload.py).
-        self.arrays[name] = torch.frombuffer(mmap.mmap(-1, n_byte), dtype=dtype).view(self.shape)
+        try:
+            pages = mmap.mmap(-1, n_byte)
+        except OSError as error:  # where `check_room` knows nothing
+            raise MemoryError(error) from None
+        self.arrays[name] = torch.frombuffer(pages, dtype=dtype).view(self.shape)
         return self.arrays[name]
 
 

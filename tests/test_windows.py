@@ -1,6 +1,8 @@
 """Commands on Windows, which neither replaces nor deletes what is mapped into memory."""
 
 import errno
+import io
+import math
 import os
 import shutil
 import sys
@@ -9,11 +11,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import ROOT, SMALL, command, resume
 from test_trust import EDIT, snapshots
 
+import common
 import train
 from common import command_line
+from tables import storage
 from training.checkpoints import load_checkpoint
 from training.folders import live_tables
 
@@ -76,6 +81,27 @@ def test_a_run_that_resumes_lets_go_of_the_file(out, monkeypatch):
 
     monkeypatch.setattr(train, "fit", checked)
     resume(out, max_iters=13)
+
+
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        fileno = os.dup(1).__int__  # of which `run` makes a file that takes all
+
+    with pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", Gone())
+        common.run(lambda: print("x"))
+    assert ended.value.code == 1
+
+
+def test_tables_for_which_there_is_no_memory_are_one_line(monkeypatch):
+    no_room = OSError(errno.EINVAL, "The paging file is too small for this operation to complete")
+    monkeypatch.setattr(storage, "free_ram", lambda: math.inf)  # nobody knows
+    monkeypatch.setattr(storage.mmap, "mmap", Mock(side_effect=no_room))
+    with pytest.raises(SystemExit, match="error: out of memory"):
+        common.run(lambda: storage.RamStorage((2, 3, 4), torch.float32))
 
 
 def test_printed_commands_are_in_quotes_that_its_shells_know(monkeypatch):
