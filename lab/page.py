@@ -41,6 +41,8 @@ class Page(ThreadingHTTPServer):
     A request is a record: of an action below the arguments, by their names. Its answer is records,
     a line each."""
 
+    allow_reuse_address = sys.platform != "win32"  # where two programs would share the port
+
     def __init__(self, ckpt: str, port: int) -> None:
         """port: 0 is any that is free. UserError: another program has the port, or as
         `load_to_decode`."""

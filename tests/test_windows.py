@@ -4,6 +4,7 @@ import errno
 import io
 import math
 import os
+import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -102,6 +103,14 @@ def test_tables_for_which_there_is_no_memory_are_one_line(monkeypatch):
     monkeypatch.setattr(storage.mmap, "mmap", Mock(side_effect=no_room))
     with pytest.raises(SystemExit, match="error: out of memory"):
         common.run(lambda: storage.RamStorage((2, 3, 4), torch.float32))
+
+
+def test_the_page_does_not_share_its_port_with_another_program(monkeypatch):
+    """As there all do that may reuse an address (cpython issue 85307)."""
+    for platform, may_reuse in (("linux", True), ("win32", False)):
+        monkeypatch.setattr(sys, "platform", platform)
+        page = runpy.run_path(str(ROOT / "lab/page.py"))
+        assert page["Page"].allow_reuse_address == may_reuse
 
 
 def test_printed_commands_are_in_quotes_that_its_shells_know(monkeypatch):
