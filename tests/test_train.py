@@ -228,6 +228,13 @@ def test_16_bits_train_float32_weights(dtype, trained, data, tmp_path):
     assert {weight.dtype for weight in checkpoint(out)["model"].values()} == {torch.float32}
 
 
+def test_32_bits_need_no_autocast():
+    """On the GPU of a Mac, that of PyTorch 2.6 would warn; some devices it does not know."""
+    with torch.device("meta"):
+        objective = NextToken(decoder(), "float32")
+    assert objective(*tokens(2, 2, 24)).is_meta
+
+
 def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
     model = decoder().train()
     optimizer = Optimizer(model, Settings(model=model.config, max_iters=9), "float16")

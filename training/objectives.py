@@ -1,5 +1,6 @@
 """What training minimizes: the cross-entropy of the next token."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,9 +43,10 @@ class NextToken:
         """Of how many tokens the loss is the mean."""
         return int((targets >= 0).sum())
 
-    def autocast(self) -> torch.autocast:
-        dtype = getattr(torch, self.dtype)
-        return torch.autocast(self.model.device.type, dtype, enabled=self.dtype != "float32")
+    def autocast(self) -> AbstractContextManager:
+        if self.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self.model.device.type, getattr(torch, self.dtype))
 
     def documents(self, ids: Tensor) -> Tensor | None:
         """The number of each token's document [B, T]; None if attention may cross documents."""
