@@ -117,9 +117,9 @@ class DiskStorage(TableStorage):
     def create(
         cls, folder: Path, shape: Shape, dtype: torch.dtype, *, copies: int = 1
     ) -> "DiskStorage":
-        """Writable tables of zeros in a new folder. They take all of their room at once: a disk
-        that fills up under a map would kill the process. UserError: there is no room for so many
-        copies."""
+        """Writable tables of zeros in a new folder. They take all of their room at once (but on
+        macOS, where it is only looked for): a disk that fills up under a map would kill the
+        process. UserError: there is no room for so many copies."""
         with writing(folder):
             folder.mkdir(parents=True)
         storage = cls(folder, shape, dtype, names=(), writable=True)

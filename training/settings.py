@@ -172,7 +172,7 @@ class Settings:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     compile: bool = flag(False, "torch.compile each block: slow start, faster steps")
-    deterministic: bool = flag(False, "on a GPU: equal results to the bit, a little slower")
+    deterministic: bool = flag(False, "on a CUDA GPU: equal results to the bit, a little slower")
     seed: int = flag(1337, "for weights and data order", must="0 or more, and fit 32 bits")
 
     model: ModelConfig = field(default_factory=ModelConfig)  # vocab_size is the data's
