@@ -262,6 +262,7 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(
     assert experiment.train({"": other}, [1])[""] == [experiment.folder(other)]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGTERM would end the tests")
 def test_runs_save_when_an_analysis_is_stopped(data, tmp_path, monkeypatch):
     """... alone, as a scheduler does; of Ctrl-C, all processes of a terminal know."""
     ended = Event()

@@ -59,6 +59,7 @@ def snapshots(out: Path) -> list[Path]:
 
 
 def test_whoever_comes_second_is_refused_until_the_first_has_ended(on_disk, data, story, tmp_path):
+    pytest.importorskip("fcntl")
     before = contents(on_disk)
     ckpt = on_disk / "ckpt.pt"
     with locked(on_disk), locked(tmp_path):
@@ -256,7 +257,7 @@ def test_ctrl_c_within_a_save_is_no_error_and_changes_nothing(out, monkeypatch, 
         def write(self, part):
             written.append(part)
             if len(written) == at:
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
             return super().write(part)
 
     saved = load_checkpoint(out / "ckpt.pt")

@@ -75,6 +75,7 @@ def test_a_file_of_another_size_or_none_is_noticed(tmp_path):
         reopened(storage.folder)
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs posix_fadvise")
 def test_pages_are_asked_for_ahead(tmp_path, monkeypatch):
     storage = DiskStorage.create(tmp_path / "t", (400, 3, 512), torch.float32)  # 6 KB a token
     storage.read_ahead(torch.tensor([0, 1, 2, 5]))  # the system takes them as they are
