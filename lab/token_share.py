@@ -118,6 +118,8 @@ class Explained:
 
     def add(self, p: Tensor, fit: Tensor, weight: Tensor | float = 1.0) -> None:
         """p and its fit [.., T, width], weight [.., T] of the errors."""
+        # In double precision, which the GPUs of Macs do not have.
+        p, fit, weight = (torch.as_tensor(given).cpu() for given in (p, fit, weight))
         p = p.double()
         self.n += p[..., 0].numel()
         self.errors += ((p - fit).square().sum(-1) * weight).sum()

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from conftest import CPU, command, refused
+from simulated_gpu import SimulatedGpu
 
 from lab import token_share
 from training.batches import Data
@@ -84,3 +85,12 @@ def test_it_prints_a_table_and_draws_a_picture(trained, data, tmp_path):
     assert done.stdout.count("| 1 | ") == 2 and "in windows of 16" in done.stdout
     assert (tmp_path / "share.png").read_bytes().startswith(b"\x89PNG")
     assert "of --ffn stem" in refused(line, trained["stem"] / "ckpt.pt", "--data_dir", data)
+
+
+def test_shares_are_found_on_a_device_without_double_precision():
+    numbers = torch.randn(2, 4, 8), torch.randn(2, 4, 8), torch.rand(2, 4)
+    here, there = token_share.Explained(), token_share.Explained()
+    here.add(*numbers)
+    with SimulatedGpu() as gpu:
+        there.add(*(each.to(gpu.device) for each in numbers))
+    assert there.share == here.share
