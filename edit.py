@@ -282,10 +282,11 @@ def new_rows(
     kept = [spelled(encoding, token) for token in located.name if token not in changed]
     if kept:  # everyday words, and what both names share
         print(f"of {edit.source!r}, the rows of {kept} stay as they are\n")
-    # In a text without blanks, as Chinese, tokens may join a name to its neighbors.
-    gap = encoding.encode_ordinary("\n")
-    others = edited_ids(encoding, located.prompt[1:], edit.source, [gap, gap])
-    if edit.source in encoding.decode(others):
+    # Where a token joins the name to its neighbors, as in Chinese, a prompt has it also without the
+    # tokens that are swapped.
+    line_break = encoding.encode_ordinary("\n")
+    rest = edited_ids(encoding, located.prompt[1:], edit.source, [line_break, line_break])
+    if edit.source in encoding.decode(rest):
         print(f"where --prompt has {edit.source!r} in other tokens, these stay as they are\n")
     return located, table_ids
 
