@@ -40,9 +40,9 @@ def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[in
     of the source then reads the row of the target's token at its place (STEM paper, section on
     knowledge editing). With equal lengths, the target stays as it is. Else `how` decides:
 
-        copy     If the source is longer, the target's first token is repeated in front.
+        copy     If the source is longer, the target is repeated: of AB, five tokens read BABAB.
                  If the target is longer, only its last n tokens are read.
-        pad      Like copy, but the token `pad` is repeated in front.
+        pad      Like copy, but in place of repeating it, the token `pad` is put in front.
         subset   Like copy, but of a longer target the n rarest tokens are read. These have the
                  largest ids, because a tokenizer merges what is frequent first and numbers its
                  merges in order. Of equal ids, the last one is taken.
@@ -50,14 +50,14 @@ def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[in
                  too: the caller gives a target of one token, whose row is this mean
                  (training/writing.mean_rows).
 
-    The authors differ: they copy by repeating the whole target, and choose the subset that they
-    find most representative.
+    The authors choose the subset that they find most representative.
     """
     if how == "subset":
         by_rarity = sorted(range(len(target)), key=target.__getitem__)  # positions
         target = [target[position] for position in sorted(by_rarity[-n:])]
-    front = pad if how == "pad" else target[0]
-    return ([front] * n + target)[-n:]
+    if how == "pad":
+        return ([pad] * n + target)[-n:]
+    return (target * n)[-n:]
 
 
 def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:

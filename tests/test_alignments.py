@@ -25,7 +25,7 @@ HOW = ("copy", "pad", "subset", "average")
     [  # copying: test_stem.py; letters stand for ids: x is rarer than a, and _ is padding
         ("pad", "ab", 4, "__ab"),
         ("pad", "abc", 2, "bc"),
-        ("subset", "ab", 4, "aaab"),
+        ("subset", "ab", 4, "abab"),
         ("subset", "xayb", 2, "xy"),  # in their order
         ("subset", "xaxb", 2, "xx"),  # a token twice
         ("subset", "axaab", 3, "xab"),  # the common one twice: the rare ones stay

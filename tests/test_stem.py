@@ -29,7 +29,7 @@ def test_stem_layers_reads_names_and_numbers(spec, n_layer, layers):
     [  # letters stand for ids
         ("abcd", "b", "x", "axcd"),
         ("bcabc", "bc", "xy", "xyaxy"),
-        ("abcde", "bcd", "xy", "axxye"),  # longer source: first row repeats
+        ("abcde", "bcd", "xy", "ayxye"),  # longer source: the target's rows repeat
         ("abcd", "bc", "xyz", "ayzd"),  # longer target: its last rows
         ("abcb", "bd", "xy", "abcb"),  # half a match is none
         ("aba", "ab", "ba", "baa"),  # what is put in is not matched again
