@@ -11,12 +11,14 @@ import sys
 from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from simulated_gpu import SimulatedGpu, Worker
+from torch import nn
 
 import offload
 from offload import OffloadedTables, TransferRing
@@ -25,6 +27,7 @@ from tables.rmsprop import RowRMSprop
 from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables
 from tables.zero_copy import ZeroCopy
+from training.checks import check_trained
 
 V, L, W = 128, 3, 4  # vocabulary, tables, width
 ROWS = V, L, W
@@ -428,6 +431,15 @@ def test_changed_rows_that_stay_while_slots_grow_are_stored(gpu):
     train(other, RowRMSprop(other), ids)
     for mine, there in zip(tables.weight, other.weight, strict=True):
         assert torch.equal(mine, there.cpu())
+
+
+def test_rows_whose_records_never_left_the_device_are_known_to_train(gpu, capsys):
+    tables = offloaded(gpu)
+    optimizer = RowRMSprop(tables, state="number")
+    for _ in range(3):
+        train(tables, optimizer, batch(0), later=batch(0))
+    check_trained(nn.Identity(), SimpleNamespace(rmsprops={"tables": optimizer}))
+    assert "not trained" not in capsys.readouterr().out
 
 
 def test_what_is_loaded_replaces_what_is_on_the_device(gpu):

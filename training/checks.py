@@ -25,6 +25,7 @@ def check_trained(model: Decoder, optimizer: Optimizer) -> None:
         if parameter.requires_grad and (state is None or not state["exp_avg_sq"].any()):
             names.append(name)
     for name, rmsprop in optimizer.rmsprops.items():
+        rmsprop.tables.flush()  # tables that are offloaded keep those of the last batch on the GPU
         was_read = rmsprop.last > 0  # [V]
         for table, moments in enumerate(rmsprop.state):
             if not moments[was_read].any():
