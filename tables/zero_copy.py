@@ -4,6 +4,7 @@ Tables in RAM are pinned in place, and a small kernel on a side stream copies th
 to the device (offload.py). The host only launches it.
 """
 
+import ctypes
 import sys
 import weakref
 from concurrent.futures import Future
@@ -26,6 +27,8 @@ except ImportError:
 # Programs that copy rows, and numbers that each has on its way: enough to fill the bus, and few
 # enough that most processors of a GPU (an H200 has 132) stay with the layers.
 PROGRAMS, BLOCK = 8, 8192
+# CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM in cuda.h.
+CAN_USE_HOST_POINTER = 91
 
 if triton:
     # The kernel of `copy_records`. It gets pointers to stored [V, n_table, W], to on_device
@@ -178,19 +181,30 @@ def seen_by_gpu(array: Tensor, device: torch.device, owner: object) -> Tensor:
     cannot be pinned."""
     address = array.data_ptr()
     with torch.cuda.device(device):
-        # Windows' GPUs see memory of the host at other addresses.
-        error = sys.platform == "win32" or int(
-            torch.cuda.cudart().cudaHostRegister(address, array.nbytes, 0)
-        )
+        if not uses_host_addresses():
+            raise OSError("this GPU sees RAM at other addresses")
+        error = int(torch.cuda.cudart().cudaHostRegister(address, array.nbytes, 0))
         if error:
             with suppress(RuntimeError):  # the error is kept, and raised by the next kernel
                 torch.zeros(1, device=device)
-            raise OSError(f"CUDA error {int(error)}")
+            raise OSError(f"CUDA error {error}")
         weakref.finalize(owner, unpin, address, device)
         number = {2: "<i2", 4: "<f4"}[array.itemsize]  # the protocol has no bfloat16
         shown = {"shape": (array.numel(),), "typestr": number, "data": (address, False)}
         memory = SimpleNamespace(__cuda_array_interface__={**shown, "version": 2})
         return torch.as_tensor(memory, device=device).view(array.dtype).view(array.shape)
+
+
+def uses_host_addresses() -> bool:
+    """Whether the current GPU sees memory that is pinned in place at the host's own addresses. In
+    Windows, and so in WSL2, it does not; AMD's need not. A kernel would read what is not there."""
+    if sys.platform != "linux" or torch.version.hip:
+        return False
+    answer = ctypes.c_int()
+    driver = ctypes.CDLL("libcuda.so.1")  # PyTorch has no such question
+    device = torch.cuda.current_device()
+    driver.cuDeviceGetAttribute(ctypes.byref(answer), CAN_USE_HOST_POINTER, device)
+    return answer.value == 1
 
 
 def unpin(address: int, device: torch.device) -> None:
