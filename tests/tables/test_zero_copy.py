@@ -1,4 +1,5 @@
-"""Whether a GPU reads and writes memory of the host where it is; GPUs are made up."""
+"""Whether a GPU reads and writes memory of the host where it is, and by which kernel; GPUs are made
+up."""
 
 import ctypes
 import sys
@@ -9,6 +10,10 @@ import pytest
 import torch
 
 from tables import zero_copy
+
+
+class PTXASError(Exception):
+    """As Triton's, a class of its own."""
 
 
 @pytest.fixture
@@ -46,3 +51,20 @@ def test_memory_is_pinned_only_if_the_gpu_sees_it_at_the_same_addresses(
     with pytest.raises(OSError, match=why):
         zero_copy.seen_by_gpu(torch.zeros(2, 3), torch.device("cpu"), owner=Mock())
     assert pinned.called == (why == "CUDA error 2")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        AssertionError("libcuda.so cannot found!"),
+        PTXASError("Value 'sm_121a' is not defined for option 'gpu-name'"),  # triton issue 8539
+    ],
+)
+def test_where_triton_does_not_compile_pytorch_copies(error, monkeypatch):
+    kernel = {(1,): Mock(side_effect=error)}
+    monkeypatch.setattr(zero_copy, "triton", Mock())
+    monkeypatch.setattr(zero_copy, "copy_kernel", kernel, raising=False)
+    monkeypatch.setattr(torch, "zeros", Mock())
+    assert not zero_copy.triton_works.__wrapped__(torch.device("cuda", 0))
+    assert kernel[(1,)].called
