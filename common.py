@@ -47,13 +47,15 @@ class UserError(Exception):
     Anything else that goes wrong is a bug, ours or a reader's own, and keeps its traceback."""
 
 
-# What PyTorch says when a CPU, or the GPU of a Mac, is out of memory: a RuntimeError, which has no
-# type of its own.
+# What PyTorch says when it is out of memory by a RuntimeError, which has no type of its own: on a
+# CPU or a Mac, and on a GPU if not the memory of tensors, but that of libraries, or pinned memory
+# (of which WSL2 has little), is at its end.
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "could not create a primitive",
     "Cannot allocate memory",
-    "MPS backend out of memory",
+    "out of memory",  # CUDA error, HIP error, MPS backend
+    "STATUS_ALLOC_FAILED",  # cuBLAS
     "Invalid buffer size",  # more than the GPU of a Mac has
 )
 

@@ -226,9 +226,12 @@ def test_no_memory_is_one_line():
         "MPS backend out of memory (MPS allocated: 5.56 GB, other allocations: 1.10 GB, max "
         "allowed: 6.80 GB). Tried to allocate 768.00 MB on private pool.",
         "Invalid buffer size: 24.00 GB",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some "
+        "other API call, so the stacktrace below might be incorrect.",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     ],
 )
-def test_no_memory_of_a_mac_is_the_same_line(said):
+def test_no_memory_of_a_gpu_is_the_same_line(said):
     def fail() -> None:
         raise RuntimeError(said)
 
