@@ -298,7 +298,7 @@ def stop_signals(bar: tqdm) -> Iterator[list[int]]:
 
 def pick_device(name: str) -> torch.device:
     """The device of this process: `auto` is CUDA where there is one, else the CPU. Processes of
-    torchrun have one GPU each. UserError: the device is unknown or not there."""
+    torchrun have one GPU each. UserError: the device is unknown, not there, or does not work."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -307,8 +307,12 @@ def pick_device(name: str) -> torch.device:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, ImportError):
-        raise UserError(f"--device {name} is not available; try --device auto") from None
+    except (RuntimeError, AssertionError, ImportError) as error:
+        # There is none, it has no memory left, or is too old or too new for this PyTorch.
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"--device {name} does not work here ({reason:.90}): try --device cpu"
+        ) from None
     device = torch.device(name)
     if device.type == "cuda":
         if device.index is None:

@@ -66,6 +66,20 @@ def test_without_a_gpu_auto_is_the_cpu(monkeypatch):
         pick_device("cuda")
 
 
+def test_a_gpu_that_is_there_but_does_not_compute_is_one_line_with_its_reason(monkeypatch):
+    """As one that is too old for this PyTorch, or has no memory left."""
+    reason = "CUDA error: no kernel image is available for execution on the device"
+
+    def no_kernel(*size, device):
+        raise RuntimeError(f"{reason}\nCUDA kernel errors might be asynchronously reported")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", no_kernel)
+    with pytest.raises(UserError) as refused:
+        pick_device("auto")  # which another --device auto would not help
+    assert str(refused.value) == f"--device cuda does not work here ({reason}): try --device cpu"
+
+
 @pytest.mark.parametrize(
     ("flags", "dtype"),
     [
