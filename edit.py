@@ -87,7 +87,7 @@ class Edit:
     target: str = flag("", "the name whose rows to read instead, such as Germany")
     align: str = flag(
         "copy",
-        "for names of unequal length: copy the target's first row or pad with <|endoftext|>'s in "
+        "for names of unequal length: repeat the target's rows or pad with <|endoftext|>'s in "
         "front, a subset of its rows, or their average (stem.align)",
         choices=ALIGNMENTS,
     )
