@@ -50,7 +50,8 @@ KINDS = {
 MAIN = tuple(KINDS)
 for name in model.relatives("Decoder"):
     KINDS[name] = {"ffn": name}
-# The baseline of STEM's paper: one expert a token, and about as many parameters as STEM.
+# The baseline of STEM's paper: a token has one expert, and the model about as many parameters as
+# STEM, on prose as that in a third of the layers.
 HASH_LAYERS = {"hash_moe, one expert": {"ffn": "hash_moe", "n_expert": 6, "top_k": 1}}
 # Steps on the countries: more than the default run takes, as kinds learn facts at different times.
 COUNTRIES_STEPS = 1000

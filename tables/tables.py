@@ -55,7 +55,8 @@ register_optimizer_step_post_hook(count_step)
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device. The host does not wait for a GPU that reads pinned memory by itself.
-    For that of a Mac it does: until PyTorch 2.13 at least, it may read what was freed meanwhile."""
+    It waits for the GPU of a Mac, which (up to PyTorch 2.13 at least) might read the memory of the
+    tensor when this has been freed."""
     by_itself = device.type in STREAM_DEVICES
     if by_itself and tensor.device.type == "cpu":
         tensor = tensor.contiguous().pin_memory()  # a strided tensor's copy would not be pinned

@@ -33,7 +33,7 @@ class Data:
         Args:
             reads: what the stage reads, text, chat or preference (`Stage.reads`).
             block_size: tokens in a sequence, at most.
-            total: sequences that the run will train on; 0: open only what validation reads.
+            total: sequences that the run will read; 0: open only what validation reads.
 
         Raises:
             UserError: a file is missing, damaged or too small, or tokenizers differ.

@@ -234,8 +234,9 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
         if found != FORMAT:
             ours = "no checkpoint of training.checkpoints.save_checkpoint"
             raise Damage(f"or {ours}: its format is {found!r:.40}, not {FORMAT}")
-        # What only a run, or an edit, writes.
-        checkpoint = {"step": 0, "data": [], "edits": [], **checkpoint}
+        checkpoint = {"edits": [], **checkpoint}
+        if "optimizer" not in checkpoint:  # it need not be a run's
+            checkpoint = {"step": 0, "data": [], **checkpoint}
         check_fields(checkpoint)
     try:
         checkpoint["config"] = Settings.from_flat(checkpoint["args"]).model
