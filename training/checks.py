@@ -19,6 +19,9 @@ MOST_PARAMETERS = 1 << 28  # of a model that is loaded beside itself
 def check_trained(model: Decoder, optimizer: Optimizer) -> None:
     """Whether each parameter and each table got a gradient in the steps so far. Its second moments,
     which begin at zero, tell."""
+    if optimizer.scaler.enabled and not optimizer.adamw.state:
+        tqdm.write("note: no step was taken so far, as gradients overflow float16: take float32?")
+        return
     names = []
     for name, parameter in model.named_parameters():
         state = optimizer.adamw.state.get(parameter)  # None: it never had one

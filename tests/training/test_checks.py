@@ -1,7 +1,10 @@
 """checks.py: mistakes in layers of one's own that training would pass over in silence."""
 
 import pytest
+import torch
 from conftest import add_relative, small_run
+
+from training import optimizer
 
 HEAD = """
 import torch
@@ -116,3 +119,11 @@ def test_a_context_of_one_token_looks_nowhere(data, tmp_path, monkeypatch, capsy
     add_relative(monkeypatch, tmp_path, "mine", HEAD + LOOKS_AHEAD)
     small_run(data, tmp_path / "out", ffn="mine", block_size=1, max_iters=1)
     assert "looks ahead" not in capsys.readouterr().out
+
+
+def test_steps_that_float16_skips_are_no_layers_fault(data, tmp_path, monkeypatch, capsys):
+    infinite = torch.tensor(torch.inf)
+    monkeypatch.setattr(optimizer, "get_total_norm", lambda gradients: infinite)
+    small_run(data, tmp_path / "out", dtype="float16", max_iters=4)
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "note: " in line]
+    assert "no step was taken so far, as gradients overflow float16" in note
