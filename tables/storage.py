@@ -178,7 +178,7 @@ def check_room(n_byte: int, folder: Path | None = None) -> None:
     """UserError: so many bytes, for each process on this machine, have no room in RAM, or on the
     disk of a folder."""
     free = shutil.disk_usage(folder).free if folder else free_ram()
-    if dist.is_initialized():
+    if dist.is_available() and dist.is_initialized():
         n_byte *= int(os.environ["LOCAL_WORLD_SIZE"])  # set by torchrun
         dist.all_reduce(torch.zeros(1))  # nobody takes its share before all have looked
     if n_byte > free:

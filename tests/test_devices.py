@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from conftest import CPU
+import torch.distributed as dist
+from conftest import CPU, small_run
 
 import common
 from common import UserError, pick_device, training_dtype
+from training import ranks
 
 REAL_ZEROS = torch.zeros
 
@@ -103,3 +105,12 @@ def test_a_gpu_trains_in_what_it_multiplies_itself(native, dtype, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert training_dtype("auto", torch.device("cuda")) == dtype
+
+
+def test_a_build_without_distributed_trains(data, tmp_path, monkeypatch):
+    """As wheels for Jetson may be. torch.distributed then has no other function."""
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    for name in ("is_initialized", "is_torchelastic_launched", "get_world_size"):
+        monkeypatch.delattr(dist, name)
+    with ranks.joined():
+        small_run(data, tmp_path / "out", offload="disk", max_iters=1)

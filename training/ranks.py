@@ -25,7 +25,8 @@ def joined() -> Iterator[None]:
     """Join the other processes if torchrun started this one, and leave together with them. Only the
     first rank to fail prints its error."""
     global rank, size
-    if not dist.is_torchelastic_launched():
+    # Builds for Jetson may lack all of torch.distributed but the first.
+    if not (dist.is_available() and dist.is_torchelastic_launched()):
         yield
         return
     # Ids are exchanged on CPUs, so that no GPU waits for them.
