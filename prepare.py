@@ -192,8 +192,9 @@ def prepare_files(
     tokenizer first, twice; they are never all in memory. Returns meta.json."""
     report = Report(MAX_BAD if settings.input else 1, kind)  # published files cannot be corrected
     found = find_files(paths, report.notes)
-    books = held_out(found, settings.hold_out_files) if settings.hold_out_files else []
-    found = [path for path in found if path not in books]
+    books: list[Path] = []
+    if settings.hold_out_files:
+        books, found = held_out(found, settings.hold_out_files)
     columns = settings.column_names
     if encoding is None:
         documents = read(found, Report(report.max_bad, kind), "counting words", columns)
@@ -231,8 +232,9 @@ def prepare_files(
     return meta
 
 
-def held_out(paths: list[Path], share: float) -> list[Path]:
-    """The files of the lowest hashes of names: this share, but at least one, and not all."""
+def held_out(paths: list[Path], share: float) -> tuple[list[Path], list[Path]]:
+    """The files of the lowest hashes of names, this share, but at least one, and not all; and the
+    other files."""
     if len(paths) < 2:
         raise UserError("--hold_out_files needs two files or more, as it leaves one for training")
 
@@ -240,8 +242,9 @@ def held_out(paths: list[Path], share: float) -> list[Path]:
         return hashed(unicodedata.normalize("NFC", path.name))
 
     n = sum(is_validation(digest(path), share) for path in paths)
-    chosen = sorted(paths, key=digest)[: min(max(n, 1), len(paths) - 1)]
-    return [path for path in paths if path in chosen]
+    chosen = {*sorted(paths, key=digest)[: min(max(n, 1), len(paths) - 1)]}
+    books = [path for path in paths if path in chosen]
+    return books, [path for path in paths if path not in chosen]
 
 
 def to_validate(documents: Iterable[Document], held: set[int]) -> Iterator[tuple[str, Document]]:
@@ -319,12 +322,13 @@ def cut(document: Document, longest: int, size: int) -> list[Document]:
     if not isinstance(document, str) or len(document) <= longest:
         return [document]
     pieces = []
-    while len(document) > size:
-        head = document[:size]
-        end = head.rfind("\n") + 1 or head.rfind(" ") + 1 or size
-        pieces.append(document[:end])
-        document = document[end:]
-    return [*pieces, document]
+    start = 0
+    while len(document) - start > size:
+        last = start + size
+        end = document.rfind("\n", start, last) + 1 or document.rfind(" ", start, last) + 1 or last
+        pieces.append(document[start:end])
+        start = end
+    return [*pieces, document[start:]]
 
 
 def sampled(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:

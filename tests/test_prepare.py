@@ -1,9 +1,11 @@
 """prepare.py and the folders it writes: from text to tokens, and what can be wrong with a file."""
 
 import os
+import time
 import tracemalloc
 from collections import Counter
 from multiprocessing import get_context
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -138,6 +140,14 @@ def test_only_a_small_text_is_cut_to_validate_with_and_after_lines(monkeypatch):
     assert all(part.endswith("\n") for part in found)
 
 
+def test_a_long_document_is_cut_in_no_quadratic_time():
+    text = "On that day somebody bought a lamp, and it was red.\n" * 800_000
+    start = time.process_time()
+    pieces = prepare.cut(text, 10_000, 8000)
+    assert time.process_time() - start < 2  # 0.03 s; copied again for each piece: 28
+    assert "".join(pieces) == text and max(map(len, pieces)) <= 8000
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_copies_are_trained_on(monkeypatch, first):
     """All but one, also of what is for validation by its hash; the notes count them."""
@@ -172,6 +182,14 @@ def test_copies_of_files_that_are_held_out_are_named(tmp_path):
     held_out = stored(tmp_path / "copied/held_out", "val")
     n = sum(ids in held_out for ids in stored(tmp_path / "copied", "train"))
     assert n and f"note: {n} copies of documents of held_out/val.bin are trained on" in said
+
+
+def test_files_are_held_out_in_no_quadratic_time():
+    paths = [Path(f"{i}.txt") for i in range(40_000)]
+    start = time.process_time()
+    held, others = prepare.held_out(paths, 0.02)
+    assert time.process_time() - start < 4  # a third of a second; a search for each in a list: 17
+    assert sorted(held + others) == sorted(paths) and 700 < len(held) < 900
 
 
 def test_a_copy_of_a_document_that_is_held_out_is_named_though_it_is_cut():
@@ -423,6 +441,16 @@ def test_other_programs_forms_are_read_and_what_is_ignored_is_named(
     report = documents.Report(0)
     assert list(documents.read([path], report)) == [document] * 2
     assert +report.notes == {f"documents have {key!r}, which is ignored": 2 for key in ignored}
+
+
+def test_many_notes_take_no_quadratic_time():
+    """As of stories, in which each has roles of its own."""
+    report = documents.Report(0, notes=Counter(map(str, range(200_000))))
+    start = time.process_time()
+    for n in range(500):
+        documents.parse_record({"messages": [says(f"Anna {n}", "Hi?"), ANSWERED]}, (), report)
+    assert time.process_time() - start < 1  # 0.02 s; to go through all for each: 2
+    assert len(report.notes) == 200_500
 
 
 def test_nothing_is_left_out_or_not_learned_without_a_word(tmp_path, data, encoding):

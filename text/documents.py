@@ -163,7 +163,7 @@ def parse_record(record: object, columns: Sequence[str], report: Report) -> tupl
             raise ValueError('no "text", messages, or question with answer (--columns names them)')
     except ValueError as error:
         raise ValueError(f"{error}: its keys are {', '.join(record):.80}") from None
-    report.notes += notes
+    report.notes.update(notes)  # += would go through all notes so far
     report.notes.update(f"documents have {key!r:.40}, which is ignored" for key in left)
     return kind, document
 
