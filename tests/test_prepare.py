@@ -529,6 +529,18 @@ def test_memory_does_not_grow_with_files(tmp_path, encoding, monkeypatch):
     assert peaks[1] < 1.5 * peaks[0]
 
 
+def test_memory_does_not_grow_with_long_documents(tmp_path, encoding, monkeypatch):
+    monkeypatch.setattr(writer, "LONG", 10_000)
+    peaks = []
+    for n in (5, 50):
+        texts = (("train" if i else "val", "ab " * 10_000) for i in range(n))
+        tracemalloc.start()
+        write_dataset(tmp_path / str(n), texts, encoding)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
 def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding, monkeypatch):
     out = tmp_path / "out"
     write_dataset(out, [("train", "a"), ("val", "b")], encoding)

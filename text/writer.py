@@ -4,9 +4,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +17,8 @@ from text import chat, tokenizer
 from text.dataset import FORMAT
 
 FILES = ("meta.json", "tokenizer.json", "train.bin", "val.bin")
-BLOCK = 256  # documents that are encoded at a time, on several cores
+BLOCK = 256  # documents that are encoded at a time, on several cores; less if they are long
+LONG = 4 << 20  # characters: their ids, as Python's integers, take ten bytes for each
 
 
 @dataclass
@@ -93,8 +93,7 @@ def write_dataset(
         stack.enter_context(writing(out_dir))  # whichever of these files has no room
         with open(train_path, "wb") as train_file, open(val_path, "wb") as val_file:
             splits = {"train": SplitWriter(train_file, dtype), "val": SplitWriter(val_file, dtype)}
-            documents = iter(documents)
-            while block := list(islice(documents, BLOCK)):
+            for block in blocks(documents):
                 encoded = encode_documents(encoding, kind, [document for _, document in block])
                 for (split, _), ids in zip(block, encoded, strict=True):
                     splits[split].write(encoding, ids)
@@ -116,6 +115,18 @@ def write_dataset(
         # While old files are replaced by new ones, the folder has no meta.json: it is not complete.
         (out_dir / "meta.json").unlink(missing_ok=True)
     return meta
+
+
+def blocks(documents: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
+    """Yield documents with their splits in lists of BLOCK, or of less if they are long texts."""
+    block, size = [], 0
+    for split, document in documents:
+        block.append((split, document))
+        size += len(document)  # characters; or messages, which are few
+        if len(block) == BLOCK or size >= LONG:
+            yield block
+            block, size = [], 0
+    yield block
 
 
 def encode_documents(encoding: tiktoken.Encoding, kind: str, documents: list) -> list[list[int]]:
