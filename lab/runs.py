@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from common import UserError
 from lab.experiment import Run
@@ -49,7 +50,7 @@ def grouped(folders: list[Path]) -> dict[str, list[Run]]:
     name of the first one's folder."""
     groups: dict[str, list[Run]] = {}
     names: dict[str, str] = {}  # of groups, by their settings
-    for folder in folders:
+    for folder in tqdm(folders, "reading", unit="run", leave=False, delay=3, disable=None):
         run = read_run(folder)
         args = last_start(run)["args"]
         compared = {name: args[name] for name in args if name not in NOT_COMPARED}

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from tiktoken import Encoding
 from torch import Tensor
+from tqdm import tqdm
 
 from common import UserError
 from text import chat
@@ -83,7 +84,8 @@ class Pairs(Source):
         self.conversations = Conversations(ids, encoding, block_size, None, only_last=True)
         self.n_cut = self.conversations.n_cut
         n_pair = self.conversations.n_sequence // 2
-        self.numbers = [number for number in range(n_pair) if self.differ(number)]  # in the file
+        numbers = tqdm(range(n_pair), "comparing", unit="pair", leave=False, delay=3, disable=None)
+        self.numbers = [number for number in numbers if self.differ(number)]  # in the file
         self.n_same = n_pair - len(self.numbers)
         if not self.numbers:
             raise UserError(
