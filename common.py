@@ -309,9 +309,9 @@ def pick_device(name: str) -> torch.device:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, ImportError) as error:
         # There is none, it has no memory left, or is too old or too new for this PyTorch.
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(
-            f"--device {name} does not work here ({reason:.90}): try --device cpu"
+            f"--device {name} does not work here ({reason}): try --device cpu"
         ) from None
     device = torch.device(name)
     if device.type == "cuda":
@@ -328,8 +328,13 @@ def check_compiler(device: torch.device) -> None:
     try:
         torch.compile(torch.neg)(torch.ones(2, device=device))
     except torch._dynamo.exc.TorchDynamoException as error:  # loaded by now: it takes seconds
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--compile does not work here ({reason:.90}): leave it out") from None
+        reason = first_line(error)
+        raise UserError(f"--compile does not work here ({reason}): leave it out") from None
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of what PyTorch says, of which the rest is advice for its developers."""
+    return str(error).strip().splitlines()[0][:90]
 
 
 def mixed(*numbers: int) -> int:
