@@ -29,6 +29,11 @@ RECORDS = {".jsonl", ".json", *TABLES}
 PACKED = {".gz": gzip.open, ".bz2": bz2.open}
 UNPACKED = 4  # times as large as the packed file, about, is English text
 KNOWN = ".txt, .md, .jsonl, .json, .csv and .tsv files, also .gz or .bz2"
+# What most data sets of the Hugging Face Hub consist of.
+FROM_PARQUET = (
+    'pip install pandas pyarrow && python -c "import pandas; '
+    "pandas.read_parquet({source!r}).to_json({out!r}, orient='records', lines=True)\""
+)
 
 # A document of a text ends at the first blank line after so many characters or, as some text has
 # none, at the first line break after so many; a longer line is cut.
@@ -81,6 +86,7 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
         if not path.is_dir():
             if not path.exists():
                 raise UserError(f"--input {path}: No such file or folder")
+            refuse_parquet(path, path)
             if kind_of_file(path) not in TEXTS | RECORDS:
                 raise UserError(f"--input {path}: it is none of {KNOWN}")
             found.append(path)
@@ -89,12 +95,22 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
         for file in files_in(path, notes):
             name = file.relative_to(path).as_posix()
             inside[unicodedata.normalize("NFC", name)] = file
+            refuse_parquet(file, file.parent)
         known = [name for name in sorted(inside) if kind_of_file(inside[name]) in TEXTS | RECORDS]
         if not known:
             raise UserError(f"--input {path}: the folder has none of {KNOWN}")
         notes[OTHERS] += len(inside) - len(known)
         found += [inside[name] for name in known]
     return found
+
+
+def refuse_parquet(file: Path, source: Path) -> None:
+    """UserError: a file is Parquet. Beside such files, a clone from the Hub has little but its
+    README, which alone would be read. source: what pandas is to read, the file or its folder."""
+    if file.suffix.lower() == ".parquet":
+        out = f"{source.resolve().stem}.jsonl"
+        command = FROM_PARQUET.format(source=str(source), out=out)
+        raise UserError(f"--input {file} is Parquet: run {command}, then take {out}")
 
 
 def files_in(path: Path, notes: Counter[str]) -> Iterator[Path]:

@@ -217,3 +217,12 @@ def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, tr
     one = ["prepare.py --hold_out_files 0.2 --input books/1.jsonl --out_dir x --tokenizer", data]
     assert "two files or more" in refused(*one, cwd=tmp_path)
     assert "--hold_out_files is for files" in refused("prepare.py --hold_out_files 0.2")
+
+
+def test_of_a_clone_from_the_hub_not_only_its_readme_is_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "README.md").write_text("About the texts.\n")
+    (tmp_path / "data/train.parquet").write_bytes(b"PAR1")
+    for path, source in ((tmp_path, "data"), (tmp_path / "data/train.parquet", "train.parquet")):
+        with pytest.raises(UserError, match=rf"read_parquet\('.*{source}'\).to_json\('\w+.jsonl'"):
+            found(path)
