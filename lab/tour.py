@@ -13,16 +13,18 @@ import os
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-import torch
-import torch.nn.functional as F
-
 # The repository, as the notebook and as this file find it, and the tests' simulated GPU.
 sys.path.insert(0, str(Path("..").resolve() if Path.cwd().name == "lab" else Path.cwd()))
 sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))
 sys.path.extend([f"{folder}/tests" for folder in sys.path[:2]])
 
-import common
+import common  # before torch, whose threads it tells how to wait
+
+# isort: split
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
 import edit
 from corpora import countries
 from corpora.questions import score_answers
