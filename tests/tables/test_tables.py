@@ -2,11 +2,15 @@
 
 import copy
 import itertools
+import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
+from naive import silu
 from torch import nn
 
 from model import Decoder, ModelConfig
@@ -409,3 +413,60 @@ def test_rows_are_not_truncated_to_integers():
     model = Decoder(ModelConfig(V, n_layer=3, n_head=1, n_embd=8))
     with pytest.raises(RuntimeError, match=r"int8 would truncate torch\.float32: make such tables"):
         Decoder(model.config, Integers).load_state_dict(model.state_dict())
+
+
+# What of nanoGPT the lines in CONTRIBUTING.md change, and GPT.__init__, where two are added.
+NANOGPT = """
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_2 = nn.Identity()
+        self.mlp = MLP(config)
+    def forward(self, x):
+        x = x + self.mlp(self.ln_2(x))
+        return x
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        blocks = [Block(config) for _ in range(config.n_layer)]
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(V, W), "h": nn.ModuleList(blocks)})
+# GPT.__init__
+    def forward(self, idx):
+        x = self.transformer.wte(idx)
+        for block in self.transformer.h:
+            x = block(x)
+        return x
+"""
+
+
+def test_the_lines_for_nanogpt_make_it_stem():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    lines = re.search("```diff\n(.*?)```", page, re.DOTALL)[1]
+    parts = dict(re.findall(r"^ (# .*)\n((?:[-+].*\n)*)", lines, re.MULTILINE))
+    source = NANOGPT
+    for where, part in parts.items():
+        for old, new in re.findall(r"((?:^-.*\n)*)((?:^\+.*\n)+)", part, re.MULTILINE):
+            old, new = (re.sub("^.", "", text, flags=re.MULTILINE) for text in (old, new))
+            parts[where] = new
+            if old or where in source:
+                assert (old or where) in source
+                source = source.replace(old or f"{where}\n", new)
+    names = {"nn": nn, "V": V, "W": W}
+    exec(parts["# model.py"] + source, names)
+    config = SimpleNamespace(n_layer=2, vocab_size=V, n_embd=W)
+    names["model"] = model = names["GPT"](config)
+    ids = torch.tensor([[3, 1, 3]])
+    x = model.transformer.wte(ids)
+    for block, weight in zip(model.transformer.h, model.tables.weight, strict=True):
+        hidden = silu(x @ block.mlp.gate.weight.T) * weight[ids]
+        x = x + hidden @ block.mlp.down.weight.T
+    torch.testing.assert_close(model(ids), x)
+
+    exec(parts["# train.py: before the model is compiled"], names)
+    before = copy.deepcopy(model.state_dict())
+    model(ids).square().sum().backward()
+    torch.optim.AdamW(model.parameters()).step()
+    exec(parts["# train.py: after scaler.update()"].strip(), {**names, "lr": 0.01})
+    for name, weight in model.tables.state_dict(prefix="tables.").items():
+        moved = (weight != before[name]).any(1).nonzero().flatten().tolist()
+        assert moved == [1, 3]
