@@ -351,6 +351,8 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
     settings, data = run.settings, run.data
     meter.read()
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
+    if run.step and not math.isfinite(losses["val_loss"]):  # the record says so, too
+        meter.log.write(type="eval", step=run.step, **losses)
     check_finite(settings, "validation", losses["val_loss"], run.step)
     if run.step == 0 and not settings.resume and ranks.rank == 0:
         # An earlier run is replaced only now, when this one has shown that it can be evaluated.

@@ -11,7 +11,7 @@ import torch
 
 from lab.experiment import MAIN, Experiment, best_learning_rates, pick
 from lab.pictures import interval, markdown
-from lab.runs import last_start
+from lab.runs import last_eval, last_start
 from model import Decoder, ModelConfig
 from text.dataset import open_tokens, read_meta
 from training.report import model_sizes
@@ -93,7 +93,7 @@ def returns(experiment: Experiment) -> str:
     for name, runs in groups.items():
         flops = last_start(runs[0])["sizes"]["flops_per_token"]  # all runs read equally many
         recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
-        losses = [run["eval"][-1]["val_loss"] for run in runs]
+        losses = [last_eval(run)["val_loss"] for run in runs]
         accuracies = {"recall": np.array(recalls), "exp(-val loss)": np.exp(-np.array(losses))}
         if dense is None:
             dense = accuracies

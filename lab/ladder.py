@@ -13,7 +13,7 @@ from common import UserError
 from lab.edits import row_with_edits
 from lab.experiment import HASH_LAYERS, KINDS, Experiment, Flags, best_learning_rates, pick
 from lab.pictures import interval, markdown, off, plt
-from lab.runs import last_start
+from lab.runs import last_eval, last_start
 from model import Decoder, ModelConfig, relatives
 from text.dataset import read_meta
 from training.records import read_run
@@ -123,7 +123,7 @@ def ladder(experiment: Experiment, *own: str) -> None:
     table, losses, read = [], {}, {}
     for name, folders in experiment.train(kinds, seeds).items():
         runs = [read_run(folder) for folder in folders]
-        losses[name] = [run["eval"][-1]["val_loss"] for run in runs]
+        losses[name] = [last_eval(run)["val_loss"] for run in runs]
         read[name] = BYTES * last_start(runs[0])["sizes"]["rows"]
         cells = row_with_edits(experiment, name, folders)
         table.append({**cells, "bytes of rows": f"{read[name]:,}"})

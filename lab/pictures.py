@@ -43,8 +43,9 @@ def interval(form: str, figures: Sequence[float | None]) -> str:
 
 
 def off(figures: Sequence[float]) -> float:
-    """Half the interval in which the mean of figures lies, with 95 % confidence; NaN of one."""
-    if len(figures) < 2:
+    """Half the interval in which the mean of figures lies, with 95 % confidence; NaN of one, and of
+    those that are not all finite."""
+    if len(figures) < 2 or not all(map(math.isfinite, figures)):
         return math.nan
     t = T95[min(len(figures) - 2, len(T95) - 1)]
     return t * statistics.stdev(figures) / math.sqrt(len(figures))

@@ -2,6 +2,7 @@
 picture of their validation losses."""
 
 import json
+import math
 import statistics
 from collections import Counter
 from dataclasses import fields
@@ -26,6 +27,15 @@ SHARED = {setting.name for kind in (Settings, ModelConfig) for setting in fields
 def last_start(run: Run) -> dict:
     """The args, sizes and data of a run: a resume may have changed them, as --max_iters."""
     return run["run"][-1]
+
+
+def last_eval(run: Run) -> dict:
+    """The evaluation at the end of a run; of a run that ended because its training loss was not
+    finite, that step, and NaN for all figures."""
+    record = run["eval"][-1]
+    if run["step"] and not math.isfinite(run["step"][-1]["train_loss"]):
+        return {**dict.fromkeys(record, math.nan), "step": run["step"][-1]["step"]}
+    return record
 
 
 def runs(folders: list[Path], out: Path) -> None:
@@ -67,7 +77,7 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
     start = last_start(group[0])
     args = start["args"]
     sizes = start["sizes"]
-    last = [run["eval"][-1] for run in group]
+    last = list(map(last_eval, group))
     steps = sorted({record["step"] for record in last})  # runs may have been stopped
     recalls = []
     if all(run["recall"] for run in group):

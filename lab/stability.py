@@ -51,7 +51,7 @@ def measures(runs: list[Run]) -> dict[str, str]:
     for run in runs:
         norms = [step["grad_norm"] for step in run["step"]]
         warmup = len(norms) // 10
-        largest.append(max(norms[warmup:]))
+        largest.append(float(np.max(norms[warmup:])))  # NaN if one is
         last_losses.append(statistics.fmean(losses(run)[-25:]))
     return {
         "spikes in 1,000 steps": interval(".1f", [spike_rate(run) for run in runs]),

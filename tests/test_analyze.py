@@ -34,6 +34,7 @@ from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates
 from lab.ladder import verdicts
 from lab.pictures import interval
+from lab.runs import last_eval
 from lab.stability import REACH, spike_rate, spikes
 from model import Decoder, ModelConfig
 from train import resolve_settings as train_settings
@@ -239,6 +240,7 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(
     diverging = {**SMALL, "learning_rate": 1e8, "warmup": 0.0}
     with pytest.raises(UserError) as lost:
         small_run(data, tmp_path / "lost", **diverging)
+    assert math.isnan(last_eval(read_run(tmp_path / "lost"))["val_loss"])
     ends = "import sys\nprint(sys.argv[1:])\nsys.exit({!r})\n"
     monkeypatch.setattr(shared, "ROOT", tmp_path)
     (tmp_path / "train.py").write_text(ends.format(f"error: {lost.value}"))

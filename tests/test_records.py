@@ -10,6 +10,7 @@ import torch
 from common import UserError
 from lab import pictures
 from lab.runs import draw, grouped, row
+from lab.stability import measures
 from training import records
 from training.checkpoints import checkpoint_of
 
@@ -84,6 +85,19 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
     assert " | 7.500 ± 4.479 | " in stem  # 4.303 sqrt((1.5² + 0.5² + 2²) / 2 / 3)
     assert dense.startswith("| other |  | dense | 0.006 | 2 | 2.50 | 6.500 | 1.500 | 25.0%")
     draw(grouped(folders), tmp_path / "x.png")
+
+
+def test_a_run_that_diverged_has_no_loss_and_its_kind_no_interval(tmp_path):
+    """Its last evaluation, of an earlier step, is no figure of a run that ended."""
+    lines = [{**RUN, "args": {**ARGS, "seed": 2}}, STEP, {**EVAL, "step": 0, "val_loss": 8.0}]
+    lost = made(tmp_path / "lost", [*lines, {**STEP, "step": 3, "train_loss": None}])
+    *_, both = table([made(tmp_path / "stem"), lost]).splitlines()
+    assert " | 2 and 3 | 2.50 | nan ± nan | nan ± nan | " in both and "25" not in both
+    draw(grouped([tmp_path / "stem", lost]), tmp_path / "x.png")
+    runs = list(map(records.read_run, (lost, tmp_path / "stem")))
+    assert measures(runs)["last training loss"] == "nan ± nan"
+    lost_norm = made(tmp_path / "norm", [*RECORDS[:2], {**STEP, "grad_norm": None}, EVAL])
+    assert measures([records.read_run(lost_norm)])["largest gradient norm after warm-up"] == "nan"
 
 
 def test_a_folder_whose_run_has_not_ended_says_so(trained, tmp_path, capsys):

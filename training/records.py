@@ -99,9 +99,9 @@ class Meter:
         tok_per_s = self.n_token / (time.perf_counter() - self.started)
         for figures in self.waiting:
             step = figures.pop("step")
-            self.check(figures["train_loss"], step)
             self.latest = {**figures, "tok_per_s": tok_per_s}
             self.log.write(type="step", step=step, **self.latest)
+            self.check(figures["train_loss"], step)
         self.waiting = []
 
 
