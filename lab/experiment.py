@@ -53,6 +53,7 @@ for name in model.relatives("Decoder"):
 # The baseline of STEM's paper: a token has one expert, and the model about as many parameters as
 # STEM, on prose as that in a third of the layers.
 HASH_LAYERS = {"hash_moe, one expert": {"ffn": "hash_moe", "n_expert": 6, "top_k": 1}}
+SEARCHED = 5  # the seed that finds learning rates, and counts for nothing else
 # Steps on the countries: more than the default run takes, as kinds learn facts at different times.
 COUNTRIES_STEPS = 1000
 # With --quick all runs are tiny, and last two steps.
@@ -82,6 +83,8 @@ class Experiment:
         if not all(number.isdecimal() for number in numbers):
             raise UserError(f"--seeds {self.seeds}: give numbers, as 1337,1,2")
         self.numbers = [int(number) for number in numbers]
+        if SEARCHED in self.numbers:
+            raise UserError(f"--seeds {self.seeds}: {SEARCHED} finds learning rates, give others")
         self.on = pick_device(self.device)
         if self.jobs is None:
             self.jobs = (os.cpu_count() or 1) if self.on.type == "cpu" else 1
@@ -243,11 +246,9 @@ def train_all(waiting: dict[Path, Flags], at_once: int) -> None:
         bar.close()
 
 
-def best_learning_rates(experiment: Experiment, kinds: Kinds, seed: int | None = None) -> Kinds:
-    """The kinds, each with the learning rate of its lowest validation loss with one seed (the
-    first): of the default and, until those are tried, of half and of twice the best one."""
-    if seed is None:
-        seed = experiment.numbers[0]
+def best_learning_rates(experiment: Experiment, kinds: Kinds) -> Kinds:
+    """The kinds, each with the learning rate of its lowest validation loss with the seed SEARCHED:
+    of the default and, until those are tried, of half and of twice the best one."""
     losses = {name: {} for name in kinds}  # by rate
     wanted = []
     for name, flags in kinds.items():
@@ -255,7 +256,7 @@ def best_learning_rates(experiment: Experiment, kinds: Kinds, seed: int | None =
         wanted.append((name, default))
     while wanted:
         runs = {(name, rate): {**kinds[name], "learning_rate": rate} for name, rate in wanted}
-        for (name, rate), folders in experiment.train(runs, [seed]).items():
+        for (name, rate), folders in experiment.train(runs, [SEARCHED]).items():
             losses[name][rate] = final_loss(folders[0])
         wanted = []
         for name, tried in losses.items():
@@ -268,7 +269,7 @@ def best_learning_rates(experiment: Experiment, kinds: Kinds, seed: int | None =
     at_best = {}
     for name, tried in losses.items():
         shown = [f"{rate:g}: {tried[rate]:.3f}" for rate in sorted(tried)]
-        rows.append({"kind": name, f"val loss by learning rate, seed {seed}": ", ".join(shown)})
+        rows.append({"kind": name, f"val loss by learning rate, seed {SEARCHED}": ", ".join(shown)})
         at_best[name] = {**kinds[name], "learning_rate": min(tried, key=tried.get)}
     print(markdown(rows) + "\n")
     return at_best

@@ -20,7 +20,6 @@ from training.records import read_run
 from training.report import model_sizes
 
 SEEDS = [1337, 1, 2, 3, 4]
-SEARCHED = 5  # the seed that finds learning rates
 BYTES = 4  # of a number in float32
 
 # Variants, by the kind whose learning rate they take, as the search for each would take an hour.
@@ -115,7 +114,7 @@ def ladder(experiment: Experiment, *own: str) -> None:
         derived = {name for group in VARIANTS.values() for name in group}
         wanted = {**KINDS, **dense_of_equal_costs(experiment)}
         wanted = {name: flags for name, flags in wanted.items() if name not in derived}
-    kinds = best_learning_rates(experiment, wanted, SEARCHED)
+    kinds = best_learning_rates(experiment, wanted)
     for name, group in variants.items():
         rate = kinds[name]["learning_rate"]
         for variant, flags in group.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common import UserError
 from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, diverged
-from lab.ladder import SEARCHED, dense_of_equal_costs
+from lab.ladder import dense_of_equal_costs
 from lab.pictures import interval, markdown, off, plt
 from model import Decoder
 from text.dataset import read_meta
@@ -61,7 +61,7 @@ def scale(experiment: Experiment) -> None:
             size = SIZES[million]
             flags = {**kinds[name], "preset": preset}
             searched[f"{name}, {size} M"] = with_size(experiment, flags, size)
-        best = best_learning_rates(experiment, searched, SEARCHED)
+        best = best_learning_rates(experiment, searched)
         wanted = {}
         for million, name in product(sizes, names):
             for seed in experiment.numbers[: sizes[million]]:

@@ -89,7 +89,7 @@ def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
     kinds = ("dense", "STEM, third", "STEM, all", "mine")
     searched = []
 
-    def search(experiment, wanted, seed):
+    def search(experiment, wanted):
         searched.extend(wanted)
         rates = {"mine": 0.01}
         return {name: {**wanted[name], "learning_rate": rates.get(name, 3e-3)} for name in wanted}
@@ -103,10 +103,10 @@ def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
     assert "0.01" in mine and [row[1] for row in others] == [*kinds[:3]]
     with pytest.raises(UserError, match="ladder mein: relatives/ has mine"):
         ladder.ladder(experiment, "mein")
-    ours = Experiment(out_dir=tmp_path, data_dir=data, device="cpu", quick=True, seeds="2,5")
+    ours = Experiment(out_dir=tmp_path, data_dir=data, device="cpu", quick=True, seeds="2,4")
     ladder.ladder(ours, "mine")
     trained = {read_run(run)["run"][0]["args"]["seed"] for run in ours.out_dir.glob("runs/*")}
-    assert trained == {1, 2, 5}
+    assert trained == {1, 2, 4}
 
 
 def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, monkeypatch):
@@ -142,6 +142,7 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, 
 def test_what_an_analysis_refuses(data, tmp_path):
     line = ("lab/analyze.py costs --quick --data_dir", data, "--out_dir", tmp_path)
     assert "give numbers, as 1337" in refused(*line, "--seeds", "1,x")
+    assert "5 finds learning rates" in refused(*line, "--seeds", "1,2,3,4,5")
     assert "runs takes folders" in refused("lab/analyze.py costs a.pt", cwd=tmp_path)
     with locked(tmp_path / "quick"):
         assert "in use by another process" in refused(*line)
@@ -320,7 +321,7 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkey
     asked = []
 
     def train(kinds, seeds):  # not at all: the name of a folder is its rate
-        assert seeds == [7]
+        assert seeds == [5] and not {*seeds} & {*experiment.numbers}  # no seed that is counted
         rates = {name: flags["learning_rate"] for name, flags in kinds.items()}
         asked.extend(rates.values())
         return {name: [rate] for name, rate in rates.items()}
@@ -331,7 +332,7 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkey
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(shared, "read_run", read)
     monkeypatch.setattr(shared, "diverged", lambda rate: rate > 4 * lowest)
-    found = best_learning_rates(experiment, {"one": {"ffn": "dense"}}, seed=7)["one"]
+    found = best_learning_rates(experiment, {"one": {"ffn": "dense"}})["one"]
     assert asked[:3] == [6e-3, 3e-3, 12e-3]  # the default for text of one's own, and around it
     assert abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
     assert min(asked) < found["learning_rate"] < max(asked)
@@ -369,7 +370,7 @@ def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_t
     monkeypatch.setattr(scale, "read_meta", lambda folder: {"train": {"tokens": 6e7}})
     asked = {}
 
-    def search(experiment, kinds, seed):
+    def search(experiment, kinds):
         return {name: {**kinds[name], "learning_rate": kinds[name]["max_iters"]} for name in kinds}
 
     def train(kinds):
