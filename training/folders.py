@@ -3,6 +3,7 @@ killed commands left in it is deleted: a file goes only if a file of ours says t
 (checkpoints.py). With --overwrite, so do the files of the earlier run."""
 
 import contextlib
+import gc
 import os
 import shlex
 import sys
@@ -95,4 +96,8 @@ def run_folder(out_dir: Path, names: tuple[str, ...] = ("ckpt.pt", "best.pt")) -
         try:
             yield
         finally:
+            # Windows deletes no tables that are mapped. Python 3.12 and 3.13 keep an error that was
+            # raised in `reading`, the frames that it passed and so their model, until this.
+            if live.exists():
+                gc.collect()
             remove(live)
