@@ -248,7 +248,9 @@ def check_values(cls: type, values: dict[str, Any]) -> None:
         if isinstance(value, np.generic):  # which checkpoints do not hold
             raise UserError(f"{name} {value!r:.40}: give a plain value, {value.item()!r:.40}")
         if not fits(value, types[setting.name]):
-            expected = getattr(setting.type, "__name__", setting.type)
+            wanted = types[setting.name]
+            # Python 3.14 calls each `int | None` a Union.
+            expected = wanted.__name__ if isinstance(wanted, type) else wanted
             raise UserError(f"{name} {value!r:.40} is not of type {expected}")
         if value is None:
             continue

@@ -199,6 +199,12 @@ def test_settings_from_python_are_checked_as_flags_are(data, name):
     assert train.resolve_settings(data_dir=data, out_dir="x").data_dir == str(data)
 
 
+def test_the_type_that_a_setting_needs_is_named_as_it_is_written():
+    for name, wanted in (("max_iters", "int"), ("d_ff", r"int \| None")):
+        with pytest.raises(UserError, match=f"--{name} 'x' is not of type {wanted}$"):
+            train.resolve_settings(**{name: "x"})
+
+
 def test_numbers_of_numpy_are_refused_as_no_checkpoint_holds_them():
     for name, value in (("learning_rate", np.float64(1e-3)), ("ffn", np.str_("stem"))):
         with pytest.raises(UserError, match=f"--{name} .*give a plain value"):
