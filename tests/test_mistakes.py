@@ -173,7 +173,7 @@ def test_a_config_may_have_types_as_python_writes_them(data, tmp_path, monkeypat
     add_relative(monkeypatch, tmp_path, "typed", CONFIG)
     more = flags(data_dir=data, out_dir=tmp_path / "out", ffn="typed", max_iters=1)
     assert "--rank" in refused("train.py", *SMALL, *more, "--rank", "0")
-    assert "invalid choice: 3" in refused("train.py", *SMALL, *more, "--depth", "3")
+    assert "--depth: invalid choice" in refused("train.py", *SMALL, *more, "--depth", "3")
     command("train.py", *SMALL, *more, "--rank", "3", "--shape", "deep", "--depth", "2")
     config = load_model(tmp_path / "out", CPU)[0].config
     assert (config.shape, config.depth) == ("deep", 2)

@@ -45,6 +45,7 @@ def windows(monkeypatch):
     for name in ("replace", "unlink"):
         monkeypatch.setattr(os, name, careful(getattr(os, name)))
     monkeypatch.setattr(shutil, "_use_fd_functions", False)  # others than these two
+    monkeypatch.setattr(shutil, "_rmtree_impl", shutil._rmtree_unsafe, raising=False)  # Python 3.14
     monkeypatch.setattr(sys, "platform", "win32")
 
 
