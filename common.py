@@ -24,6 +24,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from subprocess import list2cmdline
+from textwrap import shorten
 from types import UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -336,7 +337,7 @@ def check_compiler(device: torch.device) -> None:
 
 def first_line(error: Exception) -> str:
     """The beginning of what PyTorch says, of which the rest is advice for its developers."""
-    return str(error).strip().splitlines()[0][:90]
+    return shorten(str(error).strip().splitlines()[0], 90, placeholder=" ...")
 
 
 def mixed(*numbers: int) -> int:

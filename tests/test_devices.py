@@ -80,6 +80,12 @@ def test_a_gpu_that_is_there_but_does_not_compute_is_one_line_with_its_reason(mo
     with pytest.raises(UserError) as refused:
         pick_device("auto")  # which another --device auto would not help
     assert str(refused.value) == f"--device cuda does not work here ({reason}): try --device cpu"
+    reason = (  # of the build for CUDA, where there is no GPU
+        "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and "
+        "installed a driver from http://www.nvidia.com/Download/index.aspx"
+    )
+    with pytest.raises(UserError, match=r"an NVIDIA GPU and \.\.\.\): try"):
+        pick_device("cuda")  # no word is cut
 
 
 @pytest.mark.parametrize(
