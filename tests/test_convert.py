@@ -84,6 +84,14 @@ def bpe(split=0, special=SPECIAL, lacking=b"", **more) -> dict:
     }
 
 
+def with_added(*names, **flags) -> dict:
+    """The same with added tokens that are not special, from id 290 on."""
+    words = bpe()
+    for i, name in enumerate(names, 290):
+        words["added_tokens"].append({"id": i, "content": name, "special": False, **flags})
+    return words
+
+
 def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
     """Write a folder by hand, with the weights of the model that is returned."""
     folder.mkdir(exist_ok=True)
@@ -202,6 +210,29 @@ def test_blanks_after_the_last_line_break_are_a_word_in_llama_3(tmp_path):
     assert encoding.encode_ordinary("\n ") == [line_break, space]
 
 
+def test_texts_spell_added_tokens_that_are_not_special(tmp_path):
+    """The text between two of them is encoded alone. What ends a message stays text, whatever a
+    file says."""
+    names = ("<think>", "</think>", "思考", " hello abc")
+    words = with_added(*names)
+    for token in words["added_tokens"]:
+        token["special"] = False
+    save(tmp_path / "added", words=words)
+    save(tmp_path / "plain")
+    _, encoding = convert.read_folder(tmp_path / "added")
+    _, plain = convert.read_folder(tmp_path / "plain")
+    again = tokenizer.loads(tokenizer.dumps(encoding))
+    rng = random.Random(0)
+    parts = [*names, *SPECIAL, "<", "思", " ", "\n", "hello", " hello", "12", "ab", "c", "."]
+    for _ in range(1000):
+        text = "".join(rng.choices(parts, k=rng.randint(0, 12)))
+        ids = []
+        for part in re.split(f"({'|'.join(names)})", text):
+            ids += [290 + names.index(part)] if part in names else plain.encode_ordinary(part)
+        assert encoding.encode_ordinary(text) == ids == again.encode_ordinary(text)
+        assert encoding.decode(ids) == text
+
+
 def test_an_end_of_texts_that_is_not_ours_is_named(tmp_path, capsys):
     words = bpe(special=[*SPECIAL, "<|eot|>"])
     for ends, other in ((3, True), ([3], True), ([0, 3], False), (0, False), (None, False)):
@@ -283,7 +314,9 @@ def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path,
         ({}, listed("b c", "a b", "ab c"), "merges do not make the token b'abc'"),
         ({}, listed("a b", extra=["abc"], ignore_merges=True), "not make the token b'abc'"),
         ({}, listed("b c", "a b", extra=["abc"], ignore_merges=True), "not make the token b'abc'"),
-        ({}, {"added_tokens": [{"id": 299, "content": "<think>", "special": False}]}, "'<think>'"),
+        ({}, with_added("<x>", lstrip=True), "lstrip of the added token '<x>' is not supported"),
+        ({}, with_added("<x>", "<x>y"), "'<x>' and '<x>y', one begins with the other"),
+        ({}, with_added("<|im_end|>s"), "'<|im_end|>s' and '<|im_end|>', one begins with"),
         ({}, {"normalizer": {"type": "NFC"}}, "normalizer {'type': 'NFC'}"),
         ({}, bpe(byte_fallback=True), "byte_fallback True"),
         ({}, bpe(merges=MERGES[::-1]), "merges in another order"),
@@ -445,7 +478,9 @@ def exported(request, trained, tmp_path_factory):
     if split != "ours":
         change = {"tie_word_embeddings": split == 0, "rope_scaling": SLOW if split == 2 else None}
         lacking = NO_TOKEN if split == 1 else b""
-        save(folder / "first", CONFIG | change, bpe(split, lacking=lacking))
+        words = bpe(split, lacking=lacking)
+        words["added_tokens"] += with_added("<think>")["added_tokens"][-1:]
+        save(folder / "first", CONFIG | change, words)
         path = folder / "ckpt.pt"
         command("convert.py first --out ckpt.pt", cwd=folder)
     (folder / "llama.tmp").mkdir()  # somebody's own
@@ -521,8 +556,9 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
     asked = words.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
     assert asked == [encoding.eot_token, *chat.prompt(encoding, talk)]
     rng = random.Random(0)
+    parts = [*" abehlosn't\n\t\r12½٣é你👍,.!  ", "<think>"]
     for _ in range(1000):
-        text = "".join(rng.choices(" abehlosn't\n\t\r12½٣é你👍,.!  ", k=rng.randint(0, 60)))
+        text = "".join(rng.choices(parts, k=rng.randint(0, 60)))
         ids = tokenizer.encode(encoding, f"{text} Anna sees")
         assert words(f"{text} Anna sees").input_ids == ids
         assert words.decode(ids) == encoding.decode(ids)

@@ -7,6 +7,7 @@ does.
 
 import json
 import sys
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import tiktoken
 from common import UserError, parse_json, reading
 from text import chat, tokenizer
 
-ADDED = dict(content=str, id=int)  # what is read of a special token
+ADDED = dict(content=str, id=int)  # what is read of an added token
+# Added tokens that no text can spell, even if a file says that they are not special.
+CONTROL = {*tokenizer.SPECIALS, *tokenizer.ENDS}
 # What the settings of its "model" must be, where there are some.
 PLAIN = {
     "type": "BPE",
@@ -89,12 +92,6 @@ def read_tokenizer(
             added_tokens=list[ADDED],
         )
     bpe = record["model"]
-    for token in record["added_tokens"]:
-        if token.get("special") is False and token["content"] not in tokenizer.SPECIALS:
-            raise UserError(
-                f"{path}: the added token {token['content']!r:.40} is not special: a text that "
-                'spells it would get other ids; if none does, set its "special" to true'
-            )
     require(path, record, "normalizer", None)
     for name, value in PLAIN.items():
         require(path, bpe, name, value)
@@ -120,6 +117,12 @@ def read_tokenizer(
     if bos_id in names and names[bos_id] not in tokenizer.SPECIALS:
         del special_tokens[names[bos_id]]
         special_tokens["<|endoftext|>"] = bos_id
+    for token in record["added_tokens"]:
+        name = token["content"]
+        if token.get("special") is False and name in special_tokens and name not in CONTROL:
+            check_added(path, token, special_tokens)
+            # In the ranks, too: so texts spell it. Half a surrogate pair is refused by tiktoken.
+            ranks[name.encode(errors="replace")] = token["id"]
     if vocab_size is not None:
         if "<|endoftext|>" not in special_tokens:
             raise UserError(f"{path}: no <|endoftext|> and no token with bos_token_id {bos_id}")
@@ -155,11 +158,12 @@ def has_our_template(folder: Path) -> bool:
     return False
 
 
-def write_tokenizer(folder: Path, encoding: tiktoken.Encoding, block_size: int) -> None:
+def write_tokenizer(folder: Path, encoding: tokenizer.Encoding, block_size: int) -> None:
     """Write tokenizer.json, and tokenizer_config.json for transformers: text gets the ids of
     `tokenizer.encode`, so with <|endoftext|> in front, but spelled special tokens become such."""
     letters = byte_letters()
-    ranks = encoding._mergeable_ranks
+    added = {name.encode() for name in encoding.added}
+    ranks = {token: i for token, i in encoding._mergeable_ranks.items() if token not in added}
     vocab = dict(encoding._special_tokens)
     merges = []
     for token, i in sorted(ranks.items(), key=lambda item: item[1]):
@@ -175,7 +179,7 @@ def write_tokenizer(folder: Path, encoding: tiktoken.Encoding, block_size: int) 
     first = {"SpecialToken": {"id": eot, "type_id": 0}}
     record = {
         "added_tokens": [
-            {"id": i, "content": name, "special": True, **plain}
+            {"id": i, "content": name, "special": name not in encoding.added, **plain}
             for name, i in encoding._special_tokens.items()
         ],
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": words},
@@ -276,6 +280,18 @@ def is_reached(token: bytes, pairs: dict[tuple[bytes, ...], int]) -> bool:
         at = list(pairwise(parts)).index(pair)
         parts[at : at + 2] = [b"".join(pair)]
     return True
+
+
+def check_added(path: Path, token: dict, special_tokens: Iterable[str]) -> None:
+    """UserError: tokenizers would find an added token in other places of a text than tiktoken."""
+    name = token["content"]
+    for flag in ("single_word", "lstrip", "rstrip"):
+        if token.get(flag):
+            raise UserError(f"{path}: {flag} of the added token {name!r:.40} is not supported")
+    for other in special_tokens:
+        if name != other and (name.startswith(other) or other.startswith(name)):
+            both = f"{name!r:.40} and {other!r:.40}"
+            raise UserError(f"{path}: of the added tokens {both}, one begins with the other")
 
 
 def require(path: Path, record: dict, name: str, value: Any) -> None:

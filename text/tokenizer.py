@@ -14,6 +14,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from operator import itemgetter
+from typing import Any
 
 import tiktoken
 
@@ -34,6 +35,18 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s
 FORMAT, VERSION = "byte-bpe", 1
 
 
+class Encoding(tiktoken.Encoding):
+    """tiktoken's, with special tokens that a text may spell, `added`: in tokenizers of Hugging Face
+    the added tokens that are not special, such as <think>."""
+
+    def __init__(self, added: set[str], **parts: Any) -> None:
+        super().__init__(**parts)
+        self.added = added
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return self.encode(text, allowed_special=self.added, disallowed_special=())
+
+
 def dumps(encoding: tiktoken.Encoding) -> str:
     """Returns any tiktoken encoding, trained here or not, as one line of JSON for `loads`."""
     # tiktoken has no public access to what begins with an underscore; its own guide to extending an
@@ -51,7 +64,7 @@ def dumps(encoding: tiktoken.Encoding) -> str:
     return json.dumps(data)
 
 
-def loads(text: str | bytes) -> tiktoken.Encoding:
+def loads(text: str | bytes) -> Encoding:
     """Returns the encoding that `dumps` wrote. Raises Damage if the text is damaged, or no such
     one."""
     data = parse_json(
@@ -70,23 +83,25 @@ def loads(text: str | bytes) -> tiktoken.Encoding:
 
 def make_encoding(
     name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
-) -> tiktoken.Encoding:
-    """Returns an encoding of what a file says. Damage: it cannot be."""
+) -> Encoding:
+    """Returns an encoding of what a file says. A text may spell the special tokens that are among
+    the ranks, too, with the same id. Damage: it cannot be."""
+    added = {t for t, i in special_tokens.items() if ranks.get(t.encode(errors="replace")) == i}
     # These two would end the program inside of tiktoken.
-    ids = [*ranks.values(), *special_tokens.values()]
+    ids = [*ranks.values(), *(i for t, i in special_tokens.items() if t not in added)]
     if not all(isinstance(i, int) and 0 <= i < 2**32 for i in ids):
         raise Damage("an id is not an integer from 0 to 2^32 - 1")
     if len(set(ids)) < len(ids):
         raise Damage("an id is there twice")
     try:
-        return tiktoken.Encoding(
-            name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+        return Encoding(
+            added, name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
         )
     except ValueError as error:
         raise Damage(f"its pattern: {error}") from None
 
 
-def complete(encoding: tiktoken.Encoding) -> tiktoken.Encoding:
+def complete(encoding: tiktoken.Encoding) -> Encoding:
     """Any encoding with what this project needs: the special tokens above, after its last id if it
     lacks them, and a name for each id without a token, so that whatever a model samples can be
     shown. No other id changes."""
