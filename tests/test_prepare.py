@@ -275,7 +275,7 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         ("--input gone.txt --out_dir x", "gone.txt: No such file"),
         ("--input A.TXT --out_dir x", "A.TXT:1: not UTF-8"),
         ("--input empty.txt --out_dir x", "0 of 0 documents (empty)"),
-        ("--input blank.jsonl --out_dir x", "0 of 0 documents (empty)"),
+        ("--input blank.jsonl --out_dir x", "0 of 0 documents (empty documents are left out)"),
         ("--input one.txt --out_dir x", "no document for val.bin"),
         ("--input empty --out_dir x", "empty: the folder has none of .txt, .md"),
         ("--input ckpt.pt --out_dir x", "ckpt.pt: it is none of .txt, .md"),
@@ -329,8 +329,6 @@ BLANKS = b" " * 10**6
             "an answer is empty",
         ),
         ({"messages": [*TALK, says("assistant", "x", weight=0.5)]}, ".*must be 0 or 1, not 0.5"),
-        ({"messages": [*TALK, says("assistant", "", tool_calls=[1])]}, ".*must not call tools"),
-        ({"messages": [*TALK, says("function_call", "f")]}, ".*must not call tools"),
         ({"messages": [*TALK, says("assistant\nx", "f")]}, ".*roles must have one line"),
     ],
 )
@@ -345,6 +343,24 @@ def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
 
 
 # --- conversations and tokenizers ---
+
+
+def test_conversations_that_call_tools_are_left_out(tmp_path, data):
+    """However many, as in the data that MiniMind is fine-tuned with."""
+    calls = [
+        {"messages": [*TALK, says("assistant", "", tool_calls='[{"name": "f"}]'), *TALK]},
+        {"messages": [*TALK, says("assistant", None, function_call={"name": "f"})]},
+        {"messages": [*TALK, says("function_call", "f"), *TALK]},
+        {"chosen": [*TALK, says("assistant", "", tool_calls=[1])], "rejected": TALK},
+    ]
+    write_jsonl(tmp_path / "none.jsonl", calls)
+    write_jsonl(tmp_path / "some.jsonl", [*calls, *({"messages": TALK} for _ in range(9))])
+    line = f"prepare.py --tokenizer {data} --out_dir out --input"
+    said = command(f"{line} some.jsonl", cwd=tmp_path).stdout
+    assert "note: 4 conversations that call tools are left out" in said
+    assert sum(len(stored(tmp_path / "out", split)) for split in ("train", "val")) == 9
+    said = refused(f"{line} none.jsonl --overwrite", cwd=tmp_path)
+    assert "0 of 0 documents (conversations that call tools are left out)" in said
 
 
 SYSTEM, ASKED, ANSWERED = says("system", "S"), says("user", "Hi?"), says("assistant", "Ho.")

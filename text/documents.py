@@ -40,6 +40,7 @@ BAD = {
 MAX_BAD = 0.01  # a larger share of bad documents, and files are not what they were taken for
 
 EMPTY = "empty documents are left out"
+TOOLS = "conversations that call tools are left out"
 # Special tokens that a text spells, as MiniMind's older text for pretraining does.
 SPELLED = {
     "<|endoftext|>": "times <|endoftext|> stays text: as a line of a .txt file, it ends documents",
@@ -59,6 +60,11 @@ ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "model"), "
 MESSAGE = {"role", "content", "from", "value", "weight"}
 
 
+class CallsTools(Exception):
+    """A conversation calls tools. The chat template has no place for that, but the file is not
+    wrong."""
+
+
 @dataclass
 class Report:
     """How many documents were read, and which of them could not be used."""
@@ -71,7 +77,8 @@ class Report:
     notes: Counter[str] = field(default_factory=Counter)  # what else happened, and how often
 
     def __str__(self) -> str:
-        return f"{self.bad:,} of {self.documents:,} documents ({'; '.join(self.named) or 'empty'})"
+        reasons = "; ".join(self.named or +self.notes) or "empty"
+        return f"{self.bad:,} of {self.documents:,} documents ({reasons})"
 
 
 def read(
@@ -114,6 +121,9 @@ def read_file(
             report.kind = report.kind or kind
             if kind != report.kind:
                 raise ValueError(f"{kind}, while the first document is {report.kind}")
+        except CallsTools:
+            report.notes[TOOLS] += 1
+            continue
         except ValueError as error:
             report.documents += 1
             report.bad += 1
@@ -137,7 +147,7 @@ def kind_of(paths: list[Path], columns: Sequence[str] = ()) -> str:
 
 def parse_record(record: object, columns: Sequence[str], report: Report) -> tuple[str, Document]:
     """Kind and document of a record. What is empty or null does not decide; the report notes which
-    keys are ignored, and roles that are not known. ValueError: why it is bad."""
+    keys are ignored, and roles that are not known. ValueError: why it is bad; or CallsTools."""
     if isinstance(record, ValueError):
         raise record
     if not isinstance(record, dict):
@@ -251,10 +261,10 @@ def message_of(given: object, notes: Counter[str]) -> dict[str, Any]:
     role = ROLES.get(role, role)
     if "\n" in role:  # by which `assistant` would open a message
         raise ValueError(f"roles must have one line, not {role!r:.40}")
-    message = {"role": role, "content": plain_text(first_of(given, "content", "value"))}
     left = {key for key, value in given.items() if is_filled(value)}
-    if left & {"tool_calls", "function_call"} or role == "function_call":
-        raise ValueError("messages must not call tools")
+    if left & {"tool_calls", "function_call"} or role == "function_call":  # without content or not
+        raise CallsTools
+    message = {"role": role, "content": plain_text(first_of(given, "content", "value"))}
     weight = given.get("weight")
     if weight not in (None, 0, 1):
         raise ValueError(f"the weight of a message must be 0 or 1, not {weight!r}")
