@@ -162,7 +162,10 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
         fix = command_line(
             "convert.py", path, "--out", Path("out") / path.resolve().name / "ckpt.pt"
         )
-        raise UserError(f"--tokenizer {path}: convert this model first: {fix}")
+        alone = "to use its tokenizer for another model, name its tokenizer.json"
+        raise UserError(f"--tokenizer {path}: {alone}; or convert this model first: {fix}")
+    elif os.path.exists(path / "tokenizer_config.json"):  # a tokenizer of Hugging Face alone
+        encoding = huggingface.read_tokenizer(path / "tokenizer.json")
     elif os.path.isdir(path):
         encoding = read_tokenizer(path, read_meta(path))
     else:

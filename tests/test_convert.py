@@ -398,6 +398,9 @@ def test_a_tokenizer_without_a_model_gets_what_it_lacks_after_it(tmp_path, speci
     path.write_text(json.dumps(bpe(special=special)))
     ids = bpe(special=special)["model"]["vocab"]
     encoding = prepare.ready_tokenizer(str(path), "chat")
+    (tmp_path / "tokenizer_config.json").write_text("{}")  # of a tokenizer in its own folder
+    same = prepare.ready_tokenizer(str(tmp_path), "chat")
+    assert tokenizer.fingerprint(same) == tokenizer.fingerprint(encoding)
     added = [name for name in SPECIAL if name not in special]
     wanted = ids | {name: len(ids) + i for i, name in enumerate(added)}
     for name in (*special, *SPECIAL):
