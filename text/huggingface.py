@@ -18,8 +18,6 @@ from common import UserError, parse_json, reading
 from text import chat, tokenizer
 
 ADDED = dict(content=str, id=int)  # what is read of an added token
-# Added tokens that no text can spell, even if a file says that they are not special.
-CONTROL = {*tokenizer.SPECIALS, *tokenizer.ENDS}
 # What the settings of its "model" must be, where there are some.
 PLAIN = {
     "type": "BPE",
@@ -119,9 +117,13 @@ def read_tokenizer(
         special_tokens["<|endoftext|>"] = bos_id
     for token in record["added_tokens"]:
         name = token["content"]
-        if token.get("special") is False and name in special_tokens and name not in CONTROL:
+        if (
+            token.get("special") is False
+            and name in special_tokens
+            and name not in tokenizer.CONTROL
+        ):
             check_added(path, token, special_tokens)
-            # In the ranks, too: so texts spell it. Half a surrogate pair is refused by tiktoken.
+            # In the ranks, too: so texts spell it.
             ranks[name.encode(errors="replace")] = token["id"]
     if vocab_size is not None:
         if "<|endoftext|>" not in special_tokens:

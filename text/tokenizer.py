@@ -25,6 +25,7 @@ START, END = "<|im_start|>", "<|im_end|>"
 SPECIALS = {"<|endoftext|>": 0, START: 1, END: 2}
 # What a model writes when it has come to an end: of a text or a message, here and in Llama 3.
 ENDS = ("<|endoftext|>", END, "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
+CONTROL = {*SPECIALS, *ENDS}  # no text can spell these, whatever a file says
 FIRST_BYTE = len(SPECIALS)
 FIRST_MERGE = FIRST_BYTE + 256
 
@@ -39,12 +40,23 @@ class Encoding(tiktoken.Encoding):
     """tiktoken's, with special tokens that a text may spell, `added`: in tokenizers of Hugging Face
     the added tokens that are not special, such as <think>."""
 
-    def __init__(self, added: set[str], **parts: Any) -> None:
+    def __init__(self, **parts: Any) -> None:  # as tiktoken's, whose copies are made by it
         super().__init__(**parts)
-        self.added = added
+        self.added = added_tokens(self._mergeable_ranks, self._special_tokens)
 
     def encode_ordinary(self, text: str) -> list[int]:
         return self.encode(text, allowed_special=self.added, disallowed_special=())
+
+
+def added_tokens(ranks: dict[bytes, int], special_tokens: dict[str, int]) -> set[str]:
+    """The special tokens that are among the ranks, too, with the same id: a text may spell them.
+    None of them begins or ends a document or a message."""
+    found = set()
+    for name, i in special_tokens.items():
+        # tiktoken refuses half a surrogate pair, later.
+        if name not in CONTROL and ranks.get(name.encode(errors="replace")) == i:
+            found.add(name)
+    return found
 
 
 def dumps(encoding: tiktoken.Encoding) -> str:
@@ -84,18 +96,17 @@ def loads(text: str | bytes) -> Encoding:
 def make_encoding(
     name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
 ) -> Encoding:
-    """Returns an encoding of what a file says. A text may spell the special tokens that are among
-    the ranks, too, with the same id. Damage: it cannot be."""
-    added = {t for t, i in special_tokens.items() if ranks.get(t.encode(errors="replace")) == i}
+    """Returns an encoding of what a file says. Damage: it cannot be."""
     # These two would end the program inside of tiktoken.
-    ids = [*ranks.values(), *(i for t, i in special_tokens.items() if t not in added)]
+    once = special_tokens.keys() - added_tokens(ranks, special_tokens)
+    ids = [*ranks.values(), *(special_tokens[name] for name in once)]
     if not all(isinstance(i, int) and 0 <= i < 2**32 for i in ids):
         raise Damage("an id is not an integer from 0 to 2^32 - 1")
     if len(set(ids)) < len(ids):
         raise Damage("an id is there twice")
     try:
         return Encoding(
-            added, name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+            name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
         )
     except ValueError as error:
         raise Damage(f"its pattern: {error}") from None

@@ -212,6 +212,7 @@ def test_fingerprints_are_equal_if_every_token_has_the_same_id(encoding):
 
 
 NEW = base64.b64encode(b"a new token").decode()
+EOT = base64.b64encode(b"<|endoftext|>").decode()
 
 
 @pytest.mark.parametrize(
@@ -226,6 +227,7 @@ NEW = base64.b64encode(b"a new token").decode()
         lambda ranks: [*ranks, [NEW]],
         lambda ranks: [*ranks, [ranks[-1][0], 400]],  # a token that is there twice
         lambda ranks: [*ranks, [NEW, 0]],  # an id: a special token's
+        lambda ranks: [*ranks, [EOT, 0]],  # a text could end
         lambda ranks: [*ranks, [NEW, -1]],
         lambda ranks: [*ranks, [NEW, 400.0]],
     ],
