@@ -31,8 +31,9 @@ UNPACKED = 4  # times as large as the packed file, about, is English text
 KNOWN = ".txt, .md, .jsonl, .json, .csv and .tsv files, also .gz or .bz2"
 # What most data sets of the Hugging Face Hub consist of.
 FROM_PARQUET = (
-    'pip install pandas pyarrow && python -c "import pandas; '
-    "pandas.read_parquet({source!r}).to_json({out!r}, orient='records', lines=True)\""
+    'pip install pandas pyarrow && python -c "import glob, pandas; '
+    "pandas.concat(map(pandas.read_parquet, sorted(glob.glob({source!r}))))"
+    ".to_json({out!r}, orient='records', lines=True)\""
 )
 
 # A document of a text ends at the first blank line after so many characters or, as some text has
@@ -106,9 +107,12 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
 
 def refuse_parquet(file: Path, source: Path) -> None:
     """UserError: a file is Parquet. Beside such files, a clone from the Hub has little but its
-    README, which alone would be read. source: what pandas is to read, the file or its folder."""
+    README, which alone would be read. source: what pandas is to read, the file, or all such files
+    of its folder: of other files, such as that README, it could not read the folder."""
     if file.suffix.lower() == ".parquet":
         out = f"{source.resolve().stem}.jsonl"
+        if source.is_dir():
+            source = source / "*.parquet"
         command = FROM_PARQUET.format(source=str(source), out=out)
         raise UserError(f"--input {file} is Parquet: run {command}, then take {out}")
 

@@ -223,6 +223,8 @@ def test_of_a_clone_from_the_hub_not_only_its_readme_is_read(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "README.md").write_text("About the texts.\n")
     (tmp_path / "data/train.parquet").write_bytes(b"PAR1")
-    for path, source in ((tmp_path, "data"), (tmp_path / "data/train.parquet", "train.parquet")):
-        with pytest.raises(UserError, match=rf"read_parquet\('.*{source}'\).to_json\('\w+.jsonl'"):
+    file = tmp_path / "data/train.parquet"
+    for path, source, out in ((tmp_path, r"\*.parquet", "data"), (file, "train.parquet", "train")):
+        wanted = rf"glob\('.*/data/{source}'\).*to_json\('{out}.jsonl'.*, then take {out}.jsonl"
+        with pytest.raises(UserError, match=wanted):
             found(path)
