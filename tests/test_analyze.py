@@ -239,9 +239,10 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(
 ):
     """What train.py says of such a loss, another program says in its place."""
     diverging = {**SMALL, "learning_rate": 1e8, "warmup": 0.0}
-    with pytest.raises(UserError) as lost:
-        small_run(data, tmp_path / "lost", **diverging)
-    assert math.isnan(last_eval(read_run(tmp_path / "lost"))["val_loss"])
+    for which, more in (("training", {"max_iters": 20, "eval_interval": 20}), ("validation", {})):
+        with pytest.raises(UserError, match=f"the {which} loss became") as lost:
+            small_run(data, tmp_path / which, **{**diverging, **more})
+        assert math.isnan(last_eval(read_run(tmp_path / which))["val_loss"])
     ends = "import sys\nprint(sys.argv[1:])\nsys.exit({!r})\n"
     monkeypatch.setattr(shared, "ROOT", tmp_path)
     (tmp_path / "train.py").write_text(ends.format(f"error: {lost.value}"))
