@@ -98,11 +98,10 @@ def make_encoding(
 ) -> Encoding:
     """Returns an encoding of what a file says. Damage: it cannot be."""
     # These two would end the program inside of tiktoken.
-    once = special_tokens.keys() - added_tokens(ranks, special_tokens)
-    ids = [*ranks.values(), *(special_tokens[name] for name in once)]
+    ids = [*ranks.values(), *special_tokens.values()]
     if not all(isinstance(i, int) and 0 <= i < 2**32 for i in ids):
         raise Damage("an id is not an integer from 0 to 2^32 - 1")
-    if len(set(ids)) < len(ids):
+    if len(set(ids)) < len(ids) - len(added_tokens(ranks, special_tokens)):
         raise Damage("an id is there twice")
     try:
         return Encoding(
