@@ -50,11 +50,12 @@ class Encoding(tiktoken.Encoding):
 
 def added_tokens(ranks: dict[bytes, int], special_tokens: dict[str, int]) -> set[str]:
     """The special tokens that are among the ranks, too, with the same id: a text may spell them.
-    None of them begins or ends a document or a message."""
+    None of them begins or ends a document or a message, or is empty, which a text would spell
+    without end."""
     found = set()
     for name, i in special_tokens.items():
         # tiktoken refuses half a surrogate pair, later.
-        if name not in CONTROL and ranks.get(name.encode(errors="replace")) == i:
+        if name and name not in CONTROL and ranks.get(name.encode(errors="replace")) == i:
             found.add(name)
     return found
 
