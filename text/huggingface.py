@@ -73,7 +73,7 @@ CHAT_TEMPLATE = (
 
 def read_tokenizer(
     path: Path, vocab_size: int | None = None, bos_id: int | None = None
-) -> tiktoken.Encoding:
+) -> tokenizer.Encoding:
     """The tokenizer of a model with `vocab_size` ids, in which <|endoftext|> is the token that
     begins a text, whatever its name; without a model, whatever it lacks is added (`complete`).
     UserError: the file is missing or damaged, or ids would differ."""
