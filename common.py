@@ -337,7 +337,8 @@ def check_compiler(device: torch.device) -> None:
 
 def first_line(error: Exception) -> str:
     """The beginning of what PyTorch says, of which the rest is advice for its developers."""
-    return shorten(str(error).strip().splitlines()[0], 90, placeholder=" ...")
+    line, _, _ = str(error).strip().partition("\n")
+    return shorten(line, 90, placeholder=" ...")
 
 
 def mixed(*numbers: int) -> int:

@@ -53,7 +53,7 @@ for name in model.relatives("Decoder"):
 # The baseline of STEM's paper: a token has one expert, and the model about as many parameters as
 # STEM, on prose as that in a third of the layers.
 HASH_LAYERS = {"hash_moe, one expert": {"ffn": "hash_moe", "n_expert": 6, "top_k": 1}}
-SEARCHED = 5  # the seed that finds learning rates, and counts for nothing else
+SEARCHED = 5  # the seed that finds learning rates and settings, and counts for nothing else
 # Steps on the countries: more than the default run takes, as kinds learn facts at different times.
 COUNTRIES_STEPS = 1000
 # With --quick all runs are tiny, and last two steps.

@@ -107,8 +107,8 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
 
 def refuse_parquet(file: Path, source: Path) -> None:
     """UserError: a file is Parquet. Beside such files, a clone from the Hub has little but its
-    README, which alone would be read. source: what pandas is to read, the file, or all such files
-    of its folder: of other files, such as that README, it could not read the folder."""
+    README, which alone would be read. source: what pandas is to read, the file or its folder, of
+    which it gets the Parquet files alone: it cannot open a folder that has others."""
     if file.suffix.lower() == ".parquet":
         out = f"{source.resolve().stem}.jsonl"
         if source.is_dir():

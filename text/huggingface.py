@@ -115,16 +115,12 @@ def read_tokenizer(
     if bos_id in names and names[bos_id] not in tokenizer.SPECIALS:
         del special_tokens[names[bos_id]]
         special_tokens["<|endoftext|>"] = bos_id
+    can_be_text = special_tokens.keys() - tokenizer.CONTROL
     for token in record["added_tokens"]:
-        name = token["content"]
-        if (
-            token.get("special") is False
-            and name in special_tokens
-            and name not in tokenizer.CONTROL
-        ):
+        if token.get("special") is False and token["content"] in can_be_text:
             check_added(path, token, special_tokens)
             # In the ranks, too: so texts spell it.
-            ranks[name.encode(errors="replace")] = token["id"]
+            ranks[token["content"].encode(errors="replace")] = token["id"]
     if vocab_size is not None:
         if "<|endoftext|>" not in special_tokens:
             raise UserError(f"{path}: no <|endoftext|> and no token with bos_token_id {bos_id}")

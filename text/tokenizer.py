@@ -40,7 +40,7 @@ class Encoding(tiktoken.Encoding):
     """tiktoken's, with special tokens that a text may spell, `added`: in tokenizers of Hugging Face
     the added tokens that are not special, such as <think>."""
 
-    def __init__(self, **parts: Any) -> None:  # as tiktoken's, whose copies are made by it
+    def __init__(self, **parts: Any) -> None:  # as tiktoken's: copies and pickles call it, too
         super().__init__(**parts)
         self.added = added_tokens(self._mergeable_ranks, self._special_tokens)
 
