@@ -1,5 +1,5 @@
-"""Convert Llamas of Hugging Face to checkpoints and back, Embformers of its author to checkpoints,
-and dense checkpoints to STEM.
+"""Convert Llamas and Qwen3s of Hugging Face to checkpoints and back, Embformers of its author to
+checkpoints, and dense checkpoints to STEM.
 
     python convert.py SmolLM2-135M --out out/smol/ckpt.pt       # a Llama of Hugging Face
     python convert.py Embformer-MiniMind-0.1B --out out/wu/ckpt.pt      # its author's Embformer
@@ -70,7 +70,7 @@ class Conversion:
     source: Path = flag(MISSING, "a folder of Hugging Face, or a dense ckpt.pt")
     out: Path | None = flag(None, "the checkpoint to write, a new file", shown="or --export")
     export: Path | None = flag(
-        None, "instead: write a dense ckpt.pt (no other has a class there) as a Llama's new folder"
+        None, "instead: write a dense ckpt.pt (no other has a class there) as a new folder"
     )
     ffn: str | None = flag(None, "convert a dense checkpoint to this kind of FFN", choices=["stem"])
     stem_layers: str = flag("third", "layers to get a table: third, half, all or 0,2,5")
@@ -110,7 +110,8 @@ SIZES = {
     "n_head": "num_attention_heads",
     "n_kv_head": "num_key_value_heads",
     "n_embd": "hidden_size",
-    "d_ff": "intermediate_size",  # which Embformers lack
+    "d_ff": "intermediate_size",  # not of Embformers
+    "head_dim": "head_dim",  # which may be missing, but in a Qwen3
 }
 # Settings of config.json that may be missing, as transformers reads it.
 OPTIONAL = {
@@ -124,6 +125,7 @@ OPTIONAL = {
 # And what the others must be, by the kind of model.
 REQUIRED = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     "embformer": {
         "hidden_act": "silu",
         "tie_word_embeddings": True,
@@ -157,11 +159,12 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def named_weights(model: Decoder) -> dict[str, Tensor]:
-    """The weights of a dense model by the names that they have in a Llama, those of an Embformer by
-    its author's. They share the model's memory, so this is the way in and the way out."""
+    """The weights of a dense model by the names that they have in a Llama or, with normed queries
+    and keys, in a Qwen3; those of an Embformer by its author's. They share the model's memory, so
+    this is the way in and the way out."""
     config = model.config
     ours = model.state_dict()
-    n_kv = config.n_kv_head * config.head_dim
+    n_q, n_kv = (n * config.head_dim for n in (config.n_head, config.n_kv_head))
     if config.embedding_only:
         weights = {"model.embed_tokens.weight": ours["wte.weight"]}
         for layer in range(config.n_layer):
@@ -180,10 +183,15 @@ def named_weights(model: Decoder) -> dict[str, Tensor]:
     for layer in range(config.n_layer):
         for theirs, name in NAMES.items():
             weights[f"model.layers.{layer}.{theirs}.weight"] = ours[f"blocks.{layer}.{name}.weight"]
+        qkv, attention = f"blocks.{layer}.attn.qkv", f"model.layers.{layer}.self_attn"
+        if config.attention == "qknorm":
+            for name in ("q_norm", "k_norm"):
+                weights[f"{attention}.{name}.weight"] = ours[f"{qkv}.{name}.weight"]
+            qkv += ".qkv"
         # Queries, keys and values are three matrices there and one here.
-        qkv = ours[f"blocks.{layer}.attn.qkv.qkv.weight"]
-        for part, weight in zip("qkv", qkv.split([config.n_embd, n_kv, n_kv]), strict=True):
-            weights[f"model.layers.{layer}.self_attn.{part}_proj.weight"] = weight
+        parts = ours[f"{qkv}.qkv.weight"].split([n_q, n_kv, n_kv])
+        for part, weight in zip("qkv", parts, strict=True):
+            weights[f"{attention}.{part}_proj.weight"] = weight
     return weights
 
 
@@ -199,7 +207,7 @@ def read_folder(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
 
 
 def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
-    """A Llama or an Embformer in a folder of Hugging Face, its weights in float32, the id that
+    """A Llama, Qwen3 or Embformer in a folder of Hugging Face, its weights in float32, the id that
     begins a text and those that end one. UserError: a file is missing or damaged, or asks for what
     this decoder does not do."""
     path = folder / "config.json"
@@ -264,7 +272,11 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
         raise UserError(f"{path}: model_type {kind!s:.40} is not supported, only {known}")
     for name, value in REQUIRED[kind].items():
         require(path, record, name, value)
-    sizes = {ours: theirs for ours, theirs in SIZES.items() if kind == "llama" or ours != "d_ff"}
+    sizes = dict(SIZES)
+    if kind == "embformer":
+        del sizes["d_ff"]
+    if kind != "qwen3" and "head_dim" not in record:
+        del sizes["head_dim"]
     with reading(path, AGAIN):
         require_fields(record, **dict.fromkeys(sizes.values(), int))
     # Before anything of that size is built.
@@ -297,9 +309,10 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
             if not (1 <= factor < 1e9 and 0 < low < high < 1e9 and 1 <= context < 1e9):
                 raise Damage(f"rope_scaling {rope}")
     try:
-        config = ModelConfig(
+        return ModelConfig(
             **{ours: record[theirs] for ours, theirs in sizes.items()},
-            ffn="dense" if kind == "llama" else kind,
+            ffn="embformer" if kind == "embformer" else "dense",
+            attention="qknorm" if kind == "qwen3" else "full",
             tie_head=record["tie_word_embeddings"],
             norm_eps=record["rms_norm_eps"],
             rope_base=theta,
@@ -307,8 +320,6 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
         )
     except UserError as error:  # it speaks of flags
         raise UserError(f"{path}: {error}") from None
-    require(path, record, "head_dim", config.head_dim)
-    return config
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -358,20 +369,22 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def write_llama(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> None:
-    """The inverse of `read_folder`. UserError: the model is not dense, its attention not full."""
+def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> None:
+    """The inverse of `read_folder`. UserError: neither a Llama nor a Qwen3 is like this model."""
     config = model.config
-    if config.ffn != "dense" or set(config.attention_kinds) != {"full"}:
+    kinds = {"full": ("llama", "LlamaForCausalLM"), "qknorm": ("qwen3", "Qwen3ForCausalLM")}
+    if config.ffn != "dense" or config.attention not in kinds:
         wrong = f"--attention {config.attention}"
         if config.ffn != "dense":
             wrong = f"--ffn {config.ffn}"
         raise UserError(
-            f"--export: a Llama is dense, with full attention: it cannot be {wrong}; "
+            f"--export: a Llama or Qwen3 is dense, with full attention: it cannot be {wrong}; "
             "train one with --ffn dense on the same text"
         )
+    model_type, architecture = kinds[config.attention]
     record = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "tie_word_embeddings": config.tie_head,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_base,
@@ -419,7 +432,7 @@ def main() -> None:
             raise UserError(f"{path} exists: choose another name")
         if settings.export:
             model, encoding, _ = load_model(settings.source, torch.device("cpu"), verify=True)
-            write_llama(path, model, encoding)
+            write_folder(path, model, encoding)
             print(f"wrote {path}: AutoModelForCausalLM.from_pretrained reads it")
             return
         if settings.ffn is None:

@@ -67,6 +67,8 @@ class ModelConfig:
     attention: str = flag("full", "full, window:64, or by layer, repeated: window:64,full")
     tie_head: bool | None = flag(None, "head = input embedding", shown="only for embformer")
     dropout: float = flag(0.0, "dropout probability", must="0 or more and below 1")
+    # Channels of a head; None: the heads share n_embd channels.
+    head_dim: int | None = field(default=None, metadata=dict(must="at least 1"))
     rope_base: float = field(default=10000.0, metadata=dict(must="a positive number"))
     rope_scaling: list[float] | None = None  # see `rotary`
     norm_eps: float = field(default=1e-6, metadata=dict(must="a positive number"))
@@ -95,18 +97,20 @@ class ModelConfig:
             if not fits or min(self.rope_scaling) <= 0:
                 raise UserError(f"rope_scaling {self.rope_scaling} is not four positive numbers")
         n_embd, n_head, n_kv_head = self.n_embd, self.n_head, self.n_kv_head
-        if n_embd % (2 * n_head) != 0:  # heads share channels, positions rotate pairs of them
-            raise UserError(f"--n_embd {n_embd} must be a multiple of 2 * n_head, {2 * n_head}")
+        if self.head_dim is None:
+            if n_embd % (2 * n_head) != 0:  # positions rotate pairs of channels
+                raise UserError(f"--n_embd {n_embd} must be a multiple of 2 * n_head, {2 * n_head}")
+            self.head_dim = n_embd // n_head
+        if self.head_dim % 2:
+            raise UserError(f"head_dim {self.head_dim} is odd: positions rotate pairs of channels")
         if n_head % n_kv_head != 0:
             raise UserError(f"--n_head {n_head} must be a multiple of --n_kv_head {n_kv_head}")
         if self.embedding_only and not self.tie_head:
             raise UserError("--no-tie_head: Embformer has no linear layers, such as a head")
+        if self.embedding_only and self.head_dim * n_head != n_embd:
+            raise UserError(f"head_dim {self.head_dim}: Embformer's heads share its channels")
         kinds = self.attention.split(",")
         self.attention_kinds = [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
 
     @property
     def embedding_only(self) -> bool:
@@ -286,11 +290,12 @@ class Attention(nn.Module):
         super().__init__()
         if argument:
             raise UserError(f"--attention {config.attention}: leave out :{argument}")
-        width = config.n_embd
         self.config = config
         self.span = config.block_size  # the most keys that a token sees; on average half
         self.qkv = qkv
-        self.out = nn.Identity() if config.embedding_only else nn.Linear(width, width, bias=False)
+        self.out = nn.Identity()
+        if not config.embedding_only:
+            self.out = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=False)
 
     def make_cache(self, batch: int, room: int, like: Tensor) -> LayerCache:
         """What this layer keeps while decoding."""

@@ -197,6 +197,7 @@ def naive_logits(config, w, ids, table_ids, documents):
     x = w["wte.weight" if config.tie_head else "wte.weight.0"][ids]
     for layer in range(config.n_layer):
         block = f"blocks.{layer}."
+        attention, _, argument = patterns[layer % len(patterns)].partition(":")
         kind = config.ffn
         everywhere = ("embformer", "bigram", "moe", "hash_moe", "pkm", "deepembed", "ple")
         if layer not in config.row_layers and kind not in everywhere:
@@ -215,15 +216,16 @@ def naive_logits(config, w, ids, table_ids, documents):
             q = normed
         elif kind in ("bank", "memory"):
             qk = normed @ w[block + "attn.qkv.qk.weight"].T
-            q, k = qk.split((config.n_embd, kv), dim=1)
+            q, k = qk.split((config.n_head * width, kv), dim=1)
             v = (
                 rows
                 if kind == "bank"
                 else k + norm(rows.unflatten(1, (-1, width)), eps=config.norm_eps).flatten(1)
             )
         else:
-            qkv = normed @ w[block + "attn.qkv.qkv.weight"].T
-            q, k, v = qkv.split((config.n_embd, kv, kv), dim=1)
+            own = "qkv." * (attention == "qknorm")
+            qkv = normed @ w[f"{block}attn.qkv.{own}qkv.weight"].T
+            q, k, v = qkv.split((config.n_head * width, kv, kv), dim=1)
         if kind == "value":
             weight = w.get(block + "attn.qkv.weight")
             if config.value_gate:
@@ -236,11 +238,13 @@ def naive_logits(config, w, ids, table_ids, documents):
         if kind == "embformer":
             q = norm(q, eps=config.norm_eps)
             k = norm(k, eps=config.norm_eps)
-        name, _, argument = patterns[layer % len(patterns)].partition(":")
-        if name == "previous":
+        if attention == "qknorm":
+            q = norm(q, w[block + "attn.qkv.q_norm.weight"], config.norm_eps)
+            k = norm(k, w[block + "attn.qkv.k_norm.weight"], config.norm_eps)
+        if attention == "previous":
             n = int(argument)
             k = torch.cat((k[before][:, :n], k[:, n:]), dim=1)
-        if name == "linear":  # exp(x) or x + 1, positive
+        if attention == "linear":  # exp(x) or x + 1, positive
             q = torch.where(q > 0, q + 1, q.exp())
             k = torch.where(k > 0, k + 1, k.exp())
             total = torch.einsum("ihd,jhd->hij", q, k[:, key_head])
@@ -248,10 +252,10 @@ def naive_logits(config, w, ids, table_ids, documents):
         k = rotate(k, config.rope_base, config.rope_scaling)
         scores = torch.einsum("ihd,jhd->hij", q, k[:, key_head]) / width**0.5
         seen = causal
-        if name == "window":
+        if attention == "window":
             seen = causal & (i - j < int(argument))
         weight = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        if name == "linear":
+        if attention == "linear":
             total = (total * seen).sum(-1, keepdim=True)
             weight = scores * width**0.5 * seen / total
         y = torch.einsum("hij,jhd->ihd", weight, v[:, key_head]).flatten(1)

@@ -42,7 +42,6 @@ HF_SHAPE = dict(
     vocab_size=97,
     num_hidden_layers=5,
     num_attention_heads=4,
-    head_dim=16,
     hidden_size=64,
     intermediate_size=192,
 )
@@ -68,6 +67,11 @@ blocks.#.attn_norm      model.layers.#.input_layernorm          lm_transformer.l
 blocks.#.attn.qkv.qkv.q model.layers.#.self_attn.q_proj         lm_transformer.layers.#.attention.wq
 blocks.#.attn.qkv.qkv.k model.layers.#.self_attn.k_proj         lm_transformer.layers.#.attention.wk
 blocks.#.attn.qkv.qkv.v model.layers.#.self_attn.v_proj         lm_transformer.layers.#.attention.wv
+blocks.#.attn.qkv.qkv.qkv.q model.layers.#.self_attn.q_proj     -
+blocks.#.attn.qkv.qkv.qkv.k model.layers.#.self_attn.k_proj     -
+blocks.#.attn.qkv.qkv.qkv.v model.layers.#.self_attn.v_proj     -
+blocks.#.attn.qkv.q_norm model.layers.#.self_attn.q_norm        -
+blocks.#.attn.qkv.k_norm model.layers.#.self_attn.k_norm        -
 blocks.#.attn.out       model.layers.#.self_attn.o_proj         lm_transformer.layers.#.attention.wo
 blocks.#.ffn_norm       model.layers.#.post_attention_layernorm lm_transformer.layers.#.ffn_norm
 blocks.#.ffn.gate       model.layers.#.mlp.gate_proj            lm_transformer.layers.#.feed_forward.w1
@@ -99,8 +103,8 @@ def named(ours: dict[str, Tensor], config: ModelConfig, names: dict[str, str]) -
     for name, tensor in ours.items():
         name = name.replace(".weight", "")
         parts = {name: tensor}
-        if name.endswith("qkv"):  # [n_embd + 2 kv, n_embd]
-            q, k, v = tensor.split((config.n_embd, kv, kv))
+        if name.endswith("qkv"):  # [(n_head + 2 n_kv_head) head_dim, n_embd]
+            q, k, v = tensor.split((config.n_head * config.head_dim, kv, kv))
             if names is LINGUA:
                 q = interleaved(q, config.head_dim)
                 k = interleaved(k, config.head_dim)
@@ -218,8 +222,8 @@ def hugging_face(title: str, config: ModelConfig, shape: type, kind: type) -> Or
     """A model with transformers' interface."""
     from transformers import DynamicCache
 
-    heads = dict(num_key_value_heads=config.n_kv_head, tie_word_embeddings=config.tie_head)
-    model = kind(shape(**HF_SHAPE, **heads))
+    heads = dict(num_key_value_heads=config.n_kv_head, head_dim=config.head_dim)
+    model = kind(shape(**HF_SHAPE, **heads, tie_word_embeddings=config.tie_head))
 
     def decode(ids: Tensor) -> Tensor:
         cache = DynamicCache()
@@ -242,6 +246,15 @@ def llama(heads: str, **options) -> Original:
     title = f"Llama (transformers {hf.__version__}), {heads}"
     config = ModelConfig(**SHAPE, **options, ffn="dense")
     return hugging_face(title, config, hf.LlamaConfig, hf.LlamaForCausalLM)
+
+
+def qwen3() -> Original:
+    import transformers as hf
+
+    shape = dict(n_kv_head=2, head_dim=24, tie_head=True)
+    config = ModelConfig(**SHAPE, **shape, ffn="dense", attention="qknorm")
+    title = f"Qwen3 (transformers {hf.__version__})"
+    return hugging_face(title, config, hf.Qwen3Config, hf.Qwen3ForCausalLM)
 
 
 def embformer(folder: Path) -> Original:
@@ -337,7 +350,7 @@ def report(builders: list[Callable[[], Original]]) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--llama", action="store_true", help="compare the dense model")
+    parser.add_argument("--llama", action="store_true", help="compare dense models")
     parser.add_argument("--embformer", type=Path, metavar="DIR", help="clone of the author's code")
     parser.add_argument("--stem", type=Path, metavar="DIR", help="clone of the authors' code")
     args = parser.parse_args()
@@ -346,7 +359,7 @@ def main() -> None:
     if args.llama:
         builders.append(partial(llama, "tied head", n_kv_head=4, tie_head=True))
         separate = partial(llama, "separate head, grouped queries", n_kv_head=2, tie_head=False)
-        builders.append(separate)
+        builders += [separate, qwen3]
     if args.embformer:
         builders.append(partial(embformer, args.embformer))
     if args.stem:

@@ -17,6 +17,7 @@ KINDS = {
     "embformer": dict(),
     "embformer, the note's": dict(embformer_act="identity", n_kv_head=2, norm_eps=1e-3),
     "dense": dict(tie_head=False, n_kv_head=2, norm_eps=1e-3),
+    "dense, wide heads": dict(n_kv_head=2, head_dim=12),
     "dense, slow": dict(tie_head=True, n_kv_head=1, rope_base=50.0, rope_scaling=SLOW),
     "stem": dict(stem_layers="0,2"),
     "value": dict(n_kv_head=2),
@@ -50,6 +51,7 @@ def documents_of(ids: torch.Tensor) -> torch.Tensor:
         *itertools.product(KINDS, ["full"], [19], [False]),
         *itertools.product(["embformer", "dense"], PATTERNS, [4, 19], [False]),
         ("embformer", "previous:2", 19, True),
+        *itertools.product(["dense, wide heads", "stem"], ["qknorm,window:5"], [19], [True]),
         *itertools.product(SIZES, ["full"], [19], [True]),  # of which attention knows nothing
     ],
 )

@@ -50,6 +50,7 @@ CONFIG = {
 }
 EMBFORMER = CONFIG | {"model_type": "embformer", "head_dim": 8, "use_channel_shift": True}
 del EMBFORMER["intermediate_size"]
+QWEN3 = CONFIG | {"model_type": "qwen3", "head_dim": 12}
 SLOW = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -100,7 +101,12 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
     (folder / "tokenizer.json").write_text(json.dumps(words or bpe()))
     torch.manual_seed(0)
     ffn = "embformer" if config["model_type"] == "embformer" else "dense"
-    shape = ModelConfig(300, 64, 2, 4, 32, 2, 48, ffn, rope_base=5e4, norm_eps=1e-5)
+    more = dict(rope_base=5e4, norm_eps=1e-5)
+    if config["model_type"] == "qwen3":
+        more["attention"] = "qknorm"
+    if config.get("head_dim") in (6, 12):
+        more["head_dim"] = config["head_dim"]
+    shape = ModelConfig(300, 64, 2, 4, 32, 2, 48, ffn, **more)
     shape.tie_head = config["tie_word_embeddings"]
     if config.get("rope_scaling") == SLOW:
         shape.rope_scaling = [8.0, 1.0, 4.0, 32.0]
@@ -149,7 +155,9 @@ def write_safetensors(path, dtype, weights, names) -> None:
         ({"rope_scaling": SLOW}, "F16", 2),
         ({"rope_scaling": {"rope_type": "default"}}, "F32", 1),
         ({"head_dim": None, "rope_scaling": None}, "pickled", 1),
+        ({"head_dim": 6}, "F32", 1),
         (EMBFORMER, "F32", 2),
+        (QWEN3, "BF16", 1),
     ],
 )
 def test_logits_are_those_of_the_weights_in_the_files(tmp_path, change, dtype, parts):
@@ -234,6 +242,13 @@ def test_texts_spell_added_tokens_that_are_not_special(tmp_path):
         assert encoding.decode(ids) == text
 
 
+def test_a_normalizer_that_is_left_out_is_named(tmp_path, capsys):
+    save(tmp_path, words=bpe() | {"normalizer": {"type": "NFC"}})
+    _, encoding = convert.read_folder(tmp_path)
+    assert "tokenizer.json has a normalizer" in capsys.readouterr().err
+    assert encoding.decode(encoding.encode_ordinary("e\u0301")) == "e\u0301"
+
+
 def test_an_end_of_texts_that_is_not_ours_is_named(tmp_path, capsys):
     words = bpe(special=[*SPECIAL, "<|eot|>"])
     for ends, other in ((3, True), ([3], True), ([0, 3], False), (0, False), (None, False)):
@@ -276,7 +291,10 @@ def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path,
 @pytest.mark.parametrize(
     ("config", "words", "reason"),
     [
-        ({"model_type": "qwen3"}, {}, "model_type qwen3 is not supported, only llama or embformer"),
+        ({"model_type": "qwen2"}, {}, "qwen2 is not supported, only llama or qwen3 or embformer"),
+        (QWEN3 | {"head_dim": None}, {}, "config.json is damaged (head_dim"),
+        (QWEN3 | {"head_dim": 11}, {}, "config.json: head_dim 11 is odd"),
+        (EMBFORMER | {"head_dim": 4}, {}, "config.json: head_dim 4: Embformer's heads share"),
         (
             {"model_type": None, "architectures": ["GemmaForCausalLM"]},
             {},
@@ -294,7 +312,6 @@ def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path,
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, {}, "partial_rotary_factor 0.5"),
         (EMBFORMER | {"tie_word_embeddings": False}, {}, "tie_word_embeddings False"),
         (EMBFORMER | {"use_sliding_window": True}, {}, "use_sliding_window True"),
-        ({"head_dim": 16}, {}, "head_dim 16 is not supported, only 8"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "rope_type yarn"),
         ({"rope_scaling": {"factor": 4.0}}, {}, "factor 4.0"),
         ({"rope_scaling": SLOW | {"factor": 0}}, {}, "config.json is damaged (rope_scaling {"),
@@ -318,7 +335,7 @@ def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path,
         ({}, with_added("<x>", lstrip=True), "lstrip of the added token '<x>' is not supported"),
         ({}, with_added("<x>", "<x>y"), "'<x>' and '<x>y', one begins with the other"),
         ({}, with_added("<|im_end|>s"), "'<|im_end|>s' and '<|im_end|>', one begins with"),
-        ({}, {"normalizer": {"type": "NFC"}}, "normalizer {'type': 'NFC'}"),
+        ({}, {"normalizer": {"type": "NFKC"}}, "normalizer {'type': 'NFKC'}"),
         ({}, bpe(byte_fallback=True), "byte_fallback True"),
         ({}, bpe(merges=MERGES[::-1]), "merges in another order"),
         ({}, bpe(lacking=b"x"), "bytes are missing"),
@@ -474,8 +491,8 @@ def test_the_pattern_of_cl100k_base_comes_back(tmp_path):
 
 @pytest.fixture(scope="module", params=["ours", 0, 1, 2])
 def exported(request, trained, tmp_path_factory):
-    """A dense checkpoint, and the folder to which it is exported: with a tokenizer of ours, or one
-    that splits as SPLITS do."""
+    """A dense checkpoint, one of them a Qwen3, and the folder to which it is exported: with a
+    tokenizer of ours, or one that splits as SPLITS do."""
     folder = tmp_path_factory.mktemp("exported")
     path = trained["dense"] / "ckpt.pt"
     split = request.param
@@ -484,7 +501,7 @@ def exported(request, trained, tmp_path_factory):
         lacking = NO_TOKEN if split == 1 else b""
         words = bpe(split, lacking=lacking)
         words["added_tokens"] += with_added("<think>")["added_tokens"][-1:]
-        save(folder / "first", CONFIG | change, words)
+        save(folder / "first", (QWEN3 if split == 1 else CONFIG) | change, words)
         path = folder / "ckpt.pt"
         command("convert.py first --out ckpt.pt", cwd=folder)
     (folder / "llama.tmp").mkdir()  # somebody's own
@@ -530,7 +547,7 @@ def assert_same_model(path, folder):
     assert len({tokenizer.fingerprint(encoding) for encoding in words}) == 1
     first, second = (chat.render(encoding, [says("user", "Who?")]) for encoding in words)
     assert first == second
-    for name in (*convert.SIZES, "tie_head", "norm_eps", "rope_base", "rope_scaling"):
+    for name in (*convert.SIZES, "attention", "tie_head", "norm_eps", "rope_base", "rope_scaling"):
         assert getattr(before["config"], name) == getattr(after["config"], name), name
 
 

@@ -28,7 +28,7 @@ def model(request) -> Decoder:
     name = request.param
     kind = {"ffn": name}
     if name in relatives("Attention"):
-        kind = {"ffn": "embformer", "attention": name + ARGUMENTS.get(name, "")}
+        kind = {"ffn": "stem", "attention": name + ARGUMENTS.get(name, "")}
     made = decoder(**kind).train()
     ids = tokens(2, 30, seed=2)
     made(ids, ids)

@@ -39,7 +39,8 @@ def model_sizes(model: Decoder) -> dict[str, int]:
     idle = sum(getattr(block.ffn, "idle", 0) for block in model.blocks)
     rows = len(model.tables.weight) * model.tables.width * model.tables.n_rank * model.n_address
     # q k, and its weight times v
-    attention = sum(4 * config.n_embd * block.attn.span for block in model.blocks)
+    width = config.n_head * config.head_dim
+    attention = sum(4 * width * block.attn.span for block in model.blocks)
     return {
         "total": backbone + table,
         "table": table,

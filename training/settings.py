@@ -330,7 +330,7 @@ def inherited_shape(given: dict, config: dict) -> dict:
             raise UserError(f"--stage context needs a --block_size above the model's {before}")
         # The slowest rotation covers the longer context by the angle it covered the shorter one by
         # ("NTK-aware" scaling); the fastest stays the same.
-        head_dim = shape["n_embd"] // shape["n_head"]
+        head_dim = shape["head_dim"]
         shape["rope_base"] *= growth ** (head_dim / max(1, head_dim - 2))
     return shape
 
