@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tiktoken
+from tqdm import tqdm
 
 from common import UserError, parse_json, reading
 from text import chat, tokenizer
@@ -259,7 +260,7 @@ def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int], byte_of: dict[s
         pair = tuple(bytes(byte_of[letter] for letter in part) for part in parts)
         pairs.setdefault(pair, number)
     whole = bpe.get("ignore_merges")  # there, too, a whole word is looked up first
-    for token in ranks:
+    for token in tqdm(ranks, "checking merges", leave=False, delay=3, disable=None):
         if len(token) == 1 or is_reached(token, pairs):
             continue
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
