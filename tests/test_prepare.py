@@ -261,7 +261,7 @@ def test_the_default_corpora_by_command(tmp_path, monkeypatch):
 
 def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
     files = {"A.TXT": b"caf\xe9 " * 100, "empty.txt": b"", "one.txt": b"a"}
-    files["blank.jsonl"] = b'{"text": ""}'
+    files["blank.jsonl"], files["dna.fa"] = b'{"text": ""}', b">a\nACGT"
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "file").write_text("in the way")
@@ -279,6 +279,7 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         ("--input one.txt --out_dir x", "no document for val.bin"),
         ("--input empty --out_dir x", "empty: the folder has none of .txt, .md"),
         ("--input ckpt.pt --out_dir x", "ckpt.pt: it is none of .txt, .md"),
+        ("--input dna.fa --out_dir x", "add .txt to its name"),
         (f"--input {story}", "--out_dir"),
         (f"{mine} --dataset tinystories", "--input or --dataset tinystories"),
         (f"{mine} --vocab_size 100", "--vocab_size 100"),

@@ -28,7 +28,10 @@ TABLES = {".csv", ".tsv"}
 RECORDS = {".jsonl", ".json", *TABLES}
 PACKED = {".gz": gzip.open, ".bz2": bz2.open}
 UNPACKED = 4  # times as large as the packed file, about, is English text
-KNOWN = ".txt, .md, .jsonl, .json, .csv and .tsv files, also .gz or .bz2"
+KNOWN = (
+    ".txt, .md, .jsonl, .json, .csv and .tsv files, also .gz or .bz2: to read another kind as "
+    "text, as .py, add .txt to its name"
+)
 # What most data sets of the Hugging Face Hub consist of.
 FROM_PARQUET = (
     'pip install pandas pyarrow && python -c "import glob, pandas; '
