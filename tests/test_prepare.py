@@ -273,7 +273,7 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
     ours = f"python {os.path.relpath(ROOT, tmp_path)}"  # hints can be pasted where the user is
     for line, reason in (
         ("--input gone.txt --out_dir x", "gone.txt: No such file"),
-        ("--input A.TXT --out_dir x", "A.TXT:1: not UTF-8"),
+        ("--input A.TXT --out_dir x", "A.TXT:1: not UTF-8: convert it"),
         ("--input empty.txt --out_dir x", "0 of 0 documents (empty)"),
         ("--input blank.jsonl --out_dir x", "0 of 0 documents (empty documents are left out)"),
         ("--input one.txt --out_dir x", "no document for val.bin"),

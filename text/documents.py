@@ -33,7 +33,7 @@ Document = str | Messages | tuple[Messages, Messages]  # chosen and rejected
 
 # What no text may have. A million blanks would end the program inside of tiktoken.
 BAD = {
-    "not UTF-8": "[\ud800-\udfff]",
+    "not UTF-8: convert it to UTF-8": "[\ud800-\udfff]",
     "it has NUL characters: if it is UTF-16, convert it to UTF-8": "\0",
     "more than 100,000 blanks in a row": r"(?<!\s)\s{100000}",
 }
