@@ -167,7 +167,8 @@ def records(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
         yield from rows(path, file)
         return
     start = next((line for line in file if line.strip()), "") if kind == ".json" else ""
-    if start.lstrip().startswith("["):  # it is not streamed: an array has no lines
+    # An array, or a record over several lines, is not streamed.
+    if start.strip() == "{" or start.lstrip().startswith("["):
         array = record_of(start + file.read())
         yield from enumerate(array if isinstance(array, list) else [array], 1)
         return

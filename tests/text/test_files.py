@@ -68,6 +68,11 @@ def test_records_are_the_same_in_every_kind_of_file(tmp_path, name, packed):
             found(path)
 
 
+def test_a_json_file_may_be_one_record_over_several_lines(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"text": "a story"}, indent=1))
+    assert found(tmp_path / "a.json")[0] == ["a story"]
+
+
 def test_a_table_whose_quotes_do_not_match_is_refused(tmp_path):
     """Else a quotation mark would hide all rows up to the next one."""
     path = tmp_path / "a.tsv"
