@@ -206,7 +206,8 @@ def rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, str] | Value
                 row = ValueError("more cells than columns: quote what has a separator in it")
             yield reader.line_num, row
     except csv.Error as error:
-        raise UserError(f"--input {path}:{reader.line_num}: {error}") from None
+        fix = "in a cell that begins with a quotation mark, each mark of the text is written twice"
+        raise UserError(f"--input {path}:{reader.line_num}: {error}: {fix}") from None
 
 
 # --- lines ---
