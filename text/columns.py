@@ -29,7 +29,9 @@ def wrapped(text: str, n: int) -> list[str]:
 
 def shortened(text: str, n: int) -> str:
     """A text, or its beginning and "[...]", in one line of at most n columns."""
-    return _Wrapper(width=n, max_lines=1).fill(" ".join(text.split()))
+    text = " ".join(text.split())
+    lines = wrapped(text, n)
+    return "".join(lines) if len(lines) < 2 else f"{wrapped(text, n - 6)[0].rstrip()} [...]"
 
 
 class _Wrapper(textwrap.TextWrapper):
