@@ -107,7 +107,7 @@ class Preparation:
     )
     vocab_size: int | None = flag(
         None,
-        "maximum vocabulary size, at least 259",
+        "maximum vocabulary size, at least 259: single bytes",
         must="at least 1",
         shown="6400, for countries 4096",
     )
