@@ -324,6 +324,7 @@ BLANKS = b" " * 10**6
         ({"messages": [says("user", "a"), says("assistant", " ")]}, "an answer is empty"),
         ({"system": "A", "messages": [says("system", "A"), *TALK]}, "a system message beside"),
         (b'{"messages": [{"role": ["user"], "content": ""}]}', '.*need "role" and "content"'),
+        (b'{"question": "12+34=", "answer": 46}', ".*texts need quotes: 46: its keys are question"),
         ({"messages": [says("user", [{"type": "image"}])]}, "content that is not text: .*image"),
         (
             {"messages": [*TALK, says("bot", "Ho"), says("assistant", " ")]},

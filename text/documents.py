@@ -256,7 +256,7 @@ def message_of(given: object, notes: Counter[str]) -> dict[str, Any]:
     is_record = isinstance(given, dict) and given.keys() & {"content", "value"}
     role = first_of(given, "role", "from") if is_record else None
     if not isinstance(role, str):
-        raise ValueError(f'messages need "role" and "content", not {given!r:.60}')
+        raise ValueError(f'messages need "role" and "content", texts need quotes: {given!r:.60}')
     role = role.strip().lower()
     role = ROLES.get(role, role)
     if "\n" in role:  # by which `assistant` would open a message
