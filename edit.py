@@ -496,7 +496,7 @@ def probabilities(
 
 # A sentence ends with a stop before a space, which no initial or title has ("St. John's").
 SENTENCE = re.compile(
-    r"\s*.*?((?<!\s[A-Z])(?<!\s[A-Z][a-z])[.!?؟](?=\s|$)|[。！？]|(?=\n)|$)", re.DOTALL
+    r"\s*.*?((?<!\s[A-Z])(?<!\s[A-Z][a-z])[.!?؟](?=\s|$)|[。！？।]|(?=\n)|$)", re.DOTALL
 )
 
 

@@ -161,6 +161,7 @@ def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
         (" No end", ""),
         (" Wien", "\nCountry: Peru."),
         ("東京。", "国"),
+        ("दिल्ली है।", " वह"),
         ("لماذا؟", " نعم."),
         (" Really?", " Yes."),
     ],
