@@ -757,12 +757,12 @@ class Decoder(nn.Module):
             cache: kind of `make_cache`.
             temperature, top_k, top_p: see `sample`.
         """
+        check_ids(ids, table_ids=table_ids)
         assert ids.shape[1], "the prompt is empty: begin with the end-of-text token"
         block_size = self.config.block_size
         generator = None
         if seed is not None:
             generator = torch.Generator(self.device).manual_seed(seed)
-        check_ids(ids, table_ids=table_ids)
         # Ids stay on the CPU, where tables in RAM look them up and the caller reads them. So the
         # host waits for the GPU once per token.
         ids = ids.cpu()[:, -block_size:]

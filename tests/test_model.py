@@ -285,6 +285,7 @@ def test_ids_and_targets_are_integers_of_several_sequences():
         (lambda: model.generate(ids.float(), 2), "ids are torch.float32"),
         (lambda: model(ids, ids.float()), "targets are torch.float32"),
         (lambda: model(ids[0]), r"ids \[8\] are not \[B, T\]"),
+        (lambda: model.generate(ids[0], 2), r"ids \[8\] are not \[B, T\]"),
     ):
         with pytest.raises(AssertionError, match=said):
             use()
