@@ -117,6 +117,7 @@ def save_checkpoint(
     Raises:
         UserError: the tokenizer is not the model's, or `args` has something that is no setting.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile(model), which has other names
     check_encoding(path, encoding, model.config)
     tables = model.tables
     storage = tables.storage if tables.on_disk else None
