@@ -110,6 +110,8 @@ def save_checkpoint(
     """Write a checkpoint. All ranks call it.
 
     Args:
+        model: readers make it anew by `decoder_class(model.config.ffn)`, which knows a class of
+            your own only if it is in relatives/.
         args: the settings of the run that trained the model, if there was one. Those of the model
             are added, or replaced, from `model.config`.
         state: further fields, such as those that --resume needs.
