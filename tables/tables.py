@@ -285,7 +285,8 @@ class Tables(nn.Module):
         trained.add(self)
         assert self.merged, (
             "no rows were differentiated since the last step: are they used? Is the model in "
-            "train() mode? Have tables become parameters, by its requires_grad_(True)?"
+            "train() mode? Have tables become parameters, by its requires_grad_(True), or been "
+            "frozen after their optimizer was made?"
         )
         return self.merged
 
