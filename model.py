@@ -273,7 +273,9 @@ class Cache:
         self.layers = layers
         self.cos_sin = cos_sin  # [2, room, head_dim]
         self.room = cos_sin.shape[1]
-        self.length = 0  # tokens so far; set it to 0 to start over
+        # Tokens so far. Set it to 0 to start over or, with full attention alone, to fewer tokens to
+        # take the last ones back: other kinds have overwritten what they kept then.
+        self.length = 0
         self.ids: Tensor | None = None  # [B, length], table_ids of the text so far
 
 
@@ -522,7 +524,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """How each weight begins:
+        """How each weight begins (called again, it leaves norms as they are):
 
             norms                                              1
             rows of tables                                     Normal(0, table_std)

@@ -69,7 +69,7 @@ def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[
     """Mean losses over about `n_token` held-out tokens of each folder, `size` sequences at a time:
     val_loss (nats per token) and val_loss_per_byte, of a mixture by weight, and val_loss/<folder>
     of its parts. Every evaluation reads the same sequences, spread over all of the folder's, as
-    files follow each other in val.bin."""
+    files follow each other in val.bin. It leaves the model in train() mode."""
     figures = {"val_loss": 0.0}
     if objective.per_byte:
         figures["val_loss_per_byte"] = 0.0
