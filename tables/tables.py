@@ -130,7 +130,8 @@ class Tables(nn.Module):
         self.waiting_since = min(self.waiting_since, optimizer_steps)
         if self.waiting_since < optimizer_steps:
             warnings.warn(
-                f"an optimizer steps, but rows stay in eval() mode: call model.train(). {ADVICE}",
+                "an optimizer steps, but rows stay in eval() mode: call model.train() or, if this "
+                f"is not what is trained, compute under torch.no_grad(). {ADVICE}",
                 stacklevel=5,
             )
 
