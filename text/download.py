@@ -94,13 +94,13 @@ def download(file: File, part: Path) -> None:
         if size >= file.size:
             return
         headers = {"User-Agent": "token-tables", "Range": f"bytes={size}-"}
-        with (
-            urlopen(Request(file.url, headers=headers), timeout=TIMEOUT) as response,
-            tqdm.wrapattr(
+        with urlopen(Request(file.url, headers=headers), timeout=TIMEOUT) as response:
+            if response.status == 200:  # all of the file, as from a proxy that knows no ranges
+                size = output.truncate(0)
+            with tqdm.wrapattr(
                 output, "write", total=file.size, initial=size, desc=part.stem, disable=None
-            ) as counted,
-        ):
-            shutil.copyfileobj(response, counted)
+            ) as counted:
+                shutil.copyfileobj(response, counted)
     size = part.stat().st_size
     if size < file.size:
         raise ConnectionError(f"broke off after {size:,} of {file.size:,} bytes")

@@ -41,7 +41,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         start = int(re.fullmatch(r"bytes=(\d+)-", self.headers["Range"])[1])
         self.server.requests.append((self.path, start))
         with contextlib.suppress(ConnectionError):
-            self.send(start, **(self.server.script.pop(0) if self.server.script else {}))
+            options = self.server.script.pop(0) if self.server.script else {}
+            self.send(**{"start": start, **options})
 
     def send(self, start, stop=None, status=206, length=True):
         """Breaks off at `stop`."""
@@ -114,6 +115,13 @@ def test_wrong_bytes_are_deleted_and_the_next_run_begins_anew(server, get, part)
     assert server.requests[-1][1] == 0
 
 
+def test_a_server_that_sends_all_again_loses_nothing(server, get):
+    server.script = [dict(stop=HALF), dict(start=0, status=200)]
+    fails(get, "broke off")
+    assert get().read_bytes() == CONTENT
+    assert len(server.requests) == 2
+
+
 def test_errors_of_the_server_are_one_line(server, get):
     server.script = [dict(status=503)]
     fails(get, "data.bin .*HTTP Error 503")
@@ -129,12 +137,13 @@ def test_a_server_that_falls_silent_is_given_up(get, monkeypatch):
         fails(get, "timed out")
 
 
-def test_another_file_of_that_name_is_not_replaced(server, get):
+@pytest.mark.parametrize("other", [OTHER, CONTENT[:-1]])
+def test_another_file_of_that_name_is_not_replaced(server, get, other):
     path = get()
-    path.write_bytes(CONTENT[:-1])
+    path.write_bytes(other)
     with pytest.raises(UserError, match="not the published file"):
         get()
-    assert path.read_bytes() == CONTENT[:-1] and len(server.requests) == 1
+    assert path.read_bytes() == other and len(server.requests) == 1
 
 
 def test_folders_that_cannot_be_are_one_line(get):
