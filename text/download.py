@@ -69,7 +69,7 @@ def fetch_file(file: File, folder: Path) -> Path:
     part = path.with_name(f"{path.name}.part")
     try:
         if path.exists():
-            if sha256(path) == file.sha256:
+            if path.stat().st_size == file.size and sha256(path) == file.sha256:
                 return path
             raise UserError(f"{path} is not the published file: rename it, or delete it")
         download(file, part)

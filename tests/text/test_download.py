@@ -137,7 +137,7 @@ def test_a_server_that_falls_silent_is_given_up(get, monkeypatch):
         fails(get, "timed out")
 
 
-@pytest.mark.parametrize("other", [OTHER, CONTENT[:-1]])
+@pytest.mark.parametrize("other", [OTHER, CONTENT[:-1], b""])
 def test_another_file_of_that_name_is_not_replaced(server, get, other):
     path = get()
     path.write_bytes(other)
