@@ -358,7 +358,6 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
         # An earlier run is replaced only now, when this one has shown that it can be evaluated.
         remove_run(settings.out_dir)
     losses.update(recall.ask(run.model, data.encoding, data.corpora, briefly=True))
-    meter.log.write(type="eval", step=run.step, **losses)
     if run.step or settings.max_iters == 0:
         if is_due and losses["val_loss"] < run.best[0]:
             run.best = (losses["val_loss"], run.step)
@@ -376,6 +375,8 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
                 remove(settings.out_dir / "best.pt")
             else:
                 run.save_model("best.pt")
+    # A run that was cut off before its first checkpoint has no such record (folders.has_run).
+    meter.log.write(type="eval", step=run.step, **losses)
     return f"step {run.step}: {format_figures({**losses, **meter.latest})}"
 
 

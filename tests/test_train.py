@@ -198,6 +198,19 @@ def test_a_run_is_replaced_by_one_that_works(out, trained, data, tmp_path, monke
     assert not (replaced / "best.pt").exists()
 
 
+def test_a_run_whose_first_checkpoint_had_no_room_is_started_again(
+    trained, data, tmp_path, monkeypatch
+):
+    def full(*_, **__):
+        raise PowerCut
+
+    with monkeypatch.context() as patch, pytest.raises(PowerCut):
+        patch.setattr(train, "save_checkpoint", full)
+        small_run(data, tmp_path)
+    small_run(data, tmp_path)  # without --overwrite
+    assert_same_run(tmp_path, trained["stem"])
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_saves_a_whole_step_and_the_run_goes_on(
     name, trained, data, tmp_path, monkeypatch, capsys
