@@ -1,9 +1,7 @@
 """Several processes train one model (gloo): they do what one process does, column by column."""
 
-import json
 import os
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    ROOT,
     RUN,
     SHAPE,
     PowerCut,
@@ -24,9 +21,8 @@ from conftest import (
 from test_preference import pairs  # noqa: F401
 from test_stages import chat  # noqa: F401
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import common
 import train
 from common import UserError
 from training import ranks
@@ -57,8 +53,20 @@ def train_all(jobs: list[dict], folder: Path) -> None:
 
 
 @ranks.joined()
-def work(jobs: list[dict], folder: str) -> None:
-    train_all(jobs, Path(folder))
+def work(jobs: list[dict], folder: Path) -> None:
+    train_all(jobs, folder)
+
+
+# As torchrun does, but in forks of this process, which has imported all.
+PROCESSES = LaunchConfig(
+    min_nodes=1,
+    max_nodes=1,
+    nproc_per_node=2,
+    rdzv_backend="c10d",
+    rdzv_endpoint="localhost:0",
+    start_method="fork",
+    max_restarts=0,
+)
 
 
 def assert_close(a, b) -> None:
@@ -77,7 +85,7 @@ def assert_same_training(a: Path, b: Path) -> None:
         assert_close(one[part], other[part])
 
 
-def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, monkeypatch):  # noqa: F811
+def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  # noqa: F811
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped.
     At the end a rank dies, and with it the other, whose checkpoint stays."""
@@ -102,14 +110,10 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, mon
         dict(whole[1], overwrite=True),
         dict(text, out_dir="dies", step=5, signal=signal.SIGKILL),
     ]
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which torchrun would set for good
-    launch = ("--standalone", "--nproc_per_node=2", __file__, json.dumps([*whole, *cut]), str(two))
-    with ThreadPoolExecutor() as pool:
-        launched = pool.submit(torchrun, launch)
-        train_all(whole, one)
-        with pytest.raises(ChildFailedError):
-            launched.result(timeout=240)
+    train_all(whole, one)
+    # In a thread, it leaves signals alone.
+    with ThreadPoolExecutor() as pool, pytest.raises(ChildFailedError):
+        pool.submit(elastic_launch(PROCESSES, work), [*whole, *cut], two).result(timeout=240)
     assert checkpoint(two / "dies")["step"] == 3
     for job in whole:
         assert_same_training(one / job["out_dir"], two / job["out_dir"])
@@ -126,7 +130,3 @@ def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, m
     settings = train.resolve_settings(data_dir=str(data), out_dir=tmp_path, **RUN, **SHAPE, **more)
     with pytest.raises(UserError, match="process"):
         train.start(settings, Data(str(data), "text", 32, 1, 99), None)
-
-
-if __name__ == "__main__":
-    common.run(lambda: work(json.loads(sys.argv[1]), sys.argv[2]))
