@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -315,7 +316,9 @@ class Noted(Trial):
             file.writelines(f'{{"edits": {n}, "by": {os.getpid()}}}\n' for n in self.points)
 
 
-def test_a_trial_is_measured_once_and_in_another_process(tmp_path):
+def test_a_trial_is_measured_once_and_in_another_process(tmp_path, monkeypatch):
+    fork = get_context("fork")  # takes less time than `spawn`, which imports PyTorch
+    monkeypatch.setattr(counterfact, "get_context", lambda _: fork)
     where = tmp_path / "run", tmp_path, tmp_path, 1
     trials = [Noted(*where, "swapped rows", {"how": how}, [10]) for how in ("copy", "pad")]
     trials[0].measure()
