@@ -11,7 +11,7 @@ from naive import SIZES, decoder, naive_logits, tokens
 from relatives import linear
 from training.decoding import norm_keys
 
-PATTERNS = ("full", "window:5", "window:3,full", "previous:1,window:5,window:3", "linear,full")
+PATTERNS = ("full", "previous:1,window:5,window:3", "linear,full")
 SLOW = [8.0, 1.0, 4.0, 32]
 KINDS = {
     "embformer": dict(),
@@ -47,9 +47,10 @@ def documents_of(ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "attention", "n", "masked"),
     [
-        *itertools.product(KINDS, PATTERNS, [19], [True]),
-        *itertools.product(KINDS, ["full"], [19], [False]),
+        *itertools.product(KINDS, PATTERNS[:2], [19], [True]),
         *itertools.product(["embformer", "dense"], PATTERNS, [4, 19], [False]),
+        *itertools.product(["embformer", "dense"], PATTERNS[2:], [19], [True]),
+        *itertools.product(["engram", "bigram"], PATTERNS[:1], [19], [False]),
         ("embformer", "previous:2", 19, True),
         *itertools.product(["dense, wide heads", "stem"], ["qknorm,window:5"], [19], [True]),
         *itertools.product(SIZES, ["full"], [19], [True]),  # of which attention knows nothing
@@ -83,30 +84,22 @@ def test_logits_and_gradients_equal_those_of_a_naive_decoder(kind, attention, n,
 
 
 @pytest.mark.parametrize("attention", PATTERNS)
-@pytest.mark.parametrize(
-    ("ffn", "chunks"),
-    [
-        ("embformer", [1] * 29),
-        ("embformer", [29]),
-        *((ffn, [5, 1, 9, 14]) for ffn in ("embformer", "engram", "bigram")),
-    ],
-)
-def test_cached_logits_equal_those_without_a_cache(ffn, attention, chunks):
+@pytest.mark.parametrize("ffn", ["embformer", "engram", "bigram"])
+def test_cached_logits_equal_those_without_a_cache(ffn, attention):
     """Embformer's also from ids alone, to the bit what keys and values give; but a state of linear
     attention is summed up in other chunks."""
     model = decoder(ffn=ffn, attention=attention, n_kv_head=2)
     ids = tokens(2, 29)
     table_ids = tokens(2, 29, seed=4)  # an edit
+    chunks = [9, 1, 5, 14]
     whole, _ = model(ids, table_ids=table_ids)
     made = []
     for kind in ("kv", "ids") if ffn == "embformer" else ("kv",):
         cache = model.make_cache(2, kind=kind)
         for _ in range(2):  # what is full begins again
             cache.length = 0
-            parts = []
-            for part, under in zip(ids.split(chunks, 1), table_ids.split(chunks, 1), strict=True):
-                logits, _ = model(part, table_ids=under, cache=cache)
-                parts.append(logits)
+            steps = zip(ids.split(chunks, 1), table_ids.split(chunks, 1), strict=True)
+            parts = [model(part, table_ids=under, cache=cache)[0] for part, under in steps]
             made.append(torch.cat(parts, dim=1))
             torch.testing.assert_close(made[-1], whole, rtol=1e-4, atol=1e-4)
         if kind == "ids":
@@ -115,8 +108,10 @@ def test_cached_logits_equal_those_without_a_cache(ffn, attention, chunks):
         assert all(torch.equal(logits, made[0]) for logits in made)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of tables
-@pytest.mark.parametrize("attention", PATTERNS)
+@pytest.mark.parametrize(
+    ("attention", "dtype"),  # of tables
+    [*((attention, torch.float32) for attention in PATTERNS), ("full", torch.bfloat16)],
+)
 def test_embformer_writes_the_same_from_ids_alone(attention, dtype):
     """Beyond the context of 32, keys normed before."""
     model = decoder(ffn="embformer", attention=attention, n_kv_head=2)

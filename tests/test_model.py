@@ -10,7 +10,7 @@ from naive import LAYERS, decoder, naive_greedy, tokens
 from torch._dynamo.utils import counters
 
 from common import UserError
-from model import CHUNK, Decoder, ModelConfig, sample
+from model import BUILT_IN, CHUNK, Decoder, ModelConfig, sample
 from relatives.ngrams import primes
 from training.report import model_sizes
 from training.settings import parse_args
@@ -143,10 +143,15 @@ def test_a_sum_of_gradients_that_float16_cannot_hold_is_no_infinity(monkeypatch)
 
 @pytest.mark.parametrize(
     ("ffn", "prompt", "edits"),
-    [*((ffn, 4, True) for ffn in LAYERS), ("stem", 16, False), ("stem", 21, False)],
+    [
+        *((ffn, 4, True) for ffn in (*BUILT_IN, "engram")),
+        ("stem", 16, False),
+        ("stem", 21, False),
+    ],
 )
 def test_greedy_generation_equals_an_argmax_loop_without_cache(ffn, prompt, edits):
-    """Also where the prompt's rows are those of other tokens."""
+    """Also where the prompt's rows are those of other tokens. Caches of all kinds:
+    test_relatives.py."""
     model = decoder(ffn=ffn, block_size=16)
     ids = tokens(2, prompt)
     table_ids = tokens(2, prompt, seed=4) if edits else None
