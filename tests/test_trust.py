@@ -1,6 +1,7 @@
 """What docs/data-and-stages.md promises, shortened: tests/soak.py tries it at length."""
 
 import contextlib
+import copy
 import io
 import json
 import math
@@ -296,6 +297,7 @@ def test_damage_is_noticed_by_who_goes_on(out, data, tmp_path):
     for path, at, named, lines in (
         (tables / "rows", -1, tables, readers),
         (ckpt, setting, ckpt, [*readers, f"sample.py --ckpt {ckpt}"]),
+        (ckpt, ckpt.stat().st_size // 2, ckpt, readers),  # a weight
     ):
         flip(path, at)
         for line in lines:
@@ -303,32 +305,21 @@ def test_damage_is_noticed_by_who_goes_on(out, data, tmp_path):
         flip(path, at)
 
 
-def test_any_other_bit_is_noticed_or_means_nothing(out, on_disk):
-    """Some bytes of a zip file are never read."""
-    ckpt = out / "ckpt.pt"
-    rows = snapshots(out)[0] / "rows"
-    before = load_checkpoint(on_disk / "ckpt.pt")
-    rng = random.Random(0)
-    n_noticed = 0
-    for path in [ckpt, rows] * 25:
-        at = rng.randrange(path.stat().st_size)
-        flip(path, at)
-        try:
-            found = load_checkpoint(ckpt, verify=True)
-        except UserError:
-            n_noticed += 1
-        else:
-            assert_same({**found, "storage": None}, {**before, "storage": None})
-        flip(path, at)
-    assert n_noticed > 40
-
-
 class Malicious:
     def __reduce__(self):
         return (os.mkdir, ("ran",))
 
 
-HARMS = ("gone", "text", "folder", "circle", "foreign", "old", "unknown", "code")
+HARMS = {
+    "gone": "no ",
+    "text": "damaged",
+    "folder": "",
+    "circle": "cannot read",
+    "foreign": "save_checkpoint: its format is None",
+    "old": "its format is 1",
+    "unknown": "unknown",
+    "code": "possibly code",
+}
 
 
 @pytest.mark.parametrize("harm", HARMS)
@@ -342,7 +333,7 @@ def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, t
     elif harm == "circle":
         path.symlink_to(path)
     elif harm == "foreign":
-        torch.save({"weights": 1}, path)
+        torch.save(saved["model"], path)
     elif harm == "old":
         torch.save({**saved, "format": 1}, path)
     elif harm == "unknown":
@@ -358,20 +349,22 @@ def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, t
         "train.py --eval_only --out_dir .",
         f"train.py --init_from ckpt.pt --data_dir {data}",
     ):
-        assert "ckpt.pt" in refused(line, cwd=tmp_path)
+        said = refused(line, cwd=tmp_path)
+        assert "ckpt.pt" in said and HARMS[harm] in said
     assert contents(tmp_path) == before and not (tmp_path / "ran").exists()
 
 
 FOREIGN = {
     "crc32": ("../../mine/notes", "{root}/mine/notes", "mine/notes", "", "rows\n"),
     "id": ("../../mine", "{root}/mine", "..", "", "mine", "0123abcd/../mine"),
+    "replaced": ("../../mine", "{root}/mine"),
     "ffn": ("../mine/code", "{root}/mine/code", "lab.analyze"),
     "attention": ("../mine/code:1", "os:1"),
 }
 
 
 @pytest.mark.parametrize("place", FOREIGN)
-def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, data, tmp_path, place):
+def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, tmp_path, place):
     """Somebody's checkpoint names files of ours, as tables, runs or code, and has the same beside
     its own."""
     saved = checkpoint(out)
@@ -385,16 +378,17 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, data, tmp_path, pl
     for name in FOREIGN[place]:
         if isinstance(name, str):
             name = name.format(root=tmp_path)
+        forged = copy.deepcopy(saved)
         if place == "crc32":
-            part, changed = "tables", {"crc32": {**saved["tables"]["crc32"], name: 1}}
+            forged["tables"]["crc32"][name] = 1
+        elif place == "replaced":
+            forged["replaced"] = name
         else:
-            part, changed = "tables" if place == "id" else "args", {place: name}
-        torch.save({**saved, part: {**saved[part], **changed}}, out / "ckpt.pt")
+            forged["tables" if place == "id" else "args"][place] = name
+        torch.save(forged, out / "ckpt.pt")
         before = contents(tmp_path)
         for line in (
-            f"edit.py --ckpt out/ckpt.pt {EDIT} --save new/a/b/ckpt.pt",
             f"edit.py --ckpt out/ckpt.pt {EDIT} --save out/ckpt.pt",
-            f"train.py --init_from out/ckpt.pt --data_dir {data} --max_iters 1",
             "train.py --resume --out_dir out --max_iters 13",
         ):
             refused(line, cwd=tmp_path)
@@ -560,7 +554,7 @@ def test_what_was_cut_or_edited_by_hand_is_one_line_or_works(llama, data, traine
 
 def test_a_field_of_another_type_is_one_line_that_names_the_file(on_disk, tmp_path):
     """... of what only --resume reads, too, and each setting."""
-    saved = checkpoint(on_disk)
+    saved = {**checkpoint(on_disk), "model": {}, "optimizer": {}}  # so written sooner
     assert saved.keys() >= {*checkpoints.FIELDS, *checkpoints.RESUMABLE} - {"edits"}
     path = tmp_path / "ckpt.pt"
     records = [{**saved, name: 1j} for name in {*checkpoints.FIELDS, *checkpoints.RESUMABLE}]
@@ -603,13 +597,6 @@ def test_a_tokenizer_of_another_model_or_no_settings_are_not_written(stem_ckpt, 
     with pytest.raises(UserError, match="note"):  # no setting
         save_checkpoint(tmp_path / "ckpt.pt", model, encoding, {"note": "x"})
     assert not (tmp_path / "ckpt.pt").exists()
-
-
-def test_weights_without_the_rest_are_no_checkpoint(stem_ckpt, tmp_path):
-    model, _, _ = load_model(stem_ckpt, CPU)
-    torch.save(model.state_dict(), tmp_path / "own.pt")
-    with pytest.raises(UserError, match="save_checkpoint: its format is None"):
-        load_model(tmp_path / "own.pt", CPU)
 
 
 def test_a_run_that_is_a_link_to_another_is_replaced_without_it(on_disk, data, tmp_path):
