@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -85,13 +86,34 @@ def test_dropout_leaves_out_a_share_and_scales_the_rest_in_training_only():
     assert sums.mean().item() == pytest.approx(1, abs=0.05) and sums.std() > 0.003
 
 
-def test_more_tokens_than_block_size_are_refused():
-    model = decoder(ffn="dense")
-    cache = model.make_cache(1)
-    model(tokens(1, 30), cache=cache)
-    for n, earlier in ((3, cache), (33, None)):
-        with pytest.raises(AssertionError, match="33 tokens: there is room for 32"):
-            model(tokens(1, n), cache=earlier)
+def test_what_the_decoder_cannot_take_is_an_error():
+    """Of other shapes than ids, things would be spread over the batch, or shifted."""
+    model = decoder(ffn="dense", block_size=16)
+    ids = tokens(4, 8)
+    cache = model.make_cache(4)
+    model(tokens(4, 14), cache=cache)
+    wrongs = [
+        (lambda: model(ids[0]), r"ids \[8\] are not \[B, T\]"),
+        (lambda: model.generate(ids[0], 2), r"ids \[8\] are not \[B, T\]"),
+        (lambda: model(ids.float()), "ids are torch.float32"),
+        (lambda: model.generate(ids.float(), 2), "ids are torch.float32"),
+        (lambda: model(ids, ids.float()), "targets are torch.float32"),
+        (lambda: model(tokens(1, 17)), "17 tokens: there is room for 16"),
+        (lambda: model(ids[:, :3], cache=cache), "17 tokens: there is room for 16"),
+        (lambda: model(ids, documents=ids, cache=model.make_cache(4)), "no cache"),
+        (lambda: model.generate(ids, 2, temperature=-1.0), "temperature=-1.0"),
+        (lambda: model.generate(ids, 2, top_p=0.0), "top_p=0.0"),
+        (lambda: model.generate(ids, 2, top_p=math.nan), "top_p=nan"),
+        (lambda: model.generate(ids, 2, cache="KV"), "cache='KV'"),
+    ]
+    for other in (ids[:, :1], ids[:1], tokens(4, 16)):
+        uses = [partial(model.generate, ids, 2, table_ids=other)]
+        for name in ("targets", "table_ids", "documents"):
+            uses.append(partial(model, ids, **{name: other}))
+        wrongs += [(use, "not of the shape of ids") for use in uses]
+    for use, said in wrongs:
+        with pytest.raises(AssertionError, match=said):
+            use()
 
 
 # --- the loss ---
@@ -244,14 +266,6 @@ def test_sample_draws_from_what_is_kept(limits, kept):
             sample(torch.tensor([[0.0, 1.0, wrong]]), **{**limits, "temperature": 1.0})
 
 
-@pytest.mark.parametrize(
-    "option", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": math.nan}, {"cache": "KV"}]
-)
-def test_what_no_option_of_sampling_can_be_is_an_error(option):
-    with pytest.raises(AssertionError, match="".join(option)):
-        decoder().generate(torch.tensor([[1, 2]]), 2, **option)
-
-
 @pytest.mark.parametrize("ffn", ["stem", "embformer"])
 def test_compiled_blocks_take_changing_lengths_without_breaks_or_a_graph_for_each(ffn):
     model = Decoder(ModelConfig(vocab_size=50, block_size=96, n_layer=3, n_embd=16, ffn=ffn))
@@ -267,35 +281,6 @@ def test_compiled_blocks_take_changing_lengths_without_breaks_or_a_graph_for_eac
     assert counters["stats"]["unique_graphs"] <= 4  # with and without rows; one length, any length
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (1, 8), (4, 16)])
-def test_other_shapes_than_that_of_the_ids_are_refused(shape):
-    """They would be spread over the batch, or shifted."""
-    model = Decoder(ModelConfig(60, 16, 2, 2, 32)).eval()
-    ids = torch.randint(60, (4, 8))
-    wrong = torch.randint(60, shape)
-    for use in (
-        lambda: model(ids, wrong),
-        lambda: model(ids, table_ids=wrong),
-        lambda: model.generate(ids, 2, table_ids=wrong),
-    ):
-        with pytest.raises(AssertionError, match="not of the shape of ids"):
-            use()
-
-
-def test_ids_and_targets_are_integers_of_several_sequences():
-    model = Decoder(ModelConfig(60, 16, 2, 2, 32)).eval()
-    ids = torch.randint(60, (4, 8))
-    for use, said in (
-        (lambda: model(ids.float()), "ids are torch.float32"),
-        (lambda: model.generate(ids.float(), 2), "ids are torch.float32"),
-        (lambda: model(ids, ids.float()), "targets are torch.float32"),
-        (lambda: model(ids[0]), r"ids \[8\] are not \[B, T\]"),
-        (lambda: model.generate(ids[0], 2), r"ids \[8\] are not \[B, T\]"),
-    ):
-        with pytest.raises(AssertionError, match=said):
-            use()
-
-
 def test_any_target_below_zero_is_none():
     """-1 is ours; PyTorch's and transformers' -100."""
     model = Decoder(ModelConfig(60, 16, 2, 2, 32)).eval()
@@ -304,17 +289,6 @@ def test_any_target_below_zero_is_none():
     targets[:, :5] = -100
     expected = F.cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(ids, targets)[1], expected)
-
-
-def test_documents_are_those_of_all_tokens_without_a_cache():
-    model = Decoder(ModelConfig(60, 16, 2, 2, 32)).eval()
-    ids = torch.randint(60, (4, 8))
-    documents = torch.zeros_like(ids)
-    for wrong in (documents[:1], documents[:, :1]):
-        with pytest.raises(AssertionError, match="not of the shape of ids"):
-            model(ids, documents=wrong)
-    with pytest.raises(AssertionError, match="no cache"):
-        model(ids, documents=documents, cache=model.make_cache(4))
 
 
 def test_what_stands_in_place_of_the_head_is_called():
