@@ -4,6 +4,7 @@ import os
 import time
 import tracemalloc
 from collections import Counter
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import Mock
@@ -471,31 +472,17 @@ def test_many_notes_take_no_quadratic_time():
     assert len(report.notes) == 200_500
 
 
-def test_nothing_is_left_out_or_not_learned_without_a_word(tmp_path, data, encoding):
-    """Roles are known in any spelling; those that are not are named, wherever they stand."""
-    talk = [ASKED, says(" Assistant\n", "Ho."), says("USER ", "Hi?")]
-    talks = [
-        [says("user", str(n)), *talk, says("bot" if n % 3 else "GPT", "No.")] for n in range(60)
-    ]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
-    line = "prepare.py --out_dir out --tokenizer"
-    said = command(line, data, "--input", path, cwd=tmp_path).stdout
-    assert "note: 40 messages have the role 'bot', which is not learned" in said
-    texts = [
-        encoding.decode(ids)
-        for split in ("train", "val")
-        for ids in stored(tmp_path / "out", split)
-    ]
-    assert sum(text.count("assistant\n Ho.") for text in texts) == 60
-    assert sum(text.count("assistant\n No.") for text in texts) == 20
-    assert sum(text.count("bot\n No.") for text in texts) == 40
-    odd = [{"messages": [*TALK, says(f"Anna {n}", "No.")]} for n in range(60)]
-    path = write_jsonl(tmp_path / "c.jsonl", odd)
-    said = command("prepare.py --out_dir c --tokenizer", data, "--input", path, cwd=tmp_path).stdout
-    assert said.count("which is not learned") == 20 and "40 other notes" in said
-    path = write_jsonl(tmp_path / "b.jsonl", [*TEXTS, *[{"text": " ", "id": 1}] * 7])
-    said = command("prepare.py --vocab_size 300 --out_dir b --input", path, cwd=tmp_path).stdout
-    assert "note: 7 empty documents are left out" in said
+def test_roles_are_known_in_any_spelling_and_others_are_named(tmp_path, encoding, capsys):
+    talk = [ASKED, says(" Assistant\n", "Ho."), says("USER ", "Hi?"), says("GPT", "No.")]
+    records = [{"messages": [*talk, says(f"Anna {n}", "No.")]} for n in range(60)]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    for n, document in enumerate(documents.read([path], documents.Report(0))):
+        roles = [message["role"] for message in document]
+        assert roles == ["user", "assistant", "user", "assistant", f"anna {n}"]
+    from_files(tmp_path / "out", path, encoding, "chat")
+    said = capsys.readouterr().out
+    assert said.count("note: 1 messages have the role 'anna ") == 20
+    assert said.count("which is not learned") == 20 and "note: 40 other notes" in said
 
 
 def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, encoding):
@@ -573,11 +560,12 @@ def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding, monkey
 def test_another_data_set_is_replaced_only_if_asked_and_half_of_ours_always(
     tmp_path, encoding, story, monkeypatch
 ):
-    """Killed before each renaming, the same command works again."""
+    """Killed before each renaming, it looks incomplete, and what makes a new one works."""
     documents = [("train", "a"), ("val", "b")]
     real = os.replace
     for cut in range(5):
         out = tmp_path / str(cut)
+        write_dataset(out, [("train", "old"), ("val", "b")], encoding)
         left = [True] * cut
 
         def until_cut(*paths, left=left):
@@ -587,11 +575,13 @@ def test_another_data_set_is_replaced_only_if_asked_and_half_of_ours_always(
             real(*paths)
 
         monkeypatch.setattr(os, "replace", until_cut)
-        process = get_context("fork").Process(target=write_dataset, args=[out, documents, encoding])
+        write = partial(write_dataset, out, documents, encoding, overwrite=True)
+        process = get_context("fork").Process(target=write)
         process.start()
         process.join()
         monkeypatch.setattr(os, "replace", real)
         assert process.exitcode == (9 if cut < 4 else 0)
+        assert (out / "meta.json").exists() == (cut == 4)
         if cut < 4:
             write_dataset(out, documents, encoding)
         assert len(contents(out)) == 4
@@ -607,20 +597,3 @@ def test_another_data_set_is_replaced_only_if_asked_and_half_of_ours_always(
     before = contents(out)
     assert f"{out} has a tokenizer.json already" in refused(line, out)
     assert contents(out) == before
-
-
-def test_between_old_files_and_new_ones_nothing_looks_complete(tmp_path, encoding, monkeypatch):
-    seen = []
-    real = os.replace
-
-    def replace(temporary, path):
-        seen.append((path.name, (tmp_path / "meta.json").exists()))
-        real(temporary, path)
-
-    write_dataset(tmp_path, [("train", "a"), ("val", "b")], encoding)
-    monkeypatch.setattr(os, "replace", replace)
-    documents = [("train", "c"), ("val", "d")]
-    meta = write_dataset(tmp_path, documents, encoding, overwrite=True, corpus="x")
-    assert len(seen) == 4 and seen[-1] == ("meta.json", False)
-    assert not any(complete for _, complete in seen)
-    assert read_meta(tmp_path) == meta and len(contents(tmp_path)) == 4
