@@ -82,8 +82,8 @@ def run(data, tmp_path_factory):
     ("settings", "how"),
     [
         *(({}, how) for how in HOW),
-        *(({"table_dtype": "bfloat16"}, how) for how in ("copy", "average")),
-        *(({"offload": "disk"}, how) for how in ("copy", "average")),
+        ({"table_dtype": "bfloat16"}, "average"),
+        ({"offload": "disk"}, "copy"),
     ],
 )
 def test_rows_that_are_saved_are_those_of_the_target(run, tmp_path, settings, how, monkeypatch):
