@@ -152,13 +152,9 @@ class Buckets(Previous):
         return super().addresses(5 * ids % 23, n, documents)
 
 
-class FewRows(Buckets):
-    n_row = 22
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(Previous, {}), (Buckets, {}), (FewRows, {}), (None, dict(ffn="bigram", ngram_rows=23))],
+    [(Previous, {}), (Buckets, {}), (None, dict(ffn="bigram", ngram_rows=23))],
 )
 def test_rows_are_edited_where_each_token_reads_its_own(kind, options):
     """A bigram model may have as many rows as there are tokens, by chance."""
