@@ -463,26 +463,19 @@ def test_vectors_are_means_of_what_projections_compute_and_read(ffn):
     config.block_size = 4
     model = Decoder(config).eval()
     text = torch.randint(9, (43,))  # the last three are left out
+    windows = text[:40].view(10, 4)
     with torch.no_grad():
         vectors = dict(geometry.vectors_of(model, text))
-        computed, read = {}, {}  # by window
-        ffn_of_layer_1 = model.blocks[1].ffn
-        ffn_of_layer_1.down.register_forward_pre_hook(
-            lambda _, given: read.update({window: given[0]})
-        )
+        seen = {}
+        layer_1 = model.blocks[1].ffn
+        layer_1.down.register_forward_pre_hook(lambda _, given: seen.update(read=given[0]))
         if ffn == "dense":
-            ffn_of_layer_1.up.register_forward_hook(
-                lambda _, given, out: computed.update({window: out})
-            )
-        for window in range(10):
-            model(text[4 * window : 4 * window + 4][None])
-
-    def mean(values: dict, token: int) -> torch.Tensor:
-        places = (text[:40] == token).nonzero()[:, 0].tolist()
-        return sum(values[place // 4][0, place % 4] for place in places) / len(places)
-
-    for number, token in enumerate(text[:40].unique().tolist()):
-        row = mean(computed, token) if ffn == "dense" else model.tables.weight[0][token]
+            layer_1.up.register_forward_hook(lambda _, given, made: seen.update(rows=made))
+        model(windows)
+    for number, token in enumerate(windows.unique()):
+        here = windows == token
+        row = seen["rows"][here].mean(0) if ffn == "dense" else model.tables.weight[0][token]
         name = "W_u x, layer 1" if ffn == "dense" else "rows, layer 1"
         torch.testing.assert_close(vectors[name][number], row)
-        torch.testing.assert_close(vectors["what W_d reads, layer 1"][number], mean(read, token))
+        read = seen["read"][here].mean(0)
+        torch.testing.assert_close(vectors["what W_d reads, layer 1"][number], read)
