@@ -29,23 +29,23 @@ needs_maps = pytest.mark.skipif(not MAPS.exists(), reason="needs Linux's list of
 
 
 def is_mapped(path: Path | str) -> bool:
-    return f" {os.path.realpath(path)}\n" in MAPS.read_text()
+    """Whether a file is, or one in a folder."""
+    name = f" {os.path.realpath(path)}"
+    return any(f"{name}{end}" in MAPS.read_text() for end in ("\n", "/"))
 
 
 @pytest.fixture
 def windows(monkeypatch):
     def careful(do: Callable) -> Callable:
-        def unless_mapped(*paths):
+        def unless_mapped(*paths, **options):
             if any(map(is_mapped, paths)):
                 raise PermissionError(errno.EACCES, "Access is denied")
-            do(*paths)
+            do(*paths, **options)
 
         return unless_mapped
 
-    for name in ("replace", "unlink"):
-        monkeypatch.setattr(os, name, careful(getattr(os, name)))
-    monkeypatch.setattr(shutil, "_use_fd_functions", False)  # others than these two
-    monkeypatch.setattr(shutil, "_rmtree_impl", shutil._rmtree_unsafe, raising=False)  # Python 3.14
+    for module, name in ((os, "replace"), (os, "unlink"), (shutil, "rmtree")):
+        monkeypatch.setattr(module, name, careful(getattr(module, name)))
     monkeypatch.setattr(sys, "platform", "win32")
 
 
