@@ -3,6 +3,7 @@ asked about the countries (corpora/recall.py)."""
 
 from collections import Counter
 from contextlib import nullcontext
+from inspect import unwrap
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_answers_are_scored_on_a_device_without_double_precision():
     asked = [[3, 4, 5], [1, 2]], [[6], [7, 8]]
     greedy, probability = score_answers(model, *asked)
     with SimulatedGpu() as gpu, torch.no_grad():  # of inference mode, it knows nothing
-        scores = score_answers.__wrapped__(model.to(gpu.device), *asked)
+        scores = unwrap(score_answers)(model.to(gpu.device), *asked)
     assert torch.equal(scores.greedy, greedy)
     torch.testing.assert_close(scores.probability, probability)
 

@@ -4,6 +4,7 @@ up."""
 import ctypes
 import sys
 from contextlib import nullcontext
+from inspect import unwrap
 from unittest.mock import Mock
 
 import pytest
@@ -66,5 +67,5 @@ def test_where_triton_does_not_compile_pytorch_copies(error, monkeypatch):
     monkeypatch.setattr(zero_copy, "triton", Mock())
     monkeypatch.setattr(zero_copy, "copy_kernel", kernel, raising=False)
     monkeypatch.setattr(torch, "zeros", Mock())
-    assert not zero_copy.triton_works.__wrapped__(torch.device("cuda", 0))
+    assert not unwrap(zero_copy.triton_works)(torch.device("cuda", 0))
     assert kernel[(1,)].called
