@@ -1,6 +1,5 @@
 """The stages after pretraining, on text and conversations of the made-up story."""
 
-import json
 import random
 import re
 from dataclasses import fields
@@ -30,7 +29,7 @@ from training.batches import Data
 from training.checkpoints import load_model, read_checkpoint
 from training.objectives import NextToken, validate
 from training.records import read_run
-from training.report import show
+from training.report import describe, show
 from training.settings import Settings, new_settings
 
 
@@ -103,12 +102,11 @@ def test_the_whole_chain(stage, trained, chat, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("n_pass", "rate"), [(2, 1e-4), (9, 1e-4), (9, 2e-3)])
-def test_few_conversations_are_said_to_want_a_larger_rate(
-    stage, chat, tmp_path, capsys, n_pass, rate
-):
-    n_chat = json.loads((chat / "meta.json").read_text())["train"]["documents"]
-    sizes = dict(batch_size=n_pass * n_chat, device_batch_size=16, max_iters=1, warmup=0.0)
-    small_run(**stage("sft", learning_rate=rate, **sizes), out=tmp_path)
+def test_few_conversations_are_said_to_want_a_larger_rate(chat, capsys, n_pass, rate):
+    data = Data(str(chat), "chat", 64, 1, total=1)
+    sizes = dict(batch_size=data.metas[0]["train"]["documents"], max_iters=n_pass)
+    settings = Settings(stage="sft", learning_rate=rate, **sizes)
+    describe(settings, data, NextToken(Decoder(settings.model), "float32"))
     assert ("few conversations" in capsys.readouterr().out) == (n_pass == 9 and rate < 2e-3)
 
 
