@@ -33,6 +33,13 @@ from training.checkpoints import load_checkpoint, load_model, tables_folder, wri
 NAMES = flags(source="Anna", target="Björn", prompt="Then Anna")
 
 
+@pytest.fixture
+def briefly(monkeypatch):
+    """Of a name, less text is held."""
+    monkeypatch.setattr(writing, "N_TEXT", 8)
+    monkeypatch.setattr(writing, "TEXT_TOKENS", 8)
+
+
 # --- sampling ---
 
 
@@ -186,7 +193,7 @@ def test_it_is_said_that_a_name_is_joined_to_its_neighbors(capsys, prompt, is_sa
     assert n == (1 if is_said else prompt.count("云岭"))
 
 
-def test_columns_stand_below_each_other_in_chinese(stem_ckpt, tmp_path):
+def test_columns_stand_below_each_other_in_chinese(stem_ckpt, tmp_path, briefly):
     facts = tmp_path / "facts.jsonl"
     answers = ("云岭。", "Emil.")
     lines = [f'{{"source": "Anna", "write": "{said}", "prompt": "Anna"}}\n' for said in answers]
@@ -283,13 +290,11 @@ def changed_rows(before: dict, after: dict) -> tuple[str, set[int]]:
     return name, set((before[name] != after[name]).any(-1).nonzero()[:, 0].tolist())
 
 
-def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits, monkeypatch):
-    monkeypatch.setattr(writing, "N_TEXT", 8)
-    monkeypatch.setattr(writing, "TEXT_TOKENS", 8)
-    ckpt, run = edits
+def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(out, briefly):
+    ckpt, saved = out / "ckpt.pt", out / "edited.pt"
     before = read(ckpt)
-    saved = ckpt.with_name("edited.pt")
-    shown = run("--ckpt", ckpt, *flags(source="Anna", prompt="Anna", write="at", save=saved)).stdout
+    fact = flags(source="Anna", prompt="Anna", write="at", save=saved)
+    shown = command("edit.py --offload disk --ckpt", ckpt, *fact).stdout
 
     encoding = load_model(ckpt, CPU)[1]
     asked = [encode(encoding, "Anna")], [encoding.encode_ordinary(" at")]
@@ -302,7 +307,7 @@ def test_a_written_fact_is_in_rows_of_the_name_alone_and_undone_to_the_bit(edits
     assert all(repr(encoding.decode([token])) in shown for token in name)
     changed, rows = changed_rows(before, read(saved))
     assert "tables.weight" in changed and rows == set(name)
-    run("--ckpt", saved, "--undo")
+    command("edit.py --undo --offload disk --ckpt", saved)
     assert_same(before, read(saved))
 
 
