@@ -16,7 +16,6 @@ import pytest
 import torch
 from conftest import (
     CPU,
-    SHAPE,
     PowerCut,
     assert_same,
     assert_same_run,
@@ -36,7 +35,7 @@ import common
 import convert
 from common import UserError, locked
 from lab import runs
-from tables.tables import ResidentTables, Tables
+from tables.tables import Tables
 from text.huggingface import GPT2, read_tokenizer
 from training import checkpoints, folders
 from training.batches import Data
@@ -462,21 +461,6 @@ def test_own_tables_with_a_plain_list_are_saved_and_what_is_missing_is_an_error(
     for read in (partial(load_model, device=CPU, tables=Listed), lambda path: resume(out, Listed)):
         with pytest.raises(UserError, match=r"tables\.weight\.0"):
             read(out / "ckpt.pt")
-
-
-def test_own_tables_of_the_usual_shapes_are_not_taken_for_plain_ones(data, tmp_path):
-    class Shuffled(ResidentTables):
-        def lookup(self, ids):
-            return super().lookup(self.n_row - 1 - ids)
-
-    out = small_run(data, tmp_path / "own", Shuffled)
-    model, _, _ = load_model(out / "ckpt.pt", CPU, tables=Shuffled)
-    assert isinstance(model.tables, Shuffled)
-    for read in (partial(load_model, device=CPU), resume):
-        with pytest.raises(UserError, match="tables of another kind, Shuffled"):
-            read(out)
-    with pytest.raises(UserError, match="tables of another kind, Shuffled"):
-        small_run(data, tmp_path / "next", init_from=out, **dict.fromkeys(SHAPE))
 
 
 def test_a_model_without_a_run_has_no_settings_of_one(stem_ckpt, tmp_path):
