@@ -113,8 +113,8 @@ def test_txt_is_cut_into_documents(tmp_path, text, n_document, kept):
 # Small ones, and some that hardly end.
 ODD = {
     "two": ["ab"],
-    "names": [f"name{i}\n" for i in range(5000)],  # a line each
-    "one line": [f"word{i} " for i in range(5000)],
+    "names": [f"name{i}\n" for i in range(2000)],  # a line each
+    "one line": [f"word{i} " for i in range(2000)],
     "the same over and over": ["The quick brown fox.\n\n"] * 2000,
 }
 

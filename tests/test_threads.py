@@ -41,7 +41,7 @@ import {command}
 
 
 def test_threads_change_no_digit(data, tmp_path):
-    sizes = dict(n_embd=64, batch_size=16, max_iters=2)
+    sizes = dict(n_embd=64, batch_size=16, max_iters=1)
     runs = []
     for threads in (1, 2):
         torch.set_num_threads(threads)

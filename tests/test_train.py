@@ -234,9 +234,8 @@ def test_a_signal_saves_a_whole_step_and_the_run_goes_on(
 # --- numbers ---
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bits_train_float32_weights(dtype, trained, data, tmp_path):
-    out = small_run(data, tmp_path, dtype=dtype)
+def test_16_bits_train_float32_weights(trained, data, tmp_path):
+    out = small_run(data, tmp_path, dtype="bfloat16")
     assert losses(out) == pytest.approx(losses(trained["stem"]), rel=5e-3)
     assert losses(out) != losses(trained["stem"])
     assert {weight.dtype for weight in checkpoint(out)["model"].values()} == {torch.float32}
