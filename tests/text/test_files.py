@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 from collections import Counter
 
 import pytest
@@ -186,30 +187,29 @@ def test_of_markdown_the_text_is_read(tmp_path, text, plain):
 
 def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, trained):
     """Which ones, their names decide, wherever the folder lies."""
-    texts = {}
+    (tmp_path / "books").mkdir()
     for book in range(20):
-        texts[book] = [{"text": f"Anna {book} sees {page} at the river."} for page in range(30)]
-        for folder in ("books", "elsewhere/of mine"):
-            path = tmp_path / folder / f"{book}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_jsonl(path, texts[book])
+        texts = [{"text": f"Anna {book} sees {page} at the river."} for page in range(30)]
+        write_jsonl(tmp_path / f"books/{book}.jsonl", texts)
+    shutil.copytree(tmp_path / "books", tmp_path / "elsewhere/of mine")
+
+    def books(folder, split) -> set[str]:
+        meta = read_meta(folder)
+        text = read_tokenizer(folder, meta).decode(open_tokens(folder, split, meta).tolist())
+        assert text.count("Anna") == meta[split]["documents"]
+        return set(re.findall(r"Anna (\d+)", text))
+
     seen = []
-    for folder in ("books", "elsewhere/of mine"):
-        line = ["prepare.py --hold_out_files 0.2 --input", folder, "--tokenizer", data]
-        said = command(*line, "--out_dir", f"out {folder[:1]}", cwd=tmp_path).stdout
-        whole = {}
-        for part, split in (("", "train"), ("", "val"), ("held_out", "train"), ("held_out", "val")):
-            out = tmp_path / f"out {folder[:1]}" / part
-            meta = read_meta(out)
-            text = read_tokenizer(out, meta).decode(open_tokens(out, split, meta).tolist())
-            whole[part, split] = set(re.findall(r"Anna (\d+)", text))
-            assert text.count("Anna") == meta[split]["documents"]
-        aside = whole["held_out", "val"]
-        assert whole["held_out", "train"] <= aside and 1 <= len(aside) < 10
-        assert not aside & (whole["", "train"] | whole["", "val"])
-        assert len(aside | whole["", "train"]) == 20
-        assert read_meta(out)["val"]["documents"] == 30 * len(aside)
-        assert read_meta(out)["sources"] == sorted(f"{book}.jsonl" for book in aside)
+    for name, out in (("books", "a"), ("elsewhere/of mine", "out e")):
+        line = ["prepare.py --hold_out_files 0.2 --input", name, "--out_dir", out, "--tokenizer"]
+        said = command(*line, data, cwd=tmp_path).stdout
+        held = tmp_path / out / "held_out"
+        aside = books(held, "val")
+        assert books(held, "train") <= aside and 1 <= len(aside) < 10
+        assert books(held.parent, "train") == {*map(str, range(20))} - aside
+        assert not aside & books(held.parent, "val")
+        assert read_meta(held)["val"]["documents"] == 30 * len(aside)
+        assert read_meta(held)["sources"] == sorted(f"{book}.jsonl" for book in aside)
         seen.append(aside)
     assert seen[0] == seen[1]
     assert "out e/held_out/val.bin" in said
