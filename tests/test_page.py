@@ -12,6 +12,7 @@ from conftest import CPU, command, refused
 
 from lab.page import Page
 from sample import Chat
+from stem import align
 from text.tokenizer import encode, spelled
 from training import writing
 from training.checkpoints import load_model
@@ -58,11 +59,9 @@ def test_only_the_ticked_tables_are_swapped(page, ckpt):
         assert shown["before"] == whole["before"]
         model, encoding, _ = load_model(ckpt, CPU)
         source, target = (encoding.encode_ordinary(SWAP[name]) for name in ("source", "target"))
-        names = list(zip(source[::-1], target[::-1] + target[:1] * len(source), strict=False))
-        for table in swapped:  # as if the source had the target's rows, aligned at their ends
+        for table in swapped:  # as if the source had the target's rows
             rows = model.tables.weight[table]
-            for one, other in [(one, rows[other].clone()) for one, other in names]:
-                rows[one] = other
+            rows[source] = rows[align(target, len(source))]
         ids = torch.tensor([encode(encoding, SWAP["prompt"])])
         with torch.inference_mode():
             p, token = model(ids, last_only=True)[0][0, 0].softmax(-1).max(-1)
