@@ -411,16 +411,10 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
             set(),
         ),
         # Rows of tables for several forms: what is empty decides nothing.
-        ({"text": "", "messages": None, "prompt": "Hi?", "completion": "Ho."}, TOLD, set()),
         ({"chosen": [], "rejected": None, "text": " ", "messages": TOLD, "input": ""}, TOLD, set()),
         (
             {"messages": [], "prompt": None, "chosen": "", "rejected": "", "text": "Ho."},
             "Ho.",
-            set(),
-        ),
-        (
-            {"messages": [dict.fromkeys(("from", "value")) | message for message in TOLD]},
-            TOLD,
             set(),
         ),
         (
