@@ -67,15 +67,6 @@ def test_samples_depend_on_the_seed_alone(stem_ckpt):
     assert first != second
 
 
-@pytest.mark.parametrize("more", ["", "--num_samples 2"])
-def test_a_text_ends_where_a_message_does(stem_ckpt, encoding, monkeypatch, more):
-    said = [*encoding.encode_ordinary(" Bye"), encoding.encode_single_token("<|im_end|>"), 72]
-    said = [torch.tensor([token] * (2 if more else 1)) for token in said]
-    monkeypatch.setattr(Decoder, "stream", lambda *a, **k: iter(said))
-    shown = command(f"sample.py --prompt Anna {more} --ckpt", stem_ckpt).stdout.split()
-    assert [word for word in shown if word[0] != "-"] == ["Anna", "Bye"] * (2 if more else 1)
-
-
 @pytest.mark.parametrize(
     ("args", "named"),
     [
