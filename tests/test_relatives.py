@@ -46,12 +46,12 @@ def test_with_a_cache_logits_are_those_of_the_whole_text(model):
     assert_close(torch.cat(parts, dim=1), model(ids)[0])
 
 
-@pytest.mark.parametrize("n", [1, 10, 28])
-def test_logits_depend_on_no_later_token_and_on_no_other_text(model, n):
+def test_logits_depend_on_no_later_token_and_on_no_other_text(model):
     ids = tokens(2, 29)
-    other = tokens(2, 29, seed=3)
-    other[0, :n] = ids[0, :n]
-    assert_close(model(other)[0][0, :n], model(ids)[0][0, :n])
+    for n in (1, 10, 28):
+        other = tokens(2, 29, seed=3)
+        other[0, :n] = ids[0, :n]
+        assert_close(model(other)[0][0, :n], model(ids)[0][0, :n])
 
 
 def test_a_document_has_the_logits_that_it_has_alone(model):
