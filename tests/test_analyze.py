@@ -417,11 +417,10 @@ def test_losses_by_frequency_are_those_of_the_run(trained, data, encoding):
     model, _, checkpoint = load_model(run / "ckpt.pt", CPU)
     source = Data(str(data), "text", 32, 0, total=0).val[str(data)]
     losses = [[], [], []]
-    for number in source.spread(RUN["eval_tokens"]):
-        ids, targets = source.sequences([number])
-        log_p = model(ids)[0].log_softmax(-1)[0]  # [T, V]
-        for token, target, log_p_of in zip(ids[0].tolist(), targets[0], log_p, strict=True):
-            losses[rank.index(token) * 3 // n_id].append(-log_p_of[target].item())
+    ids, targets = source.sequences(source.spread(RUN["eval_tokens"]))  # [N, T]
+    log_p = model(ids)[0].log_softmax(-1).flatten(0, 1)  # [N T, V]
+    for token, target, of in zip(ids.flatten().tolist(), targets.flatten(), log_p, strict=True):
+        losses[rank.index(token) * 3 // n_id].append(-of[target].item())
     for loss, of_third in zip(found["losses"][1:], losses, strict=True):
         expected = statistics.fmean(of_third) if of_third else math.nan
         assert loss == pytest.approx(expected, rel=1e-5, nan_ok=True)
