@@ -29,7 +29,7 @@ from text.huggingface import (
     split,
     write_tokenizer,
 )
-from training.checkpoints import load_checkpoint, load_model, save_checkpoint
+from training.checkpoints import load_checkpoint, load_model
 from training.dense_to_stem import read_text
 
 CONFIG = {
@@ -546,10 +546,8 @@ def assert_same_model(path, folder):
 
 
 def test_a_model_in_16_bits_is_exported_in_32(trained, tmp_path):
-    model, encoding, _ = load_model(trained["dense"], "cpu")
-    path = tmp_path / "half.pt"
-    save_checkpoint(path, model.to(torch.bfloat16), encoding)
-    command("convert.py", path, "--export", tmp_path / "llama")
+    model, encoding, _ = load_model(trained["dense"], CPU)
+    convert.write_llama(tmp_path / "llama", model.to(torch.bfloat16), encoding)
     back, _ = convert.read_folder(tmp_path / "llama")
     for name, weight in model.state_dict().items():
         assert torch.equal(back.state_dict()[name], weight.float())
