@@ -262,51 +262,36 @@ def without_time(rows: dict[int, dict]) -> dict[int, dict]:
 
 
 def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
+    """A method is told what was written before, in this sequence."""
     monkeypatch.setattr(counterfact, "open_bench", lambda *_: bench)
-    made = []
+    told = []
 
     def swap(editor, requests, **how):
-        made.extend(requests)
+        told.append(editor.written)
         return Editor.swap_rows(editor, requests, **how)
 
     method = counterfact.METHODS["swapped rows"]._replace(function=swap)
     monkeypatch.setitem(counterfact.METHODS, "swapped rows", method)
-
-    def trial(folder: str, points: tuple[int, ...], size: int) -> Trial:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        where = tmp_path / "run", tmp_path, tmp_path / folder
-        return Trial(*where, 1, "swapped rows", {"how": "copy"}, points, size)
-
     # In the second case, edits are made again.
-    for kept, size, points in ((1, 1, (2, 3)), (25, 2, (2, 4))):
+    for kept, size, first, points, before in (
+        (1, 1, 0, (2, 3), (0, 1, 2)),
+        (25, 2, 1, (2, 4), (0, 0, 2)),
+    ):
         monkeypatch.setattr(counterfact, "KEPT", kept)
-        once, twice = trial(f"once{kept}", points, size), trial(f"twice{kept}", points, size)
+        once, twice = (
+            Trial(*[tmp_path / name] * 3, 1, "swapped rows", {"how": "copy"}, points, size, first)
+            for name in (f"once{kept}", f"twice{kept}")
+        )
         once.measure()
-        made.clear()
+        told.clear()
         twice._replace(points=points[:1]).measure()
         assert [*twice.rows()] == [points[0]]
         twice.measure()
-        assert len(made) == points[1] + (2 if kept == 25 else 0)
+        requests = list(map(bench.request, bench.records[first:]))
+        assert told == [requests[:n] for n in before]
         assert without_time(twice.rows()) == without_time(once.rows())
         assert [len(row["records"]) for row in once.rows().values()] == list(points)
         assert once.rows()[points[1]]["KL"] > 0
-
-
-def test_a_method_is_told_what_was_written_before(bench, tmp_path, monkeypatch):
-    """Also where a sequence goes on; not of single edits."""
-    monkeypatch.setattr(counterfact, "open_bench", lambda *_: bench)
-    monkeypatch.setattr(counterfact, "KEPT", 1)
-    told = []
-
-    def note(editor, requests):
-        told.append([[request.prompt for request in of] for of in (editor.written, requests)])
-
-    monkeypatch.setitem(counterfact.METHODS, "noted", counterfact.Method("STEM", note, [{}]))
-    first, second, third = ([bench.request(record).prompt] for record in bench.records[:3])
-    for number, points in ((0, (2,)), (0, (3,)), (1, (1,)), (2, (1,))):
-        Trial(tmp_path / "run", tmp_path, tmp_path, 1, "noted", {}, points, 1, number).measure()
-    in_sequence = [[], first], [first, second], [first + second, third]
-    assert told == [*in_sequence, [[], second], [[], third]]
 
 
 class Noted(Trial):
