@@ -33,14 +33,6 @@ def test_tables_in_all_places(tmp_path, gib, capsys):
     assert {ratio for _, ratio in rows["resident"].values()} == {1.0}
 
 
-@pytest.mark.parametrize("ffn, by_row", [("stem", True), ("embformer", False)])
-def test_embformer_trains_with_a_moment_per_number(ffn, by_row):
-    sizes = Bench(device="cpu", **SIZES)
-    contender = bench.Contender(sizes, sizes.model(ffn=ffn))
-    bench.train(contender)
-    assert contender.optimizer.rmsprops["tables"].by_row == by_row
-
-
 def test_all_of_it_in_a_quick_run(tmp_path):
     flags = "--quick --rounds 1 --block_size 1 --device cpu"  # the shortest context
     printed = command(f"lab/bench.py all {flags}", cwd=tmp_path).stdout
