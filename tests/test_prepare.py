@@ -134,11 +134,12 @@ def test_only_a_small_text_is_cut_to_validate_with_and_after_lines(monkeypatch):
         ]
         assert splits[0][:n] == splits[1]
     text = "On that day somebody bought a lamp, and it was red.\n" * 300
-    notes = Counter()
-    splits, found = zip(*prepare.labelled([text], settings, notes), strict=True)
-    assert notes[prepare.CUT] == 1
-    assert "".join(found) == text and {*splits} == {"train", "val"}
-    assert all(part.endswith("\n") for part in found)
+    for held in (set(), {documents.hashed(text)}):  # a copy of it may be held out with its file
+        notes = Counter()
+        splits, found = zip(*prepare.labelled([text], settings, notes, held), strict=True)
+        assert notes[prepare.CUT] == 1 and notes[prepare.HELD_COPIES] == len(held)
+        assert "".join(found) == text and {*splits} == {"train", "val"}
+        assert all(part.endswith("\n") for part in found)
 
 
 def test_a_long_document_is_cut_in_no_quadratic_time():
@@ -191,14 +192,6 @@ def test_files_are_held_out_in_no_quadratic_time():
     held, others = prepare.held_out(paths, 0.02)
     assert time.process_time() - start < 4  # a third of a second; a search for each in a list: 17
     assert sorted(held + others) == sorted(paths) and 700 < len(held) < 900
-
-
-def test_a_copy_of_a_document_that_is_held_out_is_named_though_it_is_cut():
-    text = "On that day somebody bought a lamp, and it was red.\n" * 300
-    for held in (set(), {documents.hashed(text)}):
-        notes = Counter()
-        list(prepare.labelled([text], prepare.Preparation(), notes, held))
-        assert notes[prepare.CUT] == 1 and notes[prepare.HELD_COPIES] == len(held)
 
 
 def test_the_next_command_trains_on_a_page(tmp_path):
