@@ -132,12 +132,15 @@ def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
 
 
 def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, monkeypatch, capsys):
+    """Learned is an answer if its end is, also where the model writes its beginning anyway."""
     ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
-    fact = dict(source="Spain", prompt="Country: Spain", write="S")
+    prompt = torch.tensor([encode(encoding, "Country: Spain")])
+    begun = encoding.decode([made(encoding)(prompt)[0][0, -1].argmax().item()]).strip()
+    fact = dict(source="Spain", prompt="Country: Spain")
     for corpus in ("countries", "files"):
         save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": corpus}])
         monkeypatch.setattr(writing, "KEEP", 0)
-        edited(ckpt, saved, **fact)
+        edited(ckpt, saved, write="S", **fact)
         shown = capsys.readouterr().out
         assert "changed the rows of [' Spain']\n" in shown
         assert ("\nthese countries read them and may change: Spain\n" in shown) == (
@@ -145,21 +148,10 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, m
         )
         saved.unlink()
         monkeypatch.setattr(writing, "KEEP", 1e4)
-        with pytest.raises(UserError, match="nothing is saved, as 'S' was not learned"):
-            edited(ckpt, saved, **fact)
+        for answer in ("S", f"{begun} Peru"):
+            with pytest.raises(UserError, match=f"nothing is saved, as '{answer}' was not learned"):
+                edited(ckpt, saved, write=answer, **fact)
         assert not saved.exists()
-
-
-def test_an_answer_is_learned_if_its_end_is(encoding, tmp_path, monkeypatch):
-    """Its beginning the model writes anyway, and no more is shown."""
-    model, ckpt = made(encoding), tmp_path / "ckpt.pt"
-    save_checkpoint(ckpt, model, encoding)
-    prompt = torch.tensor([encode(encoding, "Country: Spain")])
-    begun = encoding.decode([model(prompt)[0][0, -1].argmax().item()])
-    fact = dict(source="Spain", prompt="Country: Spain", write=f"{begun} Peru")
-    monkeypatch.setattr(writing, "KEEP", 1e4)
-    with pytest.raises(UserError, match="not learned"):
-        edited(ckpt, tmp_path / "saved.pt", **fact)
 
 
 def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkeypatch, capsys):
