@@ -317,6 +317,7 @@ HARMS = {
     "foreign": "save_checkpoint: its format is None",
     "old": "its format is 1",
     "unknown": "unknown",
+    "nan": "norm.weight has numbers that are not finite",
     "code": "possibly code",
 }
 
@@ -337,6 +338,9 @@ def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, t
         torch.save({**saved, "format": 1}, path)
     elif harm == "unknown":
         torch.save({**saved, "args": {**saved["args"], "unknown": 1}}, path)
+    elif harm == "nan":
+        saved["model"]["norm.weight"][0] = math.nan
+        torch.save(saved, path)
     elif harm == "code":
         torch.save({"x": Malicious()}, path)
     before = contents(tmp_path)
@@ -463,13 +467,6 @@ def test_own_tables_with_a_plain_list_are_saved_and_what_is_missing_is_an_error(
             read(out / "ckpt.pt")
 
 
-def test_a_model_without_a_run_has_no_settings_of_one(stem_ckpt, tmp_path):
-    """Else --init_from would take its preset from defaults."""
-    model, encoding, _ = load_model(stem_ckpt, CPU)
-    save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
-    assert checkpoint(tmp_path)["args"].keys() == vars(model.config).keys() - {"attention_kinds"}
-
-
 def test_a_compiled_model_is_saved_as_what_was_compiled(stem_ckpt, tmp_path):
     model, encoding, _ = load_model(stem_ckpt, CPU)
     save_checkpoint(tmp_path / "ckpt.pt", torch.compile(model, backend="eager"), encoding)
@@ -572,15 +569,19 @@ def test_a_pointer_of_git_lfs_is_told_from_damage(name, llama, tmp_path):
         convert.read_folder(folder)
 
 
-def test_a_tokenizer_of_another_model_or_no_settings_are_not_written(stem_ckpt, encoding, tmp_path):
-    model, _, _ = load_model(stem_ckpt, "cpu")
+def test_without_a_run_settings_and_tokenizer_are_the_models(stem_ckpt, encoding, tmp_path):
+    model, _, _ = load_model(stem_ckpt, CPU)
+    path = tmp_path / "ckpt.pt"
     model.config.vocab_size += 1
     with pytest.raises(UserError, match=f"its tokenizer is of {encoding.n_vocab} tokens, its"):
-        save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
+        save_checkpoint(path, model, encoding)
     model.config.vocab_size -= 1
     with pytest.raises(UserError, match="note"):  # no setting
-        save_checkpoint(tmp_path / "ckpt.pt", model, encoding, {"note": "x"})
-    assert not (tmp_path / "ckpt.pt").exists()
+        save_checkpoint(path, model, encoding, {"note": "x"})
+    assert not path.exists()
+    save_checkpoint(path, model, encoding)
+    # Else --init_from would take its preset from defaults.
+    assert checkpoint(tmp_path)["args"].keys() == vars(model.config).keys() - {"attention_kinds"}
 
 
 def test_a_run_that_is_a_link_to_another_is_replaced_without_it(on_disk, data, tmp_path):
@@ -631,11 +632,3 @@ def test_files_of_ones_own_by_names_of_a_run_are_not_replaced(data, tmp_path, na
     line = f"train.py --data_dir {data} --out_dir {tmp_path}"
     assert "--overwrite replaces it" in refused(line)
     assert (tmp_path / name).read_text() == "mine\n"
-
-
-def test_weights_that_are_no_numbers_are_named(out):
-    saved = torch.load(out / "ckpt.pt", weights_only=True)
-    saved["model"]["blocks.0.attn.out.weight"].fill_(math.nan)
-    torch.save(saved, out / "ckpt.pt")
-    for line in (f"sample.py --ckpt {out}", f"train.py --resume --out_dir {out} --max_iters 13"):
-        assert "blocks.0.attn.out.weight" in refused(line)
