@@ -49,6 +49,7 @@ from training.checkpoints import (
 from training.records import read_run
 
 EDIT = "--source Anna --target Björn --prompt Anna --max_new_tokens 1"
+BRIEF = "--n_layer 2 --n_embd 32 --max_iters 1 --eval_tokens 64"
 
 
 def snapshots(out: Path) -> list[Path]:
@@ -99,9 +100,7 @@ def test_no_command_touches_what_is_ones_own(out, on_disk, trained, data):
     assert len(mine) >= 12 and Path("results.tables/thesis/1.txt") in mine
     link = out / "link.pt"
     link.symlink_to("ckpt.pt")
-    new = (
-        f"train.py --data_dir {data} --out_dir . --overwrite --n_layer 2 --n_embd 32 --max_iters 1"
-    )
+    new = f"train.py --data_dir {data} --out_dir . --overwrite {BRIEF}"
     for line, works in (
         (f"edit.py --ckpt link.pt {EDIT} --save link.pt", True),
         ("edit.py --ckpt ckpt.pt --undo", True),
@@ -131,7 +130,7 @@ def test_tables_whose_checkpoint_was_moved_stay_and_are_named(out, trained, data
     before = contents(tables)
     (out / "ckpt.pt").rename(out / "old.pt")
     stem, dense = trained["stem"] / "ckpt.pt", trained["dense"] / "ckpt.pt"
-    new = f"train.py --data_dir {data} --out_dir . --n_layer 2 --n_embd 32 --max_iters 1"
+    new = f"train.py --data_dir {data} --out_dir . {BRIEF}"
     for line, works in (
         (f"{new} --n_head 5", False),
         (f"convert.py {dense} --ffn stem --data_dir gone --out ckpt.pt", False),
