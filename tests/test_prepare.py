@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import ROOT, command, contents, refused, says, write_jsonl
+from conftest import ROOT, command, contents, flags, refused, says, write_jsonl
 
 import prepare
 from common import UserError
@@ -22,9 +22,9 @@ from text.writer import write_dataset
 from training.batches import Data
 
 
-def from_files(out, path, encoding=None, kind="text", **flags):
+def from_files(out, path, encoding=None, kind="text", **more):
     """prepare_files() of one file, with flags as on the command line."""
-    settings = prepare.Preparation(input=[path], out_dir=out, **flags)
+    settings = prepare.Preparation(input=[path], out_dir=out, **more)
     return prepare.prepare_files(settings, [path], kind, encoding)
 
 
@@ -198,7 +198,7 @@ def test_the_next_command_trains_on_a_page(tmp_path):
     (tmp_path / "page.txt").write_text("It was the best of times, it was the worst of times. " * 40)
     said = command("prepare.py --vocab_size 300 --input page.txt --out_dir d", cwd=tmp_path).stdout
     words = said.split("next: python ")[1].splitlines()[0].split()
-    tiny = ("--n_layer", 2, "--n_head", 2, "--n_embd", 16, "--max_iters", 1, "--device", "cpu")
+    tiny = flags(n_layer=2, n_head=2, n_embd=16, max_iters=1, eval_tokens=64, device="cpu")
     command("train.py", *words[1:], *tiny, cwd=tmp_path)
     assert (tmp_path / "out/d/ckpt.pt").exists()
 
