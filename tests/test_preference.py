@@ -22,6 +22,7 @@ from conftest import (
 )
 from simulated_gpu import SimulatedGpu
 
+from common import UserError
 from corpora import countries
 from text.writer import write_dataset
 from training.batches import Data
@@ -109,9 +110,8 @@ def test_pairs_that_are_the_same_where_they_are_cut_are_left_out_and_counted(
     write_dataset(
         tmp_path / "c", [split[0], ("val", early)], encoding, "preference", corpus="files"
     )
-    line = "train.py --stage dpo --init_from"
-    says_so = refused(line, given["init_from"], *flags(data_dir="c", out_dir="d"), cwd=tmp_path)
-    assert "--block_size 32" in says_so and "raise it" in says_so
+    with pytest.raises(UserError, match=r"--block_size 32.*raise it"):
+        Data(str(tmp_path / "c"), "preference", 32, 0, 1)
 
 
 # --- the loss ---
