@@ -547,7 +547,7 @@ def assert_same_model(path, folder):
 
 def test_a_model_in_16_bits_is_exported_in_32(trained, tmp_path):
     model, encoding, _ = load_model(trained["dense"], CPU)
-    convert.write_llama(tmp_path / "llama", model.to(torch.bfloat16), encoding)
+    convert.write_folder(tmp_path / "llama", model.to(torch.bfloat16), encoding)
     back, _ = convert.read_folder(tmp_path / "llama")
     for name, weight in model.state_dict().items():
         assert torch.equal(back.state_dict()[name], weight.float())
