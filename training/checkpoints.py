@@ -51,7 +51,16 @@ from training.settings import Settings
 
 FORMAT = 5  # to be raised when an older checkpoint would fail
 # What the readers of zip files and of PyTorch raise for a file that is not a checkpoint.
-NOT_A_CHECKPOINT = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, ValueError)
+NOT_A_CHECKPOINT = (
+    BadZipFile,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 # The fields of a checkpoint, each with its type; RESUMABLE are in those that --resume can continue.
 OF_DATA = {"corpus": str}
 OF_EDIT = {"ids": Tensor, "rows": list[Tensor], "facts": list[tuple[list[int], list[int]]] | None}
