@@ -392,7 +392,8 @@ def main() -> None:
     stage = ["--stage", name, "--init_from", origin, "--out_dir", f"out/{name}"]
     more = ["--out_dir", f"out/{settings.out_dir.name}"] if kind == "text" else stage
     words = ["--data_dir", settings.out_dir, *more]
-    longest = meta["val"]["tokens"] - 1  # the last token is a target alone
+    # The last token is a target alone.
+    longest = min(meta[split]["tokens"] for split in ("train", "val")) - 1
     if kind == "text" and longest < PRESETS["prose"]["block_size"]:
         words += ["--block_size", longest]
     print(f"next: {command_line('train.py', *words)}")
