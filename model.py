@@ -38,8 +38,9 @@ BUILT_IN = ("dense", "stem", "embformer")  # kinds of --ffn; all others are in r
 
 @dataclass
 class ModelConfig:
-    """Shape of a decoder. Fields left at None get the default that is `shown`. UserError: names
-    a field as a flag, its value and what would be valid."""
+    """Shape of a decoder; most fields are flags, too (`common.flag`). Those left at None get the
+    default that is `shown`. UserError: names a field as a flag, its value and what would be valid.
+    """
 
     vocab_size: int = field(default=6400, metadata=dict(must="at least 1"))
     block_size: int = flag(128, "context length in tokens; own text: 256", must="at least 1")
@@ -89,8 +90,8 @@ class ModelConfig:
             self.d_ff = math.ceil(8 * self.n_embd / (3 * 64)) * 64
         if self.tie_head is None:
             self.tie_head = self.embedding_only
-        if self.init_std is None:  # docs/results.md measures both
-            root = float(f"{self.n_embd**-0.5:.2g}")  # two digits, to be typed: 0.088 for 128
+        if self.init_std is None:  # docs/results.md measures both values
+            root = float(f"{self.n_embd**-0.5:.2g}")  # 0.088 for 128: short enough to type
             self.init_std = 0.02 if self.embedding_only else root
         if self.rope_scaling is not None:
             fits = len(self.rope_scaling) == 4 and all(map(math.isfinite, self.rope_scaling))
@@ -178,8 +179,8 @@ def decoder_class(ffn: str) -> type["Decoder"]:
 
 def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Tensor:
     """Cosines and sines for `rotate` at positions 0 to n - 1, [2, n, head_dim] (RoPE: Su et al.,
-    2021, section 3.2). Both channels of a pair find their values in place, the first one its sine
-    with a minus."""
+    2021, section 3.2). The channels of a pair lie head_dim / 2 apart: both halves have the same
+    cosines, and the sines of the first half have a minus."""
     pair = torch.arange(0, config.head_dim, 2, device=device)
     frequency = config.rope_base ** -(pair / config.head_dim)  # radians per token, [head_dim / 2]
     if config.rope_scaling is not None:
@@ -209,9 +210,9 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def rotate_both(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`rotate` queries [B, n_head, T, head_dim] and keys [B, n_kv_head, S, head_dim], those of the
-    same tokens as one tensor: half the kernels."""
-    if q.shape[2] < k.shape[2]:
+    """`rotate` queries [B, n_head, T, head_dim] and keys [B, n_kv_head, S, head_dim]. If they
+    belong to the same tokens, they go as one tensor: half the kernels."""
+    if q.shape[2] < k.shape[2]:  # earlier keys are made again, see `Decoder.rows_of_text`
         return rotate(q, cos_sin), rotate(k, cos_sin)
     both = rotate(torch.cat((q, k), dim=1), cos_sin)
     return both.split((q.shape[1], k.shape[1]), dim=1)
@@ -273,8 +274,8 @@ class Cache:
         self.layers = layers
         self.cos_sin = cos_sin  # [2, room, head_dim]
         self.room = cos_sin.shape[1]
-        # Tokens so far. Set it to 0 to start over or, with full attention alone, to fewer tokens to
-        # take the last ones back: other kinds have overwritten what they kept then.
+        # Tokens so far. Set it to 0 to start over. A lower number takes the last tokens back, with
+        # full attention alone: other kinds have overwritten what they kept.
         self.length = 0
         self.ids: Tensor | None = None  # [B, length], table_ids of the text so far
 
@@ -293,7 +294,7 @@ class Attention(nn.Module):
         if argument:
             raise UserError(f"--attention {config.attention}: leave out :{argument}")
         self.config = config
-        self.span = config.block_size  # the most keys that a token sees; on average half
+        self.span = config.block_size  # twice the keys that a token sees on average
         self.qkv = qkv
         self.out = nn.Identity()
         if not config.embedding_only:
@@ -460,8 +461,8 @@ class Block(nn.Module):
 
 # --- the decoder ---
 
-# How many logits `Decoder.loss` computes at a time. Elsewhere it is 1 << 22, so that they stay in a
-# CPU's caches.
+# How many logits `Decoder.loss` computes at a time. On other devices it is 1 << 22, so that they
+# stay in a CPU's caches.
 CHUNK = {"cuda": 1 << 26}
 # How many logits are kept for the backward pass at most, 256 MiB. If there are more, it computes
 # them again.
@@ -477,8 +478,8 @@ class Decoder(nn.Module):
     captured: Callable[..., Tensor] | None = None
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
-        """tables: called as (n_table, n_row, width), makes the tables. UserError: sizes do not fit
-        together."""
+        """tables: called as (n_table, n_row, width), makes the tables. UserError: the config is of
+        another kind of decoder, or selects layers or an attention that do not exist."""
         super().__init__()
         # Class and config may be of different kinds, as in Decoder(ModelConfig(ffn="moe")).
         relative = type(self).__module__.partition("relatives.")[2]  # its file, "moe", else ""
@@ -559,9 +560,9 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Without targets: logits [B, T, V], of the last token alone [B, 1, V] if `last_only`, and
-        None. With targets [B, T], the tokens that follow ids (below 0: nothing to predict): None
-        and the mean cross-entropy in nats. For all else see `hidden`."""
+        """Returns (logits, None): [B, T, V] or, if `last_only`, of the last token alone, [B, 1, V].
+        With targets [B, T], the tokens that follow ids (below 0: nothing to predict), it returns
+        (None, loss), the mean cross-entropy in nats. For all else see `hidden`."""
         check_ids(ids, targets=targets)
         x = self.hidden(ids, table_ids=table_ids, documents=documents, cache=cache)
         if torch.is_grad_enabled() and self.head_weight.requires_grad:  # it is being trained
@@ -691,8 +692,8 @@ class Decoder(nn.Module):
         return self.head_weight.device
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of x [N, n_embd] in nats []. targets [N], -1: nothing to predict;
-        NaN if that is all there is."""
+        """The mean cross-entropy of x [N, n_embd] in nats []. targets [N], -1: nothing to predict.
+        NaN if all are -1."""
         size = max(1, CHUNK.get(x.device.type, 1 << 22) // self.config.vocab_size)  # tokens
         kept = len(x) * self.config.vocab_size <= KEPT
         total = torch.zeros((), device=x.device)
@@ -751,8 +752,8 @@ class Decoder(nn.Module):
         """Yield new tokens [B], one step at a time.
 
         Args:
-            ids: prompts [B, T], of one length: padding would be read as text. When the context is
-                full, its last half is kept.
+            ids: prompts [B, T], of one length: padding would be read as text. Of long ones, the
+                last block_size tokens are read. When the context is full, its last half is kept.
             stop: a sequence repeats it once it emits it; generation ends when all have.
             seed: of the draws. None: PyTorch's global generator.
             table_ids: [B, T], under which the prompt's rows are looked up.
