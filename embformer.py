@@ -62,8 +62,8 @@ def mix(n_head: int, head_dim: int) -> Tensor:
 class EmbformerFFN(nn.Module):
     """FFN without weights: `mix(act(x) * F_l[t])` (note, section 2.2).
 
-    The note multiplies attention's output, without activation (`identity`). Its author's code, and
-    ours, multiplies the normed residual stream, by default with SiLU.
+    In the note, x is attention's output, and there is no activation (`identity`). In its author's
+    code, as here, x is the normed residual stream, and the activation is SiLU by default.
     """
 
     def __init__(self, n_head: int, head_dim: int, act: str = "silu") -> None:
