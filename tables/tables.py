@@ -64,8 +64,8 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Tables(nn.Module):
-    """Base class: looks up rows and collects their gradients. `weight[i]` is the table of layer
-    `config.row_layers[i]` in a STEM model, of layer i in Embformer (of the i-th with a row_width).
+    """Base class: looks up rows and collects their gradients. `weight[i]` is the table of the i-th
+    layer that has one (`Block.row_width` above 0).
 
     A kind of tables sets `weight` and may override lookup, read, rows, states, slots, updated,
     prefetch, add_state, init_rows, draw, mean_square and flush."""
@@ -92,7 +92,7 @@ class Tables(nn.Module):
         self.n_read = 0  # lookups since the last `zero_grad`
         # The count of `optimizer_steps` when gradients began to wait (or, in eval() mode, when a
         # loss was first computed). If the count is higher later, an optimizer has stepped without
-        # them. It is beyond any count once somebody has asked for the gradients.
+        # them. Once somebody has asked for the gradients, this is beyond any count.
         self.waiting_since = sys.maxsize
 
     @torch.no_grad()
@@ -175,9 +175,9 @@ class Tables(nn.Module):
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids of any shape -> distinct ids [n] in ascending order, and the position of each id in
-        them: what `torch.unique` returns with the inverse, on the CPU. It sorts. To mark the ids
-        that occur is two to ten times as fast, unless there are many more rows than ids.
-        IndexError: an id is out of range."""
+        them, on the CPU: as `torch.unique` with the inverse. That sorts; to mark the ids that occur
+        is two to ten times as fast, unless there are many more rows than ids. IndexError: an id is
+        out of range."""
         ids = ids.cpu()
         if self.n_row > 64 * ids.numel():
             self.check_range(ids)
