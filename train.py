@@ -301,7 +301,7 @@ def fit(run: Run) -> None:
             train_loss = torch.zeros((), device=model.device)
             # Dropout draws other numbers for each step, rank and seed.
             torch.manual_seed(mixed(settings.seed, run.step, ranks.rank))
-            # Part k of n is sequences k, k + n, k + 2n, ...; with several ranks, some of them.
+            # Part k of n is sequences k, k + n, k + 2n, ... Each rank takes some of the parts.
             numbers = range(ranks.rank, run.n_part, ranks.size)
             for number in numbers:
                 part_targets = targets[number :: run.n_part]
@@ -319,7 +319,7 @@ def fit(run: Run) -> None:
             fraction = schedule(run.step, settings)  # of the peak learning rate
             norm = run.optimizer.step(fraction=fraction)
             run.step += 1
-            # What begins at zero passes no gradient on in the first steps.
+            # Not after the first step: a weight that begins at zero passes no gradient on.
             if run.step == max(3, min(10, settings.max_iters)):
                 check_trained(model, run.optimizer)
             ranks.add_up(train_loss)
@@ -369,13 +369,14 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
             ids = ids.reshape(-1, ids.shape[-1])[:1]  # [1, T], also of pairs
             check_causal(run.model, ids)
             check_saved(path, run.model, ids, run.own_tables)
-        # Told by the step: after a crash between the two files, the resumed run writes it, too.
+        # By the step, which ckpt.pt keeps: a run that crashed between the two files and resumes
+        # writes it, too.
         if run.step == run.best[1]:
             if run.model.tables.on_disk:  # a best.pt would take another copy of the tables
                 remove(settings.out_dir / "best.pt")
             else:
                 run.save_model("best.pt")
-    # A run that was cut off before its first checkpoint has no such record (folders.has_run).
+    # After ckpt.pt: a record of a later step than 0 says that there is a run (folders.has_run).
     meter.log.write(type="eval", step=run.step, **losses)
     return f"step {run.step}: {format_figures({**losses, **meter.latest})}"
 
