@@ -280,7 +280,7 @@ class Tables(nn.Module):
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
         """The gradients of all rows read since the last `zero_grad`, micro-batches merged: distinct
         sorted ids [n], and for each table [n, W] on the compute device. They are valid until the
-        next lookup."""
+        next lookup, and may be clipped in place. AssertionError: there are none."""
         self.merge()
         self.waiting_since = sys.maxsize
         trained.add(self)
