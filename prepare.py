@@ -116,7 +116,11 @@ class Preparation:
         "of records, the key of a text, or the keys of a question and its answer (a,b), "
         "if prepare.py does not know them",
     )
-    val_fraction: float = flag(0.02, "share of documents in files held out", must="between 0 and 1")
+    val_fraction: float = flag(
+        0.02,
+        "share of documents in files held out; 1: all of them, to evaluate a model on",
+        must="above 0 and at most 1",
+    )
     hold_out_files: float | None = flag(
         None,
         "share of the files, such as books, to leave out of training as a whole and write to "
@@ -214,9 +218,14 @@ def prepare_files(
             corpus="files",
             sources=[path.name for path in books],
         )
+    documents = read(found, report, "encoding", columns)
+    if settings.val_fraction == 1:
+        documents = to_validate(documents, held)
+    else:
+        documents = labelled(documents, settings, report.notes, held)
     meta = write_dataset(
         settings.out_dir,
-        labelled(read(found, report, "encoding", columns), settings, report.notes, held),
+        documents,
         encoding,
         kind,
         overwrite=settings.overwrite,
@@ -379,7 +388,8 @@ def main() -> None:
         meta = prepare_files(settings, paths, kind, encoding)
 
     # 3) what there is now, and what to do with it
-    tell(settings.out_dir, meta, "train", "val")
+    all_held_out = settings.val_fraction == 1
+    tell(settings.out_dir, meta, *(["val"] if all_held_out else ["train", "val"]))
     if settings.hold_out_files:
         tell(settings.out_dir / HELD_OUT, read_meta(settings.out_dir / HELD_OUT), "val")
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
@@ -389,6 +399,11 @@ def main() -> None:
     given = str(settings.tokenizer)  # of a checkpoint, it is that of the model to go on with
     is_run = os.path.exists(Path(given) / "ckpt.pt")
     origin = given if is_run or given.endswith(".pt") else "CKPT"
+    if all_held_out:
+        words = ["--eval_only", "--init_from", origin, "--data_dir", settings.out_dir]
+        words += ["--eval_tokens", meta["val"]["tokens"]]
+        print(f"next: {command_line('train.py', *words)}")
+        return
     stage = ["--stage", name, "--init_from", origin, "--out_dir", f"out/{name}"]
     more = ["--out_dir", f"out/{settings.out_dir.name}"] if kind == "text" else stage
     words = ["--data_dir", settings.out_dir, *more]

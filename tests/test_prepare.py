@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, command, contents, flags, refused, says, write_jsonl
 
 import prepare
@@ -20,6 +21,7 @@ from text import chat, documents, files, tokenizer, writer
 from text.dataset import open_tokens, read_meta, read_tokenizer
 from text.writer import write_dataset
 from training.batches import Data
+from training.checkpoints import load_model
 
 
 def from_files(out, path, encoding=None, kind="text", **more):
@@ -192,6 +194,22 @@ def test_files_are_held_out_in_no_quadratic_time():
     held, others = prepare.held_out(paths, 0.02)
     assert time.process_time() - start < 4  # a third of a second; a search for each in a list: 17
     assert sorted(held + others) == sorted(paths) and 700 < len(held) < 900
+
+
+def test_all_of_a_text_can_be_evaluated_on(tmp_path, story, stem_ckpt):
+    """By the command that is printed, in windows from its beginning on."""
+    text = story.read_text()[:1500]
+    (tmp_path / "page.txt").write_text(text)
+    line = f"prepare.py --input page.txt --val_fraction 1 --out_dir page --tokenizer {stem_ckpt}"
+    words = command(line, cwd=tmp_path).stdout.split("next: python ")[1].split()
+    shown = command("train.py", *words[1:], "--dtype", "float32", cwd=tmp_path).stdout
+    model, encoding, _ = load_model(stem_ckpt, "cpu")
+    ids = torch.tensor(tokenizer.encode(encoding, text))
+    size = model.config.block_size
+    windows = ids.unfold(0, size + 1, size)
+    with torch.no_grad():
+        _, loss = model(windows[:, :-1], windows[:, 1:])
+    assert f"val loss {loss:.3f}" in shown and f"of {len(windows)} held-out" in shown
 
 
 def test_the_next_command_trains_on_a_page(tmp_path):
