@@ -389,7 +389,9 @@ def main() -> None:
 
     # 3) what there is now, and what to do with it
     all_held_out = settings.val_fraction == 1
-    tell(settings.out_dir, meta, *(["val"] if all_held_out else ["train", "val"]))
+    if not all_held_out:
+        tell(settings.out_dir, meta, "train")
+    tell(settings.out_dir, meta, "val")
     if settings.hold_out_files:
         tell(settings.out_dir / HELD_OUT, read_meta(settings.out_dir / HELD_OUT), "val")
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
@@ -418,14 +420,13 @@ def main() -> None:
         print(f"both losses: {command_line('train.py', *words)}")
 
 
-def tell(folder: Path, meta: dict, *splits: str) -> None:
-    """Print the sizes of a folder's files."""
-    for split in splits:
-        sizes = meta[split]
-        print(
-            f"{folder / split}.bin: {sizes['documents']:,} documents, "
-            f"{sizes['tokens']:,} tokens, {sizes['bytes'] / sizes['tokens']:.2f} bytes per token"
-        )
+def tell(folder: Path, meta: dict, split: str) -> None:
+    """Print the sizes of a folder's file."""
+    sizes = meta[split]
+    print(
+        f"{folder / split}.bin: {sizes['documents']:,} documents, "
+        f"{sizes['tokens']:,} tokens, {sizes['bytes'] / sizes['tokens']:.2f} bytes per token"
+    )
 
 
 if __name__ == "__main__":
