@@ -184,7 +184,7 @@ def named_weights(model: Decoder) -> dict[str, Tensor]:
         for theirs, name in NAMES.items():
             weights[f"model.layers.{layer}.{theirs}.weight"] = ours[f"blocks.{layer}.{name}.weight"]
         qkv, attention = f"blocks.{layer}.attn.qkv", f"model.layers.{layer}.self_attn"
-        if config.attention == "qknorm":
+        if config.attention_kinds[layer] == "qknorm":
             for name in ("q_norm", "k_norm"):
                 weights[f"{attention}.{name}.weight"] = ours[f"{qkv}.{name}.weight"]
             qkv += ".qkv"
@@ -373,7 +373,8 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
     """The inverse of `read_folder`. UserError: neither a Llama nor a Qwen3 is like this model."""
     config = model.config
     kinds = {"full": ("llama", "LlamaForCausalLM"), "qknorm": ("qwen3", "Qwen3ForCausalLM")}
-    if config.ffn != "dense" or config.attention not in kinds:
+    kind, *others = {*config.attention_kinds}
+    if config.ffn != "dense" or others or kind not in kinds:
         wrong = f"--attention {config.attention}"
         if config.ffn != "dense":
             wrong = f"--ffn {config.ffn}"
@@ -381,7 +382,7 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
             f"--export: a Llama or Qwen3 is dense, with full attention: it cannot be {wrong}; "
             "train one with --ffn dense on the same text"
         )
-    model_type, architecture = kinds[config.attention]
+    model_type, architecture = kinds[kind]
     record = {
         "architectures": [architecture],
         "model_type": model_type,

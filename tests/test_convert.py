@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -551,6 +552,20 @@ def test_a_model_in_16_bits_is_exported_in_32(trained, tmp_path):
     back, _ = convert.read_folder(tmp_path / "llama")
     for name, weight in model.state_dict().items():
         assert torch.equal(back.state_dict()[name], weight.float())
+
+
+def test_attention_of_one_kind_is_exported_however_it_is_named(trained, tmp_path):
+    model, encoding, _ = load_model(trained["dense"], CPU)
+    for number, attention in enumerate(("full,full", "qknorm,qknorm")):
+        there = Decoder(replace(model.config, attention=attention))
+        folder = tmp_path / str(number)
+        convert.write_folder(folder, there, encoding)
+        back, _ = convert.read_folder(folder)
+        assert back.config.attention_kinds == there.config.attention_kinds
+        assert_same(back.state_dict(), there.state_dict())
+    mixed = Decoder(replace(model.config, attention="qknorm,full"))
+    with pytest.raises(UserError, match="cannot be --attention qknorm,full"):
+        convert.write_folder(tmp_path / "mixed", mixed, encoding)
 
 
 def test_what_was_exported_comes_back(exported):
