@@ -95,7 +95,7 @@ def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
         return {name: {**wanted[name], "learning_rate": rates.get(name, 3e-3)} for name in wanted}
 
     monkeypatch.setattr(ladder, "best_learning_rates", search)
-    experiment = Experiment(out_dir=tmp_path, data_dir=data, device="cpu", quick=True, seeds="2,4")
+    experiment = Experiment(out_dir=tmp_path, data_dir=data, device="cpu", quick=True)
     ladder.ladder(experiment, "mine")
     assert tuple(searched) == kinds
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
@@ -103,8 +103,10 @@ def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
     assert "0.01" in mine and [row[1] for row in others] == [*kinds[:3]]
     with pytest.raises(UserError, match="ladder mein: relatives/ has mine"):
         ladder.ladder(experiment, "mein")
-    runs = experiment.out_dir.glob("runs/*")
-    assert {read_run(run)["run"][0]["args"]["seed"] for run in runs} == {2, 4}
+    ours = Experiment(out_dir=tmp_path, data_dir=data, device="cpu", quick=True, seeds="2,4")
+    ladder.ladder(ours, "mine")
+    trained = {read_run(run)["run"][0]["args"]["seed"] for run in ours.out_dir.glob("runs/*")}
+    assert trained == {1, 2, 4}
 
 
 def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, monkeypatch):
@@ -368,7 +370,6 @@ def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_t
     with pytest.raises(UserError, match="tokens: give the folder of classics"):
         scale.scale(experiment)
     monkeypatch.setattr(scale, "read_meta", lambda folder: {"train": {"tokens": 6e7}})
-    monkeypatch.setattr(scale, "STAGES", scale.STAGES[:1])
     asked = {}
 
     def search(experiment, kinds):
@@ -376,7 +377,8 @@ def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_t
 
     def train(kinds):
         for (_, million, seed), flags in kinds.items():
-            asked[million] = flags["max_iters"], flags["learning_rate"]
+            if flags["preset"] == "prose":
+                asked[million] = flags["max_iters"], flags["learning_rate"]
             assert seed == flags["seed"]
         return {run: [Path(json.dumps(run))] for run in kinds}
 
@@ -389,20 +391,25 @@ def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_t
         return found
 
     monkeypatch.setattr(scale, "best_learning_rates", search)
-    missing = ('["Embformer", 15, 2]', '["dense", 56.4, 1]')
+    missing = ('["Embformer", 15, 2]', '["dense", 112.8, 1]')
     monkeypatch.setattr(scale, "diverged", lambda folder: folder.name in missing)
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(experiment, "measure", measure)
-    scale.scale(experiment)
+    pictures = []  # one after each stage, of which the last one is drawn
+    monkeypatch.setattr(experiment, "picture", lambda *picture: pictures.append(picture))
+    with torch.device("meta"):  # models of which the sizes alone are asked for
+        scale.scale(experiment)
+    Experiment.picture(experiment, *pictures[-1])
     settings = train_settings(data_dir=str(experiment.data_dir), max_iters=1)
     step = settings.batch_size * settings.model.block_size
     steps = {million: round(1e6 * million / step) for million in scale.SIZES}
-    assert asked == {size: (steps[size], steps[scale.SIZES[size]]) for size in asked}
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    at = {row[0]: [row[2], *row[4:9]] for row in rows if row[1:2] == ["Embformer"]}
+    assert asked == {size: (steps[size], steps[scale.SIZES[size]]) for size in steps}
+    *_, last = capsys.readouterr().out.split("| M tokens |")
+    rows = [line.split(" | ") for line in last.splitlines() if line[:2] == "| "]
+    at = {row[0]: [row[2], *row[4:9]] for row in rows if row[1] == "Embformer"}
     assert at["| 1.5"] == ["2", *["-0.100 ± 0.000"] * 4, f"{10**0.1:.2f} x"]
     assert at["| 15"][:2] == ["1", "-0.100"]
-    assert at["| 56.4"] == ["1", *[""] * 4, "> 0.27 x"]
+    assert at["| 112.8"] == ["1", *[""] * 4, "> 0.50 x"]
     assert (experiment.out_dir / "scale-prose.png").read_bytes().startswith(PNG)
 
 
