@@ -262,12 +262,12 @@ def without_time(rows: dict[int, dict]) -> dict[int, dict]:
 
 
 def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
-    """A method is told what was written before, in this sequence."""
+    """A method is told what was written before, in this sequence, and what to write now."""
     monkeypatch.setattr(counterfact, "open_bench", lambda *_: bench)
     told = []
 
     def swap(editor, requests, **how):
-        told.append(editor.written)
+        told.append((editor.written, requests))
         return Editor.swap_rows(editor, requests, **how)
 
     method = counterfact.METHODS["swapped rows"]._replace(function=swap)
@@ -288,7 +288,7 @@ def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
         assert [*twice.rows()] == [points[0]]
         twice.measure()
         requests = list(map(bench.request, bench.records[first:]))
-        assert told == [requests[:n] for n in before]
+        assert told == [(requests[:n], requests[n : n + size]) for n in before]
         assert without_time(twice.rows()) == without_time(once.rows())
         assert [len(row["records"]) for row in once.rows().values()] == list(points)
         assert once.rows()[points[1]]["KL"] > 0
