@@ -231,6 +231,7 @@ def fail(said: str) -> None:
             "allowed: 6.80 GB). Tried to allocate 768.00 MB on private pool.",
         ),
         partial(fail, "Invalid buffer size: 24.00 GB"),
+        partial(fail, "CUDA error: out of memory\nCUDA kernel errors might be reported later."),
         partial(fail, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
