@@ -38,8 +38,9 @@ class Costs:
         with torch.device("meta"):  # shapes, but no numbers
             model = Decoder(config)
         self.sizes = model_sizes(model)
-        # FLOPs for one token: of attention to another one, of the head, and of all else.
-        self.key = 4 * config.n_embd * config.n_layer  # q k, and its weight times v
+        # FLOPs for one token: of attention to another one (q k, and its weight times v), of the
+        # head, and of all else.
+        self.key = 4 * config.n_head * config.head_dim * config.n_layer
         self.head = 2 * model.head_weight.numel()
         self.layers = self.sizes["flops_per_token"] - self.key * config.block_size // 2 - self.head
         # What one more distinct token reads: its rows, and its embedding unless all is read anyway.

@@ -13,7 +13,6 @@ from training.report import model_sizes
 
 N = 12  # tokens
 SHAPE = dict(n_layer=4, n_kv_head=2)
-PER_KEY = 4 * 4 * TINY["n_embd"]
 
 
 def counted(run) -> int:
@@ -23,9 +22,12 @@ def counted(run) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_flops_equal_those_that_pytorch_counts(kind):
-    model = decoder(**SHAPE, **KINDS[kind])
+@pytest.mark.parametrize(
+    ("kind", "more"), [*((kind, {}) for kind in KINDS), ("dense", {"head_dim": 12})]
+)
+def test_flops_equal_those_that_pytorch_counts(kind, more):
+    model = decoder(**SHAPE, **KINDS[kind], **more)
+    per_key = 4 * 4 * model.config.n_head * model.config.head_dim
     ids = tokens(1, N)
     sizes = model_sizes(model)
     with torch.no_grad():
@@ -34,11 +36,11 @@ def test_flops_equal_those_that_pytorch_counts(kind):
     if kind == "pkm":  # the weighted sum of 16 values a head, which it does not count
         read += 2 * N * 4 * 4 * 16 * TINY["n_embd"]
     # Plain products take every pair of tokens. By `sizes` a token sees half a context.
-    of_a_token = sizes["flops_per_token"] - PER_KEY * TINY["block_size"] // 2
-    assert read == N * of_a_token + N * N * PER_KEY
+    of_a_token = sizes["flops_per_token"] - per_key * TINY["block_size"] // 2
+    assert read == N * of_a_token + N * N * per_key
     if kind in MAIN:
         costs = Costs(model.config)
-        hidden = PER_KEY * sum(range(N))  # pairs behind the mask
+        hidden = per_key * sum(range(N))  # pairs behind the mask
         assert last == costs.flops(N, logits=1) + hidden
         trained = counted(lambda: model.train()(ids)[0].sum().backward())
         assert trained == 3 * (costs.flops(N, logits=N) + hidden)
