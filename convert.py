@@ -110,8 +110,8 @@ SIZES = {
     "n_head": "num_attention_heads",
     "n_kv_head": "num_key_value_heads",
     "n_embd": "hidden_size",
-    "d_ff": "intermediate_size",  # not of Embformers
-    "head_dim": "head_dim",  # which may be missing, but in a Qwen3
+    "d_ff": "intermediate_size",  # not in an Embformer
+    "head_dim": "head_dim",  # may be missing, except in a Qwen3
 }
 # Settings of config.json that may be missing, as transformers reads it.
 OPTIONAL = {
