@@ -503,7 +503,11 @@ def test_the_code_of_the_pages_runs(data, tmp_path, monkeypatch, capsys):
     assert saved["step"] == 3
     assert not torch.equal(model.tables.weight[0], first.tables.weight[0])
     # Who opens it must bring the class.
-    for line in (f"train.py --resume --out_dir {ckpt.parent}", f"sample.py --ckpt {ckpt}"):
+    for line in (
+        f"train.py --resume --out_dir {ckpt.parent}",
+        f"train.py --init_from {ckpt} --out_dir out/next",
+        f"sample.py --ckpt {ckpt}",
+    ):
         assert "tables of another kind" in refused(line, cwd=tmp_path)
 
 
