@@ -358,7 +358,7 @@ def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, t
 
 FOREIGN = {
     "crc32": ("../../mine/notes", "{root}/mine/notes", "mine/notes", "", "rows\n"),
-    "id": ("../../mine", "{root}/mine", "..", "", "mine", "0123abcd/../mine"),
+    "id": ("../../mine", "{root}/mine", "..", "", "mine", "{id}/../mine"),
     "replaced": ("../../mine", "{root}/mine"),
     "ffn": ("../mine/code", "{root}/mine/code", "lab.analyze"),
     "attention": ("../mine/code:1", "os:1"),
@@ -379,7 +379,7 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, tmp_path, place):
             shutil.copy(rows / "rows", folder / name)
     for name in FOREIGN[place]:
         if isinstance(name, str):
-            name = name.format(root=tmp_path)
+            name = name.format(root=tmp_path, id=rows.name)
         forged = copy.deepcopy(saved)
         if place == "crc32":
             forged["tables"]["crc32"][name] = 1
