@@ -290,7 +290,6 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
     for name, value in rope.items():
         if isinstance(value, dict):
             raise UserError(f"{path}: rotations of {name} alone are not supported")
-        require(path, record["rope_parameters"], name, value)  # the same, if it is said twice
     theta = record.get("rope_theta", rope.get("rope_theta", 10000.0))
     require(path, rope, "rope_theta", theta)
     for settings in (record, rope):
@@ -308,6 +307,8 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
             factor, low, high, context = scaling
             if not (1 <= factor < 1e9 and 0 < low < high < 1e9 and 1 <= context < 1e9):
                 raise Damage(f"rope_scaling {rope}")
+    for name, value in rope.items():  # the same, if it is said twice
+        require(path, record["rope_parameters"], name, value)
     try:
         return ModelConfig(
             **{ours: record[theirs] for ours, theirs in sizes.items()},
