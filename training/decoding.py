@@ -47,16 +47,16 @@ def load_to_decode(
 
 
 def chats(checkpoint: dict) -> bool:
-    """Whether a model was trained to chat."""
+    """Whether a model was trained to chat here; what others did, a checkpoint does not say."""
     return checkpoint["args"].get("stage") in ("sft", "dpo")
 
 
 def check_chat(path: str | Path, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
-    """For --chat: say so if the model was not trained to chat. UserError: it cannot."""
+    """For --chat: say so if the model was not trained to chat here. UserError: it cannot."""
     if START not in encoding.special_tokens_set:
         raise UserError(f"--chat: {path} has no token {START}")
     if not chats(checkpoint):
-        print(f"{path} was not trained to chat (train.py --stage sft)", file=sys.stderr)
+        print(f"{path} was not trained to chat by train.py --stage sft", file=sys.stderr)
 
 
 def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:
