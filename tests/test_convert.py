@@ -664,6 +664,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     command("prepare.py --input other.txt --vocab_size 270 --out_dir other", cwd=tmp_path)
     shutil.copy(dense, tmp_path / "damaged.pt")
     flip(tmp_path / "damaged.pt", dense.stat().st_size // 2)
+    command("convert.py llama --out hub.pt", cwd=tmp_path)
     stem = f"--ffn stem --data_dir {data} --out new.pt"
     for line, reason in (
         (f"{dense} --ffn stem", "give --out FILE"),
@@ -671,6 +672,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"{dense} --out new.pt --tokens 5", "--tokens 5 needs --ffn stem"),
         (f"gone.pt {stem}", "gone.pt"),
         (". --out new.pt", "no config.json: name a folder of Hugging Face"),
+        ("hub.pt --ffn stem --out new.pt", "--data_dir: name a text"),
         (f"llama {stem}", "llama is a model of Hugging Face: convert it with"),
         (f"{dense} {stem} --out {dense}", "exists"),
         (f"{trained['stem']}/ckpt.pt {stem}", "only dense can be converted"),

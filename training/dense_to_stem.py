@@ -172,7 +172,7 @@ def dense_to_stem(
         tables: makes the tables, see training/placement.make_tables.
 
     Raises:
-        UserError: the model is not dense, or as `read_text`.
+        UserError: the model is not dense, or does not say what it has read, or as `read_text`.
     """
     torch.manual_seed(SEED)  # of random rows
     dense, encoding, checkpoint = load_model(path, torch.device("cpu"), verify=True)
@@ -187,7 +187,9 @@ def dense_to_stem(
             up[layer] = weights.pop(f"blocks.{layer}.ffn.up.weight")
     model.load_state_dict(weights)
     if n_token:
-        data_dir = data_dir or checkpoint["args"].get("data_dir", "data/countries")
+        data_dir = data_dir or checkpoint["args"].get("data_dir")
+        if data_dir is None:  # others have trained it
+            raise UserError(f"--data_dir: name a text, as {path} does not say what it has read")
         (ids, _), _ = read_text(path, model, encoding, data_dir, n_token, block_size)
         fill_tables(model.to(device).eval(), up, ids, batch_size)
     return model, encoding, {"args": checkpoint["args"], "data": checkpoint["data"]}
