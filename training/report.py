@@ -126,7 +126,7 @@ def suggest(settings: Settings, data: Data, best: tuple[float, int], commands: l
     evaluations = read_run(settings.out_dir)["eval"]
     lowest, step = min([best, *((record["val_loss"], record["step"]) for record in evaluations)])
     last = evaluations[-1]["val_loss"]
-    is_worse = last > 1.01 * lowest + 0.01  # by more than it wavers
+    is_worse = last > max(1.01 * lowest, lowest + 0.01)  # by more than it wavers
     if is_worse:
         advice = (
             "what the model learns by heart helps no other text. More text or fewer steps "
