@@ -164,7 +164,8 @@ def named_weights(model: Decoder) -> dict[str, Tensor]:
     this is the way in and the way out."""
     config = model.config
     ours = model.state_dict()
-    n_q, n_kv = (n * config.head_dim for n in (config.n_head, config.n_kv_head))
+    n_q = config.n_head * config.head_dim
+    n_kv = config.n_kv_head * config.head_dim
     if config.embedding_only:
         weights = {"model.embed_tokens.weight": ours["wte.weight"]}
         for layer in range(config.n_layer):
@@ -373,9 +374,9 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> None:
     """The inverse of `read_folder`. UserError: neither a Llama nor a Qwen3 is like this model."""
     config = model.config
-    kinds = {"full": ("llama", "LlamaForCausalLM"), "qknorm": ("qwen3", "Qwen3ForCausalLM")}
-    kind, *others = {*config.attention_kinds}
-    if config.ffn != "dense" or others or kind not in kinds:
+    known = {"full": ("llama", "LlamaForCausalLM"), "qknorm": ("qwen3", "Qwen3ForCausalLM")}
+    kind = config.attention_kinds[0]
+    if config.ffn != "dense" or kind not in known or set(config.attention_kinds) != {kind}:
         wrong = f"--attention {config.attention}"
         if config.ffn != "dense":
             wrong = f"--ffn {config.ffn}"
@@ -383,7 +384,7 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
             f"--export: a Llama or Qwen3 is dense, with full attention: it cannot be {wrong}; "
             "train one with --ffn dense on the same text"
         )
-    model_type, architecture = kinds[kind]
+    model_type, architecture = known[kind]
     record = {
         "architectures": [architecture],
         "model_type": model_type,

@@ -30,8 +30,10 @@ def wrapped(text: str, n: int) -> list[str]:
 def shortened(text: str, n: int) -> str:
     """A text, or its beginning and "[...]", in one line of at most n columns."""
     text = " ".join(text.split())
-    lines = wrapped(text, n)
-    return "".join(lines) if len(lines) < 2 else f"{wrapped(text, n - 6)[0].rstrip()} [...]"
+    if len(wrapped(text, n)) < 2:
+        return text
+    cut = " [...]"
+    return wrapped(text, n - len(cut))[0].rstrip() + cut
 
 
 class _Wrapper(textwrap.TextWrapper):

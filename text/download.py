@@ -96,7 +96,8 @@ def download(file: File, part: Path) -> None:
         headers = {"User-Agent": "token-tables", "Range": f"bytes={size}-"}
         with urlopen(Request(file.url, headers=headers), timeout=TIMEOUT) as response:
             if response.status == 200:  # all of the file, as from a proxy that knows no ranges
-                size = output.truncate(0)
+                output.truncate(0)
+                size = 0
             with tqdm.wrapattr(
                 output, "write", total=file.size, initial=size, desc=part.stem, disable=None
             ) as counted:
