@@ -57,15 +57,19 @@ def runs(folders: list[Path], out: Path) -> None:
 
 def grouped(folders: list[Path]) -> dict[str, list[Run]]:
     """The records of runs, those together whose settings differ in nothing but the seed, by the
-    name of the first one's folder."""
+    name of the first one's folder. A run that repeats another's seed, too, is no second sample: it
+    goes to another group."""
     groups: dict[str, list[Run]] = {}
     names: dict[str, str] = {}  # of groups, by their settings
+    n_equal: Counter[str] = Counter()  # runs so far, by settings and seed
     for folder in tqdm(folders, "reading", unit="run", leave=False, delay=3, disable=None):
         run = read_run(folder)
         args = last_start(run)["args"]
         compared = {name: args[name] for name in args if name not in NOT_COMPARED}
         compared["relatives"] = last_start(run).get("relatives")
-        settings = json.dumps(compared, sort_keys=True)
+        equal = json.dumps([compared, args.get("seed")], sort_keys=True)
+        n_equal[equal] += 1
+        settings = json.dumps([compared, n_equal[equal]], sort_keys=True)
         if settings not in names:
             names[settings] = str(folder) if folder.name in groups else folder.name
         groups.setdefault(names[settings], []).append(run)

@@ -87,6 +87,13 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
     draw(grouped(folders), tmp_path / "x.png")
 
 
+def test_a_run_that_repeats_a_seed_is_no_second_sample(tmp_path):
+    run = {**RUN, "args": {**ARGS, "seed": 1}}
+    folders = [made(tmp_path / name, [run, *RECORDS[1:]]) for name in ("out", "again")]
+    _, _, first, second = table(folders).splitlines()
+    assert first.startswith("| out | stem") and second.startswith("| again | stem")
+
+
 def test_a_run_that_diverged_has_no_loss_and_its_kind_no_interval(tmp_path):
     """Its last evaluation, of an earlier step, is no figure of a run that ended."""
     lines = [{**RUN, "args": {**ARGS, "seed": 2}}, STEP, {**EVAL, "step": 0, "val_loss": 8.0}]
