@@ -241,6 +241,16 @@ def test_16_bits_train_float32_weights(trained, data, tmp_path):
     assert {weight.dtype for weight in checkpoint(out)["model"].values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_layers_compute_in_the_precision_of_dtype(dtype):
+    model = decoder()
+    seen = []
+    gate = model.blocks[0].ffn.gate
+    gate.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
+    NextToken(model, dtype)(*tokens(2, 2, 24))
+    assert seen == [getattr(torch, dtype)]
+
+
 def test_32_bits_need_no_autocast():
     """On the GPU of a Mac, that of PyTorch 2.6 would warn; some devices it does not know."""
     with torch.device("meta"):
