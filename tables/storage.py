@@ -182,9 +182,11 @@ def check_room(n_byte: int, folder: Path | None = None) -> None:
         n_byte *= int(os.environ["LOCAL_WORLD_SIZE"])  # set by torchrun
         dist.all_reduce(torch.zeros(1))  # nobody takes its share before all have looked
     if n_byte > free:
-        place, fix = ("disk", "another --out_dir") if folder else ("RAM", "--offload disk")
+        place, fix = "RAM", "use --offload disk"
+        if folder:
+            place, fix = "disk", "make room there, or choose another --out_dir"
         sizes = f"{n_byte / 2**20:,.1f} MiB of {place}, but {free / 2**20:,.1f} MiB is free"
-        raise UserError(f"the tables need {sizes}: use {fix}")
+        raise UserError(f"the tables need {sizes}: {fix}")
 
 
 def free_ram() -> float:
