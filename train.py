@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 from corpora import recall
 from corpora.countries import write_corpus
-from model import BUILT_IN, Decoder, ModelConfig, decoder_class
+from model import Decoder, ModelConfig, decoder_class
 from tables.storage import DTYPES
 from text import tokenizer
 from text.dataset import read_meta
@@ -58,7 +58,7 @@ from training.checkpoints import (
     read_encoding,
     save_checkpoint,
 )
-from training.checks import check_causal, check_saved, check_trained
+from training.checks import check_logits, check_saved, check_trained
 from training.digests import digests
 from training.evaluation import evaluate
 from training.folders import has_run, live_tables, remove_run, run_folder
@@ -364,10 +364,11 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
         path = settings.out_dir / "ckpt.pt"
         is_first = not path.exists()
         run.save()
-        if is_first and ranks.size == 1 and (run.own_tables or settings.model.ffn not in BUILT_IN):
+        files = digests(settings.model.ffn, settings.model.attention)
+        if is_first and ranks.size == 1 and (run.own_tables or files):
             ids, _ = data.train.batch(0, 1)
             ids = ids.reshape(-1, ids.shape[-1])[:1]  # [1, T], also of pairs
-            check_causal(run.model, ids)
+            check_logits(run.model, ids)
             check_saved(path, run.model, ids, run.own_tables)
         # By the step, which ckpt.pt keeps: a run that crashed between the two files and resumes
         # writes it, too.
@@ -387,8 +388,10 @@ def check_finite(settings: Settings, which: str, loss: float, step: int) -> None
         advice = f"lower --learning_rate {settings.learning_rate}"
         if step == 0:
             advice = "are the weights of --init_from finite, --init_std and --table_std small?"
-        if settings.model.ffn not in BUILT_IN:
-            advice += f", or does relatives/{settings.model.ffn}.py divide by zero or overflow?"
+        names = digests(settings.model.ffn, settings.model.attention)
+        if names:
+            files = " or ".join(f"relatives/{name}.py" for name in names)
+            advice += f", or does {files} divide by zero or overflow?"
         raise UserError(f"the {which} loss became {loss} at step {step}: {advice}")
 
 

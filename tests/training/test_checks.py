@@ -87,6 +87,21 @@ class Decoder(model.Decoder):
     row_ffn = FFN
 """
 
+# In decoding, `ids` are the new token alone.
+MIXES_BEFORE = """
+class Decoder(model.Decoder):
+    def embed(self, ids):
+        x = super().embed(ids)
+        return x + torch.cat((x[:, :1], x[:, :-1]), dim=1)
+"""
+BIDIRECTIONAL = """
+import model
+
+class Attention(model.Attention):
+    def make_mask(self, x, start, documents):
+        return x.new_zeros(x.shape[1], start + x.shape[1])
+"""
+
 
 @pytest.mark.parametrize(
     ("source", "said"),
@@ -102,6 +117,7 @@ class Decoder(model.Decoder):
             LOOKS_AHEAD.replace("x, rows.roll(-1, 1)", "x + x.mean(1, keepdim=True), rows"),
             "looks ahead",
         ),
+        (MIXES_BEFORE, "sample.py predicts something else"),
         (ZERO_AT_FIRST, None),
     ],
 )
@@ -113,6 +129,14 @@ def test_what_learns_nothing_or_is_not_kept_is_said(
     notes = [line for line in capsys.readouterr().out.splitlines() if "note: " in line]
     assert len(notes) == (said is not None)
     assert said is None or said in notes[0]
+
+
+def test_attention_of_ones_own_is_checked_beside_a_built_in_ffn(
+    data, tmp_path, monkeypatch, capsys
+):
+    add_relative(monkeypatch, tmp_path, "mine", BIDIRECTIONAL)
+    small_run(data, tmp_path / "out", attention="full,mine", max_iters=4)
+    assert "looks ahead" in capsys.readouterr().out
 
 
 def test_a_context_of_one_token_looks_nowhere(data, tmp_path, monkeypatch, capsys):
