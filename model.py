@@ -565,10 +565,6 @@ class Decoder(nn.Module):
         (None, loss), the mean cross-entropy in nats. For all else see `hidden`."""
         check_ids(ids, targets=targets)
         x = self.hidden(ids, table_ids=table_ids, documents=documents, cache=cache)
-        if torch.is_grad_enabled() and self.head_weight.requires_grad:  # it is being trained
-            for tables in (self.tables, self.wte):
-                if isinstance(tables, Tables):
-                    tables.check_mode()
         if targets is not None:
             # PyTorch marks what is not predicted by -100, `loss` by -1: both will do.
             targets = send(targets.long(), x.device).clamp(min=-1)
@@ -620,6 +616,10 @@ class Decoder(nn.Module):
         cos_sin = cache.cos_sin[:, : start + n]
         x = self.through_layers(x, layer_rows, cos_sin, masks, cache.layers, start)
         cache.length = start + n
+        if torch.is_grad_enabled() and self.head_weight.requires_grad:  # it is being trained
+            for tables in (self.tables, self.wte):
+                if isinstance(tables, Tables):
+                    tables.check_mode()
         return x
 
     def through_layers(

@@ -132,7 +132,7 @@ class Tables(nn.Module):
             warnings.warn(
                 "an optimizer steps, but rows stay in eval() mode: call model.train() or, if this "
                 f"is not what is trained, compute under torch.no_grad(). {ADVICE}",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:

@@ -206,6 +206,15 @@ def test_a_training_loop_in_eval_mode_is_warned(ffn, how, targets):
         assert "eval() mode" in str(warning.message) and warning.filename == __file__
 
 
+def test_a_loss_of_hidden_states_in_eval_mode_is_warned():
+    model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8)).eval()
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.warns(UserWarning, match=r"eval\(\) mode"):
+        for _ in range(2):
+            model.hidden(BATCH)
+            other.step()
+
+
 def test_processes_that_would_train_rows_of_their_own_are_refused(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     try:
