@@ -364,6 +364,8 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
         path = settings.out_dir / "ckpt.pt"
         is_first = not path.exists()
         run.save()
+        if is_first and ranks.rank == 0:
+            read_checkpoint(path)  # an objective or optimizer of your own may save what it refuses
         files = digests(settings.model.ffn, settings.model.attention)
         if is_first and ranks.size == 1 and (run.own_tables or files):
             ids, _ = data.train.batch(0, 1)

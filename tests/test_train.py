@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -461,6 +462,16 @@ def test_a_stage_of_ones_own_says_what_its_losses_are(trained, data, tmp_path, m
     assert "val_loss_per_byte" not in read_run(out)["eval"][-1]
     said = command(f"train.py --eval_only --out_dir {out} --data_dir {data}").stdout
     assert "not of --stage half" in said and "val loss per byte" in said
+
+
+@pytest.mark.parametrize(("state", "said"), [({"mean": 1.0}, "objective is"), (np.ones(1), "more")])
+def test_state_of_ones_own_that_no_command_could_read_ends_the_run_at_its_first_checkpoint(
+    data, tmp_path, monkeypatch, state, said
+):
+    monkeypatch.setattr(NextToken, "state_dict", lambda objective: state)
+    with pytest.raises(UserError, match=f"ckpt.pt is damaged .*{said}"):
+        small_run(data, tmp_path)
+    assert [record["step"] for record in read_run(tmp_path)["eval"]] == [0]
 
 
 def test_a_text_file_as_data_dir_is_prepared_first(tmp_path):
