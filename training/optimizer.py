@@ -115,6 +115,7 @@ class Optimizer:
                 linear.append(parameter)
             else:
                 other.append(parameter)
+        self.params = linear + other
         groups = [
             {"params": linear, "weight_decay": settings.weight_decay},
             {"params": other, "weight_decay": 0.0},
@@ -126,8 +127,7 @@ class Optimizer:
         """Update at this fraction of the peak learning rate, as `schedule` says. -> the norm of all
         gradients before clipping."""
         # 1) the gradients: of parameters, summed over the ranks, and of the rows that were read
-        params = [p for group in self.adamw.param_groups for p in group["params"]]
-        grads = [p.grad for p in params if p.grad is not None]
+        grads = [p.grad for p in self.params if p.grad is not None]
         ranks.add_up(*grads)
         row_grads = []
         for rmsprop in self.rmsprops.values():
@@ -156,7 +156,8 @@ class Optimizer:
                 rate = self.table_rate if name == "tables" else 1.0
                 rmsprop.step(fraction * self.peak * rate)
         self.scaler.update(finite)
-        self.adamw.zero_grad()
+        for parameter in self.params:
+            parameter.grad = None
         for rmsprop in self.rmsprops.values():
             rmsprop.tables.zero_grad()  # of a step that was skipped
         return norm

@@ -1,11 +1,13 @@
-"""The loss scaler against PyTorch's."""
+"""The loss scaler against PyTorch's, and parameters that another optimizer trains."""
 
 import random
 
 import torch
 from torch import nn
 
-from training.optimizer import LossScaler
+from model import Decoder, ModelConfig
+from training.optimizer import LossScaler, Optimizer
+from training.settings import Settings
 
 
 def test_the_scale_follows_that_of_pytorch(monkeypatch):
@@ -25,3 +27,16 @@ def test_the_scale_follows_that_of_pytorch(monkeypatch):
         theirs.update()
         mine.update(finite)
         assert mine.factor == theirs.get_scale()
+
+
+def test_what_an_optimizer_beside_adamw_trains_is_clipped_and_begins_each_step_at_zero(monkeypatch):
+    model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+    optimizer = Optimizer(model, Settings(model=model.config, grad_clip=1e-3))
+    mine = optimizer.adamw.param_groups[0]["params"].pop()
+    norms = []
+    monkeypatch.setattr(optimizer.adamw, "step", lambda: norms.append(mine.grad.norm()))
+    ids = torch.randint(9, (2, 5))
+    model(ids, ids)[1].backward()
+    optimizer.step(fraction=1.0)
+    assert 0 < norms[0] < 1e-3
+    assert mine.grad is None
