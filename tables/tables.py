@@ -229,7 +229,8 @@ class Tables(nn.Module):
 
     def add_state(self) -> list[Tensor]:
         """Add a float32 zero beside each number. Returns a [V, W] tensor for each table, stored
-        where its rows are. UserError: there is no room."""
+        where its rows are. A second call replaces what the first has added. UserError: there is no
+        room."""
         self.state = [torch.zeros_like(weight, dtype=torch.float32) for weight in self.weight]
         return self.state
 
