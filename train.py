@@ -278,7 +278,6 @@ def fit(run: Run) -> None:
         relatives=digests(settings.model.ffn, settings.model.attention),
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
-    first_step = run.step
     ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
     bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
@@ -287,9 +286,8 @@ def fit(run: Run) -> None:
             # 1) evaluate and save
             is_last = run.step >= settings.max_iters
             is_due = is_last or run.step % settings.eval_interval == 0
-            # A run that resumes between two evaluations begins with one, too.
-            if is_due or run.step == first_step:
-                bar.write(evaluate_and_save(run, meter, is_due))
+            if is_due and run.step != log.evaluated:  # a run that resumes may have done it
+                bar.write(evaluate_and_save(run, meter))
             if is_last:
                 break
             if ranks.wait(sum(received)):  # some rank was asked to stop
@@ -341,26 +339,29 @@ def stop(run: Run, meter: Meter, bar: tqdm, received: list[int]) -> NoReturn:
     raise SystemExit(128 + sum(received))
 
 
-def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
+def evaluate_and_save(run: Run, meter: Meter) -> str:
     """Log validation losses and, on the countries, the share of facts that are known. Once
-    something is trained, write ckpt.pt and, if the loss is the lowest so far, best.pt. Returns the
-    figures as a line, with those of the last step.
-
-    is_due: False for the evaluation with which a run resumes between two others. An uninterrupted
-        run does not make it, so it must not decide which weights are best."""
+    something is trained, write best.pt, if the loss is the lowest so far, and at last ckpt.pt, from
+    which a run resumes: all else is then written. Returns the figures as a line, with those of the
+    last step."""
     settings, data = run.settings, run.data
     meter.read()
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
-    if run.step and not math.isfinite(losses["val_loss"]):  # the record says so, too
-        meter.log.write(type="eval", step=run.step, **losses)
-    check_finite(settings, "validation", losses["val_loss"], run.step)
-    if run.step == 0 and not settings.resume and ranks.rank == 0:
+    if run.step == 0:
         # An earlier run is replaced only now, when this one has shown that it can be evaluated.
-        remove_run(settings.out_dir)
+        check_finite(settings, "validation", losses["val_loss"], run.step)
+        if ranks.rank == 0:
+            remove_run(settings.out_dir)
     losses.update(recall.ask(run.model, data.encoding, data.corpora, briefly=True))
+    meter.log.write(type="eval", step=run.step, **losses)
+    check_finite(settings, "validation", losses["val_loss"], run.step)
     if run.step or settings.max_iters == 0:
-        if is_due and losses["val_loss"] < run.best[0]:
+        if losses["val_loss"] < run.best[0]:
             run.best = (losses["val_loss"], run.step)
+            if run.model.tables.on_disk:  # a best.pt would take another copy of the tables
+                remove(settings.out_dir / "best.pt")
+            else:
+                run.save_model("best.pt")
         path = settings.out_dir / "ckpt.pt"
         is_first = not path.exists()
         run.save()
@@ -372,15 +373,6 @@ def evaluate_and_save(run: Run, meter: Meter, is_due: bool) -> str:
             ids = ids.reshape(-1, ids.shape[-1])[:1]  # [1, T], also of pairs
             check_logits(run.model, ids)
             check_saved(path, run.model, ids, run.own_tables)
-        # By the step, which ckpt.pt keeps: a run that crashed between the two files and resumes
-        # writes it, too.
-        if run.step == run.best[1]:
-            if run.model.tables.on_disk:  # a best.pt would take another copy of the tables
-                remove(settings.out_dir / "best.pt")
-            else:
-                run.save_model("best.pt")
-    # After ckpt.pt: a record of a later step than 0 says that there is a run (folders.has_run).
-    meter.log.write(type="eval", step=run.step, **losses)
     return f"step {run.step}: {format_figures({**losses, **meter.latest})}"
 
 

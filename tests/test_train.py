@@ -85,12 +85,12 @@ def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, more):
 def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     data, tmp_path, monkeypatch
 ):
-    """Losses are made up; the power fails between ckpt.pt and best.pt of the lowest, in step 6."""
+    """Losses are made up; the power fails between best.pt and ckpt.pt of the lowest, in step 6."""
     made_up = iter([1.0, 8.0, 6.0, 6.0, 7.0, 6.5])  # steps 0, 3, 6; 6, 9, 12
     save = train.save_checkpoint
 
     def fails(path, *args, **state):
-        if path.name == "best.pt" and state["step"] == 6:
+        if path.name == "ckpt.pt" and state["step"] == 6:
             raise PowerCut
         save(path, *args, **state)
 
@@ -98,28 +98,35 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     with monkeypatch.context() as patch, pytest.raises(PowerCut):
         patch.setattr(train, "save_checkpoint", fails)
         small_run(data, tmp_path, eval_interval=3)
-    model = checkpoint(tmp_path)["model"]
-    assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 3
+    model = torch.load(tmp_path / "best.pt", weights_only=True)["model"]
+    assert checkpoint(tmp_path)["step"] == 3
     resume(tmp_path)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert best["step"] == 6 and "optimizer" not in best
     assert_same(best["model"], model)
 
 
-def test_the_evaluation_that_only_a_resumed_run_makes_decides_nothing(data, tmp_path, monkeypatch):
-    made_up = iter([9.0, 1.0, 6.0, 7.0])  # step 0; 4, 6, 12
+def test_a_resumed_run_makes_the_evaluations_of_an_uninterrupted_one(data, tmp_path, monkeypatch):
+    made_up = iter([9.0, 6.0, 7.0, 5.0, 4.0])  # steps 0; 6, 12; 13; 16
     monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         cut_in_step(patch, 4, do=lambda: signal.raise_signal(signal.SIGINT))
         small_run(data, tmp_path)
     resume(tmp_path)
     assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 6
+    resume(tmp_path)  # has nothing to do
+    resume(tmp_path, max_iters=13)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        cut_in_step(patch, 16, do=lambda: signal.raise_signal(signal.SIGINT))
+        resume(tmp_path, max_iters=20)
+    resume(tmp_path, max_iters=16)  # where it was stopped
+    evals = [(record["step"], record["val_loss"]) for record in read_run(tmp_path)["eval"]]
+    assert evals == [(0, 9.0), (6, 6.0), (12, 7.0), (13, 5.0), (16, 4.0)]
 
 
 def test_a_run_that_goes_on_keeps_its_best_and_names_it(data, tmp_path, monkeypatch, capsys):
-    """... whose loss the first run had, not what the second one finds there. Of a text that is
-    known by heart, the loss wavers near zero: that is no rise."""
-    made_up = iter([9.0, 5.0, 0.0005, 0.0024, 2.1, 3.0, 3.5])  # steps 0, 5, 10, 12; 12, 15, 17
+    """Of a text that is known by heart, the loss wavers near zero: that is no rise."""
+    made_up = iter([9.0, 5.0, 0.0005, 0.0024, 3.0, 3.5])  # steps 0, 5, 10, 12; 15, 17
     monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
     small_run(data, tmp_path, eval_interval=5)
     assert "longer" in capsys.readouterr().out

@@ -45,17 +45,14 @@ def clear(path: str | Path) -> None:
 
 def has_run(out_dir: Path) -> bool:
     """Whether a folder has files that a new run would replace. A run that was killed before its
-    first checkpoint does not count: its metrics.jsonl has no evaluation but that of step 0."""
+    first checkpoint does not count: it has metrics.jsonl alone."""
     names = set(os.listdir(out_dir))
-    if {"ckpt.pt", "best.pt", "loss.png"} & names:
-        return True
-    if "metrics.jsonl" not in names:
-        return False
-    try:
-        records = read_metrics(out_dir / "metrics.jsonl")
-    except UserError:  # somebody's own
-        return True
-    return any(record["type"] == "eval" and record["step"] for record in records)
+    if "metrics.jsonl" in names:
+        try:
+            read_metrics(out_dir / "metrics.jsonl")
+        except UserError:  # somebody's own
+            return True
+    return bool({"ckpt.pt", "best.pt", "loss.png"} & names)
 
 
 def remove_run(out_dir: Path) -> None:

@@ -44,12 +44,14 @@ class Log:
         """UserError: an earlier line is damaged."""
         self.path = path
         self.first: list[dict] = []  # lines that are yet to be written
+        self.evaluated: int | None = None  # the last step of which they have an evaluation
         if resume_step and path.exists():
             for line in read_metrics(path):
-                # A resumed run first evaluates again at its step.
-                last = resume_step if line["type"] == "step" else resume_step - 1
-                if line.get("step", 0) <= last:
+                # What is asked at the end of a run is asked again.
+                if line.get("step", 0) <= resume_step and line["type"] != "recall":
                     self.first.append(line)
+                    if line["type"] == "eval":
+                        self.evaluated = line["step"]
         self.first.append({"type": "run", **run})
 
     def write(self, **record) -> None:
