@@ -278,6 +278,8 @@ def fit(run: Run) -> None:
         relatives=digests(settings.model.ffn, settings.model.attention),
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
+    if settings.resume and run.step == run.best[1]:
+        save_best(run)  # the run may have ended between ckpt.pt and best.pt
     ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
     bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
@@ -341,9 +343,8 @@ def stop(run: Run, meter: Meter, bar: tqdm, received: list[int]) -> NoReturn:
 
 def evaluate_and_save(run: Run, meter: Meter) -> str:
     """Log validation losses and, on the countries, the share of facts that are known. Once
-    something is trained, write best.pt, if the loss is the lowest so far, and at last ckpt.pt, from
-    which a run resumes: all else is then written. Returns the figures as a line, with those of the
-    last step."""
+    something is trained, write ckpt.pt and, if the loss is the lowest so far, best.pt. Returns the
+    figures as a line, with those of the last step."""
     settings, data = run.settings, run.data
     meter.read()
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
@@ -358,10 +359,6 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
     if run.step or settings.max_iters == 0:
         if losses["val_loss"] < run.best[0]:
             run.best = (losses["val_loss"], run.step)
-            if run.model.tables.on_disk:  # a best.pt would take another copy of the tables
-                remove(settings.out_dir / "best.pt")
-            else:
-                run.save_model("best.pt")
         path = settings.out_dir / "ckpt.pt"
         is_first = not path.exists()
         run.save()
@@ -373,7 +370,17 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
             ids = ids.reshape(-1, ids.shape[-1])[:1]  # [1, T], also of pairs
             check_logits(run.model, ids)
             check_saved(path, run.model, ids, run.own_tables)
+        if run.step == run.best[1]:
+            save_best(run)
     return f"step {run.step}: {format_figures({**losses, **meter.latest})}"
+
+
+def save_best(run: Run) -> None:
+    """Write best.pt, or make an earlier one go."""
+    if run.model.tables.on_disk:  # it would take another copy of the tables
+        remove(run.settings.out_dir / "best.pt")
+    else:
+        run.save_model("best.pt")
 
 
 def check_finite(settings: Settings, which: str, loss: float, step: int) -> None:

@@ -85,12 +85,12 @@ def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, more):
 def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     data, tmp_path, monkeypatch
 ):
-    """Losses are made up; the power fails between best.pt and ckpt.pt of the lowest, in step 6."""
-    made_up = iter([1.0, 8.0, 6.0, 6.0, 7.0, 6.5])  # steps 0, 3, 6; 6, 9, 12
+    """Losses are made up; the power fails between ckpt.pt and best.pt of the lowest, in step 6."""
+    made_up = iter([1.0, 8.0, 6.0, 7.0, 6.5])  # steps 0, 3, 6; 9, 12
     save = train.save_checkpoint
 
     def fails(path, *args, **state):
-        if path.name == "ckpt.pt" and state["step"] == 6:
+        if path.name == "best.pt" and state["step"] == 6:
             raise PowerCut
         save(path, *args, **state)
 
@@ -98,8 +98,8 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     with monkeypatch.context() as patch, pytest.raises(PowerCut):
         patch.setattr(train, "save_checkpoint", fails)
         small_run(data, tmp_path, eval_interval=3)
-    model = torch.load(tmp_path / "best.pt", weights_only=True)["model"]
-    assert checkpoint(tmp_path)["step"] == 3
+    model = checkpoint(tmp_path)["model"]
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 3
     resume(tmp_path)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert best["step"] == 6 and "optimizer" not in best
@@ -478,7 +478,7 @@ def test_state_of_ones_own_that_no_command_could_read_ends_the_run_at_its_first_
     monkeypatch.setattr(NextToken, "state_dict", lambda objective: state)
     with pytest.raises(UserError, match=f"ckpt.pt is damaged .*{said}"):
         small_run(data, tmp_path)
-    assert [record["step"] for record in read_run(tmp_path)["eval"]] == [0]
+    assert [record["step"] for record in read_run(tmp_path)["eval"]] == [0, 6]
 
 
 def test_a_text_file_as_data_dir_is_prepared_first(tmp_path):

@@ -45,14 +45,17 @@ def clear(path: str | Path) -> None:
 
 def has_run(out_dir: Path) -> bool:
     """Whether a folder has files that a new run would replace. A run that was killed before its
-    first checkpoint does not count: it has metrics.jsonl alone."""
+    first checkpoint does not count: it has at most two evaluations, of step 0 and of that step."""
     names = set(os.listdir(out_dir))
-    if "metrics.jsonl" in names:
-        try:
-            read_metrics(out_dir / "metrics.jsonl")
-        except UserError:  # somebody's own
-            return True
-    return bool({"ckpt.pt", "best.pt", "loss.png"} & names)
+    if {"ckpt.pt", "best.pt", "loss.png"} & names:
+        return True
+    if "metrics.jsonl" not in names:
+        return False
+    try:
+        records = read_metrics(out_dir / "metrics.jsonl")
+    except UserError:  # somebody's own
+        return True
+    return [record["type"] for record in records].count("eval") > 2
 
 
 def remove_run(out_dir: Path) -> None:
