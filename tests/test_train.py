@@ -217,6 +217,10 @@ def test_a_run_whose_first_checkpoint_had_no_room_is_started_again(
         small_run(data, tmp_path)
     small_run(data, tmp_path)  # without --overwrite
     assert_same_run(tmp_path, trained["stem"])
+    for name in ("ckpt.pt", "best.pt", "loss.png"):
+        (tmp_path / name).unlink()
+    with pytest.raises(UserError, match="--overwrite"):  # of a longer run, they do not vanish
+        small_run(data, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
