@@ -1,5 +1,5 @@
-"""Checks of a layer of somebody's own: whether it learns, looks ahead, decodes as it was trained,
-and is kept by ckpt.pt. A check that fails prints one line, and the run goes on."""
+"""Checks of a model that somebody has changed: whether it learns, looks ahead, decodes as it was
+trained, and is kept by ckpt.pt. A check that fails prints one line, and the run goes on."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from model import Decoder
 from training.checkpoints import load_model
 from training.optimizer import Optimizer
 
-MOST_PARAMETERS = 1 << 28  # of a model that is loaded beside itself
+MOST_NUMBERS = 1 << 28  # in the weights of a model that is loaded beside itself, tables included
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def check_logits(model: Decoder, ids: Tensor) -> None:
 def check_saved(path: Path, model: Decoder, ids: Tensor, tables: Callable | None) -> None:
     """Whether the checkpoint at `path` gives the model's loss on token ids [1, T] when it is
     loaded; `tables` as of `load_model`."""
-    if sum(parameter.numel() for parameter in model.parameters()) > MOST_PARAMETERS:
+    if sum(weight.numel() for weight in model.state_dict().values()) > MOST_NUMBERS:
         return
     other, _, _ = load_model(path, model.device, tables=tables)
     model.eval()

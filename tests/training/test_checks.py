@@ -1,10 +1,16 @@
-"""checks.py: mistakes in layers of one's own that training would pass over in silence."""
+"""checks.py: mistakes in layers of one's own, or in changed ones, that training would pass over in
+silence."""
 
 import pytest
 import torch
 from conftest import add_relative, small_run
 
-from training import optimizer
+import model
+from model import Decoder, ModelConfig
+from stem import StemFFN
+from tables.storage import RamStorage
+from tables.tables import StoredTables
+from training import checks, optimizer
 
 HEAD = """
 import torch
@@ -137,6 +143,28 @@ def test_attention_of_ones_own_is_checked_beside_a_built_in_ffn(
     add_relative(monkeypatch, tmp_path, "mine", BIDIRECTIONAL)
     small_run(data, tmp_path / "out", attention="full,mine", max_iters=4)
     assert "looks ahead" in capsys.readouterr().out
+
+
+def test_layers_that_are_changed_where_they_are_built_in_are_checked(
+    data, tmp_path, monkeypatch, capsys
+):
+    class LooksAhead(StemFFN):
+        def forward(self, x, rows):
+            return super().forward(x, rows.roll(-1, 1))
+
+    monkeypatch.setattr(model, "StemFFN", LooksAhead)
+    small_run(data, tmp_path / "out", max_iters=4)
+    assert "looks ahead" in capsys.readouterr().out
+
+
+def test_tables_that_are_stored_count_for_what_is_loaded_beside_itself(tmp_path, monkeypatch):
+    def stored(n_table, n_row, width):
+        return StoredTables(RamStorage((n_row, n_table, width), torch.float32))
+
+    made = Decoder(ModelConfig(99, n_layer=2, n_head=1, n_embd=8), stored)
+    monkeypatch.setattr(checks, "MOST_NUMBERS", sum(p.numel() for p in made.parameters()))
+    monkeypatch.setattr(checks, "load_model", None)  # not called
+    checks.check_saved(tmp_path / "ckpt.pt", made, torch.zeros(1, 9).long(), None)
 
 
 def test_a_context_of_one_token_looks_nowhere(data, tmp_path, monkeypatch, capsys):
