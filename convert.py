@@ -384,6 +384,14 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
             f"--export: a Llama or Qwen3 is dense, with full attention: it cannot be {wrong}; "
             "train one with --ffn dense on the same text"
         )
+    weights = named_weights(model)
+    n_all = sum(weight.numel() for weight in model.state_dict().values())
+    n_left = n_all - sum(weight.numel() for weight in weights.values())
+    if n_left:
+        raise UserError(
+            f"--export: {n_left:,} numbers of the model have no place in a Llama or Qwen3: they "
+            "come from a changed model.py"
+        )
     model_type, architecture = known[kind]
     record = {
         "architectures": [architecture],
@@ -405,7 +413,7 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
     with atomic(folder) as unfinished:
         unfinished.mkdir()
         write_tokenizer(unfinished, encoding, config.block_size)
-        write_safetensors(unfinished / "model.safetensors", named_weights(model))
+        write_safetensors(unfinished / "model.safetensors", weights)
         (unfinished / "config.json").write_text(json.dumps(record))
         (unfinished / "generation_config.json").write_text(json.dumps(generation))
 

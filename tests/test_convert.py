@@ -578,6 +578,13 @@ def test_attention_of_one_kind_is_exported_however_it_is_named(trained, tmp_path
         convert.write_folder(tmp_path / "mixed", mixed, encoding)
 
 
+def test_a_weight_that_has_no_place_in_a_llama_is_not_left_out(trained, tmp_path):
+    model, encoding, _ = load_model(trained["dense"], CPU)
+    model.norm.register_parameter("bias", torch.nn.Parameter(torch.zeros(32)))
+    with pytest.raises(UserError, match="--export: 32 numbers of the model have no place"):
+        convert.write_folder(tmp_path / "llama", model, encoding)
+
+
 def test_what_was_exported_comes_back(exported):
     assert_same_model(*exported)
 
