@@ -363,7 +363,6 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
         is_first = not path.exists()
         run.save()
         if is_first and ranks.size == 1:
-            read_checkpoint(path)  # an objective or optimizer of your own may save what it refuses
             ids, _ = data.train.batch(0, 1)
             ids = ids.reshape(-1, ids.shape[-1])[:1]  # [1, T], also of pairs
             with torch.compiler.set_stance("force_eager"):  # shapes are others than in training

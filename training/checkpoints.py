@@ -123,10 +123,12 @@ def save_checkpoint(
             your own only if it is in relatives/.
         args: the settings of the run that trained the model, if there was one. Those of the model
             are added, or replaced, from `model.config`.
-        state: further fields, such as those that --resume needs.
+        state: further fields of plain values and tensors, such as those that --resume needs (with
+            `optimizer`, all of RESUMABLE).
 
     Raises:
         UserError: the tokenizer is not the model's, or `args` has something that is no setting.
+        ValueError: as `write_checkpoint`.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model), which has other names
     check_encoding(path, encoding, model.config)
@@ -156,7 +158,8 @@ def save_checkpoint(
 
 def write_checkpoint(path: Path, checkpoint: dict) -> None:
     """Write a checkpoint as `load_checkpoint` returned it, maybe with other rows. Tables on disk
-    are first copied to a snapshot beside it."""
+    are first copied to a snapshot beside it. ValueError: `read_checkpoint` would refuse it, and it
+    is not written."""
     path = Path(os.path.realpath(path))  # follow a link; resolve() fails on a circle of them
     checkpoint = dict(checkpoint)
     storage = checkpoint.pop("storage")
@@ -165,21 +168,26 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
     checkpoint["replaced"] = None  # the tables of the checkpoint that was there
     with contextlib.suppress(UserError):
         checkpoint["replaced"] = snapshot_of(read_checkpoint(path))
-    with atomic(path, discard) as temporary, open(temporary, "wb") as file:
-        if storage is not None:
-            name = temporary.suffixes[-2][1:]  # by which `discard` finds it
-            saved = storage.copy(tables_folder(path) / name)
-            checkpoint["tables"] = {"id": name, **saved}
-            weights = checkpoint["model"].items()
-            checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
-            if "state" in storage.arrays and "optimizer" in checkpoint:
-                rows = checkpoint["optimizer"]["rows"]
-                rows["tables"] = {**rows["tables"], "state": None}
+    with atomic(path, discard) as temporary:
+        with open(temporary, "wb") as file:
+            if storage is not None:
+                name = temporary.suffixes[-2][1:]  # by which `discard` finds it
+                saved = storage.copy(tables_folder(path) / name)
+                checkpoint["tables"] = {"id": name, **saved}
+                weights = checkpoint["model"].items()
+                checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
+                if "state" in storage.arrays and "optimizer" in checkpoint:
+                    rows = checkpoint["optimizer"]["rows"]
+                    rows["tables"] = {**rows["tables"], "state": None}
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:
+                # No room, or Ctrl-C. To close the file then fails, too, which hides the reason.
+                raise error.__context__ or error from None
         try:
-            torch.save(checkpoint, file)
-        except RuntimeError as error:
-            # No room, or Ctrl-C. To close the file then fails, too, which hides the reason.
-            raise error.__context__ or error from None
+            read_checkpoint(temporary)
+        except UserError as error:
+            raise ValueError(f"no command could read {path}: {error}") from None
     if checkpoint["replaced"]:
         remove(tables_folder(path) / checkpoint["replaced"])
 
