@@ -9,6 +9,7 @@ import sys
 import traceback
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ import train
 from common import UserError
 from lab.runs import runs
 from training import batches
-from training.checkpoints import load_model
+from training.checkpoints import load_model, save_checkpoint
 from training.settings import Settings
 
 # What somebody adds to the project. A mistake is a line that is put in at its `place`.
@@ -205,6 +206,16 @@ def test_settings_from_python_are_checked_as_flags_are(data):
     with pytest.raises(UserError, match="--schedule "):
         Settings(schedule="linaer")
     assert train.resolve_settings(data_dir=data, out_dir="x").data_dir == str(data)
+
+
+def test_a_model_that_would_be_read_as_another_kind_is_not_written(tmp_path):
+    class Mine(model.Decoder):
+        pass
+
+    mine = Mine(model.ModelConfig(n_layer=2))
+    encoding = SimpleNamespace(n_vocab=6400, special_tokens_set={"<|endoftext|>"})
+    with pytest.raises(UserError, match=r"a test_mistakes\.Mine would be read as model\.Decoder"):
+        save_checkpoint(tmp_path / "ckpt.pt", mine, encoding)
 
 
 @pytest.mark.parametrize("field", ["seed: int = 7", "seed: int = flag(7, 'seed')"])

@@ -119,19 +119,23 @@ def save_checkpoint(
     """Write a checkpoint. All ranks call it.
 
     Args:
-        model: readers make it anew by `decoder_class(model.config.ffn)`, which knows a class of
-            your own only if it is in relatives/.
+        model: readers make it anew by `decoder_class(model.config.ffn)`.
         args: the settings of the run that trained the model, if there was one. Those of the model
             are added, or replaced, from `model.config`.
         state: further fields of plain values and tensors, such as those that --resume needs (with
             `optimizer`, all of RESUMABLE).
 
     Raises:
-        UserError: the tokenizer is not the model's, or `args` has something that is no setting.
+        UserError: the tokenizer is not the model's, `args` has something that is no setting, or the
+            model is of a class that readers would not find.
         ValueError: as `write_checkpoint`.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model), which has other names
     check_encoding(path, encoding, model.config)
+    made, read = type(model), decoder_class(model.config.ffn)
+    if made.__module__ != read.__module__:  # a file that was reloaded has another class, too
+        kinds = f"a {made.__module__}.{made.__name__} would be read as {read.__module__}.Decoder"
+        raise UserError(f"{path}: {kinds}: make it the class Decoder of a file in relatives/")
     tables = model.tables
     storage = tables.storage if tables.on_disk else None
     is_own = len(tables.weight) and type(tables).__module__ not in OUR_TABLES
