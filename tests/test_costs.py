@@ -58,3 +58,13 @@ def test_parameters_read_are_those_that_have_a_gradient(kind):
             assert all((gradient != 0).any(-1).all() for gradient in gradients)
             read += len(rows) * tables.width * len(gradients)
     assert Costs(model.config).params_read(len(ids.unique())) == read
+
+
+def test_what_a_token_does_not_use_is_left_out_wherever_it_is():
+    model = decoder()
+    before = model_sizes(model)
+    model.bigrams = torch.nn.Embedding(99, 8)
+    model.bigrams.idle = 99 * 8
+    after = model_sizes(model)
+    assert after["total"] == before["total"] + 99 * 8
+    assert all(after[name] == before[name] for name in ("active", "flops_per_token"))

@@ -24,7 +24,7 @@ def model_sizes(model: Decoder) -> dict[str, int]:
     total, table       in all, in tables
     rows               of these, in the rows of tables that one token reads
     active             that one token touches: of each table, and of an embedding that is not
-                       the head, one row, and not what is `idle` in FFNs
+                       the head, one row, and not what is `idle` in modules
     flops_per_token    2 per multiplied weight, and attention to half of `Attention.span` (the
                        mean under a causal mask)
     """
@@ -36,7 +36,7 @@ def model_sizes(model: Decoder) -> dict[str, int]:
     dense = [p for p in model.parameters() if p not in others]
     backbone = sum(p.numel() for p in dense) + embedding
     matrices = sum(p.numel() for p in dense if p.dim() == 2)
-    idle = sum(getattr(block.ffn, "idle", 0) for block in model.blocks)
+    idle = sum(getattr(module, "idle", 0) for module in model.modules())
     rows = len(model.tables.weight) * model.tables.width * model.tables.n_rank * model.n_address
     # q k, and its weight times v
     width = config.n_head * config.head_dim
