@@ -545,8 +545,9 @@ class Decoder(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self.tables.zero_grad()  # which has gradients that are no parameter's
-        self.wte.zero_grad()
+        for tables in self.children():
+            if isinstance(tables, Tables):
+                tables.zero_grad()  # they have gradients that are no parameter's
 
     # --- the forward pass ---
 
@@ -617,7 +618,7 @@ class Decoder(nn.Module):
         x = self.through_layers(x, layer_rows, cos_sin, masks, cache.layers, start)
         cache.length = start + n
         if torch.is_grad_enabled() and self.head_weight.requires_grad:  # it is being trained
-            for tables in (self.tables, self.wte):
+            for tables in self.children():
                 if isinstance(tables, Tables):
                     tables.check_mode()
         return x

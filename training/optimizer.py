@@ -89,9 +89,9 @@ class Optimizer:
 
         # Tables, and an embedding that is not the head, are trained row by row, by RowRMSprop. With
         # --table_optimizer adamw, they become ordinary parameters, of which AdamW trains all rows.
+        # A decoder of somebody's own may have more of them than `tables` and `wte`.
         self.rmsprops: dict[str, RowRMSprop] = {}
-        for name in ("tables", "wte"):
-            tables = getattr(model, name)
+        for name, tables in sorted(model.named_children()):
             if isinstance(tables, Tables) and len(tables.weight) and not tables.frozen:
                 whole = settings.table_optimizer == "adamw"
                 for weight in tables.weight:  # not tables.requires_grad_: False would freeze them
@@ -153,7 +153,7 @@ class Optimizer:
                 group["lr"] = fraction * self.peak
             self.adamw.step()
             for name, rmsprop in self.rmsprops.items():
-                rate = self.table_rate if name == "tables" else 1.0
+                rate = 1.0 if name == "wte" else self.table_rate
                 rmsprop.step(fraction * self.peak * rate)
         self.scaler.update(finite)
         for parameter in self.params:

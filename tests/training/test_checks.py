@@ -3,7 +3,7 @@ silence."""
 
 import pytest
 import torch
-from conftest import add_relative, small_run
+from conftest import add_relative, assert_same_run, checkpoint, interrupted, resume, small_run
 
 import model
 from model import Decoder, ModelConfig
@@ -109,6 +109,19 @@ class Attention(model.Attention):
 """
 
 
+MORE_TABLES = """
+from tables.tables import ResidentTables
+
+class Decoder(model.Decoder):
+    def __init__(self, config, *more):
+        super().__init__(config, *more)
+        self.more = ResidentTables(1, 7, config.n_embd)
+
+    def embed(self, ids):
+        return super().embed(ids) + next(self.more.lookup(ids % 7))
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -125,6 +138,7 @@ class Attention(model.Attention):
         ),
         (MIXES_BEFORE, "sample.py predicts something else"),
         (ZERO_AT_FIRST, None),
+        (MORE_TABLES, None),
     ],
 )
 def test_what_learns_nothing_or_is_not_kept_is_said(
@@ -135,6 +149,13 @@ def test_what_learns_nothing_or_is_not_kept_is_said(
     notes = [line for line in capsys.readouterr().out.splitlines() if "note: " in line]
     assert len(notes) == (said is not None)
     assert said is None or said in notes[0]
+
+
+def test_more_tables_of_a_decoder_are_trained_and_resumed(data, tmp_path, monkeypatch):
+    add_relative(monkeypatch, tmp_path, "mine", HEAD + MORE_TABLES)
+    whole = small_run(data, tmp_path / "whole", ffn="mine")
+    assert (checkpoint(whole)["model"]["more.weight.0"] != 0).all()  # as it begins
+    assert_same_run(whole, resume(interrupted(data, tmp_path / "cut", 9, ffn="mine")))
 
 
 def test_attention_of_ones_own_is_checked_beside_a_built_in_ffn(
