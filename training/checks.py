@@ -59,7 +59,8 @@ def check_logits(model: Decoder, ids: Tensor) -> None:
             "note: what is predicted changes with tokens that follow: a layer looks ahead, so the "
             "loss means nothing (or it draws at random in eval() mode)"
         )
-    elif (before - decoded).norm() > 0.01 * before.norm():  # other shapes are rounded otherwise
+    # Other shapes are rounded otherwise, on a GPU to TF32: a router may choose another expert.
+    elif (before - decoded).norm() > 0.03 * before.norm():
         tqdm.write(
             "note: sample.py predicts something else: it brings new tokens one at a time, and a "
             "layer finds none of the earlier ones in `x` or `ids`: only `addresses` and the cache "
