@@ -40,3 +40,9 @@ def test_what_an_optimizer_beside_adamw_trains_is_clipped_and_begins_each_step_a
     optimizer.step(fraction=1.0)
     assert 0 < norms[0] < 1e-3
     assert mine.grad is None
+
+
+def test_a_compiled_model_has_the_tables_of_the_model_in_it():
+    model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+    optimizer = Optimizer(torch.compile(model), Settings(model=model.config))
+    assert [*optimizer.rmsprops] == ["tables", "wte"]
