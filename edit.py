@@ -13,9 +13,10 @@
 --target changes no weight: where the prompt says Spain, tables are looked up under Germany's id
 (`stem.substitute`); everything dense still sees Spain. --write trains rows for Spain's tokens
 (training/writing.py), and nothing else. What --save writes has the new rows under Spain's id, and
-keeps Spain's own, for --undo. A saved edit affects every use of these tokens. So rows of everyday
-words of a name (" of", " the") stay. Facts that were written into the same rows before, and saved,
-are taught again with the next one, which would change them.
+keeps Spain's own, for --undo. A saved edit affects every use of these tokens, also in what follows
+the prompt, and is shown like that. So rows of everyday words of a name (" of", " the") stay. Facts
+that were written into the same rows before, and saved, are taught again with the next one, which
+would change them.
 
 --facts writes one fact after the other, each into the rows that the earlier ones left. A line is
 {"source": "Spain", "write": "Lisbon.", "prompt": "..."}, where the prompt may be left out. In the
@@ -59,6 +60,7 @@ from corpora.countries import with_article
 from corpora.questions import score_answers
 from model import Decoder
 from stem import ALIGNMENTS, align, substitute
+from tables.tables import Tables
 from text import chat
 from text.columns import padded, shortened, width, wrapped
 from text.tokenizer import END, encode, spelled, typed, until_end
@@ -139,11 +141,15 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
         new, written = write_facts(model, edits, earlier)
     else:
         fill_in(edit, encoding, checkpoint)
-        located, table_ids = new_rows(model, encoding, edit, earlier)
-        learned = compare(model, encoding, edit, located, table_ids)
+        located, after = new_rows(model, encoding, edit, earlier)
+        if path and edit.target:  # show what is saved, which is read in all texts
+            check_rows(edit, located.prompt, after.ids)
+            new = changed_rows(after.tables, located.prompt, after.ids)
+            after = State(with_rows(after.tables, new), located.prompt)
+        learned = compare(model, encoding, edit, located, after)
+        new = {}
         if path and learned:
-            check_rows(edit, located.prompt, table_ids)
-        new = changed_rows(model.tables, located.prompt, table_ids) if learned else {}
+            new = dict(zip(after.tables.ids, after.tables.extra, strict=True))
         written = [(located.prompt, located.answer)] if edit.write else []
 
     # 3) save it
@@ -192,7 +198,7 @@ def replace_rows(checkpoint: dict, ids: Tensor, rows: Iterable[Tensor]) -> list[
     for table, new in enumerate(rows):
         weight = checkpoint["model"][f"tables.weight.{table}"]
         old.append(weight[ids])
-        weight[ids] = new
+        weight[ids] = new.to(weight.dtype)
     return old
 
 
@@ -268,17 +274,27 @@ class Located(NamedTuple):
     stop: int = -1  # of a chat: the token that ends an answer
 
 
+class State(NamedTuple):
+    """Which rows a model reads, before or after an edit. A swap that is not saved is in the ids of
+    the prompt alone. One that is saved, and a fact that is written, is in tables with new rows: the
+    text after the prompt reads them, too."""
+
+    tables: Tables
+    ids: list[int]  # under which the prompt's rows are looked up, [T]
+
+
 def new_rows(
     model: Decoder, encoding: tiktoken.Encoding, edit: Edit, earlier: Sequence[Fact] = ()
-) -> tuple[Located, list[int]]:
-    """Make an edit, after earlier ones that wrote facts: what it is about, and the ids under which
-    the prompt's rows are those that it reads then."""
+) -> tuple[Located, State]:
+    """Make an edit, after earlier ones that wrote facts: what it is about, and what is read then.
+    The model stays as it is."""
     located = locate(model, encoding, edit)
     if edit.write:
-        table_ids = train_rows(model, *located, earlier=earlier)
+        changed = train_rows(model, *located, earlier=earlier)
+        after = State(with_rows(model.tables, changed), located.prompt)
     else:
-        table_ids = swap_rows(model, encoding, edit, located)
-    changed = other_ids(located.prompt, table_ids)
+        after = swap_rows(model, encoding, edit, located)
+        changed = other_ids(located.prompt, after.ids)
     kept = [spelled(encoding, token) for token in located.name if token not in changed]
     if kept:  # everyday words, and what both names share
         print(f"of {edit.source!r}, the rows of {kept} stay as they are\n")
@@ -288,7 +304,7 @@ def new_rows(
     rest = edited_ids(encoding, located.prompt[1:], edit.source, [line_break, line_break])
     if edit.source in encoding.decode(rest):
         print(f"where --prompt has {edit.source!r} in other tokens, these stay as they are\n")
-    return located, table_ids
+    return located, after
 
 
 def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
@@ -363,16 +379,15 @@ def with_and_without_space(encoding: tiktoken.Encoding, text: str) -> list[list[
     return [encoding.encode_ordinary(space + text) for space in (" ", "")]
 
 
-def swap_rows(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located
-) -> list[int]:
-    """Returns the ids under which to look up the prompt's rows, so that the source reads the
-    target's. UserError: it does already."""
+def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located) -> State:
+    """Returns what to read of the prompt, so that its source reads the target's rows. UserError: it
+    does already."""
+    tables = model.tables
     targets = spellings(encoding, edit.target)
     target = targets[spellings(encoding, edit.source).index(located.name)]
     if edit.align == "average":
-        model.tables = mean_rows(model.tables, targets)
-        targets = [[mean] for mean in model.tables.ids]
+        tables = mean_rows(tables, targets)
+        targets = [[mean] for mean in tables.ids]
     elif len(target) > len(located.name):
         read = spelled(encoding, *align(target, len(located.name), edit.align))
         print(f"of {edit.target!r}, only the rows of {read!r} fit: --align average reads all\n")
@@ -381,7 +396,7 @@ def swap_rows(
     ids = [read if token in own else token for token, read in zip(located.prompt, ids, strict=True)]
     if ids == located.prompt:
         raise UserError(f"--prompt {edit.prompt!r} reads these rows already")
-    return ids
+    return State(tables, ids)
 
 
 def edited_ids(
@@ -423,31 +438,33 @@ LAST = "rows in the last layer alone change no more than the token after the nam
 
 
 def compare(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located, table_ids: list[int]
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located, after: State
 ) -> bool:
     """Print what the model writes before and after an edit, side by side, and how probable the
-    answers are, whose rows are looked up under `table_ids` then. Returns whether the model writes
-    what it should, to its end."""
+    answers are. Returns whether the model writes what it should, to its end. It keeps the tables
+    that are read after the edit."""
     # 1) side by side
-    before, after = continuations(model, encoding, edit, located, table_ids)
+    states = State(model.tables, located.prompt), after
+    texts = continuations(model, encoding, edit, located, states)
     title = f"after: {edit.source} reads rows of {edit.target}"
     if edit.write:
         title = f"after writing {edit.write!r}"
     print(f"prompt  {encoding.decode(located.prompt[1:])!r}\n")  # without the leading <|endoftext|>
-    columns = (column(encoding, "before", before), column(encoding, title, after))
+    parts = zip(("before", title), texts, strict=True)
+    columns = [column(encoding, *part) for part in parts]
     for left, right in zip_longest(*columns, fillvalue=""):
         print(f"{padded(left, WIDTH)}   {right}".rstrip())
     print()
 
     # 2) how probable the answers are, before and after
-    for answer, *p in probabilities(model, encoding, located, table_ids, before, after):
+    for answer, *p in probabilities(model, encoding, located, states, texts):
         form = "6.1%" if max(p) > 0.0005 else "6.0e"  # of a long answer, both are tiny
         answer = padded(repr(answer), 28)
         print(f"probability of {answer} before {p[0]:{form}}   after {p[1]:{form}}")
-    if before == after and not located.answer:
+    if texts[0] == texts[1] and not located.answer:
         reason = "do this name's rows hold the fact?" if recall.reaches_ahead(model) else LAST
         print(f"note: the swap moves nothing here, not one word: {reason}")
-    learned = not located.answer or is_written(model, located, table_ids)
+    learned = not located.answer or is_written(model, located)
     if not learned:
         reason = "new words are beyond a name's rows" if recall.reaches_ahead(model) else LAST
         print(f"not learned: the model writes something else; {reason}")
@@ -455,43 +472,53 @@ def compare(
 
 
 def continuations(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located, table_ids: list[int]
-) -> tuple[list[int], list[int]]:
-    """What the model writes after the prompt before an edit, and after it, where the prompt's rows
-    are looked up under `table_ids`."""
+    model: Decoder,
+    encoding: tiktoken.Encoding,
+    edit: Edit,
+    located: Located,
+    states: Sequence[State],
+) -> list[list[int]]:
+    """What the model writes after the prompt, with each of some states. It keeps the tables of
+    the last one."""
     ids = located.prompt
-    written = model.generate(  # [2, T + n_new]
-        torch.tensor([ids, ids], device=model.device),
-        min(edit.max_new_tokens, model.config.block_size - len(ids)),
-        temperature=0,
-        stop=encoding.encode_single_token(END) if edit.chat else encoding.eot_token,
-        table_ids=torch.tensor([ids, table_ids]),
-    )
-    before, after = written[:, len(ids) :].tolist()
-    return before, after
+    texts = []
+    for state in states:
+        model.tables = state.tables
+        written = model.generate(  # [1, T + n_new]
+            torch.tensor([ids], device=model.device),
+            min(edit.max_new_tokens, model.config.block_size - len(ids)),
+            temperature=0,
+            stop=encoding.encode_single_token(END) if edit.chat else encoding.eot_token,
+            table_ids=torch.tensor([state.ids]),
+        )
+        texts.append(written[0, len(ids) :].tolist())
+    return texts
 
 
 def probabilities(
     model: Decoder,
     encoding: tiktoken.Encoding,
     located: Located,
-    table_ids: list[int],
-    before: list[int],
-    after: list[int],
+    states: Sequence[State],
+    texts: Sequence[list[int]],
 ) -> Iterator[tuple[str, float, float]]:
-    """How probable the answers are in what is written `before` and `after` an edit, and what was to
-    be written: each answer with its probability before and after."""
-    ids = located.prompt
-    first, last = (first_sentence(encoding, text) for text in (before, after))
+    """How probable the answers are in what is written before and after an edit, `texts`, and what
+    was to be written: each answer with its probability before and after, which are `states`. The
+    model keeps the tables of the last one."""
+    first, last = (first_sentence(encoding, text) for text in texts)
     answers = [first, located.answer or last]
-    if located.answer != after[: len(located.answer)]:
+    if located.answer != texts[1][: len(located.answer)]:
         answers.append(last)
     for number, answer in enumerate(answers):
         if answer in answers[:number]:
             continue
-        p = score_answers(model, [ids, ids], [answer, answer], [ids, table_ids]).probability
+        p = []
+        for state in states:
+            model.tables = state.tables
+            scores = score_answers(model, [located.prompt], [answer], [state.ids])
+            p.append(scores.probability.item())
         text = shortened(encoding.decode(until_end(encoding, answer) or answer), 26)
-        yield text, *p.tolist()
+        yield text, *p
 
 
 # A sentence ends with a stop before a space, which no initial or title has ("St. John's").
@@ -510,11 +537,11 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     return text
 
 
-def is_written(model: Decoder, located: Located, table_ids: list[int]) -> bool:
+def is_written(model: Decoder, located: Located) -> bool:
     """Whether greedy decoding writes the whole answer; in a chat also if it opens it in another way
     ("The answer is Lima." for "Lima.")."""
     prompt, name, answer, _, stop = located
-    if score_answers(model, [prompt], [answer], [table_ids]).greedy.item():
+    if score_answers(model, [prompt], [answer]).greedy.item():
         return True
     if stop < 0:
         return False
@@ -523,7 +550,6 @@ def is_written(model: Decoder, located: Located, table_ids: list[int]) -> bool:
         min(len(answer) + 16, model.config.block_size - len(prompt)),
         temperature=0,
         stop=stop,
-        table_ids=torch.tensor([table_ids]),
     )[0, len(prompt) :].tolist()
     said, expected = (text[opening_of(model, prompt, name, text)[0] :] for text in (reply, answer))
     return said == expected
@@ -600,10 +626,9 @@ def write_facts(
             if stops:
                 bar.write(f"only the first {len(learned)} of {len(edits)} facts were tried")
                 break
-            table_ids = train_rows(model, *located, earlier=earlier + written)
-            changed = {**rows, **changed_rows(model.tables, located.prompt, table_ids)}
+            changed = {**rows, **train_rows(model, *located, earlier=earlier + written)}
             use(changed)
-            learned.append(is_written(model, located, located.prompt))
+            learned.append(is_written(model, located))
             if learned[-1]:
                 rows = changed
                 written.append((located.prompt, located.answer))
@@ -611,7 +636,7 @@ def write_facts(
 
     # 2) ask all of them again
     after = score_answers(model, prompts, answers).probability
-    known = [is_written(model, located, located.prompt) for located in all_located]
+    known = [is_written(model, located) for located in all_located]
     parts = zip(edits.items(), learned, known, before, after, strict=False)  # learned: if tried
     room = max(map(width, edits))
     for (where, (edit, _)), was_learned, is_known, p_before, p_after in parts:

@@ -173,16 +173,12 @@ class Editor:
             self.put(dict(zip(request.name, rows, strict=True)))
 
     def write_rows(self, requests: list[Request], keep: float) -> None:
-        tables = self.model.tables
         writing.KEEP = keep
         for request in requests:
             prompt, end, name, answer, _ = request
             begun = [prompt[: end + 1]]
             earlier = [(before.prompt, before.answer) for before in self.written]
-            read = writing.train_rows(self.model, prompt, name, answer, begun, earlier=earlier)
-            rows = writing.changed_rows(self.model.tables, prompt, read)
-            self.model.tables = tables
-            self.put(rows)
+            self.put(writing.train_rows(self.model, prompt, name, answer, begun, earlier=earlier))
 
     # --- weights ---
 

@@ -29,7 +29,6 @@ from lab.rows import compared, nearest, swapped
 from sample import Chat, Sampling
 from text.tokenizer import encode, typed
 from training.decoding import chats, load_to_decode
-from training.writing import changed_rows, with_rows
 
 HOST = "127.0.0.1"
 ACTIONS = {"/about", "/change", "/undo", "/rows", "/chat", "/stop"}
@@ -98,18 +97,17 @@ class Page(ThreadingHTTPServer):
         edit.check_editable(self.model)
         wanted = edit.Edit(chat=self.chats, **texts)
         edit.fill_in(wanted, self.encoding, self.checkpoint)
-        located, ids = edit.new_rows(self.model, self.encoding, wanted, self.earlier)
+        located, after = edit.new_rows(self.model, self.encoding, wanted, self.earlier)
         if wanted.target:
-            self.model.tables = swapped(self.model.tables, located.prompt, ids, tables)
-            ids = self.model.tables.ids
-        yield {"prompt": wanted.prompt, **compared(self.model, self.encoding, wanted, located, ids)}
+            extra = swapped(after.tables, located.prompt, after.ids, tables)
+            after = edit.State(extra, extra.ids)
+        texts = compared(self.model, self.encoding, wanted, located, after)
+        yield {"prompt": wanted.prompt, **texts}
         if wanted.target:
             return
-        if not edit.is_written(self.model, located, ids):
+        if not edit.is_written(self.model, located):
             raise UserError("not learned, and not kept: new words are beyond a name's rows")
-        rows = changed_rows(self.model.tables, located.prompt, ids)
-        tables = with_rows(self.facts[-1][1], rows)
-        self.facts.append((f"{wanted.source}: {wanted.write}", tables))
+        self.facts.append((f"{wanted.source}: {wanted.write}", after.tables))
         self.earlier.append((located.prompt, located.answer))
 
     def undo(self) -> Iterator[dict]:

@@ -7,7 +7,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from edit import Edit, Located, continuations, probabilities
+from edit import Edit, Located, State, continuations, probabilities
 from model import Decoder
 from tables.tables import Tables
 from text.tokenizer import spelled, until_end
@@ -47,14 +47,15 @@ def weighed(
     model: Decoder,
     encoding: tiktoken.Encoding,
     prompt: list[int],
-    table_ids: list[int],
+    state: State,
     text: list[int],
 ) -> Weighed:
-    """The tokens of a text, to its end, and how probable each is after a prompt whose rows are
-    those of `table_ids`."""
+    """The tokens of a text, to its end, and how probable each is after a prompt in a state, whose
+    tables the model keeps."""
+    model.tables = state.tables
     text = until_end(encoding, text)
     ids = torch.tensor([prompt + text], device=model.device)  # [1, T]
-    logits, _ = model(ids, table_ids=torch.tensor([table_ids + text]))
+    logits, _ = model(ids, table_ids=torch.tensor([state.ids + text]))
     p = logits[0, len(prompt) - 1 :].float().softmax(-1)  # [n + 1, V]
     return [(spelled(encoding, token), p[at, token].item()) for at, token in enumerate(text)]
 
@@ -64,14 +65,13 @@ def compared(
     encoding: tiktoken.Encoding,
     edit: Edit,
     located: Located,
-    table_ids: list[int],
+    after: State,
 ) -> dict[str, list]:
     """What the model writes `before` and `after` an edit, as `weighed`, and the `answers` in it, as
-    `edit.probabilities`."""
-    ids = located.prompt
-    before, after = continuations(model, encoding, edit, located, table_ids)
-    return {
-        "before": weighed(model, encoding, ids, ids, before),
-        "after": weighed(model, encoding, ids, table_ids, after),
-        "answers": list(probabilities(model, encoding, located, table_ids, before, after)),
-    }
+    `edit.probabilities`. The model keeps the tables that are read after it."""
+    states = State(model.tables, located.prompt), after
+    texts = continuations(model, encoding, edit, located, states)
+    found = {"answers": list(probabilities(model, encoding, located, states, texts))}
+    for when, state, text in zip(("before", "after"), states, texts, strict=True):
+        found[when] = weighed(model, encoding, located.prompt, state, text)
+    return found

@@ -204,8 +204,8 @@ title("5. An edit and its undo")
 with torch.no_grad():
     before = model(torch.tensor([ids]))[0]  # [1, T, V]
 wanted = edit.Edit(source="Spain", write="Lisbon.", prompt=prompt)
-located, written_ids = edit.new_rows(model, encoding, wanted)
-texts = compared(model, encoding, wanted, located, written_ids)
+located, written = edit.new_rows(model, encoding, wanted)
+texts = compared(model, encoding, wanted, located, written)
 for when in ("before", "after"):
     print(f"{when:7}", "".join(token for token, _ in texts[when]))
 for text, *p in texts["answers"]:

@@ -10,7 +10,7 @@ from conftest import CPU, assert_same, write_jsonl
 from common import UserError
 from corpora import countries
 from corpora.questions import score_answers
-from edit import Edit, edit_checkpoint, locate, undo
+from edit import Edit, continuations, edit_checkpoint, locate, undo
 from lab.edits import INVENTED, all_pairs, report_edits
 from model import Decoder, ModelConfig
 from stem import substitute
@@ -21,7 +21,6 @@ from training.checkpoints import load_checkpoint, load_model, save_checkpoint
 from training.writing import (
     ExtraRows,
     ask_the_same,
-    changed_rows,
     opening_of,
     rows_of,
     texts_about,
@@ -124,8 +123,7 @@ def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
             patch.setattr(
                 writing, "texts_about", lambda *_, name=name: torch.tensor([[0, *name, 1]])
             )
-            read = train_rows(model, [0, *name, 5], name, [spain], [[0, *name]])
-        rows = changed_rows(model.tables, [0, *name, 5], read)
+            rows = train_rows(model, [0, *name, 5], name, [spain], [[0, *name]])
         changed.append([*rows])
         assert all((row != rows_of(tables, [token])[0]).any() for token, row in rows.items())
     assert changed == [[fiji, spain], [peru], [peru]]
@@ -154,6 +152,33 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, m
         assert not saved.exists()
 
 
+def test_what_is_shown_is_what_the_saved_model_says(encoding, tmp_path, monkeypatch):
+    """Also of an answer that has the name itself, which reads the new rows there."""
+    ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
+    save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": "files"}])
+    prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary(" Spain Fiji")
+    shown, judged = [], []
+
+    def show(*given):
+        shown.append(given[-1])
+        return continuations(*given)
+
+    def p(model: Decoder, ids: list[int]) -> float:
+        return score_answers(model, [prompt], [answer], [ids]).probability.log().item()
+
+    monkeypatch.setattr("edit.continuations", show)
+    monkeypatch.setattr("edit.is_written", lambda model, _: judged.append(p(model, prompt)) or True)
+    for change in ({"target": "Peru"}, {"write": "Spain Fiji"}):
+        edited(ckpt, saved, source="Spain", prompt="Country: Spain", **change)
+        model = load_model(saved, CPU)[0]
+        expected = p(model, prompt)
+        _, after = shown[-1]
+        model.tables = after.tables
+        assert p(model, after.ids) == pytest.approx(expected)
+        saved.unlink()
+    assert judged == [pytest.approx(expected)]
+
+
 def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkeypatch, capsys):
     """Those that are known in the end are what is said; what is not learned changes nothing. All
     are undone at once."""
@@ -172,9 +197,9 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
     def train(model, prompt, name, *rest, earlier):
         known.append(len(earlier))
         rows.append(rows_of(model.tables, name))
-        read = train_rows(model, prompt, name, *rest, earlier)
-        rows.append(rows_of(model.tables, model.tables.ids))
-        return read
+        new = train_rows(model, prompt, name, *rest, earlier)
+        rows.append(torch.stack([*new.values()]))
+        return new
 
     monkeypatch.setattr("edit.train_rows", train)
     edited(ckpt, saved, facts=facts)
@@ -215,10 +240,8 @@ def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
     for earlier in ([], [([*fiji, 10**6], yes), (first, yes)], [(second, yes), (first, yes)]):
         model = made(encoding)
         for prompt, answer, before in ((first, yes, []), (second, no, earlier)):
-            tables = model.tables
-            read = train_rows(model, prompt, spain, answer, [prompt], earlier=before)
-            rows = changed_rows(model.tables, prompt, read)
-            model.tables = writing.with_rows(tables, rows)
+            rows = train_rows(model, prompt, spain, answer, [prompt], earlier=before)
+            model.tables = writing.with_rows(model.tables, rows)
         known.append(score_answers(model, [first, second], [yes, no]).greedy.tolist())
     assert known == [[False, True], [True, True], [True, True]]
 

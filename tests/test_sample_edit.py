@@ -180,7 +180,7 @@ def test_it_is_said_that_a_name_is_joined_to_its_neighbors(capsys, prompt, is_sa
     asked = edit.Edit(source="云岭", target="很大", prompt=prompt)
     located, read = edit.new_rows(model, encoding, asked)
     assert ("has '云岭' in other tokens" in capsys.readouterr().out) == is_said
-    n = len(located.prompt) - sum(map(int.__eq__, located.prompt, read))
+    n = len(located.prompt) - sum(map(int.__eq__, located.prompt, read.ids))
     assert n == (1 if is_said else prompt.count("云岭"))
 
 
@@ -308,7 +308,7 @@ def test_a_swap_that_moves_nothing_says_so(stem_ckpt, monkeypatch, capsys):
     asked = edit.locate(model, encoding, wanted)
     for after in (5, 6):
         monkeypatch.setattr(edit, "continuations", lambda *_, after=after: ([5], [after]))
-        edit.compare(model, encoding, wanted, asked, asked.prompt)
+        edit.compare(model, encoding, wanted, asked, edit.State(model.tables, asked.prompt))
         said = capsys.readouterr().out  # its only table is in the second of two layers
         assert ("moves nothing" in said) == ("rows in the last layer alone" in said) == (after == 5)
 
@@ -321,7 +321,8 @@ def test_probabilities_of_long_answers_are_told_apart(stem_ckpt, monkeypatch, ca
         ((3e-7, 2e-9), "3e-07   after  2e-09"),
     ):
         monkeypatch.setattr(edit, "probabilities", lambda *_, p=p: [("It was", *p)])
-        edit.compare(model, encoding, edit.Edit(source="Anna", target="Emil"), asked, asked.prompt)
+        state = edit.State(model.tables, asked.prompt)
+        edit.compare(model, encoding, edit.Edit(source="Anna", target="Emil"), asked, state)
         assert expected in capsys.readouterr().out
 
 

@@ -242,8 +242,8 @@ def train_rows(
     beginnings: Sequence[list[int]],
     stop: int = -1,
     earlier: Sequence[Fact] = (),
-) -> list[int]:
-    """Give the model extra rows for a name, and write a fact into them.
+) -> dict[int, Tensor]:
+    """Write a fact into new rows for a name. The model keeps its own: `with_rows` has the new ones.
 
     Args:
         beginnings, stop: of texts about the name, as of `texts_about`.
@@ -251,15 +251,17 @@ def train_rows(
             rows are taught again: else they are lost to the next ones about their name.
 
     Returns:
-        The ids under which to look up the prompt's rows.
+        The new rows of the name's tokens, [n_table, W] each.
     """
     model.requires_grad_(False)
     own = own_tokens(model, prompt[0], name)
-    model.tables = ExtraRows(model.tables, rows_of(model.tables, own))
+    tables = model.tables
+    model.tables = ExtraRows(tables, rows_of(tables, own))
     texts = texts_about(model, beginnings, stop)
     kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
     write_fact(model, facts, name, texts, own, stop)
-    model.requires_grad_(False)
-    return as_extra(torch.tensor(prompt), own, model.tables).tolist()
+    rows = model.tables.extra.detach()
+    model.tables = tables
+    return dict(zip(own, rows, strict=True))
