@@ -21,6 +21,7 @@ from training.checkpoints import load_checkpoint, load_model, save_checkpoint
 from training.writing import (
     ExtraRows,
     ask_the_same,
+    mean_rows,
     opening_of,
     rows_of,
     texts_about,
@@ -244,6 +245,30 @@ def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
             model.tables = writing.with_rows(model.tables, rows)
         known.append(score_answers(model, [first, second], [yes, no]).greedy.tolist())
     assert known == [[False, True], [True, True], [True, True]]
+
+
+def test_a_fact_is_written_from_python_as_the_command_writes_it(encoding):
+    """Of a model that was in training, which has its own rows afterwards; a name in other tokens
+    than the prompt's is refused."""
+    prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary("S")
+    name = encoding.encode_ordinary(" Spain")
+    written = []
+    for model in (made(encoding), made(encoding).train()):
+        tables = model.tables
+        written.append(train_rows(model, prompt, name, answer, [prompt]))
+        assert model.tables is tables
+    assert_same(*written)
+    with pytest.raises(AssertionError, match="with a space"):
+        train_rows(model, prompt, encoding.encode_ordinary("Spain"), answer, [prompt])
+
+
+def test_extra_rows_of_extra_rows_have_ids_of_their_own(encoding):
+    tables = made(encoding).tables
+    both = mean_rows(mean_rows(tables, [[5, 6]]), [[7, 8]])
+    expected = rows_of(tables, [5, 6, 7, 8]).unflatten(0, (2, 2)).mean(1)
+    ids = [tables.n_row, tables.n_row + 1]
+    torch.testing.assert_close(rows_of(both, ids), expected)
+    assert both.ids == ids[1:]
 
 
 def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monkeypatch):

@@ -31,17 +31,17 @@ Fact: TypeAlias = tuple[list[int], list[int]]  # a prompt and its answer, as tok
 class ExtraRows(Tables):
     """Tables in which some tokens, `ids`, read extra rows in place of their own. The extra rows can
     be trained. The tables below do not change, wherever they are stored. If no ids are given, the
-    extra rows get new ones, beyond the vocabulary."""
+    extra rows get new ones, beyond those below."""
 
     def __init__(self, tables: Tables, rows: Tensor, ids: Sequence[int] = ()) -> None:
         """rows: [n, n_table, W], one for each of the ids."""
-        super().__init__(tables.n_row, tables.width)
+        super().__init__(tables.n_row if ids else tables.n_row + len(rows), tables.width)
         self.tables = tables
         self.weight = tables.weight
-        self.ids = list(ids) or [self.n_row + i for i in range(len(rows))]
+        self.ids = list(ids) or [*range(tables.n_row, self.n_row)]
         self.extra = nn.Parameter(rows.float())
         # Which extra row an id reads; -1: none.
-        self.which = torch.full((max(self.n_row, *self.ids) + 1,), -1)
+        self.which = torch.full((self.n_row,), -1)
         self.which[self.ids] = torch.arange(len(rows))
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
@@ -67,7 +67,8 @@ def as_extra(ids: Tensor, tokens: Sequence[int], tables: ExtraRows) -> Tensor:
 
 
 def with_rows(tables: Tables, rows: dict[int, Tensor]) -> ExtraRows:
-    """Tables in which tokens have other rows [n_table, W], which are not trained."""
+    """Tables in which tokens have other rows [n_table, W], which are not trained. A checkpoint does
+    not hold such tables: `edit.save` writes the rows into one."""
     return ExtraRows(tables, torch.stack(list(rows.values())), list(rows)).requires_grad_(False)
 
 
@@ -244,6 +245,7 @@ def train_rows(
     earlier: Sequence[Fact] = (),
 ) -> dict[int, Tensor]:
     """Write a fact into new rows for a name. The model keeps its own: `with_rows` has the new ones.
+    Its weights are frozen, and it is in eval() mode, from here on.
 
     Args:
         beginnings, stop: of texts about the name, as of `texts_about`.
@@ -253,7 +255,8 @@ def train_rows(
     Returns:
         The new rows of the name's tokens, [n_table, W] each.
     """
-    model.requires_grad_(False)
+    assert {*name} <= {*prompt}, f"prompt {prompt} has no {name}: with a space, names are other ids"
+    model.eval().requires_grad_(False)
     own = own_tokens(model, prompt[0], name)
     tables = model.tables
     model.tables = ExtraRows(tables, rows_of(tables, own))
