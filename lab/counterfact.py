@@ -486,6 +486,7 @@ def report(experiment: Experiment, trials: list[Trial]) -> None:
 
 
 def counterfact(experiment: Experiment) -> None:
+    experiment.need_countries()
     stages, numbers, cores = STAGES, COUNTED, experiment.jobs
     if experiment.quick:  # trials take less time than Python takes to start
         stages, numbers, cores = QUICK, COUNTED[:1], 0

@@ -176,6 +176,7 @@ def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
 
 
 def edits(experiment: Experiment) -> None:
+    experiment.need_countries()
     kinds = pick("STEM, all") if experiment.quick else pick("STEM, third", "STEM, all", "Embformer")
     groups = experiment.train(kinds)
     for name, folders in groups.items():

@@ -107,6 +107,14 @@ class Experiment:
             settings = prepare.Preparation(dataset="moby-dick", out_dir=folder)
             prepare.prepare_files(settings, [MOBY_DICK], "text")
 
+    def need_countries(self) -> None:
+        """UserError: a question is about facts of the countries, and --data_dir is not."""
+        if read_meta(self.data_dir)["corpus"] != "countries":
+            raise UserError(
+                f"--data_dir {self.data_dir} is not of the countries, whose facts are asked for: "
+                "leave it out"
+            )
+
     def all_flags(self, flags: Flags) -> Flags:
         """The flags of a run: the experiment's own, those given, and with --quick small sizes."""
         every = {"data_dir": str(self.data_dir), "device": self.device, **flags}

@@ -141,12 +141,15 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, 
 
 
 def test_what_an_analysis_refuses(data, tmp_path):
-    line = ("lab/analyze.py costs --quick --data_dir", data, "--out_dir", tmp_path)
+    line = ("lab/analyze.py costs", "--quick", "--data_dir", data, "--out_dir", tmp_path)
     assert "give numbers, as 1337" in refused(*line, "--seeds", "1,x")
     assert "5 finds learning rates" in refused(*line, "--seeds", "1,2,3,4,5")
     assert "runs takes folders" in refused("lab/analyze.py costs a.pt", cwd=tmp_path)
     with locked(tmp_path / "quick"):
         assert "in use by another process" in refused(*line)
+    for question in ("edits", "counterfact"):
+        assert f"{data} is not of the countries" in refused("lab/analyze.py", question, *line[1:])
+    assert not (tmp_path / "quick/runs").exists()
 
 
 @pytest.fixture
