@@ -16,7 +16,8 @@
 keeps Spain's own, for --undo. A saved edit affects every use of these tokens, also in what follows
 the prompt, and is shown like that. So rows of everyday words of a name (" of", " the") stay. Facts
 that were written into the same rows before, and saved, are taught again with the next one, which
-would change them.
+would change them. To correct one of them, give its own prompt or --undo it: in other words, both
+answers would be taught.
 
 --facts writes one fact after the other, each into the rows that the earlier ones left. A line is
 {"source": "Spain", "write": "Lisbon.", "prompt": "..."}, where the prompt may be left out. In the
