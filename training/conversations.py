@@ -5,9 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from tiktoken import Encoding
 from torch import Tensor
-from tqdm import tqdm
 
-from common import UserError
 from text import chat
 from text.dataset import unmarked
 from training.sources import Source, stacked
@@ -74,37 +72,18 @@ def padded(ids: np.ndarray, targets: np.ndarray, n: int) -> tuple[np.ndarray, np
 
 
 class Pairs(Source):
-    """Pairs of conversations, chosen and rejected, which follow each other in the file. Of some,
-    `n_same`, the same is left where they are cut: these teach nothing, and are not there.
-    UserError: no pair is left."""
+    """Pairs of conversations, chosen and rejected, which follow each other in the file."""
 
     def __init__(
         self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None
     ) -> None:
         self.conversations = Conversations(ids, encoding, block_size, None, only_last=True)
         self.n_cut = self.conversations.n_cut
-        n_pair = self.conversations.n_sequence // 2
-        numbers = tqdm(range(n_pair), "comparing", unit="pair", leave=False, delay=3, disable=None)
-        self.numbers = [number for number in numbers if self.differ(number)]  # in the file
-        self.n_same = n_pair - len(self.numbers)
-        if not self.numbers:
-            raise UserError(
-                f"--block_size {block_size}: the answers of all {n_pair:,} pairs differ only "
-                "before their ends, which are kept: raise it"
-            )
-        super().__init__(len(self.numbers), block_size, seed)
-
-    def differ(self, number: int) -> bool:
-        """Whether what is kept of a pair's answers is not the same."""
-        starts = self.conversations.starts[2 * number :]
-        if max(np.diff(starts[:3])) <= self.conversations.block_size + 1:
-            return True  # nothing is cut
-        (_, chosen), (_, rejected) = map(self.conversations.sequence, (2 * number, 2 * number + 1))
-        return not np.array_equal(chosen, rejected)
+        super().__init__(self.conversations.n_sequence // 2, block_size, seed)
 
     def pairs(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, 2, T] of pairs by their numbers among those that differ."""
-        both = [2 * self.numbers[number] + k for number in numbers for k in (0, 1)]
+        """Inputs and targets [B, 2, T] of pairs by their numbers in the file."""
+        both = [2 * number + k for number in numbers for k in (0, 1)]
         inputs, targets = self.conversations.sequences(both)  # [2 B, T]
         return inputs.unflatten(0, (-1, 2)), targets.unflatten(0, (-1, 2))
 
