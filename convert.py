@@ -27,7 +27,6 @@ import os
 import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 
 # Before torch, whose threads it tells how to wait.
 from common import (
@@ -55,7 +54,7 @@ from model import Decoder, ModelConfig
 from tables import storage
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
-from training.checkpoints import NOT_A_CHECKPOINT, check_weights, load_model, save_checkpoint
+from training.checkpoints import check_weights, load_model, save_checkpoint
 from training.dense_to_stem import dense_to_stem
 from training.folders import live_tables, run_folder
 from training.placement import make_tables
@@ -362,7 +361,9 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
     with reading(path, "download it again"):
         try:
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (UnpicklingError, *NOT_A_CHECKPOINT):
+        except (OSError, MemoryError):
+            raise
+        except Exception:  # of all kinds
             raise Damage("not tensors and nothing else") from None
         require_fields(weights)
         for name, weight in weights.items():

@@ -25,7 +25,6 @@ from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
-from zipfile import BadZipFile
 
 import tiktoken
 import torch
@@ -50,17 +49,6 @@ from training.placement import make_tables
 from training.settings import Settings
 
 FORMAT = 5  # to be raised when an older checkpoint would fail
-# What the readers of zip files and of PyTorch raise for a file that is not a checkpoint.
-NOT_A_CHECKPOINT = (
-    BadZipFile,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 # The fields of a checkpoint, each with its type; RESUMABLE are in those that --resume can continue.
 OF_DATA = {"corpus": str}
 OF_EDIT = {"ids": Tensor, "rows": list[Tensor], "facts": list[tuple[list[int], list[int]]] | None}
@@ -249,7 +237,9 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
         except UnpicklingError:  # its text suggests to load it anyway
             raise Damage("it holds more than tensors, possibly code: do not trust it") from None
-        except NOT_A_CHECKPOINT as error:
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # of all kinds: PyTorch's readers trust a file
             raise Damage(f"or no checkpoint: {error}") from None
         if damaged:
             raise Damage(f"checksum of {damaged}")
