@@ -156,8 +156,7 @@ class OffloadedTables(StoredTables):
 
         absent       `fetch_missing` begins to fetch it
         coming       `wait_for` waits until it is there
-        in its slot  `updated` marks it as changed, or `evict_except` frees its slot
-        dirty        `evict_except` writes it back and frees its slot
+        in its slot  `evict_except` writes it back and frees its slot
 
     n_buffer, chunk_bytes: of the ring that moves files, and RAM that cannot be pinned.
     """
@@ -181,7 +180,6 @@ class OffloadedTables(StoredTables):
         self.working_set = {"rows": self.new_slots("rows", 0)}
         # NumPy's: PyTorch takes several times as long for so few numbers, while the GPU waits.
         self.token_in = np.empty(0, np.int64)  # of each slot, -1: it is free
-        self.dirty = np.empty(0, bool)  # of each slot: changed, not written back
         self.slot_of = np.full(self.n_row, -1, np.int64)  # of each token, -1: it has none
         # Tokens of the next batch, which have slots already. None yet.
         self.announced = np.empty(0, np.int64)
@@ -268,7 +266,6 @@ class OffloadedTables(StoredTables):
         return self.working_set["state"][table]
 
     def updated(self, ids: Tensor) -> None:
-        self.dirty[self.slot_of[ids.numpy()]] = True
         self.evict_except(self.announced)
 
     # --- the working set ---
@@ -295,17 +292,16 @@ class OffloadedTables(StoredTables):
         torch.cuda.current_stream(self.device).wait_event(arrival.result())
 
     def evict_except(self, ids: np.ndarray) -> None:
-        """Evict all tokens but `ids`: write back those that changed, and free their slots."""
+        """Evict all tokens but `ids`: write them back, and free their slots. Nearly all of them
+        have changed: the optimizer has just updated those of its batch."""
         self.record_free()
         leaving = self.token_in >= 0  # [n_slot]
         leaving[self.slot_of[ids]] = False
         slots = np.flatnonzero(leaving)
         tokens = self.token_in[slots]
-        changed = self.dirty[slots]
-        if changed.any():
-            records = map(torch.from_numpy, (tokens[changed], slots[changed]))
-            self.transfers.write_back(*records, self.working_set, self.free)
-        self.dirty[slots] = False
+        if len(tokens):
+            records = torch.from_numpy(tokens), torch.from_numpy(slots), self.working_set
+            self.transfers.write_back(*records, self.free)
         self.token_in[slots] = -1
         self.slot_of[tokens] = -1
         self.announced = ids[:0]  # they may have no slots by the next call
@@ -333,7 +329,6 @@ class OffloadedTables(StoredTables):
             new[:, :n_old] = old
             self.working_set[name] = new  # jobs under way have the old one
         self.token_in = np.pad(self.token_in, (0, n_slot - n_old), constant_values=-1)
-        self.dirty = np.pad(self.dirty, (0, n_slot - n_old))
         self.record_free()
 
     def flush(self) -> None:
