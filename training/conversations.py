@@ -13,27 +13,21 @@ from training.sources import Source, stacked
 
 class Conversations(Source):
     """One conversation per sequence; its targets are the assistant's tokens (`chat.answers`).
-    If it is too long (`n_cut` are), its beginning is kept or, if no answer begins there, its end.
-    With `only_last`, its targets are the last answer, and its end is kept."""
+    Of a long one (`n_cut` are), the beginning is kept or, if no answer begins there, the end."""
+
+    only_last = False  # its targets are the last answer, and its end is kept
 
     def __init__(
-        self,
-        ids: np.ndarray,
-        encoding: Encoding,
-        block_size: int,
-        seed: int | None,
-        *,
-        only_last: bool = False,
+        self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None
     ) -> None:
-        self.only_last = only_last
         self.ids = ids
         self.encoding = encoding
         self.starts = np.append(np.flatnonzero(ids == encoding.eot_token), len(ids))
         self.n_cut = int((np.diff(self.starts) > block_size + 1).sum())
         super().__init__(len(self.starts) - 1, block_size, seed)
 
-    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        number, _ = self.place(index)
+    def conversation(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs [T] and targets [T] of a conversation by its number in the file."""
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
         # What is marked (text/dataset.py) is not found to be an answer. The marks are taken out.
         kept = unmarked(self.encoding, ids)
@@ -49,18 +43,21 @@ class Conversations(Source):
         window = slice(max(0, end - self.block_size - 1), end)
         return ids[window][:-1], targets[window][1:]
 
-    def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
+    def conversations(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, T] on the CPU. Those that are short are padded on the right."""
-        found = [self.sequence(index) for index in indices]
+        found = [self.conversation(number) for number in numbers]
         lengths = {len(ids) for ids, _ in found}
         if len(lengths) > 1:
             longest = min(-(-max(lengths) // 32) * 32, self.block_size)  # few shapes to compile
             found = [padded(*sequence, longest) for sequence in found]
         return stacked(found)
 
+    def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
+        return self.conversations([self.place(index)[0] for index in indices])
+
     def question(self) -> list[int]:
         """Token ids of the first conversation up to its first answer."""
-        ids, targets = self.sequence(0)
+        ids, targets = self.conversation(0)
         return ids[: (targets >= 0).argmax() + 1].tolist()
 
 
@@ -71,24 +68,20 @@ def padded(ids: np.ndarray, targets: np.ndarray, n: int) -> tuple[np.ndarray, np
     return np.pad(ids, room, mode="edge"), np.pad(targets, room, constant_values=-1)
 
 
-class Pairs(Source):
+class Pairs(Conversations):
     """Pairs of conversations, chosen and rejected, which follow each other in the file."""
 
-    def __init__(
-        self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None
-    ) -> None:
-        self.conversations = Conversations(ids, encoding, block_size, None, only_last=True)
-        self.n_cut = self.conversations.n_cut
-        super().__init__(self.conversations.n_sequence // 2, block_size, seed)
+    only_last = True
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.n_sequence //= 2
 
     def pairs(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, 2, T] of pairs by their numbers in the file."""
         both = [2 * number + k for number in numbers for k in (0, 1)]
-        inputs, targets = self.conversations.sequences(both)  # [2 B, T]
+        inputs, targets = self.conversations(both)  # [2 B, T]
         return inputs.unflatten(0, (-1, 2)), targets.unflatten(0, (-1, 2))
 
     def sequences(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
         return self.pairs([self.place(index)[0] for index in indices])
-
-    def question(self) -> list[int]:
-        return self.conversations.question()
