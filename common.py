@@ -218,14 +218,14 @@ def fits(value: Any, wanted: Any) -> bool:
     origin, parts = get_origin(wanted), get_args(wanted)
     if origin in (Union, UnionType):
         return any(fits(value, part) for part in parts)
+    if origin is not None and not isinstance(value, origin):
+        return False
     if origin is dict:
-        pairs = value.items() if fits(value, dict) else [(None, None)]
-        return all(fits(key, parts[0]) and fits(each, parts[1]) for key, each in pairs)
+        return all(fits(key, parts[0]) and fits(each, parts[1]) for key, each in value.items())
     if origin is tuple and ... not in parts:
-        of_length = isinstance(value, tuple) and len(value) == len(parts)
-        return of_length and all(map(fits, value, parts))
+        return len(value) == len(parts) and all(map(fits, value, parts))
     if parts:  # of a list
-        return isinstance(value, origin) and all(fits(each, parts[0]) for each in value)
+        return all(fits(each, parts[0]) for each in value)
     if isinstance(value, bool):  # which Python takes for a number
         return wanted in (bool, Any, object)
     return wanted is Any or isinstance(value, ALSO.get(wanted, wanted))
